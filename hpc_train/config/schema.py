@@ -1,0 +1,304 @@
+"""The typed schema of a run: one dataclass per config group.
+
+OmegaConf reads these dataclasses as structured configs, so a misspelt key or a value of the wrong type fails when the
+config is composed, on the login node. They hold no logic; what combinations are impossible is said in ``validate.py``
+and how a layout follows from them in ``layout.py``. No torch here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass
+class ClusterConfig:
+    """Where a run goes."""
+
+    kind: str = "auto"  # auto | local | slurm; auto takes Slurm where sbatch is found
+    nodes: int = 1
+    gpus_per_node: int | str = "auto"  # auto: the GPUs that are visible; 0: train on the CPU
+    cpu_workers: int = 4  # ranks per node where there is no GPU
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time: str = "01:00:00"  # as sbatch --time
+
+
+@dataclass
+class StrategyConfig:
+    """How a model and its batch are split over the ranks. World size = dp x pp x tp."""
+
+    name: str = "single"
+    dp: int | str = 1  # replicas (or ZeRO ranks), or "fill": all ranks that pp and tp leave
+    pp: int | str = 1  # ranks in the pipeline, or "auto": 2 on one node, the number of nodes on several
+    tp: int = 1  # ranks that share each layer; kept inside a node
+    data_parallel: str = "ddp"  # ddp | reduce | zero1 | zero2 | zero3: how the dp ranks keep in step
+    shard: int | str = "fill"  # ranks one ZeRO state is sharded over: "fill" (all of dp), "node", or a number
+    schedule: str = "1f1b"  # sequential | gpipe | 1f1b | interleaved_1f1b | interleaved_zero_bubble | zbv
+    stages_per_rank: int = 1  # pipeline stages held by each pp rank
+    pp_split: Any = "even"  # "even", or the number of layers of each stage as a list
+    bucket_cap_mb: float = 25.0  # gradient bucket of ddp and reduce
+    static_graph: bool = False  # ddp: promise that every step uses the same parameters
+
+
+@dataclass
+class GPTConfig:
+    """A decoder-only transformer, Llama-style."""
+
+    kind: str = "gpt"
+    vocab_size: int = MISSING
+    n_layers: int = MISSING
+    dim: int = MISSING
+    n_heads: int = MISSING
+    n_kv_heads: int = MISSING
+    ffn_dim: int = MISSING
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    tied_embeddings: bool = False
+    dropout: float = 0.0
+
+
+@dataclass
+class ViTConfig:
+    """A vision transformer with a class token."""
+
+    kind: str = "vit"
+    image_size: int = MISSING
+    patch_size: int = MISSING
+    channels: int = 3
+    n_classes: int = MISSING
+    n_layers: int = MISSING
+    dim: int = MISSING
+    n_heads: int = MISSING
+    mlp_dim: int = MISSING
+    norm_eps: float = 1e-6
+    dropout: float = 0.0
+
+
+@dataclass
+class CustomModelConfig:
+    """Any ``nn.Module`` or model, built by ``_target_`` with ``args``."""
+
+    kind: str = "custom"
+    _target_: str = MISSING
+    args: dict[str, Any] = field(default_factory=dict)
+    loss: str = "cross_entropy"  # cross_entropy | mse: applied to the output of a module that brings no loss
+    sync_batch_norm: bool = False
+
+
+@dataclass
+class TextDataConfig:
+    """Bytes of text files, split into train and validation by file."""
+
+    kind: str = "text"
+    path: str | None = None  # a file, a directory or a glob; null: the source of Python's standard library
+    pattern: str = "**/*.py"  # files taken when path is a directory (or null)
+    sequence_length: int = 256
+    validation_share: float = 0.05  # of the files
+    vocab_size: int = 256
+
+
+@dataclass
+class TokensDataConfig:
+    """Memory-mapped ``.bin`` files of token ids, as ``python -m hpc_train prepare`` writes them."""
+
+    kind: str = "tokens"
+    path: str = MISSING  # directory with train.bin, validation.bin and meta.json
+    sequence_length: int = 1024
+    vocab_size: int = MISSING
+
+
+@dataclass
+class CIFAR100DataConfig:
+    """The official CIFAR-100 python-version directory."""
+
+    kind: str = "cifar100"
+    path: str = MISSING
+    image_size: int = 32
+    channels: int = 3
+    n_classes: int = 100
+    augment: bool = True
+
+
+@dataclass
+class ImagesDataConfig:
+    """One directory per class under ``train/`` and ``validation/``."""
+
+    kind: str = "images"
+    path: str = MISSING
+    image_size: int = 224
+    channels: int = 3
+    n_classes: int = MISSING
+    augment: bool = True
+
+
+@dataclass
+class SyntheticDataConfig:
+    """Samples computed from their index."""
+
+    kind: str = "synthetic"
+    task: str = "tokens"  # tokens | images
+    samples: int = 4096
+    validation_samples: int = 256
+    sequence_length: int = 256
+    vocab_size: int = 256
+    image_size: int = 32
+    channels: int = 3
+    n_classes: int = 10
+
+
+@dataclass
+class CustomDataConfig:
+    """A user's dataset, built by ``_target_`` with ``args`` and ``split="train" | "validation"``."""
+
+    kind: str = "custom"
+    _target_: str = MISSING
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class OptimConfig:
+    """The optimizer and its learning rate over time."""
+
+    name: str = "adamw"  # adamw | sgd
+    lr: float = 1e-3
+    lr_scaling: str = "none"  # none | linear | sqrt, against base_batch
+    base_batch: int = 256
+    weight_decay: float = 0.1
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # adamw
+    eps: float = 1e-8  # adamw
+    momentum: float = 0.9  # sgd
+    clip_norm: float = 1.0  # global gradient norm; 0: no clipping
+    schedule: str = "cosine"  # constant | linear | cosine | wsd
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.1  # the last learning rate as a share of the highest
+    decay_share: float = 0.2  # wsd: the share of the steps in which the rate falls
+
+
+@dataclass
+class PrecisionConfig:
+    """Number formats. Parameters and optimizer state stay in fp32 (fp64 under fp64)."""
+
+    name: str = "fp32"  # fp64 | fp32 | bf16 | fp16
+    loss_scale_init: float = 65536.0  # fp16
+    loss_scale_growth_every: int = 2000  # fp16: finite steps before the scale doubles
+
+
+@dataclass
+class TrainConfig:
+    """What the training loop does."""
+
+    seed: int = 0
+    steps: int | None = None  # give steps or epochs
+    epochs: float | None = None
+    eval_every: int = 0  # steps; 0: only at the end
+    activation_checkpointing: str = "none"  # none | full | selective
+    compile: bool = False  # torch.compile per layer
+    threads: int | str = "auto"  # intra-op CPU threads per rank
+
+
+@dataclass
+class BatchConfig:
+    """The global batch is the user's promise: it never depends on the world size."""
+
+    global_size: int = 64  # samples per optimizer step
+    micro_size: int | str = "auto"  # samples per micro-batch and rank
+    micro_batches: int | str = "auto"  # micro-batches per step and rank: accumulation, or the pipeline's micro-batches
+    drop_last: bool = True  # drop the short batch at the end of an epoch, or pad it
+    loader_workers: int | str = "auto"  # loader processes per rank
+
+
+@dataclass
+class CheckpointConfig:
+    """When state is saved. It is always saved on a stop request and at the end."""
+
+    every: int = 0  # steps; 0: only on a stop request and at the end
+    keep: int = 2  # newest checkpoints kept
+
+
+@dataclass
+class ElasticConfig:
+    """How a run deals with failures and stop requests."""
+
+    collective_timeout_s: float = 600.0  # a collective that takes longer fails
+    stop_grace_s: float = 120.0  # from a stop request until workers that have not stopped are killed
+
+
+@dataclass
+class WandbConfig:
+    """Weights & Biases."""
+
+    mode: str = "auto"  # auto | online | offline | disabled; auto: online when a key is set and the service answers
+    project: str = "hpc_train"
+    entity: str | None = None
+    log_checkpoint: bool = False  # the last checkpoint as an artifact
+
+
+@dataclass
+class TelemetryConfig:
+    """What is measured and where it goes."""
+
+    log_every: int = 10  # steps
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    tensorboard: bool = False
+
+
+@dataclass
+class LaunchConfig:
+    """How jobs are submitted (with ``-m``)."""
+
+    dry_run: bool = False  # print what would be submitted and write nothing
+    detach: bool = False  # leave after submission
+    array_parallelism: int | str = "auto"  # jobs of a sweep at the same time; auto: as many as the machine has slots
+
+
+@dataclass
+class RunConfig:
+    """The run directory."""
+
+    root: str = "outputs"
+    name: str | None = None  # makes the directory stable across calls, so that the run resumes
+    fork: str | None = None  # a new name for a run that starts from run.name's newest checkpoint with other identity keys
+
+
+@dataclass
+class Config:
+    """The whole of a run. ``model`` and ``data`` hold one of the dataclasses above, told apart by ``kind``."""
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    model: Any = MISSING
+    data: Any = MISSING
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+ModelConfig = GPTConfig | ViTConfig | CustomModelConfig
+DataConfig = (
+    TextDataConfig
+    | TokensDataConfig
+    | CIFAR100DataConfig
+    | ImagesDataConfig
+    | SyntheticDataConfig
+    | CustomDataConfig
+)
+
+MODEL_SCHEMAS: dict[str, type] = {"gpt": GPTConfig, "vit": ViTConfig, "custom": CustomModelConfig}
+DATA_SCHEMAS: dict[str, type] = {
+    "text": TextDataConfig,
+    "tokens": TokensDataConfig,
+    "cifar100": CIFAR100DataConfig,
+    "images": ImagesDataConfig,
+    "synthetic": SyntheticDataConfig,
+    "custom": CustomDataConfig,
+}

@@ -1,0 +1,74 @@
+"""The contract of a model that can be cut into pipeline stages, sharded and initialised piece by piece."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+
+class Head(nn.Module):
+    """The last part of a model: from hidden states to the loss."""
+
+    @abstractmethod
+    def loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum of the losses of all targets that count, and their number (both scalars on the device)."""
+
+
+class Model(nn.Module):
+    """A model in three parts: ``stem``, ``layers`` (keyed "0", "1", …) and ``head``.
+
+    A pipeline stage holds some of them: absent parts are ``None`` and absent layers missing from the dict. Parameter
+    names are global and the same under every layout (``layers.7.attention.wq.weight``), which lets one checkpoint serve
+    every layout. Models are built on ``meta``, cut and sharded, and only then given memory and values.
+    """
+
+    stem: nn.Module | None
+    layers: nn.ModuleDict
+    head: Head | None
+    tied: ClassVar[Mapping[str, str]] = {}  # alias -> canonical name, both global; instances may override
+
+    def forward(
+        self, hidden: Tensor, context: Mapping[str, Tensor], targets: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Runs the parts that are there.
+
+        Args:
+            hidden: the inputs of the model where the stem is present, else the hidden states of the stage before.
+            context: tensors that every layer gets.
+            targets: with the head present: what to compute the loss against.
+
+        Returns:
+            Hidden states; with the head, logits; with the head and ``targets``, the sum of losses and the count.
+        """
+        context = self.prepare(hidden, context)
+        if self.stem is not None:
+            hidden = self.stem(hidden, context)
+        for layer in self.layers.values():
+            hidden = layer(hidden, context)
+        if self.head is None:
+            return hidden
+        return self.head(hidden) if targets is None else self.head.loss(hidden, targets)
+
+    def prepare(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Adds to ``context`` what all layers share (rotary tables)."""
+        return context
+
+    @abstractmethod
+    def hidden_shape(self, inputs: Tensor) -> tuple[int, ...]:
+        """Shape of the hidden states between layers for one micro-batch of ``inputs``."""
+
+    @abstractmethod
+    def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
+        """Fills ``value`` (the full parameter ``name``, never a shard) in place with its initial values."""
+
+    @abstractmethod
+    def init_buffers(self, device: torch.device) -> None:
+        """Recomputes the buffers that are not in checkpoints, after a build on ``meta``."""
+
+    @abstractmethod
+    def flops_per_sample(self) -> float:
+        """Floating-point operations of forward and backward for one sample; the formula stands in the docstring."""

@@ -1,0 +1,66 @@
+"""The contract between the trainer and whatever computes gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from hpc_train.data.batch import StepBatch
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Sums over this rank's micro-batches, on the device; nothing here has been read by the host.
+
+    A rank without the head holds zeros. ``correct`` counts right top-1 predictions where the model reports them.
+    """
+
+    loss_sum: Tensor
+    target_count: Tensor
+    correct: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """A step's result as numbers, the same on every rank."""
+
+    loss: float  # mean over the targets of the global batch
+    target_count: int
+    accuracy: float | None = None
+
+
+class Engine(Protocol):
+    """Computes the gradients of a step; the trainer does not know which engine it drives."""
+
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        """The model parts (pipeline stages) that this rank holds."""
+
+    def named_parameters(self) -> Mapping[str, nn.Parameter]:
+        """Canonical global name -> parameter, of this rank. A tied copy stands under its canonical name."""
+
+    def named_buffers(self) -> Mapping[str, Tensor]:
+        """Canonical global name -> persistent buffer, of this rank."""
+
+    def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
+        """Forward and backward over all micro-batches.
+
+        Afterwards every parameter's ``.grad`` is the gradient of the mean loss over the *global* batch
+        (loss sum / ``batch.target_count``), times ``loss_scale`` where given. Starts from cleared gradients.
+        """
+
+    def eval_step(self, batch: StepBatch) -> StepResult:
+        """Forward only, in evaluation mode, without gradients; works under every strategy."""
+
+    def reduce(self, result: StepResult) -> StepNumbers:
+        """The same numbers on every rank. Collective, and the only place where the host waits: at log steps only."""
+
+    def clip_grad_norm_(self, max_norm: float, loss_scale: Tensor | None = None) -> Tensor:
+        """Divides the gradients by ``loss_scale`` and clips them to ``max_norm`` (0: no clipping).
+
+        Returns the global norm before clipping (after unscaling), over all parameters of all ranks, each counted
+        once: a scalar on the device, the same on every rank, not finite where any gradient was not.
+        """

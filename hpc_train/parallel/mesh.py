@@ -1,0 +1,56 @@
+"""Who stands where: the ranks of an attempt as a mesh with the axes pp, dp_replicate, dp_shard and tp."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hpc_train.config.layout import Layout
+
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A value that is passed; there is no process-global parallel state of our own.
+
+    Attributes:
+        device_mesh: the axes of ``AXES``, all of them present, also those of size 1.
+        dp: the ranks that see different samples of the batch (``dp_replicate`` x ``dp_shard``), as a 1-d mesh.
+        control: a gloo group of all ranks, for small agreements on the CPU beside the training collectives.
+    """
+
+    layout: Layout
+    rank: int
+    device: torch.device
+    device_mesh: DeviceMesh
+    dp: DeviceMesh
+    control: dist.ProcessGroup
+
+    @property
+    def pp_rank(self) -> int:
+        return self.rank // (self.layout.dp * self.layout.tp)
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.layout.tp % self.layout.dp
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.layout.tp
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The process group of this rank along ``pp``, ``dp``, ``dp_replicate``, ``dp_shard`` or ``tp``."""
+        return self.dp.get_group() if axis == "dp" else self.device_mesh[axis].get_group()
+
+
+def join_mesh(layout: Layout, rank: int, device: torch.device) -> Mesh:
+    """Builds the mesh. Collective: every rank calls it after ``init_process_group``."""
+    sizes = (layout.pp, layout.dp // layout.shard, layout.shard, layout.tp)
+    device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+    dp = device_mesh["dp_replicate", "dp_shard"]._flatten("dp")
+    control = dist.new_group(backend="gloo")
+    return Mesh(layout, rank, device, device_mesh, dp, control)

@@ -1,0 +1,108 @@
+"""The run directory: the one interface between submitter, agents, workers, commands and notebooks.
+
+    config.yaml                  the frozen config in force; earlier ones as config-NNN.yaml
+    run.json                     run id, config hash, code version, W&B id, every submission
+    metrics/attempt-NNN.jsonl    one object per logged step
+    events/<writer>-NNN.jsonl    what happened, one file per writing process and attempt
+    checkpoints/step-00000100/   committed by rename
+    logs/<node>-NNN.log          the workers' output
+    attempts/NNN.json            address, port and layout of an attempt; its presence claims the number
+    wandb/
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_train.run.files import read_json, read_lines, write_json
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Paths and small files of one run."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def attempts(self) -> Path:
+        return self.path / "attempts"
+
+    @property
+    def wandb(self) -> Path:
+        return self.path / "wandb"
+
+    def create(self) -> None:
+        """Makes the directory and its folders; idempotent."""
+        for folder in (self.metrics, self.events, self.checkpoints, self.logs, self.attempts):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def record(self) -> dict[str, Any]:
+        """The content of ``run.json``; empty where there is none yet."""
+        path = self.path / "run.json"
+        return read_json(path) if path.exists() else {}
+
+    def update_record(self, **fields: Any) -> dict[str, Any]:
+        """Merges ``fields`` into ``run.json``. One writer at a time: the submitter, then rank 0."""
+        record = self.record() | fields
+        write_json(self.path / "run.json", record)
+        return record
+
+    def claim_attempt(self) -> int:
+        """Takes the next attempt number for a new start of the workers. Called by the agent of node 0 only."""
+        self.attempts.mkdir(parents=True, exist_ok=True)
+        number = max((int(path.stem) for path in self.attempts.glob("[0-9]*.json")), default=-1) + 1
+        while True:
+            try:
+                os.close(os.open(self.attempts / f"{number:03d}.json", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+                return number
+            except FileExistsError:
+                number += 1
+
+    def metrics_file(self, attempt: int) -> Path:
+        return self.metrics / f"attempt-{attempt:03d}.jsonl"
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Logged steps in order; where attempts overlap, the highest attempt's line of a step counts."""
+        steps: dict[int, dict[str, Any]] = {}
+        for path in sorted(self.metrics.glob("attempt-*.jsonl"), key=_attempt_of):
+            for line in read_lines(path):
+                steps[line["step"]] = line
+        return [steps[step] for step in sorted(steps)]
+
+    def read_events(self) -> list[dict[str, Any]]:
+        """All events of all writers, merged by time."""
+        return sorted(self._events(), key=lambda event: event["time"])
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        for path in self.events.glob("*.jsonl"):
+            yield from read_lines(path)
+
+
+def _attempt_of(path: Path) -> int:
+    found = re.search(r"(\d+)\.jsonl$", path.name)
+    return int(found.group(1)) if found else -1

@@ -1,0 +1,25 @@
+"""What an agent tells a worker: who it is in which attempt of which run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpc_train.config.layout import Layout
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """One worker of one attempt. ``layout`` is the effective one, derived by the agent of node 0."""
+
+    run_dir: str
+    attempt: int
+    rank: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    nodes: int
+    layout: Layout
+    master_address: str
+    master_port: int
+    gpus_per_node: int  # 0: this attempt runs on the CPU with gloo
+    threads: int  # intra-op CPU threads
