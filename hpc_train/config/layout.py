@@ -118,7 +118,9 @@ def _pipeline(strategy: StrategyConfig, nodes: int, columns: int, notes: list[st
     if strategy.pp == "auto":
         pp = nodes if nodes > 1 else 2
         if columns % pp:
-            notes.append(f"{columns} ranks do not divide into {pp} pipeline ranks: 1 stage x {columns} replicas instead")
+            notes.append(
+                f"{columns} ranks do not divide into {pp} pipeline ranks: 1 stage x {columns} replicas instead"
+            )
             return 1
         return pp
     if not isinstance(strategy.pp, int) or strategy.pp < 1:
@@ -127,7 +129,7 @@ def _pipeline(strategy: StrategyConfig, nodes: int, columns: int, notes: list[st
         raise ConfigError(
             f"{strategy.pp} pipeline ranks do not fit on {columns} workers",
             where="strategy.pp",
-            mend=f"strategy.pp={columns} or fewer, or more workers (cluster.nodes, cluster.gpus_per_node, cluster.cpu_workers)",
+            mend=f"strategy.pp={columns} or fewer, or more workers (cluster.gpus_per_node, cluster.cpu_workers)",
         )
     return strategy.pp
 

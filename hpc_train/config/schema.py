@@ -261,7 +261,9 @@ class RunConfig:
 
     root: str = "outputs"
     name: str | None = None  # makes the directory stable across calls, so that the run resumes
-    fork: str | None = None  # a new name for a run that starts from run.name's newest checkpoint with other identity keys
+    fork: str | None = (
+        None  # a new name for a run that starts from run.name's newest checkpoint with other identity keys
+    )
 
 
 @dataclass
@@ -285,12 +287,7 @@ class Config:
 
 ModelConfig = GPTConfig | ViTConfig | CustomModelConfig
 DataConfig = (
-    TextDataConfig
-    | TokensDataConfig
-    | CIFAR100DataConfig
-    | ImagesDataConfig
-    | SyntheticDataConfig
-    | CustomDataConfig
+    TextDataConfig | TokensDataConfig | CIFAR100DataConfig | ImagesDataConfig | SyntheticDataConfig | CustomDataConfig
 )
 
 MODEL_SCHEMAS: dict[str, type] = {"gpt": GPTConfig, "vit": ViTConfig, "custom": CustomModelConfig}

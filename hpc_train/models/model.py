@@ -17,6 +17,10 @@ class Head(nn.Module):
     def loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Sum of the losses of all targets that count, and their number (both scalars on the device)."""
 
+    def correct(self, hidden: Tensor, targets: Tensor) -> Tensor | None:
+        """Number of right top-1 predictions among the targets that count; None where that has no meaning."""
+        return None
+
 
 class Model(nn.Module):
     """A model in three parts: ``stem``, ``layers`` (keyed "0", "1", …) and ``head``.
@@ -33,7 +37,7 @@ class Model(nn.Module):
 
     def forward(
         self, hidden: Tensor, context: Mapping[str, Tensor], targets: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]:
         """Runs the parts that are there.
 
         Args:
@@ -42,7 +46,8 @@ class Model(nn.Module):
             targets: with the head present: what to compute the loss against.
 
         Returns:
-            Hidden states; with the head, logits; with the head and ``targets``, the sum of losses and the count.
+            Hidden states; with the head, logits; with the head and ``targets``, the sum of losses and the count,
+            and in evaluation mode the number of right predictions as a third.
         """
         context = self.prepare(hidden, context)
         if self.stem is not None:
@@ -51,7 +56,10 @@ class Model(nn.Module):
             hidden = layer(hidden, context)
         if self.head is None:
             return hidden
-        return self.head(hidden) if targets is None else self.head.loss(hidden, targets)
+        if targets is None:
+            return self.head(hidden)
+        sums = self.head.loss(hidden, targets)
+        return sums if self.training else (*sums, self.head.correct(hidden, targets))
 
     def prepare(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Adds to ``context`` what all layers share (rotary tables)."""

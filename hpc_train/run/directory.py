@@ -1,13 +1,13 @@
 """The run directory: the one interface between submitter, agents, workers, commands and notebooks.
 
-    config.yaml                  the frozen config in force; earlier ones as config-NNN.yaml
-    run.json                     run id, config hash, code version, W&B id, every submission
-    metrics/attempt-NNN.jsonl    one object per logged step
-    events/<writer>-NNN.jsonl    what happened, one file per writing process and attempt
-    checkpoints/step-00000100/   committed by rename
-    logs/<node>-NNN.log          the workers' output
-    attempts/NNN.json            address, port and layout of an attempt; its presence claims the number
-    wandb/
+config.yaml                  the frozen config in force; earlier ones as config-NNN.yaml
+run.json                     run id, config hash, code version, W&B id, every submission
+metrics/attempt-NNN.jsonl    one object per logged step
+events/<writer>-NNN.jsonl    what happened, one file per writing process and attempt
+checkpoints/step-00000100/   committed by rename
+logs/<node>-NNN.log          the workers' output
+attempts/NNN.json            address, port and layout of an attempt; its presence claims the number
+wandb/
 """
 
 from __future__ import annotations
