@@ -1,0 +1,54 @@
+# make train   the default model on the default data, four workers, on this machine
+# make test    all tests
+# make lint    ruff, mypy, import-linter
+#
+# An active environment (virtualenv or conda) that has torch is used; otherwise .venv is made here.
+# TORCH_INDEX=URL takes torch from another wheel index, e.g. https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+ACTIVE := $(shell test -n "$$VIRTUAL_ENV$$CONDA_PREFIX" && python -c 'import torch' >/dev/null 2>&1 && echo yes)
+
+ifeq ($(ACTIVE),yes)
+PY := python
+STAMPS := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX))
+else
+PY := .venv/bin/python
+STAMPS := .venv
+endif
+INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: train test lint install install-dev clean
+
+train: install
+	$(PY) -m hpc_train +strategy=hybrid -m
+
+test: install-dev
+	$(PY) -m pytest
+
+lint: install-dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -c "from importlinter.cli import lint_imports_command as main; main()"
+
+install: $(STAMPS)/.hpc_train-installed
+install-dev: $(STAMPS)/.hpc_train-installed-dev
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+$(STAMPS)/.hpc_train-installed: pyproject.toml constraints.txt | $(filter .venv/%,$(PY))
+	@echo "installing hpc_train and what it needs (torch is large: a few minutes the first time)"
+ifneq ($(TORCH_INDEX),)
+	$(INSTALL) --index-url $(TORCH_INDEX) torch
+endif
+	$(INSTALL) -e .
+	@touch $@
+
+$(STAMPS)/.hpc_train-installed-dev: $(STAMPS)/.hpc_train-installed
+	$(INSTALL) -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

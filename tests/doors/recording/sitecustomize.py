@@ -1,0 +1,41 @@
+"""Put on PYTHONPATH by a test: every process of a run records which config keys its code reads.
+
+Generic readers (OmegaConf, dataclasses, the modules that check, freeze or print a whole config) do not count as use.
+"""
+
+import os
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+GENERIC = ("omegaconf", "dataclasses", "hpc_train.config.")
+USERS_IN_CONFIG = ("hpc_train.config.layout", "hpc_train.config.directory")
+
+folder = os.environ.get("HPC_TRAIN_RECORD_KEYS")
+
+
+def _counts(module: str) -> bool:
+    return module in USERS_IN_CONFIG or not module.startswith(GENERIC)
+
+
+def _record(cls: type) -> None:
+    names = {f.name for f in fields(cls)}
+    plain = cls.__getattribute__
+    seen: set[str] = set()
+
+    def recording(self: object, name: str) -> object:
+        if name in names and name not in seen and _counts(sys._getframe(1).f_globals.get("__name__", "")):
+            seen.add(name)
+            with Path(folder, str(os.getpid())).open("a") as file:
+                file.write(f"{cls.__name__}.{name}\n")
+        return plain(self, name)
+
+    cls.__getattribute__ = recording
+
+
+if folder:
+    from hpc_train.config import schema
+
+    for value in list(vars(schema).values()):
+        if isinstance(value, type) and is_dataclass(value) and value.__module__ == schema.__name__:
+            _record(value)
