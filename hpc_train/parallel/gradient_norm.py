@@ -1,0 +1,97 @@
+"""The global gradient norm over pipeline, tensor and data-parallel ranks, and clipping to it.
+
+Every rank sums the squares of what it holds, weighted by one over the number of ranks that hold the same elements, and
+one all-reduce of one scalar over all ranks gives the square of the norm. The host reads nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hpc_train.parallel.mesh import Mesh
+
+
+def clip_(
+    parameters: Mapping[str, nn.Parameter],
+    mesh: Mesh,
+    max_norm: float,
+    loss_scale: Tensor | None = None,
+    skip: frozenset[str] = frozenset(),
+) -> Tensor:
+    """Divides all gradients by ``loss_scale`` and scales them so that their global norm is at most ``max_norm``.
+
+    Collective over all ranks. Gradients must be reduced over dp already; those that are None are left alone.
+
+    Args:
+        parameters: canonical name -> parameter that this rank holds; DTensors count with their local shard.
+        max_norm: 0 leaves the norm as it is.
+        loss_scale: scalar on the device, the same on every rank.
+        skip: names that are scaled but not counted: tied copies whose canonical parameter another stage counts.
+
+    Returns:
+        The norm before clipping, of the unscaled gradients: a scalar on the device, the same on every rank; not finite
+        where any gradient was not.
+    """
+    gradients: list[Tensor] = []
+    counted: dict[float, list[Tensor]] = {}
+    for name, parameter in parameters.items():
+        if parameter.grad is None:
+            continue
+        gradient = parameter.grad
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        gradients.append(local)
+        if name not in skip:
+            counted.setdefault(1.0 / _holders(parameter, mesh), []).append(local)
+    inverse_scale = None if loss_scale is None else loss_scale.reciprocal()
+    norm = _global_norm(counted, inverse_scale, mesh)
+    _multiply(gradients, _factor(norm, max_norm, inverse_scale))
+    return norm
+
+
+def _holders(parameter: nn.Parameter, mesh: Mesh) -> int:
+    """How many ranks of this pipeline stage hold the same elements of ``parameter``."""
+    ranks = mesh.layout.dp * mesh.layout.tp
+    if not isinstance(parameter, DTensor):
+        return ranks
+    sizes = parameter.device_mesh.shape
+    return ranks // prod(
+        size for size, placement in zip(sizes, parameter.placements, strict=True) if placement.is_shard()
+    )
+
+
+def _global_norm(counted: Mapping[float, list[Tensor]], inverse_scale: Tensor | None, mesh: Mesh) -> Tensor:
+    dtypes = {gradient.dtype for gradients in counted.values() for gradient in gradients}
+    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+    total = torch.zeros((), dtype=dtype, device=mesh.device)
+    for weight, gradients in counted.items():
+        norms = torch.stack([norm.to(dtype) for norm in torch._foreach_norm(gradients)])
+        if inverse_scale is not None:  # before squaring: the square of a scaled gradient may overflow
+            norms = norms * inverse_scale
+        total += weight * norms.square().sum()
+    if mesh.layout.world_size > 1:
+        dist.all_reduce(total)
+    return total.sqrt()
+
+
+def _factor(norm: Tensor, max_norm: float, inverse_scale: Tensor | None) -> Tensor | None:
+    """As torch: max_norm / (norm + 1e-6), at most 1."""
+    if max_norm <= 0:
+        return inverse_scale
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return factor if inverse_scale is None else factor * inverse_scale
+
+
+def _multiply(gradients: list[Tensor], factor: Tensor | None) -> None:
+    if factor is None:
+        return
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for dtype, group in by_dtype.items():
+        torch._foreach_mul_(group, factor.to(dtype))

@@ -1,0 +1,42 @@
+"""Canonical names: what a parameter is called, whatever wraps the module that holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from torch import Tensor, nn
+
+WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")  # DDP, torch.compile, activation checkpointing
+
+
+def canonical_name(raw: str) -> str:
+    """``layers.0._checkpoint_wrapped_module.norm.weight`` -> ``layers.0.norm.weight``.
+
+    DDP's ``module.`` is taken off the front only: a user's model may have a part of that name.
+    """
+    name = raw.removeprefix(WRAPPERS[0])
+    for wrapper in WRAPPERS[1:]:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def named_parameters(parts: Iterable[nn.Module], tied: Mapping[str, str]) -> dict[str, nn.Parameter]:
+    """Canonical name -> parameter of ``parts``; a tied copy (``tied``: alias -> canonical) has its canonical name."""
+    found: dict[str, nn.Parameter] = {}
+    for part in parts:
+        for raw, parameter in part.named_parameters():
+            name = canonical_name(raw)
+            found.setdefault(tied.get(name, name), parameter)
+    return found
+
+
+def named_buffers(parts: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """Canonical name -> buffer, of the buffers that belong into checkpoints."""
+    return {name: buffer for part in parts for name, buffer in _persistent(part)}
+
+
+def _persistent(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in part.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield canonical_name(f"{prefix}.{name}" if prefix else name), buffer

@@ -1,0 +1,31 @@
+"""Number formats of a run.
+
+One policy under every strategy: parameters, gradients and optimizer state are fp32, and ``bf16`` and ``fp16`` run the
+forward under autocast, which casts the inputs of matrix products and keeps norms, softmax and losses in fp32. ZeRO
+(``fsdp.py``) gathers the parameters already in the compute type, which halves what is sent; gradients are reduced in
+fp32 everywhere. ``fp64`` exists for exact comparisons.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def parameter_dtype(name: str) -> torch.dtype:
+    """Of parameters, gradients and optimizer state under precision ``name``."""
+    return torch.float64 if name == "fp64" else torch.float32
+
+
+def compute_dtype(name: str) -> torch.dtype | None:
+    """What autocast casts to; None where nothing is cast."""
+    return COMPUTE_DTYPES.get(name)
+
+
+def autocast(name: str, device: torch.device) -> AbstractContextManager[object]:
+    """The context of a forward pass under precision ``name``."""
+    dtype = compute_dtype(name)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
