@@ -1,0 +1,168 @@
+"""The agent of a node: reads the frozen config, runs the node's workers, and says how the run ended.
+
+It never imports torch. Whatever started it (a foreground command, submitit, a batch script), it does the same.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from socket import socket
+
+from hpc_train.cluster.allocation import Allocation, current_allocation, workers_per_node
+from hpc_train.cluster.environment import apply, threads_per_rank, worker_environment
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.freeze import load
+from hpc_train.config.layout import resolve_layout
+from hpc_train.config.schema import Config
+from hpc_train.elastic.attempt import Outcome, run_attempt
+from hpc_train.elastic.failures import WorkerFailure
+from hpc_train.elastic.logs import WorkerLog
+from hpc_train.elastic.rendezvous import Meeting, bind, wait_for_meeting
+from hpc_train.elastic.stop_requests import StopRequests, watch_signals
+from hpc_train.run import lease
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from hpc_train.run.exits import Exit
+from hpc_train.run.worker_spec import WorkerSpec
+
+ENTRY = "hpc_train.train.worker:train"
+MEETING_TIMEOUT_S = 300.0
+
+Reserve = Callable[[StopRequests], AbstractContextManager[None]]
+
+
+def run_agent(
+    run: RunDirectory,
+    on_tick: Callable[[], None] | None = None,
+    *,
+    reserve: Reserve | None = None,
+    entry: str = ENTRY,
+) -> int:
+    """Runs this node's workers of ``run`` to their end; returns the exit code.
+
+    Args:
+        on_tick: called a few times per second while workers run.
+        reserve: a context that holds what the workers need (GPUs, cores); entering it may wait, and it returns early
+            when a stop is requested.
+        entry: what a worker calls, as "module:function".
+    """
+    allocation = current_allocation()
+    try:
+        with watch_signals() as stop, _sole_agent(run, allocation), reserve(stop) if reserve else nullcontext():
+            if stop.requested:
+                return Exit.STOPPED
+            return _run(run, allocation, stop, on_tick or _nothing, entry)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return Exit.REFUSED
+
+
+@contextmanager
+def _sole_agent(run: RunDirectory, allocation: Allocation) -> Iterator[None]:
+    with lease.hold(run) if allocation.node_rank == 0 else nullcontext():
+        yield
+
+
+def _run(
+    run: RunDirectory, allocation: Allocation, stop: StopRequests, on_tick: Callable[[], None], entry: str
+) -> Exit:
+    config = load(run)
+    meeting, listener = _meet(run, config, allocation, stop)
+    if meeting is None:
+        return Exit.STOPPED
+    events = EventLog.open(run, f"agent-{allocation.node_name}", meeting.attempt)
+    log = WorkerLog(run.logs / f"{allocation.node_name}-{meeting.attempt:03d}.log")
+    specs = _specs(run, config, allocation, meeting)
+    variables = worker_environment(allocation.nodes, meeting.gpus_per_node, specs[0].threads)
+    environment = apply(variables)
+    if allocation.node_rank == 0:
+        run.update_record(environment=environment)
+    events.write("started", layout=str(meeting.layout), world_size=meeting.layout.world_size)
+    try:
+        outcome = run_attempt(specs, listener, log, stop, config.elastic.stop_grace_s, on_tick, entry)
+    except KeyboardInterrupt:
+        print("killed by a second Ctrl-C: steps after the last checkpoint are lost", file=sys.stderr)
+        events.write("failed", exit_code=int(Exit.FAILED), message="killed by a second Ctrl-C")
+        return Exit.FAILED
+    _tell(outcome, allocation, log, events, stop)
+    return outcome.exit
+
+
+def _meet(
+    run: RunDirectory, config: Config, allocation: Allocation, stop: StopRequests
+) -> tuple[Meeting | None, socket | None]:
+    if allocation.node_rank > 0:
+        return wait_for_meeting(run, allocation.launch_id, lambda: stop.requested, MEETING_TIMEOUT_S), None
+    gpus, workers = workers_per_node(config.cluster)
+    layout = resolve_layout(config, allocation.nodes, workers)
+    attempt = run.claim_attempt()
+    listener = bind(allocation, f"{allocation.job_id or run.path}:{attempt}")
+    meeting = Meeting(
+        attempt=attempt,
+        launch_id=allocation.launch_id,
+        job_id=allocation.job_id,
+        node=allocation.node_name,
+        pid=os.getpid(),
+        started=time.time(),
+        address=allocation.address,
+        port=listener.getsockname()[1],
+        nodes=allocation.nodes,
+        gpus_per_node=gpus,
+        workers_per_node=workers,
+        layout=layout,
+    )
+    meeting.publish(run)
+    return meeting, listener
+
+
+def _specs(run: RunDirectory, config: Config, allocation: Allocation, meeting: Meeting) -> list[WorkerSpec]:
+    local_workers = min(meeting.workers_per_node, meeting.layout.world_size)
+    return [
+        WorkerSpec(
+            run_dir=str(run.path),
+            attempt=meeting.attempt,
+            rank=allocation.node_rank * local_workers + local_rank,
+            local_rank=local_rank,
+            local_world_size=local_workers,
+            node_rank=allocation.node_rank,
+            nodes=meeting.nodes,
+            layout=meeting.layout,
+            master_address=meeting.address,
+            master_port=meeting.port,
+            gpus_per_node=meeting.gpus_per_node,
+            threads=threads_per_rank(config.train.threads, local_workers),
+        )
+        for local_rank in range(local_workers)
+    ]
+
+
+def _tell(
+    outcome: Outcome, allocation: Allocation, log: WorkerLog, events: EventLog, stop: StopRequests
+) -> None:
+    """Writes how the attempt ended where people and programs look: the event log and standard error."""
+    if stop.reason is not None:
+        events.write("stop_requested", reason=stop.reason)
+    code = int(outcome.exit)
+    if outcome.failure is None:
+        events.write("stopped" if outcome.exit is Exit.STOPPED else "finished", exit_code=code)
+        return
+    failure = outcome.failure
+    details = {"worker": failure.rank, "class": failure.failure, "message": failure.message}
+    events.write("worker_failed", host=allocation.node_name, traceback=failure.traceback, **details)
+    events.write("failed", exit_code=code, **details)
+    print(_text(failure, allocation.node_name, outcome.exit, log), file=sys.stderr)
+
+
+def _text(failure: WorkerFailure, node: str, code: Exit, log: WorkerLog) -> str:
+    if code is Exit.REFUSED:
+        return failure.message
+    head = f"rank {failure.rank} on {node} failed ({failure.failure}):"
+    return f"{head}\n{failure.traceback.rstrip()}\nall output of this node: {log.path}"
+
+
+def _nothing() -> None:
+    pass

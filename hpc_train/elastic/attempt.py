@@ -1,0 +1,95 @@
+"""One attempt on one node: start the workers, watch them, end all when one fails, and say how it went."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from socket import socket
+
+from hpc_train.elastic import warm_parent
+from hpc_train.elastic.failures import WorkerFailure, root_cause
+from hpc_train.elastic.logs import WorkerLog
+from hpc_train.elastic.stop_requests import StopRequests
+from hpc_train.elastic.workers import Workers
+from hpc_train.run.exits import Exit, Failure
+from hpc_train.run.worker_spec import WorkerSpec
+
+TICK_S = 0.25
+FAILURE_GRACE_S = 3.0  # from the first failure until the others are killed: time for the true cause to arrive
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the workers of this node ended; ``failure`` is the first real one."""
+
+    exit: Exit
+    failure: WorkerFailure | None = None
+
+
+def run_attempt(
+    specs: Sequence[WorkerSpec],
+    listener: socket | None,
+    log: WorkerLog,
+    stop: StopRequests,
+    stop_grace_s: float,
+    on_tick: Callable[[], None],
+    entry: str,
+) -> Outcome:
+    """Runs the workers ``specs`` to their end. No worker is alive when this returns or raises."""
+    workers = Workers(log)
+    try:
+        _start(workers, specs, listener, entry)
+        _watch(workers, stop, stop_grace_s, on_tick)
+    finally:
+        workers.kill()
+        log.close()
+    return _outcome(workers, stop_grace_s)
+
+
+def _start(workers: Workers, specs: Sequence[WorkerSpec], listener: socket | None, entry: str) -> None:
+    module = entry.partition(":")[0]
+    pid = warm_parent.start(["hpc_train.elastic.worker_process", module])
+    try:
+        for spec in specs:
+            workers.start(pid, spec, listener if spec.rank == 0 else None, entry)
+    finally:
+        if listener is not None:
+            listener.close()  # rank 0 has it now, and the port is to close with it
+
+
+def _watch(workers: Workers, stop: StopRequests, stop_grace_s: float, on_tick: Callable[[], None]) -> None:
+    failed_at: float | None = None
+    while workers.alive:
+        workers.wait(TICK_S)
+        now = time.monotonic()
+        if workers.failures and failed_at is None:
+            failed_at = now
+            for worker in workers.alive:
+                worker.signal(signal.SIGTERM)
+        if stop.requested:
+            _pass_on(workers)
+        late = stop.requested and now - stop.since > stop_grace_s
+        if late or (failed_at is not None and now - failed_at > FAILURE_GRACE_S):
+            workers.kill()
+        on_tick()
+
+
+def _pass_on(workers: Workers) -> None:
+    for worker in workers:
+        if worker.ready and not worker.told_to_stop:
+            worker.told_to_stop = True
+            worker.signal(signal.SIGUSR2)
+
+
+def _outcome(workers: Workers, stop_grace_s: float) -> Outcome:
+    if workers.failures:
+        cause = root_cause(workers.failures)
+        return Outcome(Exit.REFUSED if cause.failure is Failure.REFUSED else Exit.FAILED, cause)
+    late = [worker for worker in workers if worker.end is None]
+    if late:
+        message = f"had not stopped {stop_grace_s:g} s after the request (elastic.stop_grace_s)"
+        return Outcome(Exit.FAILED, WorkerFailure(late[0].rank, Failure.KILLED, message, message, time.time()))
+    stopped = any(worker.end and worker.end["kind"] == "stopped" for worker in workers)
+    return Outcome(Exit.STOPPED if stopped else Exit.DONE)

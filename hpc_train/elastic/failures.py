@@ -1,0 +1,52 @@
+"""Which of several failures came first: when one rank fails, the others fail too, of connections that it closed."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hpc_train.run.exits import Failure
+
+
+@dataclass(frozen=True)
+class WorkerFailure:
+    """How one worker failed.
+
+    Attributes:
+        message: one line.
+        traceback: the worker's own, or the last lines of its output where it died without one.
+        noticed: seconds since the epoch: the worker's own time where it could tell.
+        exit_code: negative for a signal, None where the worker reported before it ended.
+    """
+
+    rank: int
+    failure: Failure
+    message: str
+    traceback: str
+    noticed: float
+    exit_code: int | None = None
+
+
+def root_cause(failures: Iterable[WorkerFailure]) -> WorkerFailure:
+    """The earliest failure that is not an echo of another rank's."""
+    return min(failures, key=lambda failure: (_echo(failure), failure.noticed))
+
+
+def _echo(failure: WorkerFailure) -> int:
+    """0: a cause; 1: an abort, as communication libraries do when a peer is gone; 2: a communication error."""
+    if failure.failure is Failure.COMMUNICATION:
+        return 2
+    return 1 if failure.exit_code == -signal.SIGABRT else 0
+
+
+def ended_without_report(rank: int, exit_code: int, tail: list[str], noticed: float) -> WorkerFailure:
+    """The failure of a worker whose process is gone and that had not said that it was done."""
+    if exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        hint = " (out of memory?)" if exit_code == -signal.SIGKILL else ""
+        failure, message = Failure.KILLED, f"killed by {name}{hint}"
+    else:
+        failure, message = Failure.EXITED, f"exited early with code {exit_code}, without an exception"
+    output = "\n".join(["last output:", *tail]) if tail else "it printed nothing"
+    return WorkerFailure(rank, failure, message, f"{message}\n{output}", noticed, exit_code)

@@ -1,0 +1,74 @@
+"""The output of a node's workers in one file per attempt: lines prefixed by rank, limited in size.
+
+A worker writes into a pipe and never waits for a file system; the agent empties the pipes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import BinaryIO
+
+LIMIT_BYTES = 100 * 2**20
+TAIL_LINES = 50  # of each rank, kept for messages about failures and for the end of a file that is full
+LONGEST_LINE = 64 * 1024
+
+
+class WorkerLog:
+    """One log file; ``write(rank, data)`` takes bytes as they come and writes whole lines."""
+
+    def __init__(self, path: Path, limit_bytes: int = LIMIT_BYTES) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._file: BinaryIO | None = path.open("ab", buffering=0)
+        self._room = limit_bytes
+        self._limit = limit_bytes
+        self._partial: dict[int, bytes] = {}
+        self._tails: dict[int, deque[bytes]] = {}
+
+    def write(self, rank: int, data: bytes) -> None:
+        *lines, rest = (self._partial.get(rank, b"") + data).split(b"\n")
+        if len(rest) > LONGEST_LINE:
+            lines, rest = [*lines, rest], b""
+        self._partial[rank] = rest
+        if lines:
+            self._tails.setdefault(rank, deque(maxlen=TAIL_LINES)).extend(lines)
+            self._append(b"".join(b"[%d] %s\n" % (rank, line) for line in lines))
+
+    def tail(self, rank: int, lines: int = 20) -> list[str]:
+        """The last lines of a rank, also those that the file had no room for."""
+        kept = [*self._tails.get(rank, ()), *filter(None, [self._partial.get(rank)])]
+        return [line.decode(errors="replace") for line in kept[-lines:]]
+
+    def close(self) -> None:
+        """Writes what is left of unfinished lines; of a file that is full, the last lines of each rank."""
+        for rank, rest in sorted(self._partial.items()):
+            if rest:
+                self.write(rank, b"\n")
+        if self._file is None:
+            return
+        if self._room == 0:
+            tails = [b"[%d] %s\n" % (rank, line) for rank, tail in sorted(self._tails.items()) for line in tail]
+            self._put(b"--- the last lines of each rank ---\n" + b"".join(tails))
+        if self._file is not None:
+            self._file.close()
+
+    def _append(self, data: bytes) -> None:
+        if self._room == 0:
+            return
+        if len(data) > self._room:
+            self._room = 0
+            self._put(b"--- this log has reached its limit of %d bytes; the rest is left out ---\n" % self._limit)
+            return
+        self._room -= len(data)
+        self._put(data)
+
+    def _put(self, data: bytes) -> None:
+        """A file system that is full or gone costs the log, not the training."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(data)
+        except OSError:
+            self._file.close()
+            self._file = None

@@ -1,0 +1,133 @@
+"""The workers of one node in one attempt, as the agent sees them: processes, their output and their reports."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from hpc_train.elastic import warm_parent
+from hpc_train.elastic.failures import WorkerFailure, ended_without_report
+from hpc_train.elastic.logs import WorkerLog
+from hpc_train.elastic.worker_process import main
+from hpc_train.run.exits import Failure
+from hpc_train.run.worker_spec import WorkerSpec
+
+READ_BYTES = 1 << 16
+
+
+@dataclass
+class Worker:
+    """One worker process. ``end`` is its last report: finished, stopped or failed."""
+
+    rank: int
+    process: BaseProcess
+    output: Connection
+    reports: Connection
+    ready: bool = False
+    told_to_stop: bool = False
+    ended_by_agent: bool = False
+    end: dict[str, Any] | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.process.exitcode is None
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.alive and self.process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
+
+
+class Workers:
+    """Starts workers, empties their pipes, and tells how they ended."""
+
+    def __init__(self, log: WorkerLog) -> None:
+        self._log = log
+        self._workers: list[Worker] = []
+        self._failures: dict[int, WorkerFailure] = {}
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers)
+
+    @property
+    def alive(self) -> list[Worker]:
+        return [worker for worker in self._workers if worker.alive]
+
+    @property
+    def failures(self) -> Sequence[WorkerFailure]:
+        """How workers failed so far; not those that the agent ended itself."""
+        return list(self._failures.values())
+
+    def start(self, warm_parent_pid: int, spec: WorkerSpec, listener: socket.socket | None, entry: str) -> None:
+        output, output_end = warm_parent.CONTEXT.Pipe(duplex=False)
+        reports, report_end = warm_parent.CONTEXT.Pipe(duplex=False)
+        process = warm_parent.fork(main, warm_parent_pid, spec, output_end, report_end, listener, entry)
+        output_end.close()
+        report_end.close()
+        os.set_blocking(output.fileno(), False)
+        self._workers.append(Worker(spec.rank, process, output, reports))
+
+    def wait(self, timeout: float) -> None:
+        """Waits for output, a report or an end, for ``timeout`` seconds at most, and takes note of all of them."""
+        running = self.alive
+        waited: list[Any] = [worker.process.sentinel for worker in running]
+        waited += [pipe for worker in running for pipe in (worker.output, worker.reports) if not pipe.closed]
+        wait(waited, timeout)
+        for worker in running:
+            ended = not worker.alive  # asked before the pipes are emptied: nothing comes after the end
+            self._read_output(worker)
+            self._read_reports(worker)
+            if ended:
+                self._note_end(worker)
+
+    def kill(self) -> None:
+        """Kills what is alive and waits until it is gone."""
+        for worker in self.alive:
+            worker.ended_by_agent = True
+            worker.signal(signal.SIGKILL)
+        while self.alive:
+            self.wait(1.0)
+
+    def _read_output(self, worker: Worker) -> None:
+        while not worker.output.closed:
+            try:
+                data = os.read(worker.output.fileno(), READ_BYTES)
+            except BlockingIOError:
+                return
+            if not data:
+                worker.output.close()
+                return
+            self._log.write(worker.rank, data)
+
+    def _read_reports(self, worker: Worker) -> None:
+        try:
+            while not worker.reports.closed and worker.reports.poll():
+                report = worker.reports.recv()
+                if report["kind"] == "ready":
+                    worker.ready = True
+                    continue
+                worker.end = report
+                if report["kind"] == "failed":
+                    self._failures[worker.rank] = _reported(worker.rank, report)
+        except (EOFError, OSError):
+            worker.reports.close()
+
+    def _note_end(self, worker: Worker) -> None:
+        if worker.end is None and not worker.ended_by_agent:
+            tail = self._log.tail(worker.rank)
+            code = worker.process.exitcode or 0
+            self._failures[worker.rank] = ended_without_report(worker.rank, code, tail, time.time())
+        worker.output.close()
+        worker.reports.close()
+
+
+def _reported(rank: int, report: dict[str, Any]) -> WorkerFailure:
+    return WorkerFailure(rank, Failure(report["class"]), report["message"], report["traceback"], report["time"])
