@@ -1,0 +1,168 @@
+"""The engine of a model in pipeline stages: a schedule of torch's, with any data parallelism that goes with it.
+
+Every rank of a pipeline reads the same batch: the first stage takes the inputs, the last the targets. The loss is
+computed inside the last stage's forward, so that the hooks of FSDP and DDP see one module from inputs to loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from hpc_train.config.layout import ZERO
+from hpc_train.config.schema import Config
+from hpc_train.data.batch import Batch, StepBatch
+from hpc_train.models.model import Model
+from hpc_train.parallel import activation_checkpointing, batch_statistics, fsdp, gradient_norm, naming
+from hpc_train.parallel.compile import compile_layers
+from hpc_train.parallel.engine import StepNumbers, StepResult
+from hpc_train.parallel.materialise import materialise
+from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.pipeline_eval import ForwardPass
+from hpc_train.parallel.precision import compute_dtype, parameter_dtype
+from hpc_train.parallel.replicas import make_replicas
+from hpc_train.parallel.results import reduce_result
+from hpc_train.parallel.schedules import Part, Schedule
+from hpc_train.parallel.split import cut, place_stages, split_layers
+from hpc_train.parallel.tensor import apply_tensor_parallel, check_sequence
+from hpc_train.parallel.tied import TiedWeights
+
+
+@dataclass
+class _Loss:
+    """What the schedule calls for each micro-batch: scales the sum of losses and remembers it."""
+
+    scale: float = 1.0
+    loss_scale: Tensor | None = None
+    sums: list[Tensor] = field(default_factory=list)
+    counts: list[Tensor] = field(default_factory=list)
+
+    def begin(self, scale: float, loss_scale: Tensor | None) -> None:
+        self.scale, self.loss_scale = scale, loss_scale
+        self.sums.clear()
+        self.counts.clear()
+
+    def __call__(self, output: tuple[Tensor, Tensor], _: Tensor) -> Tensor:
+        total, count = output
+        self.sums.append(total.detach())
+        self.counts.append(count.detach())
+        loss = (total * self.scale).squeeze(0)
+        return loss if self.loss_scale is None else loss * self.loss_scale
+
+
+class PipelineEngine:
+    """Trains this rank's stages of a pipeline; an ``Engine`` (see there).
+
+    Args:
+        model: the whole model on ``meta``; it is not changed.
+
+    Raises:
+        ConfigError: the model cannot be cut into the stages of ``mesh.layout``.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, model: Model) -> None:
+        layout = mesh.layout
+        self._mesh, self._precision = mesh, config.precision.name
+        layers = split_layers(len(model.layers), layout.stages, config.strategy.pp_split)
+        placement = place_stages(layout.pp, layout.stages_per_rank, layout.schedule)
+        held = [stage for stage in range(layout.stages) if placement[stage] == mesh.pp_rank]
+        models = {stage: _prepare(config, mesh, cut(model, stage, layers)) for stage in held}
+        self._tied = TiedWeights(models, model.tied, layers, placement, mesh)
+        self._parameters = naming.named_parameters(models.values(), model.tied)
+        self._replicas = {stage: make_replicas(part, mesh, config.strategy) for stage, part in models.items()}
+        dtype = _travelling_dtype(mesh, self._precision)
+        self._parts = [
+            Part(stage, part, self._replicas[stage].module, self._precision, dtype) for stage, part in models.items()
+        ]
+        self._statistics = [value for part in self.parts for value in batch_statistics.running_statistics(part)]
+        self._loss = _Loss()
+        self._schedule: Schedule | None = None
+        self._schedule_shape: tuple[int, torch.Size] | None = None
+        self._forward = ForwardPass(self._parts, placement, mesh.group("pp"))
+
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        return tuple(part.model for part in self._parts)
+
+    def named_parameters(self) -> Mapping[str, nn.Parameter]:
+        return self._parameters
+
+    def named_buffers(self) -> Mapping[str, Tensor]:
+        return naming.named_buffers(self.parts)
+
+    def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
+        """See ``Engine.train_step``."""
+        self._tied.refresh()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        schedule = self._schedule_for(batch.micro_batches)
+        factor = next(iter(self._replicas.values())).loss_factor
+        self._loss.begin(factor / max(1, batch.target_count), loss_scale)
+        schedule.step(batch.micro_batches)
+        for replicas in self._replicas.values():
+            replicas.finish()
+        self._tied.add_gradients()
+        batch_statistics.average_(self._statistics, self._mesh)
+        return self._result(self._loss.sums, self._loss.counts)
+
+    def eval_step(self, batch: StepBatch) -> StepResult:
+        """See ``Engine.eval_step``."""
+        self._tied.refresh()
+        for part in self.parts:
+            part.eval()
+        sums = self._forward.run(batch.micro_batches)
+        for stage, part in zip(self._replicas, self.parts, strict=True):
+            self._replicas[stage].evaluated()
+            part.train()
+        correct = [right for _, _, right in sums if right is not None]
+        result = self._result([total for total, _, _ in sums], [count for _, count, _ in sums])
+        return StepResult(result.loss_sum, result.target_count, torch.stack(correct).sum() if correct else None)
+
+    def reduce(self, result: StepResult) -> StepNumbers:
+        return reduce_result(result, self._mesh)
+
+    def clip_grad_norm_(self, max_norm: float, loss_scale: Tensor | None = None) -> Tensor:
+        return gradient_norm.clip_(self._parameters, self._mesh, max_norm, loss_scale, self._tied.copies)
+
+    def _schedule_for(self, micro_batches: tuple[Batch, ...]) -> Schedule:
+        """The schedule for micro-batches of this number and shape: the same one throughout a run."""
+        example = micro_batches[0]
+        shape = (len(micro_batches), example.inputs.shape)
+        if self._schedule is None or shape != self._schedule_shape:
+            if self._parts[0].model.sequence_shards > 1:
+                check_sequence(self._parts[0].model, example.inputs)
+            layout, group = self._mesh.layout, self._mesh.group("pp")
+            self._schedule = Schedule(
+                layout.schedule, self._parts, layout.stages, len(micro_batches), example, group, self._loss
+            )
+            self._schedule_shape = shape
+        return self._schedule
+
+    def _result(self, sums: list[Tensor], counts: list[Tensor]) -> StepResult:
+        if sums:
+            return StepResult(torch.stack(sums).sum(), torch.stack(counts).sum())
+        zero = torch.zeros((), dtype=parameter_dtype(self._precision), device=self._mesh.device)
+        return StepResult(zero, zero.to(torch.int64))
+
+
+def _prepare(config: Config, mesh: Mesh, part: Model) -> Model:
+    """Splits, wraps and fills a stage that is on ``meta``, in the only order in which these can be done."""
+    layout, precision = mesh.layout, config.precision.name
+    if layout.tp > 1:
+        apply_tensor_parallel(part, mesh.device_mesh["tp"])
+    activation_checkpointing.apply(part, config.train.activation_checkpointing)
+    if config.train.compile:
+        compile_layers(part)
+    if layout.dp > 1 and layout.data_parallel in ZERO:
+        fsdp.shard(part, mesh, layout.data_parallel, precision)
+    materialise(part, mesh.device, config.train.seed, parameter_dtype(precision))
+    return part.train()
+
+
+def _travelling_dtype(mesh: Mesh, precision: str) -> torch.dtype:
+    """Of hidden states between stages: FSDP gathers parameters in the compute type, autocast alone keeps them wide."""
+    sharded = mesh.layout.dp > 1 and mesh.layout.data_parallel in ZERO
+    return (compute_dtype(precision) if sharded else None) or parameter_dtype(precision)
