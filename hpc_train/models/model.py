@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,10 @@ class Head(nn.Module):
         """Number of right top-1 predictions among the targets that count; None where that has no meaning."""
         return None
 
+    def evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """``loss`` and ``correct`` together; a head with costly logits overrides it to compute them once."""
+        return (*self.loss(hidden, targets), self.correct(hidden, targets))
+
 
 class Model(nn.Module):
     """A model in three parts: ``stem``, ``layers`` (keyed "0", "1", …) and ``head``.
@@ -33,7 +36,8 @@ class Model(nn.Module):
     stem: nn.Module | None
     layers: nn.ModuleDict
     head: Head | None
-    tied: ClassVar[Mapping[str, str]] = {}  # alias -> canonical name, both global; instances may override
+    tied: Mapping[str, str] = {}  # alias -> canonical name, both global; instances may override
+    sequence_shards: int = 1  # set by tensor parallelism: hidden states hold 1/sequence_shards of the sequence
 
     def forward(
         self, hidden: Tensor, context: Mapping[str, Tensor], targets: Tensor | None = None
@@ -58,8 +62,7 @@ class Model(nn.Module):
             return hidden
         if targets is None:
             return self.head(hidden)
-        sums = self.head.loss(hidden, targets)
-        return sums if self.training else (*sums, self.head.correct(hidden, targets))
+        return self.head.loss(hidden, targets) if self.training else self.head.evaluate(hidden, targets)
 
     def prepare(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Adds to ``context`` what all layers share (rotary tables)."""
@@ -78,5 +81,9 @@ class Model(nn.Module):
         """Recomputes the buffers that are not in checkpoints, after a build on ``meta``."""
 
     @abstractmethod
-    def flops_per_sample(self) -> float:
-        """Floating-point operations of forward and backward for one sample; the formula stands in the docstring."""
+    def flops_per_sample(self, inputs: Tensor) -> float:
+        """Floating-point operations of forward and backward for one sample; the formula stands in the docstring.
+
+        Of the whole model, also when called on a pipeline stage. ``inputs`` is a micro-batch of which only the shape is
+        read (it may be on ``meta``): a language model's count depends on the sequence length.
+        """

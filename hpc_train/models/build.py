@@ -1,0 +1,102 @@
+"""From the model's config to a model: in parts on ``meta``, or a wrapped module with real values."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.schema import CustomModelConfig, GPTConfig, ModelConfig, ViTConfig
+from hpc_train.models.batch_norm import convert
+from hpc_train.models.gpt import GPT
+from hpc_train.models.model import Model
+from hpc_train.models.vit import ViT
+from hpc_train.models.wrapped import WrappedModel
+
+
+def build_model(config: ModelConfig, seed: int) -> Model | WrappedModel:
+    """The model that ``config`` describes.
+
+    A ``Model`` comes on the ``meta`` device, to be cut, sharded and only then given memory and values. Any other module
+    comes wrapped, on the CPU, with the values that its constructor drew under ``seed``: the same on every rank. The
+    process's own random state is left as it was.
+
+    Raises:
+        ConfigError: the sizes do not fit together, or ``_target_`` cannot be imported or called.
+    """
+    if isinstance(config, GPTConfig | ViTConfig):
+        with torch.device("meta"):
+            return GPT(config) if isinstance(config, GPTConfig) else ViT(config)
+    return _build_custom(config, seed)
+
+
+def _build_custom(config: CustomModelConfig, seed: int) -> Model | WrappedModel:
+    target = _locate(config._target_)
+    if isinstance(target, type) and issubclass(target, Model):
+        return _on_meta(target, config)
+    with torch.random.fork_rng(), torch.device("cpu"):
+        torch.manual_seed(seed)
+        built = _call(target, config)
+    if isinstance(built, Model):  # a function that returns one
+        return _on_meta(target, config)
+    if not isinstance(built, nn.Module):
+        raise ConfigError(
+            f"{config._target_} returned {type(built).__name__}, not an nn.Module",
+            where="model._target_",
+            mend="a class or function that returns an nn.Module",
+        )
+    return WrappedModel(convert(built) if config.sync_batch_norm else built, config.loss)
+
+
+def _on_meta(target: Callable[..., Any], config: CustomModelConfig) -> Model:
+    with torch.device("meta"):
+        return _call(target, config)
+
+
+def _call(target: Callable[..., Any], config: CustomModelConfig) -> Any:
+    try:
+        return target(**config.args)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{config._target_} could not be built: {type(error).__name__}: {error}",
+            where="model.args",
+            mend=f"arguments that it takes; these were given: {dict(config.args)}",
+        ) from error
+
+
+def _locate(path: str) -> Callable[..., Any]:
+    """The class or function at a dotted path; an attribute of a class (``package.Class.create``) is found too."""
+    parts = path.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        module_name = ".".join(parts[:cut])
+        try:
+            found: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is not None and (module_name + ".").startswith(error.name + "."):
+                continue  # a shorter path may be the module, and the rest a class and its attribute
+            raise _not_imported(path, error) from error
+        except Exception as error:
+            raise _not_imported(path, error) from error
+        for name in parts[cut:]:
+            if not hasattr(found, name):
+                raise _not_imported(path, f"{module_name} has no {'.'.join(parts[cut:])}")
+            found = getattr(found, name)
+        if callable(found):
+            return found
+        raise _not_imported(path, f"it is a {type(found).__name__}, which cannot be called")
+    raise _not_imported(path, f"there is no module {'.'.join(parts[:-1]) or path}")
+
+
+def _not_imported(path: str, reason: object) -> ConfigError:
+    detail = f"{type(reason).__name__}: {reason}" if isinstance(reason, Exception) else str(reason)
+    return ConfigError(
+        f"model {path!r} cannot be imported: {detail}",
+        where="model._target_",
+        mend="package.module.Class, importable where the workers run (installed, or beside the directory of the call)",
+    )

@@ -1,0 +1,175 @@
+"""A decoder-only transformer in the manner of Llama (Touvron et al. 2023, arXiv:2307.09288).
+
+RMSNorm before each branch, rotary positions, grouped-query attention, SwiGLU, no biases. Parameters map one to one onto
+Hugging Face's Llama: ``layers.N.attention.wq`` is ``model.layers.N.self_attn.q_proj``, ``ffn.w1 w2 w3`` are
+``mlp.gate_proj down_proj up_proj``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.schema import GPTConfig
+from hpc_train.models.attention import Attention
+from hpc_train.models.losses import count_correct, cross_entropy
+from hpc_train.models.model import Head, Model
+from hpc_train.models.rotary import RotaryCache, rotary_tables
+
+
+class GPTStem(nn.Module):
+    """Token ids ``[micro, seq]`` to hidden states ``[micro, seq, dim]``."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, inputs: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        return self.dropout(self.embedding(inputs))
+
+
+class SwiGLU(nn.Module):
+    """``w2(silu(w1 x) * w3 x)`` (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(hidden)) * self.w3(hidden))
+
+
+class GPTLayer(nn.Module):
+    """Attention and feed-forward, each a normalised branch added to the hidden states ``[micro, seq, dim]``."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config.dim, config.n_heads, config.n_kv_heads, causal=True, bias=False)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn = SwiGLU(config.dim, config.ffn_dim)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), context))
+        return hidden + self.dropout(self.ffn(self.ffn_norm(hidden)))
+
+
+class GPTHead(Head):
+    """Hidden states to logits ``[micro, seq, vocab]`` of the next token."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.output(self.norm(hidden))
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return cross_entropy(self(hidden), targets)
+
+    def correct(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return count_correct(self(hidden), targets)
+
+    def evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = self(hidden)
+        return (*cross_entropy(logits, targets), count_correct(logits, targets))
+
+
+class GPT(Model):
+    """The whole model; see the module's docstring."""
+
+    stem: GPTStem | None
+    head: GPTHead | None
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        _check(config)
+        self.config = config
+        self.stem = GPTStem(config)
+        self.layers = nn.ModuleDict({str(index): GPTLayer(config) for index in range(config.n_layers)})
+        self.head = GPTHead(config)
+        if config.tied_embeddings:
+            self.tied = {"head.output.weight": "stem.embedding.weight"}
+            self.head.output.weight = self.stem.embedding.weight
+        self._rotary = RotaryCache(config.dim // config.n_heads, config.rope_theta)
+
+    def prepare(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Adds the rotary tables, and the mask where there are documents.
+
+        ``context["positions"]`` ``[micro, seq]`` replaces positions counted from 0; ``context["document_ids"]``
+        ``[micro, seq]`` keeps attention inside a document.
+        """
+        if "positions" in context:
+            head_dim = self.config.dim // self.config.n_heads
+            cosine, sine = rotary_tables(context["positions"], head_dim, self.config.rope_theta)
+        else:
+            shards = 1 if self.stem is not None else self.sequence_shards
+            cosine, sine = self._rotary.tables(hidden.shape[1] * shards, hidden.device)
+        added = {"rotary_cosine": cosine, "rotary_sine": sine}
+        if "document_ids" in context:
+            added["attention_mask"] = _document_mask(context["document_ids"])
+        return {**context, **added}
+
+    def hidden_shape(self, inputs: Tensor) -> tuple[int, ...]:
+        return (*inputs.shape, self.config.dim)
+
+    def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
+        """Ones for norms; N(0, 0.02) else, and N(0, 0.02 / sqrt(2 layers)) for what is added to the residual stream.
+
+        Source: GPT-2 (Radford et al. 2019, section 2.3).
+        """
+        with torch.no_grad():
+            if "norm" in name:
+                value.fill_(1.0)
+                return
+            into_residual = name.endswith(("attention.wo.weight", "ffn.w2.weight"))
+            deviation = 0.02 / math.sqrt(2 * self.config.n_layers) if into_residual else 0.02
+            value.normal_(0.0, deviation, generator=generator)
+
+    def init_buffers(self, device: torch.device) -> None:
+        """There are none: the rotary tables are computed when they are first needed."""
+
+    def flops_per_sample(self, inputs: Tensor) -> float:
+        """``s (6 N + 12 L d s)`` for a sequence of ``s`` tokens, ``L`` layers and width ``d``.
+
+        ``N`` counts the parameters that are multiplied with (all but the embedding table; a tied table counts once, as
+        the output projection). The attention term is not halved for the causal mask. Source: PaLM (Chowdhery et al.
+        2022, arXiv:2204.02311, appendix B).
+        """
+        config, length = self.config, inputs.shape[-1]
+        key_value = config.dim // config.n_heads * config.n_kv_heads
+        per_layer = 2 * config.dim * (config.dim + key_value) + 3 * config.dim * config.ffn_dim + 2 * config.dim
+        parameters = config.n_layers * per_layer + config.dim + config.vocab_size * config.dim
+        return float(length * (6 * parameters + 12 * config.n_layers * config.dim * length))
+
+
+def _document_mask(document_ids: Tensor) -> Tensor:
+    """``[micro, 1, seq, seq]``: true where the key is of the same document and not later than the query."""
+    length = document_ids.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
+    return ((document_ids.unsqueeze(2) == document_ids.unsqueeze(1)) & causal).unsqueeze(1)
+
+
+def _check(config: GPTConfig) -> None:
+    if config.dim % config.n_heads or config.dim // config.n_heads % 2:
+        raise ConfigError(
+            f"width {config.dim} does not divide into {config.n_heads} heads of an even width",
+            where="model.dim, model.n_heads",
+            mend=f"model.dim a multiple of {2 * config.n_heads}",
+        )
+    if config.n_heads % config.n_kv_heads:
+        raise ConfigError(
+            f"{config.n_heads} query heads do not divide into {config.n_kv_heads} groups",
+            where="model.n_kv_heads",
+            mend=f"a divisor of {config.n_heads}",
+        )

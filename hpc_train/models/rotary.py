@@ -1,0 +1,60 @@
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864) in the convention of Hugging Face's Llama.
+
+The two coordinates that turn together are ``i`` and ``i + head_dim / 2`` (``rotate_half``), not neighbours as in Meta's
+own code: so published weights in HF's layout load without a permutation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's angles.
+
+    Args:
+        positions: any shape ``[...]``, integers.
+        head_dim: width of a head, even.
+        theta: base of the frequencies ``theta ** (-2 i / head_dim)``.
+
+    Returns:
+        Two tensors ``[..., head_dim]`` in float32, also under fp64: the table is part of the model's definition.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
+    angles = positions.unsqueeze(-1).float() / theta**exponents
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Turns ``heads`` ``[micro, seq, heads, head_dim]`` by tables ``[seq, head_dim]`` or ``[micro, seq, head_dim]``.
+
+    Half-precision heads are turned in float32 and rounded once: rounded tables lose the relative positions of long
+    sequences.
+    """
+    first, second = heads.chunk(2, dim=-1)
+    half_turned = torch.cat((-second, first), dim=-1)
+    return (heads * cosine.unsqueeze(-2) + half_turned * sine.unsqueeze(-2)).to(heads.dtype)
+
+
+class RotaryCache:
+    """Tables of positions ``0 … length - 1``, kept for the longest sequence seen on each device.
+
+    Not a buffer of the model: it needs no memory while the model is on ``meta``, no checkpoint, and no limit of the
+    sequence length. It is read outside of compiled layers.
+    """
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        self._head_dim = head_dim
+        self._theta = theta
+        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosine and sine ``[length, head_dim]``."""
+        known = self._tables.get(device)
+        if known is None or known[0].shape[0] < length:
+            with torch.inference_mode(False), torch.no_grad():
+                known = rotary_tables(torch.arange(length, device=device), self._head_dim, self._theta)
+            self._tables[device] = known
+        return known[0][:length], known[1][:length]

@@ -1,0 +1,150 @@
+"""The vision transformer (Dosovitskiy et al. 2020, arXiv:2010.11929): class token, learned positions, pre-LayerNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.schema import ViTConfig
+from hpc_train.models.attention import Attention
+from hpc_train.models.losses import count_correct, cross_entropy
+from hpc_train.models.model import Head, Model
+
+
+class ViTStem(nn.Module):
+    """Pixels ``[micro, channels, height, width]`` to hidden states ``[micro, 1 + patches, dim]``, class token first."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        patches = (config.image_size // config.patch_size) ** 2
+        self.patch = nn.Conv2d(config.channels, config.dim, config.patch_size, stride=config.patch_size)
+        self.class_token = nn.Parameter(torch.empty(1, 1, config.dim))
+        self.position_embedding = nn.Parameter(torch.empty(1, 1 + patches, config.dim))
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, inputs: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        patches = self.patch(inputs).flatten(2).transpose(1, 2)
+        first = self.class_token.to(patches.dtype).expand(patches.shape[0], -1, -1)
+        return self.dropout(torch.cat((first, patches), dim=1) + self.position_embedding)
+
+
+class MLP(nn.Module):
+    """``w2(gelu(w1 x))``."""
+
+    def __init__(self, dim: int, mlp_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, mlp_dim)
+        self.w2 = nn.Linear(mlp_dim, dim)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.w2(F.gelu(self.w1(hidden)))
+
+
+class ViTLayer(nn.Module):
+    """Attention and feed-forward, each a normalised branch added to the hidden states ``[micro, tokens, dim]``."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config.dim, config.n_heads, config.n_heads, causal=False, bias=True)
+        self.ffn_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.ffn = MLP(config.dim, config.mlp_dim)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), context))
+        return hidden + self.dropout(self.ffn(self.ffn_norm(hidden)))
+
+
+class ViTHead(Head):
+    """The class token's hidden state to logits ``[micro, classes]``."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.output = nn.Linear(config.dim, config.n_classes)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.output(self.norm(hidden)[:, 0])
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return cross_entropy(self(hidden), targets)
+
+    def correct(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return count_correct(self(hidden), targets)
+
+    def evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = self(hidden)
+        return (*cross_entropy(logits, targets), count_correct(logits, targets))
+
+
+class ViT(Model):
+    """The whole model; see the module's docstring."""
+
+    stem: ViTStem | None
+    head: ViTHead | None
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        _check(config)
+        self.config = config
+        self.stem = ViTStem(config)
+        self.layers = nn.ModuleDict({str(index): ViTLayer(config) for index in range(config.n_layers)})
+        self.head = ViTHead(config)
+
+    @property
+    def tokens(self) -> int:
+        """Patches and the class token."""
+        return 1 + (self.config.image_size // self.config.patch_size) ** 2
+
+    def hidden_shape(self, inputs: Tensor) -> tuple[int, ...]:
+        return (inputs.shape[0], self.tokens, self.config.dim)
+
+    def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
+        """Ones and zeros for norms, zeros for biases and the class token; else a normal of 0.02 cut at 2 (absolute).
+
+        Source: the published code's successors (timm's ``trunc_normal_(std=0.02)``).
+        """
+        with torch.no_grad():
+            if name.endswith("norm.weight"):
+                value.fill_(1.0)
+            elif name.endswith((".bias", ".class_token")):
+                value.zero_()
+            else:
+                nn.init.trunc_normal_(value, std=0.02, generator=generator)
+
+    def init_buffers(self, device: torch.device) -> None:
+        """There are none."""
+
+    def flops_per_sample(self, inputs: Tensor) -> float:
+        """``t (6 N + 12 L d t) + 6 (t - 1) P + 6 C`` for an image of ``t`` tokens, ``L`` layers and width ``d``.
+
+        ``N`` are the parameters of the layers, ``P`` those of the patch projection and ``C`` those of the classifier,
+        which sees one token. Six operations per parameter and token, and the attention term, as in PaLM (Chowdhery et
+        al. 2022, arXiv:2204.02311, appendix B).
+        """
+        config, tokens, dim = self.config, self.tokens, self.config.dim
+        layers = config.n_layers * (4 * dim * (dim + 1) + 2 * dim * config.mlp_dim + config.mlp_dim + 5 * dim)
+        patch = dim * (config.channels * config.patch_size**2 + 1)
+        classifier = config.n_classes * (dim + 1)
+        attention = 12 * config.n_layers * dim * tokens
+        return float(tokens * (6 * layers + attention) + 6 * (tokens - 1) * patch + 6 * classifier)
+
+
+def _check(config: ViTConfig) -> None:
+    if config.image_size % config.patch_size:
+        raise ConfigError(
+            f"images of {config.image_size} pixels do not divide into patches of {config.patch_size}",
+            where="model.patch_size",
+            mend=f"a divisor of {config.image_size}, or another model.image_size",
+        )
+    if config.dim % config.n_heads:
+        raise ConfigError(
+            f"width {config.dim} does not divide into {config.n_heads} heads",
+            where="model.n_heads",
+            mend=f"a divisor of {config.dim}",
+        )

@@ -1,0 +1,197 @@
+"""Custom models: any module under the contract, and what is said when one cannot be built."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.schema import CustomModelConfig, GPTConfig
+from hpc_train.data.batch import IGNORED
+from hpc_train.models.batch_norm import SyncBatchNorm, convert
+from hpc_train.models.build import build_model
+from hpc_train.models.gpt import GPT
+from hpc_train.models.resnet import resnet18
+from hpc_train.models.wrapped import WrappedModel
+from tests.models.models import TINY_GPT
+from tests.ranks import run_ranks
+
+HERE = "tests.models.test_custom"
+
+
+def two_layers(width: int = 8, n_outputs: int = 3) -> nn.Module:
+    return nn.Sequential(OrderedDict(inner=nn.Linear(4, width), act=nn.Tanh(), outer=nn.Linear(width, n_outputs)))
+
+
+class Direct(nn.Module):
+    """Parameters and buffers of its own, beside children; a loss of its own; keyword inputs from the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("offset", torch.zeros(3), persistent=False)
+        self.body = two_layers()
+
+    def forward(self, inputs: Tensor, weight: Tensor | None = None) -> Tensor:
+        if self.training:
+            self.seen += 1
+        outputs = self.body(inputs) * self.scale + self.offset
+        return outputs if weight is None else outputs * weight
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return outputs.sum() - targets.sum(), targets.new_tensor(len(targets))
+
+
+def a_gpt() -> GPT:
+    return GPT(TINY_GPT)
+
+
+class OwnModel(GPT):
+    """A model with the three parts, made from plain arguments."""
+
+    def __init__(self, n_layers: int) -> None:
+        super().__init__(GPTConfig("gpt", 50, n_layers, 32, 4, 2, 64))
+
+
+def wrap(target: str, **settings: object) -> WrappedModel:
+    model = build_model(CustomModelConfig(_target_=target, **settings), seed=5)  # type: ignore[arg-type]
+    assert isinstance(model, WrappedModel)
+    return model
+
+
+def test_names_are_the_modules_own_and_values_follow_the_seed() -> None:
+    torch.manual_seed(99)
+    before = torch.random.get_rng_state()
+    model, again = wrap(f"{HERE}.two_layers", args={"width": 6}), wrap(f"{HERE}.two_layers", args={"width": 6})
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert list(model.state_dict()) == list(two_layers().state_dict())
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in two_layers().named_parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_cross_entropy_and_accuracy() -> None:
+    model = wrap(f"{HERE}.two_layers")
+    inputs, targets = torch.randn(5, 4), torch.tensor([0, 2, IGNORED, 1, 1])
+    loss, number = model(inputs, {}, targets)
+    outputs = model(inputs, {})
+    torch.testing.assert_close(loss, nn.functional.cross_entropy(outputs, targets, reduction="sum"))
+    assert number.item() == 4
+    _, _, right = model.eval()(inputs, {}, targets)
+    assert right.item() == (outputs.argmax(1) == targets).sum().item()
+
+
+@pytest.mark.parametrize("shape", [(2, 7, 5), (2, 5, 7)])
+def test_classes_may_stand_last_or_second(shape: tuple[int, ...]) -> None:
+    scores = torch.randn(shape)
+    model = WrappedModel(nn.Identity(), "cross_entropy")
+    targets = torch.randint(0, 5, (2, 7))
+    last = scores if shape[-1] == 5 else scores.movedim(1, -1)
+    loss, _ = model(scores, {}, targets)
+    expected = nn.functional.cross_entropy(last.flatten(0, 1), targets.flatten(), reduction="sum")
+    torch.testing.assert_close(loss, expected)
+
+
+def test_squared_error_leaves_out_ignored_targets() -> None:
+    model = wrap(f"{HERE}.two_layers", loss="mse")
+    inputs, targets = torch.randn(4, 4), torch.randn(4, 3, dtype=torch.float64)
+    targets[3] = IGNORED
+    loss, number = model(inputs, {}, targets)
+    torch.testing.assert_close(loss, (model(inputs, {})[:3] - targets[:3].float()).square().sum())
+    assert loss.dtype == torch.float32 and number.item() == 9
+    assert model.eval()(inputs, {}, targets)[2] is None
+
+
+def test_a_module_with_parameters_buffers_context_and_loss_of_its_own() -> None:
+    model = wrap(f"{HERE}.Direct")
+    weight = torch.full((2, 1), 3.0)
+    loss, number = model(torch.randn(2, 4), {"weight": weight}, torch.zeros(2))
+    assert number.item() == 2
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    model.eval()(torch.randn(2, 4), {})
+    assert set(model.state_dict()) == {"scale", "seen"} | {f"body.{n}" for n in two_layers().state_dict()}
+    assert model.state_dict()["seen"].item() == 1
+    moved = copy.deepcopy(model).double()
+    assert moved(torch.randn(2, 4, dtype=torch.float64), {}).dtype == torch.float64
+    assert model(torch.randn(2, 4), {}).dtype == torch.float32
+
+
+def test_models_with_the_three_parts_come_on_meta() -> None:
+    for target, args in ((f"{HERE}.OwnModel", {"n_layers": 2}), (f"{HERE}.a_gpt", {})):
+        model = build_model(CustomModelConfig(_target_=target, args=args), seed=0)
+        assert isinstance(model, GPT)
+        assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "words"),
+    [
+        ("no_such_package.Thing", {}, "no module no_such_package"),
+        ("torch.nn.NoSuchThing", {}, "has no NoSuchThing"),
+        ("torch.nn.no_such.Thing", {}, "has no no_such.Thing"),
+        ("justaword", {}, "cannot be imported"),
+        ("torch.pi", {}, "cannot be called"),
+        ("torch.nn.Linear", {"no_such": 3}, "no_such"),
+        ("builtins.dict", {}, "returned dict"),
+    ],
+)
+def test_what_cannot_be_built_is_said(target: str, args: dict[str, int], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build_model(CustomModelConfig(_target_=target, args=args), seed=0)
+
+
+def test_wrong_losses_and_shapes_are_said() -> None:
+    with pytest.raises(ConfigError, match="unknown loss"):
+        wrap(f"{HERE}.two_layers", loss="hinge")
+    with pytest.raises(ConfigError, match="no class scores"):
+        wrap(f"{HERE}.two_layers")(torch.randn(2, 4), {}, torch.zeros(2, 5, dtype=torch.int64))
+    with pytest.raises(ConfigError, match="against targets"):
+        wrap(f"{HERE}.two_layers", loss="mse")(torch.randn(2, 4), {}, torch.zeros(2))
+
+
+def test_resnet18_has_the_usual_size_and_warns_of_batch_statistics() -> None:
+    target = "hpc_train.models.resnet.resnet18"
+    with pytest.warns(UserWarning, match="batch statistics"):
+        model = wrap(target)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 11_220_132
+    assert model.has_batch_statistics and not wrap(f"{HERE}.two_layers").has_batch_statistics
+    assert model.eval()(torch.randn(2, 3, 32, 32), {}).shape == (2, 100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        synchronised = wrap(target, sync_batch_norm=True, args={"width": 8})
+    assert list(synchronised.state_dict()) == list(resnet18(width=8).state_dict())
+
+
+def synchronised_norm(rank: int, world_size: int, values: list[list[list[float]]]) -> dict[str, list[float]]:
+    """The output, gradients and running statistics of this rank's share of the batch."""
+    norm = convert(nn.BatchNorm1d(3))
+    assert isinstance(norm, SyncBatchNorm)
+    inputs = torch.tensor(values).chunk(world_size)[rank].requires_grad_()
+    outputs = norm(inputs)
+    (outputs * torch.arange(outputs.numel()).view_as(outputs).add(100 * rank)).sum().backward()
+    assert inputs.grad is not None
+    found = {"outputs": outputs, "gradient": inputs.grad, "mean": norm.running_mean, "variance": norm.running_var}
+    return {name: value.flatten().tolist() for name, value in found.items()}  # type: ignore[union-attr]
+
+
+def test_synchronised_batch_norm_equals_one_process_with_the_whole_batch() -> None:
+    values = torch.randn(6, 3, 5, generator=torch.Generator().manual_seed(4))
+    ranks = run_ranks(2, synchronised_norm, values.tolist())
+    norm = nn.BatchNorm1d(3)
+    inputs = values.clone().requires_grad_()
+    outputs = norm(inputs)
+    weights = torch.arange(45.0).view(3, 3, 5)
+    (outputs * torch.cat((weights, weights + 100))).sum().backward()
+    assert inputs.grad is not None
+    for name, whole in (("outputs", outputs), ("gradient", inputs.grad)):
+        joined = torch.tensor(ranks[0][name] + ranks[1][name])
+        torch.testing.assert_close(joined, whole.flatten(), rtol=1e-4, atol=1e-4)
+    for name, running in (("mean", norm.running_mean), ("variance", norm.running_var)):
+        torch.testing.assert_close(torch.tensor(ranks[0][name]), running)
+        assert ranks[0][name] == ranks[1][name]

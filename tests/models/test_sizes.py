@@ -1,0 +1,80 @@
+"""Published parameter counts, and the operations that follow from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from hpc_train.config.schema import GPTConfig, ViTConfig
+from hpc_train.models.build import build_model
+from hpc_train.models.model import Model
+from tests.models.models import TINY_GPT, TINY_VIT, with_values
+
+LLAMA = {
+    "llama 2 7B": (GPTConfig("gpt", 32000, 32, 4096, 32, 32, 11008), 6_738_415_616),
+    "llama 2 70B": (GPTConfig("gpt", 32000, 80, 8192, 64, 8, 28672), 68_976_648_192),
+    "llama 3 70B": (GPTConfig("gpt", 128256, 80, 8192, 64, 8, 28672), 70_553_706_496),
+    "llama 3.2 1B": (GPTConfig("gpt", 128256, 16, 2048, 32, 8, 8192, tied_embeddings=True), 1_235_814_400),
+}
+VIT = {  # n_layers, dim, n_heads, mlp_dim, patch_size
+    "tiny/16": ((12, 192, 3, 768, 16), 5_717_416),
+    "base/16": ((12, 768, 12, 3072, 16), 86_567_656),
+    "large/16": ((24, 1024, 16, 4096, 16), 304_326_632),
+    "huge/14": ((32, 1280, 16, 5120, 14), 632_045_800),
+}
+
+
+def count(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", LLAMA)
+def test_llama_has_the_published_number_of_parameters(name: str) -> None:
+    config, published = LLAMA[name]
+    assert count(build_model(config, seed=0)) == published
+
+
+@pytest.mark.parametrize("name", VIT)
+def test_vit_has_the_published_number_of_parameters(name: str) -> None:
+    (n_layers, dim, n_heads, mlp_dim, patch), published = VIT[name]
+    config = ViTConfig("vit", 224, patch, 3, 1000, n_layers, dim, n_heads, mlp_dim)
+    assert count(build_model(config, seed=0)) == published
+
+
+def test_gpt_flops_are_six_per_multiplied_parameter_and_token_and_the_attention() -> None:
+    model = build_model(TINY_GPT, seed=0)
+    assert isinstance(model, Model) and model.stem is not None
+    multiplied = count(model) - count(model.stem)
+    length = 40
+    expected = length * (6 * multiplied + 12 * TINY_GPT.n_layers * TINY_GPT.dim * length)
+    assert model.flops_per_sample(torch.empty(3, length, device="meta")) == expected
+    tied = build_model(replace(TINY_GPT, tied_embeddings=True), seed=0)
+    assert isinstance(tied, Model)
+    assert tied.flops_per_sample(torch.empty(1, length, device="meta")) == expected
+
+
+def test_vit_flops_count_each_part_by_the_tokens_that_it_sees() -> None:
+    model = build_model(TINY_VIT, seed=0)
+    assert isinstance(model, Model) and model.stem is not None and model.head is not None
+    tokens = 1 + (16 // 4) ** 2
+    layers, patch = count(model.layers), count(model.stem.get_submodule("patch"))
+    classifier = count(model.head.get_submodule("output"))
+    attention = 12 * TINY_VIT.n_layers * TINY_VIT.dim * tokens
+    expected = tokens * (6 * layers + attention) + 6 * (tokens - 1) * patch + 6 * classifier
+    assert model.flops_per_sample(torch.empty(2, 3, 16, 16, device="meta")) == expected
+
+
+def test_flops_agree_with_torchs_own_counter() -> None:
+    config = GPTConfig("gpt", 97, 3, 64, 4, 4, 160)
+    model = with_values(config)
+    tokens = torch.randint(0, 97, (2, 32))
+    # The plain attention: the counter does not know the CPU's fused one.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        loss, _ = model(tokens, {}, tokens)
+        loss.backward()
+    # The formula also counts the few parameters of norms as multiplied.
+    assert counter.get_total_flops() == pytest.approx(2 * model.flops_per_sample(tokens), rel=0.01)
