@@ -140,9 +140,7 @@ def _specs(run: RunDirectory, config: Config, allocation: Allocation, meeting: M
     ]
 
 
-def _tell(
-    outcome: Outcome, allocation: Allocation, log: WorkerLog, events: EventLog, stop: StopRequests
-) -> None:
+def _tell(outcome: Outcome, allocation: Allocation, log: WorkerLog, events: EventLog, stop: StopRequests) -> None:
     """Writes how the attempt ended where people and programs look: the event log and standard error."""
     if stop.reason is not None:
         events.write("stop_requested", reason=stop.reason)
@@ -151,8 +149,8 @@ def _tell(
         events.write("stopped" if outcome.exit is Exit.STOPPED else "finished", exit_code=code)
         return
     failure = outcome.failure
-    details = {"worker": failure.rank, "class": failure.failure, "message": failure.message}
-    events.write("worker_failed", host=allocation.node_name, traceback=failure.traceback, **details)
+    details = {"node": allocation.node_name, "rank": failure.rank, "class": failure.failure, "message": failure.message}
+    events.write("worker_failed", traceback=failure.traceback, **details)
     events.write("failed", exit_code=code, **details)
     print(_text(failure, allocation.node_name, outcome.exit, log), file=sys.stderr)
 

@@ -6,7 +6,6 @@ no tensor operation: torch hangs in children of a parent that ever ran a paralle
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -15,13 +14,13 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from hpc_train.run.parent_death import die_with_parent
+
 CONTEXT = multiprocessing.get_context("forkserver")
 
 # Blocked in the warm parent and so at the birth of each worker, until the worker has its handlers: a signal to the
 # whole process group (Ctrl-C, scancel) neither kills an import nor is it lost.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-
-PR_SET_PDEATHSIG = 1
 
 
 def start(preload: Sequence[str]) -> int:
@@ -50,11 +49,8 @@ def die_with(warm_parent: int) -> None:
     The warm parent ends when nobody holds the write end of its pipe any more. Forked processes inherit that end, and
     close it here: only the agent is to hold it.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(warm_parent)
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
-    agent = multiprocessing.parent_process()
-    if os.getppid() != warm_parent or agent is None or not agent.is_alive():
-        os._exit(1)  # they died before the kernel was asked
 
 
 def unblock_signals() -> None:

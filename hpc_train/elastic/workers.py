@@ -25,7 +25,7 @@ READ_BYTES = 1 << 16
 
 @dataclass
 class Worker:
-    """One worker process. ``end`` is its last report: finished, stopped or failed."""
+    """One worker process. ``end`` is its last report: finished, stopped or failed; ``gone``: its end was taken note of."""
 
     rank: int
     process: BaseProcess
@@ -35,13 +35,10 @@ class Worker:
     told_to_stop: bool = False
     ended_by_agent: bool = False
     end: dict[str, Any] | None = None
-
-    @property
-    def alive(self) -> bool:
-        return self.process.exitcode is None
+    gone: bool = False
 
     def signal(self, number: signal.Signals) -> None:
-        if self.alive and self.process.pid is not None:
+        if self.process.exitcode is None and self.process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, number)
 
@@ -59,7 +56,7 @@ class Workers:
 
     @property
     def alive(self) -> list[Worker]:
-        return [worker for worker in self._workers if worker.alive]
+        return [worker for worker in self._workers if not worker.gone]
 
     @property
     def failures(self) -> Sequence[WorkerFailure]:
@@ -82,7 +79,9 @@ class Workers:
         waited += [pipe for worker in running for pipe in (worker.output, worker.reports) if not pipe.closed]
         wait(waited, timeout)
         for worker in running:
-            ended = not worker.alive  # asked before the pipes are emptied: nothing comes after the end
+            ended = (
+                worker.process.exitcode is not None
+            )  # asked before the pipes are emptied: nothing comes after the end
             self._read_output(worker)
             self._read_reports(worker)
             if ended:
@@ -127,6 +126,7 @@ class Workers:
             self._failures[worker.rank] = ended_without_report(worker.rank, code, tail, time.time())
         worker.output.close()
         worker.reports.close()
+        worker.gone = True
 
 
 def _reported(rank: int, report: dict[str, Any]) -> WorkerFailure:

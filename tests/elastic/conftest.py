@@ -1,0 +1,47 @@
+"""A frozen run of a few CPU workers for the tests of the agent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpc_train.config.freeze import freeze
+from hpc_train.config.schema import (
+    BatchConfig,
+    ClusterConfig,
+    Config,
+    ElasticConfig,
+    GPTConfig,
+    RunConfig,
+    StrategyConfig,
+    SyntheticDataConfig,
+    TrainConfig,
+)
+from hpc_train.run.directory import RunDirectory
+
+Freeze = Callable[..., RunDirectory]
+TINY = GPTConfig(vocab_size=256, n_layers=2, dim=16, n_heads=2, n_kv_heads=2, ffn_dim=32)
+
+
+@pytest.fixture
+def frozen(tmp_path: Path) -> Freeze:
+    """Freezes a run of ``workers`` data-parallel CPU workers under ``tmp_path``."""
+
+    def make(name: str = "run", workers: int = 2, stop_grace_s: float = 30) -> RunDirectory:
+        config = Config(
+            cluster=ClusterConfig(kind="local", gpus_per_node=0, cpu_workers=workers),
+            strategy=StrategyConfig(name="dp", dp="fill"),
+            model=TINY,
+            data=SyntheticDataConfig(),
+            train=TrainConfig(steps=1),
+            batch=BatchConfig(global_size=workers),
+            elastic=ElasticConfig(stop_grace_s=stop_grace_s),
+            run=RunConfig(root=str(tmp_path), name=name),
+        )
+        run = RunDirectory(tmp_path / name)
+        freeze(config, run)
+        return run
+
+    return make

@@ -1,0 +1,116 @@
+"""What workers do in the tests of the agent: small entries without torch, and the script that runs an agent on them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.run.exits import Exit
+from hpc_train.run.stop import StopFlag
+from hpc_train.run.worker_spec import WorkerSpec
+
+
+def _mark(spec: WorkerSpec, text: str) -> None:
+    Path(spec.run_dir, f"mark-{spec.rank}").write_text(f"{os.getpid()} {text}")
+
+
+def _wait_for_stop(stop: StopFlag, seconds: float = 30) -> Exit:
+    until = time.monotonic() + seconds
+    while not stop.requested and time.monotonic() < until:
+        time.sleep(0.02)
+    return Exit.STOPPED if stop.requested else Exit.DONE
+
+
+def finish(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
+    print(f"hello from {spec.rank} of {spec.layout.world_size}")
+    _mark(spec, f"{spec.master_port} {os.environ['OMP_NUM_THREADS']} {listener is not None}")
+    return Exit.DONE
+
+
+def until_stopped(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
+    _mark(spec, str(spec.master_port))
+    return _wait_for_stop(stop)
+
+
+def _lose_connection() -> Exit:
+    """What the other ranks do when one dies; slower than the first failure, but it may be reported first."""
+    raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+
+
+def one_raises(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
+    if spec.rank == 1:
+        time.sleep(0.3)
+        raise ArithmeticError("rank one cannot count")
+    return _lose_connection() if spec.rank == 0 else _wait_for_stop(StopFlag())
+
+
+def one_is_killed(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
+    if spec.rank == 1:
+        print("the last words of rank one", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _lose_connection()
+
+
+def one_exits(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
+    if spec.rank == 1:
+        os._exit(0)
+    return _wait_for_stop(StopFlag())
+
+
+def one_refuses(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
+    if spec.rank == 1:
+        raise ConfigError("no such data", where="data.path", mend="another path")
+    return _lose_connection()
+
+
+def never_stops(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
+    _mark(spec, "")
+    return _wait_for_stop(StopFlag())
+
+
+def listens(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
+    """Rank 0 accepts on the socket it was given what rank 1 connects to."""
+    import socket
+
+    if listener is not None:
+        with socket.socket(fileno=listener) as server:
+            connection, _ = server.accept()
+            connection.sendall(b"welcome")
+            connection.close()
+    elif spec.rank == 1:
+        with socket.create_connection((spec.master_address, spec.master_port)) as client:
+            assert client.recv(7) == b"welcome"
+    return Exit.DONE
+
+
+def prints_much(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
+    for number in range(20_000):
+        print(f"line {number} " + "x" * 60)
+    sys.stdout.write("no newline at the end")
+    return Exit.DONE
+
+
+def start_agent(run: Path, entry: str, **environment: str) -> subprocess.Popen[str]:
+    """An agent in a process and session of its own, as a launcher starts it."""
+    module = entry if ":" in entry else f"tests.elastic.entries:{entry}"
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from hpc_train.elastic.agent import run_agent\n"
+        "from hpc_train.run.directory import RunDirectory\n"
+        f"code = run_agent(RunDirectory(Path({str(run)!r})), entry={module!r})\n"
+        "assert 'torch' not in sys.modules\n"
+        "sys.exit(code)\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", script],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )

@@ -1,0 +1,193 @@
+"""The agent with real processes: ends, failures, stop requests, and nobody left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_train.elastic.stop_requests import ECHO_S
+from hpc_train.run import lease
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.files import read_json
+from tests.elastic.conftest import Freeze
+from tests.elastic.entries import start_agent
+
+
+def end(agent: subprocess.Popen[str]) -> tuple[int, str]:
+    """Exit code and standard error of an agent that ends by itself."""
+    _, error = agent.communicate(timeout=60)
+    return agent.returncode, error
+
+
+def until(condition: Callable[[], Any], timeout: float = 30) -> Any:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.05)
+    raise TimeoutError
+
+
+def marks(run: RunDirectory, workers: int = 2) -> list[list[str]] | None:
+    """What each worker has noted, its pid first; None until all have."""
+    found = [path.read_text().split() for path in sorted(run.path.glob("mark-*"))]
+    return found if len(found) == workers and all(found) else None
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def last_event(run: RunDirectory, name: str) -> dict[str, Any]:
+    return [event for event in run.read_events() if event["event"] == name][-1]
+
+
+def test_all_workers_finish(frozen: Freeze) -> None:
+    run = frozen(workers=3)
+    code, error = end(start_agent(run.path, "finish", OMP_NUM_THREADS="7"))
+    assert (code, error) == (0, "")
+    found = marks(run, 3)
+    assert found is not None
+    attempt = read_json(run.attempts / "000.json")
+    assert [mark[1:] for mark in found] == [[str(attempt["port"]), "7", str(rank == 0)] for rank in range(3)]
+    log = next(run.logs.glob("*-000.log")).read_text()
+    assert sorted(log.splitlines()) == [f"[{rank}] hello from {rank} of 3" for rank in range(3)]
+    assert last_event(run, "finished")["exit_code"] == 0
+    environment = {row["name"]: row for row in run.record()["environment"]}
+    assert environment["OMP_NUM_THREADS"]["reason"] == "set by the user"
+    assert environment["GLOO_SOCKET_IFNAME"]["value"] == "lo"
+
+
+def test_the_listening_socket_reaches_rank_0(frozen: Freeze) -> None:
+    assert end(start_agent(frozen().path, "listens")) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("entry", "failure", "text"),
+    [
+        ("one_raises", "user_error", "ArithmeticError: rank one cannot count"),
+        ("one_is_killed", "killed", "the last words of rank one"),
+        ("one_exits", "exited", "exited early with code 0"),
+    ],
+)
+def test_the_first_real_failure_is_reported(frozen: Freeze, entry: str, failure: str, text: str) -> None:
+    run = frozen()
+    started = time.monotonic()
+    code, error = end(start_agent(run.path, entry))
+    assert code == 1
+    assert text in error
+    assert "rank 1 on" in error
+    assert "Connection closed by peer" not in error
+    event = last_event(run, "worker_failed")
+    assert (event["rank"], event["class"]) == (1, failure)
+    assert text in event["traceback"]
+    assert last_event(run, "failed")["exit_code"] == 1
+    assert time.monotonic() - started < 20
+
+
+def test_a_mistake_found_by_a_worker_is_refused_without_a_traceback(frozen: Freeze) -> None:
+    code, error = end(start_agent(frozen().path, "one_refuses"))
+    assert code == 2
+    assert error.splitlines() == ["no such data", "  set in: data.path", "  mend:   another path"]
+
+
+def test_an_entry_that_cannot_be_imported_is_a_failure_with_its_traceback(frozen: Freeze) -> None:
+    code, error = end(start_agent(frozen().path, "tests.elastic.missing:train"))
+    assert code == 1
+    assert "ModuleNotFoundError: No module named 'tests.elastic.missing'" in error
+
+
+def test_no_worker_outlives_an_agent_killed_with_9(frozen: Freeze) -> None:
+    run = frozen()
+    agent = start_agent(run.path, "never_stops")
+    pids = [int(mark[0]) for mark in until(lambda: marks(run))]
+    assert lease.is_live(run)
+    agent.kill()
+    agent.wait()
+    until(lambda: not any(alive(pid) for pid in pids), timeout=5)
+    assert not lease.is_live(run)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])
+def test_a_stop_request_while_running(frozen: Freeze, number: signal.Signals) -> None:
+    run = frozen()
+    agent = start_agent(run.path, "until_stopped")
+    until(lambda: marks(run))
+    os.killpg(agent.pid, number)  # the whole group, as Ctrl-C and scancel do
+    assert end(agent) == (75, "")
+    assert last_event(run, "stop_requested")["reason"] == number.name
+    assert last_event(run, "stopped")["exit_code"] == 75
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.1, 0.3])
+def test_a_stop_request_during_start_up_is_not_lost(frozen: Freeze, delay: float) -> None:
+    run = frozen()
+    agent = start_agent(run.path, "until_stopped")
+    until(lambda: lease.is_live(run))
+    time.sleep(delay)
+    os.killpg(agent.pid, signal.SIGTERM)
+    assert end(agent) == (75, "")
+
+
+def test_a_second_interrupt_kills_at_once(frozen: Freeze) -> None:
+    run = frozen()
+    agent = start_agent(run.path, "never_stops")
+    pids = [int(mark[0]) for mark in until(lambda: marks(run))]
+    os.killpg(agent.pid, signal.SIGINT)
+    time.sleep(ECHO_S + 0.2)
+    assert all(alive(pid) for pid in pids)
+    os.killpg(agent.pid, signal.SIGINT)
+    code, error = end(agent)
+    assert code == 1
+    assert "second Ctrl-C" in error
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_workers_that_do_not_stop_are_killed_after_the_grace(frozen: Freeze) -> None:
+    run = frozen(stop_grace_s=0.5)
+    agent = start_agent(run.path, "never_stops")
+    until(lambda: marks(run))
+    agent.terminate()
+    code, error = end(agent)
+    assert code == 1
+    assert "had not stopped 0.5 s after the request" in error
+
+
+def test_agents_at_the_same_time_never_share_a_port(frozen: Freeze) -> None:
+    runs = [frozen(f"run-{number}") for number in range(3)]
+    # the same job id: all derive the same port
+    agents = [start_agent(run.path, "until_stopped", SLURM_JOB_ID="77") for run in runs]
+    ports = [mark[1] for run in runs for mark in until(lambda run=run: marks(run))]
+    assert len(set(ports)) == 3
+    for agent in agents:
+        agent.terminate()
+    assert [end(agent)[0] for agent in agents] == [75, 75, 75]
+
+
+def test_a_live_run_refuses_a_second_agent(frozen: Freeze) -> None:
+    run = frozen()
+    agent = start_agent(run.path, "until_stopped")
+    until(lambda: marks(run))
+    code, error = end(start_agent(run.path, "finish"))
+    assert code == 2
+    assert "is live" in error
+    agent.terminate()
+    assert end(agent)[0] == 75
+
+
+def test_attempts_are_numbered_and_keep_their_logs(frozen: Freeze) -> None:
+    run = frozen(workers=1)
+    for _ in range(2):
+        assert end(start_agent(run.path, "finish"))[0] == 0
+    assert [path.name for path in sorted(run.attempts.glob("*.json"))] == ["000.json", "001.json"]
+    assert len(list(run.logs.glob("*-00[01].log"))) == 2
