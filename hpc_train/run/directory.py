@@ -12,6 +12,7 @@ wandb/
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 from collections.abc import Iterator
@@ -67,10 +68,12 @@ class RunDirectory:
         return read_json(path) if path.exists() else {}
 
     def update_record(self, **fields: Any) -> dict[str, Any]:
-        """Merges ``fields`` into ``run.json``. One writer at a time: the submitter, then rank 0."""
-        record = self.record() | fields
-        write_json(self.path / "run.json", record)
-        return record
+        """Merges ``fields`` into ``run.json``. The submitter, the agent and rank 0 may call it at the same time."""
+        with (self.path / ".run.json.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            record = self.record() | fields
+            write_json(self.path / "run.json", record)
+            return record
 
     def claim_attempt(self) -> int:
         """Takes the next attempt number for a new start of the workers. Called by the agent of node 0 only."""
