@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
 from hpc_train.config.errors import ConfigError
+from hpc_train.models.model import Model
 
 MODES = ("none", "full", "selective")
 
@@ -25,13 +26,12 @@ def apply(model: nn.Module, mode: str) -> None:
         raise ConfigError(f"activation checkpointing {mode!r} is unknown", where=where, mend=f"one of {MODES}")
     if mode == "none":
         return
-    layers = getattr(model, "layers", None)
-    if not isinstance(layers, nn.ModuleDict):
+    if not isinstance(model, Model):
         raise ConfigError(
-            f"{type(model).__name__} has no layers to checkpoint",
+            "the model has no layers that are known, so none can be checkpointed",
             where=where,
             mend="none, or a model with stem, layers and head (hpc_train.models.model.Model)",
         )
-    for key, layer in layers.items():
+    for key, layer in list(model.layers.items()):
         if mode == "full" or int(key) % 2 == 0:
-            layers[key] = checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+            model.layers[key] = checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT)

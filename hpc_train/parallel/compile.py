@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
+from hpc_train.models.model import Model
+
 
 def compile_layers(model: nn.Module) -> None:
     """Compiles each layer of ``model`` in place, or the whole model where it has no ``layers``.
 
     After activation checkpointing is applied and before the model is sharded.
     """
-    layers = getattr(model, "layers", None)
-    for module in layers.values() if isinstance(layers, nn.ModuleDict) else (model,):
+    for module in model.layers.values() if isinstance(model, Model) else (model,):
         module.compile()

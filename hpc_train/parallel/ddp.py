@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpc_train.config.schema import StrategyConfig
 from hpc_train.parallel.mesh import Mesh
+
+_SYNC_BUFFERS = next(  # renamed in torch 2.13
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in signature(DistributedDataParallel.__init__).parameters
+)
 
 
 def replicate(model: nn.Module, mesh: Mesh, strategy: StrategyConfig) -> DistributedDataParallel:
@@ -20,7 +27,7 @@ def replicate(model: nn.Module, mesh: Mesh, strategy: StrategyConfig) -> Distrib
     return DistributedDataParallel(
         model,
         process_group=mesh.group("dp"),
-        broadcast_buffers=False,
+        **{_SYNC_BUFFERS: False},
         bucket_cap_mb=strategy.bucket_cap_mb,
         gradient_as_bucket_view=True,
         static_graph=strategy.static_graph,

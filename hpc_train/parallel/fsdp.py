@@ -20,12 +20,13 @@ from functools import partial
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from hpc_train.models.model import Model
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision import compute_dtype, parameter_dtype
 
 
 def shard(model: nn.Module, mesh: Mesh, data_parallel: str, precision: str) -> None:
-    """Shards ``model`` in place: each layer is one group, stem and head another.
+    """Shards ``model`` in place: each layer is one group, stem and head another; a model without parts is one group.
 
     The gradients come out averaged over the dp ranks: scale the loss by their number where a sum is wanted.
 
@@ -42,9 +43,8 @@ def shard(model: nn.Module, mesh: Mesh, data_parallel: str, precision: str) -> N
         param_dtype=dtype, reduce_dtype=parameter_dtype(precision) if dtype else None, cast_forward_inputs=False
     )
     wrap = partial(fully_shard, mesh=mesh.device_mesh[axes], mp_policy=policy)
-    layers = getattr(model, "layers", None)
-    if isinstance(layers, nn.ModuleDict):
-        for layer in layers.values():
+    if isinstance(model, Model):
+        for layer in model.layers.values():
             wrap(layer, reshard_after_forward=data_parallel == "zero3")
     wrap(model, reshard_after_forward=False)
 

@@ -59,9 +59,9 @@ def _holders(parameter: nn.Parameter, mesh: Mesh) -> int:
     ranks = mesh.layout.dp * mesh.layout.tp
     if not isinstance(parameter, DTensor):
         return ranks
-    sizes = parameter.device_mesh.shape
+    sizes = parameter.device_mesh.shape  # a strided shard (ZeRO over tensor parallelism) says no to is_shard()
     return ranks // prod(
-        size for size, placement in zip(sizes, parameter.placements, strict=True) if placement.is_shard()
+        size for size, placement in zip(sizes, parameter.placements, strict=True) if not placement.is_replicate()
     )
 
 

@@ -1,0 +1,46 @@
+"""From a config and a mesh to the engine that trains it."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.schema import Config
+from hpc_train.models.build import build_model
+from hpc_train.models.model import Model
+from hpc_train.parallel import batch_statistics
+from hpc_train.parallel.engine import Engine
+from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.replica_engine import ReplicaEngine
+
+
+def build_engine(config: Config, mesh: Mesh) -> Engine:
+    """Builds the model on ``meta`` and hands it to the engine of ``mesh.layout``. Collective.
+
+    Raises:
+        ConfigError: the model cannot be laid out so.
+    """
+    model = build_model(config.model, config.train.seed)
+    if batch_statistics.has_batch_statistics(model):
+        batch_statistics.check_batch(config, mesh)
+    if mesh.layout.pp == 1 and mesh.layout.tp == 1:
+        return ReplicaEngine(config, mesh, model)
+    whole = _check_parts(model, mesh)
+    if mesh.layout.pp == 1:
+        return ReplicaEngine(config, mesh, whole)
+    from hpc_train.parallel.pipeline_engine import PipelineEngine  # torch's pipelining takes a second to import
+
+    return PipelineEngine(config, mesh, whole)
+
+
+def _check_parts(model: nn.Module, mesh: Mesh) -> Model:
+    missing = [name for name in ("stem", "layers", "head") if getattr(model, name, None) is None]
+    if isinstance(model, Model) and not missing:
+        return model
+    layout = mesh.layout
+    raise ConfigError(
+        "the model has no stem, layers and head: it can neither be cut into pipeline stages nor split over "
+        "tensor-parallel ranks",
+        where=f"strategy.pp={layout.pp}, strategy.tp={layout.tp}, model",
+        mend="strategy=single, dp, zero1, zero2, zero3 or hsdp, or the three parts of hpc_train.models.model.Model",
+    )

@@ -1,0 +1,126 @@
+"""The engine of everything that is not cut into pipeline stages: each rank runs all layers.
+
+Single, DDP, our own reduction, ZeRO 1 to 3, HSDP, and tensor parallelism with any of them but DDP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hpc_train.config.layout import ZERO
+from hpc_train.config.schema import Config
+from hpc_train.data.batch import Batch, StepBatch
+from hpc_train.models.model import Model
+from hpc_train.models.wrapped import WrappedModel
+from hpc_train.parallel import activation_checkpointing, batch_statistics, fsdp, gradient_norm, naming
+from hpc_train.parallel.compile import compile_layers
+from hpc_train.parallel.engine import StepNumbers, StepResult
+from hpc_train.parallel.materialise import is_meta, materialise
+from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.precision import autocast, parameter_dtype
+from hpc_train.parallel.replicas import make_replicas
+from hpc_train.parallel.results import reduce_result
+from hpc_train.parallel.tensor import apply_tensor_parallel, check_sequence
+
+
+class ReplicaEngine:
+    """An ``Engine`` (see there) of one whole model per data-parallel rank.
+
+    Args:
+        model: on ``meta``, or with values (then those of dp rank 0 count).
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, model: Model | WrappedModel) -> None:
+        self._mesh = mesh
+        self._precision = config.precision.name
+        self._model = _prepare(config, mesh, model)
+        self._replicas = make_replicas(self._model, mesh, config.strategy)
+        self._parameters = naming.named_parameters([self._model], getattr(self._model, "tied", {}))
+        self._statistics = batch_statistics.running_statistics(self._model)
+
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        return (self._model,)
+
+    def named_parameters(self) -> Mapping[str, nn.Parameter]:
+        return self._parameters
+
+    def named_buffers(self) -> Mapping[str, Tensor]:
+        return naming.named_buffers(self.parts)
+
+    def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
+        """See ``Engine.train_step``."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        factor = self._replicas.loss_factor / max(1, batch.target_count)
+        sums: list[tuple[Tensor, Tensor]] = []
+        for index, micro in enumerate(batch.micro_batches):
+            with self._replicas.micro_batch(last=index == len(batch.micro_batches) - 1):
+                loss_sum, count, *_ = self._forward(self._replicas.module, micro)
+                loss = loss_sum * factor
+                (loss if loss_scale is None else loss * loss_scale).backward()
+            sums.append((loss_sum.detach(), count))
+        self._replicas.finish()
+        batch_statistics.average_(self._statistics, self._mesh)
+        return StepResult(*(torch.stack(column).sum(0) for column in zip(*sums, strict=True)))
+
+    def eval_step(self, batch: StepBatch) -> StepResult:
+        """See ``Engine.eval_step``."""
+        was_training = self._model.training
+        self._model.eval()
+        # ZeRO's whole parameters are gathered by hooks of the bare model; DDP's wrapper has nothing to do here.
+        with torch.no_grad():
+            columns = list(zip(*(self._forward(self._model, micro) for micro in batch.micro_batches), strict=True))
+        self._replicas.evaluated()
+        self._model.train(was_training)
+        loss_sum, count, *correct = ([*column] for column in columns)
+        right = correct[0] if correct and correct[0][0] is not None else None
+        return StepResult(_total(loss_sum), _total(count), None if right is None else _total(right))
+
+    def reduce(self, result: StepResult) -> StepNumbers:
+        return reduce_result(result, self._mesh)
+
+    def clip_grad_norm_(self, max_norm: float, loss_scale: Tensor | None = None) -> Tensor:
+        return gradient_norm.clip_(self._parameters, self._mesh, max_norm, loss_scale)
+
+    def _forward(self, module: nn.Module, micro: Batch) -> tuple[Tensor, ...]:
+        if isinstance(self._model, Model):
+            check_sequence(self._model, micro.inputs)
+        with autocast(self._precision, self._mesh.device):
+            return module(micro.inputs, micro.context, micro.targets)
+
+
+def _total(values: list[Tensor]) -> Tensor:
+    return torch.stack(values).sum(0)
+
+
+def _prepare(config: Config, mesh: Mesh, model: Model | WrappedModel) -> Model | WrappedModel:
+    """Splits, wraps and fills ``model``, in the only order in which these can be done."""
+    dtype = parameter_dtype(config.precision.name)
+    if mesh.layout.tp > 1 and isinstance(model, Model):
+        apply_tensor_parallel(model, mesh.device_mesh["tp"])
+    activation_checkpointing.apply(model, config.train.activation_checkpointing)
+    if config.train.compile:
+        compile_layers(model)
+    meta = is_meta(model)
+    if not meta:
+        model.to(device=mesh.device, dtype=dtype)
+        _take_first_replica(model, mesh)
+    if mesh.layout.dp > 1 and mesh.layout.data_parallel in ZERO:
+        fsdp.shard(model, mesh, mesh.layout.data_parallel, config.precision.name)
+    if meta and isinstance(model, Model):
+        materialise(model, mesh.device, config.train.seed, dtype)
+    return model.train()
+
+
+def _take_first_replica(model: nn.Module, mesh: Mesh) -> None:
+    """A user's module may have been initialised differently on each rank."""
+    if mesh.layout.dp == 1:
+        return
+    group = mesh.group("dp")
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(tensor.detach(), dist.get_global_rank(group, 0), group=group)

@@ -1,0 +1,118 @@
+"""How the data-parallel ranks of one model are kept in step: one class per way, behind one small interface."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hpc_train.config.layout import ZERO
+from hpc_train.config.schema import StrategyConfig
+from hpc_train.parallel import ddp, fsdp
+from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.reduction import GradientReduction
+
+
+class Replicas(Protocol):
+    """What the engine asks of data parallelism.
+
+    Attributes:
+        module: what a training forward is called on.
+        loss_factor: what the loss is multiplied by, so that gradients come out as the sum over the dp ranks.
+    """
+
+    module: nn.Module
+    loss_factor: int
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of one micro-batch."""
+
+    def finish(self) -> None:
+        """After the last backward: the gradients are those of the global batch."""
+
+    def evaluated(self) -> None:
+        """After forwards without a backward."""
+
+
+class Reduced:
+    """Bare modules whose gradients we sum ourselves after the last backward; also a single rank."""
+
+    loss_factor = 1
+
+    def __init__(self, module: nn.Module, mesh: Mesh, bucket_cap_mb: float) -> None:
+        self.module = module
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._reduction = (
+            GradientReduction(self._parameters, mesh.group("dp"), bucket_cap_mb) if mesh.layout.dp > 1 else None
+        )
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def finish(self) -> None:
+        settle_partial(self._parameters)
+        if self._reduction is not None:
+            self._reduction.reduce()
+
+    def evaluated(self) -> None:
+        pass
+
+
+class Replicated:
+    """DistributedDataParallel."""
+
+    def __init__(self, module: nn.Module, mesh: Mesh, strategy: StrategyConfig) -> None:
+        self._wrapped = ddp.replicate(module, mesh, strategy)
+        self.module: nn.Module = self._wrapped
+        self.loss_factor = mesh.layout.dp
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        return ddp.accumulating(self._wrapped, last)
+
+    def finish(self) -> None:
+        pass
+
+    def evaluated(self) -> None:
+        pass
+
+
+class Sharded:
+    """ZeRO; ``module`` was sharded before it got its values."""
+
+    def __init__(self, module: nn.Module, mesh: Mesh, data_parallel: str) -> None:
+        self.module = module
+        self.loss_factor = mesh.layout.dp
+        self._data_parallel = data_parallel
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        fsdp.begin_backward(self.module, self._data_parallel, last)
+        return nullcontext()
+
+    def finish(self) -> None:
+        pass
+
+    def evaluated(self) -> None:
+        fsdp.release(self.module)
+
+
+def make_replicas(module: nn.Module, mesh: Mesh, strategy: StrategyConfig) -> Replicas:
+    """``module`` holds its values, and is sharded where the strategy says so."""
+    data_parallel = mesh.layout.data_parallel
+    if mesh.layout.dp > 1 and data_parallel in ZERO:
+        return Sharded(module, mesh, data_parallel)
+    if mesh.layout.dp > 1 and data_parallel == "ddp":
+        return Replicated(module, mesh, strategy)
+    return Reduced(module, mesh, strategy.bucket_cap_mb)
+
+
+def settle_partial(parameters: Iterable[nn.Parameter]) -> None:
+    """Sums gradients that tensor-parallel ranks hold in parts (of norms over sequence shards), in place of them."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+            continue
+        if gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
