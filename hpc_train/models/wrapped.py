@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -43,7 +44,7 @@ class WrappedModel(nn.Module):
         own = getattr(module, "loss", None)
         self._loss: Loss = own if callable(own) else _LOSSES[loss]
         self._classifies = not callable(own) and loss == "cross_entropy"
-        if self.has_batch_statistics and not self._synchronised:
+        if self.has_batch_statistics and not self._synchronised and _first_of_several():
             warnings.warn(
                 "the model normalises by batch statistics, which are of each rank's own micro-batch: results depend on "
                 "the number of ranks (model.sync_batch_norm=true takes them over all ranks)",
@@ -78,6 +79,11 @@ class WrappedModel(nn.Module):
         if self.training:
             return sums
         return (*sums, count_correct(outputs, targets) if self._classifies else None)
+
+
+def _first_of_several() -> bool:
+    """Whether this is rank 0 of several: there it says what concerns all."""
+    return dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0
 
 
 def _classes_last(outputs: Tensor, targets: Tensor) -> Tensor:

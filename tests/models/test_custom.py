@@ -155,17 +155,28 @@ def test_wrong_losses_and_shapes_are_said() -> None:
         wrap(f"{HERE}.two_layers", loss="mse")(torch.randn(2, 4), {}, torch.zeros(2))
 
 
-def test_resnet18_has_the_usual_size_and_warns_of_batch_statistics() -> None:
+def test_resnet18_has_the_usual_size() -> None:
     target = "hpc_train.models.resnet.resnet18"
-    with pytest.warns(UserWarning, match="batch statistics"):
-        model = wrap(target)
+    model = wrap(target)
     assert sum(parameter.numel() for parameter in model.parameters()) == 11_220_132
     assert model.has_batch_statistics and not wrap(f"{HERE}.two_layers").has_batch_statistics
     assert model.eval()(torch.randn(2, 3, 32, 32), {}).shape == (2, 100)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        synchronised = wrap(target, sync_batch_norm=True, args={"width": 8})
+    synchronised = wrap(target, sync_batch_norm=True, args={"width": 8})
     assert list(synchronised.state_dict()) == list(resnet18(width=8).state_dict())
+
+
+def warnings_of_a_build(rank: int, world_size: int, synchronised: bool) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        wrap("hpc_train.models.resnet.resnet18", sync_batch_norm=synchronised, args={"width": 8})
+    return [str(warning.message) for warning in caught]
+
+
+def test_several_ranks_with_statistics_of_their_own_warn_once() -> None:
+    first, second = run_ranks(2, warnings_of_a_build, False)
+    assert len(first) == 1 and "batch statistics" in first[0] and not second
+    assert run_ranks(2, warnings_of_a_build, True) == [[], []]
+    assert run_ranks(1, warnings_of_a_build, False) == [[]]
 
 
 def synchronised_norm(rank: int, world_size: int, values: list[list[list[float]]]) -> dict[str, list[float]]:
