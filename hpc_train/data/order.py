@@ -44,7 +44,7 @@ class Order:
             raise ConfigError(
                 f"{self.samples} samples do not fill one global batch of {self.global_size}",
                 where="batch.global_size",
-                mend=f"batch.global_size={self.samples} or smaller, batch.drop_last=false (pads the batch), or more data",
+                mend=f"batch.global_size={self.samples} or smaller, batch.drop_last=false (pads it), or more data",
             )
 
     @property

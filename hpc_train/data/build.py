@@ -1,0 +1,52 @@
+"""From the data's config to a dataset."""
+
+from __future__ import annotations
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.schema import (
+    CIFAR100DataConfig,
+    CustomDataConfig,
+    DataConfig,
+    ImagesDataConfig,
+    SyntheticDataConfig,
+    TextDataConfig,
+    TokensDataConfig,
+)
+from hpc_train.data.cifar100 import CIFAR100Dataset
+from hpc_train.data.custom import build_custom
+from hpc_train.data.dataset import Dataset
+from hpc_train.data.images import ImagesDataset
+from hpc_train.data.synthetic import SyntheticDataset
+from hpc_train.data.text import TextDataset
+from hpc_train.data.tokens import TokensDataset
+
+SPLITS = ("train", "validation")
+
+
+def build_dataset(config: DataConfig, split: str, seed: int) -> Dataset:
+    """The ``train`` or ``validation`` split that ``config`` describes.
+
+    Args:
+        seed: of augmentations and synthetic samples; the order of samples is not the dataset's matter.
+
+    Raises:
+        ConfigError: the input is missing, empty, damaged or does not fit the config.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split is {split!r}, not one of {SPLITS}")
+    match config:
+        case TextDataConfig():
+            return TextDataset(config, split)
+        case TokensDataConfig():
+            return TokensDataset(config, split)
+        case CIFAR100DataConfig():
+            return CIFAR100Dataset(config, split, seed)
+        case ImagesDataConfig():
+            return ImagesDataset(config, split, seed)
+        case SyntheticDataConfig():
+            return SyntheticDataset(config, split, seed)
+        case CustomDataConfig():
+            return build_custom(config, split)
+    raise ConfigError(
+        f"unknown kind of data {type(config).__name__}", where="data.kind", mend="data=text, or another of conf/data/"
+    )

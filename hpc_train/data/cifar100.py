@@ -1,0 +1,124 @@
+"""CIFAR-100 from its official python-version directory, every file checked by md5.
+
+Krizhevsky, "Learning Multiple Layers of Features from Tiny Images" (2009); https://www.cs.toronto.edu/~kriz/cifar.html.
+The files are pickles. They are read by an unpickler that knows numpy arrays and nothing else, after the check.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.schema import CIFAR100DataConfig
+from hpc_train.data.augment import flip, generator, resize, shifted_crop
+from hpc_train.data.dataset import Array, Dataset, Sample
+
+OFFICIAL_MD5 = {
+    "train": "16019d7e3df5f24257cddd939b257f8d",
+    "test": "f0ef6b0ae62326f3e7ffdfab6717acfc",
+    "meta": "7973b15100ade9c7d40fb424638fde48",
+}
+MEAN = np.array([0.5071, 0.4865, 0.4409], dtype=np.float32).reshape(3, 1, 1)  # of the training pixels in [0, 1]
+STD = np.array([0.2673, 0.2564, 0.2762], dtype=np.float32).reshape(3, 1, 1)
+_SIZE = 32
+_FOLDER = "cifar-100-python"
+_MEND = (
+    "fetch https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz, unpack it, "
+    "and set data.path to the folder cifar-100-python"
+)
+_ALLOWED = {
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    ("numpy.core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("_codecs", "encode"),
+}
+
+
+class _NumpyOnly(pickle.Unpickler):
+    """Refuses every class but those that a pickled numpy array is made of."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"the file asks for {module}.{name}")
+        return super().find_class(module.replace("numpy.core", "numpy._core"), name)
+
+
+def read_file(path: Path, md5: str) -> dict[str, Any]:
+    """The dict in one official file.
+
+    Raises:
+        ConfigError: it is missing, does not have the md5, or holds more than arrays, lists and strings.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", where="data.path", mend=_MEND) from error
+    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if found != md5:
+        raise ConfigError(f"{path} has md5 {found}, the official file {md5}", where="data.path", mend=_MEND)
+    try:
+        return _NumpyOnly(io.BytesIO(content), encoding="latin1").load()
+    except Exception as error:
+        raise ConfigError(f"{path} is no file of CIFAR-100: {error}", where="data.path", mend=_MEND) from error
+
+
+class CIFAR100Dataset(Dataset):
+    """50,000 training or 10,000 test images with fine labels; the test images are the validation set.
+
+    Inputs are ``[3, image_size, image_size]`` float32, normalised per channel. Training images are shifted by up to
+    four pixels and mirrored.
+
+    Args:
+        md5: expected md5 of each file.
+
+    Raises:
+        ConfigError: a file is missing or not the official one, or the sizes do not fit.
+    """
+
+    def __init__(
+        self, config: CIFAR100DataConfig, split: str, seed: int, md5: Mapping[str, str] = OFFICIAL_MD5
+    ) -> None:
+        _check_sizes(config)
+        directory = Path(config.path)
+        if not directory.is_dir():
+            raise ConfigError(f"there is no directory {directory}", where="data.path", mend=_MEND)
+        if (directory / _FOLDER).is_dir():
+            directory = directory / _FOLDER
+        name = "train" if split == "train" else "test"
+        self.path = directory / name
+        self.class_names: list[str] = read_file(directory / "meta", md5["meta"])["fine_label_names"]
+        content = read_file(self.path, md5[name])
+        self._pixels: Array = content["data"].reshape(-1, 3, _SIZE, _SIZE)
+        self._labels = np.array(content["fine_labels"], dtype=np.int64)
+        self._augment = config.augment and split == "train"
+        self._image_size, self._seed = config.image_size, seed
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def sample(self, index: int, epoch: int) -> Sample:
+        pixels = self._pixels[index]
+        if self._augment:
+            random = generator(self._seed, epoch, index)
+            pixels = flip(shifted_crop(pixels, 4, random), random)
+        scaled = pixels.astype(np.float32) if self._image_size == _SIZE else resize(pixels, self._image_size)
+        return Sample(inputs=(scaled / np.float32(255) - MEAN) / STD, targets=self._labels[index])
+
+    def source(self, index: int) -> str:
+        return str(self.path)
+
+
+def _check_sizes(config: CIFAR100DataConfig) -> None:
+    for key, value, right in (("channels", config.channels, 3), ("n_classes", config.n_classes, 100)):
+        if value != right:
+            raise ConfigError(f"CIFAR-100 with {key} {value}", where=f"data.{key}", mend=f"data.{key}={right}")
+    if config.image_size < 1:
+        raise ConfigError(f"images of {config.image_size} pixels", where="data.image_size", mend="data.image_size=32")

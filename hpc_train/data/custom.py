@@ -1,0 +1,82 @@
+"""A user's own dataset: any object with a length and random access."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.schema import CustomDataConfig
+from hpc_train.data.dataset import Array, Dataset, Sample
+
+_FORMS = "(inputs, targets), (inputs, targets, context), {'inputs', 'targets', ...context} or a Sample"
+
+
+def build_custom(config: CustomDataConfig, split: str) -> Dataset:
+    """Calls ``_target_(split=split, **args)``.
+
+    A ``Dataset`` is used as it is. Anything else needs ``__len__`` and ``__getitem__``; its items are arrays or tensors
+    as one of (inputs, targets), (inputs, targets, context), a dict with ``inputs`` and ``targets``, or a ``Sample``.
+
+    Raises:
+        ConfigError: the target cannot be imported or called, or what it returns has no random access.
+    """
+    from hydra.utils import instantiate
+
+    target = {**config.args, "_target_": config._target_, "_convert_": "all", "split": split}
+    try:
+        built = instantiate(target)
+    except Exception as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, ConfigError):
+            raise cause from None
+        raise ConfigError(
+            f"{config._target_} cannot be built for the {split} split: {type(cause).__name__}: {cause}",
+            where="data._target_, data.args",
+            mend="package.module.ClassOrFunction that takes split= and the given args, importable where workers run",
+        ) from error
+    if isinstance(built, Dataset):
+        return built
+    if not (hasattr(built, "__len__") and hasattr(built, "__getitem__")):
+        raise ConfigError(
+            f"{config._target_} returned {type(built).__name__}, which has no random access",
+            where="data._target_",
+            mend="an object with __len__ and __getitem__(index): the order of samples is computed, not iterated",
+        )
+    return CustomDataset(built)
+
+
+class CustomDataset(Dataset):
+    """Reads the items of a map-style dataset as samples."""
+
+    def __init__(self, items: Any) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def sample(self, index: int, epoch: int) -> Sample:
+        return _as_sample(self._items[index])
+
+    def source(self, index: int) -> str:
+        return f"{type(self._items).__module__}.{type(self._items).__qualname__}"
+
+
+def _as_sample(item: Any) -> Sample:
+    if isinstance(item, Sample):
+        return item
+    if isinstance(item, Mapping) and {"inputs", "targets"} <= set(item):
+        context = {name: _array(value) for name, value in item.items() if name not in ("inputs", "targets")}
+        return Sample(_array(item["inputs"]), _array(item["targets"]), context)
+    if isinstance(item, tuple | list) and len(item) in (2, 3):
+        context = {name: _array(value) for name, value in item[2].items()} if len(item) == 3 else {}
+        return Sample(_array(item[0]), _array(item[1]), context)
+    raise TypeError(f"an item is a {type(item).__name__}, not {_FORMS}")
+
+
+def _array(value: Any) -> Array:
+    """As numpy; Python's and numpy's wide floats as float32, which is what models take."""
+    array = np.asarray(value)
+    return array.astype(np.float32) if array.dtype == np.float64 and not hasattr(value, "dtype") else array

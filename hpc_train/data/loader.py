@@ -1,0 +1,218 @@
+"""From sample indices to stacked micro-batches, in this process or in loader processes, always in the order asked for.
+
+Loader processes are forked by ``torch.utils.data.DataLoader``. They die with the process that reads from them, compute
+on one thread, and leave stop requests to it: a signal to the whole process group must not take the data away from a
+worker that is still saving a checkpoint.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.data.batch import IGNORED
+from hpc_train.data.dataset import Array, Dataset, Sample, SampleError
+from hpc_train.data.order import PADDING
+from hpc_train.run.parent_death import die_with_parent
+
+Stacked = tuple[Tensor, Tensor, dict[str, Tensor], int]  # inputs, targets, context, number of targets that count
+
+_LEFT_TO_THE_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One micro-batch to read.
+
+    Attributes:
+        slots: sample indices, or ``PADDING``.
+        template: the sample whose shapes padding takes where no slot holds a sample.
+    """
+
+    slots: tuple[int, ...]
+    template: int
+    epoch: int
+
+
+class MicroBatchReader:
+    """Iterates over the micro-batches of ``requests``.
+
+    Args:
+        workers: loader processes; 0 reads in this process, when asked.
+        ahead: micro-batches that loader processes read ahead, all together.
+        pin: into page-locked memory, for copies that do not block.
+
+    Raises (from ``next``):
+        ConfigError: the data itself is wrong.
+        SampleError: a sample could not be read, or a loader process died.
+    """
+
+    def __init__(self, dataset: Dataset, requests: Iterable[Request], workers: int, ahead: int, pin: bool) -> None:
+        self._dataset, self._workers = dataset, workers
+        self._asked: deque[Request] = deque()
+        loader: DataLoader[Stacked | Exception] = DataLoader(
+            _MicroBatches(dataset),
+            batch_size=None,
+            sampler=_Recorded(requests, self._asked),
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            pin_memory=pin,
+            prefetch_factor=max(2, -(-ahead // workers)) if workers else None,
+            worker_init_fn=partial(_begin_loader_process, os.getpid()) if workers else None,
+            multiprocessing_context="fork" if workers else None,
+            generator=torch.Generator(),  # of its own: the process's random state is not to move
+        )
+        before = set(multiprocessing.active_children())
+        self._iterator: Iterator[Stacked | Exception] | None = iter(loader)
+        processes = tuple(set(multiprocessing.active_children()) - before)
+        self._end = Finalize(self, _end, args=(self._iterator, processes), exitpriority=100)
+
+    def __iter__(self) -> Iterator[Stacked]:
+        return self
+
+    def __next__(self) -> Stacked:
+        if self._iterator is None:
+            raise StopIteration
+        death = ""
+        try:
+            stacked = next(self._iterator)
+        except RuntimeError as error:
+            death = self._death_notice(error)
+        if death:  # outside of the handler: the error's frames would keep the dead iterator alive
+            self.close()
+            raise SampleError(death)
+        self._asked.popleft()
+        if isinstance(stacked, Exception):
+            raise stacked
+        return stacked
+
+    def close(self) -> None:
+        """Ends the loader processes; idempotent."""
+        self._iterator = None
+        self._end()
+
+    def _death_notice(self, error: RuntimeError) -> str:
+        if not self._workers:
+            return str(error)
+        samples = [index for index in self._asked[0].slots if index != PADDING] if self._asked else []
+        files = sorted({source for index in samples[:8] if (source := self._dataset.source(index))})
+        return (
+            f"a data loader process died while these samples were due: {samples[:8]}{' …' if samples[8:] else ''}"
+            f"{' from ' + ', '.join(files) if files else ''}: {error} "
+            "(batch.loader_workers=0 reads in the training process, where an error shows itself)"
+        )
+
+
+class _Recorded:
+    """The requests, written down as loader processes are sent them."""
+
+    def __init__(self, requests: Iterable[Request], asked: deque[Request]) -> None:
+        self._requests, self._asked = requests, asked
+
+    def __iter__(self) -> Iterator[Request]:
+        for request in self._requests:
+            self._asked.append(request)
+            yield request
+
+
+class _MicroBatches(TorchDataset[Stacked | Exception]):
+    """Reads and stacks one micro-batch per request. Errors are returned, so that they reach the parent unchanged."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, request: Request) -> Stacked | Exception:
+        try:
+            return self._stack(request)
+        except (ConfigError, SampleError) as error:
+            return error
+
+    def _stack(self, request: Request) -> Stacked:
+        indices = [index for index in request.slots if index != PADDING]
+        samples = [self._read(index, request.epoch) for index in indices]
+        template = samples[0] if samples else self._read(request.template, request.epoch)
+        padding = Sample(template.inputs, np.full_like(_wide(template.targets), IGNORED), template.context)
+        self._check_shapes(indices, samples)
+        samples += [padding] * (len(request.slots) - len(samples))
+        targets = torch.from_numpy(np.stack([_wide(sample.targets) for sample in samples]))
+        inputs = torch.from_numpy(np.stack([sample.inputs for sample in samples]))
+        context = {
+            name: torch.from_numpy(np.stack([sample.context[name] for sample in samples])) for name in template.context
+        }
+        return inputs, targets, context, int((targets != IGNORED).sum())
+
+    def _read(self, index: int, epoch: int) -> Sample:
+        try:
+            return self._dataset.sample(index, epoch)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise SampleError(f"{self._name(index)}: {error!r}\n{traceback.format_exc()}") from None
+
+    def _check_shapes(self, indices: list[int], samples: list[Sample]) -> None:
+        for index, sample in zip(indices, samples, strict=True):
+            if _shapes(sample) != _shapes(samples[0]):
+                raise SampleError(
+                    f"{self._name(index)} has the shapes {_shapes(sample)}, sample {indices[0]} has "
+                    f"{_shapes(samples[0])}: all samples need the same"
+                )
+
+    def _name(self, index: int) -> str:
+        try:
+            source = self._dataset.source(index)
+        except Exception:  # the message about the sample is what counts
+            source = ""
+        return f"sample {index}{f' ({source})' if source else ''}"
+
+
+def _shapes(sample: Sample) -> dict[str, tuple[int, ...]]:
+    own = {"inputs": sample.inputs.shape, "targets": sample.targets.shape}
+    return own | {name: value.shape for name, value in sample.context.items()}
+
+
+def _wide(targets: Array) -> Array:
+    """Whole numbers as int64: ``IGNORED`` must fit."""
+    targets = np.asarray(targets)
+    return targets.astype(np.int64, copy=False) if targets.dtype.kind in "biu" else targets
+
+
+def _as_it_is(stacked: Any) -> Any:
+    return stacked
+
+
+def _begin_loader_process(parent: int, number: int) -> None:
+    die_with_parent(parent)
+    for name in _LEFT_TO_THE_PARENT:
+        signal.signal(name, signal.SIG_IGN)
+    torch.set_num_threads(1)
+
+
+def _end(iterator: Iterator[Stacked | Exception], processes: tuple[BaseProcess, ...]) -> None:
+    """Ends loader processes, by force if need be.
+
+    They ignore SIGTERM, with which multiprocessing would wait for them for ever at the end of this process. The
+    iterator goes first: it stops taking the end of a loader process for an accident.
+    """
+    shut_down = getattr(iterator, "_shutdown_workers", None)
+    if shut_down is not None:
+        shut_down()
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join()

@@ -1,0 +1,237 @@
+"""The bytes of text files, one after the other, cut into windows.
+
+Built from an index of names and sizes only; files are memory-mapped when a window of theirs is first read. Files go to
+training or validation as wholes, by a hash of their name, so that no text is in both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import re
+import sysconfig
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.schema import TextDataConfig
+from hpc_train.data.dataset import Array, Dataset, Sample, check_sequence_length, next_token_sample
+
+_SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__"})
+_OPEN_FILES = 4096  # maps kept; a process may hold 65,530
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """Part of the text: ``size`` bytes of ``path`` from ``start``. ``name`` is relative to where the search began."""
+
+    name: str
+    path: str
+    size: int
+    start: int = 0
+
+
+def find_files(path: str | None, pattern: str) -> list[TextFile]:
+    """The text files that ``path`` stands for, in the order of their names; empty files are left out.
+
+    Folders named ``site-packages``, ``dist-packages`` and ``__pycache__`` are not entered.
+
+    Args:
+        path: a file, a directory (searched for ``pattern``), a glob, or None: the source of the standard library.
+        pattern: a glob relative to a directory.
+
+    Raises:
+        ConfigError: nothing is there, or a file cannot be read.
+    """
+    root, found = _search(path, pattern)
+    where = "data.path, data.pattern"
+    files = [_stat(str(name.relative_to(root)), name) for name in found]
+    files = sorted((file for file in files if file.size), key=lambda file: file.name)
+    if not files:
+        raise ConfigError(
+            f"no text in {path or root}: {len(found)} files match {pattern!r}, none of them with a byte in it",
+            where=where,
+            mend="data.path=FILE, DIRECTORY or 'GLOB'; data.pattern='**/*.txt' chooses files in a directory",
+        )
+    return files
+
+
+def _search(path: str | None, pattern: str) -> tuple[Path, list[Path]]:
+    root = Path(path if path is not None else sysconfig.get_paths()["stdlib"])
+    if root.is_file():
+        return root.parent, [root]
+    if root.is_dir():
+        return root, _matches(root, pattern)
+    anchor = Path(*_fixed_parts(root))
+    if anchor == root or not anchor.is_dir():
+        raise ConfigError(
+            f"there is no {root}", where="data.path", mend="an existing file or directory, or a glob in quotes"
+        )
+    return anchor, _matches(anchor, str(root.relative_to(anchor)))
+
+
+def _fixed_parts(path: Path) -> list[str]:
+    """The leading parts of a path that hold no wildcard."""
+    parts: list[str] = []
+    for part in path.parts:
+        if any(mark in part for mark in "*?["):
+            return parts or ["."]
+        parts.append(part)
+    return parts
+
+
+def _matches(root: Path, pattern: str) -> list[Path]:
+    """As ``root.glob(pattern)``, but never enters the packages that lie beside the standard library."""
+    wanted = re.compile(_as_regex(pattern))
+    deepest = None if "**" in pattern else pattern.count("/")
+    found = []
+    for folder, folders, names in os.walk(root):
+        relative = Path(folder).relative_to(root)
+        at_end = deepest is not None and len(relative.parts) >= deepest
+        folders[:] = [] if at_end else [name for name in folders if name not in _SKIPPED]
+        found += [Path(folder, name) for name in names if wanted.fullmatch((relative / name).as_posix())]
+    return found
+
+
+def _as_regex(pattern: str) -> str:
+    """A glob over relative names: ``**/`` any folders, ``*`` and ``?`` within a name, ``[...]`` one of a set."""
+    tokens = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+
+    def translate(found: re.Match[str]) -> str:
+        token = found.group()
+        if token.startswith("["):
+            return "[^" + token[2:] if token.startswith("[!") else token
+        return tokens.get(token, re.escape(token))
+
+    return re.sub(r"\*\*/|\*\*|\*|\?|\[!?[^\]]+\]|.", translate, pattern)
+
+
+def _stat(name: str, path: Path) -> TextFile:
+    try:
+        size = path.stat().st_size
+        if not os.access(path, os.R_OK):
+            raise PermissionError("permission denied")
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror or error}",
+            where="data.path",
+            mend="make it readable (chmod), or leave it out by data.pattern",
+        ) from error
+    return TextFile(name, str(path), size)
+
+
+def split_files(files: list[TextFile], share: float) -> dict[str, list[TextFile]]:
+    """Files as ``train`` and ``validation``: a file's side depends on its name only.
+
+    Where the hash leaves a side empty, the file nearest to the border changes sides. A single file has its end as
+    validation.
+    """
+    if not 0 < share < 1:
+        raise ConfigError(
+            f"a share of {share} for validation", where="data.validation_share", mend="a number between 0 and 1"
+        )
+    if len(files) == 1:
+        return _split_one(files[0], share)
+    ranked = sorted(files, key=lambda file: (_position(file.name), file.name))
+    border = sum(_position(file.name) < share for file in files)
+    border = min(max(border, 1), len(files) - 1)
+    chosen = {file.name for file in ranked[:border]}
+    return {
+        "train": [file for file in files if file.name not in chosen],
+        "validation": [file for file in files if file.name in chosen],
+    }
+
+
+def _split_one(file: TextFile, share: float) -> dict[str, list[TextFile]]:
+    cut = file.size - round(file.size * share)
+    return {
+        "train": [TextFile(file.name, file.path, cut)],
+        "validation": [TextFile(file.name, file.path, file.size - cut, start=cut)],
+    }
+
+
+def _position(name: str) -> float:
+    """A hash of the name, evenly spread over [0, 1)."""
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+class TextDataset(Dataset):
+    """Windows of ``sequence_length`` bytes; token ids are byte values.
+
+    Sample i has the bytes [i * S, i * S + S) of the files one after the other as inputs, and the byte after each as
+    its target. A last window without a byte behind it is dropped.
+
+    Raises:
+        ConfigError: no such files, a split shorter than one sequence, or a vocabulary of less than 256.
+    """
+
+    loads_cheaply = True
+
+    def __init__(self, config: TextDataConfig, split: str) -> None:
+        if config.vocab_size < 256:
+            raise ConfigError(
+                f"bytes do not fit a vocabulary of {config.vocab_size}", where="data.vocab_size", mend="256 or more"
+            )
+        check_sequence_length(config.sequence_length)
+        self._length = config.sequence_length
+        self.files = split_files(find_files(config.path, config.pattern), config.validation_share)[split]
+        self._ends = np.array(list(accumulate(file.size for file in self.files)), dtype=np.int64)
+        self._maps: OrderedDict[int, mmap.mmap] = OrderedDict()
+        total = int(self._ends[-1])
+        if total <= self._length:
+            raise ConfigError(
+                f"the {split} text has {total} bytes, too short for one sequence of {self._length} and its next byte",
+                where="data.sequence_length, data.validation_share",
+                mend="more text, a shorter data.sequence_length, or another data.validation_share",
+            )
+        self._samples = (total - 1) // self._length
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def sample(self, index: int, epoch: int) -> Sample:
+        return next_token_sample(self._read(index * self._length, self._length + 1))
+
+    def source(self, index: int) -> str:
+        return self.files[self._file_at(index * self._length)].path
+
+    def _file_at(self, offset: int) -> int:
+        return int(np.searchsorted(self._ends, offset, side="right"))
+
+    def _read(self, offset: int, length: int) -> Array:
+        """``length`` bytes of the text from ``offset``, over as many files as it takes."""
+        number = self._file_at(offset)
+        pieces = []
+        while length:
+            file = self.files[number]
+            skip = offset - int(self._ends[number]) + file.size
+            piece = self._bytes(number, file.start + skip, min(length, file.size - skip))
+            pieces.append(piece)
+            offset, length, number = offset + len(piece), length - len(piece), number + 1
+        return np.frombuffer(b"".join(pieces), dtype=np.uint8)
+
+    def _bytes(self, number: int, start: int, length: int) -> bytes:
+        piece = self._map(number)[start : start + length]
+        if len(piece) < length:
+            raise ConfigError(
+                f"{self.files[number].path} has become shorter since training began",
+                where="data.path",
+                mend="train on files that nobody changes: copy them first",
+            )
+        return piece
+
+    def _map(self, number: int) -> mmap.mmap:
+        if number in self._maps:
+            self._maps.move_to_end(number)
+            return self._maps[number]
+        with Path(self.files[number].path).open("rb") as file:
+            self._maps[number] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if len(self._maps) > _OPEN_FILES:
+            self._maps.popitem(last=False)[1].close()
+        return self._maps[number]

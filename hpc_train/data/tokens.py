@@ -1,0 +1,131 @@
+"""Token ids in memory-mapped ``.bin`` files, as ``python -m hpc_train prepare`` writes them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.schema import TokensDataConfig
+from hpc_train.data.dataset import Dataset, Sample, check_sequence_length, next_token_sample
+
+META = "meta.json"
+DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_MEND = "build the directory with: python -m hpc_train prepare INPUT... --out DIR"
+
+
+@dataclass(frozen=True)
+class TokensMeta:
+    """What stands in ``meta.json``.
+
+    Attributes:
+        dtype: ``uint16`` or ``uint32``, little-endian.
+        vocab_size: token ids are below it.
+        counts: tokens in ``train.bin`` and ``validation.bin``.
+        separator: token id between documents, if any.
+        source: what the files were made of, for people.
+    """
+
+    dtype: str
+    vocab_size: int
+    counts: dict[str, int]
+    separator: int | None = None
+    source: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_meta(directory: Path) -> TokensMeta:
+    """Reads and checks ``meta.json``.
+
+    Raises:
+        ConfigError: it is missing, no JSON, or its content is not what it must be.
+    """
+    path = directory / META
+    try:
+        meta = TokensMeta(**json.loads(path.read_text(encoding="utf-8")))
+        valid = meta.dtype in DTYPES and meta.vocab_size > 0 and all(int(count) >= 0 for count in meta.counts.values())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", where="data.path", mend=_MEND) from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path} is not a description of tokens: {error}", where="data.path", mend=_MEND) from error
+    if not valid:
+        raise ConfigError(
+            f"{path} says dtype {meta.dtype!r}, vocab_size {meta.vocab_size}, counts {meta.counts}",
+            where="data.path",
+            mend=f"dtype {' or '.join(DTYPES)} and positive numbers; {_MEND}",
+        )
+    return meta
+
+
+class TokensDataset(Dataset):
+    """Windows of ``sequence_length`` tokens of ``train.bin`` or ``validation.bin``.
+
+    Sample i has the tokens [i * S, i * S + S) as inputs and the token after each as its target.
+
+    Raises:
+        ConfigError: files are missing, damaged or too short, or hold token ids that the vocabulary does not have.
+    """
+
+    loads_cheaply = True
+
+    def __init__(self, config: TokensDataConfig, split: str) -> None:
+        check_sequence_length(config.sequence_length)
+        directory = Path(config.path)
+        if not directory.is_dir():
+            raise ConfigError(f"there is no directory {directory}", where="data.path", mend=_MEND)
+        meta = read_meta(directory)
+        self.path = directory / f"{split}.bin"
+        self._length, self._vocab_size = config.sequence_length, config.vocab_size
+        if meta.vocab_size > config.vocab_size:
+            raise ConfigError(
+                f"{directory} holds token ids up to {meta.vocab_size - 1}, the vocabulary has {config.vocab_size}",
+                where="data.vocab_size",
+                mend=f"data.vocab_size={meta.vocab_size}, and the same of the model",
+            )
+        self._tokens = _map_tokens(self.path, DTYPES[meta.dtype], meta.counts.get(split))
+        if len(self._tokens) <= self._length:
+            raise ConfigError(
+                f"{self.path} has {len(self._tokens)} tokens, too few for one sequence of {self._length} and the next",
+                where="data.sequence_length",
+                mend="more tokens, or a shorter data.sequence_length",
+            )
+
+    def __len__(self) -> int:
+        return (len(self._tokens) - 1) // self._length
+
+    def sample(self, index: int, epoch: int) -> Sample:
+        window = self._tokens[index * self._length : (index + 1) * self._length + 1]
+        if int(window.max()) >= self._vocab_size:
+            raise ConfigError(
+                f"sample {index} of {self.path} holds token id {int(window.max())}, "
+                f"the vocabulary has {self._vocab_size}",
+                where="data.vocab_size",
+                mend=f"the vocabulary of the tokenizer that made the file, or {_MEND}",
+            )
+        return next_token_sample(window)
+
+    def source(self, index: int) -> str:
+        return str(self.path)
+
+
+def _map_tokens(path: Path, dtype: np.dtype[Any], expected: int | None) -> np.memmap[Any, Any]:
+    try:
+        size = path.stat().st_size
+        if not size:
+            raise ConfigError(f"{path} is empty", where="data.path", mend=_MEND)
+        tokens = np.memmap(path, dtype=dtype, mode="r", shape=(size // dtype.itemsize,))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", where="data.path", mend=_MEND) from error
+    if size % dtype.itemsize or expected != len(tokens):
+        raise ConfigError(
+            f"{path} has {size} bytes, {META} says {expected} tokens of {dtype.itemsize} bytes",
+            where="data.path",
+            mend=f"copy it again whole, or {_MEND}",
+        )
+    return tokens
