@@ -49,7 +49,7 @@ class _Loss:
         total, count = output
         self.sums.append(total.detach())
         self.counts.append(count.detach())
-        loss = (total * self.scale).squeeze(0)
+        loss = total.squeeze(0) * self.scale  # in this order: torch detaches the loss in place, which no view allows
         return loss if self.loss_scale is None else loss * self.loss_scale
 
 

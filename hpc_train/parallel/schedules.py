@@ -129,7 +129,6 @@ class Schedule:
         held = built[0] if kind in _ONE_STAGE else built
         self._schedule = kind(held, micro_batches, loss_fn=loss, scale_grads=False)
         self._is_first = parts[0].stage == 0
-        self._is_last = any(part.stage == stages - 1 for part in parts)
         # Without it torch keeps and concatenates what the last stage returned; torch has it since 2.9 or 2.10.
         known = inspect.signature(self._schedule.step).parameters
         self._quiet = {"return_outputs": False} if "return_outputs" in known else {}
@@ -137,11 +136,10 @@ class Schedule:
     def step(self, micro_batches: Sequence[Batch]) -> None:
         """Forward and backward over all micro-batches; gradients add up in ``.grad``."""
         inputs = (_join([batch.inputs for batch in micro_batches]),) if self._is_first else ()
-        extra: dict[str, Any] = {"context": _join_context([batch.context for batch in micro_batches])}
-        targets = None
-        if self._is_last:
-            targets = extra["targets"] = _join([batch.targets for batch in micro_batches])
-        self._schedule.step(*inputs, target=targets, **self._quiet, **extra)
+        context = _join_context([batch.context for batch in micro_batches])
+        targets = _join([batch.targets for batch in micro_batches])
+        # Every stage gets the targets, and only the head looks at them: torch cannot split keywords without a tensor.
+        self._schedule.step(*inputs, target=targets, context=context, targets=targets, **self._quiet)
 
 
 def _join(values: list[Tensor]) -> Tensor:
