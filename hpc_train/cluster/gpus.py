@@ -23,7 +23,7 @@ def visible_devices(environment: Mapping[str, str] = os.environ, driver: Path = 
         return tuple(str(index) for index in range(present))
     names: list[str] = []
     for name in (part.strip() for part in chosen.split(",")):
-        if name.isdigit() and int(name) >= present or not name or name.startswith("-"):
+        if (name.isdigit() and int(name) >= present) or not name or name.startswith("-"):
             break  # CUDA itself stops at the first device that is not there
         names.append(name)
     return tuple(names) if present else ()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from socket import socket
+from typing import Any
 
 from hpc_train.cluster.allocation import Allocation, current_allocation, workers_per_node
 from hpc_train.cluster.environment import apply, threads_per_rank, worker_environment
@@ -149,7 +150,12 @@ def _tell(outcome: Outcome, allocation: Allocation, log: WorkerLog, events: Even
         events.write("stopped" if outcome.exit is Exit.STOPPED else "finished", exit_code=code)
         return
     failure = outcome.failure
-    details = {"node": allocation.node_name, "rank": failure.rank, "class": failure.failure, "message": failure.message}
+    details: dict[str, Any] = {
+        "node": allocation.node_name,
+        "rank": failure.rank,
+        "class": failure.failure,
+        "message": failure.message,
+    }
     events.write("worker_failed", traceback=failure.traceback, **details)
     events.write("failed", exit_code=code, **details)
     print(_text(failure, allocation.node_name, outcome.exit, log), file=sys.stderr)

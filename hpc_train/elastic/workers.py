@@ -25,7 +25,10 @@ READ_BYTES = 1 << 16
 
 @dataclass
 class Worker:
-    """One worker process. ``end`` is its last report: finished, stopped or failed; ``gone``: its end was taken note of."""
+    """One worker process.
+
+    ``end`` is its last report (finished, stopped or failed); ``gone`` says that its end was taken note of.
+    """
 
     rank: int
     process: BaseProcess
