@@ -1,0 +1,107 @@
+"""Jobs on this machine, through submitit's local executor with what it lacks.
+
+The stock one ends a job after two minutes, hides or double-books GPUs, and shares the terminal's session, so that
+Ctrl-C reaches the workers. Here a job leads a session of its own, has no time limit, and takes its GPUs or cores from
+the machine's slots before it starts, so all jobs may be submitted at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from submitit.local.local import LocalExecutor, LocalJob
+
+from hpc_train.config.schema import ClusterConfig
+from hpc_train.launch.job import Job, RunAgent
+from hpc_train.launch.slots import Share
+from hpc_train.launch.submitter import local_shape
+
+TEN_YEARS_S = 10 * 365 * 24 * 3600
+
+
+class SessionExecutor(LocalExecutor):  # type: ignore[misc]
+    """submitit's local executor, each job in a session of its own."""
+
+    def _submit_command(self, command: str) -> LocalJob[None]:
+        settings = {
+            "SUBMITIT_LOCAL_NTASKS": "1",
+            "SUBMITIT_LOCAL_COMMAND": command,
+            "SUBMITIT_LOCAL_TIMEOUT_S": str(TEN_YEARS_S),
+            "SUBMITIT_LOCAL_SIGNAL_DELAY_S": "0",
+            "SUBMITIT_LOCAL_NODEID": "0",
+            "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+            "SUBMITIT_STDERR_TO_STDOUT": "",
+            "SUBMITIT_EXECUTOR": "local",
+            "SUBMITIT_LOCAL_WITH_SHELL": "",
+        }
+        with (self.folder / "controller.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "submitit.local._local", str(self.folder)],
+                env=os.environ | settings,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
+
+
+class LocalSubmitter:
+    """This machine."""
+
+    name = "this machine"
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, LocalJob[None]] = {}
+
+    def shape(self, cluster: ClusterConfig) -> tuple[int, int, int]:
+        return local_shape(cluster)
+
+    def submit(self, jobs: Sequence[Job], sweep: Path) -> list[str]:
+        at_once = jobs_at_once(jobs, len(os.sched_getaffinity(0)))
+        ids = []
+        for job in jobs:
+            share = _share(job, sweep, at_once)
+            submitted = SessionExecutor(job.submitit_folder).submit(RunAgent(str(job.run.path), share))
+            self._jobs[submitted.job_id] = submitted
+            ids.append(submitted.job_id)
+        return ids
+
+    def present(self, ids: Collection[str]) -> set[str]:
+        return {job_id for job_id in ids if not self._jobs[job_id].done()}
+
+    def stop(self, ids: Collection[str]) -> None:
+        for job_id in self.present(ids):
+            os.kill(int(job_id), signal.SIGTERM)  # submitit's controller passes it on to the agent
+
+    def stop_command(self, ids: Collection[str]) -> str:
+        return "kill -TERM " + " ".join(sorted(self.present(ids), key=int))
+
+    def output(self, job: Job, job_id: str) -> Path:
+        return job.submitit_folder / f"{job_id}_0_log.err"
+
+
+def jobs_at_once(jobs: Sequence[Job], cores: int) -> int:
+    """How many of ``jobs`` may run together: the user's cap, or on CPUs as many as have a core for each worker.
+
+    On GPUs the slots alone decide.
+    """
+    asked = jobs[0].config.launch.array_parallelism
+    if isinstance(asked, int):
+        return min(asked, len(jobs))
+    if any(job.gpus for job in jobs):
+        return len(jobs)
+    return max(1, min(len(jobs), cores // max(job.layout.world_size for job in jobs)))
+
+
+def _share(job: Job, sweep: Path, at_once: int) -> Share:
+    """A job's GPUs; on CPUs an equal share of the cores, all of them for a job that runs alone."""
+    cores = max(1, len(os.sched_getaffinity(0)) // at_once)
+    takes_all = isinstance(job.config.cluster.gpus_per_node, int)  # the number of GPUs is the user's own
+    gpus = job.gpus if takes_all else min(job.gpus, job.layout.world_size)
+    return Share(gpus=gpus, cores=cores, sweep=str(sweep), at_once=at_once)

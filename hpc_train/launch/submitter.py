@@ -1,0 +1,71 @@
+"""The contract of what takes jobs: this machine or Slurm. Everything else about launching is the same for both."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from hpc_train.cluster.allocation import workers_per_node
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.schema import ClusterConfig
+from hpc_train.launch.job import Job
+
+
+class Submitter(Protocol):
+    """Submits jobs, knows which are still there, and can ask them to stop."""
+
+    name: str
+
+    def shape(self, cluster: ClusterConfig) -> tuple[int, int, int]:
+        """Nodes, GPUs per node and workers per node that a job gets.
+
+        Raises:
+            ConfigError: this place cannot give what is asked for.
+        """
+
+    def submit(self, jobs: Sequence[Job], sweep: Path) -> list[str]:
+        """Submits ``jobs``, whose runs are frozen; returns their ids in order."""
+
+    def present(self, ids: Collection[str]) -> set[str]:
+        """Those of ``ids`` that wait or run."""
+
+    def stop(self, ids: Collection[str]) -> None:
+        """Asks jobs to save and stop."""
+
+    def stop_command(self, ids: Collection[str]) -> str:
+        """The command by which a person does the same."""
+
+    def output(self, job: Job, job_id: str) -> Path:
+        """The file with the standard error of the job's agent."""
+
+
+def choose(cluster: ClusterConfig) -> Submitter:
+    """Slurm where it is asked for or, with ``kind: auto``, where ``sbatch`` is found; else this machine."""
+    from hpc_train.launch.local import LocalSubmitter
+    from hpc_train.launch.slurm import SlurmSubmitter
+
+    has_slurm = shutil.which("sbatch") is not None
+    if cluster.kind == "slurm" and not has_slurm:
+        raise ConfigError(
+            "sbatch is not on the PATH of this machine",
+            where="cluster.kind",
+            mend="submit from a login node, or cluster=local",
+        )
+    return SlurmSubmitter() if has_slurm and cluster.kind != "local" else LocalSubmitter()
+
+
+def local_shape(cluster: ClusterConfig) -> tuple[int, int, int]:
+    """Nodes, GPUs and workers of a job on this machine.
+
+    Raises:
+        ConfigError: more nodes or GPUs are asked for than this machine has.
+    """
+    if cluster.nodes != 1:
+        raise ConfigError(
+            f"{cluster.nodes} nodes are asked for, and this machine is one",
+            where="cluster.nodes",
+            mend="cluster.nodes=1, or submit where sbatch is",
+        )
+    return (1, *workers_per_node(cluster))
