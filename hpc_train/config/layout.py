@@ -35,6 +35,9 @@ STAGES_PER_RANK: dict[str, tuple[int, int]] = {  # least and most stages of one 
     "zbv": (2, 2),
 }
 
+# Schedules that take the gradients of a stage's inputs and of its weights at different times.
+SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv")
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -82,7 +85,7 @@ def resolve_layout(config: Config, nodes: int, workers_per_node: int) -> Layout:
     available = nodes * workers_per_node
     notes: list[str] = []
     tp = _tensor_parallel(strategy, workers_per_node)
-    pp = _pipeline(strategy, nodes, available // tp, notes)
+    pp = _pipeline(config, nodes, available // tp, notes)
     dp = _data_parallel(strategy, available, pp, tp)
     _check_use(dp * pp * tp, nodes, available, notes)
     stages_per_rank = strategy.stages_per_rank if pp > 1 else 1
@@ -113,8 +116,11 @@ def _tensor_parallel(strategy: StrategyConfig, workers_per_node: int) -> int:
     return strategy.tp
 
 
-def _pipeline(strategy: StrategyConfig, nodes: int, columns: int, notes: list[str]) -> int:
+def _pipeline(config: Config, nodes: int, columns: int, notes: list[str]) -> int:
     """``pp: auto`` is one stage per node on several nodes, two stages on one, one where two do not divide."""
+    strategy = config.strategy
+    if strategy.pp == "fill":
+        return _fill_pipeline(config, columns, notes)
     if strategy.pp == "auto":
         pp = nodes if nodes > 1 else 2
         if columns % pp:
@@ -124,7 +130,7 @@ def _pipeline(strategy: StrategyConfig, nodes: int, columns: int, notes: list[st
             return 1
         return pp
     if not isinstance(strategy.pp, int) or strategy.pp < 1:
-        raise ConfigError(f"pp is {strategy.pp!r}", where="strategy.pp", mend="a number >= 1, or auto")
+        raise ConfigError(f"pp is {strategy.pp!r}", where="strategy.pp", mend="a number >= 1, auto or fill")
     if strategy.pp > columns:
         raise ConfigError(
             f"{strategy.pp} pipeline ranks do not fit on {columns} workers",
@@ -132,6 +138,21 @@ def _pipeline(strategy: StrategyConfig, nodes: int, columns: int, notes: list[st
             mend=f"strategy.pp={columns} or fewer, or more workers (cluster.gpus_per_node, cluster.cpu_workers)",
         )
     return strategy.pp
+
+
+def _fill_pipeline(config: Config, columns: int, notes: list[str]) -> int:
+    """``pp: fill`` makes stages of all ranks that dp and tp leave, as far as there are layers to cut."""
+    strategy = config.strategy
+    if not isinstance(strategy.dp, int):
+        raise ConfigError(
+            "dp and pp cannot both be fill", where="strategy.dp, strategy.pp", mend="a number for one of them"
+        )
+    room = max(1, columns // max(1, strategy.dp))
+    layers = getattr(config.model, "n_layers", None)
+    most = room if layers is None else max(1, layers // strategy.stages_per_rank)
+    if most < room:
+        notes.append(f"{layers} layers make {most} pipeline ranks of {strategy.stages_per_rank} stages, not {room}")
+    return min(room, most)
 
 
 def _data_parallel(strategy: StrategyConfig, available: int, pp: int, tp: int) -> int:
@@ -184,6 +205,7 @@ def _check_pipeline(config: Config, pp: int, dp: int, tp: int, stages_per_rank: 
             where="strategy.data_parallel",
             mend=f"strategy.data_parallel={' or '.join(SCHEDULES[schedule])}",
         )
+    _check_backward(config, dp)
     layers = getattr(config.model, "n_layers", None)
     if layers is not None and layers < pp * stages_per_rank:
         raise ConfigError(
@@ -192,11 +214,32 @@ def _check_pipeline(config: Config, pp: int, dp: int, tp: int, stages_per_rank: 
             mend=f"at most {layers} stages (pp x stages_per_rank), or a deeper model",
         )
     split = strategy.pp_split
-    if split != "even" and (len(split) != pp * stages_per_rank or (layers is not None and sum(split) != layers)):
+    if split == "even":
+        return
+    counts = list(split) if isinstance(split, list | tuple) else []
+    named = len(counts) == pp * stages_per_rank and all(isinstance(count, int) and count >= 1 for count in counts)
+    if not named or (layers is not None and sum(counts) != layers):
         raise ConfigError(
-            f"pp_split {list(split)} does not name {pp * stages_per_rank} stages of {layers} layers in all",
+            f"pp_split {split} does not name {pp * stages_per_rank} stages of {layers} layers in all",
             where="strategy.pp_split",
-            mend="even, or one number of layers per stage",
+            mend="even, or one number of layers (>= 1) per stage",
+        )
+
+
+def _check_backward(config: Config, dp: int) -> None:
+    """What a pipeline's way of running the backward does not go with."""
+    strategy = config.strategy
+    if config.train.compile and strategy.schedule in SPLIT_BACKWARD:
+        raise ConfigError(
+            f"schedule {strategy.schedule} runs the backward in two parts, and a compiled layer has only one",
+            where="train.compile",
+            mend="train.compile=false, or strategy.schedule=1f1b or interleaved_1f1b",
+        )
+    if strategy.static_graph and strategy.data_parallel == "ddp" and dp > 1:
+        raise ConfigError(
+            "DDP's static graph expects forward and backward in turns, and a pipeline runs several forwards first",
+            where="strategy.static_graph",
+            mend="strategy.static_graph=false",
         )
 
 

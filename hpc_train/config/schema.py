@@ -33,7 +33,9 @@ class StrategyConfig:
 
     name: str = "single"
     dp: int | str = 1  # replicas (or ZeRO ranks), or "fill": all ranks that pp and tp leave
-    pp: int | str = 1  # ranks in the pipeline, or "auto": 2 on one node, the number of nodes on several
+    pp: int | str = (
+        1  # ranks in the pipeline, or "auto" (2 on one node, else one per node), or "fill": all that dp leaves
+    )
     tp: int = 1  # ranks that share each layer; kept inside a node
     data_parallel: str = "ddp"  # ddp | reduce | zero1 | zero2 | zero3: how the dp ranks keep in step
     shard: int | str = "fill"  # ranks one ZeRO state is sharded over: "fill" (all of dp), "node", or a number

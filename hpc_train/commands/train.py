@@ -1,0 +1,87 @@
+"""Trains: in the foreground, or with ``-m`` through the launcher. The only command that is a Hydra application."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from omegaconf import DictConfig
+
+from hpc_train.config.arguments import CommandLine, wants_dry_run, with_right_plus
+from hpc_train.config.compose import PRIMARY, config_directory, register, typed, version_base
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.freeze import freeze
+from hpc_train.config.schema import Config
+from hpc_train.config.validate import validate
+from hpc_train.launch.submitter import local_shape
+from hpc_train.run.directory import RunDirectory
+
+
+def main(arguments: list[str]) -> int:
+    """Hands the command line to Hydra.
+
+    Returns:
+        The exit code of the training; that of a submission the launcher gives by leaving with it.
+
+    Raises:
+        ConfigError, hydra.errors.HydraException, OmegaConfBaseException: a user's mistake.
+    """
+    register_launcher()
+    arguments = with_right_plus(arguments)
+    line = CommandLine.parse(arguments)
+    if line.runs and wants_dry_run(line.overrides):
+        from hpc_train.launch.dry_run import dry_run
+
+        return dry_run(line)
+    before = sys.argv
+    sys.argv = [before[0], *arguments]
+    try:
+        hydra.main(config_path=str(config_directory()), config_name=PRIMARY, **version_base())(task)()
+    finally:
+        sys.argv = before
+    return 0
+
+
+def register_launcher() -> None:
+    """Makes schema and launcher known to Hydra, whose own search does not see every kind of editable install."""
+    register()
+    launcher = importlib.import_module("hydra_plugins.hpc_train_launcher.launcher").HpcTrainLauncher
+    Plugins.instance().register(launcher)
+
+
+def task(node: DictConfig) -> None:
+    """One training in the foreground: what Hydra calls. Leaves by SystemExit where the exit code is not 0."""
+    run = RunDirectory(Path(HydraConfig.get().runtime.output_dir))
+    try:
+        config = typed(node)
+        _check_foreground(config)
+        validate(config, *_nodes_and_workers(config))
+        freeze(config, run, claim=True)
+    except ConfigError:
+        with contextlib.suppress(OSError):
+            run.path.rmdir()  # Hydra has made it; a refused run leaves nothing
+        raise
+    from hpc_train.launch.foreground import run_in_foreground  # the other doors have no use for it
+
+    code = run_in_foreground(run)
+    if code:
+        sys.exit(code)
+
+
+def _check_foreground(config: Config) -> None:
+    if config.cluster.kind == "slurm":
+        raise ConfigError(
+            "a run on Slurm is submitted, this command trains in the foreground",
+            where="cluster.kind",
+            mend="-m to submit it, cluster=local to train here, launch.dry_run=true to see what it would be",
+        )
+
+
+def _nodes_and_workers(config: Config) -> tuple[int, int]:
+    nodes, _, workers = local_shape(config.cluster)
+    return nodes, workers

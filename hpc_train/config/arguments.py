@@ -1,0 +1,178 @@
+"""What a person types, before Hydra sees it: both forms of ``strategy=``, secrets, and sweeps that cannot be.
+
+``strategy`` is not in the Defaults List, so Hydra wants ``+strategy=dp``; under an experiment that chooses a strategy
+it wants ``strategy=dp``. That is no business of the user's, so either form is accepted and put right here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+
+from hpc_train.config.compose import PRIMARY, initialized
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.secrets import refuse_secret_arguments
+from hpc_train.config.sweeps import JobComposer
+
+STRATEGY = re.compile(r"\+{0,2}strategy=(?![{\[])")
+EXPERIMENT = re.compile(r"\+{0,2}experiment=")
+ONE_VALUE = ("run.name", "run.root", "run.fork", "launch.dry_run", "launch.detach", "launch.array_parallelism")
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """Hydra's own options and the overrides, told apart by Hydra's own parser."""
+
+    overrides: tuple[str, ...]
+    multirun: bool
+    runs: bool  # False where only something is to be shown: --help, --cfg, --info, completion
+    config_directory: Path | None  # -cd
+    config_path: str | None  # -cp
+    config_name: str  # -cn
+
+    @classmethod
+    def parse(cls, arguments: Sequence[str]) -> CommandLine:
+        """Ends the process, as Hydra would, where an option is unknown."""
+        args = get_args_parser().parse_intermixed_args(list(arguments))
+        shows = args.help or args.hydra_help or args.cfg or args.info or args.shell_completion
+        return cls(
+            overrides=tuple(args.overrides),
+            multirun=bool(args.multirun),
+            runs=not shows,
+            config_directory=Path(args.config_dir).absolute() if args.config_dir else None,
+            config_path=args.config_path,
+            config_name=args.config_name or PRIMARY,
+        )
+
+    @property
+    def primary_directory(self) -> Path | None:
+        return Path(self.config_path).absolute() if self.config_path else None
+
+    @contextmanager
+    def composer(self) -> Iterator[JobComposer]:
+        """Composes jobs of this command line inside the ``with`` block; writes nothing."""
+        with initialized(self.primary_directory):
+            loader = GlobalHydra.instance().config_loader()
+
+            def compose(overrides: list[str]) -> DictConfig:
+                others = [override for override in overrides if not _is_search_path(override)]
+                return hydra.compose(self.config_name, [*self.search_path, *others])
+
+            yield JobComposer(compose, lambda key: bool(loader.get_group_options(key.partition("@")[0])))
+
+    @property
+    def search_path(self) -> list[str]:
+        """The ``-cd`` directory as the override that the compose API understands."""
+        given = [override for override in self.overrides if _is_search_path(override)]
+        if self.config_directory is None:
+            return given
+        if not self.config_directory.is_dir():
+            raise ConfigError(
+                f"there is no directory {self.config_directory}", where="--config-dir", mend="-cd DIR that is there"
+            )
+        listed = [part for item in given for part in _search_directories(item)]
+        return [f"hydra.searchpath=[{','.join([f'file://{self.config_directory}', *listed])}]"]
+
+
+def with_right_plus(arguments: Sequence[str]) -> list[str]:
+    """``arguments`` with ``strategy=`` and ``experiment=`` in the form that Hydra takes here, overrides first.
+
+    (Hydra's own parser does not understand overrides on both sides of an option.)
+
+    Raises:
+        ConfigError: a secret on the command line, a sweep over what has one value for all jobs, or over experiments
+            that disagree on whether they choose a strategy.
+    """
+    refuse_secret_arguments(arguments)
+    line = CommandLine.parse(arguments)
+    _refuse_sweeps(line.overrides)
+    overrides = [EXPERIMENT.sub("experiment=", override, count=1) for override in line.overrides]
+    options = _without(arguments, line.overrides)
+    if any(STRATEGY.match(override) for override in overrides):
+        plus = "" if _chosen_already(replace(line, overrides=tuple(overrides))) else "+"
+        overrides = [STRATEGY.sub(f"{plus}strategy=", override, count=1) for override in overrides]
+    return [*overrides, *options]
+
+
+def _without(arguments: Sequence[str], taken: Sequence[str]) -> list[str]:
+    left = list(arguments)
+    for argument in reversed(taken):
+        del left[len(left) - 1 - left[::-1].index(argument)]  # the last: an option's value of equal text stands before
+    return left
+
+
+def expand(overrides: Sequence[str]) -> list[list[str]]:
+    """The jobs of a sweep: every combination of the values that are listed with commas.
+
+    Raises:
+        ConfigError: a sweep that only an optimizing sweeper understands.
+    """
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.errors import HydraException
+
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    try:
+        (jobs,) = BasicSweeper.split_arguments(parsed, None)
+    except HydraException as error:
+        raise ConfigError(
+            str(error), where="the command line", mend="values with commas: optim.lr=1e-3,3e-4"
+        ) from error
+    return jobs
+
+
+def wants_dry_run(overrides: Sequence[str]) -> bool:
+    """Whether the last word on ``launch.dry_run`` is true."""
+    values = [override.split("=", 1)[1] for override in overrides if override.lstrip("+").startswith("launch.dry_run=")]
+    return bool(values) and values[-1].lower() in ("true", "1", "yes", "on")
+
+
+def _refuse_sweeps(overrides: Sequence[str]) -> None:
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        if override.key_or_group in ONE_VALUE and override.is_sweep_override():
+            raise ConfigError(
+                f"{override.input_line} is one value for all jobs of a sweep",
+                where=override.key_or_group,
+                mend="one value; in a sweep run.name is the parent directory of the jobs",
+            )
+
+
+def _chosen_already(line: CommandLine) -> bool:
+    """Whether ``strategy`` stands in the Defaults List: an experiment or the user's primary config put it there."""
+    experiments = [override for override in line.overrides if EXPERIMENT.match(override)]
+    own = line.config_path is not None or line.config_name != PRIMARY
+    if not experiments and not own:
+        return False
+    with initialized(line.primary_directory):
+        answers = {_chooses(line, choice) for choice in expand(experiments)}
+    if len(answers) > 1:
+        raise ConfigError(
+            "some of these experiments choose a strategy and others do not",
+            where="experiment, strategy",
+            mend="sweep them in two commands",
+        )
+    return answers.pop()
+
+
+def _chooses(line: CommandLine, experiment: Sequence[str]) -> bool:
+    found = hydra.compose(line.config_name, [*line.search_path, *experiment], return_hydra_config=True)
+    return OmegaConf.select(found, "hydra.runtime.choices.strategy") is not None
+
+
+def _is_search_path(override: str) -> bool:
+    return override.lstrip("+").startswith("hydra.searchpath=")
+
+
+def _search_directories(override: str) -> list[str]:
+    parsed: Override = OverridesParser.create().parse_override(override)
+    value = parsed.value()
+    return [str(part) for part in value] if isinstance(value, list) else [str(value)]

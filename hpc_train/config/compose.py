@@ -1,0 +1,147 @@
+"""From overrides to a typed config: Hydra's ConfigStore and resolvers, composition, and the step to dataclasses.
+
+One road leads to a ``Config``: what OmegaConf holds is resolved to plain values and read into the dataclasses again, so
+a composed config and a frozen file pass the same checks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
+
+from hpc_train.config.directory import run_directory
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.kinds import check_kinds
+from hpc_train.config.schema import DATA_SCHEMAS, MODEL_SCHEMAS, Config
+from hpc_train.config.secrets import refuse_secrets
+
+PRIMARY = "config"
+LAUNCHER = "hydra_plugins.hpc_train_launcher.launcher.HpcTrainLauncher"
+
+
+def register() -> None:
+    """Puts the schema into Hydra's ConfigStore and our resolvers into OmegaConf; calling it again changes nothing."""
+    store = ConfigStore.instance()
+    store.store(name="hpc_train", node=Config)
+    for group, schemas in (("model", MODEL_SCHEMAS), ("data", DATA_SCHEMAS)):
+        for kind, schema in schemas.items():
+            store.store(group=f"schema/{group}", name=kind, node=schema)
+    # what conf/config.yaml names must compose also where nothing is launched
+    store.store(group="hydra/launcher", name="hpc_train", node={"_target_": LAUNCHER}, provider="hpc_train")
+    # cached: Hydra asks several times, and a directory that is named by the time must stay the same
+    OmegaConf.register_new_resolver("hpc_train.directory", run_directory, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("hpc_train.steps_unless", _steps_unless, replace=True)
+
+
+def _steps_unless(epochs: float | None, steps: int) -> int | None:
+    return steps if epochs is None else None
+
+
+def config_directory() -> Path:
+    """``hpc_train/conf`` of an installed wheel, the repository's ``conf/`` in an editable install."""
+    package = Path(__file__).resolve().parents[1]
+    packaged = package / "conf"
+    return packaged if packaged.is_dir() else package.parent / "conf"
+
+
+def version_base() -> dict[str, str]:
+    """The ``version_base`` argument for the Hydra in use: 1.3 warns without it, 1.4 with it."""
+    return {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
+
+
+@contextmanager
+def initialized(directory: Path | None = None) -> Iterator[None]:
+    """Hydra's compose API over ``directory`` (the packaged ``conf/`` unless told)."""
+    register()
+    with hydra.initialize_config_dir(
+        config_dir=str(directory or config_directory()), job_name="hpc_train", **version_base()
+    ):
+        yield
+
+
+def compose(overrides: Sequence[str], config_name: str = PRIMARY) -> DictConfig:
+    """Composes one job without starting Hydra; writes nothing.
+
+    Raises:
+        hydra.errors.HydraException, OmegaConfBaseException: an unknown group, option or key, or a wrong type.
+    """
+    with initialized():
+        return hydra.compose(config_name, list(overrides))
+
+
+def typed(node: DictConfig) -> Config:
+    """Resolves ``node`` and converts it to dataclasses, ``model`` and ``data`` by their ``kind``.
+
+    Relative paths become absolute, so that a frozen config means the same in every working directory.
+
+    Raises:
+        ConfigError: a missing value, an unknown key or kind, a value of the wrong type, or a secret in clear text.
+    """
+    node = node.copy()
+    if "hydra" in node:
+        OmegaConf.set_struct(node, False)
+        del node["hydra"]
+    refuse_secrets(node)
+    return converted(node)
+
+
+def converted(node: DictConfig) -> Config:
+    """``typed`` for what has passed it before: a frozen config."""
+    check_kinds(node)
+    try:
+        values = _plain(node)
+        schema = OmegaConf.structured(Config)
+        for group, schemas in (("model", MODEL_SCHEMAS), ("data", DATA_SCHEMAS)):
+            schema[group] = OmegaConf.structured(schemas[values[group]["kind"]])
+        config = OmegaConf.to_object(OmegaConf.merge(schema, escaped(values)))
+    except MissingMandatoryValue as error:
+        raise _missing(error) from error
+    except OmegaConfBaseException as error:
+        raise _wrong_value(error) from error
+    assert isinstance(config, Config)
+    return _absolute(config)
+
+
+def _plain(node: DictConfig) -> dict[str, Any]:
+    values = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def escaped(value: Any) -> Any:
+    """A ``${`` that survived resolution is text: without the backslash OmegaConf would resolve it once more."""
+    if isinstance(value, dict):
+        return {key: escaped(item) for key, item in value.items()}
+    if isinstance(value, list | ListConfig):
+        return [escaped(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def _missing(error: OmegaConfBaseException) -> ConfigError:
+    key = error.full_key or "a value"
+    return ConfigError(f"{key} has no value", where=key, mend=f"{key}=VALUE on the command line")
+
+
+def _wrong_value(error: OmegaConfBaseException) -> ConfigError:
+    """OmegaConf's own error as one message; an error that a resolver of ours raised keeps its words."""
+    if isinstance(error, InterpolationResolutionError) and isinstance(error.__cause__, ConfigError):
+        return error.__cause__
+    first = (error.msg or str(error)).splitlines()[0]
+    key = error.full_key or ""
+    return ConfigError(first, where=key, mend=f"see python -m hpc_train --cfg job --package {key.split('.')[0]}")
+
+
+def _absolute(config: Config) -> Config:
+    path = getattr(config.data, "path", None)
+    if path is not None:
+        config.data.path = str(Path(path).expanduser().absolute())
+    config.run.root = str(Path(config.run.root).expanduser().absolute())
+    return config

@@ -1,0 +1,169 @@
+"""Freezing: the resolved config goes to the run directory once, and agents and workers read that file and nothing else.
+
+Freezing again is harmless: the same config changes nothing; free keys (layout, steps, telemetry) may change, and the
+config before is kept as ``config-NNN.yaml``; identity keys may not.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from hpc_train.config.compose import converted, escaped
+from hpc_train.config.directory import fork_source
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.identity import changes, check_identity, flat
+from hpc_train.config.provenance import code_version, environment_versions
+from hpc_train.config.schema import Config
+from hpc_train.run import submissions
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from hpc_train.run.files import write_text
+
+
+def freeze(config: Config, run: RunDirectory, *, claim: bool = False) -> None:
+    """Writes ``config.yaml`` and ``run.json`` of ``run``.
+
+    Args:
+        claim: this process goes on to work on the run: while it lives, no other may freeze it.
+
+    Raises:
+        ConfigError: the run is live, an identity key differs from the frozen one, or there is nothing to fork.
+    """
+    config, source = _unforked(config, run)
+    try:
+        run.create()
+    except OSError as error:
+        raise ConfigError(
+            f"{run.path} cannot be made: {error.strerror}", where="run.root", mend="a directory that can be written"
+        ) from error
+    with _alone(run):
+        _check(config, run, source)
+        _write_config(config, run)
+        _write_record(run, source, claim)
+
+
+def check_freeze(config: Config, run: RunDirectory) -> None:
+    """Raises ConfigError where ``freeze`` would; writes nothing."""
+    unforked, source = _unforked(config, run)
+    _check(unforked, run, source)
+
+
+def load(run: RunDirectory) -> Config:
+    """The frozen config of ``run``.
+
+    Raises:
+        ConfigError: there is none, or it was damaged.
+    """
+    if not run.config.exists():
+        raise ConfigError(
+            f"{run.path} is not a run directory: it has no config.yaml",
+            where="the run directory",
+            mend="python -m hpc_train freeze … makes one and prints it",
+        )
+    return _read(run.config)
+
+
+def _read(path: Path) -> Config:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        node = OmegaConf.create(escaped(values))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", where=str(path), mend="restore the file") from error
+    if not OmegaConf.is_dict(node):
+        raise ConfigError(f"{path} is not a config", where=str(path), mend="restore the file")
+    return converted(node)
+
+
+def text_of(config: Config) -> str:
+    """The frozen form: plain YAML without interpolations. Equal configs give equal text."""
+    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True, width=120)
+
+
+def _unforked(config: Config, run: RunDirectory) -> tuple[Config, RunDirectory | None]:
+    """A fork is a run under its own name from here on; what it starts from goes to ``run.json``."""
+    if config.run.fork is None:
+        return config, None
+    assert config.run.name is not None  # run_directory has refused a fork of nothing
+    source = RunDirectory(fork_source(config.run.root, config.run.name, config.run.fork, run.path))
+    if not source.config.exists():
+        raise ConfigError(
+            f"there is no run {source.path} to fork", where="run.name", mend="run.name=the name of a run that is there"
+        )
+    if not any(source.checkpoints.glob("step-*")):
+        raise ConfigError(
+            f"{source.path} has no checkpoint yet",
+            where="run.fork",
+            mend="fork it later, or begin anew with run.name=NEW",
+        )
+    return replace(config, run=replace(config.run, name=config.run.fork, fork=None)), source
+
+
+@contextmanager
+def _alone(run: RunDirectory) -> Iterator[None]:
+    """One freeze at a time: two commands with one name must not both find the run free."""
+    descriptor = os.open(run.path / ".freeze", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _check(config: Config, run: RunDirectory, source: RunDirectory | None) -> None:
+    submissions.refuse_live(run)
+    if not run.config.exists():
+        return
+    if source is not None and run.record().get("forked_from") != str(source.path):
+        raise ConfigError(
+            f"{run.path} is there and was not forked from {source.path}", where="run.fork", mend="another run.fork"
+        )
+    check_identity(load(run), config)
+
+
+def _write_config(config: Config, run: RunDirectory) -> None:
+    text = text_of(config)
+    if run.config.exists():
+        if run.config.read_text(encoding="utf-8") == text:
+            return
+        number = len(list(run.path.glob("config-*.yaml")))
+        different = changes(flat(load(run)), flat(config))
+        shutil.copyfile(run.config, run.path / f"config-{number:03d}.yaml")
+        # named by the process: two submitters on two hosts never append to one file
+        EventLog.open(run, f"submitter-{os.uname().nodename}-{os.getpid()}", number).write(
+            "warning", message="continues with changed settings: " + "; ".join(different)
+        )
+    write_text(run.config, text)
+
+
+def _write_record(run: RunDirectory, source: RunDirectory | None, claim: bool) -> None:
+    record = run.record()
+    fields: dict[str, Any] = {
+        "run_id": record.get("run_id") or secrets.token_hex(4),
+        "created": record.get("created") or time.time(),
+        "config_hash": config_hash(run),
+        "code": code_version(),
+        "versions": environment_versions(),
+        "claimed_by": submissions.this_process() if claim else {},
+        "submissions": record.get("submissions", []),
+    }
+    if source is not None:
+        fields["forked_from"] = str(source.path)
+    run.update_record(**fields)
+
+
+def config_hash(run: RunDirectory) -> str:
+    """SHA-256 of the frozen config: what ranks compare and what names a configuration."""
+    return hashlib.sha256(run.config.read_bytes()).hexdigest()

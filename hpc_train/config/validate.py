@@ -1,0 +1,238 @@
+"""All checks of a config before anything is submitted: allowed words, ranges, what does not go together, the layout.
+
+The rules are data where they can be; each message says what is wrong, where it was set and the mend.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.inputs import check_inputs
+from hpc_train.config.layout import DATA_PARALLEL, SCHEDULES, Layout, resolve_layout
+from hpc_train.config.schema import Config, GPTConfig, SyntheticDataConfig, ViTConfig
+from hpc_train.config.wording import nearest
+
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "cluster.kind": ("auto", "local", "slurm"),
+    "strategy.data_parallel": DATA_PARALLEL,
+    "strategy.schedule": tuple(SCHEDULES),
+    "model.loss": ("cross_entropy", "mse"),
+    "data.task": ("tokens", "images"),
+    "optim.name": ("adamw", "sgd"),
+    "optim.lr_scaling": ("none", "linear", "sqrt"),
+    "optim.schedule": ("constant", "linear", "cosine", "wsd"),
+    "precision.name": ("fp64", "fp32", "bf16", "fp16"),
+    "train.activation_checkpointing": ("none", "full", "selective"),
+    "telemetry.wandb.mode": ("auto", "online", "offline", "disabled"),
+}
+WORDS: dict[str, tuple[str, ...]] = {  # keys that hold a number or one of these words
+    "cluster.gpus_per_node": ("auto",),
+    "strategy.dp": ("fill",),
+    "strategy.pp": ("auto", "fill"),
+    "strategy.shard": ("fill", "node"),
+    "train.threads": ("auto",),
+    "batch.micro_size": ("auto",),
+    "batch.micro_batches": ("auto",),
+    "batch.loader_workers": ("auto",),
+    "launch.array_parallelism": ("auto",),
+}
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers that a key may hold."""
+
+    holds: Callable[[float], bool]
+    words: str
+
+
+POSITIVE = Range(lambda value: value > 0, "a number above 0")
+NOT_NEGATIVE = Range(lambda value: value >= 0, "0 or more")
+AT_LEAST_ONE = Range(lambda value: value >= 1, "1 or more")
+SHARE = Range(lambda value: 0 <= value <= 1, "a share between 0 and 1")
+BELOW_ONE = Range(lambda value: 0 <= value < 1, "0 or more, below 1")
+INSIDE = Range(lambda value: 0 < value < 1, "above 0 and below 1")
+
+RANGES: dict[Range, tuple[str, ...]] = {
+    POSITIVE: (
+        "strategy.bucket_cap_mb", "model.rope_theta", "model.norm_eps", "optim.lr", "optim.eps", "train.epochs",
+        "precision.loss_scale_init", "elastic.collective_timeout_s", "elastic.stop_grace_s",
+    ),
+    NOT_NEGATIVE: (
+        "cluster.gpus_per_node", "optim.weight_decay", "optim.clip_norm", "optim.warmup_steps", "train.eval_every",
+        "train.seed", "batch.loader_workers", "checkpoint.every",
+    ),
+    AT_LEAST_ONE: (
+        "cluster.nodes", "cluster.cpu_workers", "strategy.dp", "strategy.pp", "strategy.tp", "strategy.shard",
+        "strategy.stages_per_rank", "model.vocab_size", "model.n_layers", "model.dim", "model.n_heads",
+        "model.n_kv_heads", "model.ffn_dim", "model.image_size", "model.patch_size", "model.channels",
+        "model.n_classes", "model.mlp_dim", "data.sequence_length", "data.vocab_size", "data.image_size",
+        "data.channels", "data.n_classes", "data.samples", "data.validation_samples", "optim.base_batch",
+        "train.steps", "train.threads", "batch.global_size", "batch.micro_size", "batch.micro_batches",
+        "checkpoint.keep", "telemetry.log_every", "launch.array_parallelism", "precision.loss_scale_growth_every",
+    ),
+    SHARE: ("optim.min_lr_ratio", "optim.decay_share"),
+    BELOW_ONE: ("model.dropout", "optim.momentum"),
+    INSIDE: ("data.validation_share",),
+}  # fmt: skip
+TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")  # minutes, minutes:seconds, hours:minutes:seconds, days-hours…
+
+
+def validate(config: Config, nodes: int, workers_per_node: int) -> Layout:
+    """Checks ``config`` as a whole and lays it out on ``nodes`` x ``workers_per_node`` workers. Imports no torch.
+
+    Raises:
+        ConfigError: the first thing that is wrong.
+    """
+    check_values(config)
+    _check_length(config)
+    _check_model(config)
+    check_inputs(config.data)
+    layout = resolve_layout(config, nodes, workers_per_node)
+    _check_tensor_parallel(config, layout)
+    _check_pieces(config, layout)
+    return layout
+
+
+def check_values(config: Config) -> None:
+    """Each value on its own: allowed words and ranges."""
+    for key, allowed in ALLOWED.items():
+        value = _get(config, key)
+        if value is not None and value not in allowed:
+            raise ConfigError(f"{key} is {value!r}", where=key, mend=nearest(value, allowed))
+    for key, words in WORDS.items():
+        value = _get(config, key)
+        if isinstance(value, str) and value not in words:
+            raise ConfigError(f"{key} is {value!r}", where=key, mend=f"a number, or {' or '.join(words)}")
+    for span, keys in RANGES.items():
+        for key in keys:
+            value = _get(config, key)
+            if isinstance(value, int | float) and not span.holds(value):
+                raise ConfigError(f"{key} is {value}", where=key, mend=f"{key}={span.words}")
+    _check_lists(config)
+
+
+def _check_lists(config: Config) -> None:
+    betas, split = config.optim.betas, config.strategy.pp_split
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ConfigError(f"betas are {list(betas)}", where="optim.betas", mend="two numbers, 0 or more and below 1")
+    numbers = isinstance(split, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in split)
+    if split != "even" and not numbers:
+        raise ConfigError(
+            f"pp_split is {split!r}", where="strategy.pp_split", mend="even, or the layers of each stage as [1,2,…]"
+        )
+    if not TIME.fullmatch(config.cluster.time):
+        raise ConfigError(
+            f"the time limit is {config.cluster.time!r}",
+            where="cluster.time",
+            mend="as sbatch takes it: 01:30:00, 2-12:00:00",
+        )
+
+
+def _check_length(config: Config) -> None:
+    steps, epochs = config.train.steps, config.train.epochs
+    if (steps is None) == (epochs is None):
+        both = steps is not None
+        raise ConfigError(
+            f"training for {steps} steps and for {epochs} epochs" if both else "the length of training is not set",
+            where="train.steps, train.epochs",
+            mend="give one of them" if both else "train.steps=N or train.epochs=N",
+        )
+
+
+def _check_model(config: Config) -> None:
+    model, data = config.model, config.data
+    if isinstance(model, GPTConfig):
+        _divides(model.n_heads, model.dim, "model.n_heads", "the width model.dim")
+        _divides(model.n_kv_heads, model.n_heads, "model.n_kv_heads", "model.n_heads")
+        if model.dim // model.n_heads % 2:
+            raise ConfigError(
+                f"rotary positions need an even head width, not {model.dim // model.n_heads}",
+                where="model.dim, model.n_heads",
+                mend="a dim that is an even multiple of n_heads",
+            )
+        vocabulary = getattr(data, "vocab_size", None)
+        if vocabulary is not None and model.vocab_size < vocabulary:
+            raise ConfigError(
+                f"the data has {vocabulary} token ids, the model knows {model.vocab_size}",
+                where="model.vocab_size",
+                mend=f"model.vocab_size={vocabulary} or more",
+            )
+    if isinstance(model, ViTConfig):
+        _divides(model.n_heads, model.dim, "model.n_heads", "the width model.dim")
+        _divides(model.patch_size, model.image_size, "model.patch_size", "model.image_size")
+        _check_images(model, data)
+
+
+def _check_images(model: ViTConfig, data: Any) -> None:
+    for name in ("image_size", "channels"):
+        given, taken = getattr(data, name, None), getattr(model, name)
+        if given is not None and given != taken:
+            raise ConfigError(
+                f"the data's {name} is {given}, the model's {taken}",
+                where=f"model.{name}",
+                mend=f"model.{name}={given}",
+            )
+    classes = getattr(data, "n_classes", None)
+    if classes is not None and model.n_classes < classes:
+        raise ConfigError(
+            f"the data has {classes} classes, the model {model.n_classes}",
+            where="model.n_classes",
+            mend=f"model.n_classes={classes} or more",
+        )
+
+
+def _check_tensor_parallel(config: Config, layout: Layout) -> None:
+    model, tp = config.model, layout.tp
+    if tp == 1:
+        return
+    for name in ("n_heads", "n_kv_heads", "ffn_dim", "mlp_dim"):
+        width = getattr(model, name, None)
+        if width is not None:
+            _divides(tp, width, "strategy.tp", f"model.{name}")
+    if not isinstance(model, GPTConfig | ViTConfig):
+        raise ConfigError(
+            "tensor parallelism has no plan for a custom model",
+            where="strategy.tp",
+            mend="strategy.tp=1, or a gpt or vit",
+        )
+    length = getattr(config.data, "sequence_length", None)
+    if isinstance(model, GPTConfig) and length is not None:
+        _divides(tp, length, "strategy.tp", "data.sequence_length")
+
+
+def _check_pieces(config: Config, layout: Layout) -> None:
+    """What the engines cannot do together."""
+    if config.strategy.static_graph and layout.data_parallel != "ddp":
+        raise ConfigError(
+            f"static_graph is DDP's; the replicas here are kept in step by {layout.data_parallel}",
+            where="strategy.static_graph",
+            mend="strategy.static_graph=false, or strategy.data_parallel=ddp",
+        )
+    short = isinstance(config.data, SyntheticDataConfig) and config.data.samples < config.batch.global_size
+    if short and config.batch.drop_last:
+        raise ConfigError(
+            f"{getattr(config.data, 'samples', 0)} samples do not fill one global batch of {config.batch.global_size}",
+            where="data.samples, batch.global_size",
+            mend=f"data.samples={config.batch.global_size} or more, or batch.drop_last=false",
+        )
+
+
+def _divides(divisor: int, number: int, key: str, what: str) -> None:
+    if number % divisor:
+        below = max(n for n in range(1, divisor) if number % n == 0)
+        raise ConfigError(
+            f"{key}={divisor} does not divide {what}={number}", where=key, mend=f"{key}={below}, for example"
+        )
+
+
+def _get(config: Config, key: str) -> Any:
+    """The value at a dotted key; None where this kind of model or data has no such key."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return value

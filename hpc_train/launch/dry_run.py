@@ -1,0 +1,67 @@
+"""What a command would submit, job by job, with the verdict of all checks. Starts nothing and writes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omegaconf import DictConfig
+from rich.console import Console
+
+from hpc_train.config.arguments import CommandLine, expand
+from hpc_train.config.compose import typed
+from hpc_train.config.directory import job_directory, run_directory
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.freeze import check_freeze
+from hpc_train.config.validate import validate
+from hpc_train.launch.job import Job
+from hpc_train.launch.submitter import choose
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.exits import Exit
+
+
+def dry_run(line: CommandLine) -> int:
+    """Prints the jobs of ``line``; exit code 2 when one of them would be refused."""
+    console = Console(soft_wrap=True)
+    jobs = expand(line.overrides)
+    refused = 0
+    with line.composer() as compose:
+        configs = [compose(overrides) for overrides in jobs]
+    directory = _directory(configs[0])
+    for number, (overrides, config) in enumerate(zip(jobs, configs, strict=True)):
+        try:
+            text = _plan(number, overrides, config, job_directory(directory, number, len(jobs)))
+        except ConfigError as error:
+            refused += 1
+            text = f"job {number}: {' '.join(overrides)}\n  verdict: refused: {error}"
+        console.print(text, markup=False, highlight=False)
+    total = f"{len(jobs)} job{'s' if len(jobs) > 1 else ''}, {refused} refused" if refused else "nothing was written"
+    console.print(f"dry run: {total}", highlight=False)
+    return Exit.REFUSED if refused else Exit.DONE
+
+
+def _directory(config: DictConfig) -> Path:
+    run = config.run
+    return Path(run_directory(run.root, run.name, run.fork))
+
+
+def _plan(number: int, overrides: list[str], composed: DictConfig, path: Path) -> str:
+    config = typed(composed)
+    submitter = choose(config.cluster)
+    nodes, gpus, workers = submitter.shape(config.cluster)
+    layout = validate(config, nodes, workers)
+    job = Job(number, tuple(overrides), config, layout, gpus, workers, RunDirectory(path))
+    check_freeze(config, job.run)
+    samples, places = config.batch.global_size, layout.dp * layout.micro_batches * layout.micro_size
+    padding = f" ({places - samples} of them padding)" if places > samples else ""
+    device = f"{gpus} GPUs" if gpus else "CPU"
+    lines = [
+        f"job {number} to {submitter.name}: {config.strategy.name}: {' '.join(overrides)}",
+        f"  run directory: {path}{' (resumes)' if job.run.config.exists() else ''}",
+        f"  layout: {layout}",
+        f"  world: {layout.world_size} workers on {nodes} node{'s' if nodes > 1 else ''} ({device})",
+        f"  batch: {samples} samples per step = {layout.dp} replicas x {layout.micro_batches} micro-batches x "
+        f"{layout.micro_size}{padding}",
+        *(f"  note: {note}" for note in layout.notes),
+        "  verdict: can be submitted",
+    ]
+    return "\n".join(lines)

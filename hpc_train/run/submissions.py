@@ -1,0 +1,99 @@
+"""Who works on a run: the submissions in ``run.json``, and whether one of them is still alive.
+
+A process id alone tells little, since it is used again; with the start time of the process it tells everything on its
+own host. Slurm is asked about Slurm's jobs.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.run import lease
+from hpc_train.run.directory import RunDirectory
+
+PENDING_OR_RUNNING = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING", "STOPPED")
+
+
+def process(pid: int) -> dict[str, Any]:
+    """What identifies the process ``pid`` of this host for as long as it lives."""
+    return {"host": socket.gethostname(), "pid": pid, "pid_started": _started(pid)}
+
+
+def this_process() -> dict[str, Any]:
+    return process(os.getpid())
+
+
+def add(run: RunDirectory, door: str, *, pid: int | None = None, job_id: str | None = None, **details: Any) -> None:
+    """Appends a submission to ``run.json``: a Slurm ``job_id``, or the ``pid`` of a process on this host."""
+    entry: dict[str, Any] = {"door": door, "time": time.time(), "job_id": job_id}
+    if pid is not None:
+        entry |= process(pid)
+    run.update_record(submissions=[*run.record().get("submissions", []), entry | details])
+
+
+def refuse_live(run: RunDirectory) -> None:
+    """Raises ConfigError where another process or job works on ``run`` or waits to."""
+    live = find_live(run)
+    if live is not None:
+        raise ConfigError(
+            f"the run in {run.path} is live: {live}",
+            where="run.name",
+            mend="wait for it, stop it, or take another run.name",
+        )
+
+
+def find_live(run: RunDirectory) -> str | None:
+    """Words for what works on ``run`` or waits to; None where nothing does. This process itself does not count."""
+    record = run.record()
+    claims = [*record.get("submissions", []), record.get("claimed_by", {})]
+    for claim in claims:
+        if _process_lives(claim):
+            return f"process {claim['pid']} on {claim['host']}"
+    for job_id in dict.fromkeys(claim["job_id"] for claim in claims if claim.get("job_id")):
+        state = None if job_id in _own_jobs() else _slurm_state(job_id)
+        if state in PENDING_OR_RUNNING:
+            return f"Slurm job {job_id} is {state}"
+    return "its agent is at work" if lease.is_live(run) else None
+
+
+def _process_lives(claim: dict[str, Any]) -> bool:
+    pid = claim.get("pid")
+    if pid is None or pid == os.getpid() or claim.get("host") != socket.gethostname():
+        return False
+    started = _started(pid)
+    return started is not None and started == claim.get("pid_started")
+
+
+def _started(pid: int) -> str | None:
+    """Boot id and the start of the process in clock ticks since then; None for a process that is gone or a zombie."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+    return None if state == "Z" else f"{boot}:{fields[18]}"
+
+
+def _own_jobs() -> set[str]:
+    environment = os.environ
+    own = {environment.get("SLURM_JOB_ID", "")}
+    if "SLURM_ARRAY_JOB_ID" in environment:
+        own.add(f"{environment['SLURM_ARRAY_JOB_ID']}_{environment.get('SLURM_ARRAY_TASK_ID', '')}")
+    return own
+
+
+def _slurm_state(job_id: str) -> str | None:
+    try:
+        asked = subprocess.run(
+            ["squeue", "--noheader", "--jobs", job_id, "--format", "%T"],
+            capture_output=True, text=True, timeout=30, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return asked.stdout.split()[0] if asked.returncode == 0 and asked.stdout.split() else None
