@@ -1,0 +1,107 @@
+"""Where layers and stages go, and that the forward pass for evaluation cannot deadlock."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+import torch
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.schema import GPTConfig
+from hpc_train.models.build import build_model
+from hpc_train.models.model import Model
+from hpc_train.parallel.pipeline_eval import forward_order
+from hpc_train.parallel.split import cut, place_stages, split_layers, stage_of
+
+
+def test_an_even_split_spares_the_ends() -> None:
+    assert [len(held) for held in split_layers(8, 4)] == [2, 2, 2, 2]
+    assert [len(held) for held in split_layers(9, 4)] == [2, 3, 2, 2]
+    assert [len(held) for held in split_layers(10, 4)] == [2, 3, 3, 2]
+    assert [len(held) for held in split_layers(11, 4)] == [3, 3, 3, 2]
+    assert [len(held) for held in split_layers(3, 2)] == [2, 1]
+    assert split_layers(5, 3, [1, 3, 1]) == (range(1), range(1, 4), range(4, 5))
+
+
+@pytest.mark.parametrize("split", [[2, 2], [1, 2, 3], [0, 4, 1], [-1, 5, 1]])
+def test_a_split_that_does_not_fit_is_refused(split: list[int]) -> None:
+    with pytest.raises(ConfigError, match="does not name 3 stages of 5 layers"):
+        split_layers(5, 3, split)
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="3 layers cannot be cut into 4 stages"):
+        split_layers(3, 4)
+
+
+def test_stages_go_round_in_a_loop_or_in_a_v() -> None:
+    assert place_stages(2, 2, "interleaved_1f1b") == (0, 1, 0, 1)
+    assert place_stages(3, 2, "zbv") == (0, 1, 2, 2, 1, 0)
+
+
+def test_the_parts_of_a_cut_model_are_the_model() -> None:
+    sizes = {"vocab_size": 8, "dim": 8, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 8}
+    model = build_model(GPTConfig(n_layers=5, **sizes), 0)
+    assert isinstance(model, Model)
+    layers = split_layers(5, 3)
+    parts = [cut(model, stage, layers) for stage in range(3)]
+    names = [[name for name, _ in part.named_parameters()] for part in parts]
+    assert sorted(name for held in names for name in held) == sorted(name for name, _ in model.named_parameters())
+    for stage, held in enumerate(names):
+        assert {stage_of(name, layers) for name in held} == {stage}
+    assert all(parameter.is_meta for part in parts for parameter in part.parameters())
+    assert model.stem is not None and model.head is not None and len(model.layers) == 5
+    assert parts[0].hidden_shape(torch.empty(2, 7, device="meta")) == (2, 7, 8)
+
+
+PLACEMENTS = [
+    *((place_stages(pp, stages, "1f1b"), pp) for pp in (2, 3, 4) for stages in (1, 2, 3)),
+    *((place_stages(pp, 2, "zbv"), pp) for pp in (2, 3, 4)),
+]
+
+
+@pytest.mark.parametrize(("placement", "ranks"), PLACEMENTS)
+@pytest.mark.parametrize("micro_batches", [1, 2, 5, 9])
+def test_a_forward_pass_ends_even_where_every_send_waits(
+    placement: tuple[int, ...], ranks: int, micro_batches: int
+) -> None:
+    """Plays all ranks with messages that need both ends at once, which is harder than what any backend does."""
+    programs = [deque(_messages(rank, placement, micro_batches)) for rank in range(ranks)]
+    computed: set[tuple[int, int]] = set()
+    while any(programs):
+        before = sum(map(len, programs))
+        for program in programs:
+            _advance(program, programs, computed)
+        assert sum(map(len, programs)) < before, f"deadlock: {[program[0] for program in programs if program]}"
+    assert len(computed) == len(placement) * micro_batches
+
+
+def _messages(rank: int, placement: tuple[int, ...], micro_batches: int) -> list[tuple[str, int, int]]:
+    """The actions of ``rank``, with the sends that follow from its computes."""
+    held = [stage for stage, owner in enumerate(placement) if owner == rank]
+    actions = []
+    for action, stage, micro in forward_order(held, placement, micro_batches):
+        actions.append((action, stage, micro))
+        if action == "compute" and stage + 1 < len(placement) and placement[stage + 1] != rank:
+            actions.append(("send", stage, micro))
+    return actions
+
+
+def _advance(
+    program: deque[tuple[str, int, int]],
+    programs: list[deque[tuple[str, int, int]]],
+    computed: set[tuple[int, int]],
+) -> None:
+    if not program:
+        return
+    action, stage, micro = program[0]
+    if action == "compute":
+        assert stage == 0 or (stage - 1, micro) in computed, "computes before its input is there"
+        computed.add((stage, micro))
+        program.popleft()
+    elif action == "send":
+        receiver = next((other for other in programs if other and other[0] == ("receive", stage + 1, micro)), None)
+        if receiver is not None:
+            program.popleft()
+            receiver.popleft()
