@@ -16,11 +16,10 @@ from hpc_train.data.cifar100 import CIFAR100Dataset
 from hpc_train.data.custom import build_custom
 from hpc_train.data.dataset import Dataset
 from hpc_train.data.images import ImagesDataset
+from hpc_train.data.split import SPLITS
 from hpc_train.data.synthetic import SyntheticDataset
 from hpc_train.data.text import TextDataset
 from hpc_train.data.tokens import TokensDataset
-
-SPLITS = ("train", "validation")
 
 
 def build_dataset(config: DataConfig, split: str, seed: int) -> Dataset:

@@ -6,7 +6,6 @@ training or validation as wholes, by a hash of their name, so that no text is in
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 import re
@@ -21,6 +20,7 @@ import numpy as np
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import TextDataConfig
 from hpc_train.data.dataset import Array, Dataset, Sample, check_sequence_length, next_token_sample
+from hpc_train.data.split import position
 
 _SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__"})
 _OPEN_FILES = 4096  # maps kept; a process may hold 65,530
@@ -137,8 +137,8 @@ def split_files(files: list[TextFile], share: float) -> dict[str, list[TextFile]
         )
     if len(files) == 1:
         return _split_one(files[0], share)
-    ranked = sorted(files, key=lambda file: (_position(file.name), file.name))
-    border = sum(_position(file.name) < share for file in files)
+    ranked = sorted(files, key=lambda file: (position(file.name), file.name))
+    border = sum(position(file.name) < share for file in files)
     border = min(max(border, 1), len(files) - 1)
     chosen = {file.name for file in ranked[:border]}
     return {
@@ -153,12 +153,6 @@ def _split_one(file: TextFile, share: float) -> dict[str, list[TextFile]]:
         "train": [TextFile(file.name, file.path, cut)],
         "validation": [TextFile(file.name, file.path, file.size - cut, start=cut)],
     }
-
-
-def _position(name: str) -> float:
-    """A hash of the name, evenly spread over [0, 1)."""
-    digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64
 
 
 class TextDataset(Dataset):

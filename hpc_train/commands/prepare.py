@@ -1,0 +1,103 @@
+"""``python -m hpc_train prepare``: token files for data=tokens, from text or JSONL."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.data.documents import find_inputs
+from hpc_train.data.prepare import Progress, Settings, prepare
+from hpc_train.data.tokens import TokensMeta
+from hpc_train.run.exits import Exit
+
+_EPILOG = """\
+examples:
+  python -m hpc_train prepare books/ --out tokens/books --tokenizer tokenizer.json
+  python -m hpc_train prepare 'dump/*.jsonl.gz' --out tokens/dump --tokenizer tokenizer.json --workers 16
+  python -m hpc_train data=tokens data.path=tokens/books data.vocab_size=50257 model.vocab_size=50257
+
+Run the same command again after an interruption: inputs that are done are not read again."""
+
+
+def main(argv: list[str]) -> int:
+    """Builds the files; returns an exit code."""
+    options = _parser().parse_args(argv)
+    if options.workers < 1:
+        raise ConfigError(f"{options.workers} processes", where="--workers", mend="1 or more")
+    settings = Settings(
+        tokenizer=options.tokenizer,
+        eos=options.eos,
+        jsonl_field=options.jsonl_field,
+        encoding=options.encoding,
+        validation_share=options.validation_share,
+    )
+    inputs = find_inputs(options.inputs)
+    console = Console(stderr=True)
+    try:
+        with _bars(console) as bars:
+            read = bars.add_task("reading", total=sum(file.size for file in inputs), inputs=f"0/{len(inputs)}")
+
+            def show(progress: Progress) -> None:
+                done = f"{progress.inputs_done}/{len(inputs)}"
+                bars.update(read, completed=progress.bytes_done, inputs=done)
+
+            meta = prepare(inputs, settings, options.out, options.workers, show)
+    except KeyboardInterrupt:
+        console.print("interrupted; run the same command again to go on")
+        return Exit.DETACHED
+    print(json.dumps({"out": str(options.out)} | meta.to_json()) if options.json else _summary(options.out, meta))
+    return Exit.DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hpc_train prepare",
+        description="Turns text and JSONL files into token files that data=tokens maps into memory.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, a directory or a quoted glob; .gz is read")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the files go")
+    parser.add_argument("--tokenizer", default="bytes", help="a tokenizer.json, or bytes (default: %(default)s)")
+    parser.add_argument("--eos", metavar="TOKEN", help="token behind each document (default: what the tokenizer has)")
+    parser.add_argument("--jsonl-field", default="text", metavar="KEY", help="where the text is (default: %(default)s)")
+    parser.add_argument("--encoding", default="utf-8", help="of the inputs (default: %(default)s)")
+    parser.add_argument(
+        "--validation-share", type=float, default=0.01, metavar="X", help="of the documents (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        metavar="N",
+        help="processes (default: the cores, here %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def _bars(console: Console) -> Bars:
+    return Bars(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TextColumn("{task.fields[inputs]} inputs"),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def _summary(out: Path, meta: TokensMeta) -> str:
+    train, validation = meta.counts["train"], meta.counts["validation"]
+    return (
+        f"{train:,} tokens for training and {validation:,} for validation ({meta.dtype}, "
+        f"vocabulary {meta.vocab_size}) in {out}\n"
+        f"train on them: python -m hpc_train data=tokens data.path={out} data.vocab_size={meta.vocab_size}"
+    )

@@ -1,0 +1,311 @@
+"""Builds a directory of token files out of documents; can be killed at any moment and goes on where it was.
+
+Every input becomes a shard, written aside and committed by one rename. When all are there they are joined, in the order
+of the inputs, and ``meta.json`` commits the whole. What a rename has not committed does not count.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing import active_children, get_context
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.data.documents import InputFile, Piece, read_documents
+from hpc_train.data.encoder import Encoder, fingerprint, open_encoder
+from hpc_train.data.split import SPLITS, position
+from hpc_train.data.tokens import DTYPES, META, TokensMeta, read_meta
+from hpc_train.run.files import read_json, write_json
+from hpc_train.run.parent_death import die_with_parent
+
+_SHARDS = ".shards"
+_BATCH = 1 << 20  # characters encoded in one call
+_JOB = 32 << 20  # bytes of input for which a process loads the tokenizer once
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How documents become tokens. Any change makes other files."""
+
+    tokenizer: str = "bytes"  # or the path of a tokenizer.json
+    eos: str | None = None
+    jsonl_field: str = "text"
+    encoding: str = "utf-8"
+    validation_share: float = 0.01  # of the documents
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far it is: bytes of input read, and inputs whose shard is committed."""
+
+    bytes_done: int
+    inputs_done: int
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One input on its way to a shard."""
+
+    source: InputFile
+    directory: str  # where the committed shard is
+
+    @property
+    def aside(self) -> Path:
+        path = Path(self.directory)
+        return path.with_name(f"unfinished-{path.name}")
+
+    @property
+    def committed(self) -> bool:
+        return Path(self.directory).is_dir()
+
+    def bytes_done(self) -> int:
+        if self.committed:
+            return self.source.size
+        try:
+            return int((self.aside / "progress").read_text() or 0)
+        except (OSError, ValueError):
+            return 0
+
+
+def prepare(
+    inputs: list[InputFile], settings: Settings, out: Path, workers: int, on_progress: Callable[[Progress], None]
+) -> TokensMeta:
+    """Writes ``train.bin``, ``validation.bin`` and ``meta.json`` to ``out``.
+
+    A document goes to validation when the hash of its name (file and number) falls below the share. Where that leaves a
+    side empty, the last share of the tokens is validation.
+
+    Args:
+        on_progress: called a few times per second, and at the end.
+
+    Raises:
+        ConfigError: an input or the tokenizer is wrong, ``out`` holds other tokens, or another process is at it.
+    """
+    if not 0 < settings.validation_share < 1:
+        raise ConfigError(
+            f"a share of {settings.validation_share} for validation",
+            where="--validation-share",
+            mend="a number between 0 and 1",
+        )
+    encoder = open_encoder(settings.tokenizer, settings.eos)
+    keys = [_key(source, settings) for source in inputs]
+    whole = hashlib.blake2b("".join(keys).encode(), digest_size=16).hexdigest()
+    out.mkdir(parents=True, exist_ok=True)
+    with _locked(out):
+        existing = _finished(out, whole)
+        if existing is None:
+            shards = [_Shard(source, str(out / _SHARDS / key)) for source, key in zip(inputs, keys, strict=True)]
+            _clear_unfinished(out / _SHARDS)
+            _write_shards(shards, settings, workers, on_progress)
+            existing = _join(shards, out, settings, encoder, whole)
+        shutil.rmtree(out / _SHARDS, ignore_errors=True)
+    on_progress(Progress(sum(source.size for source in inputs), len(inputs)))
+    return existing
+
+
+def _key(source: InputFile, settings: Settings) -> str:
+    content = [asdict(source), asdict(settings) | {"tokenizer": fingerprint(settings.tokenizer)}]
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    with (out / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"another process prepares {out}", where="--out", mend="wait, or end it") from error
+        yield
+
+
+def _finished(out: Path, whole: str) -> TokensMeta | None:
+    """The description of what is in ``out`` if it is made of the same; None if there is nothing yet."""
+    if not (out / META).exists():
+        return None
+    meta = read_meta(out)
+    if meta.source.get("key") != whole:
+        raise ConfigError(
+            f"{out} holds tokens of other inputs or settings", where="--out", mend="another directory, or remove it"
+        )
+    return meta
+
+
+def _clear_unfinished(shards: Path) -> None:
+    for path in shards.glob("unfinished-*"):
+        shutil.rmtree(path)
+
+
+def _write_shards(
+    shards: list[_Shard], settings: Settings, workers: int, on_progress: Callable[[Progress], None]
+) -> None:
+    jobs = _jobs([shard for shard in shards if not shard.committed])
+    if not jobs:
+        return
+    Path(shards[0].directory).parent.mkdir(parents=True, exist_ok=True)
+    workers = min(workers, len(jobs))
+    others = set(active_children())
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin_process, (os.getpid(), workers))
+    try:
+        running: set[Future[None]] = {pool.submit(_write_job, job, settings) for job in jobs}
+        while running:
+            finished, running = wait(running, timeout=0.2, return_when=FIRST_EXCEPTION)
+            for future in finished:
+                future.result()
+            on_progress(Progress(sum(s.bytes_done() for s in shards), sum(s.committed for s in shards)))
+    except BrokenProcessPool as error:
+        raise ConfigError(
+            "a process that encodes was killed (out of memory?)", where="--workers", mend="fewer; run it again to go on"
+        ) from error
+    finally:
+        for process in set(active_children()) - others:  # after an error or Ctrl-C they would work on
+            process.kill()
+        pool.shutdown()
+
+
+def _jobs(shards: list[_Shard]) -> list[list[_Shard]]:
+    """Shards in groups of some size, in order: one process makes a group, and loads the tokenizer once for it."""
+    jobs: list[list[_Shard]] = []
+    size = _JOB
+    for shard in shards:
+        if size >= _JOB:
+            jobs.append([])
+            size = 0
+        jobs[-1].append(shard)
+        size += shard.source.size
+    return jobs
+
+
+def _begin_process(parent: int, workers: int) -> None:
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word; the parent has the message
+    if workers > 1:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the library's threads would be workers x cores
+
+
+def _write_job(shards: list[_Shard], settings: Settings) -> None:
+    encoder = open_encoder(settings.tokenizer, settings.eos)
+    for shard in shards:
+        _write_shard(shard, settings, encoder)
+
+
+def _write_shard(shard: _Shard, settings: Settings, encoder: Encoder) -> None:
+    shard.aside.mkdir()
+    counts = dict.fromkeys(SPLITS, 0)
+    with (
+        (shard.aside / "train.bin").open("wb") as train,
+        (shard.aside / "validation.bin").open("wb") as validation,
+        (shard.aside / "progress").open("w") as progress,
+    ):
+        files = {"train": train, "validation": validation}
+        for batch in _batches(read_documents(shard.source, settings.jsonl_field, settings.encoding)):
+            _write_batch(batch, shard.source, settings, encoder, files, counts)
+            progress.seek(0)
+            progress.write(str(batch[-1].consumed))
+            progress.flush()
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())
+    (shard.aside / "progress").unlink()
+    write_json(shard.aside / "shard.json", {"counts": counts, "source": asdict(shard.source)})
+    shard.aside.rename(shard.directory)
+
+
+def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.text)
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _write_batch(
+    batch: list[Piece],
+    source: InputFile,
+    settings: Settings,
+    encoder: Encoder,
+    files: Mapping[str, IO[bytes]],
+    counts: dict[str, int],
+) -> None:
+    for piece, ids in zip(batch, encoder.encode([piece.text for piece in batch]), strict=True):
+        ends = [encoder.separator] if piece.last and encoder.separator is not None else []
+        tokens = np.append(ids, np.array(ends, dtype=np.uint32))
+        split = SPLITS[position(f"{source.name}:{piece.document}") < settings.validation_share]
+        files[split].write(tokens.astype(_dtype(encoder)).tobytes())
+        counts[split] += len(tokens)
+
+
+def _dtype(encoder: Encoder) -> np.dtype[Any]:
+    return DTYPES[_dtype_name(encoder)]
+
+
+def _dtype_name(encoder: Encoder) -> str:
+    return "uint16" if encoder.vocab_size <= 1 << 16 else "uint32"
+
+
+def _join(shards: list[_Shard], out: Path, settings: Settings, encoder: Encoder, whole: str) -> TokensMeta:
+    """Joins the shards; the rename of ``meta.json`` commits."""
+    found = [read_json(Path(shard.directory) / "shard.json")["counts"] for shard in shards]
+    counts = {split: sum(count[split] for count in found) for split in SPLITS}
+    total = sum(counts.values())
+    if total < 2:
+        raise ConfigError(f"the inputs hold {total} tokens", where="INPUT", mend="inputs with text")
+    by_document = min(counts.values()) > 0
+    if not by_document:
+        validation = min(max(1, round(total * settings.validation_share)), total - 1)
+        counts = {"train": total - validation, "validation": validation}
+    stream = _Stream([Path(shard.directory) / f"{split}.bin" for split in SPLITS for shard in shards])
+    for split in SPLITS:
+        temporary = out / f".{split}.bin"
+        with temporary.open("wb") as file:
+            stream.copy(file, counts[split] * _dtype(encoder).itemsize)
+            os.fsync(file.fileno())
+        temporary.replace(out / f"{split}.bin")
+    source = {
+        "key": whole,
+        "inputs": [shard.source.path for shard in shards],
+        "settings": asdict(settings),
+        "validation": "documents" if by_document else "the end of the tokens",
+    }
+    meta = TokensMeta(_dtype_name(encoder), encoder.vocab_size, counts, encoder.separator, source)
+    write_json(out / META, meta.to_json())
+    return meta
+
+
+class _Stream:
+    """Files one after the other, copied out by number of bytes."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._content = self._chunks(paths)
+        self._left = b""
+
+    def copy(self, to: IO[bytes], size: int) -> None:
+        while size:
+            chunk = self._left or next(self._content)
+            to.write(chunk[:size])
+            self._left = chunk[size:]
+            size -= min(size, len(chunk))
+        to.flush()
+
+    def _chunks(self, paths: list[Path]) -> Iterator[bytes]:
+        for path in paths:
+            with path.open("rb") as file:
+                while chunk := file.read(1 << 24):
+                    yield chunk
