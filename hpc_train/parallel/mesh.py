@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from hpc_train.config.layout import Layout
 
@@ -47,10 +49,18 @@ class Mesh:
         return self.dp.get_group() if axis == "dp" else self.device_mesh[axis].get_group()
 
 
-def join_mesh(layout: Layout, rank: int, device: torch.device) -> Mesh:
-    """Builds the mesh. Collective: every rank calls it after ``init_process_group``."""
+def join_mesh(layout: Layout, rank: int, device: torch.device, timeout: timedelta | None = None) -> Mesh:
+    """Builds the mesh. Collective: every rank calls it after ``init_process_group``.
+
+    Args:
+        timeout: of the collectives of all groups; torch's own without it.
+    """
     sizes = (layout.pp, layout.dp // layout.shard, layout.shard, layout.tp)
     device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
     dp = device_mesh["dp_replicate", "dp_shard"]._flatten("dp")
-    control = dist.new_group(backend="gloo")
-    return Mesh(layout, rank, device, device_mesh, dp, control)
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    mesh = Mesh(layout, rank, device, device_mesh, dp, control)
+    if timeout is not None:  # groups made later do not inherit the timeout of the first one
+        for axis in (*AXES, "dp"):
+            _set_pg_timeout(timeout, mesh.group(axis))
+    return mesh

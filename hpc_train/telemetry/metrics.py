@@ -1,0 +1,46 @@
+"""The metrics of a run: one JSON object per logged step, and whoever else wants them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.files import append_line
+
+Line = dict[str, Any]
+
+
+class Sink(Protocol):
+    """Something that gets every line besides the file: W&B, TensorBoard."""
+
+    def log(self, line: Line) -> None:
+        """Takes one line; must neither raise nor wait."""
+
+
+class MetricsLog:
+    """Writes ``metrics/attempt-NNN.jsonl`` of one attempt; on rank 0 only.
+
+    Keys: time (seconds since 1970), step (optimizer steps done), epoch, attempt, world_size, loss (mean over the targets
+    of this step's global batch), lr, grad_norm (before clipping), samples and tokens (since step 0; tokens are targets
+    that count), and since the line before: step_s (seconds per step), tokens_per_s, samples_per_s, data_wait_share (of
+    the time, waiting for data). At evaluations val_loss, val_accuracy; where known mfu, peak_memory_bytes (of rank 0),
+    loss_scale. A number that is not finite is null.
+    """
+
+    def __init__(self, run: RunDirectory, attempt: int, sinks: Sequence[Sink] = ()) -> None:
+        run.metrics.mkdir(parents=True, exist_ok=True)
+        self._path = run.metrics_file(attempt)
+        self._sinks = sinks
+
+    def write(self, line: Line) -> None:
+        plain = {key: finite_or_none(value) for key, value in line.items() if value is not None}
+        append_line(self._path, plain)
+        for sink in self._sinks:
+            sink.log(plain)
+
+
+def finite_or_none(value: Any) -> Any:
+    """JSON has no NaN."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

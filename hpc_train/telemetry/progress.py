@@ -1,0 +1,191 @@
+"""How a run goes, read from its run directory: a live line while it trains, a summary when it is done. No torch."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.files import read_lines
+from hpc_train.telemetry.loss_chart import TRAIN, VALIDATION, loss_chart
+
+LOOK_EVERY_S = 0.5
+PLAIN_LINE_EVERY_S = 5.0  # where the output is not a terminal
+WINDOW = 20  # logged steps that the time left is estimated from
+
+
+class Progress:
+    """Shows attempts of ``run`` that begin after this object was made.
+
+    Args:
+        go_on: the command line that goes on with this run, for the summary.
+    """
+
+    def __init__(self, run: RunDirectory, console: Console, go_on: str | None = None) -> None:
+        self._run, self._console, self._go_on = run, console, go_on
+        self._first_attempt = _newest_attempt(run) + 1
+        self._lines = _NewLines(run, self._first_attempt)
+        self._recent: deque[dict[str, Any]] = deque(maxlen=WINDOW)
+        self._live: Live | None = None
+        self._looked = self._printed = float("-inf")
+        self._shown: dict[str, Any] | None = None
+
+    def tick(self) -> None:
+        """Brings the display up to date; cheap, to be called several times per second."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_EVERY_S:
+            return
+        self._looked = now
+        for line in self._lines.read():
+            if self._recent and line["attempt"] != self._recent[-1]["attempt"]:
+                self._recent.clear()
+            self._recent.append(line)
+        if self._console.is_terminal:
+            self._update_live()
+        elif self._recent and self._recent[-1] is not self._shown and now - self._printed >= PLAIN_LINE_EVERY_S:
+            self._print()
+
+    def finish(self) -> None:
+        """Leaves the last state on the screen and, when the run is done, its summary."""
+        self._looked = float("-inf")
+        self.tick()
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        elif self._recent and self._recent[-1] is not self._shown:
+            self._print()
+        if is_done(self._run):
+            self._say(f"\n{summary(self._run, self._go_on)}")
+        else:
+            self._say(f"run directory: {self._run.path}")
+
+    def _update_live(self) -> None:
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False)  # no thread: this process forks
+            self._live.start()
+        self._live.update(Text(self._text(), overflow="ellipsis", no_wrap=True), refresh=True)
+
+    def _print(self) -> None:
+        self._printed, self._shown = time.monotonic(), self._recent[-1]
+        self._say(self._text())
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _text(self) -> str:
+        total = self._run.record().get("total_steps")
+        restarts = max(0, _newest_attempt(self._run) - self._first_attempt)
+        return progress_line(list(self._recent), total, restarts)
+
+
+def progress_line(recent: list[dict[str, Any]], total: int | None, restarts: int = 0) -> str:
+    """One line on the newest of ``recent`` lines of metrics: step, loss, tokens/s, time left, restarts."""
+    if not recent:
+        return "starting"
+    line = recent[-1]
+    parts = [f"step {line['step']}" + (f"/{total}" if total else "")]
+    if line.get("loss") is not None:
+        parts.append(f"loss {line['loss']:.4f}")
+    if line.get("tokens_per_s") is not None:
+        parts.append(f"{line['tokens_per_s']:,.0f} tokens/s")
+    if total and line["step"] < total:
+        parts.append(f"{_duration((total - line['step']) * _seconds_per_step(recent))} left")
+    if restarts:
+        parts.append(f"{restarts} restart{'s' if restarts > 1 else ''}")
+    return " · ".join(parts)
+
+
+def is_done(run: RunDirectory) -> bool:
+    """Whether all steps are done and the result is written."""
+    record = run.record()
+    return "result" in record and record["result"]["steps"] >= record.get("total_steps", 0)
+
+
+def summary(run: RunDirectory, go_on: str | None = None) -> str:
+    """What a finished run has come to, and what can be done with it.
+
+    Args:
+        go_on: the command line that goes on with the run; without it the settings are left to the reader.
+    """
+    record = run.record()
+    result: dict[str, Any] = record.get("result", {})
+    metrics = run.read_metrics()
+    losses = [f"training loss {metrics[0]['loss']:.4f} -> {result['loss']:.4f}" if _has(metrics, result) else ""]
+    losses += [f"validation loss {result['val_loss']:.4f}" if result.get("val_loss") is not None else ""]
+    losses += [f"validation accuracy {result['val_accuracy']:.4f}" if result.get("val_accuracy") is not None else ""]
+    speed = f", {result['tokens_per_s']:,.0f} tokens/s" if result.get("tokens_per_s") is not None else ""
+    chart = loss_chart(metrics)
+    name = f"run.name={run.path.name}"
+    steps = result.get("steps", 0)
+    command = go_on or f"python -m hpc_train (the settings of {run.config}) {name}"
+    lines = [
+        f"done: {steps} steps{speed}; {', '.join(part for part in losses if part)}",
+        *([f"\n{chart}", f"{'':>10}{TRAIN} training loss  {VALIDATION} validation loss\n"] if chart else []),
+        f"run directory:   {run.path}",
+        f"W&B:             {_wandb(run, record)}",
+        f"go on training:  {command} train.steps={2 * steps}",
+        "what next:       +strategy=dp,pp,hybrid optim.lr=1e-3,3e-4 -m   sweeps; --cfg job shows every setting",
+    ]
+    return "\n".join(lines)
+
+
+def _has(metrics: list[dict[str, Any]], result: dict[str, Any]) -> bool:
+    return bool(metrics) and metrics[0].get("loss") is not None and result.get("loss") is not None
+
+
+def _wandb(run: RunDirectory, record: dict[str, Any]) -> str:
+    found = record.get("wandb") or {}
+    if found.get("url"):
+        return str(found["url"])
+    if found.get("mode") == "offline":
+        return f"recorded offline; wandb sync {run.wandb}/offline-run-*   sends it"
+    return "not in use; telemetry.wandb.mode=online with WANDB_API_KEY set"
+
+
+def _seconds_per_step(recent: list[dict[str, Any]]) -> float:
+    """With evaluations and saves, where two lines are there to tell."""
+    first, last = recent[0], recent[-1]
+    if last["step"] > first["step"]:
+        return (last["time"] - first["time"]) / (last["step"] - first["step"])
+    return last.get("step_s") or 0.0
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _newest_attempt(run: RunDirectory) -> int:
+    return max((int(path.stem) for path in run.attempts.glob("[0-9]*.json")), default=-1)
+
+
+class _NewLines:
+    """The lines of metrics that were not there at the last look, of attempts from ``first_attempt`` on."""
+
+    def __init__(self, run: RunDirectory, first_attempt: int) -> None:
+        self._run = run
+        self._attempt = first_attempt
+        self._seen = 0
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        newest = _newest_attempt(self._run)
+        while True:
+            path: Path = self._run.metrics_file(self._attempt)
+            lines = list(read_lines(path)) if _size(path) else []
+            yield from lines[self._seen :]
+            self._seen = len(lines)
+            if self._attempt >= newest:
+                return
+            self._attempt, self._seen = self._attempt + 1, 0
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

@@ -1,0 +1,37 @@
+"""The exact mean over the validation set, under every strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from hpc_train.data.batch import StepBatch
+from hpc_train.data.feed import LocalBatch
+from hpc_train.parallel.engine import Engine, StepNumbers, StepResult
+
+
+def evaluate(engine: Engine, feed: Iterable[LocalBatch]) -> StepNumbers:
+    """Mean loss (and accuracy) over all targets that ``feed`` brings to all ranks. Collective.
+
+    Sums are added up over batches and ranks, in fp64, and divided once: padding and short batches weigh nothing.
+    """
+    total: StepResult | None = None
+    for batch in feed:
+        result = engine.eval_step(StepBatch(batch.micro_batches, max(1, batch.local_count)))
+        result = StepResult(_wide(result.loss_sum), result.target_count, result.correct)
+        total = result if total is None else _add(total, result)
+    if total is None:
+        raise ValueError("the validation feed brought no batch")
+    return engine.reduce(total)
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.to(torch.float64)
+
+
+def _add(one: StepResult, other: StepResult) -> StepResult:
+    both = one.correct is not None and other.correct is not None
+    correct = one.correct + other.correct if both else None  # type: ignore[operator]
+    return StepResult(one.loss_sum + other.loss_sum, one.target_count + other.target_count, correct)

@@ -1,0 +1,95 @@
+"""How fast training goes: time, tokens and samples since the line before, without the pauses for saving and evaluation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from hpc_train.config.schema import Config
+from hpc_train.measure.peak_flops import peak_flops
+from hpc_train.models.build import build_model
+from hpc_train.models.model import Model
+from hpc_train.parallel.mesh import Mesh
+
+
+@dataclass
+class Meter:
+    """Counts since ``begin``; reads the host's clock only.
+
+    Attributes:
+        flops_per_sample: of forward and backward; None where the model does not know.
+        peak_flops: FLOP/s of all devices together; None where they are not known.
+    """
+
+    flops_per_sample: float | None = None
+    peak_flops: float | None = None
+    _began: float = field(default_factory=time.perf_counter)
+    _paused: float = 0.0
+    _waited: float = 0.0
+    _steps: int = 0
+    _samples: int = 0
+    _tokens: int = 0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a wait for data."""
+        began = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - began
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Around what is not training: evaluation, a save."""
+        began = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - began
+
+    def count(self, samples: int, tokens: int) -> None:
+        """After each step."""
+        self._steps += 1
+        self._samples += samples
+        self._tokens += tokens
+
+    def read(self) -> dict[str, float]:
+        """The rates since the last ``read``, under the keys of the metrics; begins anew."""
+        now = time.perf_counter()
+        seconds = max(now - self._began - self._paused, 1e-9)
+        rates = {
+            "step_s": seconds / max(1, self._steps),
+            "tokens_per_s": self._tokens / seconds,
+            "samples_per_s": self._samples / seconds,
+            "data_wait_share": min(1.0, self._waited / seconds),
+        }
+        if self.flops_per_sample and self.peak_flops:
+            rates["mfu"] = self.flops_per_sample * rates["samples_per_s"] / self.peak_flops
+        self._began, self._paused, self._waited = now, 0.0, 0.0
+        self._steps = self._samples = self._tokens = 0
+        return rates
+
+
+def make_meter(config: Config, mesh: Mesh) -> Meter:
+    """With what utilisation needs, where the model and the devices are known."""
+    if mesh.device.type != "cuda":
+        return Meter()
+    per_device = peak_flops(torch.cuda.get_device_name(mesh.device), config.precision.name)
+    if per_device is None or config.model.kind == "custom":
+        return Meter()
+    model = build_model(config.model, config.train.seed)  # on meta: no memory, no time
+    assert isinstance(model, Model)
+    return Meter(model.flops_per_sample(), per_device * mesh.layout.world_size)
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """The most memory this rank has used: of the GPU's allocator, on the CPU the resident set (VmHWM)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)

@@ -1,0 +1,134 @@
+"""What rank 0 tells of a run: metrics, a line in the log, and the result at the end. Other ranks tell nothing."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpc_train.checkpoint.store import CheckpointStore
+from hpc_train.config.schema import Config
+from hpc_train.parallel.mesh import Mesh
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from hpc_train.telemetry.metrics import MetricsLog, Sink, finite_or_none
+from hpc_train.telemetry.tensorboard import TensorBoard
+from hpc_train.telemetry.wandb_run import WandbIdentity, WandbRun
+from hpc_train.train.meter import peak_memory_bytes
+
+RESULT = ("loss", "val_loss", "val_accuracy", "samples", "tokens")
+
+
+@dataclass
+class Report:
+    """Silent where ``metrics`` is None."""
+
+    run: RunDirectory
+    events: EventLog
+    device: torch.device
+    world_size: int
+    total_steps: int
+    metrics: MetricsLog | None = None
+    wandb: WandbRun | None = None
+    tensorboard: TensorBoard | None = None
+    log_checkpoint: bool = False
+    _began: float = field(default_factory=time.monotonic)
+    _last: dict[str, Any] = field(default_factory=dict)
+
+    def line(self, line: dict[str, Any], skipped: int) -> None:
+        """One line of metrics. ``skipped``: steps in a row without an update, up to this one."""
+        if self.metrics is None:
+            return
+        head = {"time": time.time(), "attempt": self.events.attempt, "world_size": self.world_size}
+        self._last = head | line | {"peak_memory_bytes": peak_memory_bytes(self.device)}
+        self.metrics.write(self._last)
+        print(_in_words(self._last, self.total_steps))
+        if skipped and self._last.get("loss_scale") is None:
+            message = f"the last {skipped} steps were skipped: their gradients were not finite"
+            print(message)
+            self.events.write("warning", step=line["step"], message=message)
+
+    def nothing_to_do(self, step: int) -> None:
+        if self.metrics is None:
+            return
+        print(f"step {step} of {self.total_steps} is done already; a larger train.steps goes on")
+        self.events.write("finished", step=step)
+
+    def stopped(self, step: int) -> None:
+        if self.metrics is not None:
+            print(f"stopped on request after step {step} of {self.total_steps}, after a checkpoint")
+
+    def finished(self, step: int) -> None:
+        """The result, to the log and to ``run.json``."""
+        if self.metrics is None:
+            return
+        result: dict[str, Any] = {"steps": step, "attempt": self.events.attempt}
+        result |= {key: finite_or_none(self._last[key]) for key in RESULT if self._last.get(key) is not None}
+        result["seconds"] = round(time.monotonic() - self._began, 3)  # of this attempt, from the first batch on
+        result["tokens_per_s"] = self._last["tokens_per_s"]
+        self.run.update_record(result=result)
+        self.events.write("finished", **result)
+        print("finished: " + ", ".join(f"{key} {_short(value)}" for key, value in result.items() if key != "attempt"))
+
+    def close(self) -> None:
+        """Ends W&B and TensorBoard, in bounded time."""
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+        if self.wandb is not None:
+            newest = CheckpointStore(self.run.checkpoints).newest() if self.log_checkpoint else None
+            self.wandb.finish(None if newest is None else newest.path)
+            self.run.update_record(wandb={"mode": self.wandb.mode, "url": self.wandb.url})
+
+
+def open_report(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, start: int, total: int) -> Report:
+    """The report of this rank; W&B and TensorBoard as configured.
+
+    Raises:
+        ConfigError: TensorBoard is asked for and not installed.
+    """
+    silent = Report(run, events, mesh.device, mesh.layout.world_size, total)
+    if mesh.rank != 0:
+        return silent
+    sinks: list[Sink] = []
+    if config.telemetry.tensorboard:
+        silent.tensorboard = TensorBoard(run, start)
+        sinks.append(silent.tensorboard)
+    if config.telemetry.wandb.mode != "disabled":
+        silent.wandb = WandbRun(config.telemetry.wandb, _identity(config, run))
+        silent.log_checkpoint = config.telemetry.wandb.log_checkpoint
+        sinks.append(silent.wandb)
+    silent.metrics = MetricsLog(run, events.attempt, sinks)
+    return silent
+
+
+def _identity(config: Config, run: RunDirectory) -> WandbIdentity:
+    record = run.record()
+    sweep = run.path.parent if _is_sweep(run.path.parent) else None
+    name = run.path.name if sweep is None else f"{sweep.name}/{run.path.name}"
+    about = {"code": record.get("code"), "versions": record.get("versions"), "run_directory": str(run.path)}
+    return WandbIdentity(
+        run_id=record.get("run_id") or run.path.name,
+        name=name,
+        group=None if sweep is None else sweep.name,
+        directory=run.path,
+        config=asdict(config) | about,
+    )
+
+
+def _is_sweep(folder: Path) -> bool:
+    return (folder / "multirun.yaml").exists()
+
+
+def _in_words(line: dict[str, Any], total: int) -> str:
+    parts = [f"step {line['step']}/{total}", f"loss {line['loss']:.4f}"]
+    if "val_loss" in line:
+        parts.append(f"val_loss {line['val_loss']:.4f}")
+    parts += [f"lr {line['lr']:.3g}", f"grad_norm {line['grad_norm']:.3g}", f"{line['tokens_per_s']:,.0f} tokens/s"]
+    return "  ".join(parts)
+
+
+def _short(value: Any) -> str:
+    return f"{value:,.4f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)

@@ -1,0 +1,143 @@
+"""The training loop. It does not know how the model is split: all ranks do the same, and the engine does the rest.
+
+In each iteration the ranks read what they agreed on one step ago, announce the step to come, and compute. They stop
+together, at the same step, after a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpc_train.checkpoint.manager import CheckpointManager, RestoredState
+from hpc_train.config.schema import Config
+from hpc_train.data.batch import StepBatch
+from hpc_train.data.feed import LocalBatch, TrainFeed
+from hpc_train.parallel.engine import Engine
+from hpc_train.parallel.mesh import Mesh
+from hpc_train.run.exits import Exit
+from hpc_train.run.stop import StopFlag
+from hpc_train.train.control import Control
+from hpc_train.train.evaluation import evaluate
+from hpc_train.train.meter import Meter
+from hpc_train.train.report import Report
+from hpc_train.train.step import StepOutcome, TrainStep
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a run is, and how samples count in it."""
+
+    total_steps: int
+    steps_per_epoch: int
+    global_size: int
+    samples_per_epoch: int  # as far as they are used
+
+    def samples(self, steps: int) -> int:
+        """Samples that ``steps`` steps have seen; padding does not count."""
+        epochs, rest = divmod(steps, self.steps_per_epoch)
+        return epochs * self.samples_per_epoch + min(self.samples_per_epoch, rest * self.global_size)
+
+
+@dataclass
+class Trainer:
+    """Trains from ``step`` (steps done) to ``length.total_steps``. Every method is collective."""
+
+    config: Config
+    mesh: Mesh
+    engine: Engine
+    take_step: TrainStep
+    feed: TrainFeed
+    eval_feed: Iterable[LocalBatch]
+    checkpoints: CheckpointManager
+    stop: StopFlag
+    length: Length
+    meter: Meter
+    report: Report
+    step: int = 0
+    tokens: int = 0  # targets that counted, over all ranks, since step 0
+    _control: Control = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._control = Control(self.mesh)
+
+    def resume(self, restored: RestoredState) -> None:
+        """Takes over what a checkpoint says besides tensors."""
+        self.step, self.tokens = restored.step, restored.extra["tokens"]
+        scale = restored.extra["loss_scale"]
+        if self.take_step.loss_scale is not None and scale is not None:
+            self.take_step.loss_scale.load_state(scale)
+
+    def run(self) -> Exit:
+        """Trains to the end (``DONE``) or to a stop request (``STOPPED``); state is saved in both cases."""
+        if self.step >= self.length.total_steps:
+            self.report.nothing_to_do(self.step)
+            return Exit.DONE
+        batch: LocalBatch | None = self._next_batch()
+        self._announce(batch)
+        while batch is not None:
+            agreed = self._control.read()
+            if agreed.stop:
+                self._save()
+                self.report.stopped(self.step)
+                return Exit.STOPPED
+            following = self._next_batch() if self.step + 1 < self.length.total_steps else None
+            self._announce(following)
+            self._train(StepBatch(batch.micro_batches, agreed.target_count))
+            batch = following
+        self._control.read()  # nobody leaves while a message is under way
+        self._save()
+        self.report.finished(self.step)
+        return Exit.DONE
+
+    def _announce(self, batch: LocalBatch | None) -> None:
+        self._control.post(self.stop.requested, 0 if batch is None else batch.local_count)
+
+    def _next_batch(self) -> LocalBatch:
+        with self.meter.waiting():
+            return next(self.feed)
+
+    def _train(self, batch: StepBatch) -> None:
+        outcome = self.take_step(self.step, batch)
+        before = self.length.samples(self.step)
+        self.step += 1
+        self.tokens += batch.target_count
+        self.meter.count(self.length.samples(self.step) - before, batch.target_count)
+        evaluates = self.step == self.length.total_steps or _falls_on(self.step, self.config.train.eval_every)
+        if evaluates or self.step == 1 or _falls_on(self.step, self.config.telemetry.log_every):
+            self._log(outcome, evaluates)
+        if _falls_on(self.step, self.config.checkpoint.every):
+            self._save()
+
+    def _log(self, outcome: StepOutcome, evaluates: bool) -> None:
+        """One line of metrics: the loss is that of this very step, so it is the same after any resume."""
+        numbers = self.engine.reduce(outcome.result)
+        line: dict[str, Any] = {
+            "step": self.step,
+            "epoch": self.feed.epoch_of(self.step - 1),
+            "loss": numbers.loss,
+            "lr": outcome.learning_rate,
+            "grad_norm": outcome.grad_norm.item(),
+            "samples": self.length.samples(self.step),
+            "tokens": self.tokens,
+        }
+        skipped = self.take_step.check_finite()
+        if self.take_step.loss_scale is not None:
+            line["loss_scale"] = self.take_step.loss_scale.value.item()
+        line |= self.meter.read()
+        if evaluates:
+            with self.meter.pausing():
+                found = evaluate(self.engine, self.eval_feed)
+            line |= {"val_loss": found.loss, "val_accuracy": found.accuracy}
+        self.report.line(line, skipped)
+
+    def _save(self) -> None:
+        scale = self.take_step.loss_scale
+        with self.meter.pausing():
+            extra = {"tokens": self.tokens, "loss_scale": None if scale is None else scale.state()}
+            self.checkpoints.save(self.step, extra)
+
+
+def _falls_on(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,179 @@
+"""The worker of one rank: joins the others, builds what the frozen config says, trains, leaves."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint  # noqa: F401  slow to import: the warm parent has it, forked workers need not
+import torch.distributed.pipelining  # noqa: F401
+
+from hpc_train.checkpoint.manager import CheckpointManager, RestoredState
+from hpc_train.config.freeze import load
+from hpc_train.config.schema import Config
+from hpc_train.data.build import build_dataset
+from hpc_train.data.feed import EvalFeed, TrainFeed
+from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.mesh import Mesh, join_mesh
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from hpc_train.run.exits import Exit
+from hpc_train.run.stop import StopFlag
+from hpc_train.run.worker_spec import WorkerSpec
+from hpc_train.train.learning_rate import peak_rate
+from hpc_train.train.meter import make_meter
+from hpc_train.train.optimizer import Optimizer
+from hpc_train.train.report import open_report
+from hpc_train.train.step import TrainStep
+from hpc_train.train.trainer import Length, Trainer
+
+LEAVE_S = 10.0  # for the end of the process groups, which can hang
+
+
+def train(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
+    """Trains as rank ``spec.rank`` of one attempt.
+
+    Args:
+        stop: set by a signal; all ranks stop together, after a checkpoint.
+        listen_fd: on rank 0, the socket that already listens on ``spec.master_port``.
+
+    Raises:
+        ConfigError: the config does not fit the model, the data or the checkpoint.
+    """
+    run = RunDirectory(Path(spec.run_dir))
+    config = load(run)
+    torch.set_num_threads(spec.threads)
+    device = _device(spec)
+    timeout = timedelta(seconds=config.elastic.collective_timeout_s)
+    _join(spec, device, timeout, listen_fd)
+    mesh = join_mesh(spec.layout, spec.rank, device, timeout)
+    events = EventLog.open(run, f"rank-{spec.rank:04d}", spec.attempt, spec.rank)
+    trainer = _build(config, run, mesh, events, stop)
+    try:
+        code = trainer.run()
+    finally:
+        trainer.feed.close()
+    _leave(mesh)
+    trainer.report.close()
+    return code
+
+
+def _device(spec: WorkerSpec) -> torch.device:
+    if spec.gpus_per_node == 0:
+        return torch.device("cpu")
+    device = torch.device("cuda", spec.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _join(spec: WorkerSpec, device: torch.device, timeout: timedelta, listen_fd: int | None) -> None:
+    world_size = spec.layout.world_size
+    first = spec.rank == 0
+    store = dist.TCPStore(
+        spec.master_address,
+        spec.master_port,
+        world_size,
+        is_master=first,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listen_fd if first else None,
+    )
+    cuda = device.type == "cuda"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        store=dist.PrefixStore(f"attempt-{spec.attempt}", store),
+        rank=spec.rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if cuda else None,
+    )
+
+
+def _build(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, stop: StopFlag) -> Trainer:
+    seed = config.train.seed
+    training = build_dataset(config.data, "train", seed)
+    validation = build_dataset(config.data, "validation", seed)
+    engine = build_engine(config, mesh)
+    optimizer = Optimizer(config.optim, engine.named_parameters())
+    checkpoints = CheckpointManager(run, engine, optimizer, mesh, config, events)
+    restored = checkpoints.restore()
+    start = 0 if restored is None else restored.step
+    _check_agreement(mesh, {"config": _digest(run.config), "step": start, "samples": len(training)})
+    feed = TrainFeed(training, config.batch, mesh.layout, mesh.dp_rank, seed, mesh.device, start)
+    length = _length(config, feed, len(training))
+    report = open_report(config, run, mesh, events, start, length.total_steps)
+    trainer = Trainer(
+        config=config,
+        mesh=mesh,
+        engine=engine,
+        take_step=TrainStep(config, mesh, engine, optimizer, length.total_steps),
+        feed=feed,
+        eval_feed=EvalFeed(validation, config.batch, mesh.layout, mesh.dp_rank, mesh.device),
+        checkpoints=checkpoints,
+        stop=stop,
+        length=length,
+        meter=make_meter(config, mesh),
+        report=report,
+    )
+    if restored is not None:
+        trainer.resume(restored)
+    if mesh.rank == 0:
+        _introduce(config, run, mesh, events, length, restored)
+    return trainer
+
+
+def _length(config: Config, feed: TrainFeed, samples: int) -> Length:
+    steps, epochs = config.train.steps, config.train.epochs
+    total = steps if steps is not None else math.ceil((epochs or 0.0) * feed.steps_per_epoch)
+    size = config.batch.global_size
+    used = feed.steps_per_epoch * size if config.batch.drop_last else samples
+    return Length(total, feed.steps_per_epoch, size, used)
+
+
+def _introduce(
+    config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, length: Length, restored: RestoredState | None
+) -> None:
+    """What a reader of the log wants to know before the first step."""
+    run.update_record(total_steps=length.total_steps, steps_per_epoch=length.steps_per_epoch)
+    print(f"layout: {mesh.layout} on {mesh.device.type}")
+    optim, size = config.optim, config.batch.global_size
+    scaled = "" if optim.lr_scaling == "none" else f" ({optim.lr:g} x {optim.lr_scaling} {size}/{optim.base_batch})"
+    print(f"learning rate: {peak_rate(optim, size):g}{scaled}, {optim.warmup_steps} steps warm-up, {optim.schedule}")
+    print(f"steps: {length.total_steps}, {length.steps_per_epoch} per epoch, {size} samples each")
+    if restored is None:
+        return
+    print(f"resumed from {restored.path} at step {restored.step}")
+    if not restored.with_optimizer:
+        print("the fork has another optimizer: its state begins afresh")
+    events.write("resumed", step=restored.step, path=str(restored.path), with_optimizer=restored.with_optimizer)
+
+
+def _check_agreement(mesh: Mesh, facts: dict[str, Any]) -> None:
+    """Raises where ranks would train different things, e.g. because a node sees an old copy of a file."""
+    gathered: list[Any] = [None] * mesh.layout.world_size
+    dist.all_gather_object(gathered, facts, group=mesh.control)
+    different = [f"rank {rank}: {found}" for rank, found in enumerate(gathered) if found != gathered[0]]
+    if different:
+        raise RuntimeError(f"the ranks do not agree. rank 0: {gathered[0]}; " + "; ".join(different[:8]))
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _leave(mesh: Mesh) -> None:
+    """Ends the process groups after all ranks are through, but never waits long: the process ends anyway."""
+
+    def end() -> None:
+        dist.barrier(group=mesh.control)
+        dist.destroy_process_group()
+
+    thread = threading.Thread(target=end, name="leave", daemon=True)
+    thread.start()
+    thread.join(LEAVE_S)

@@ -1,0 +1,134 @@
+"""Tiny runs for tests: a frozen run directory, and its ranks as real processes that call the worker's entry."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from hpc_train.config.compose import compose, typed
+from hpc_train.config.freeze import freeze, load
+from hpc_train.config.layout import resolve_layout
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.stop import StopFlag
+from hpc_train.run.worker_spec import WorkerSpec
+from tests.ranks import CONTEXT
+
+TINY = [
+    "model.vocab_size=32",
+    "model.n_layers=4",
+    "model.dim=16",
+    "model.ffn_dim=32",
+    "model.n_heads=2",
+    "model.n_kv_heads=2",
+    "model.dropout=0.1",
+    "data=synthetic",
+    "data.vocab_size=32",
+    "data.sequence_length=8",
+    "data.samples=64",
+    "data.validation_samples=10",
+    "batch.global_size=8",
+    "optim.warmup_steps=2",
+    "telemetry.log_every=1",
+    "telemetry.wandb.mode=disabled",
+    "train.steps=10",
+    "elastic.collective_timeout_s=60",
+]
+Prepare = Callable[[WorkerSpec, StopFlag], None]
+
+
+def frozen(path: Path, *overrides: str) -> RunDirectory:
+    """A run directory as the command line makes it; freezing again changes free keys."""
+    run = RunDirectory(path)
+    freeze(typed(compose([*TINY, *overrides])), run)
+    return run
+
+
+def run_attempt(run: RunDirectory, workers: int = 4, prepare: Prepare | None = None, timeout: float = 120) -> list[int]:
+    """One attempt of ``run`` on ``workers`` ranks at most; returns the exit code of each.
+
+    Args:
+        prepare: a module-level function that each rank calls before it trains.
+
+    Raises:
+        AssertionError: a rank failed; with its traceback.
+    """
+    layout = resolve_layout(load(run), 1, workers)
+    attempt = run.claim_attempt()
+    listener = socket.create_server(("127.0.0.1", 0))
+    specs = [
+        WorkerSpec(
+            run_dir=str(run.path),
+            attempt=attempt,
+            rank=rank,
+            local_rank=rank,
+            local_world_size=layout.world_size,
+            node_rank=0,
+            nodes=1,
+            layout=layout,
+            master_address="127.0.0.1",
+            master_port=listener.getsockname()[1],
+            gpus_per_node=0,
+            threads=1,
+        )
+        for rank in range(layout.world_size)
+    ]
+    pipes = [CONTEXT.Pipe(duplex=False) for _ in specs]
+    processes = [
+        CONTEXT.Process(target=_rank, args=(spec, listener if spec.rank == 0 else None, pipe[1], prepare))
+        for spec, pipe in zip(specs, pipes, strict=True)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        for _, sender in pipes:
+            sender.close()
+        return _collect([receiver for receiver, _ in pipes], timeout)
+    finally:
+        listener.close()
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _collect(receivers: Sequence[Connection], timeout: float) -> list[int]:
+    codes: dict[int, int] = {}
+    errors: list[str] = []
+    waiting = {receiver: rank for rank, receiver in enumerate(receivers)}
+    while waiting:
+        ready = wait(list(waiting), timeout if not errors else 2)
+        if not ready:
+            break
+        for receiver in ready:
+            rank = waiting.pop(receiver)  # type: ignore[call-overload]
+            try:
+                code, text = receiver.recv()  # type: ignore[union-attr]
+                codes[rank] = code
+                errors += [f"rank {rank}: {text}"] if text else []
+            except EOFError:
+                errors.append(f"rank {rank} died without a word")
+    if errors:
+        raise AssertionError("\n".join(errors))
+    assert not waiting, f"ranks {sorted(waiting.values())} did not end in {timeout} s"
+    return [codes[rank] for rank in range(len(receivers))]
+
+
+def _rank(spec: WorkerSpec, listener: socket.socket | None, sender: Connection, prepare: Prepare | None) -> None:
+    from hpc_train.train.worker import train
+
+    log = Path(spec.run_dir) / "logs" / f"rank-{spec.rank}-{spec.attempt:03d}.log"
+    for descriptor in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    stop = StopFlag()
+    try:
+        if prepare is not None:
+            prepare(spec, stop)
+        sender.send((int(train(spec, stop, None if listener is None else listener.detach())), ""))
+    except BaseException:
+        sender.send((1, traceback.format_exc()))
+    finally:
+        sender.close()
+        os._exit(0)
