@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -11,11 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from hpc_train.config.schema import StrategyConfig
 from hpc_train.parallel.mesh import Mesh
 
-_SYNC_BUFFERS = next(  # renamed in torch 2.13
-    name
-    for name in ("forward_sync_buffers", "broadcast_buffers")
-    if name in signature(DistributedDataParallel.__init__).parameters
-)
+# The name changed in torch 2.13.
+_RENAMED = "forward_sync_buffers" in signature(DistributedDataParallel.__init__).parameters
+_KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
 
 def replicate(model: nn.Module, mesh: Mesh, strategy: StrategyConfig) -> DistributedDataParallel:
@@ -27,10 +26,10 @@ def replicate(model: nn.Module, mesh: Mesh, strategy: StrategyConfig) -> Distrib
     return DistributedDataParallel(
         model,
         process_group=mesh.group("dp"),
-        **{_SYNC_BUFFERS: False},
         bucket_cap_mb=strategy.bucket_cap_mb,
         gradient_as_bucket_view=True,
         static_graph=strategy.static_graph,
+        **_KEEP_BUFFERS,
     )
 
 

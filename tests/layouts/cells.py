@@ -1,0 +1,139 @@
+"""The matrix of layouts: what is compared with one process, and what is refused and why.
+
+Nothing is listed by hand: every way to split 1, 2 and 4 ranks into dp x pp x tp is tried with every data parallelism,
+schedule, number of micro-batches and model, and ``config.validate`` says which of them are refused. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.layout import DATA_PARALLEL, SCHEDULES, STAGES_PER_RANK, ZERO, Layout
+from hpc_train.config.schema import (
+    BatchConfig,
+    Config,
+    CustomModelConfig,
+    GPTConfig,
+    PrecisionConfig,
+    StrategyConfig,
+    SyntheticDataConfig,
+    TrainConfig,
+    ViTConfig,
+)
+from hpc_train.config.validate import validate
+
+MODELS = ("gpt", "gpt-tied", "vit")
+SEQUENCE, VOCABULARY, IMAGE, CLASSES = 8, 14, 8, 5
+UNEVEN_BATCH = 10  # over 4 ranks: 12 slots, two of them padding; with accumulation more
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One comparison: a model under a layout.
+
+    Attributes:
+        model: ``gpt``, ``gpt-tied``, ``vit`` or ``custom`` (a module without parts).
+        strategy, batch, train: fields of the config's groups that differ from their defaults.
+        loss_scale: given to ``train_step`` and ``clip_grad_norm_``.
+    """
+
+    world_size: int
+    model: str = "gpt"
+    precision: str = "fp64"
+    strategy: dict[str, Any] = field(default_factory=dict)
+    batch: dict[str, Any] = field(default_factory=dict)
+    train: dict[str, Any] = field(default_factory=dict)
+    loss_scale: float | None = None
+
+    def config(self) -> Config:
+        return Config(
+            strategy=StrategyConfig(**self.strategy),
+            model=self._model(),
+            data=SyntheticDataConfig(
+                task="tokens" if self.model.startswith("gpt") else "images",
+                sequence_length=SEQUENCE,
+                vocab_size=VOCABULARY,
+                image_size=IMAGE,
+                n_classes=CLASSES,
+            ),
+            precision=PrecisionConfig(name=self.precision),
+            batch=BatchConfig(**{"global_size": UNEVEN_BATCH} | self.batch),
+            train=TrainConfig(**{"seed": 3, "steps": 5} | self.train),
+        )
+
+    def layout(self) -> Layout:
+        """Raises ConfigError where the cell is refused."""
+        return validate(self.config(), nodes=1, workers_per_node=self.world_size)
+
+    def __str__(self) -> str:
+        extras = [f"{key}={value}" for key, value in (self.train | self.batch).items() if key != "global_size"]
+        extras += [f"loss_scale={self.loss_scale:g}"] if self.loss_scale else []
+        split = " ".join(f"{key}={value}" for key, value in self.strategy.items())
+        return f"{self.model} {self.precision} [{split or 'single'}] {' '.join(extras)}".rstrip()
+
+    def _model(self) -> Any:
+        if self.model == "custom":
+            return CustomModelConfig(_target_="tests.layouts.module.Tiny", args={"classes": CLASSES})
+        stages = self.strategy.get("pp", 1) * self.strategy.get("stages_per_rank", 1)
+        if self.model == "vit":
+            sizes = {"image_size": IMAGE, "patch_size": 4, "n_classes": CLASSES, "dim": 16, "n_heads": 4, "mlp_dim": 24}
+            return ViTConfig(n_layers=max(3, stages), **sizes)
+        sizes = {"vocab_size": VOCABULARY, "dim": 16, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 24}
+        return GPTConfig(n_layers=max(3, stages), tied_embeddings=self.model == "gpt-tied", **sizes)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A cell that the config refuses, and the reason it gives."""
+
+    cell: Cell
+    reason: str
+
+
+def cells(world_size: int, pipelines: bool) -> tuple[list[Cell], list[Refused]]:
+    """All cells of ``world_size`` ranks with pipelines, or all without: those to compare and those refused."""
+    allowed: list[Cell] = []
+    refused: list[Refused] = []
+    for strategy in _strategies(world_size):
+        if (strategy["pp"] > 1) != pipelines:
+            continue
+        for model in MODELS:
+            for batch in _batches(strategy):
+                cell = Cell(world_size, model, strategy=strategy, batch=batch)
+                try:
+                    cell.layout()
+                    allowed.append(cell)
+                except ConfigError as error:
+                    refused.append(Refused(cell, error.what))
+    return allowed, refused
+
+
+def _strategies(world_size: int) -> Iterator[dict[str, Any]]:
+    for pp in _divisors(world_size):
+        for tp in _divisors(world_size // pp):
+            dp = world_size // pp // tp
+            for data_parallel in DATA_PARALLEL if dp > 1 else DATA_PARALLEL[:1]:
+                for schedule in SCHEDULES if pp > 1 else (None,):
+                    yield from _shards({"dp": dp, "pp": pp, "tp": tp, "data_parallel": data_parallel}, schedule)
+
+
+def _shards(strategy: dict[str, Any], schedule: str | None) -> Iterator[dict[str, Any]]:
+    if schedule is not None:
+        strategy = strategy | {"schedule": schedule, "stages_per_rank": STAGES_PER_RANK[schedule][0]}
+    yield strategy
+    if strategy["dp"] > 2 and strategy["data_parallel"] in ZERO:
+        yield strategy | {"shard": 2}
+
+
+def _batches(strategy: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """One micro-batch and accumulation over three; in pipelines as many as the schedule asks for."""
+    if strategy["pp"] == 1:
+        return {"micro_batches": 1}, {"micro_batches": 3}
+    return ({},)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

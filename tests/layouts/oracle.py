@@ -1,0 +1,239 @@
+"""The oracle: a plain loop of one process, with torch's own clipping and AdamW, against an engine on several ranks.
+
+The loop knows nothing of micro-batches, padding, meshes or names: the whole global batch goes through the whole model
+at once. Every rank runs it for itself (the models are tiny) and compares what it holds, gathered, with it.
+
+To check one layout from a test: ``check_layout(4, "gpt", strategy={"dp": 2, "pp": 2})``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hpc_train.config.layout import Layout
+from hpc_train.data.batch import IGNORED, Batch, StepBatch
+from hpc_train.models.build import build_model
+from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.engine import Engine, StepNumbers
+from hpc_train.parallel.materialise import materialise
+from hpc_train.parallel.mesh import Mesh, join_mesh
+from hpc_train.parallel.precision import parameter_dtype
+from tests.layouts.cells import CLASSES, IMAGE, SEQUENCE, VOCABULARY, Cell
+from tests.ranks import run_ranks
+
+STEPS = 5
+MAX_NORM = 0.05  # below every gradient norm of these models: clipping is always active
+TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
+EPS = {"fp64": 1e-8, "fp32": 1e-3}  # AdamW's: turns noise of 1e-8 in tiny fp32 gradients into steps of full size
+FLOOR = 1e-3
+
+
+@dataclass(frozen=True)
+class Record:
+    """One training of ``STEPS`` steps, and an evaluation afterwards.
+
+    Attributes:
+        gradients: by canonical name, after the first backward, before clipping.
+        parameters: by canonical name, after the last step.
+    """
+
+    gradients: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    evaluation: StepNumbers
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How far a cell was from one process: the largest relative error of any tensor (see ``error``) or number."""
+
+    cell: Cell
+    layout: str
+    names: tuple[str, ...]
+    gradients: float
+    parameters: float
+    losses: float
+    norms: float
+
+    @property
+    def worst(self) -> float:
+        return max(self.gradients, self.parameters, self.losses, self.norms)
+
+
+def check_layout(world_size: int, model: str = "gpt", **fields: Any) -> Outcome:
+    """Compares one ``Cell(world_size, model, **fields)`` with one process."""
+    return check_cells([Cell(world_size, model, **fields)])[0]
+
+
+def check_cells(cells: list[Cell], timeout: float = 120) -> list[Outcome]:
+    """Compares ``cells``, all of one world size, in one group of ranks.
+
+    Raises:
+        AssertionError: a cell differs from one process, fails, or holds not every parameter.
+    """
+    ranks = run_ranks(cells[0].world_size, compare_cells, cells, timeout=timeout)
+    outcomes = [merge(list(of_ranks)) for of_ranks in zip(*ranks, strict=True)]
+    wrong = [outcome for outcome in outcomes if not outcome.worst <= TOLERANCE[outcome.cell.precision]]
+    assert not wrong, "differ from one process:\n" + "\n".join(map(line, wrong))
+    return outcomes
+
+
+def merge(outcomes: list[Outcome]) -> Outcome:
+    """Of all ranks: the largest errors, and every name that some rank holds."""
+    first = outcomes[0]
+    held = {name for outcome in outcomes for name in outcome.names}
+    assert held == expected_names(first.cell), f"{first.cell}: {held ^ expected_names(first.cell)}"
+    errors = {
+        key: max((getattr(outcome, key) for outcome in outcomes), key=lambda error: (math.isnan(error), error))
+        for key in ("gradients", "parameters", "losses", "norms")
+    }
+    return Outcome(first.cell, first.layout, tuple(sorted(held)), **errors)
+
+
+def line(outcome: Outcome) -> str:
+    cell = outcome.cell
+    errors = " ".join(f"{getattr(outcome, key):8.1e}" for key in ("gradients", "parameters", "norms", "losses"))
+    return f"{cell.world_size} ranks  {errors}  {len(outcome.names):3d} tensors  {cell}: {outcome.layout}"
+
+
+def expected_names(cell: Cell) -> set[str]:
+    return {name for name, _ in build_model(cell.config().model, 0).named_parameters()}
+
+
+def compare_cells(rank: int, world_size: int, cells: list[Cell]) -> list[Outcome]:
+    """Runs on every rank."""
+    return [_compare_one(rank, cell) for cell in cells]
+
+
+def _compare_one(rank: int, cell: Cell) -> Outcome:
+    layout = cell.layout()
+    try:
+        expected = train_plainly(cell)
+        mesh = join_mesh(layout, rank, torch.device("cpu"))
+        found = train_engine(cell, mesh, build_engine(cell.config(), mesh))
+    except Exception as problem:
+        raise AssertionError(f"{cell}: {layout}") from problem
+    assert min(expected.norms) > MAX_NORM, f"{cell}: clipping is not active: {expected.norms}"
+    assert found.evaluation.target_count == expected.evaluation.target_count, cell
+    assert found.evaluation.accuracy == expected.evaluation.accuracy, cell
+    return Outcome(
+        cell,
+        str(layout),
+        tuple(found.gradients),
+        error(found.gradients, expected.gradients),
+        error(found.parameters, expected.parameters),
+        relative((*found.losses, found.evaluation.loss), (*expected.losses, expected.evaluation.loss)),
+        relative(found.norms, expected.norms),
+    )
+
+
+def error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """The largest difference of any element, relative to the largest element of its tensor.
+
+    Some gradients are zero but for rounding (of the keys' biases: softmax does not see them), so no tensor is measured
+    against less than ``FLOOR`` times the largest element of all.
+    """
+    largest = max(value.abs().max().item() for value in expected.values())
+    return max(
+        ((found[name] - expected[name]).abs().max() / max(expected[name].abs().max().item(), FLOOR * largest)).item()
+        for name in found
+    )
+
+
+def relative(found: tuple[float, ...], expected: tuple[float, ...]) -> float:
+    return max(abs(a - b) / abs(b) if not math.isnan(a) else math.nan for a, b in zip(found, expected, strict=True))
+
+
+def global_batch(cell: Cell, step: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of one step, some of the targets ignored."""
+    generator = torch.Generator().manual_seed(100 + step)
+    size = cell.config().batch.global_size
+    if cell.model.startswith("gpt"):
+        inputs = torch.randint(VOCABULARY, (size, SEQUENCE), generator=generator)
+        targets = torch.randint(VOCABULARY, (size, SEQUENCE), generator=generator)
+    else:
+        inputs = torch.randn(size, 3, IMAGE, IMAGE, generator=generator, dtype=parameter_dtype(cell.precision))
+        targets = torch.randint(CLASSES, (size,), generator=generator)
+    targets.view(-1)[torch.randint(targets.numel(), (2,), generator=generator)] = IGNORED
+    return inputs, targets
+
+
+def local_batch(cell: Cell, layout: Layout, dp_rank: int, step: int) -> StepBatch:
+    """The share of ``dp_rank``: consecutive slots, those behind the global batch filled with padding."""
+    inputs, targets = global_batch(cell, step)
+    local = layout.micro_batches * layout.micro_size
+    padding = layout.dp * local - inputs.shape[0]
+    target_count = int((targets != IGNORED).sum())
+    inputs = torch.cat((inputs, inputs.new_zeros(padding, *inputs.shape[1:])))[dp_rank * local :][:local]
+    targets = torch.cat((targets, targets.new_full((padding, *targets.shape[1:]), IGNORED)))[dp_rank * local :][:local]
+    pieces = zip(inputs.split(layout.micro_size), targets.split(layout.micro_size), strict=True)
+    return StepBatch(tuple(Batch(*piece) for piece in pieces), target_count)
+
+
+def train_plainly(cell: Cell) -> Record:
+    """The plain loop of one process."""
+    config, dtype = cell.config(), parameter_dtype(cell.precision)
+    model: Any = build_model(config.model, config.train.seed)
+    model.to(dtype) if cell.model == "custom" else materialise(model, torch.device("cpu"), config.train.seed, dtype)
+    optimizer = adamw(list(model.parameters()), cell)
+    gradients: dict[str, Tensor] = {}
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        inputs, targets = global_batch(cell, step)
+        loss_sum, count = model(inputs, {}, targets)
+        (loss_sum / count).backward()
+        losses.append((loss_sum / count).item())
+        if step == 0:
+            gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        loss_sum, count, correct = model(*_with_context(global_batch(cell, STEPS)))
+    evaluation = StepNumbers((loss_sum / count).item(), int(count), int(correct) / int(count))
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return Record(gradients, parameters, tuple(losses), tuple(norms), evaluation)
+
+
+def train_engine(cell: Cell, mesh: Mesh, engine: Engine) -> Record:
+    """The same with an engine, as the trainer uses it."""
+    parameters = engine.named_parameters()
+    optimizer = adamw(list(parameters.values()), cell)
+    scale = None if cell.loss_scale is None else torch.tensor(cell.loss_scale)
+    gradients: dict[str, Tensor] = {}
+    losses, norms = [], []
+    for step in range(STEPS):
+        batch = local_batch(cell, mesh.layout, mesh.dp_rank, step)
+        numbers = engine.reduce(engine.train_step(step, batch, scale))
+        assert numbers.target_count == batch.target_count
+        losses.append(numbers.loss)
+        if step == 0:
+            gradients = {name: whole(value.grad) / (cell.loss_scale or 1) for name, value in parameters.items()}
+        norms.append(engine.clip_grad_norm_(MAX_NORM, scale).item())
+        optimizer.step()
+    evaluation = engine.reduce(engine.eval_step(local_batch(cell, mesh.layout, mesh.dp_rank, STEPS)))
+    final = {name: whole(value.detach()) for name, value in parameters.items()}
+    return Record(gradients, final, tuple(losses), tuple(norms), evaluation)
+
+
+def adamw(parameters: list[nn.Parameter], cell: Cell) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, eps=EPS[cell.precision])
+
+
+def whole(value: Tensor | None) -> Tensor:
+    """The full tensor, a copy. Collective for DTensors."""
+    assert value is not None
+    return value.full_tensor().clone() if isinstance(value, DTensor) else value.clone()
+
+
+def _with_context(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    return pair[0], {}, pair[1]

@@ -1,0 +1,59 @@
+"""Every layout without pipelines trains as one process does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from hpc_train.config.layout import DATA_PARALLEL
+from tests.layouts.cells import Cell, cells
+from tests.layouts.oracle import check_cells
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_layout_trains_as_one_process_does(world_size: int, record: Callable[..., None]) -> None:
+    allowed, refused = cells(world_size, pipelines=False)
+    record(check_cells(allowed), refused)
+    seen = {cell.strategy["data_parallel"] for cell in allowed if cell.strategy["dp"] > 1}
+    assert seen == (set(DATA_PARALLEL) if world_size > 1 else set())
+
+
+def test_single_precision_and_a_batch_that_divides(record: Callable[..., None]) -> None:
+    batch = {"global_size": 8, "micro_batches": 2}
+    splits = [{"dp": 2, "data_parallel": kind} for kind in DATA_PARALLEL] + [{"tp": 2}]
+    chosen = [Cell(2, model, "fp32", split, batch) for split in splits for model in ("gpt", "gpt-tied", "vit")]
+    record(check_cells(chosen), [])
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_activation_checkpointing_changes_no_gradient(mode: str, record: Callable[..., None]) -> None:
+    train, batch = {"activation_checkpointing": mode}, {"micro_batches": 2}
+    splits = [{"dp": 2, "data_parallel": kind} for kind in DATA_PARALLEL] + [{"tp": 2}]
+    chosen = [Cell(2, model, strategy=split, batch=batch, train=train) for split in splits for model in ("gpt", "vit")]
+    record(check_cells(chosen), [])
+
+
+def test_a_module_without_parts_trains_under_every_data_parallelism(record: Callable[..., None]) -> None:
+    chosen = [
+        Cell(4, "custom", strategy={"dp": 4, "data_parallel": kind, "shard": shard}, batch={"micro_batches": 2})
+        for kind in DATA_PARALLEL
+        for shard in (["fill", 2] if kind.startswith("zero") else ["fill"])
+    ]
+    record(check_cells(chosen), [])
+
+
+def test_a_loss_scale_leaves_the_gradients(record: Callable[..., None]) -> None:
+    splits = [{"dp": 2, "data_parallel": kind} for kind in DATA_PARALLEL] + [{"tp": 2}]
+    record(check_cells([Cell(2, strategy=split, loss_scale=1024.0) for split in splits]), [])
+
+
+def test_options_of_ddp_and_small_buckets(record: Callable[..., None]) -> None:
+    small = {"dp": 2, "bucket_cap_mb": 0.001}
+    splits = [
+        small | {"data_parallel": "ddp"},
+        small | {"data_parallel": "ddp", "static_graph": True},
+        small | {"data_parallel": "reduce"},
+    ]
+    chosen = [Cell(2, "gpt-tied", strategy=split, batch={"micro_batches": n}) for split in splits for n in (1, 3)]
+    record(check_cells(chosen), [])
