@@ -83,10 +83,12 @@ def _run(entry: str, spec: WorkerSpec, stop: StopFlag, listener: socket.socket |
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
+    own_frame = error.__traceback__
+    below = own_frame.tb_next if own_frame else None
     return {
         "kind": "failed",
         "class": classify(error),
         "message": str(error) or type(error).__name__,
-        "traceback": "".join(traceback.format_exception(error)),
+        "traceback": "".join(traceback.format_exception(type(error), error, below)),
         "time": time.time(),
     }

@@ -13,9 +13,11 @@ import subprocess
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from submitit.local.local import LocalExecutor, LocalJob
 
+from hpc_train.cluster.gpus import visible_gpus
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.launch.job import Job, RunAgent
 from hpc_train.launch.slots import Share
@@ -24,10 +26,10 @@ from hpc_train.launch.submitter import local_shape
 TEN_YEARS_S = 10 * 365 * 24 * 3600
 
 
-class SessionExecutor(LocalExecutor):  # type: ignore[misc]
+class SessionExecutor(LocalExecutor):
     """submitit's local executor, each job in a session of its own."""
 
-    def _submit_command(self, command: str) -> LocalJob[None]:
+    def _submit_command(self, command: str) -> LocalJob[Any]:
         settings = {
             "SUBMITIT_LOCAL_NTASKS": "1",
             "SUBMITIT_LOCAL_COMMAND": command,
@@ -57,20 +59,25 @@ class LocalSubmitter:
     name = "this machine"
 
     def __init__(self) -> None:
-        self._jobs: dict[str, LocalJob[None]] = {}
+        self._jobs: dict[str, LocalJob[Any]] = {}
 
     def shape(self, cluster: ClusterConfig) -> tuple[int, int, int]:
         return local_shape(cluster)
 
-    def submit(self, jobs: Sequence[Job], sweep: Path) -> list[str]:
-        at_once = jobs_at_once(jobs, len(os.sched_getaffinity(0)))
+    def at_once(self, jobs: Sequence[Job]) -> int:
+        return jobs_at_once(jobs, len(os.sched_getaffinity(0)), visible_gpus())
+
+    def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
         ids = []
         for job in jobs:
-            share = _share(job, sweep, at_once)
-            submitted = SessionExecutor(job.submitit_folder).submit(RunAgent(str(job.run.path), share))
+            call = RunAgent(str(job.run.path), _share(job, sweep, at_once))
+            submitted: Any = SessionExecutor(job.submitit_folder).submit(call)
             self._jobs[submitted.job_id] = submitted
             ids.append(submitted.job_id)
         return ids
+
+    def identity(self, job_id: str) -> dict[str, Any]:
+        return {"pid": int(job_id)}
 
     def present(self, ids: Collection[str]) -> set[str]:
         return {job_id for job_id in ids if not self._jobs[job_id].done()}
@@ -86,22 +93,23 @@ class LocalSubmitter:
         return job.submitit_folder / f"{job_id}_0_log.err"
 
 
-def jobs_at_once(jobs: Sequence[Job], cores: int) -> int:
-    """How many of ``jobs`` may run together: the user's cap, or on CPUs as many as have a core for each worker.
-
-    On GPUs the slots alone decide.
-    """
+def jobs_at_once(jobs: Sequence[Job], cores: int, gpus: int) -> int:
+    """How many of ``jobs`` may run together: the user's cap, or as many as have a GPU or a core for each worker."""
     asked = jobs[0].config.launch.array_parallelism
     if isinstance(asked, int):
         return min(asked, len(jobs))
-    if any(job.gpus for job in jobs):
-        return len(jobs)
+    smallest = min(_gpus(job) for job in jobs)
+    if smallest:
+        return max(1, min(len(jobs), gpus // smallest))
     return max(1, min(len(jobs), cores // max(job.layout.world_size for job in jobs)))
+
+
+def _gpus(job: Job) -> int:
+    """The GPUs that a job holds: those that the user names, or as many as the layout has ranks."""
+    return job.gpus if isinstance(job.config.cluster.gpus_per_node, int) else min(job.gpus, job.layout.world_size)
 
 
 def _share(job: Job, sweep: Path, at_once: int) -> Share:
     """A job's GPUs; on CPUs an equal share of the cores, all of them for a job that runs alone."""
     cores = max(1, len(os.sched_getaffinity(0)) // at_once)
-    takes_all = isinstance(job.config.cluster.gpus_per_node, int)  # the number of GPUs is the user's own
-    gpus = job.gpus if takes_all else min(job.gpus, job.layout.world_size)
-    return Share(gpus=gpus, cores=cores, sweep=str(sweep), at_once=at_once)
+    return Share(gpus=_gpus(job), cores=cores, sweep=str(sweep), at_once=at_once)

@@ -30,7 +30,11 @@ class SlurmSubmitter:
         asked = cluster.gpus_per_node
         return (cluster.nodes, *workers_per_node(cluster, visible=asked if isinstance(asked, int) else 0))
 
-    def submit(self, jobs: Sequence[Job], sweep: Path) -> list[str]:
+    def at_once(self, jobs: Sequence[Job]) -> int:
+        """All: Slurm queues them, and keeps to ``launch.array_parallelism``."""
+        return len(jobs)
+
+    def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
         ids: dict[int, str] = {}
         resources = {job.number: _resources(job) for job in jobs}
         by_shape = sorted(jobs, key=lambda job: (str(resources[job.number]), job.number))
@@ -42,6 +46,9 @@ class SlurmSubmitter:
                 ids[job.number] = job_id
                 self._folders[job_id] = folder
         return [ids[job.number] for job in jobs]
+
+    def identity(self, job_id: str) -> dict[str, Any]:
+        return {"job_id": job_id}
 
     def present(self, ids: Collection[str]) -> set[str]:
         if not ids:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.config.errors import ConfigError
@@ -25,8 +25,20 @@ class Submitter(Protocol):
             ConfigError: this place cannot give what is asked for.
         """
 
-    def submit(self, jobs: Sequence[Job], sweep: Path) -> list[str]:
-        """Submits ``jobs``, whose runs are frozen; returns their ids in order."""
+    def at_once(self, jobs: Sequence[Job]) -> int:
+        """How many of ``jobs`` are to be there (waiting or running) at the same time."""
+
+    def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
+        """Submits ``jobs``, whose runs are frozen; returns their ids in order.
+
+        ``at_once`` is that of all jobs of the directory ``sweep``.
+
+        Raises:
+            ConfigError: the scheduler refuses them.
+        """
+
+    def identity(self, job_id: str) -> dict[str, Any]:
+        """What ``run.submissions.add`` is told of a job, so that a live run is known as such."""
 
     def present(self, ids: Collection[str]) -> set[str]:
         """Those of ``ids`` that wait or run."""

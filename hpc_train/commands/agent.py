@@ -1,0 +1,18 @@
+"""``python -m hpc_train agent RUN_DIR``: runs the agent of this node on a frozen run, as batch scripts do."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from hpc_train.config.freeze import load
+from hpc_train.elastic.agent import run_agent
+from hpc_train.run.directory import RunDirectory
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m hpc_train agent", description=__doc__)
+    parser.add_argument("run_dir", type=Path, help="a run directory, as `python -m hpc_train freeze …` prints it")
+    run = RunDirectory(parser.parse_args(arguments).run_dir.absolute())
+    load(run)
+    return run_agent(run)

@@ -1,0 +1,26 @@
+"""A run in the foreground: the agent in this process, the progress on the terminal, and how to go on afterwards."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+
+from hpc_train.config.freeze import load
+from hpc_train.elastic.agent import run_agent
+from hpc_train.launch.watch import resume_command
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.exits import Exit
+from hpc_train.telemetry.progress import Progress
+
+
+def run_in_foreground(run: RunDirectory) -> int:
+    """Trains the frozen ``run`` to its end on this machine; returns the exit code."""
+    console = Console()
+    progress = Progress(run, console)
+    code = run_agent(run, progress.tick)
+    progress.finish()
+    if code == Exit.STOPPED:
+        console.print("stopped after a checkpoint; this goes on:", highlight=False)
+        print(f"  {resume_command(tuple(sys.argv[1:]), run, load(run).run.root)}")
+    return code

@@ -1,0 +1,85 @@
+"""The Hydra launcher behind ``-m``: compose and check all jobs, freeze, submit, then watch them or leave."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.utils import JobReturn, JobStatus, filter_overrides
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+from rich.console import Console
+
+from hpc_train.config.directory import job_directory
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.freeze import freeze
+from hpc_train.launch.job import Job
+from hpc_train.launch.prepare import prepare
+from hpc_train.launch.queue import JobQueue
+from hpc_train.launch.submitter import choose
+from hpc_train.launch.waiting import hand_over, report, wait
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.exits import Exit
+
+
+class HpcTrainLauncher(Launcher):
+    """Submits the jobs of a sweep; nothing is submitted unless all of them are valid."""
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self._loader = hydra_context.config_loader
+        self._config = config
+        self._sweep = Path(config.hydra.sweep.dir)
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Runs the jobs to their end, or leaves them running (``launch.detach``).
+
+        Returns:
+            the last loss of each job, for sweepers that search; nothing when detached.
+
+        Raises:
+            ConfigError: a job is wrong or was refused.
+            SystemExit: a job did not end well; the code says how.
+        """
+        console = Console()
+        jobs = self._jobs(job_overrides, initial_job_idx)
+        for job in jobs:
+            freeze(job.config, job.run)
+        queue = JobQueue(jobs, choose(jobs[0].config.cluster), self._sweep, console)
+        if jobs[0].config.launch.detach:
+            hand_over(queue, console)
+            return []
+        wait(queue, console)
+        code = report(queue, console)
+        if code != Exit.DONE:
+            sys.exit(code)
+        return [_result(job, view.metrics) for job, view in zip(jobs, queue.views, strict=True)]
+
+    def _jobs(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[Job]:
+        """Composes and checks every job; a mistake names the job that it is in."""
+        count = first + len(job_overrides)
+        if not self._config.hydra.sweeper._target_.endswith(".BasicSweeper"):
+            count = max(count, 2)  # a sweeper that submits in batches: all of its runs are numbered
+        jobs = []
+        for number, overrides in enumerate(job_overrides, start=first):
+            own = filter_overrides(list(overrides))
+            run = RunDirectory(job_directory(self._sweep, number, count))
+            try:
+                jobs.append(prepare(self._loader.load_sweep_config(self._config, list(overrides)), run, number, own))
+            except ConfigError as error:
+                if count == 1:
+                    raise
+                what = f"job {number} ({' '.join(own)}): {error.what}"
+                raise ConfigError(what, where=error.where, mend=error.mend) from error
+        return jobs
+
+
+def _result(job: Job, metrics: dict[str, Any]) -> JobReturn:
+    result = JobReturn()
+    result.overrides = list(job.overrides)
+    result.working_dir = str(job.run.path)
+    result.status = JobStatus.COMPLETED
+    result.return_value = metrics.get("val_loss", metrics.get("loss"))
+    return result

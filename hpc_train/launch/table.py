@@ -1,0 +1,97 @@
+"""Submitted jobs as a live table; as plain lines where the output is not a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from hpc_train.launch.job import Job
+from hpc_train.launch.watch import View
+
+LINE_EVERY_S = 10.0
+ROWS = 30  # a terminal shows no more; jobs that have ended are counted instead
+
+
+class JobTable:
+    """``show`` takes how the jobs stand now; ``close`` leaves the last state on the screen."""
+
+    def __init__(self, jobs: Sequence[Job], console: Console) -> None:
+        self._jobs = jobs
+        self._console = console
+        self._live: Live | None = None
+        self._told: dict[int, tuple[str, float]] = {}
+
+    def show(self, views: Sequence[View]) -> None:
+        if self._console.is_terminal:
+            if self._live is None:
+                self._live = Live(console=self._console, auto_refresh=False)
+                self._live.start()
+            self._live.update(self._table(views), refresh=True)
+        else:
+            self._lines(views)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _table(self, views: Sequence[View]) -> Table:
+        table = Table(box=None, pad_edge=False)
+        for name in ("job", "strategy", "state"):
+            table.add_column(name)
+        for name in ("step", "loss", "tokens/s", "time left"):
+            table.add_column(name, justify="right")
+        rows = list(zip(self._jobs, views, strict=True))
+        shown = sorted(rows, key=lambda row: (row[1].exit == 0, row[0].number))[:ROWS]
+        for job, view in sorted(shown, key=lambda row: row[0].number):
+            table.add_row(*cells(job, view))
+        if len(rows) > ROWS:
+            done = sum(view.exit == 0 for view in views)
+            table.caption = f"{len(rows)} jobs, {done} done, {len(rows) - len(shown)} not shown"
+        return table
+
+    def _lines(self, views: Sequence[View]) -> None:
+        now = time.monotonic()
+        for job, view in zip(self._jobs, views, strict=True):
+            state, told_at = self._told.get(job.number, ("", 0.0))
+            if view.state != state or (view.state == "running" and now - told_at > LINE_EVERY_S):
+                self._told[job.number] = (view.state, now)
+                self._console.print(plain_line(job, view), markup=False, highlight=False, soft_wrap=True)
+
+
+def cells(job: Job, view: View) -> tuple[str, ...]:
+    """One row: job, strategy, state, step, loss, tokens/s, time left."""
+    metrics, steps = view.metrics, job.config.train.steps
+    step = metrics.get("step")
+    loss, speed, step_s = metrics.get("loss"), metrics.get("tokens_per_s"), metrics.get("step_s")
+    left = ""
+    if view.exit is None and steps is not None and step is not None and step_s is not None:
+        left = duration((steps - step) * step_s)
+    return (
+        str(job.number),
+        job.config.strategy.name,
+        view.state,
+        "" if step is None else f"{step}" + (f"/{steps}" if steps else ""),
+        "" if loss is None else f"{loss:.4f}",
+        "" if speed is None else f"{speed:,.0f}",
+        left,
+    )
+
+
+def plain_line(job: Job, view: View) -> str:
+    number, strategy, state, step, loss, speed, left = cells(job, view)
+    parts = [f"job {number}", strategy, state]
+    parts += [text for value, text in ((step, f"step {step}"), (loss, f"loss {loss}")) if value]
+    parts += [text for value, text in ((speed, f"{speed} tokens/s"), (left, f"{left} left")) if value]
+    return " · ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds as 1:02:03 or 2:03."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
