@@ -6,11 +6,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
 from hpc_train.config.schema import Config
+from hpc_train.data.dataset import Dataset
+from hpc_train.measure.memory import peak_device_memory, peak_host_memory
 from hpc_train.measure.peak_flops import peak_flops
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
@@ -72,7 +73,7 @@ class Meter:
         return rates
 
 
-def make_meter(config: Config, mesh: Mesh) -> Meter:
+def make_meter(config: Config, mesh: Mesh, dataset: Dataset) -> Meter:
     """With what utilisation needs, where the model and the devices are known."""
     if mesh.device.type != "cuda":
         return Meter()
@@ -81,15 +82,10 @@ def make_meter(config: Config, mesh: Mesh) -> Meter:
         return Meter()
     model = build_model(config.model, config.train.seed)  # on meta: no memory, no time
     assert isinstance(model, Model)
-    return Meter(model.flops_per_sample(), per_device * mesh.layout.world_size)
+    inputs = torch.empty((1, *dataset.sample(0, 0).inputs.shape), device="meta")
+    return Meter(model.flops_per_sample(inputs), per_device * mesh.layout.world_size)
 
 
-def peak_memory_bytes(device: torch.device) -> int | None:
+def peak_memory_bytes(device: torch.device) -> int:
     """The most memory this rank has used: of the GPU's allocator, on the CPU the resident set (VmHWM)."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
+    return peak_device_memory(device) or peak_host_memory()

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-import threading
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint  # noqa: F401  slow to import: the warm parent has it, forked workers need not
+import torch.distributed.checkpoint  # slow to import: the warm parent has it, forked workers need not
 import torch.distributed.pipelining  # noqa: F401
 
 from hpc_train.checkpoint.manager import CheckpointManager, RestoredState
@@ -20,7 +17,7 @@ from hpc_train.config.schema import Config
 from hpc_train.data.build import build_dataset
 from hpc_train.data.feed import EvalFeed, TrainFeed
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.mesh import Mesh, join_mesh
+from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
@@ -29,11 +26,10 @@ from hpc_train.run.worker_spec import WorkerSpec
 from hpc_train.train.learning_rate import peak_rate
 from hpc_train.train.meter import make_meter
 from hpc_train.train.optimizer import Optimizer
+from hpc_train.train.processes import join, leave
 from hpc_train.train.report import open_report
 from hpc_train.train.step import TrainStep
 from hpc_train.train.trainer import Length, Trainer
-
-LEAVE_S = 10.0  # for the end of the process groups, which can hang
 
 
 def train(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
@@ -48,51 +44,16 @@ def train(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
     """
     run = RunDirectory(Path(spec.run_dir))
     config = load(run)
-    torch.set_num_threads(spec.threads)
-    device = _device(spec)
-    timeout = timedelta(seconds=config.elastic.collective_timeout_s)
-    _join(spec, device, timeout, listen_fd)
-    mesh = join_mesh(spec.layout, spec.rank, device, timeout)
+    mesh = join(spec, config, listen_fd)
     events = EventLog.open(run, f"rank-{spec.rank:04d}", spec.attempt, spec.rank)
     trainer = _build(config, run, mesh, events, stop)
     try:
         code = trainer.run()
     finally:
         trainer.feed.close()
-    _leave(mesh)
+    leave(mesh)
     trainer.report.close()
     return code
-
-
-def _device(spec: WorkerSpec) -> torch.device:
-    if spec.gpus_per_node == 0:
-        return torch.device("cpu")
-    device = torch.device("cuda", spec.local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
-def _join(spec: WorkerSpec, device: torch.device, timeout: timedelta, listen_fd: int | None) -> None:
-    world_size = spec.layout.world_size
-    first = spec.rank == 0
-    store = dist.TCPStore(
-        spec.master_address,
-        spec.master_port,
-        world_size,
-        is_master=first,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listen_fd if first else None,
-    )
-    cuda = device.type == "cuda"
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        store=dist.PrefixStore(f"attempt-{spec.attempt}", store),
-        rank=spec.rank,
-        world_size=world_size,
-        timeout=timeout,
-        device_id=device if cuda else None,
-    )
 
 
 def _build(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, stop: StopFlag) -> Trainer:
@@ -118,7 +79,7 @@ def _build(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, stop
         checkpoints=checkpoints,
         stop=stop,
         length=length,
-        meter=make_meter(config, mesh),
+        meter=make_meter(config, mesh, training),
         report=report,
     )
     if restored is not None:
@@ -165,15 +126,3 @@ def _check_agreement(mesh: Mesh, facts: dict[str, Any]) -> None:
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _leave(mesh: Mesh) -> None:
-    """Ends the process groups after all ranks are through, but never waits long: the process ends anyway."""
-
-    def end() -> None:
-        dist.barrier(group=mesh.control)
-        dist.destroy_process_group()
-
-    thread = threading.Thread(target=end, name="leave", daemon=True)
-    thread.start()
-    thread.join(LEAVE_S)

@@ -1,0 +1,81 @@
+"""What is to be measured, as the command hands it to the workers through the run directory. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.layout import Layout
+from hpc_train.config.schema import Config
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.files import read_json, write_json
+
+REQUEST, PROGRESS, RESULT = "bench-request.json", "bench-progress.json", "bench-result.json"
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """Blocks of ``steps`` steps, ``pairs`` times; ``raw`` names the bare loop to alternate with."""
+
+    steps: int
+    pairs: int
+    warmup: int
+    raw: str | None
+
+    def write(self, run: RunDirectory) -> None:
+        write_json(run.path / REQUEST, asdict(self))
+
+    @classmethod
+    def read(cls, run: RunDirectory) -> StepRequest:
+        return cls(**read_json(run.path / REQUEST))
+
+
+def write_progress(run: RunDirectory, done: int, of: int) -> None:
+    write_json(run.path / PROGRESS, {"done": done, "of": of})
+
+
+def read_progress(run: RunDirectory) -> tuple[int, int] | None:
+    """Blocks measured and to be measured; None before the first."""
+    path = run.path / PROGRESS
+    if not path.exists():
+        return None
+    value = read_json(path)
+    return value["done"], value["of"]
+
+
+def write_result(run: RunDirectory, result: dict[str, Any]) -> None:
+    write_json(run.path / RESULT, result)
+
+
+def read_result(run: RunDirectory) -> dict[str, Any]:
+    return read_json(run.path / RESULT)
+
+
+def bare_loop(config: Config, layout: Layout) -> str:
+    """The bare loop of ``raw.py`` that does what ``config`` does in ``layout``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    data_parallel = layout.data_parallel
+    if config.precision.name == "fp16":
+        raise ConfigError(
+            "the bare loops have no loss scaling",
+            where="precision, --against",
+            mend="precision=bf16 or fp32, or no --against",
+        )
+    if layout.world_size == 1:
+        return "single"
+    if layout.dp == layout.world_size and layout.shard in (1, layout.dp):
+        if data_parallel == "ddp":
+            return "dp"
+        if data_parallel == "zero2":
+            return "zero2"
+    if layout.pp == layout.world_size and layout.schedule == "1f1b":
+        return "pp"
+    raise ConfigError(
+        f"there is no bare loop for {layout}",
+        where="strategy, --against",
+        mend="+strategy=single, dp, zero2 or pp with schedule 1f1b, or no --against",
+    )

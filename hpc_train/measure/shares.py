@@ -1,0 +1,134 @@
+"""Where the time of a step goes besides computing: waiting for collectives, and the pipeline's bubble.
+
+Both are measured in steps of their own, because looking slows them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.profiler import ProfilerActivity, profile
+
+Interval = tuple[float, float]
+
+STAGE_WORK = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+
+
+def communication_share(step: Callable[[], None], device: torch.device, steps: int = 3) -> float:
+    """The share of ``steps`` steps in which a collective was under way on this rank and no computation: not overlapped.
+
+    From torch.profiler: on a GPU intervals of NCCL kernels against all other kernels; on the CPU gloo's operations
+    against aten operators and compiled regions. Messages between pipeline stages are left out: waiting for them is the
+    bubble. Waiting for a slower rank inside a collective counts.
+    """
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])
+    with profile(activities=activities) as profiler:
+        begin = time.perf_counter()
+        for _ in range(steps):
+            step()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        elapsed = time.perf_counter() - begin
+    events = profiler.events() or []
+    communication, computation = _gpu_intervals(events) if on_gpu else _cpu_intervals(events)
+    return uncovered(communication, computation) * 1e-6 / elapsed
+
+
+def _cpu_intervals(events: Iterable[Any]) -> tuple[list[Interval], list[Interval]]:
+    communication, computation = [], []
+    for event in events:
+        interval = (event.time_range.start, event.time_range.end)
+        if event.name.startswith("gloo:"):
+            if not event.name.startswith(("gloo:send", "gloo:recv")):
+                communication.append(interval)
+        elif event.name.startswith(("aten::", "Torch-Compiled", "CompiledFx")):
+            computation.append(interval)
+    return communication, computation
+
+
+def _gpu_intervals(events: Iterable[Any]) -> tuple[list[Interval], list[Interval]]:
+    communication, computation = [], []
+    for event in events:
+        if event.device_type != torch.autograd.DeviceType.CUDA or event.is_user_annotation:
+            continue
+        interval = (event.time_range.start, event.time_range.end)
+        if "nccl" not in event.name:
+            computation.append(interval)
+        elif "SendRecv" not in event.name:
+            communication.append(interval)
+    return communication, computation
+
+
+def uncovered(intervals: Iterable[Interval], covers: Iterable[Interval]) -> float:
+    """Length of the union of ``intervals`` without the union of ``covers``."""
+    both = [*intervals]
+    covers = [*covers]
+    return _union_length([*both, *covers]) - _union_length(covers)
+
+
+def _union_length(intervals: Iterable[Interval]) -> float:
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        if end > reached:
+            total += end - max(begin, reached)
+            reached = end
+    return total
+
+
+def bubble_share(step: Callable[[], None], device: torch.device, steps: int = 3) -> float:
+    """The share of ``steps`` passes of a pipeline schedule in which this rank's stages computed nothing.
+
+    ``step`` is forward and backward over all micro-batches. The time inside a stage's forward and backward chunks is
+    taken with the host's clock on the CPU and with events on the GPU; waiting for messages lies outside of them.
+    """
+    with _timed_stages(device) as computing:
+        _settle(device)
+        begin = time.perf_counter()
+        for _ in range(steps):
+            step()
+        _settle(device)
+        elapsed = time.perf_counter() - begin
+    return max(0.0, 1.0 - sum(seconds() for seconds in computing) / elapsed)
+
+
+@contextmanager
+def _timed_stages(device: torch.device) -> Iterator[list[Callable[[], float]]]:
+    """Notes how long each chunk of any stage takes, as functions that give seconds once the device has settled."""
+    computing: list[Callable[[], float]] = []
+    originals = {name: getattr(_PipelineStageBase, name) for name in STAGE_WORK}
+    try:
+        for name, original in originals.items():
+            setattr(_PipelineStageBase, name, _timed(original, device, computing))
+        yield computing
+    finally:
+        for name, original in originals.items():
+            setattr(_PipelineStageBase, name, original)
+
+
+def _timed(work: Callable[..., Any], device: torch.device, computing: list[Callable[[], float]]) -> Callable[..., Any]:
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        if device.type == "cuda":
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            result = work(*args, **kwargs)
+            last.record()
+            computing.append(lambda: first.elapsed_time(last) * 1e-3)
+            return result
+        begin = time.perf_counter()
+        result = work(*args, **kwargs)
+        elapsed = time.perf_counter() - begin
+        computing.append(lambda: elapsed)
+        return result
+
+    return timed
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

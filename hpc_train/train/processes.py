@@ -1,0 +1,71 @@
+"""How a worker joins the others of its attempt, and how it leaves them."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from hpc_train.config.schema import Config
+from hpc_train.parallel.mesh import Mesh, join_mesh
+from hpc_train.run.worker_spec import WorkerSpec
+
+LEAVE_S = 10.0  # for the end of the process groups, which can hang
+
+
+def join(spec: WorkerSpec, config: Config, listen_fd: int | None) -> Mesh:
+    """Sets threads and device of this process and meets the other ranks. Collective.
+
+    Args:
+        listen_fd: on rank 0, the socket that already listens on ``spec.master_port``.
+    """
+    torch.set_num_threads(spec.threads)
+    device = _device(spec)
+    timeout = timedelta(seconds=config.elastic.collective_timeout_s)
+    _join(spec, device, timeout, listen_fd)
+    return join_mesh(spec.layout, spec.rank, device, timeout)
+
+
+def _device(spec: WorkerSpec) -> torch.device:
+    if spec.gpus_per_node == 0:
+        return torch.device("cpu")
+    device = torch.device("cuda", spec.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _join(spec: WorkerSpec, device: torch.device, timeout: timedelta, listen_fd: int | None) -> None:
+    world_size = spec.layout.world_size
+    first = spec.rank == 0
+    store = dist.TCPStore(
+        spec.master_address,
+        spec.master_port,
+        world_size,
+        is_master=first,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listen_fd if first else None,
+    )
+    cuda = device.type == "cuda"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        store=dist.PrefixStore(f"attempt-{spec.attempt}", store),
+        rank=spec.rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if cuda else None,
+    )
+
+
+def leave(mesh: Mesh) -> None:
+    """Ends the process groups after all ranks are through, but never waits long: the process ends anyway."""
+
+    def end() -> None:
+        dist.barrier(group=mesh.control)
+        dist.destroy_process_group()
+
+    thread = threading.Thread(target=end, name="leave", daemon=True)
+    thread.start()
+    thread.join(LEAVE_S)
