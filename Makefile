@@ -18,7 +18,7 @@ STAMPS := .venv
 endif
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test lint install install-dev clean
+.PHONY: train test lint slurm-up slurm-down slurm-env install install-dev clean
 
 train: install
 	$(PY) -m hpc_train +strategy=hybrid -m
@@ -49,6 +49,15 @@ endif
 $(STAMPS)/.hpc_train-installed-dev: $(STAMPS)/.hpc_train-installed
 	$(INSTALL) -e '.[dev]'
 	@touch $@
+
+slurm-up:
+	@$(PYTHON) slurm/devcluster/devcluster.py up $(DEVCLUSTER)
+
+slurm-down:
+	@$(PYTHON) slurm/devcluster/devcluster.py down $(DEVCLUSTER)
+
+slurm-env:
+	@$(PYTHON) slurm/devcluster/devcluster.py env $(DEVCLUSTER)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

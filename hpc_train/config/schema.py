@@ -99,7 +99,7 @@ class TextDataConfig:
     path: str | None = None  # a file, a directory or a glob; null: the source of Python's standard library
     pattern: str = "**/*.py"  # files taken when path is a directory (or null)
     sequence_length: int = 256
-    validation_share: float = 0.05  # of the files
+    validation_share: float = 0.01  # of the files
     vocab_size: int = 256
 
 
