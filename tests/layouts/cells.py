@@ -129,10 +129,12 @@ def _shards(strategy: dict[str, Any], schedule: str | None) -> Iterator[dict[str
 
 
 def _batches(strategy: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    """One micro-batch and accumulation over three; in pipelines as many as the schedule asks for."""
+    """One micro-batch and accumulation over three; in pipelines so many that all stages work at once for a while."""
     if strategy["pp"] == 1:
         return {"micro_batches": 1}, {"micro_batches": 3}
-    return ({},)
+    if strategy["schedule"] == "sequential":
+        return ({"micro_batches": 1},)
+    return ({"micro_batches": strategy["pp"] * (strategy["stages_per_rank"] + 1)},)
 
 
 def _divisors(number: int) -> list[int]:
