@@ -36,7 +36,7 @@ class SlurmSubmitter:
 
     def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
         ids: dict[int, str] = {}
-        resources = {job.number: _resources(job) for job in jobs}
+        resources = {job.number: _resources(job, sweep.name) for job in jobs}
         by_shape = sorted(jobs, key=lambda job: (str(resources[job.number]), job.number))
         for _, group in groupby(by_shape, key=lambda job: str(resources[job.number])):
             same = list(group)
@@ -69,10 +69,10 @@ class SlurmSubmitter:
         return self._folders[job_id] / f"{job_id}_0_log.err"
 
 
-def _resources(job: Job) -> dict[str, Any]:
+def _resources(job: Job, name: str) -> dict[str, Any]:
     cluster = job.config.cluster
     asked: dict[str, Any] = {
-        "job_name": f"hpc_train-{job.run.path.name}",
+        "job_name": f"hpc_train-{name}",
         "nodes": cluster.nodes,
         "ntasks_per_node": 1,
         "gpus_per_node": job.gpus or None,

@@ -101,7 +101,7 @@ def _end(run: RunDirectory, attempt: int) -> dict[str, Any] | None:
 
 def _message(run: RunDirectory, end: dict[str, Any]) -> str:
     """The failing rank's own traceback."""
-    if end["event"] != "failed" or "rank" not in end:
+    if end["event"] != "failed" or "class" not in end:
         return str(end.get("message", ""))
     if end["exit_code"] == Exit.REFUSED:
         return end["message"]

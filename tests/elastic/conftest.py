@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hpc_train.config.freeze import freeze
 
+from hpc_train.config.freeze import freeze
 from hpc_train.config.schema import (
     BatchConfig,
     ClusterConfig,

@@ -1,0 +1,49 @@
+"""Jobs for the tests of launching, made without composing a config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hpc_train.config.layout import resolve_layout
+from hpc_train.config.schema import (
+    BatchConfig,
+    ClusterConfig,
+    Config,
+    GPTConfig,
+    LaunchConfig,
+    RunConfig,
+    StrategyConfig,
+    SyntheticDataConfig,
+    TrainConfig,
+)
+from hpc_train.launch.job import Job
+from hpc_train.run.directory import RunDirectory
+
+TINY = GPTConfig(vocab_size=256, n_layers=2, dim=16, n_heads=2, n_kv_heads=2, ffn_dim=32)
+
+
+def make_job(
+    sweep: Path,
+    number: int = 0,
+    *,
+    cluster: ClusterConfig | None = None,
+    dp: int | str = "fill",
+    cap: int | str = "auto",
+    gpus: int = 0,
+) -> Job:
+    """A data-parallel job on ``gpus`` GPUs or on the CPU workers of ``cluster``."""
+    cluster = cluster or ClusterConfig(kind="local", cpu_workers=2)
+    config = Config(
+        cluster=cluster,
+        strategy=StrategyConfig(name="dp", dp=dp),
+        model=TINY,
+        data=SyntheticDataConfig(),
+        train=TrainConfig(steps=100),
+        batch=BatchConfig(global_size=32),
+        launch=LaunchConfig(array_parallelism=cap),
+        run=RunConfig(root=str(sweep.parent), name=sweep.name),
+    )
+    workers = gpus or cluster.cpu_workers
+    run = RunDirectory(sweep / str(number))
+    run.create()
+    return Job(number, ("+strategy=dp",), config, resolve_layout(config, cluster.nodes, workers), gpus, workers, run)

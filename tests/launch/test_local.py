@@ -1,0 +1,68 @@
+"""Jobs on this machine: how many at once, in sessions of their own, with the exit that the scheduler would see."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpc_train.config.schema import ClusterConfig
+from hpc_train.launch.local import SessionExecutor, jobs_at_once
+from tests.launch.jobs import make_job
+
+
+@pytest.mark.parametrize(
+    ("count", "workers", "cores", "cap", "expected"),
+    [
+        (4, 4, 2, "auto", 1),  # one job uses more workers than there are cores
+        (4, 1, 2, "auto", 2),
+        (4, 2, 8, "auto", 4),
+        (6, 2, 8, "auto", 4),
+        (1, 1, 8, "auto", 1),
+        (6, 4, 2, 3, 3),  # the user's cap is the user's
+        (2, 4, 2, 5, 2),
+    ],
+)
+def test_jobs_at_once_on_cores(
+    tmp_path: Path, count: int, workers: int, cores: int, cap: int | str, expected: int
+) -> None:
+    cluster = ClusterConfig(cpu_workers=workers)
+    jobs = [make_job(tmp_path, number, cluster=cluster, cap=cap) for number in range(count)]
+    assert jobs_at_once(jobs, cores, gpus=0) == expected
+
+
+def test_jobs_at_once_on_gpus(tmp_path: Path) -> None:
+    jobs = [make_job(tmp_path, number, gpus=8, dp=2) for number in range(6)]
+    assert jobs_at_once(jobs, cores=2, gpus=8) == 4
+
+
+def tell_session(path: str) -> None:
+    Path(path).write_text(f"{os.getpid()} {os.getsid(0)} {os.environ.get('CUDA_VISIBLE_DEVICES')}")
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(7))
+    time.sleep(60)
+
+
+def until(condition: Callable[[], bool], timeout: float = 60) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_job_has_its_own_session_sees_the_gpus_and_gets_the_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
+    told = tmp_path / "told"
+    job = SessionExecutor(tmp_path / "submitit").submit(tell_session, str(told))
+    until(lambda: told.exists() and bool(told.read_text()))
+    pid, session, devices = told.read_text().split()
+    assert int(session) == int(job.job_id) != os.getsid(0)
+    assert devices == "5,6"
+    os.kill(int(job.job_id), signal.SIGTERM)
+    until(job.done)
+    assert not Path(f"/proc/{pid}").exists()

@@ -1,0 +1,91 @@
+"""GPUs and cores are never held twice, and come back however their holder ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_train.launch.slots import Share, reserve, take
+
+NAMES = ["gpu-0", "gpu-1", "gpu-2"]
+
+
+def never() -> bool:
+    return False
+
+
+def at_once(folder: Path, count: int) -> list[str]:
+    """What can be had without waiting."""
+    asked = iter([False, False, False, True])
+    with take(folder, NAMES, count, lambda: next(asked, True)) as held:
+        return held
+
+
+def test_two_holders_never_share(tmp_path: Path) -> None:
+    with take(tmp_path, NAMES, 2, never) as first:
+        assert first == ["gpu-0", "gpu-1"]
+        assert at_once(tmp_path, 1) == ["gpu-2"]
+        assert at_once(tmp_path, 2) == []
+        assert at_once(tmp_path, 1) == ["gpu-2"], "a wait in vain holds nothing afterwards"
+    assert at_once(tmp_path, 3) == NAMES
+
+
+def test_waiting_ends_when_it_is_over(tmp_path: Path) -> None:
+    with take(tmp_path, NAMES, 3, never):
+        started = time.monotonic()
+        with take(tmp_path, NAMES, 1, lambda: time.monotonic() - started > 0.5) as held:
+            assert held == []
+        assert time.monotonic() - started < 5
+
+
+def test_a_killed_holder_gives_back(tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from pathlib import Path; from hpc_train.launch.slots import take\n"
+        f"with take(Path({str(tmp_path)!r}), {NAMES!r}, 3, lambda: False):\n"
+        "    print('held', flush=True); time.sleep(60)\n"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    with holder, holder.stdout:
+        assert holder.stdout.readline() == "held\n"
+        assert at_once(tmp_path, 1) == []
+        holder.kill()
+    assert at_once(tmp_path, 3) == NAMES
+
+
+def test_a_job_sees_only_the_cores_that_it_holds(tmp_path: Path) -> None:
+    before = os.sched_getaffinity(0)
+    script = (
+        "import os; from pathlib import Path; from hpc_train.launch.slots import Share, reserve\n"
+        f"with reserve(Share(0, 1, {str(tmp_path)!r}, 1), lambda: False, Path({str(tmp_path)!r})):\n"
+        "    print(len(os.sched_getaffinity(0)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n"
+    assert os.sched_getaffinity(0) == before
+
+
+def test_a_job_sees_only_the_gpus_that_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpc_train.launch.slots.visible_devices", lambda: ("0", "1", "GPU-abc"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,GPU-abc")
+    with take(tmp_path, ["gpu-0"], 1, never), reserve(Share(2, 0, str(tmp_path), 1), never, tmp_path):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,GPU-abc"
+
+
+def test_a_sweep_keeps_to_its_cap(tmp_path: Path) -> None:
+    sweep, machine = tmp_path / "sweep", tmp_path / "machine"
+    sweep.mkdir()
+    machine.mkdir()
+    share = Share(gpus=0, cores=1, sweep=str(sweep), at_once=1)
+    before = os.sched_getaffinity(0)
+    try:
+        asked = iter([False, False, True, True])
+        with reserve(share, never, machine), take(sweep / ".slots", ["turn-0"], 1, asked.__next__) as turn:
+            assert turn == []
+    finally:
+        os.sched_setaffinity(0, before)

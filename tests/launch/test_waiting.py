@@ -1,0 +1,138 @@
+"""The queue and Ctrl-C, with a place that runs nothing."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from hpc_train.config.schema import ClusterConfig
+from hpc_train.launch import waiting
+from hpc_train.launch.job import Job
+from hpc_train.launch.queue import JobQueue
+from hpc_train.run.events import EventLog
+from tests.launch.jobs import make_job
+
+
+class FakePlace:
+    """Takes two jobs at once; ``end`` ends one as an agent would."""
+
+    name = "a fake place"
+
+    def __init__(self) -> None:
+        self.running: dict[str, Job] = {}
+        self.order: list[int] = []
+        self.stopped: list[str] = []
+
+    def shape(self, cluster: ClusterConfig) -> tuple[int, int, int]:
+        return 1, 0, cluster.cpu_workers
+
+    def at_once(self, jobs: Sequence[Job]) -> int:
+        return 2
+
+    def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
+        for job in jobs:
+            self.running[str(job.number)] = job
+            self.order.append(job.number)
+        return [str(job.number) for job in jobs]
+
+    def identity(self, job_id: str) -> dict[str, Any]:
+        return {"job_id": job_id}
+
+    def present(self, ids: Collection[str]) -> set[str]:
+        return set(ids) & set(self.running)
+
+    def stop(self, ids: Collection[str]) -> None:
+        self.stopped.extend(ids)
+        for job_id in list(ids):
+            self.end(job_id, "stopped", 75)
+
+    def stop_command(self, ids: Collection[str]) -> str:
+        return f"stop {' '.join(ids)}"
+
+    def output(self, job: Job, job_id: str) -> Path:
+        return job.run.path / "agent.err"
+
+    def end(self, job_id: str, event: str = "finished", code: int = 0) -> None:
+        job = self.running.pop(job_id)
+        EventLog.open(job.run, "agent-n0", job.run.claim_attempt()).write(event, exit_code=code)
+
+
+@pytest.fixture
+def place() -> FakePlace:
+    return FakePlace()
+
+
+@pytest.fixture
+def queue(tmp_path: Path, place: FakePlace) -> JobQueue:
+    jobs = [make_job(tmp_path / "sweep", number) for number in range(4)]
+    return JobQueue(jobs, place, tmp_path / "sweep", Console(file=io.StringIO(), width=200))
+
+
+def printed(queue: JobQueue) -> str:
+    return queue._console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def steps(monkeypatch: pytest.MonkeyPatch, *actions: Callable[[], None]) -> None:
+    """Each sleep of the waiting loop does the next action."""
+    todo = iter(actions)
+    monkeypatch.setattr(waiting.time, "sleep", lambda seconds: next(todo)())
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_jobs_are_submitted_in_turn(queue: JobQueue, place: FakePlace) -> None:
+    queue.advance()
+    assert place.order == [0, 1]
+    queue.advance()
+    assert place.order == [0, 1]
+    place.end("1")
+    queue.advance()
+    assert place.order == [0, 1, 2]
+    for job_id in ("0", "2"):
+        place.end(job_id)
+    queue.advance()
+    place.end("3")
+    queue.advance()
+    assert queue.over
+    assert waiting.report(queue, queue._console) == 0
+
+
+def test_one_interrupt_leaves_the_jobs_running(
+    queue: JobQueue, place: FakePlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps(monkeypatch, interrupt, lambda: None)
+    with pytest.raises(SystemExit) as left:
+        waiting.wait(queue, queue._console)
+    assert left.value.code == 130
+    assert place.order == [0, 1, 2, 3], "what still waited was handed over"
+    assert place.stopped == []
+    assert "stop 0 1 2 3" in printed(queue)
+
+
+def test_two_interrupts_stop_the_jobs_and_wait_for_them(
+    queue: JobQueue, place: FakePlace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps(monkeypatch, interrupt, interrupt, lambda: None)
+    waiting.wait(queue, queue._console)
+    assert place.stopped == ["0", "1"]
+    assert place.order == [0, 1]
+    assert waiting.report(queue, queue._console) == 75
+    assert "python -m hpc_train +strategy=dp run.name=sweep/0 -m" in capsys.readouterr().out
+
+
+def test_one_failure_fails_all(queue: JobQueue, place: FakePlace) -> None:
+    queue.submit_all()
+    place.end("0")
+    place.end("1", "failed", 1)
+    place.end("2", "failed", 2)
+    place.end("3", "stopped", 75)
+    queue.advance()
+    assert queue.over
+    assert waiting.report(queue, queue._console) == 1

@@ -1,0 +1,102 @@
+"""How a job stands, from what lies in its run directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from hpc_train.launch.table import JobTable, duration, plain_line
+from hpc_train.launch.watch import Submitted, View, last_line, resume_command
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from hpc_train.run.files import append_line
+from tests.launch.jobs import make_job
+
+
+def submitted(tmp_path: Path, first_attempt: int = 0) -> Submitted:
+    return Submitted(make_job(tmp_path / "sweep"), "1", first_attempt, tmp_path / "agent.err")
+
+
+def test_the_states_of_a_job(tmp_path: Path) -> None:
+    item = submitted(tmp_path)
+    run = item.job.run
+    assert item.view(True) == View("waiting", {})
+    run.claim_attempt()
+    assert item.view(True).state == "starting"
+    append_line(run.metrics_file(0), {"step": 3, "loss": 2.5})
+    assert item.view(True) == View("running", {"step": 3, "loss": 2.5})
+    EventLog.open(run, "agent-n0", 0).write("stopped", exit_code=75)
+    assert (item.view(False).state, item.view(False).exit) == ("stopped", 75)
+
+
+def test_an_earlier_attempt_does_not_count(tmp_path: Path) -> None:
+    item = submitted(tmp_path, first_attempt=1)
+    item.job.run.claim_attempt()
+    EventLog.open(item.job.run, "agent-n0", 0).write("finished", exit_code=0)
+    assert item.view(True).state == "waiting"
+    assert item.view(False).exit == 1
+
+
+def test_a_failure_carries_the_traceback_of_the_node_that_caused_it(tmp_path: Path) -> None:
+    item = submitted(tmp_path)
+    run = item.job.run
+    run.claim_attempt()
+    events = EventLog.open(run, "agent-n1", 0)
+    cause = {"rank": 5, "node": "n1", "class": "user_error", "message": "no"}
+    events.write("worker_failed", traceback="Traceback …\nArithmeticError: no\n", **cause)
+    events.write("failed", exit_code=1, **cause)
+    EventLog.open(run, "agent-n0", 0).write("stopped", exit_code=75)
+    view = item.view(False)
+    assert (view.state, view.exit) == ("failed", 1)
+    assert view.message == "rank 5 on n1 failed (user_error):\nTraceback …\nArithmeticError: no"
+
+
+def test_an_agent_that_died_leaves_its_output(tmp_path: Path) -> None:
+    item = submitted(tmp_path)
+    assert "was it killed?" in item.view(False).message
+    item.agent_output.write_text("something\nno such data\n")
+    assert item.view(False) == View("failed", {}, 1, "something\nno such data")
+
+
+def test_the_last_whole_line_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert last_line(path) == {}
+    for step in range(2000):
+        append_line(path, {"step": step})
+    with path.open("a") as file:
+        file.write('{"step": 99')
+    assert last_line(path) == {"step": 1999}
+
+
+def test_the_command_that_resumes(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "sweep" / "3")
+    overrides = ("+strategy=dp", "data.path=a b", "run.name=sweep")
+    command = resume_command(overrides, run, str(tmp_path))
+    assert command == "python -m hpc_train +strategy=dp 'data.path=a b' run.name=sweep/3"
+
+
+def test_table_and_lines(tmp_path: Path) -> None:
+    jobs = [make_job(tmp_path, number) for number in range(40)]
+    metrics = {"step": 40, "loss": 2.34567, "tokens_per_s": 12345.6, "step_s": 1.5}
+    views = [View("done", metrics, 0), View("running", metrics), *[View("waiting", {})] * 38]
+    assert (
+        plain_line(jobs[1], views[1])
+        == "job 1 · dp · running · step 40/100 · loss 2.3457 · 12,346 tokens/s · 1:30 left"
+    )
+    console = Console(record=True, force_terminal=True, width=100, height=60)
+    table = JobTable(jobs, console)
+    table.show(views)
+    table.close()
+    text = console.export_text()
+    assert "40 jobs, 1 done, 10 not shown" in text
+    assert "2.3457" in text
+    plain = Console(record=True, force_terminal=False, width=40)
+    lines = JobTable(jobs[:2], plain)
+    for _ in range(3):
+        lines.show(views[:2])
+    assert len(plain.export_text().splitlines()) == 2
+
+
+def test_durations() -> None:
+    assert [duration(seconds) for seconds in (0, 61, 3723)] == ["0:00", "1:01", "1:02:03"]
