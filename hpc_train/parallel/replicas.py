@@ -68,12 +68,15 @@ class Replicated:
         self._wrapped = ddp.replicate(module, mesh, strategy)
         self.module: nn.Module = self._wrapped
         self.loss_factor = mesh.layout.dp
+        # A static graph is learnt in the first backward, which fails inside no_sync (an assertion of torch's reducer).
+        # Reducing after every micro-batch of the first step gives the same sums.
+        self._sync_always = strategy.static_graph
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        return ddp.accumulating(self._wrapped, last)
+        return ddp.accumulating(self._wrapped, last or self._sync_always)
 
     def finish(self) -> None:
-        pass
+        self._sync_always = False
 
     def evaluated(self) -> None:
         pass

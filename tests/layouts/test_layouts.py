@@ -14,7 +14,7 @@ from tests.layouts.oracle import check_cells
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_layout_trains_as_one_process_does(world_size: int, record: Callable[..., None]) -> None:
     allowed, refused = cells(world_size, pipelines=False)
-    record(check_cells(allowed), refused)
+    record(check_cells(allowed, timeout=280), refused)
     seen = {cell.strategy["data_parallel"] for cell in allowed if cell.strategy["dp"] > 1}
     assert seen == (set(DATA_PARALLEL) if world_size > 1 else set())
 
