@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 from hpc_train import commands
 from hpc_train.config.errors import ConfigError
+from hpc_train.config.translate import translate
 from hpc_train.config.wording import nearest
 from hpc_train.run.exits import Exit
 
@@ -33,17 +34,14 @@ def run(arguments: Sequence[str]) -> int:
         with _whole_errors():
             function, rest = _command(list(arguments))
             return function(rest)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return Exit.REFUSED
     except BrokenPipeError:  # the reader left: `… | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.DONE
     except Exception as error:
-        message = _mistake(error)
-        if message is None:
+        mistake = translate(error)
+        if mistake is None:
             raise
-        print(message, file=sys.stderr)
+        print(mistake, file=sys.stderr)
         return Exit.REFUSED
 
 
@@ -70,25 +68,3 @@ def _whole_errors() -> Iterator[None]:
             del os.environ["HYDRA_FULL_ERROR"]
         else:
             os.environ["HYDRA_FULL_ERROR"] = before
-
-
-def _mistake(error: Exception) -> str | None:
-    """The message of an error of Hydra's or OmegaConf's that means a wrong config; None for any other error."""
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
-    for cause in _causes(error):
-        if isinstance(cause, ConfigError):
-            return str(cause)
-    if not isinstance(error, HydraException | OmegaConfBaseException):
-        return None
-    lines = [
-        str(cause).strip() for cause in _causes(error) if isinstance(cause, HydraException | OmegaConfBaseException)
-    ]
-    return "\n".join(dict.fromkeys(lines))
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__

@@ -20,6 +20,7 @@ from hpc_train.config.schema import Config
 from hpc_train.config.validate import validate
 from hpc_train.launch.submitter import local_shape
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.exits import Exit
 
 
 def main(arguments: list[str]) -> int:
@@ -62,10 +63,11 @@ def task(node: DictConfig) -> None:
         _check_foreground(config)
         validate(config, *_nodes_and_workers(config))
         freeze(config, run, claim=True)
-    except ConfigError:
+    except ConfigError as error:
         with contextlib.suppress(OSError):
             run.path.rmdir()  # Hydra has made it; a refused run leaves nothing
-        raise
+        print(error, file=sys.stderr)  # raised through Hydra it would come with Hydra's own words around it
+        sys.exit(Exit.REFUSED)
     from hpc_train.launch.foreground import run_in_foreground  # the other doors have no use for it
 
     code = run_in_foreground(run)

@@ -15,13 +15,13 @@ from typing import Any
 import hydra
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train.config.directory import run_directory
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.kinds import check_kinds
 from hpc_train.config.schema import DATA_SCHEMAS, MODEL_SCHEMAS, Config
 from hpc_train.config.secrets import refuse_secrets
+from hpc_train.config.translate import translate
 
 PRIMARY = "config"
 LAUNCHER = "hydra_plugins.hpc_train_launcher.launcher.HpcTrainLauncher"
@@ -102,10 +102,8 @@ def converted(node: DictConfig) -> Config:
         for group, schemas in (("model", MODEL_SCHEMAS), ("data", DATA_SCHEMAS)):
             schema[group] = OmegaConf.structured(schemas[values[group]["kind"]])
         config = OmegaConf.to_object(OmegaConf.merge(schema, escaped(values)))
-    except MissingMandatoryValue as error:
-        raise _missing(error) from error
     except OmegaConfBaseException as error:
-        raise _wrong_value(error) from error
+        raise translate(error) or error from error
     assert isinstance(config, Config)
     return _absolute(config)
 
@@ -123,20 +121,6 @@ def escaped(value: Any) -> Any:
     if isinstance(value, list | ListConfig):
         return [escaped(item) for item in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
-
-
-def _missing(error: OmegaConfBaseException) -> ConfigError:
-    key = error.full_key or "a value"
-    return ConfigError(f"{key} has no value", where=key, mend=f"{key}=VALUE on the command line")
-
-
-def _wrong_value(error: OmegaConfBaseException) -> ConfigError:
-    """OmegaConf's own error as one message; an error that a resolver of ours raised keeps its words."""
-    if isinstance(error, InterpolationResolutionError) and isinstance(error.__cause__, ConfigError):
-        return error.__cause__
-    first = (error.msg or str(error)).splitlines()[0]
-    key = error.full_key or ""
-    return ConfigError(first, where=key, mend=f"see python -m hpc_train --cfg job --package {key.split('.')[0]}")
 
 
 def _absolute(config: Config) -> Config:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import glob
 import itertools
 import os
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hpc_train.config.errors import ConfigError
@@ -17,6 +15,7 @@ from hpc_train.config.schema import (
     TokensDataConfig,
 )
 
+WILDCARDS = "*?["
 LOOKED_AT = 1000  # files whose size is asked: enough to tell a wrong path, cheap on a network file system
 
 
@@ -37,20 +36,22 @@ def check_inputs(data: DataConfig) -> None:
 def _check_text(data: TextDataConfig) -> None:
     assert data.path is not None
     path = Path(data.path)
-    if glob.has_magic(data.path):
-        found: Iterator[str] = glob.iglob(data.path, recursive=True)
-        files: Iterable[Path] = (Path(name) for name in found)
-        what = f"no file matches {data.path}"
-    elif path.is_dir():
-        _readable(path)
-        files = path.glob(data.pattern)
-        what = f"no file in {path} matches {data.pattern}"
+    if path.is_dir():
+        root, pattern = path, data.pattern
+    elif any(mark in data.path for mark in WILDCARDS):
+        root = next(parent for parent in path.parents if not any(mark in str(parent) for mark in WILDCARDS))
+        pattern = str(path.relative_to(root))
     else:
         _check_file(path, "data.path=a file, a directory or a glob; null takes the standard library's source")
         return
+    files = _directory(str(root)).glob(pattern)
     sizes = [_size(file) for file in itertools.islice((file for file in files if file.is_file()), LOOKED_AT)]
     if not sizes:
-        raise ConfigError(what, where="data.path, data.pattern", mend="for example data.pattern='**/*.txt'")
+        raise ConfigError(
+            f"no file in {root} matches {pattern}",
+            where="data.path, data.pattern",
+            mend="data.pattern='**/*.txt' chooses files in a directory; data.path may be a glob in quotes",
+        )
     if not any(sizes):
         raise ConfigError(f"all files of {data.path} are empty", where="data.path", mend="a path with text in it")
 

@@ -1,0 +1,59 @@
+"""Hydra's and OmegaConf's errors in the words of all other messages: what, where and the mend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.wording import nearest
+
+
+def translate(error: BaseException) -> ConfigError | None:
+    """The user's mistake that ``error`` tells of; None where it is none.
+
+    OmegaConf drops the cause of what it raises, so an error of ours inside a resolver is found as the context.
+    """
+    chain = list(_chain(error))
+    for link in chain:
+        if isinstance(link, ConfigError):
+            return link
+    if not isinstance(error, HydraException | OmegaConfBaseException):
+        return None
+    for link in chain:
+        if isinstance(link, MissingConfigException) and link.options:
+            return _unknown_option(link)
+        if isinstance(link, OmegaConfBaseException):
+            return _of_omegaconf(link)
+    where = str(error.override) if isinstance(error, OverrideParseException) else "the command line or conf/"
+    return ConfigError(str(error).strip(), where=where, mend="python -m hpc_train --help lists groups and keys")
+
+
+def _of_omegaconf(error: OmegaConfBaseException) -> ConfigError:
+    key = str(error.full_key or "")
+    if isinstance(error, MissingMandatoryValue):
+        return ConfigError(f"{key} has no value", where=key, mend=f"{key}=VALUE on the command line")
+    if isinstance(error, ConfigAttributeError | ConfigKeyError) and is_dataclass(error.object_type):
+        names = [field.name for field in fields(error.object_type)]
+        return ConfigError(f"there is no key {key}", where=key, mend=nearest(error.key, names))
+    group = key.split(".", maxsplit=1)[0]
+    first = (error.msg or str(error)).strip().splitlines()[0]
+    shows = f"python -m hpc_train --cfg job{f' --package {group}' if group else ''} shows what stands there"
+    return ConfigError(first, where=key or "the config", mend=shows)
+
+
+def _unknown_option(error: MissingConfigException) -> ConfigError:
+    name = str(error.missing_cfg_file or "")
+    group, _, option = name.rpartition("/")
+    return ConfigError(
+        f"there is no {name}", where=group or "the defaults", mend=nearest(option, list(error.options or ()))
+    )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
