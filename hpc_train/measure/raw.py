@@ -8,6 +8,7 @@ AdamW) as the engine does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,15 @@ from hpc_train.parallel.split import cut, split_layers
 Step = Callable[[Sequence[Batch], int], None]  # micro-batches of this rank, targets that count in the global batch
 
 
-def raw_loop(kind: str, config: Config, mesh: Mesh) -> Step:
+@dataclass(frozen=True)
+class BareLoop:
+    """A model (on a pipeline its stage) and the step that trains it."""
+
+    model: nn.Module
+    step: Step
+
+
+def raw_loop(kind: str, config: Config, mesh: Mesh) -> BareLoop:
     """The bare loop ``single``, ``dp``, ``zero2`` or ``pp`` (see ``request.bare_loop``) with a model of its own."""
     loops = {"single": _single, "dp": _data_parallel, "zero2": _zero2, "pp": _pipeline}
     model = build_model(config.model, config.train.seed)
@@ -43,7 +52,7 @@ def raw_loop(kind: str, config: Config, mesh: Mesh) -> Step:
     activation_checkpointing.apply(model, config.train.activation_checkpointing)
     if config.train.compile:
         compile_layers(model)
-    return loops[kind](model, config, mesh)
+    return BareLoop(model, loops[kind](model, config, mesh))
 
 
 def _single(model: nn.Module, config: Config, mesh: Mesh) -> Step:
