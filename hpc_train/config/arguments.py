@@ -121,6 +121,8 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
     from hydra.errors import HydraException
 
     parsed = OverridesParser.create().parse_overrides(list(overrides))
+    if not any(override.is_sweep_override() for override in parsed):
+        return [list(overrides)]
     try:
         (jobs,) = BasicSweeper.split_arguments(parsed, None)
     except HydraException as error:

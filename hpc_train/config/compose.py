@@ -18,9 +18,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train.config.directory import run_directory
+from hpc_train.config.errors import ConfigError
 from hpc_train.config.kinds import check_kinds
 from hpc_train.config.schema import DATA_SCHEMAS, MODEL_SCHEMAS, Config
-from hpc_train.config.secrets import refuse_secrets
+from hpc_train.config.secrets import leaves, refuse_secrets
 from hpc_train.config.translate import translate
 
 PRIMARY = "config"
@@ -96,6 +97,7 @@ def typed(node: DictConfig) -> Config:
 def converted(node: DictConfig) -> Config:
     """``typed`` for what has passed it before: a frozen config."""
     check_kinds(node)
+    _check_missing(node)
     try:
         values = _plain(node)
         schema = OmegaConf.structured(Config)
@@ -106,6 +108,19 @@ def converted(node: DictConfig) -> Config:
         raise translate(error) or error from error
     assert isinstance(config, Config)
     return _absolute(config)
+
+
+def _check_missing(node: DictConfig) -> None:
+    """All at once, and before an interpolation of one of them fails with a message about another key."""
+    raw = OmegaConf.to_container(node, resolve=False)
+    missing = [key for key, value in leaves(raw) if value == "???"]
+    if missing:
+        verb = "have" if len(missing) > 1 else "has"
+        raise ConfigError(
+            f"{' and '.join(missing)} {verb} no value",
+            where=", ".join(missing),
+            mend=" ".join(f"{key}=VALUE" for key in missing),
+        )
 
 
 def _plain(node: DictConfig) -> dict[str, Any]:

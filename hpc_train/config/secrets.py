@@ -27,7 +27,7 @@ MEND = "leave it in the environment: workers inherit it; the config is written t
 def refuse_secrets(node: DictConfig, environment: Mapping[str, str] = os.environ) -> None:
     """Raises ConfigError where a value is, holds, or is taken from a secret of the environment."""
     held = _secrets(environment)
-    for key, raw in _leaves(OmegaConf.to_container(node, resolve=False)):
+    for key, raw in leaves(OmegaConf.to_container(node, resolve=False)):
         for name in FROM_ENVIRONMENT.findall(raw):
             if SECRET_NAME.search(name):
                 raise ConfigError(f"{key} takes the secret {name} from the environment", where=key, mend=MEND)
@@ -59,12 +59,13 @@ def _resolved(node: DictConfig, key: str) -> str:
         return ""  # what does not resolve is reported where values are converted
 
 
-def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted key and text of every string in nested dicts and lists."""
     if isinstance(value, dict):
         for name, item in value.items():
-            yield from _leaves(item, f"{key}.{name}" if key else str(name))
+            yield from leaves(item, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            yield from _leaves(item, f"{key}[{index}]")
+            yield from leaves(item, f"{key}[{index}]")
     elif isinstance(value, str):
         yield key, value

@@ -21,6 +21,8 @@ def translate(error: BaseException) -> ConfigError | None:
     for link in chain:
         if isinstance(link, ConfigError):
             return link
+    if isinstance(error, ValueError) and str(error).startswith("Config group override"):  # Hydra's own: group=null
+        return ConfigError(str(error), where="the command line", mend="GROUP=NAME of a file in conf/GROUP")
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return None
     for link in chain:

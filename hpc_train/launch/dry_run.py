@@ -23,6 +23,10 @@ def dry_run(line: CommandLine) -> int:
     """Prints the jobs of ``line``; exit code 2 when one of them would be refused."""
     console = Console(soft_wrap=True)
     jobs = expand(line.overrides)
+    if len(jobs) > 1 and not line.multirun:
+        raise ConfigError(
+            f"these are {len(jobs)} jobs", where="the command line", mend="-m for a sweep, or one value each"
+        )
     refused = 0
     with line.composer() as compose:
         configs = [compose(overrides) for overrides in jobs]
