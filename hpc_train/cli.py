@@ -34,6 +34,8 @@ def run(arguments: Sequence[str]) -> int:
         with _whole_errors():
             function, rest = _command(list(arguments))
             return function(rest)
+    except KeyboardInterrupt:  # before anything was started: a run at work has its own answer
+        return Exit.DETACHED
     except BrokenPipeError:  # the reader left: `… | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.DONE

@@ -17,10 +17,10 @@ from hpc_train.telemetry.progress import Progress
 def run_in_foreground(run: RunDirectory) -> int:
     """Trains the frozen ``run`` to its end on this machine; returns the exit code."""
     console = Console()
-    progress = Progress(run, console)
+    go_on = resume_command(sys.argv[1:], run, load(run).run.root)
+    progress = Progress(run, console, go_on)
     code = run_agent(run, progress.tick)
     progress.finish()
     if code == Exit.STOPPED:
-        console.print("stopped after a checkpoint; this goes on:", highlight=False)
-        print(f"  {resume_command(tuple(sys.argv[1:]), run, load(run).run.root)}")
+        print(f"stopped after a checkpoint; this goes on:\n  {go_on}")
     return code

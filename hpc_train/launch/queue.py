@@ -15,7 +15,7 @@ from rich.console import Console
 from hpc_train.launch.job import Job
 from hpc_train.launch.prepare import announce
 from hpc_train.launch.submitter import Submitter
-from hpc_train.launch.watch import Submitted, View, newest_attempt
+from hpc_train.launch.watch import Submitted, View
 from hpc_train.run import submissions
 from hpc_train.run.events import EventLog
 
@@ -73,7 +73,7 @@ class JobQueue:
     def _submit(self, jobs: Sequence[Job]) -> None:
         if not jobs:
             return
-        first_attempts = [newest_attempt(job.run) + 1 for job in jobs]
+        first_attempts = [job.run.newest_attempt() + 1 for job in jobs]
         ids = self.submitter.submit(jobs, self._sweep, self._at_once)
         for job, job_id, attempt in zip(jobs, ids, first_attempts, strict=True):
             submissions.add(job.run, self.submitter.name, **self.submitter.identity(job_id))

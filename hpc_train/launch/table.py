@@ -11,6 +11,7 @@ from rich.table import Table
 
 from hpc_train.launch.job import Job
 from hpc_train.launch.watch import View
+from hpc_train.telemetry.progress import duration
 
 LINE_EVERY_S = 10.0
 ROWS = 30  # a terminal shows no more; jobs that have ended are counted instead
@@ -65,7 +66,7 @@ class JobTable:
 
 def cells(job: Job, view: View) -> tuple[str, ...]:
     """One row: job, strategy, state, step, loss, tokens/s, time left."""
-    metrics, steps = view.metrics, job.config.train.steps
+    metrics, steps = view.metrics, view.steps
     step = metrics.get("step")
     loss, speed, step_s = metrics.get("loss"), metrics.get("tokens_per_s"), metrics.get("step_s")
     left = ""
@@ -88,10 +89,3 @@ def plain_line(job: Job, view: View) -> str:
     parts += [text for value, text in ((step, f"step {step}"), (loss, f"loss {loss}")) if value]
     parts += [text for value, text in ((speed, f"{speed} tokens/s"), (left, f"{left} left")) if value]
     return " · ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """Hours, minutes and seconds as 1:02:03 or 2:03."""
-    minutes, rest = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

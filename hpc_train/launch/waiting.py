@@ -25,7 +25,7 @@ class JobProgress:
 
     def __init__(self, job: Job, console: Console) -> None:
         self._console = console
-        self._progress = Progress(job.run, console)
+        self._progress = Progress(job.run, console, _go_on(job))
         self._tells_at = time.monotonic() + PATIENCE_S
 
     def show(self, views: Sequence[View]) -> None:
@@ -97,11 +97,11 @@ def report(queue: JobQueue, console: Console) -> Exit:
         if view.message:
             print(f"job {job.number}: {view.message}\n  run directory: {job.run.path}", file=sys.stderr)
         if view.exit == Exit.STOPPED:
-            print(f"stopped after a checkpoint; this goes on:\n  {_resume(job)} -m")
+            print(f"stopped after a checkpoint; this goes on:\n  {_go_on(job)}")
     codes = [Exit.STOPPED if view.exit is None else view.exit for view in queue.views]
     order = (Exit.FAILED, Exit.REFUSED, Exit.GAVE_UP, Exit.STOPPED)
     return next((code for code in order if code in codes), Exit.DONE)
 
 
-def _resume(job: Job) -> str:
-    return resume_command(job.overrides, job.run, job.config.run.root)
+def _go_on(job: Job) -> str:
+    return resume_command(job.overrides, job.run, job.config.run.root, submits=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,15 @@ STATES = {Exit.DONE: "done", Exit.STOPPED: "stopped", Exit.REFUSED: "refused", E
 class View:
     """A job at one moment.
 
-    ``exit`` is None until the job has ended; ``metrics`` is its newest logged step (empty before the first).
+    ``exit`` is None until the job has ended; ``metrics`` is its newest logged step (empty before the first); ``steps``
+    is how many there will be, where that is known.
     """
 
     state: str
     metrics: dict[str, Any]
     exit: int | None = None
     message: str = ""
+    steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -43,28 +46,26 @@ class Submitted:
 
     def view(self, present: bool) -> View:
         """How the job stands; ``present`` says whether the place that took it still has it."""
-        attempt = newest_attempt(self.job.run)
+        attempt = self.job.run.newest_attempt()
         if attempt < self.first_attempt:
             return View("waiting", {}) if present else self._lost({})
         metrics = last_line(self.job.run.metrics_file(attempt))
         if present:
-            return View("running" if metrics else "starting", metrics)
+            return View("running" if metrics else "starting", metrics, steps=self._steps())
         end = _end(self.job.run, attempt)
         if end is None:
             return self._lost(metrics)
         code = end["exit_code"]
-        return View(STATES.get(code, "failed"), metrics, code, _message(self.job.run, end))
+        return View(STATES.get(code, "failed"), metrics, code, _message(self.job.run, end), self._steps())
+
+    def _steps(self) -> int | None:
+        return self.job.config.train.steps or self.job.run.record().get("total_steps")
 
     def _lost(self, metrics: dict[str, Any]) -> View:
         """The agent has ended without saying how: what it printed last is all there is."""
         text = self.agent_output.read_text(errors="replace") if self.agent_output.exists() else ""
         message = "\n".join(text.strip().splitlines()[-30:])
         return View("failed", metrics, Exit.FAILED, message or "the agent ended without a word: was it killed?")
-
-
-def newest_attempt(run: RunDirectory) -> int:
-    """The highest attempt number that was claimed, -1 before the first."""
-    return max((int(path.stem) for path in run.attempts.glob("[0-9]*.json")), default=-1)
 
 
 def last_line(path: Path) -> dict[str, Any]:
@@ -81,11 +82,13 @@ def last_line(path: Path) -> dict[str, Any]:
         return {}
 
 
-def resume_command(overrides: tuple[str, ...], run: RunDirectory, root: str) -> str:
-    """The command that goes on with ``run``: the same overrides under the run's name."""
-    kept = [part for part in overrides if not part.startswith(("run.name=", "run.fork="))]
-    name = os.path.relpath(run.path, root)
-    return shlex.join(["python", "-m", "hpc_train", *kept, f"run.name={name}"])
+def resume_command(arguments: Sequence[str], run: RunDirectory, root: str, *, submits: bool = False) -> str:
+    """The command that goes on with ``run``: the same command line under the run's name; ``submits``: with ``-m``."""
+    name = f"run.name={os.path.relpath(run.path, root)}"
+    kept = [part for part in arguments if not part.startswith(("run.name=", "run.fork="))]
+    # beside the other overrides: Hydra's parser wants them in one piece, with options before or after
+    first = next((place for place, part in enumerate(kept) if "=" in part and not part.startswith("-")), len(kept))
+    return shlex.join(["python", "-m", "hpc_train", *(["-m"] if submits else []), *kept[:first], name, *kept[first:]])
 
 
 def _end(run: RunDirectory, attempt: int) -> dict[str, Any] | None:

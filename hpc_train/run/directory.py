@@ -75,10 +75,14 @@ class RunDirectory:
             write_json(self.path / "run.json", record)
             return record
 
+    def newest_attempt(self) -> int:
+        """The highest attempt number that was claimed, -1 before the first."""
+        return max((int(path.stem) for path in self.attempts.glob("[0-9]*.json")), default=-1)
+
     def claim_attempt(self) -> int:
         """Takes the next attempt number for a new start of the workers. Called by the agent of node 0 only."""
         self.attempts.mkdir(parents=True, exist_ok=True)
-        number = max((int(path.stem) for path in self.attempts.glob("[0-9]*.json")), default=-1) + 1
+        number = self.newest_attempt() + 1
         while True:
             try:
                 os.close(os.open(self.attempts / f"{number:03d}.json", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))

@@ -30,7 +30,7 @@ class Progress:
 
     def __init__(self, run: RunDirectory, console: Console, go_on: str | None = None) -> None:
         self._run, self._console, self._go_on = run, console, go_on
-        self._first_attempt = _newest_attempt(run) + 1
+        self._first_attempt = run.newest_attempt() + 1
         self._lines = _NewLines(run, self._first_attempt)
         self._recent: deque[dict[str, Any]] = deque(maxlen=WINDOW)
         self._live: Live | None = None
@@ -81,7 +81,7 @@ class Progress:
 
     def _text(self) -> str:
         total = self._run.record().get("total_steps")
-        restarts = max(0, _newest_attempt(self._run) - self._first_attempt)
+        restarts = max(0, self._run.newest_attempt() - self._first_attempt)
         return progress_line(list(self._recent), total, restarts)
 
 
@@ -96,7 +96,7 @@ def progress_line(recent: list[dict[str, Any]], total: int | None, restarts: int
     if line.get("tokens_per_s") is not None:
         parts.append(f"{line['tokens_per_s']:,.0f} tokens/s")
     if total and line["step"] < total:
-        parts.append(f"{_duration((total - line['step']) * _seconds_per_step(recent))} left")
+        parts.append(f"{duration((total - line['step']) * _seconds_per_step(recent))} left")
     if restarts:
         parts.append(f"{restarts} restart{'s' if restarts > 1 else ''}")
     return " · ".join(parts)
@@ -157,14 +157,11 @@ def _seconds_per_step(recent: list[dict[str, Any]]) -> float:
     return last.get("step_s") or 0.0
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds as 1:02:03 or 2:03."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def _newest_attempt(run: RunDirectory) -> int:
-    return max((int(path.stem) for path in run.attempts.glob("[0-9]*.json")), default=-1)
 
 
 class _NewLines:
@@ -176,7 +173,7 @@ class _NewLines:
         self._seen = 0
 
     def read(self) -> Iterator[dict[str, Any]]:
-        newest = _newest_attempt(self._run)
+        newest = self._run.newest_attempt()
         while True:
             path: Path = self._run.metrics_file(self._attempt)
             lines = list(read_lines(path)) if _size(path) else []

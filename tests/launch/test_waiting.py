@@ -124,7 +124,7 @@ def test_two_interrupts_stop_the_jobs_and_wait_for_them(
     assert place.stopped == ["0", "1"]
     assert place.order == [0, 1]
     assert waiting.report(queue, queue._console) == 75
-    assert "python -m hpc_train +strategy=dp run.name=sweep/0 -m" in capsys.readouterr().out
+    assert "python -m hpc_train -m run.name=sweep/0 +strategy=dp" in capsys.readouterr().out
 
 
 def test_one_failure_fails_all(queue: JobQueue, place: FakePlace) -> None:

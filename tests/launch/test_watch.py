@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hpc_train.launch.table import JobTable, duration, plain_line
+from hpc_train.launch.table import JobTable, plain_line
 from hpc_train.launch.watch import Submitted, View, last_line, resume_command
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -23,9 +23,9 @@ def test_the_states_of_a_job(tmp_path: Path) -> None:
     run = item.job.run
     assert item.view(True) == View("waiting", {})
     run.claim_attempt()
-    assert item.view(True).state == "starting"
+    assert item.view(True) == View("starting", {}, steps=100)
     append_line(run.metrics_file(0), {"step": 3, "loss": 2.5})
-    assert item.view(True) == View("running", {"step": 3, "loss": 2.5})
+    assert item.view(True) == View("running", {"step": 3, "loss": 2.5}, steps=100)
     EventLog.open(run, "agent-n0", 0).write("stopped", exit_code=75)
     assert (item.view(False).state, item.view(False).exit) == ("stopped", 75)
 
@@ -72,14 +72,16 @@ def test_the_last_whole_line_is_read(tmp_path: Path) -> None:
 def test_the_command_that_resumes(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "sweep" / "3")
     overrides = ("+strategy=dp", "data.path=a b", "run.name=sweep")
-    command = resume_command(overrides, run, str(tmp_path))
-    assert command == "python -m hpc_train +strategy=dp 'data.path=a b' run.name=sweep/3"
+    command = resume_command(overrides, run, str(tmp_path), submits=True)
+    assert command == "python -m hpc_train -m run.name=sweep/3 +strategy=dp 'data.path=a b'"
+    command = resume_command(["-cd", "mine", "+strategy=dp"], run, str(tmp_path))
+    assert command == "python -m hpc_train -cd mine run.name=sweep/3 +strategy=dp"
 
 
 def test_table_and_lines(tmp_path: Path) -> None:
     jobs = [make_job(tmp_path, number) for number in range(40)]
     metrics = {"step": 40, "loss": 2.34567, "tokens_per_s": 12345.6, "step_s": 1.5}
-    views = [View("done", metrics, 0), View("running", metrics), *[View("waiting", {})] * 38]
+    views = [View("done", metrics, 0, steps=100), View("running", metrics, steps=100), *[View("waiting", {})] * 38]
     assert (
         plain_line(jobs[1], views[1])
         == "job 1 · dp · running · step 40/100 · loss 2.3457 · 12,346 tokens/s · 1:30 left"
@@ -96,7 +98,3 @@ def test_table_and_lines(tmp_path: Path) -> None:
     for _ in range(3):
         lines.show(views[:2])
     assert len(plain.export_text().splitlines()) == 2
-
-
-def test_durations() -> None:
-    assert [duration(seconds) for seconds in (0, 61, 3723)] == ["0:00", "1:01", "1:02:03"]
