@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.data.order import PADDING, Order
+from tests.data.layouts import replicas
+
+
+def step_of_all_ranks(order: Order, step: int, dp: int, micro_batches: int) -> list[int]:
+    """The samples of a step in the order of the ranks, without padding."""
+    layout = replicas(dp, order.global_size, micro_batches)
+    slots = np.concatenate([order.rank_batch(step, layout, rank).ravel() for rank in range(dp)])
+    assert len(slots) == dp * layout.micro_batches * layout.micro_size
+    return slots[slots != PADDING].tolist()
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Order, int, int]:
+    samples, global_size = draw(st.integers(1, 300)), draw(st.integers(1, 64))
+    drop_last = draw(st.booleans()) and samples >= global_size
+    dp = draw(st.integers(1, global_size))
+    return Order(samples, global_size, drop_last, draw(st.integers(0, 99))), dp, draw(st.integers(1, 5))
+
+
+@settings(deadline=None, max_examples=150)
+@given(case=cases(), epoch=st.integers(0, 3))
+def test_each_sample_once_per_epoch(case: tuple[Order, int, int], epoch: int) -> None:
+    order, dp, micro_batches = case
+    first = epoch * order.steps_per_epoch
+    seen = Counter[int]()
+    for step in range(first, first + order.steps_per_epoch):
+        assert order.epoch_of(step) == epoch
+        seen.update(step_of_all_ranks(order, step, dp, micro_batches))
+    dropped = order.samples % order.global_size if order.drop_last else 0
+    assert set(seen.values()) == {1}
+    assert len(seen) == order.samples - dropped
+
+
+@settings(deadline=None, max_examples=100)
+@given(case=cases(), step=st.integers(0, 50))
+def test_any_number_of_ranks_divides_the_same_sequence(case: tuple[Order, int, int], step: int) -> None:
+    order, dp, micro_batches = case
+    assert step_of_all_ranks(order, step, dp, micro_batches) == step_of_all_ranks(order, step, 1, 1)
+
+
+def test_4_2_1_3_4_ranks_mid_epoch_go_on_in_the_same_order() -> None:
+    order = Order(samples=1000, global_size=32, drop_last=True, seed=5)
+    ranks = [4] * 3 + [2] * 4 + [1] * 2 + [3] * 30 + [4] * 25  # over the ends of two epochs
+    changing = [step_of_all_ranks(order, step, dp, 2) for step, dp in enumerate(ranks)]
+    assert changing == [step_of_all_ranks(order, step, 4, 2) for step in range(len(ranks))]
+    first_epoch = [index for batch in changing[: order.steps_per_epoch] for index in batch]
+    assert len(first_epoch) == len(set(first_epoch)) == 992
+
+
+def test_a_rank_takes_its_positions() -> None:
+    order = Order(samples=20, global_size=10, drop_last=True, seed=None)
+    batches = [order.rank_batch(1, replicas(3, 10, 2), rank).tolist() for rank in range(3)]
+    assert batches == [[[10, 11], [12, PADDING]], [[13, 14], [15, PADDING]], [[16, 17], [18, 19]]]
+
+
+def test_the_end_of_an_epoch_is_padded() -> None:
+    order = Order(samples=13, global_size=8, drop_last=False, seed=None)
+    batches = [order.rank_batch(1, replicas(2, 8), rank).tolist() for rank in range(2)]
+    assert batches == [[[8, 9, 10, 11]], [[12, PADDING, PADDING, PADDING]]]
+    assert order.template(1) == 8
+
+
+def test_epochs_are_shuffled_anew() -> None:
+    order = Order(samples=64, global_size=64, drop_last=True, seed=0)
+    epochs = [step_of_all_ranks(order, step, 1, 1) for step in range(3)]
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert order.steps_per_epoch == 1
+
+
+def test_a_billion_samples_cost_nothing() -> None:
+    order = Order(samples=10**12, global_size=4096, drop_last=True, seed=0)
+    assert len(set(order.slots(10**8, 0, 4096).tolist())) == 4096
+
+
+def test_too_few_samples() -> None:
+    with pytest.raises(ConfigError, match="31 samples do not fill one global batch of 32") as error:
+        Order(31, 32, drop_last=True, seed=0)
+    assert "drop_last=false" in error.value.mend
+    assert Order(31, 32, drop_last=False, seed=0).steps_per_epoch == 1
+    with pytest.raises(ConfigError, match="no samples"):
+        Order(0, 32, drop_last=False, seed=0)

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import builtins
+import hashlib
+import pickle
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.schema import CIFAR100DataConfig, ImagesDataConfig
+from hpc_train.data.augment import generator, random_box, resize, shifted_crop
+from hpc_train.data.cifar100 import MEAN, OFFICIAL_MD5, STD, CIFAR100Dataset
+from hpc_train.data.images import ImagesDataset
+
+COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
+
+
+def write_cifar(directory: Path, numbers: dict[str, int]) -> dict[str, str]:
+    """Small files in the official format (pickles of protocol 2); returns their md5s."""
+    folder = directory / "cifar-100-python"
+    folder.mkdir()
+    contents: dict[str, dict[str, Any]] = {"meta": {"fine_label_names": [f"class {i}" for i in range(100)]}}
+    for name, number in numbers.items():
+        pixels = np.random.default_rng(0).integers(0, 256, (number, 3072), dtype=np.uint8)
+        labels = [index % 100 for index in range(number)]
+        contents[name] = {"data": pixels, "fine_labels": labels, "filenames": [f"{i}.png" for i in range(number)]}
+    for name, content in contents.items():
+        written_today = pickle.dumps(content, protocol=2)
+        (folder / name).write_bytes(written_today.replace(b"numpy._core.multiarray", b"numpy.core.multiarray"))
+    return {name: hashlib.md5((folder / name).read_bytes()).hexdigest() for name in contents}
+
+
+@pytest.fixture
+def cifar(tmp_path: Path) -> tuple[Path, dict[str, str]]:
+    return tmp_path, write_cifar(tmp_path, {"train": 20, "test": 7})
+
+
+def cifar_dataset(cifar: tuple[Path, dict[str, str]], split: str, seed: int = 0, **fields: Any) -> CIFAR100Dataset:
+    return CIFAR100Dataset(CIFAR100DataConfig(path=str(cifar[0]), **fields), split, seed, md5=cifar[1])
+
+
+def test_cifar100_in_the_official_format(cifar: tuple[Path, dict[str, str]]) -> None:
+    train, validation = (cifar_dataset(cifar, split, augment=False) for split in ("train", "validation"))
+    assert (len(train), len(validation)) == (20, 7)
+    sample = validation.sample(3, 0)
+    pixels = pickle.loads((cifar[0] / "cifar-100-python" / "test").read_bytes())["data"][3].reshape(3, 32, 32)
+    np.testing.assert_allclose(sample.inputs, (pixels / 255 - MEAN) / STD, rtol=1e-5, atol=1e-6)
+    assert sample.inputs.dtype == np.float32 and sample.targets == 3
+    assert validation.class_names[99] == "class 99"
+    assert cifar_dataset((cifar[0] / "cifar-100-python", cifar[1]), "train").sample(0, 0).inputs.shape == (3, 32, 32)
+    assert cifar_dataset(cifar, "train", image_size=48).sample(0, 0).inputs.shape == (3, 48, 48)
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_augmentation_is_a_function_of_seed_epoch_and_index(cifar: tuple[Path, dict[str, str]], split: str) -> None:
+    one, again, other = (cifar_dataset(cifar, split, seed) for seed in (1, 1, 2))
+    same = [np.array_equal(one.sample(i, 3).inputs, again.sample(i, 3).inputs) for i in (5, 0, 5)]
+    epochs = [np.array_equal(one.sample(i, 3).inputs, one.sample(i, 4).inputs) for i in range(7)]
+    seeds = [np.array_equal(one.sample(i, 3).inputs, other.sample(i, 3).inputs) for i in range(7)]
+    assert all(same)
+    assert all(epochs) == all(seeds) == (split == "validation")
+
+
+def test_wrong_md5_is_refused_before_anything_is_loaded(cifar: tuple[Path, dict[str, str]]) -> None:
+    with pytest.raises(ConfigError, match=f"meta has md5 .*, the official file {OFFICIAL_MD5['meta']}") as error:
+        CIFAR100Dataset(CIFAR100DataConfig(path=str(cifar[0])), "train", 0)
+    assert "cifar-100-python.tar.gz" in error.value.mend
+
+
+class _Intruder:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return builtins.print, ("code was run",)
+
+
+def test_a_pickle_with_code_is_refused(cifar: tuple[Path, dict[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
+    path = cifar[0] / "cifar-100-python" / "train"
+    path.write_bytes(pickle.dumps({"data": _Intruder()}, protocol=2))
+    md5 = cifar[1] | {"train": hashlib.md5(path.read_bytes()).hexdigest()}
+    with pytest.raises(ConfigError, match=r"the file asks for \w+.print"):
+        cifar_dataset((cifar[0], md5), "train")
+    assert "code was run" not in capsys.readouterr().out
+
+
+def test_wrong_cifar_input(cifar: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no directory"):
+        cifar_dataset((tmp_path / "nowhere", cifar[1]), "train")
+    with pytest.raises(ConfigError, match="n_classes 10"):
+        cifar_dataset(cifar, "train", n_classes=10)
+    (cifar[0] / "cifar-100-python" / "test").unlink()
+    with pytest.raises(ConfigError, match="test cannot be read"):
+        cifar_dataset(cifar, "validation")
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    for split, number in (("train", 4), ("validation", 2)):
+        for name, colour in COLOURS.items():
+            folder = tmp_path / split / name
+            folder.mkdir(parents=True)
+            for index in range(number):
+                Image.new("RGB", (40 + index, 30), colour).save(folder / f"{index}.{'png' if index % 2 else 'jpg'}")
+    return tmp_path
+
+
+def images(path: Path, split: str = "train", seed: int = 0, **fields: Any) -> ImagesDataset:
+    return ImagesDataset(
+        ImagesDataConfig(**{"path": str(path), "image_size": 16, "n_classes": 3} | fields), split, seed
+    )
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_images(pictures: Path, split: str) -> None:
+    dataset = images(pictures, split)
+    assert len(dataset) == (12 if split == "train" else 6)
+    labels = Counter(int(dataset.sample(index, 0).targets) for index in range(len(dataset)))
+    assert set(labels) == {0, 1, 2} and len(set(labels.values())) == 1
+    for index in range(len(dataset)):
+        sample = dataset.sample(index, 0)
+        brightest = sample.inputs.mean(axis=(1, 2)).argmax()
+        assert sample.inputs.shape == (3, 16, 16) and sample.inputs.dtype == np.float32
+        assert sorted(COLOURS)[int(sample.targets)] == ("red", "green", "blue")[brightest]
+    assert images(pictures, split, channels=1).sample(0, 0).inputs.shape == (1, 16, 16)
+
+
+def test_image_augmentation_is_a_function_of_seed_epoch_and_index(pictures: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (30, 40, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(pictures / "train" / "blue" / "0.png")
+    dataset, again = images(pictures), images(pictures)
+    index = next(i for i in range(len(dataset)) if dataset.source(i).endswith("blue/0.png"))
+    assert np.array_equal(dataset.sample(index, 1).inputs, again.sample(index, 1).inputs)
+    assert not np.array_equal(dataset.sample(index, 1).inputs, dataset.sample(index, 2).inputs)
+    assert not np.array_equal(dataset.sample(index, 1).inputs, images(pictures, seed=9).sample(index, 1).inputs)
+
+
+def test_wrong_images(pictures: Path, tmp_path: Path) -> None:
+    for path, fields, message in (
+        (tmp_path / "nowhere", {}, "there is no directory"),
+        (pictures, {"n_classes": 4}, "has 3 class directories, the config says 4"),
+        (pictures, {"channels": 2}, "2 channels"),
+        (pictures, {"image_size": 0}, "0 pixels"),
+    ):
+        with pytest.raises(ConfigError, match=message) as error:
+            images(path, **fields)
+        assert error.value.mend
+    (pictures / "validation" / "violet").mkdir()
+    with pytest.raises(ConfigError, match="train/ has not: violet"):
+        images(pictures, "validation")
+    for file in (pictures / "train").rglob("*.*"):
+        file.unlink()
+    with pytest.raises(ConfigError, match="no image under"):
+        images(pictures)
+
+
+def test_pillow_is_an_extra(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(ConfigError, match="needs Pillow") as error:
+        images(pictures)
+    assert "hpc_train[images]" in error.value.mend
+
+
+def test_crops_stay_inside() -> None:
+    pixels = np.arange(3 * 8 * 8).reshape(3, 8, 8)
+    places = set()
+    for index in range(200):
+        cropped = shifted_crop(pixels, 2, generator(0, 0, index))
+        assert cropped.shape == (3, 8, 8)
+        places.add(cropped.tobytes())
+        left, top, right, bottom = random_box(100, 7, generator(0, 0, index))
+        assert 0 <= left < right <= 100 and 0 <= top < bottom <= 7
+    assert len(places) == 25
+
+
+def test_resize_keeps_what_is_linear() -> None:
+    ramp = np.broadcast_to(np.arange(8, dtype=np.uint8) * 10, (3, 8, 8))
+    np.testing.assert_allclose(resize(ramp, 8), ramp)
+    wide = resize(ramp, 16)
+    np.testing.assert_allclose(np.diff(wide, axis=2)[:, :, 2:-2], 5)
+    np.testing.assert_allclose(np.diff(wide, axis=1), 0)

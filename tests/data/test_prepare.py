@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpc_train.commands.prepare import main
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.schema import TokensDataConfig
+from hpc_train.data.tokens import TokensDataset
+
+SEPARATOR = "<|endoftext|>"
+
+
+def write_jsonl(path: Path, texts: list[str], field: str = "text") -> Path:
+    path.write_text("".join(json.dumps({field: text, "other": 1}) + "\n" for text in texts))
+    return path
+
+
+def write_tokenizer(path: Path, *special: str) -> Path:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["[UNK]", *(f"w{i}" for i in range(100)), *special]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(path))
+    return path
+
+
+def tokens(out: Path, split: str) -> np.ndarray[Any, Any]:
+    meta = json.loads((out / "meta.json").read_text())
+    return np.fromfile(out / f"{split}.bin", dtype={"uint16": "<u2", "uint32": "<u4"}[meta["dtype"]])
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def test_bytes_of_jsonl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = [f"document {i} é. " for i in range(300)]
+    source = write_jsonl(tmp_path / "documents.jsonl", texts)
+    out = tmp_path / "out"
+    assert run(source, "--out", out, "--validation-share", 0.1, "--json", "--workers", 1) == 0
+    result = json.loads(capsys.readouterr().out)
+    train, validation = (bytes(tokens(out, split).astype(np.uint8)).decode() for split in ("train", "validation"))
+    found = [text for text in texts if text in validation]
+    assert train == "".join(text for text in texts if text not in found) and validation == "".join(found)
+    assert 10 < len(found) < 60
+    assert result["counts"] == {"train": len(train.encode()), "validation": len(validation.encode())}
+    assert result["vocab_size"] == 256 and result["dtype"] == "uint16" and result["separator"] is None
+    dataset = TokensDataset(TokensDataConfig(path=str(out), sequence_length=16, vocab_size=256), "train")
+    assert bytes(dataset.sample(0, 0).inputs.astype(np.uint8)) == train.encode()[:16]
+    assert not (out / ".shards").exists()
+
+
+def test_a_tokenizer_file_puts_its_end_token_behind_each_document(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path / "tokenizer.json", SEPARATOR, "[STOP]")
+    source = write_jsonl(tmp_path / "documents.jsonl", ["w0 w1", "w2", "w3 w4 w5"] * 20, field="content")
+    common = (source, "--tokenizer", tokenizer, "--jsonl-field", "content", "--workers", 1)
+    for extra, separator in (((), 101), (("--eos", "[STOP]"), 102)):
+        out = tmp_path / f"out-{separator}"
+        assert run(*common, "--out", out, *extra) == 0
+        both = np.concatenate([tokens(out, split) for split in ("train", "validation")])
+        assert len(both) == 60 + 120 and (both == separator).sum() == 60
+        meta = json.loads((out / "meta.json").read_text())
+        assert meta["separator"] == separator and meta["vocab_size"] == 103
+
+
+def test_text_files_are_documents_and_gzip_is_read(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path / "tokenizer.json", SEPARATOR)
+    folder = tmp_path / "books" / "deep"
+    folder.mkdir(parents=True)
+    long = "".join(f"w{i % 100} w7\n" for i in range(200_000))  # more than one piece
+    (folder / "long.txt").write_text(long)
+    with gzip.open(folder / "short.txt.gz", "wt") as file:
+        file.write("w1 w2 w3")
+    (folder / "ignored.bin").write_bytes(b"\xff")
+    out = tmp_path / "out"
+    assert run(tmp_path / "books", folder / "long.txt", "--out", out, "--tokenizer", tokenizer, "--workers", 1) == 0
+    both = np.concatenate([tokens(out, split) for split in ("train", "validation")])
+    assert len(both) == 400_000 + 1 + 3 + 1  # the second mention of long.txt is the same file
+    assert (both == 101).sum() == 2
+    assert json.loads((out / "meta.json").read_text())["source"]["validation"] == "the end of the tokens"
+    assert len(tokens(out, "validation")) == round(len(both) * 0.01)
+
+
+def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    vocabulary = {"[UNK]": 0} | {f"t{i}": i for i in range(1, 70_000)}
+    Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]")).save(str(tmp_path / "large.json"))
+    source = write_jsonl(tmp_path / "documents.jsonl", ["t69999"] * 10)
+    assert run(source, "--out", tmp_path / "out", "--tokenizer", tmp_path / "large.json", "--workers", 1) == 0
+    assert tokens(tmp_path / "out", "train").tolist()[0] == 69_999
+    assert json.loads((tmp_path / "out" / "meta.json").read_text())["dtype"] == "uint32"
+
+
+def test_running_it_again_does_nothing_and_other_settings_are_refused(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "documents.jsonl", ["some text"] * 50)
+    out = tmp_path / "out"
+    assert run(source, "--out", out, "--workers", 1) == 0
+    written = (out / "train.bin").stat()
+    assert run(source, "--out", out, "--workers", 1) == 0
+    assert (out / "train.bin").stat().st_ino == written.st_ino
+    with pytest.raises(ConfigError, match="holds tokens of other inputs or settings"):
+        run(source, "--out", out, "--validation-share", 0.5, "--workers", 1)
+
+
+def test_killed_in_the_middle_it_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number in range(40):
+        write_jsonl(folder / f"{number:02d}.jsonl", [f"{number} {i} " * 40 for i in range(1500)])
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert run(folder, "--out", whole, "--workers", 2) == 0
+    _kill_when_some_shards_are_there(folder, out)
+    assert not (out / "meta.json").exists()
+    shards = [path for path in (out / ".shards").iterdir() if not path.name.startswith("unfinished-")]
+    assert 0 < len(shards) < 40
+    marked = np.fromfile(shards[0] / "train.bin", dtype="<u2")
+    (marked + 1000).astype("<u2").tofile(shards[0] / "train.bin")  # would be lost if the input were read again
+    assert run(folder, "--out", out, "--workers", 2) == 0
+    for split in ("train", "validation"):
+        resumed = tokens(out, split)
+        assert (resumed >= 1000).sum() == (len(marked) if split == "train" else 0)
+        assert np.array_equal(resumed % 1000, tokens(whole, split))
+
+
+def _kill_when_some_shards_are_there(folder: Path, out: Path) -> None:
+    code = "import sys\nfrom hpc_train.commands.prepare import main\nmain(sys.argv[1:])"
+    command = [sys.executable, "-c", code, str(folder), "--out", str(out), "--workers", "1"]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        while len(list((out / ".shards").glob("[0-9a-f]*"))) < 3:
+            assert process.poll() is None
+            time.sleep(0.001)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.kill()
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() < deadline, "encoders live on"
+        time.sleep(0.02)
+
+
+def test_ctrl_c_ends_all_and_says_how_to_go_on(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "documents.jsonl", ["text " * 100] * 30_000)
+    code = "import sys\nfrom hpc_train.commands.prepare import main\nsys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, str(source), "--out", str(tmp_path / "out"), "--workers", "1"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        while not list((tmp_path / "out").glob(".shards/unfinished-*/progress")):
+            assert process.poll() is None
+            time.sleep(0.005)
+        os.killpg(process.pid, signal.SIGINT)
+        _, message = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "run the same command again" in message and "Traceback" not in message
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "message"),
+    [
+        ('{"text": "a"}\n{"text"\n', (), r"documents.jsonl:2 is no JSON"),
+        ('{"body": "a"}\n', (), r"documents.jsonl:1 has no text in 'text'; there is \['body'\]"),
+        ("[1]\n", (), r"documents.jsonl:1 has no text"),
+        ("\n", (), "the inputs hold 0 tokens"),
+        ('{"text": "ab"}\n', ("--tokenizer", "nowhere.json"), "there is no tokenizer file nowhere.json"),
+        ('{"text": "ab"}\n', ("--tokenizer", __file__), "is no tokenizer file"),
+        ('{"text": "ab"}\n', ("--eos", "</s>"), "bytes have no end token"),
+        ('{"text": "ab"}\n', ("--validation-share", "1"), "a share of 1.0"),
+        ('{"text": "ab"}\n', ("--workers", "0"), "0 processes"),
+    ],
+)
+def test_wrong_input(tmp_path: Path, content: str, arguments: tuple[str, ...], message: str) -> None:
+    source = tmp_path / "documents.jsonl"
+    source.write_text(content)
+    with pytest.raises(ConfigError, match=message) as error:
+        run(source, "--out", tmp_path / "out", *arguments)
+    assert error.value.mend and error.value.where
+
+
+def test_other_wrong_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="no input at"):
+        run(tmp_path / "*.txt", "--out", tmp_path / "out")
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"latin.txt is not utf-8"):
+        run(tmp_path / "latin.txt", "--out", tmp_path / "out")
+    assert run(tmp_path / "latin.txt", "--out", tmp_path / "out", "--encoding", "latin-1", "--workers", 1) == 0
+    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"text" * 1000)[:-10])
+    with pytest.raises(ConfigError, match="no whole gzip file"):
+        run(tmp_path / "cut.txt.gz", "--out", tmp_path / "other")
+    source = write_jsonl(tmp_path / "documents.jsonl", ["text"])
+    tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
+    with pytest.raises(ConfigError, match="has no token '</s>'"):
+        run(source, "--out", tmp_path / "out", "--tokenizer", tokenizer, "--eos", "</s>")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ConfigError, match="needs the tokenizers library") as error:
+        run(source, "--out", tmp_path / "out", "--tokenizer", tokenizer)
+    assert "hpc_train[tokenizers]" in error.value.mend
+
+
+def test_help_is_useful(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        run("--help")
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    assert "examples:" in text and "--jsonl-field" in text and "again after an interruption" in text
