@@ -16,18 +16,17 @@ from hpc_train.config.layout import ZERO
 from hpc_train.config.schema import Config
 from hpc_train.data.batch import Batch, StepBatch
 from hpc_train.models.model import Model
-from hpc_train.parallel import activation_checkpointing, batch_statistics, fsdp, gradient_norm, naming
-from hpc_train.parallel.compile import compile_layers
+from hpc_train.parallel import batch_statistics, gradient_norm, naming
 from hpc_train.parallel.engine import StepNumbers, StepResult
-from hpc_train.parallel.materialise import materialise
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.parallelise import parallelise
 from hpc_train.parallel.pipeline_eval import ForwardPass
 from hpc_train.parallel.precision import compute_dtype, parameter_dtype
 from hpc_train.parallel.replicas import make_replicas
 from hpc_train.parallel.results import reduce_result
 from hpc_train.parallel.schedules import Part, Schedule
 from hpc_train.parallel.split import cut, place_stages, split_layers
-from hpc_train.parallel.tensor import apply_tensor_parallel, check_sequence
+from hpc_train.parallel.tensor import check_sequence
 from hpc_train.parallel.tied import TiedWeights
 
 
@@ -69,7 +68,7 @@ class PipelineEngine:
         layers = split_layers(len(model.layers), layout.stages, config.strategy.pp_split)
         placement = place_stages(layout.pp, layout.stages_per_rank, layout.schedule)
         held = [stage for stage in range(layout.stages) if placement[stage] == mesh.pp_rank]
-        models = {stage: _prepare(config, mesh, cut(model, stage, layers)) for stage in held}
+        models = {stage: parallelise(config, mesh, cut(model, stage, layers)) for stage in held}
         self._tied = TiedWeights(models, model.tied, layers, placement, mesh)
         self._parameters = naming.named_parameters(models.values(), model.tied)
         self._replicas = {stage: make_replicas(part, mesh, config.strategy) for stage, part in models.items()}
@@ -146,20 +145,6 @@ class PipelineEngine:
             return StepResult(torch.stack(sums).sum(), torch.stack(counts).sum())
         zero = torch.zeros((), dtype=parameter_dtype(self._precision), device=self._mesh.device)
         return StepResult(zero, zero.to(torch.int64))
-
-
-def _prepare(config: Config, mesh: Mesh, part: Model) -> Model:
-    """Splits, wraps and fills a stage that is on ``meta``, in the only order in which these can be done."""
-    layout, precision = mesh.layout, config.precision.name
-    if layout.tp > 1:
-        apply_tensor_parallel(part, mesh.device_mesh["tp"])
-    activation_checkpointing.apply(part, config.train.activation_checkpointing)
-    if config.train.compile:
-        compile_layers(part)
-    if layout.dp > 1 and layout.data_parallel in ZERO:
-        fsdp.shard(part, mesh, layout.data_parallel, precision)
-    materialise(part, mesh.device, config.train.seed, parameter_dtype(precision))
-    return part.train()
 
 
 def _travelling_dtype(mesh: Mesh, precision: str) -> torch.dtype:

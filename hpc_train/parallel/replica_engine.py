@@ -8,23 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpc_train.config.layout import ZERO
 from hpc_train.config.schema import Config
 from hpc_train.data.batch import Batch, StepBatch
 from hpc_train.models.model import Model
 from hpc_train.models.wrapped import WrappedModel
-from hpc_train.parallel import activation_checkpointing, batch_statistics, fsdp, gradient_norm, naming
-from hpc_train.parallel.compile import compile_layers
+from hpc_train.parallel import batch_statistics, gradient_norm, naming
 from hpc_train.parallel.engine import StepNumbers, StepResult
-from hpc_train.parallel.materialise import is_meta, materialise
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.precision import autocast, parameter_dtype
+from hpc_train.parallel.parallelise import parallelise
+from hpc_train.parallel.precision import autocast
 from hpc_train.parallel.replicas import make_replicas
 from hpc_train.parallel.results import reduce_result
-from hpc_train.parallel.tensor import apply_tensor_parallel, check_sequence
+from hpc_train.parallel.tensor import check_sequence
 
 
 class ReplicaEngine:
@@ -37,7 +34,7 @@ class ReplicaEngine:
     def __init__(self, config: Config, mesh: Mesh, model: Model | WrappedModel) -> None:
         self._mesh = mesh
         self._precision = config.precision.name
-        self._model = _prepare(config, mesh, model)
+        self._model = parallelise(config, mesh, model)
         self._replicas = make_replicas(self._model, mesh, config.strategy)
         self._parameters = naming.named_parameters([self._model], getattr(self._model, "tied", {}))
         self._statistics = batch_statistics.running_statistics(self._model)
@@ -96,31 +93,3 @@ class ReplicaEngine:
 
 def _total(values: list[Tensor]) -> Tensor:
     return torch.stack(values).sum(0)
-
-
-def _prepare(config: Config, mesh: Mesh, model: Model | WrappedModel) -> Model | WrappedModel:
-    """Splits, wraps and fills ``model``, in the only order in which these can be done."""
-    dtype = parameter_dtype(config.precision.name)
-    if mesh.layout.tp > 1 and isinstance(model, Model):
-        apply_tensor_parallel(model, mesh.device_mesh["tp"])
-    activation_checkpointing.apply(model, config.train.activation_checkpointing)
-    if config.train.compile:
-        compile_layers(model)
-    meta = is_meta(model)
-    if not meta:
-        model.to(device=mesh.device, dtype=dtype)
-        _take_first_replica(model, mesh)
-    if mesh.layout.dp > 1 and mesh.layout.data_parallel in ZERO:
-        fsdp.shard(model, mesh, mesh.layout.data_parallel, config.precision.name)
-    if meta and isinstance(model, Model):
-        materialise(model, mesh.device, config.train.seed, dtype)
-    return model.train()
-
-
-def _take_first_replica(model: nn.Module, mesh: Mesh) -> None:
-    """A user's module may have been initialised differently on each rank."""
-    if mesh.layout.dp == 1:
-        return
-    group = mesh.group("dp")
-    for tensor in (*model.parameters(), *model.buffers()):
-        dist.broadcast(tensor.detach(), dist.get_global_rank(group, 0), group=group)

@@ -10,10 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from hpc_train.config.errors import ConfigError
 from hpc_train.config.layout import SCHEDULES, STAGES_PER_RANK
 from hpc_train.data.batch import Batch, StepBatch
+from hpc_train.models.build import build_model
+from hpc_train.models.model import Model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
+from hpc_train.parallel.materialise import materialise
 from hpc_train.parallel.mesh import Mesh, join_mesh
 from hpc_train.parallel.pipeline_engine import PipelineEngine
 from tests.layouts.cells import Cell, cells
@@ -85,6 +89,15 @@ def test_a_loss_scale_in_a_pipeline(record: Callable[..., None]) -> None:
     record(check_cells(chosen), [])
 
 
+def test_what_a_pipeline_does_not_go_with_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a compiled layer has only one"):
+        Cell(2, strategy=pipeline("zbv"), train={"compile": True}).layout()
+    with pytest.raises(ConfigError, match="static graph"):
+        Cell(4, strategy=pipeline("1f1b", dp=2, static_graph=True)).layout()
+    with pytest.raises(ConfigError, match="does not name 2 stages of 3 layers"):
+        Cell(2, strategy=pipeline("1f1b", pp_split=[0, 3])).layout()
+
+
 def test_compiled_layers_in_a_pipeline(record: Callable[..., None]) -> None:
     record(check_cells([Cell(2, strategy=pipeline("1f1b"), train={"compile": True})], timeout=250), [])
 
@@ -135,6 +148,44 @@ def _one_by_one(batch: StepBatch) -> StepBatch:
 
 def _local(value: Tensor) -> Tensor:
     return value.to_local() if hasattr(value, "to_local") else value
+
+
+def test_every_stage_gets_the_context() -> None:
+    chosen = [Cell(2, "gpt", strategy=pipeline(schedule)) for schedule in ("1f1b", "interleaved_1f1b", "zbv")]
+    run_ranks(2, _with_documents, chosen)
+
+
+def _with_documents(rank: int, _: int, chosen: list[Cell]) -> None:
+    """Positions that start anew and attention inside documents, against the whole model on this rank."""
+    for cell in chosen:
+        config, mesh = cell.config(), join_mesh(cell.layout(), rank, torch.device("cpu"))
+        batch = _documents(local_batch(cell, mesh.layout, 0, 0))
+        model = build_model(config.model, config.train.seed)
+        assert isinstance(model, Model)
+        materialise(model, mesh.device, config.train.seed, torch.float64)
+        loss: Any = sum(model(micro.inputs, micro.context, micro.targets)[0] for micro in batch.micro_batches)
+        (loss / batch.target_count).backward()
+        engine = build_engine(config, mesh)
+        result = engine.reduce(engine.train_step(0, batch))
+        evaluated = engine.reduce(engine.eval_step(batch))
+        assert result.loss == pytest.approx(loss.item() / batch.target_count, rel=1e-12), cell
+        assert evaluated.loss == pytest.approx(result.loss, rel=1e-12), cell
+        expected = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+        found = {name: whole(parameter.grad) for name, parameter in engine.named_parameters().items()}
+        assert error(found, expected) < 1e-10, cell
+
+
+def _documents(batch: StepBatch) -> StepBatch:
+    """``batch`` with two documents per sequence, cut elsewhere in every sample."""
+    micro_batches = []
+    for index, micro in enumerate(batch.micro_batches):
+        samples, length = micro.inputs.shape
+        starts = 1 + (index + torch.arange(samples).unsqueeze(1)) % (length - 1)
+        places = torch.arange(length).expand(samples, length)
+        second = (places >= starts).long()
+        context = {"document_ids": second, "positions": places - second * starts}
+        micro_batches.append(replace(micro, context=context))
+    return StepBatch(tuple(micro_batches), batch.target_count)
 
 
 @pytest.mark.parametrize(("precision", "loss_scale"), [("bf16", None), ("fp16", 1024.0)])
