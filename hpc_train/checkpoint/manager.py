@@ -151,9 +151,7 @@ class CheckpointManager:
 
     def _load(self, state: dict[str, Tensor], path: Path) -> None:
         with _quiet():
-            dcp.load(
-                dict(state), storage_reader=dcp.FileSystemReader(path), process_group=self.mesh.control
-            )
+            dcp.load(dict(state), storage_reader=dcp.FileSystemReader(path), process_group=self.mesh.control)
 
     def _of_all_ranks(self, own: Mapping[str, TensorShape]) -> dict[str, TensorShape]:
         gathered: list[Any] = [None] * self.mesh.layout.world_size

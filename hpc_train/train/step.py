@@ -16,7 +16,9 @@ from hpc_train.train.loss_scale import LossScale
 from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.random_streams import seed_step
 
-MOST_SKIPPED = 50  # steps in a row without a finite gradient until a run fails: fp16 needs about 20 from its first scale
+MOST_SKIPPED = (
+    50  # steps in a row without a finite gradient until a run fails: fp16 needs about 20 from its first scale
+)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,110 @@
+"""The live line, the chart and the summary, from a run directory alone."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.files import append_line
+from hpc_train.telemetry import progress
+from hpc_train.telemetry.loss_chart import loss_chart
+from hpc_train.telemetry.progress import Progress, progress_line, summary
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    directory.update_record(run_id="abc", total_steps=100)
+    return directory
+
+
+def log(run: RunDirectory, attempt: int, *steps: int) -> None:
+    for step in steps:
+        line = {"time": 1000.0 + 2 * step, "step": step, "attempt": attempt, "loss": 5.0 - step / 50}
+        append_line(run.metrics_file(attempt), line | {"tokens_per_s": 1234.5, "step_s": 1.0})
+
+
+def test_the_line() -> None:
+    assert progress_line([], 100) == "starting"
+    first = {"time": 0.0, "step": 10, "loss": 4.25, "tokens_per_s": 12345.6, "step_s": 3.0}
+    assert progress_line([first], 100) == "step 10/100 · loss 4.2500 · 12,346 tokens/s · 4:30 left"
+    last = first | {"time": 40.0, "step": 20, "loss": None}
+    assert progress_line([first, last], 100, 2) == "step 20/100 · 12,346 tokens/s · 5:20 left · 2 restarts"
+    assert progress_line([last | {"step": 100}], 100) == "step 100/100 · 12,346 tokens/s"
+
+
+def test_plain_lines_where_there_is_no_terminal(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(progress, "PLAIN_LINE_EVERY_S", 0.0)
+    run.claim_attempt()
+    log(run, 0, 10, 20)  # an earlier attempt: not ours to show
+    output = io.StringIO()
+    shown = Progress(run, Console(file=output, width=200))
+    shown.tick()
+    run.claim_attempt()
+    log(run, 1, 30)
+    shown.tick()
+    shown.tick()
+    run.claim_attempt()
+    log(run, 2, 25, 40)
+    shown.tick()
+    run.update_record(result={"steps": 40, "loss": 4.2})
+    shown.finish()
+    lines = output.getvalue().splitlines()
+    assert [line.split(" · ")[0] for line in lines[:2]] == ["step 30/100", "step 40/100"]
+    assert lines[1].endswith("1 restart")
+    assert lines[2:] == [f"run directory: {run.path}"], "the run is not done: no summary"
+
+
+def test_a_live_line_in_a_terminal(run: RunDirectory) -> None:
+    output = io.StringIO()
+    shown = Progress(run, Console(file=output, force_terminal=True, width=80))
+    shown.tick()
+    run.claim_attempt()
+    log(run, 0, 10)
+    shown.finish()
+    assert "starting" in output.getvalue()
+    assert "step 10/100" in output.getvalue()
+
+
+def test_the_summary_says_where_how_and_what_next(run: RunDirectory) -> None:
+    log(run, 0, 1, 50, 100)
+    run.update_record(
+        result={"steps": 100, "loss": 3.0, "val_loss": 3.1, "tokens_per_s": 1000.0},
+        wandb={"mode": "offline", "url": None},
+    )
+    text = summary(run, "python -m hpc_train +strategy=dp run.name=run")
+    assert "done: 100 steps, 1,000 tokens/s; training loss 4.9800 -> 3.0000, validation loss 3.1000" in text
+    assert str(run.path) in text
+    assert f"wandb sync {run.path}/wandb/offline-run-*" in text
+    assert "python -m hpc_train +strategy=dp run.name=run train.steps=200" in text
+    assert "•" in text
+    run.update_record(wandb={"mode": "online", "url": "https://example.org/run"})
+    assert "https://example.org/run" in summary(run)
+
+
+def test_the_chart() -> None:
+    lines = [{"step": step, "loss": 5.0 - step / 25} for step in range(1, 101)]
+    lines[-1] |= {"val_loss": 2.0}
+    lines[50]["loss"] = None
+    rows = loss_chart(lines, width=20, height=5).splitlines()
+    assert len(rows) == 7
+    assert rows[0].startswith("   4.")
+    assert "•" in rows[0]
+    assert "•" not in rows[0][15:]
+    assert rows[-1].split() == ["step", "1", "100"]
+    assert sum(row.count("o") for row in rows) == 1
+    assert loss_chart(lines[:1]) == ""
+    assert loss_chart([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 2.0}]) != ""
+
+
+def test_no_torch() -> None:
+    script = "import sys, hpc_train.telemetry.progress; assert not {'torch', 'wandb'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -1,0 +1,182 @@
+"""W&B: it records offline, and one that fails, hangs or is absent costs the training nothing."""
+
+from __future__ import annotations
+
+import http.server
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpc_train.config.schema import WandbConfig
+from hpc_train.telemetry import wandb_run
+from hpc_train.telemetry.wandb_run import WandbIdentity, WandbRun, resolve_mode
+from tests.train.runs import frozen, run_attempt
+
+
+def identity(path: Path) -> WandbIdentity:
+    return WandbIdentity("abc123", "run", None, path, {"key": 1})
+
+
+class FakeRun:
+    """What the fake module's ``init`` returns."""
+
+    def __init__(self) -> None:
+        self.url = "https://example.org/abc123"
+        self.lines: list[dict[str, Any]] = []
+        self.defined: list[tuple[str, dict[str, Any]]] = []
+        self.artifacts: list[Any] = []
+        self.finished = False
+
+    def define_metric(self, name: str, **more: Any) -> None:
+        self.defined.append((name, more))
+
+    def log(self, line: dict[str, Any]) -> None:
+        self.lines.append(line)
+
+    def log_artifact(self, artifact: Any) -> None:
+        self.artifacts.append(artifact)
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+class FakeArtifact:
+    def __init__(self, name: str, type: str) -> None:
+        self.name, self.type, self.folders = name, type, []  # type: ignore[var-annotated]
+
+    def add_dir(self, folder: str) -> None:
+        self.folders.append(folder)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, init: Any) -> None:
+    module = SimpleNamespace(init=init, Settings=lambda **settings: settings, Artifact=FakeArtifact)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+
+
+def test_lines_arrive_in_order_also_when_steps_go_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, asked = FakeRun(), {}
+
+    def init(**settings: Any) -> FakeRun:
+        asked.update(settings)
+        return fake
+
+    install(monkeypatch, init)
+    run = WandbRun(WandbConfig(mode="offline", project="p"), identity(tmp_path))
+    for step in (1, 2, 3, 2, 3):
+        run.log({"step": step, "loss": float(step)})
+    run.finish(checkpoint=tmp_path)
+    assert [line["step"] for line in fake.lines] == [1, 2, 3, 2, 3]
+    assert ("*", {"step_metric": "step"}) in fake.defined
+    assert (asked["id"], asked["resume"], asked["mode"], asked["project"]) == ("abc123", "allow", "offline", "p")
+    assert fake.artifacts[0].folders == [str(tmp_path)]
+    assert fake.finished
+    assert (run.mode, run.url) == ("offline", fake.url)
+
+
+def fail(**settings: Any) -> None:
+    raise RuntimeError("no such project")
+
+
+def leave(**settings: Any) -> None:
+    sys.exit(3)
+
+
+@pytest.mark.parametrize(("init", "word"), [(fail, "no such project"), (leave, "SystemExit")])
+def test_a_failure_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], init: Any, word: str
+) -> None:
+    install(monkeypatch, init)
+    run = WandbRun(WandbConfig(mode="online"), identity(tmp_path))
+    for step in range(5):
+        run.log({"step": step})
+    run.finish()
+    run.log({"step": 6})
+    output = capsys.readouterr().out
+    assert output.count("W&B") == 1
+    assert word in output
+
+
+def test_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    run = WandbRun(WandbConfig(mode="offline"), identity(tmp_path))
+    run.log({"step": 1})
+    run.finish()
+    assert capsys.readouterr().out.count("W&B") == 1
+
+
+def test_one_that_hangs_costs_a_bounded_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(monkeypatch, lambda **settings: time.sleep(60))
+    monkeypatch.setattr(wandb_run, "FINISH_S", 0.5)
+    monkeypatch.setattr(wandb_run, "QUEUED_LINES", 3)
+    began = time.monotonic()
+    run = WandbRun(WandbConfig(mode="offline"), identity(tmp_path))
+    for step in range(10):
+        run.log({"step": step})
+    run.finish()
+    assert time.monotonic() - began < 5
+    assert capsys.readouterr().out.count("W&B") == 1
+
+
+@pytest.fixture
+def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+@pytest.fixture
+def service() -> Iterator[str]:
+    """Answers every question with 404."""
+    server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+@pytest.mark.usefixtures("no_account")
+def test_auto_is_offline_without_a_key() -> None:
+    assert resolve_mode("auto") == "offline"
+    assert resolve_mode("disabled") == "disabled"
+
+
+@pytest.mark.usefixtures("no_account")
+def test_auto_is_online_with_a_key_and_a_service_that_answers(
+    monkeypatch: pytest.MonkeyPatch, service: str, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WANDB_BASE_URL", service)
+    assert resolve_mode("auto") == "offline"
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login user password key\n")
+    assert resolve_mode("auto") == "online"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert resolve_mode("auto") == "offline"
+
+
+@pytest.mark.usefixtures("no_account")
+def test_auto_is_offline_when_the_service_is_silent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(wandb_run, "ANSWER_S", 0.3)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert resolve_mode("auto") == "offline"
+    assert "does not answer" in capsys.readouterr().out
+
+
+def test_a_real_run_is_recorded_offline(tmp_path: Path) -> None:
+    run = frozen(tmp_path / "run", "+strategy=single", "telemetry.wandb.mode=offline", "train.steps=3")
+    assert run_attempt(run, 1) == [0]
+    recorded = list(run.wandb.glob("offline-run-*/*.wandb"))
+    assert len(recorded) == 1
+    assert recorded[0].stat().st_size > 0
+    assert run.record()["run_id"] in recorded[0].name
+    assert run.record()["wandb"] == {"mode": "offline", "url": None}

@@ -1,0 +1,111 @@
+"""A gradient that is not finite: no rank takes the step, and fp16's loss scale follows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpc_train.config.schema import PrecisionConfig
+from hpc_train.run.stop import StopFlag
+from hpc_train.run.worker_spec import WorkerSpec
+from hpc_train.train.loss_scale import LARGEST, SMALLEST, LossScale
+from tests.checkpoint.tensors import read_tensors
+from tests.train.runs import frozen, run_attempt
+
+
+def poison_step_two_on_rank_one(spec: WorkerSpec, stop: StopFlag) -> None:
+    _poison(spec, {2})
+
+
+def poison_every_step(spec: WorkerSpec, stop: StopFlag) -> None:
+    from hpc_train.train import step
+
+    step.MOST_SKIPPED = 3
+    _poison(spec, set(range(100)))
+
+
+def _poison(spec: WorkerSpec, steps: set[int]) -> None:
+    """One NaN in one gradient of rank 1 only, after the ranks have reduced."""
+    from hpc_train.parallel.pipeline_engine import PipelineEngine
+    from hpc_train.parallel.replica_engine import ReplicaEngine
+
+    for engine in (PipelineEngine, ReplicaEngine):
+        compute = engine.train_step
+
+        def poisoned(self, step, batch, loss_scale=None, compute=compute):  # type: ignore[no-untyped-def]
+            result = compute(self, step, batch, loss_scale)
+            if spec.rank == 1 and step in steps:
+                gradient = list(self.named_parameters().values())[-1].grad
+                local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+                local.view(-1)[0] = float("nan")
+            return result
+
+        engine.train_step = poisoned  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("workers", "overrides"),
+    [(2, ["+strategy=dp"]), (2, ["+strategy=zero2", "optim=sgd"]), (2, ["+strategy=pp"]), (2, ["+strategy=tp"])],
+)
+def test_all_ranks_skip_the_step(tmp_path: Path, workers: int, overrides: list[str]) -> None:
+    run = frozen(tmp_path / "run", *overrides, "checkpoint.every=1", "checkpoint.keep=9", "train.steps=5")
+    assert run_attempt(run, workers, poison_step_two_on_rank_one) == [0] * workers
+    states = [read_tensors(run.checkpoints / f"step-{step:08d}") for step in (2, 3, 4)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0]), "step 2 changed something"
+    moved = [name for name in states[0] if not torch.equal(states[1][name], states[2][name])]
+    assert len(moved) == len(states[0]), "step 3 did not change everything"
+    assert [line["grad_norm"] is None for line in run.read_metrics()] == [False, False, True, False, False]
+    assert [event["step"] for event in run.read_events() if event["event"] == "warning"] == [3]
+
+
+def test_a_run_that_only_skips_ends_with_an_error(tmp_path: Path) -> None:
+    run = frozen(tmp_path / "run", "+strategy=dp")
+    with pytest.raises(AssertionError, match=r"FloatingPointError: no gradient was finite in the last 3 steps"):
+        run_attempt(run, 2, poison_every_step)
+
+
+def test_fp16_halves_its_scale_until_gradients_are_finite_and_grows_again(tmp_path: Path) -> None:
+    run = frozen(
+        tmp_path / "run",
+        "+strategy=zero2",
+        "precision=fp16",
+        f"precision.loss_scale_init={2.0**24}",
+        "precision.loss_scale_growth_every=3",
+        "train.steps=16",
+    )
+    assert run_attempt(run, 2) == [0, 0]
+    lines = run.read_metrics()
+    scales = [line["loss_scale"] for line in lines]
+    assert lines[0]["grad_norm"] is None
+    assert scales[0] == 2.0**23
+    assert any(later == 2 * earlier for earlier, later in zip(scales, scales[1:], strict=False))
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    log = (run.logs / "rank-0-000.log").read_text()
+    assert not re.search("were skipped", log), "looking for its scale is fp16's daily work, not a warning"
+
+
+def test_the_scale_stays_in_its_bounds() -> None:
+    scale = LossScale(PrecisionConfig(loss_scale_init=2.0, loss_scale_growth_every=1), torch.device("cpu"))
+    for _ in range(40):
+        scale.update(torch.tensor(False))
+    assert scale.value.item() == SMALLEST
+    for _ in range(60):
+        scale.update(torch.tensor(True))
+    assert scale.value.item() == LARGEST
+
+
+def test_the_scale_grows_after_finite_steps_in_a_row_and_survives_a_checkpoint() -> None:
+    config = PrecisionConfig(loss_scale_init=8.0, loss_scale_growth_every=3)
+    scale = LossScale(config, torch.device("cpu"))
+    seen = []
+    for finite in (True, True, False, True, True):
+        scale.update(torch.tensor(finite))
+        seen.append(scale.value.item())
+    assert seen == [8.0, 8.0, 4.0, 4.0, 4.0]
+    other = LossScale(config, torch.device("cpu"))
+    other.load_state(scale.state())
+    other.update(torch.tensor(True))
+    assert other.value.item() == 8.0

@@ -1,0 +1,111 @@
+"""A run that was interrupted is bit for bit the run that was not, dropout and all, under every strategy."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.exits import Exit
+from hpc_train.run.stop import StopFlag
+from hpc_train.run.worker_spec import WorkerSpec
+from tests.checkpoint.tensors import assert_same_bits
+from tests.train.runs import frozen, run_attempt
+
+TIMES = ("time", "attempt", "step_s", "tokens_per_s", "samples_per_s", "data_wait_share", "peak_memory_bytes")
+
+
+def told(run: RunDirectory) -> list[dict[str, object]]:
+    """The metrics without what no two runs share."""
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in run.read_metrics()]
+
+
+CASES = [
+    pytest.param(1, ["+strategy=single", "batch.micro_size=3"], id="single"),
+    pytest.param(2, ["+strategy=dp", "batch.micro_size=2"], id="dp"),
+    pytest.param(2, ["+strategy=dp", "strategy.data_parallel=reduce", "optim=sgd"], id="reduce-sgd"),
+    pytest.param(2, ["+strategy=zero1", "batch.micro_size=2"], id="zero1"),
+    pytest.param(3, ["+strategy=zero2", "precision=bf16"], id="zero2-uneven-bf16"),
+    pytest.param(2, ["+strategy=zero3", "train.activation_checkpointing=full"], id="zero3"),
+    pytest.param(4, ["+strategy=hsdp", "strategy.shard=2"], id="hsdp"),
+    pytest.param(2, ["+strategy=pp", "model.tied_embeddings=true"], id="pp"),
+    pytest.param(2, ["+strategy=model_parallel"], id="model_parallel"),
+    pytest.param(2, ["+strategy=tp"], id="tp"),
+    pytest.param(4, ["+strategy=hybrid"], id="hybrid"),
+    pytest.param(4, ["+strategy=hybrid", "strategy.data_parallel=zero2", "precision=fp16"], id="hybrid-zero2-fp16"),
+]
+
+
+@pytest.mark.parametrize(("workers", "overrides"), CASES)
+def test_ten_steps_are_five_and_five(tmp_path: Path, workers: int, overrides: list[str]) -> None:
+    whole = frozen(tmp_path / "whole", *overrides, "checkpoint.every=5", "train.eval_every=5")
+    assert run_attempt(whole, workers) == [0] * workers
+    half = frozen(tmp_path / "half", *overrides, "checkpoint.every=5", "train.eval_every=5")
+    shutil.copytree(whole.checkpoints / "step-00000005", half.checkpoints / "step-00000005")
+    assert run_attempt(half, workers) == [0] * workers
+    assert [event["step"] for event in half.read_events() if event["event"] == "resumed"] == [5]
+    assert_same_bits(whole.checkpoints / "step-00000010", half.checkpoints / "step-00000010")
+    assert told(half) == told(whole)[5:]
+
+
+def stop_at_start(spec: WorkerSpec, stop: StopFlag) -> None:
+    if spec.rank == 1:
+        stop.request("test")
+
+
+def stop_in_step_three(spec: WorkerSpec, stop: StopFlag) -> None:
+    _stop_in(3, spec, stop)
+
+
+def stop_in_the_last_step(spec: WorkerSpec, stop: StopFlag) -> None:
+    _stop_in(9, spec, stop)
+
+
+def _stop_in(step: int, spec: WorkerSpec, stop: StopFlag) -> None:
+    from hpc_train.train.step import TrainStep
+
+    take = TrainStep.__call__
+
+    def requested(self, index, batch):  # type: ignore[no-untyped-def]
+        if index == step and spec.rank == 1:
+            stop.request("test")
+        return take(self, index, batch)
+
+    TrainStep.__call__ = requested  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    run = frozen(tmp_path_factory.mktemp("runs") / "whole", "+strategy=pp")
+    assert run_attempt(run, 2) == [0, 0]
+    return run
+
+
+@pytest.mark.parametrize(
+    ("prepare", "code", "saved_at"),
+    [(stop_at_start, Exit.STOPPED, 0), (stop_in_step_three, Exit.STOPPED, 5), (stop_in_the_last_step, Exit.DONE, 10)],
+)
+def test_a_stop_request_loses_no_step(
+    tmp_path: Path, uninterrupted: RunDirectory, prepare: object, code: Exit, saved_at: int
+) -> None:
+    """All ranks stop at one step although only one was asked, and going on ends where the uninterrupted run does."""
+    run = frozen(tmp_path / "run", "+strategy=pp")
+    assert run_attempt(run, 2, prepare) == [code, code]  # type: ignore[arg-type]
+    assert [path.name for path in run.checkpoints.iterdir()] == [f"step-{saved_at:08d}"]
+    assert [line["step"] for line in run.read_metrics()] == list(range(1, saved_at + 1))
+    assert run_attempt(run, 2) == [0, 0]
+    assert_same_bits(run.checkpoints / "step-00000010", uninterrupted.checkpoints / "step-00000010")
+    assert told(run) == told(uninterrupted)
+
+
+def test_a_finished_run_goes_on_with_more_steps_and_another_layout(tmp_path: Path) -> None:
+    run = frozen(tmp_path / "run", "+strategy=single", "train.steps=3", "optim.schedule=constant")
+    assert run_attempt(run, 1) == [0]
+    assert run_attempt(run, 1) == [0]
+    assert [line["step"] for line in run.read_metrics()] == [1, 2, 3]
+    frozen(run.path, "+strategy=zero2", "train.steps=6", "optim.schedule=constant")
+    assert run_attempt(run, 2) == [0, 0]
+    assert [(line["step"], line["world_size"]) for line in run.read_metrics()][2:4] == [(3, 1), (4, 2)]
+    assert run.record()["result"]["steps"] == 6

@@ -1,0 +1,61 @@
+"""What a run leaves behind: metrics, events, the result; and what the ranks refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_train.run.exits import Exit
+from hpc_train.run.stop import StopFlag
+from hpc_train.run.worker_spec import WorkerSpec
+from tests.train.runs import frozen, run_attempt
+
+KEYS = {
+    "time", "step", "epoch", "attempt", "world_size", "loss", "lr", "grad_norm", "samples", "tokens", "step_s",
+    "tokens_per_s", "samples_per_s", "data_wait_share", "peak_memory_bytes",
+}  # fmt: skip
+
+
+def test_metrics_and_result(tmp_path: Path) -> None:
+    run = frozen(tmp_path / "run", "+strategy=hybrid", "telemetry.log_every=4", "train.eval_every=6")
+    assert run_attempt(run) == [Exit.DONE] * 4
+    lines = run.read_metrics()
+    assert [line["step"] for line in lines] == [1, 4, 6, 8, 10]
+    assert all(line.keys() >= KEYS for line in lines)
+    assert [line["step"] for line in lines if "val_loss" in line] == [6, 10]
+    last = lines[-1]
+    assert (last["samples"], last["tokens"], last["epoch"], last["world_size"]) == (80, 640, 1, 4)
+    record = run.record()
+    assert record["total_steps"] == 10
+    result = record["result"]
+    assert (result["steps"], result["loss"], result["val_loss"]) == (10, last["loss"], last["val_loss"])
+    assert [event["event"] for event in run.read_events()] == ["checkpoint_saved", "finished"]
+
+
+def test_epochs_and_padded_batches_count_samples_once(tmp_path: Path) -> None:
+    run = frozen(
+        tmp_path / "run", "+strategy=dp", "train.steps=null", "train.epochs=2", "batch.drop_last=false",
+        "batch.global_size=24", "optim.lr_scaling=sqrt",
+    )  # fmt: skip
+    assert run_attempt(run, 2) == [0, 0]
+    lines = run.read_metrics()
+    assert [line["samples"] for line in lines] == [24, 48, 64, 88, 112, 128]
+    assert [line["tokens"] for line in lines] == [8 * line["samples"] for line in lines]
+    assert [line["epoch"] for line in lines] == [0, 0, 0, 1, 1, 1]
+    log = (run.logs / "rank-0-000.log").read_text()
+    assert f"learning rate: {0.003 * (24 / 256) ** 0.5:g} (0.003 x sqrt 24/256)" in log
+
+
+def see_another_config(spec: WorkerSpec, stop: StopFlag) -> None:
+    from hpc_train.train import worker
+
+    if spec.rank == 1:
+        worker._digest = lambda path: "an old copy"  # type: ignore[assignment]
+
+
+def test_ranks_that_see_different_files_do_not_train(tmp_path: Path) -> None:
+    run = frozen(tmp_path / "run", "+strategy=dp")
+    with pytest.raises(AssertionError, match=r"the ranks do not agree.*rank 1: {'config': 'an old copy'"):
+        run_attempt(run, 2, see_another_config)
+    assert run.read_metrics() == []
