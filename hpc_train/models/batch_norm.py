@@ -1,7 +1,7 @@
 """Batch normalisation with statistics over all ranks, on the CPU as well.
 
-torch's ``SyncBatchNorm`` runs on accelerators only. This one leaves them to it and forms the same sums on the CPU with
-a differentiable all-reduce.
+torch's ``SyncBatchNorm`` runs on accelerators only, and DDP refuses it elsewhere. This one forms the same sums with a
+differentiable all-reduce; the engine replaces it by torch's fused one where there is an accelerator.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch.distributed.nn.functional import all_reduce
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-class SyncBatchNorm(nn.SyncBatchNorm):
+class SyncBatchNorm(_BatchNorm):
     """Normalises ``[micro, channels, ...]`` by the mean and variance over the micro-batches of all ranks."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.device.type != "cpu" or not self.training or not dist.is_initialized():
+        if not self.training or not dist.is_initialized():
             return super().forward(input)
         axes = [axis for axis in range(input.ndim) if axis != 1]
         shape = [1, -1] + [1] * (input.ndim - 2)
@@ -27,6 +27,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if self.affine:
             normal = normal * self.weight.view(shape) + self.bias.view(shape)
         return normal.to(input.dtype)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Any number of dims behind the channels."""
 
     def _track(self, mean: Tensor, variance: Tensor, count: int) -> None:
         """Moves the running statistics as ``nn.BatchNorm2d`` does: with the unbiased variance."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import Config
+from hpc_train.models.batch_norm import SyncBatchNorm
 from hpc_train.parallel.mesh import Mesh
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -38,12 +39,19 @@ def check_batch(config: Config, mesh: Mesh) -> None:
         )
 
 
+def use_fused(model: nn.Module, mesh: Mesh) -> None:
+    """Replaces our ``SyncBatchNorm`` by torch's, which is one kernel, where there is an accelerator."""
+    ours = any(isinstance(module, SyncBatchNorm) for module in model.modules())
+    if ours and mesh.device.type != "cpu" and mesh.layout.dp > 1:
+        nn.SyncBatchNorm.convert_sync_batchnorm(model, mesh.group("dp"))
+
+
 def running_statistics(model: nn.Module) -> list[Tensor]:
     """Running means and variances that each rank takes of its own samples (``SyncBatchNorm`` takes those of all)."""
     return [
         buffer
         for module in model.modules()
-        if isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+        if isinstance(module, BatchNorm) and not isinstance(module, SyncBatchNorm | nn.SyncBatchNorm)
         for buffer in (module.running_mean, module.running_var)
         if buffer is not None
     ]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from inspect import signature
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import StrategyConfig
 from hpc_train.parallel.mesh import Mesh
 
@@ -33,6 +35,22 @@ def replicate(model: nn.Module, mesh: Mesh, strategy: StrategyConfig) -> Distrib
     )
 
 
-def accumulating(model: DistributedDataParallel, last: bool) -> AbstractContextManager[None]:
-    """Around forward and backward of each micro-batch: gradients are reduced in the ``last`` one only."""
-    return nullcontext() if last else model.no_sync()
+@contextmanager
+def accumulating(model: DistributedDataParallel, last: bool) -> Iterator[None]:
+    """Around forward and backward of each micro-batch: gradients are reduced in the ``last`` one only.
+
+    Raises:
+        ConfigError: a parameter was not used in the step before.
+    """
+    try:
+        with nullcontext() if last else model.no_sync():
+            yield
+    except RuntimeError as error:
+        if "Expected to have finished reduction" not in str(error):
+            raise
+        raise ConfigError(
+            "the model has parameters that its forward does not use: DDP waits for their gradients",
+            where="strategy.static_graph",
+            mend="strategy.static_graph=true where every step leaves out the same ones, else "
+            "strategy.data_parallel=reduce",
+        ) from error

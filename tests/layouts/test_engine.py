@@ -1,0 +1,288 @@
+"""What every engine of whole models promises beside its gradients: number formats, no waiting, modes, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.layout import DATA_PARALLEL, ZERO
+from hpc_train.config.schema import CustomModelConfig
+from hpc_train.data.batch import IGNORED, Batch, StepBatch
+from hpc_train.models.build import build_model
+from hpc_train.parallel import gradient_norm, naming
+from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.materialise import materialise
+from hpc_train.parallel.mesh import Mesh, join_mesh
+from tests.layouts.cells import CLASSES, Cell
+from tests.layouts.oracle import local_batch, train_plainly, whole
+from tests.ranks import run_ranks
+
+WAITING = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy")
+SPLITS: list[dict[str, Any]] = [{"dp": 2, "data_parallel": kind} for kind in DATA_PARALLEL]
+SPLITS += [{"tp": 2}]
+
+
+def join(cell: Cell, rank: int) -> Mesh:
+    return join_mesh(cell.layout(), rank, torch.device("cpu"))
+
+
+def losses_and_norms(rank: int, world_size: int, cells: list[Cell], scale: float | None) -> list[tuple[float, ...]]:
+    found = []
+    for cell in cells:
+        mesh = join(cell, rank)
+        engine = build_engine(cell.config(), mesh)
+        loss_scale = None if scale is None else torch.tensor(scale)
+        result = engine.train_step(0, local_batch(cell, mesh.layout, mesh.dp_rank, 0), loss_scale)
+        norm = engine.clip_grad_norm_(0.0, loss_scale).item()
+        assert all(value.grad.dtype == torch.float32 for value in engine.named_parameters().values())
+        found.append((engine.reduce(result).loss, norm))
+    return found
+
+
+@pytest.mark.parametrize(("precision", "scale"), [("bf16", None), ("fp16", 256.0)])
+def test_half_precision_stays_near_single_precision(precision: str, scale: float | None) -> None:
+    batch = {"micro_batches": 2}
+    chosen = [Cell(2, "gpt-tied", precision, split, batch) for split in SPLITS] + [
+        Cell(2, "vit", precision, split, batch) for split in SPLITS[::5]
+    ]
+    near = {model: train_plainly(Cell(1, model, "fp32")) for model in ("gpt-tied", "vit")}
+    for ranks in run_ranks(2, losses_and_norms, chosen, scale):
+        for cell, (loss, norm) in zip(chosen, ranks, strict=True):
+            assert loss == pytest.approx(near[cell.model].losses[0], rel=0.01), cell
+            assert norm == pytest.approx(near[cell.model].norms[0], rel=0.05), cell
+
+
+def step_without_waiting(rank: int, world_size: int, cells: list[Cell]) -> None:
+    for cell in cells:
+        mesh = join(cell, rank)
+        engine = build_engine(cell.config(), mesh)
+        batches = [local_batch(cell, mesh.layout, mesh.dp_rank, step) for step in range(3)]
+        engine.train_step(0, batches[0])  # torch sets itself up in the first step
+        waits = [mock.patch.object(Tensor, name, side_effect=AssertionError(f"{cell} waits")) for name in WAITING]
+        for wait in waits:
+            wait.start()
+        engine.train_step(1, batches[1], loss_scale=None)
+        engine.clip_grad_norm_(1.0)
+        engine.eval_step(batches[2])
+        mock.patch.stopall()
+
+
+def test_no_step_waits_for_the_device() -> None:
+    run_ranks(2, step_without_waiting, [Cell(2, "gpt", "fp32", split) for split in SPLITS])
+
+
+def modes(rank: int, world_size: int, cells: list[Cell]) -> None:
+    for cell in cells:
+        mesh = join(cell, rank)
+        engine = build_engine(cell.config(), mesh)
+        (part,) = engine.parts
+        before = {name: whole(value.detach()) for name, value in engine.named_parameters().items()}
+        batch = local_batch(cell, mesh.layout, mesh.dp_rank, 0)
+        first = engine.reduce(engine.eval_step(batch))
+        assert part.training and first.accuracy is not None
+        part.eval()
+        engine.eval_step(batch)
+        assert not part.training
+        with torch.no_grad():
+            for value in engine.named_parameters().values():
+                value.mul_(0.5)
+        assert engine.reduce(engine.eval_step(batch)).loss != first.loss, f"{cell}: stale parameters"
+        for name, value in engine.named_parameters().items():
+            torch.testing.assert_close(whole(value.detach()), before[name] * 0.5)
+
+
+def test_evaluation_restores_the_mode_and_sees_changed_parameters() -> None:
+    run_ranks(2, modes, [Cell(2, "gpt-tied", strategy=split) for split in SPLITS])
+
+
+def values(rank: int, world_size: int, cells: list[Cell]) -> None:
+    for cell in cells:
+        config = cell.config()
+        plain: Any = build_model(config.model, config.train.seed)
+        materialise(plain, torch.device("cpu"), config.train.seed, torch.float64)
+        engine = build_engine(config, join(cell, rank))
+        expected = dict(plain.named_parameters())
+        found = engine.named_parameters()
+        assert set(found) == set(expected)
+        for name, value in found.items():
+            assert torch.equal(whole(value.detach()), expected[name]), f"{cell}: {name}"
+
+
+def test_every_layout_starts_from_the_same_weights() -> None:
+    splits: list[dict[str, Any]] = [
+        {"dp": 4, "data_parallel": "zero3"},
+        {"dp": 4, "data_parallel": "zero2", "shard": 2},
+    ]
+    splits += [{"dp": 2, "tp": 2, "data_parallel": kind} for kind in ("reduce", "zero1", "zero3")]
+    chosen = [Cell(4, model, strategy=split) for split in splits for model in ("gpt-tied", "vit")]
+    run_ranks(4, values, [*chosen, Cell(4, "vit", strategy={"tp": 4})])
+
+
+def norm_without_some_gradients(rank: int, world_size: int) -> float:
+    mesh = join(Cell(2, strategy={"dp": 2}), rank)
+    used, unused = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    used.grad = torch.tensor([30.0, 40.0])
+    scale = torch.tensor(10.0)
+    norm = gradient_norm.clip_({"used": used, "unused": unused}, mesh, 1.0, scale)
+    torch.testing.assert_close(used.grad, torch.tensor([0.6, 0.8]))
+    assert unused.grad is None
+    nothing = gradient_norm.clip_({"unused": unused}, mesh, 1.0)
+    assert nothing.item() == 0.0
+    used.grad = torch.tensor([float("inf"), 1.0]) if rank == 1 else torch.tensor([1.0, 1.0])
+    assert not gradient_norm.clip_({"used": used}, mesh, 1.0).isfinite()
+    used.grad = torch.tensor([30.0, 40.0])
+    assert gradient_norm.clip_({"used": used}, mesh, 1.0, skip=frozenset({"used"})).item() == 0.0
+    return norm.item()
+
+
+def test_the_norm_ignores_what_has_no_gradient_and_shows_what_is_not_finite() -> None:
+    assert run_ranks(2, norm_without_some_gradients) == pytest.approx([5.0, 5.0])
+
+
+def unused_parameters(rank: int, world_size: int, cells: list[Cell]) -> None:
+    for cell in cells:
+        config = cell.config()
+        config.model = custom(unused=True)
+        mesh = join(cell, rank)
+        engine = build_engine(config, mesh)
+        for step in range(2):
+            engine.train_step(step, local_batch(cell, mesh.layout, mesh.dp_rank, step))
+            engine.clip_grad_norm_(1.0)
+        gradient = engine.named_parameters()["unused"].grad
+        assert gradient is None or not whole(gradient).any(), cell
+
+
+def test_unused_parameters_get_no_gradient() -> None:
+    splits = [{"dp": 2, "data_parallel": kind} for kind in ("reduce", *ZERO)]
+    splits += [{"dp": 2, "data_parallel": "ddp", "static_graph": True}]
+    run_ranks(2, unused_parameters, [Cell(2, "custom", strategy=split) for split in splits])
+
+
+def forgotten_parameter(rank: int, world_size: int) -> str:
+    cell = Cell(2, "custom", strategy={"dp": 2})
+    config = cell.config()
+    config.model = custom(unused=True)
+    mesh = join(cell, rank)
+    engine = build_engine(config, mesh)
+    try:
+        for step in range(2):
+            engine.train_step(step, local_batch(cell, mesh.layout, mesh.dp_rank, step))
+    except ConfigError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def test_ddp_says_how_to_train_a_model_with_unused_parameters() -> None:
+    assert all("strategy.static_graph=true" in answer for answer in run_ranks(2, forgotten_parameter))
+
+
+def compiled(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[float, float, list[str]]]:
+    found = []
+    for cell in cells:
+        mesh = join(cell, rank)
+        engine = build_engine(cell.config(), mesh)
+        loss = engine.reduce(engine.train_step(0, local_batch(cell, mesh.layout, mesh.dp_rank, 0))).loss
+        found.append((loss, engine.clip_grad_norm_(0.0).item(), list(engine.named_parameters())))
+    return found
+
+
+def test_compiled_layers_keep_names_and_gradients() -> None:
+    train = {"compile": True, "activation_checkpointing": "selective"}
+    chosen = [Cell(2, "gpt", "fp32", {"dp": 2, "data_parallel": "zero2"}, train=train)]
+    expected = train_plainly(Cell(1, "gpt", "fp32"))
+    for loss, norm, names in run_ranks(2, compiled, chosen, timeout=250)[0]:
+        assert loss == pytest.approx(expected.losses[0], rel=1e-5)
+        assert norm == pytest.approx(expected.norms[0], rel=1e-4)
+        assert set(names) == set(expected.parameters)
+
+
+def custom(**args: Any) -> CustomModelConfig:
+    return CustomModelConfig(_target_="tests.layouts.module.Tiny", args={"classes": CLASSES} | args)
+
+
+def batch_statistics(rank: int, world_size: int, kinds: list[str], synchronised: bool) -> list[list[float]]:
+    found = []
+    for kind in kinds:
+        split = {"dp": world_size, "data_parallel": kind}
+        cell = Cell(world_size, "custom", strategy=split, batch={"global_size": 8})
+        config = cell.config()
+        config.model = custom(batch_norm=True)
+        config.model.sync_batch_norm = synchronised
+        mesh = join(cell, rank)
+        engine = build_engine(config, mesh)
+        engine.train_step(0, local_batch(cell, mesh.layout, mesh.dp_rank, 0))
+        norm = engine.clip_grad_norm_(0.0).item()
+        found.append([norm, *engine.named_buffers()["norm.running_var"].tolist()])
+    return found
+
+
+@pytest.mark.parametrize("synchronised", [False, True])
+def test_batch_statistics_are_the_same_on_every_rank(synchronised: bool) -> None:
+    first, second = run_ranks(2, batch_statistics, list(DATA_PARALLEL), synchronised)
+    assert first == second
+    ((alone,),) = run_ranks(1, batch_statistics, ["ddp"], synchronised)
+    for found in first:
+        assert found == pytest.approx(alone if synchronised else first[0], rel=1e-12)
+
+
+def refusal(rank: int, world_size: int, cell: Cell, model: CustomModelConfig) -> str:
+    config = cell.config()
+    config.model = model
+    try:
+        build_engine(config, join_mesh(cell.layout(), rank, torch.device("cpu")))
+    except ConfigError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def test_what_a_module_without_parts_cannot_do() -> None:
+    def why(cell: Cell, model: CustomModelConfig) -> str:
+        first, *others = run_ranks(cell.world_size, refusal, cell, model)
+        assert all(other == first for other in others)
+        return first
+
+    assert "no stem, layers and head" in why(Cell(2, strategy={"pp": 2}), custom())
+    assert "no stem, layers and head" in why(Cell(2, strategy={"tp": 2}), custom())
+    assert "no layers" in why(Cell(1, train={"activation_checkpointing": "full"}), custom())
+    assert "does not divide" in why(Cell(4, strategy={"dp": 4}), custom(batch_norm=True))
+    padded = Cell(2, strategy={"dp": 2}, batch={"drop_last": False})
+    assert "padding would enter" in why(padded, custom(batch_norm=True))
+
+
+def odd_sequence(rank: int, world_size: int) -> str:
+    cell = Cell(2, strategy={"tp": 2})
+    engine = build_engine(cell.config(), join(cell, rank))
+    tokens = torch.zeros(2, 7, dtype=torch.int64)
+    try:
+        engine.train_step(0, StepBatch((Batch(tokens, tokens),), 14))
+    except ConfigError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def test_a_sequence_that_does_not_divide_over_tensor_parallel_ranks() -> None:
+    assert all("does not divide" in answer for answer in run_ranks(2, odd_sequence))
+
+
+def only_padding(rank: int, world_size: int) -> tuple[float, int]:
+    cell = Cell(1)
+    engine = build_engine(cell.config(), join(cell, rank))
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    numbers = engine.reduce(engine.train_step(0, StepBatch((Batch(tokens, tokens.new_full((2, 8), IGNORED)),), 0)))
+    assert engine.clip_grad_norm_(1.0).item() == 0.0
+    return numbers.loss, numbers.target_count
+
+
+def test_a_batch_of_padding_only_has_no_loss_and_no_gradient() -> None:
+    assert run_ranks(1, only_padding) == [(0.0, 0)]
+
+
+def test_canonical_names() -> None:
+    raw = "module.layers.0._checkpoint_wrapped_module._orig_mod.ffn.w1.weight"
+    assert naming.canonical_name(raw) == "layers.0.ffn.w1.weight"
+    assert naming.canonical_name("layers.0.module.weight") == "layers.0.module.weight"
