@@ -1,0 +1,60 @@
+"""``python -m hpc_train bench step`` as a person calls it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.doors.command import TINY, environment, hpc_train
+
+HERE = ["cluster=local", "cluster.cpu_workers=2", "cluster.gpus_per_node=0", *TINY]
+FEW = ["--steps", "2", "--pairs", "3"]
+
+
+@pytest.mark.parametrize("strategy", ["dp", "pp"])
+def test_a_strategy_against_its_bare_loop(strategy: str, tmp_path: Path) -> None:
+    done = hpc_train("bench", "step", f"+strategy={strategy}", *HERE, *FEW, "--against", "raw", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["world_size"] == 2 and result["blocks"] == 3 and result["against"]["loop"] == strategy
+    for rates in (result, result["against"]):
+        assert rates["tokens_per_s"]["median"] == pytest.approx(16 * rates["samples_per_s"]["median"])
+        assert rates["step_s"]["p05"] <= rates["step_s"]["median"] <= rates["step_s"]["p95"]
+    assert result["against"]["ci95_low"] <= result["against"]["ratio"] <= result["against"]["ci95_high"]
+    assert len(result["memory"]["host_peak_bytes"]) == 2
+    assert min(result["memory"]["host_peak_bytes"]) > 50 * 2**20
+    mfu = result["mfu"]
+    expected = mfu["flops_per_sample"] * result["samples_per_s"]["median"] / mfu["peak_flops"]
+    assert mfu["value"] == pytest.approx(expected)
+    for share, there in (("bubble_share", strategy == "pp"), ("communication_share", strategy == "dp")):
+        assert (result[share] is not None) == there
+        assert not there or all(0 < value < 1 for value in result[share])
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_report_in_words_and_a_strategy_without_bare_loop(tmp_path: Path) -> None:
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    env = environment(TMPDIR=str(folder))
+    done = hpc_train("bench", "step", "+strategy=tp", *HERE, *FEW, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    for word in ("tokens/s", "communication", "MFU", "VmHWM", "measured matrix product"):
+        assert word in done.stdout
+    assert "bare loop" not in done.stdout
+    assert not list(folder.glob("hpc_train-bench-*"))
+    refused = hpc_train("bench", "step", "+strategy=tp", *HERE, "--against", "raw", cwd=tmp_path, env=env)
+    assert refused.returncode == 2 and "there is no bare loop" in refused.stderr and not refused.stdout
+
+
+def test_wrong_calls_are_refused(tmp_path: Path) -> None:
+    for arguments, words in (
+        (["bench", "step", *HERE, "--pairs", "0"], "nothing to measure"),
+        (["bench", "step", "+strategy=dp,pp", *HERE], "one job"),
+        (["bench", "stp"], "invalid choice"),
+        (["bench", "step", "model.no_such_key=1"], "no_such_key"),
+    ):
+        done = hpc_train(*arguments, cwd=tmp_path)
+        assert done.returncode == 2, done
+        assert words in done.stderr and "Traceback" not in done.stderr
