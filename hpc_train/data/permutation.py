@@ -44,22 +44,22 @@ class Permutation:
             return positions.copy()
         if positions.min() < 0 or positions.max() >= self.size:
             raise IndexError(f"positions {positions.min()}..{positions.max()} outside of [0, {self.size})")
-        values = self._feistel(positions.astype(np.uint64).ravel())
+        keys = [self._key(number) for number in range(ROUNDS)]
+        values = self._feistel(positions.astype(np.uint64).ravel(), keys)
         outside = np.flatnonzero(values >= self.size)
         while outside.size:
-            walked = self._feistel(values[outside])
+            walked = self._feistel(values[outside], keys)
             values[outside] = walked
             outside = outside[walked >= self.size]
         return values.astype(np.int64).reshape(positions.shape)
 
-    def _feistel(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    def _feistel(self, values: NDArray[np.uint64], keys: list[np.uint64]) -> NDArray[np.uint64]:
         bits = max(_LEAST_BITS, (self.size - 1).bit_length())
         right_bits = bits // 2
         left_bits = bits - right_bits
         left, right = values >> np.uint64(right_bits), values & _mask(right_bits)
-        for number in range(ROUNDS):
-            left_mask = _mask(left_bits)
-            left, right = right, left ^ (_scramble(right, self._key(number)) & left_mask)
+        for key in keys:
+            left, right = right, left ^ (_scramble(right, key) & _mask(left_bits))
             left_bits, right_bits = right_bits, left_bits
         return (left << np.uint64(right_bits)) | right
 

@@ -46,7 +46,7 @@ def train(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
     config = load(run)
     mesh = join(spec, config, listen_fd)
     events = EventLog.open(run, f"rank-{spec.rank:04d}", spec.attempt, spec.rank)
-    trainer = _build(config, run, mesh, events, stop)
+    trainer = _build(config, run, mesh, events, stop, spec.local_world_size)
     try:
         code = trainer.run()
     finally:
@@ -56,7 +56,9 @@ def train(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
     return code
 
 
-def _build(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, stop: StopFlag) -> Trainer:
+def _build(
+    config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, stop: StopFlag, local_ranks: int
+) -> Trainer:
     seed = config.train.seed
     training = build_dataset(config.data, "train", seed)
     validation = build_dataset(config.data, "validation", seed)
@@ -66,7 +68,7 @@ def _build(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, stop
     restored = checkpoints.restore()
     start = 0 if restored is None else restored.step
     _check_agreement(mesh, {"config": _digest(run.config), "step": start, "samples": len(training)})
-    feed = TrainFeed(training, config.batch, mesh.layout, mesh.dp_rank, seed, mesh.device, start)
+    feed = TrainFeed(training, config.batch, mesh.layout, mesh.dp_rank, seed, mesh.device, start, local_ranks)
     length = _length(config, feed, len(training))
     report = open_report(config, run, mesh, events, start, length.total_steps)
     trainer = Trainer(
@@ -75,7 +77,7 @@ def _build(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, stop
         engine=engine,
         take_step=TrainStep(config, mesh, engine, optimizer, length.total_steps),
         feed=feed,
-        eval_feed=EvalFeed(validation, config.batch, mesh.layout, mesh.dp_rank, mesh.device),
+        eval_feed=EvalFeed(validation, config.batch, mesh.layout, mesh.dp_rank, mesh.device, local_ranks),
         checkpoints=checkpoints,
         stop=stop,
         length=length,
