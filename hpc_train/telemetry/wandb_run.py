@@ -97,7 +97,7 @@ class WandbRun:
             entity=self._settings.entity,
             config=identity.config,
             dir=str(identity.directory),
-            mode=self.mode,
+            mode=self.mode,  # type: ignore[arg-type]
             # the agent has the worker's output already, and the snapshot of the code is the run directory's matter
             settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
         )

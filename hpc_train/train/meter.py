@@ -1,4 +1,4 @@
-"""How fast training goes: time, tokens and samples since the line before, without the pauses for saving and evaluation."""
+"""How fast training goes since the line before: time, tokens, samples; without pauses for saving and evaluation."""
 
 from __future__ import annotations
 

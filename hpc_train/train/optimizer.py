@@ -28,10 +28,10 @@ class _Held:
 
     def refresh(self) -> None:
         """FSDP2 may exchange the memory of a shard when it first runs, and makes a new gradient in each step."""
-        if isinstance(self.parameter, DTensor):
+        if self.local is not self.parameter:
             gradient = self.parameter.grad
-            self.local.data = self.parameter.to_local()
-            self.local.grad = gradient.to_local() if isinstance(gradient, DTensor) else None
+            self.local.data = _local(self.parameter)
+            self.local.grad = None if gradient is None else _local(gradient)
 
 
 class Optimizer:
@@ -55,7 +55,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, learning_rate: float, finite: Tensor) -> None:
-        """One update from the parameters' ``.grad``; none at all where ``finite`` (scalar bool, on the device) is false."""
+        """One update from the parameters' ``.grad``; none where ``finite`` (a scalar bool on the device) is false."""
         for held in self._held.values():
             held.refresh()
         for group in self._inner.param_groups:
@@ -74,7 +74,11 @@ class Optimizer:
 def _hold(parameter: nn.Parameter) -> _Held:
     if not isinstance(parameter, DTensor):
         return _Held(parameter, parameter)
-    return _Held(parameter, nn.Parameter(parameter.detach().to_local()))
+    return _Held(parameter, nn.Parameter(_local(parameter.detach())))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _build(config: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

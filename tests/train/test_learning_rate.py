@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -32,7 +33,7 @@ def test_the_last_step_has_the_lowest_rate_and_it_never_rises(schedule: str, tot
     found = rates(total, schedule=schedule, min_lr_ratio=0.1)
     assert found[0] == 1.0
     assert found[-1] == pytest.approx(0.1)
-    assert all(later <= earlier for earlier, later in zip(found, found[1:], strict=False))
+    assert all(later <= earlier for earlier, later in pairwise(found))
 
 
 def test_the_shapes() -> None:
