@@ -13,7 +13,7 @@ from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
 from hpc_train.config.arguments import CommandLine, wants_dry_run, with_right_plus
-from hpc_train.config.compose import PRIMARY, config_directory, register, typed, version_base
+from hpc_train.config.compose import LAUNCHER, PRIMARY, SWEEPER, config_directory, register, typed, version_base
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.freeze import freeze
 from hpc_train.config.schema import Config
@@ -49,10 +49,11 @@ def main(arguments: list[str]) -> int:
 
 
 def register_launcher() -> None:
-    """Makes schema and launcher known to Hydra, whose own search does not see every kind of editable install."""
+    """Makes schema, launcher and sweeper known to Hydra; its own search does not see every kind of editable install."""
     register()
-    launcher = importlib.import_module("hydra_plugins.hpc_train_launcher.launcher").HpcTrainLauncher
-    Plugins.instance().register(launcher)
+    for target in (LAUNCHER, SWEEPER):
+        module, _, name = target.rpartition(".")
+        Plugins.instance().register(getattr(importlib.import_module(module), name))
 
 
 def task(node: DictConfig) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from hpc_train.config.translate import translate
 
 PRIMARY = "config"
 LAUNCHER = "hydra_plugins.hpc_train_launcher.launcher.HpcTrainLauncher"
+SWEEPER = "hydra_plugins.hpc_train_launcher.sweeper.HpcTrainSweeper"
 
 
 def register() -> None:
@@ -36,7 +38,9 @@ def register() -> None:
         for kind, schema in schemas.items():
             store.store(group=f"schema/{group}", name=kind, node=schema)
     # what conf/config.yaml names must compose also where nothing is launched
+    sweeper = {"_target_": SWEEPER, "max_batch_size": None, "params": None}
     store.store(group="hydra/launcher", name="hpc_train", node={"_target_": LAUNCHER}, provider="hpc_train")
+    store.store(group="hydra/sweeper", name="hpc_train", node=sweeper, provider="hpc_train")
     # cached: Hydra asks several times, and a directory that is named by the time must stay the same
     OmegaConf.register_new_resolver("hpc_train.directory", run_directory, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("hpc_train.steps_unless", _steps_unless, replace=True)
@@ -100,14 +104,19 @@ def converted(node: DictConfig) -> Config:
     _check_missing(node)
     try:
         values = _plain(node)
-        schema = OmegaConf.structured(Config)
-        for group, schemas in (("model", MODEL_SCHEMAS), ("data", DATA_SCHEMAS)):
-            schema[group] = OmegaConf.structured(schemas[values[group]["kind"]])
+        schema = _schema(values["model"]["kind"], values["data"]["kind"])
         config = OmegaConf.to_object(OmegaConf.merge(schema, escaped(values)))
     except OmegaConfBaseException as error:
         raise translate(error) or error from error
     assert isinstance(config, Config)
     return _absolute(config)
+
+
+@cache
+def _schema(model: str, data: str) -> DictConfig:
+    schema: DictConfig = OmegaConf.structured(Config)
+    schema.model, schema.data = MODEL_SCHEMAS[model], DATA_SCHEMAS[data]
+    return schema
 
 
 def _check_missing(node: DictConfig) -> None:

@@ -42,6 +42,10 @@ def freeze(config: Config, run: RunDirectory, *, claim: bool = False) -> None:
     Raises:
         ConfigError: the run is live, an identity key differs from the frozen one, or there is nothing to fork.
     """
+    if config.launch.dry_run:
+        raise ConfigError(
+            "a dry run is asked for in a config file", where="launch.dry_run", mend="launch.dry_run=true when calling"
+        )
     config, source = _unforked(config, run)
     try:
         run.create()

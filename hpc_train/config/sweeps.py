@@ -27,6 +27,7 @@ class JobComposer:
     compose: Callable[[list[str]], DictConfig]
     is_group: Callable[[str], bool]
     _composed: dict[tuple[str, ...], DictConfig] = field(default_factory=dict)
+    _groups: dict[str, bool] = field(default_factory=dict)  # Hydra takes as long to tell as to compose half a job
 
     def __call__(self, overrides: Sequence[str]) -> DictConfig:
         """The composed config of one job.
@@ -35,7 +36,7 @@ class JobComposer:
             hydra.errors.HydraException, OmegaConfBaseException: an unknown group, option or key, or a wrong type.
         """
         parsed = OverridesParser.create().parse_overrides(list(overrides))
-        groups = [override for override in parsed if self.is_group(override.key_or_group) or _is_hydra(override)]
+        groups = [override for override in parsed if self._is_group(override) or _is_hydra(override)]
         values = [override for override in parsed if override not in groups]
         if any(override.is_add() or override.is_force_add() or override.is_delete() for override in values):
             return self.compose(list(overrides))  # these may add what others then set: their order counts
@@ -49,6 +50,12 @@ class JobComposer:
         except OmegaConfBaseException:
             return self.compose(list(overrides))  # Hydra's own words for what is wrong
         return config
+
+    def _is_group(self, override: Override) -> bool:
+        key = override.key_or_group
+        if key not in self._groups:
+            self._groups[key] = self.is_group(key)
+        return self._groups[key]
 
 
 def _is_hydra(override: Override) -> bool:

@@ -8,12 +8,10 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from hpc_train.config.arguments import CommandLine, expand
-from hpc_train.config.compose import typed
 from hpc_train.config.directory import job_directory, run_directory
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.freeze import check_freeze
-from hpc_train.config.validate import validate
-from hpc_train.launch.job import Job
+from hpc_train.launch.prepare import prepare
 from hpc_train.launch.submitter import choose
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
@@ -49,15 +47,13 @@ def _directory(config: DictConfig) -> Path:
 
 
 def _plan(number: int, overrides: list[str], composed: DictConfig, path: Path) -> str:
-    config = typed(composed)
-    submitter = choose(config.cluster)
-    nodes, gpus, workers = submitter.shape(config.cluster)
-    layout = validate(config, nodes, workers)
-    job = Job(number, tuple(overrides), config, layout, gpus, workers, RunDirectory(path))
+    job = prepare(composed, RunDirectory(path), number, overrides)
+    config, layout, submitter = job.config, job.layout, choose(job.config.cluster)
     check_freeze(config, job.run)
     samples, places = config.batch.global_size, layout.dp * layout.micro_batches * layout.micro_size
     padding = f" ({places - samples} of them padding)" if places > samples else ""
-    device = f"{gpus} GPUs" if gpus else "CPU"
+    nodes = config.cluster.nodes
+    device = f"{job.gpus} GPUs per node" if job.gpus else "CPU"
     lines = [
         f"job {number} to {submitter.name}: {config.strategy.name}: {' '.join(overrides)}",
         f"  run directory: {path}{' (resumes)' if job.run.config.exists() else ''}",

@@ -10,12 +10,14 @@ from typing import Any
 from hydra.core.utils import JobReturn, JobStatus, filter_overrides
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 from rich.console import Console
 
+from hpc_train.config.compose import SWEEPER
 from hpc_train.config.directory import job_directory
 from hpc_train.config.errors import ConfigError
-from hpc_train.config.freeze import freeze
+from hpc_train.config.freeze import check_freeze, freeze
+from hpc_train.config.sweeps import JobComposer
 from hpc_train.launch.job import Job
 from hpc_train.launch.prepare import prepare
 from hpc_train.launch.queue import JobQueue
@@ -46,7 +48,9 @@ class HpcTrainLauncher(Launcher):
         console = Console()
         jobs = self._jobs(job_overrides, initial_job_idx)
         for job in jobs:
-            freeze(job.config, job.run)
+            check_freeze(job.config, job.run)  # all of them before the first is written
+        for job in jobs:
+            freeze(job.config, job.run, claim=True)  # those that wait for their turn are this process's
         queue = JobQueue(jobs, choose(jobs[0].config.cluster), self._sweep, console)
         if jobs[0].config.launch.detach:
             hand_over(queue, console)
@@ -60,20 +64,28 @@ class HpcTrainLauncher(Launcher):
     def _jobs(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[Job]:
         """Composes and checks every job; a mistake names the job that it is in."""
         count = first + len(job_overrides)
-        if not self._config.hydra.sweeper._target_.endswith(".BasicSweeper"):
+        sweeper = self._config.hydra.sweeper
+        if sweeper._target_ != SWEEPER or sweeper.max_batch_size is not None:
             count = max(count, 2)  # a sweeper that submits in batches: all of its runs are numbered
+        compose = JobComposer(self._compose, lambda group: bool(self._loader.get_group_options(group)))
         jobs = []
         for number, overrides in enumerate(job_overrides, start=first):
             own = filter_overrides(list(overrides))
             run = RunDirectory(job_directory(self._sweep, number, count))
             try:
-                jobs.append(prepare(self._loader.load_sweep_config(self._config, list(overrides)), run, number, own))
+                jobs.append(prepare(compose(overrides), run, number, own))
             except ConfigError as error:
                 if count == 1:
                     raise
                 what = f"job {number} ({' '.join(own)}): {error.what}"
                 raise ConfigError(what, where=error.where, mend=error.mend) from error
         return jobs
+
+    def _compose(self, overrides: list[str]) -> DictConfig:
+        composed = self._loader.load_sweep_config(self._config, overrides)
+        with open_dict(composed):
+            del composed["hydra"]
+        return composed
 
 
 def _result(job: Job, metrics: dict[str, Any]) -> JobReturn:

@@ -1,0 +1,28 @@
+"""The Hydra sweeper behind ``-m``: which jobs there are. It writes nothing and composes nothing; the launcher does.
+
+Hydra's own makes the sweep's directory before anything is checked and composes every job once more to check it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+
+class HpcTrainSweeper(BasicSweeper):
+    """Every combination of the values that are listed with commas, as Hydra's basic sweeper gives them."""
+
+    def sweep(self, arguments: list[str]) -> list[Sequence[Any]]:
+        """Launches the jobs of ``arguments``; returns the launcher's results, one list per batch."""
+        assert self.hydra_context is not None and self.launcher is not None
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        overrides = parser.parse_overrides([*self._parse_config(), *arguments])
+        results: list[Sequence[Any]] = []
+        first = 0
+        for batch in self.split_arguments(overrides, self.max_batch_size):
+            results.append(self.launcher.launch(batch, initial_job_idx=first))
+            first += len(batch)
+        return results

@@ -1,0 +1,7 @@
+"""Hydra takes a sweeper only from a class that is defined under ``hydra_plugins``; the real one is in ``hpc_train``."""
+
+from hpc_train.launch import sweeper
+
+
+class HpcTrainSweeper(sweeper.HpcTrainSweeper):
+    """The jobs of ``-m``."""
