@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from rich.console import Console
@@ -20,6 +21,7 @@ def run_in_foreground(run: RunDirectory) -> int:
     go_on = resume_command(sys.argv[1:], run, load(run).run.root)
     progress = Progress(run, console, go_on)
     code = run_agent(run, progress.tick)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a late second Ctrl-C is not to hide how it ended
     progress.finish()
     if code == Exit.STOPPED:
         print(f"stopped after a checkpoint; this goes on:\n  {go_on}")

@@ -36,7 +36,7 @@ def frozen(tmp_path: Path) -> Freeze:
             model=TINY,
             data=SyntheticDataConfig(),
             train=TrainConfig(steps=1),
-            batch=BatchConfig(global_size=workers),
+            batch=BatchConfig(global_size=12),
             elastic=ElasticConfig(stop_grace_s=stop_grace_s),
             run=RunConfig(root=str(tmp_path), name=name),
         )

@@ -174,6 +174,21 @@ def test_agents_at_the_same_time_never_share_a_port(frozen: Freeze) -> None:
     assert [end(agent)[0] for agent in agents] == [75, 75, 75]
 
 
+def test_agents_of_two_nodes_meet(frozen: Freeze) -> None:
+    run = frozen()
+    step = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2"}
+    agents = [
+        start_agent(run.path, "finish", SLURM_NODEID=str(node), SLURMD_NODENAME=f"n{node}", **step) for node in (1, 0)
+    ]
+    assert [end(agent) for agent in agents] == [(0, ""), (0, "")]
+    found = marks(run, 4)
+    assert found is not None
+    assert len({mark[1] for mark in found}) == 1, "one port"
+    assert [mark[3] for mark in found] == ["True", "False", "False", "False"]
+    assert sorted(path.name for path in run.logs.glob("*.log")) == ["n0-000.log", "n1-000.log"]
+    assert read_json(run.attempts / "000.json")["address"] == "n0"
+
+
 def test_a_live_run_refuses_a_second_agent(frozen: Freeze) -> None:
     run = frozen()
     agent = start_agent(run.path, "until_stopped")
