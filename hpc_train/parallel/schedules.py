@@ -129,7 +129,7 @@ class Schedule:
         held = built[0] if kind in _ONE_STAGE else built
         self._schedule = kind(held, micro_batches, loss_fn=loss, scale_grads=False)
         self._is_first = parts[0].stage == 0
-        # Without it torch keeps and concatenates what the last stage returned; torch has it since 2.9 or 2.10.
+        # Without it torch keeps and concatenates what the last stage returned; not every release since 2.9 has it.
         known = inspect.signature(self._schedule.step).parameters
         self._quiet = {"return_outputs": False} if "return_outputs" in known else {}
 
