@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Collection, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,6 +13,8 @@ from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.launch.job import Job
+
+PING_S = 10.0  # a controller that is busy may take a few seconds
 
 
 class Submitter(Protocol):
@@ -54,18 +58,35 @@ class Submitter(Protocol):
 
 
 def choose(cluster: ClusterConfig) -> Submitter:
-    """Slurm where it is asked for or, with ``kind: auto``, where ``sbatch`` is found; else this machine."""
+    """Slurm where it is asked for or, with ``kind: auto``, where its controller answers; else this machine.
+
+    Raises:
+        ConfigError: Slurm is asked for, and there is none here.
+    """
     from hpc_train.launch.local import LocalSubmitter
     from hpc_train.launch.slurm import SlurmSubmitter
 
-    has_slurm = shutil.which("sbatch") is not None
-    if cluster.kind == "slurm" and not has_slurm:
+    if cluster.kind == "local" or (cluster.kind == "auto" and not controller_answers()):
+        return LocalSubmitter()
+    if shutil.which("sbatch") is None:
         raise ConfigError(
             "sbatch is not on the PATH of this machine",
             where="cluster.kind",
             mend="submit from a login node, or cluster=local",
         )
-    return SlurmSubmitter() if has_slurm and cluster.kind != "local" else LocalSubmitter()
+    return SlurmSubmitter()
+
+
+@cache
+def controller_answers() -> bool:
+    """Whether this machine can submit to Slurm: its tools are here and a controller is up. Asked once per process."""
+    if shutil.which("sbatch") is None or shutil.which("scontrol") is None:
+        return False
+    try:
+        ping = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=PING_S, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    return ping.returncode == 0 and " is UP" in ping.stdout
 
 
 def local_shape(cluster: ClusterConfig) -> tuple[int, int, int]:
