@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -91,10 +91,10 @@ class CheckpointManager:
         Raises:
             ConfigError: the checkpoint is of another model or optimizer.
         """
-        path: Path | None = self._on_first(self._newest)
-        if path is None:
+        found: Checkpoint | None = self._on_first(self._newest)
+        if found is None:
             return None
-        forked = path.parent != self.run.checkpoints
+        path, forked = found.path, found.path.parent != self.run.checkpoints
         state = training_state(self.engine, self.optimizer)
         stored = stored_shapes(_metadata(path))
         wanted = self._of_all_ranks(shapes(state))
@@ -104,18 +104,17 @@ class CheckpointManager:
             state = {name: tensor for name, tensor in state.items() if name in wanted}
         check_match(stored, wanted, where=str(path))
         self._load(state, path)
-        record = Checkpoint(0, path).record()
         if not forked:
-            self._saved_step = record["step"]
-        return RestoredState(record["step"], record["extra"], path, with_optimizer)
+            self._saved_step = found.step
+        return RestoredState(found.step, found.record()["extra"], path, with_optimizer)
 
-    def _newest(self) -> Path | None:
+    def _newest(self) -> Checkpoint | None:
         """On rank 0, for all: another rank's view of a network file system may be older."""
         newest = self.store.newest()
         source = self.run.record().get("forked_from")
         if newest is None and source is not None:
             newest = CheckpointStore(RunDirectory(Path(source)).checkpoints).newest()
-        return None if newest is None else newest.path
+        return newest
 
     def _write(self, writing: Path) -> None:
         state: dict[str, Any] = dict(saved_state(self.engine, self.optimizer, self.mesh))
@@ -158,7 +157,7 @@ class CheckpointManager:
         dist.all_gather_object(gathered, own, group=self.mesh.control)
         return {name: shape for part in gathered for name, shape in part.items()}
 
-    def _on_first(self, action: Any) -> Any:
+    def _on_first(self, action: Callable[[], Any]) -> Any:
         """Runs ``action`` on rank 0 and gives every rank its result, or the exception it raised."""
         outcome: list[Any] = [None, None]
         if self.mesh.rank == 0:

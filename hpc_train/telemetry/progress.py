@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -123,17 +124,24 @@ def summary(run: RunDirectory, go_on: str | None = None) -> str:
     speed = f", {result['tokens_per_s']:,.0f} tokens/s" if result.get("tokens_per_s") is not None else ""
     chart = loss_chart(metrics)
     name = f"run.name={run.path.name}"
-    steps = result.get("steps", 0)
     command = go_on or f"python -m hpc_train (the settings of {run.config}) {name}"
     lines = [
-        f"done: {steps} steps{speed}; {', '.join(part for part in losses if part)}",
+        f"done: {result.get('steps', 0)} steps{speed}; {', '.join(part for part in losses if part)}",
         *([f"\n{chart}", f"{'':>10}{TRAIN} training loss  {VALIDATION} validation loss\n"] if chart else []),
         f"run directory:   {run.path}",
         f"W&B:             {_wandb(run, record)}",
-        f"go on training:  {command} train.steps={2 * steps}",
+        f"go on training:  {twice_as_long(command, result.get('steps', 0))}",
         "what next:       +strategy=dp,pp,hybrid optim.lr=1e-3,3e-4 -m   sweeps; --cfg job shows every setting",
     ]
     return "\n".join(lines)
+
+
+def twice_as_long(command: str, steps: int) -> str:
+    """``command`` with twice the length: in epochs where it says epochs, else in steps."""
+    epochs = re.search(r"(?<= train\.epochs=)[\d.]+", command)
+    if epochs:
+        return f"{command[: epochs.start()]}{2 * float(epochs[0]):g}{command[epochs.end() :]}"
+    return re.sub(r" train\.steps=\S+", "", command) + f" train.steps={2 * steps}"
 
 
 def _has(metrics: list[dict[str, Any]], result: dict[str, Any]) -> bool:

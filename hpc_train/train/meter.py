@@ -35,6 +35,8 @@ class Meter:
     _steps: int = 0
     _samples: int = 0
     _tokens: int = 0
+    _all_seconds: float = 0.0
+    _all_tokens: int = 0
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -68,9 +70,16 @@ class Meter:
         }
         if self.flops_per_sample and self.peak_flops:
             rates["mfu"] = self.flops_per_sample * rates["samples_per_s"] / self.peak_flops
+        self._all_seconds += seconds
+        self._all_tokens += self._tokens
         self._began, self._paused, self._waited = now, 0.0, 0.0
         self._steps = self._samples = self._tokens = 0
         return rates
+
+    @property
+    def mean_tokens_per_s(self) -> float:
+        """Over all that was read so far."""
+        return self._all_tokens / max(self._all_seconds, 1e-9)
 
 
 def make_meter(config: Config, mesh: Mesh, dataset: Dataset) -> Meter:

@@ -61,14 +61,14 @@ class Report:
         if self.metrics is not None:
             print(f"stopped on request after step {step} of {self.total_steps}, after a checkpoint")
 
-    def finished(self, step: int) -> None:
-        """The result, to the log and to ``run.json``."""
+    def finished(self, step: int, tokens_per_s: float) -> None:
+        """The result, to the log and to ``run.json``. ``tokens_per_s``: the mean of this attempt."""
         if self.metrics is None:
             return
         result: dict[str, Any] = {"steps": step, "attempt": self.events.attempt}
         result |= {key: finite_or_none(self._last[key]) for key in RESULT if self._last.get(key) is not None}
         result["seconds"] = round(time.monotonic() - self._began, 3)  # of this attempt, from the first batch on
-        result["tokens_per_s"] = self._last["tokens_per_s"]
+        result["tokens_per_s"] = tokens_per_s
         self.run.update_record(result=result)
         self.events.write("finished", **result)
         print("finished: " + ", ".join(f"{key} {_short(value)}" for key, value in result.items() if key != "attempt"))

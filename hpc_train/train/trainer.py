@@ -88,7 +88,7 @@ class Trainer:
             batch = following
         self._control.read()  # nobody leaves while a message is under way
         self._save()
-        self.report.finished(self.step)
+        self.report.finished(self.step, self.meter.mean_tokens_per_s)
         return Exit.DONE
 
     def _announce(self, batch: LocalBatch | None) -> None:

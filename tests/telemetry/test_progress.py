@@ -14,7 +14,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import append_line
 from hpc_train.telemetry import progress
 from hpc_train.telemetry.loss_chart import loss_chart
-from hpc_train.telemetry.progress import Progress, progress_line, summary
+from hpc_train.telemetry.progress import Progress, progress_line, summary, twice_as_long
 
 
 @pytest.fixture
@@ -88,6 +88,12 @@ def test_the_summary_says_where_how_and_what_next(run: RunDirectory) -> None:
     assert "•" in text
     run.update_record(wandb={"mode": "online", "url": "https://example.org/run"})
     assert "https://example.org/run" in summary(run)
+
+
+def test_going_on_for_twice_as_long() -> None:
+    assert twice_as_long("hpc_train a=1", 300) == "hpc_train a=1 train.steps=600"
+    assert twice_as_long("hpc_train train.steps=10 a=1", 10) == "hpc_train a=1 train.steps=20"
+    assert twice_as_long("hpc_train train.epochs=1.5 a=1", 10) == "hpc_train train.epochs=3 a=1"
 
 
 def test_the_chart() -> None:
