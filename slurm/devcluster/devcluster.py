@@ -31,7 +31,6 @@ from pathlib import Path
 
 NODES = ("n1", "n2", "n3", "n4")
 CPUS, MEMORY_MB, GPUS = 4, 4000, 4  # of each node, as declared to Slurm
-PORTS = 26000  # +1 controller, +2 database, +11… nodes
 SUBNET = "10.77.0"  # of the network namespaces
 PACKAGES = {
     "munged": "munge",
@@ -55,6 +54,7 @@ class Cluster:
     state: Path
     network: bool = False
     accounting: bool = True
+    port: int = 26000  # +1 controller, +2 database, +3 or +11… nodes
 
     @property
     def conf(self) -> Path:
@@ -76,8 +76,9 @@ def main() -> int:
     parser.add_argument("--state", type=Path, default=default, help="state directory (default: %(default)s)")
     parser.add_argument("--network", action="store_true", help="one network namespace per node (root)")
     parser.add_argument("--no-accounting", action="store_true", help="no slurmdbd, as on some sites")
+    parser.add_argument("--port", type=int, default=26000, help="first of 20 ports (default: %(default)s)")
     options = parser.parse_args()
-    cluster = Cluster(options.state.resolve(), options.network, not options.no_accounting)
+    cluster = Cluster(options.state.resolve(), options.network, not options.no_accounting, options.port)
     try:
         {"up": up, "down": down, "env": env}[options.command](cluster)
     except Refused as reason:
@@ -156,8 +157,8 @@ def write_state(cluster: Cluster) -> None:
         "host": socket.gethostname().split(".")[0],
         "user": getpass.getuser(),
         "controller_address": f"{SUBNET}.254" if cluster.network else "127.0.0.1",
-        "controller_port": PORTS + 1,
-        "database_port": PORTS + 2,
+        "controller_port": cluster.port + 1,
+        "database_port": cluster.port + 2,
         "node_list": node_list(),
     }
     accounting = (TEMPLATES / "accounting.conf").read_text().format(**values)
@@ -178,9 +179,9 @@ def node_list() -> str:
 def node_line(cluster: Cluster, index: int) -> str:
     node, host = NODES[index], socket.gethostname().split(".")[0]
     where = (
-        f"NodeHostname={node} NodeAddr={SUBNET}.{index + 1} Port={PORTS + 3}"
+        f"NodeHostname={node} NodeAddr={SUBNET}.{index + 1} Port={cluster.port + 3}"
         if cluster.network
-        else f"NodeHostname={host} NodeAddr=127.0.0.1 Port={PORTS + 11 + index}"
+        else f"NodeHostname={host} NodeAddr=127.0.0.1 Port={cluster.port + 11 + index}"
     )
     feature = f"rack{1 + index // 2},{'a100' if index % 2 == 0 else 'h100'}"
     return f"NodeName={node} {where} CPUs={CPUS} RealMemory={MEMORY_MB} Gres=gpu:{GPUS} Feature={feature} State=UNKNOWN"
