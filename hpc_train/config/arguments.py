@@ -14,7 +14,6 @@ from pathlib import Path
 
 import hydra
 from hydra._internal.utils import get_args_parser
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
@@ -62,13 +61,12 @@ class CommandLine:
     def composer(self) -> Iterator[JobComposer]:
         """Composes jobs of this command line inside the ``with`` block; writes nothing."""
         with initialized(self.primary_directory):
-            loader = GlobalHydra.instance().config_loader()
 
             def compose(overrides: list[str]) -> DictConfig:
                 others = [override for override in overrides if not _is_search_path(override)]
                 return hydra.compose(self.config_name, [*self.search_path, *others])
 
-            yield JobComposer(compose, lambda key: bool(loader.get_group_options(key.partition("@")[0])))
+            yield JobComposer(compose)
 
     @property
     def search_path(self) -> list[str]:

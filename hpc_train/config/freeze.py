@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from hpc_train.config.compose import converted, escaped
 from hpc_train.config.directory import fork_source
@@ -86,7 +86,7 @@ def _read(path: Path) -> Config:
         node = OmegaConf.create(escaped(values))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", where=str(path), mend="restore the file") from error
-    if not OmegaConf.is_dict(node):
+    if not isinstance(node, DictConfig) or not node:
         raise ConfigError(f"{path} is not a config", where=str(path), mend="restore the file")
     return converted(node)
 

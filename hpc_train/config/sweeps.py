@@ -17,17 +17,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 @dataclass
 class JobComposer:
-    """Composes jobs by their overrides.
-
-    Args:
-        compose: composes one job the slow way.
-        is_group: whether a key is a config group of the search path.
-    """
+    """Composes jobs by their overrides; ``compose`` composes one job the slow way."""
 
     compose: Callable[[list[str]], DictConfig]
-    is_group: Callable[[str], bool]
     _composed: dict[tuple[str, ...], DictConfig] = field(default_factory=dict)
-    _groups: dict[str, bool] = field(default_factory=dict)  # Hydra takes as long to tell as to compose half a job
 
     def __call__(self, overrides: Sequence[str]) -> DictConfig:
         """The composed config of one job.
@@ -36,11 +29,11 @@ class JobComposer:
             hydra.errors.HydraException, OmegaConfBaseException: an unknown group, option or key, or a wrong type.
         """
         parsed = OverridesParser.create().parse_overrides(list(overrides))
-        groups = [override for override in parsed if self._is_group(override) or _is_hydra(override)]
-        values = [override for override in parsed if override not in groups]
-        if any(override.is_add() or override.is_force_add() or override.is_delete() for override in values):
-            return self.compose(list(overrides))  # these may add what others then set: their order counts
-        key = tuple(override.input_line or "" for override in groups)
+        choices = [override for override in parsed if _is_choice(override)]
+        values = [override for override in parsed if not _is_choice(override)]
+        if not all(_is_plain(override) for override in values):
+            return self.compose(list(overrides))
+        key = tuple(override.input_line or "" for override in choices)
         if key not in self._composed:
             self._composed[key] = self.compose(list(key))
         config = self._composed[key].copy()
@@ -51,12 +44,14 @@ class JobComposer:
             return self.compose(list(overrides))  # Hydra's own words for what is wrong
         return config
 
-    def _is_group(self, override: Override) -> bool:
-        key = override.key_or_group
-        if key not in self._groups:
-            self._groups[key] = self.is_group(key)
-        return self._groups[key]
+
+def _is_choice(override: Override) -> bool:
+    """``group=option``, and Hydra's own settings: what only Hydra can compose."""
+    key = override.key_or_group
+    return key.startswith("hydra.") or ("." not in key and not isinstance(override.value(), dict))
 
 
-def _is_hydra(override: Override) -> bool:
-    return override.key_or_group.startswith("hydra.")
+def _is_plain(override: Override) -> bool:
+    """``key=value`` for a key below a group. Others may add or replace what the next one sets: their order counts."""
+    changes = not (override.is_add() or override.is_force_add() or override.is_delete())
+    return changes and "." in override.key_or_group

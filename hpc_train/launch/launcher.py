@@ -67,7 +67,7 @@ class HpcTrainLauncher(Launcher):
         sweeper = self._config.hydra.sweeper
         if sweeper._target_ != SWEEPER or sweeper.max_batch_size is not None:
             count = max(count, 2)  # a sweeper that submits in batches: all of its runs are numbered
-        compose = JobComposer(self._compose, lambda group: bool(self._loader.get_group_options(group)))
+        compose = JobComposer(self._compose)
         jobs = []
         for number, overrides in enumerate(job_overrides, start=first):
             own = filter_overrides(list(overrides))
