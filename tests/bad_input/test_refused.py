@@ -1,0 +1,195 @@
+"""Wrong configs and inputs: one clear message, exit code 2, no traceback, nothing written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hpc_train.cli import run
+from hpc_train.config.freeze import freeze
+from hpc_train.run import lease
+from hpc_train.run.directory import RunDirectory
+from tests.config.composing import config_of
+from tests.doors.command import hpc_train
+
+IMAGES = ["data=synthetic", "data.task=images"]
+MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message must name
+    # unknown words
+    (["foo"], "no command 'foo'"),
+    (["trian"], "did you mean train?"),
+    (["optim.lrr=1"], "did you mean lr?"),
+    (["+optim.lrr=1"], "no key optim.lrr"),
+    (["+strategy=dp", "strategy.ppp=2"], "no key strategy.ppp"),
+    (["nodel=gpt_tiny"], "did you mean model?"),
+    (["strategy=hybird"], "did you mean hybrid?"),
+    (["model=gpt_tny"], "did you mean gpt_tiny?"),
+    (["experiment=nope"], "no experiment/nope"),
+    (["hydra/launcher=nope"], "no hydra/launcher/nope"),
+    (["-cn", "nope"], "nope"),
+    (["-cd", "nope"], "no directory"),
+    (["optim.name=adam"], "did you mean adamw?"),
+    (["precision.name=fp61"], "fp64"),
+    (["strategy=pp", "strategy.schedule=1f2b"], "did you mean 1f1b?"),
+    (["telemetry.wandb.mode=on"], "offline"),
+    # wrong types and forms
+    (["optim.lr=foo"], "optim.lr"),
+    (["optim.lr="], "optim.lr"),
+    (["optim.lr"], "optim.lr"),
+    (["optim.lr=["], "optim.lr"),
+    (["data.sequence_length=1.5"], "data.sequence_length"),
+    (["train.compile=perhaps"], "train.compile"),
+    (["optim.betas=[0.9,a]"], "optim.betas"),
+    (["optim.betas=[0.9]"], "two numbers"),
+    (["strategy.dp=all"], "fill"),
+    (["strategy.pp_split=some"], "strategy.pp_split"),
+    (["cluster.time=soon"], "cluster.time"),
+    (["cluster.gpus_per_node=two"], "cluster.gpus_per_node"),
+    (["batch=null"], "GROUP=NAME"),
+    (["~model"], "model=NAME"),
+    (["data.pattern=${nothing}"], "data.pattern"),
+    # out of range
+    (["optim.lr=-1"], "above 0"),
+    (["optim.lr=nan"], "above 0"),
+    (["train.steps=0"], "1 or more"),
+    (["model.dropout=1.5"], "below 1"),
+    (["batch.global_size=0"], "batch.global_size"),
+    (["telemetry.log_every=0"], "telemetry.log_every"),
+    (["data.validation_share=1"], "data.validation_share"),
+    # what does not go together
+    (["train.steps=5", "train.epochs=1"], "give one of them"),
+    (["train.steps=null"], "length of training is not set"),
+    (["model=vit_tiny"], "learns from images"),
+    ([*IMAGES], "learns from tokens"),
+    (["model=vit_tiny", *IMAGES, "model.patch_size=5"], "does not divide"),
+    (["model=vit_tiny", *IMAGES, "model.n_classes=3"], "10 classes"),
+    (["model=vit_tiny", *IMAGES, "model.channels=1"], "model.channels=3"),
+    (["model.n_heads=3"], "does not divide"),
+    (["model.n_kv_heads=3"], "does not divide"),
+    (["model.vocab_size=100"], "256"),
+    (["data=custom", "data._target_=a.b"], "model.vocab_size=N"),
+    (["data=tokens"], "data.path and data.vocab_size have no value"),
+    (["model=custom"], "model._target_"),
+    (["batch.micro_size=2", "batch.micro_batches=2"], "auto"),
+    # impossible layouts
+    (["strategy=pp", "strategy.pp=8"], "8 pipeline ranks"),
+    (["strategy=dp", "strategy.dp=5"], "strategy.dp=fill"),
+    (["strategy=dp", "batch.global_size=2"], "without a sample"),
+    (["strategy=tp", "strategy.tp=3"], "tensor parallelism"),
+    (["strategy=tp", "data.sequence_length=255"], "data.sequence_length"),
+    (["strategy=tp", "model.n_kv_heads=1"], "model.n_kv_heads"),
+    (["strategy=tp", "strategy.data_parallel=ddp"], "reduce or zero2"),
+    (["strategy=hybrid", "strategy.schedule=zbv"], "stages_per_rank=2"),
+    (["strategy=hybrid", "strategy.schedule=zbv", "strategy.stages_per_rank=2"], "pytorch#144530"),
+    (["strategy=hybrid", "model.n_layers=1"], "cannot be cut"),
+    (["strategy=hybrid", "strategy.pp_split=[1,2]"], "strategy.pp_split"),
+    (["strategy=hybrid", "batch.micro_batches=1"], "cannot fill"),
+    (["strategy=model_parallel", "batch.micro_batches=4"], "one micro-batch"),
+    (["strategy=pp", "strategy.dp=fill"], "both be fill"),
+    (["cluster.nodes=2", "cluster=local"], "cluster.nodes=1"),
+    (["cluster.gpus_per_node=99", "cluster=local"], "99 GPUs"),
+    # data that is not there
+    (["data.path=nope"], "does not exist"),
+    (["data.path=empty"], "no file in"),
+    (["data.path=*.none"], "no file in"),
+    (["data.path=blank"], "are empty"),
+    (["data.path=blank/a.py"], "is empty"),
+    (["data=tokens", "data.vocab_size=9", "data.path=empty"], "prepare"),
+    (["data=cifar100", "data.path=empty", "model=vit_tiny", "model.patch_size=4"], "cifar-100-python"),
+    (["data=cifar100", "data.path=blank/a.py", "model=vit_tiny", "model.patch_size=4"], "not a directory"),
+    (["data=images", "data.path=empty", "data.n_classes=2", "model=vit_tiny"], "CLASS"),
+    (["data=images", "data.path=pictures", "data.n_classes=3", "model=vit_tiny"], "data.n_classes=2"),
+    # names and places
+    (["run.name=../x"], "run name"),
+    (["run.name=/x"], "run name"),
+    (["run.name='a b'"], "run name"),
+    (["run.name=taken"], "is a file"),
+    (["run.root=empty/../outputs/taken"], "not a directory"),
+    (["run.fork=x"], "run.name=OLD"),
+    (["run.name=none", "run.fork=x"], "no run"),
+    (["run.name=a,b", "-m"], "one value"),
+    (["optim.lr=1,2"], "-m for a sweep"),
+    (["optim.lr=interval(0,1)", "-m"], "commas"),
+    (["freeze", "optim.lr=1,2"], "one run"),
+    (["freeze", "data.path=nope"], "does not exist"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with some inputs that are not as they should be."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "blank").mkdir()
+    (tmp_path / "blank" / "a.py").touch()
+    for split in ("train", "validation"):
+        for label in ("cat", "dog"):
+            (tmp_path / "pictures" / split / label).mkdir(parents=True)
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs" / "taken").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return tmp_path
+
+
+def everything(place: Path) -> set[Path]:
+    return set(place.rglob("*"))
+
+
+@pytest.mark.parametrize(("arguments", "named"), MISTAKES, ids=lambda value: " ".join(value) if value else None)
+def test_a_mistake_is_one_message_and_exit_code_2(
+    arguments: list[str], named: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = everything(place)
+    command = arguments if arguments[0] == "freeze" else [*arguments, "launch.dry_run=true"]
+    assert run(command) == 2
+    output = "".join(capsys.readouterr())
+    assert named in output
+    assert "Traceback" not in output
+    assert output.count("set in:") == 1
+    assert output.count("mend:") == 1
+    assert everything(place) == before
+
+
+def test_an_unreadable_file_is_told(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Root reads everything, so what the system would answer another user is put in its mouth."""
+    closed = place / "closed.txt"
+    closed.write_text("text")
+    ask = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != closed and ask(path, mode))
+    assert run(["data.path=closed.txt", "launch.dry_run=true"]) == 2
+    assert "cannot be read" in "".join(capsys.readouterr())
+
+
+def test_a_live_run_and_changed_identity_keys_are_told(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, live = config_of("run.name=live"), RunDirectory(place / "outputs" / "live")
+    freeze(config, live)
+    with lease.hold(live):
+        assert run(["run.name=live", "launch.dry_run=true"]) == 2
+    assert "is live" in "".join(capsys.readouterr())
+    assert run(["run.name=live", "model.dim=64", "launch.dry_run=true"]) == 2
+    assert "run.fork=" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["optim.lr=-1"],
+        ["model=vit_tiny", "-m"],
+        ["+strategy=dp,hybird", "-m"],
+        ["optim.lr=1,-1", "-m"],
+        ["run.name=taken"],
+        ["--cfg", "job", "optim.lrr=1"],
+        ["data.path=nope", "cluster=slurm"],
+    ],
+    ids=" ".join,
+)
+def test_every_door_refuses_alike_and_leaves_nothing(arguments: list[str], place: Path) -> None:
+    before = everything(place)
+    done = hpc_train(*arguments, cwd=place)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("set in:") == 1
+    assert everything(place) == before

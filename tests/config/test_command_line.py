@@ -1,0 +1,81 @@
+"""The command line as Hydra's users know it, and what it does not do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.doors.command import environment, hpc_train
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A user's own config directory."""
+    folder = tmp_path / "site"
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "mine.yaml").write_text("defaults: [gpt_tiny, _self_]\nn_layers: 6\n")
+    return folder
+
+
+def test_config_is_printed_with_either_form_of_strategy(tmp_path: Path) -> None:
+    shown = [
+        hpc_train(form, "experiment=hybrid_8gpu", "--cfg", "job", "--package", "strategy", cwd=tmp_path)
+        for form in ("strategy=zero2", "+strategy=zero2")
+    ]
+    assert [done.returncode for done in shown] == [0, 0]
+    assert shown[0].stdout == shown[1].stdout
+    assert "data_parallel: zero2" in shown[0].stdout
+
+
+def test_directories_of_the_user_are_searched(site: Path, tmp_path: Path) -> None:
+    for where in (["-cd", str(site)], [f"hydra.searchpath=[file://{site}]"]):
+        shown = hpc_train("model=mine", "strategy=dp", *where, "--cfg", "job", cwd=tmp_path)
+        assert "n_layers: 6" in shown.stdout, shown.stderr
+        planned = hpc_train("model=mine", "strategy=dp", *where, "launch.dry_run=true", cwd=tmp_path)
+        assert "can be submitted" in planned.stdout, planned.stderr
+        frozen = hpc_train("freeze", "model=mine", *where, "run.name=x", cwd=tmp_path)
+        assert "n_layers: 6" in (Path(frozen.stdout.strip()) / "config.yaml").read_text()
+
+
+def test_help_and_info_and_completion(tmp_path: Path) -> None:
+    assert "strategy: dp, hsdp, hybrid" in hpc_train("--help", cwd=tmp_path).stdout
+    assert "conf" in hpc_train("--info", "searchpath", cwd=tmp_path).stdout
+    typed = environment(COMP_LINE="hpc-train +strategy=hyb")
+    assert "+strategy=hybrid3d" in hpc_train("-sc", "query=bash", cwd=tmp_path, env=typed).stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_freeze_makes_one_run_and_finds_it_again(tmp_path: Path) -> None:
+    calls = [hpc_train("freeze", "+strategy=hybrid", "run.name=x", cwd=tmp_path) for _ in range(2)]
+    assert [done.returncode for done in calls] == [0, 0]
+    assert [done.stdout for done in calls] == [f"{tmp_path}/outputs/x\n"] * 2
+
+
+def test_a_restarted_batch_script_finds_the_frozen_config(site: Path, tmp_path: Path) -> None:
+    job = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "1"}
+    command = ["freeze", "model=mine", "-cd", str(site)]
+    first = hpc_train(*command, cwd=tmp_path, env=environment(**job))
+    assert first.stdout == f"{tmp_path}/outputs/slurm-17\n", first.stderr
+    before = (tmp_path / "outputs" / "slurm-17" / "config.yaml").read_bytes()
+    (site / "model" / "mine.yaml").write_text("defaults: [gpt_tiny, _self_]\nn_layers: 8\n")
+    again = hpc_train(*command, cwd=tmp_path, env=environment(**job, SLURM_RESTART_COUNT="1"))
+    assert again.stdout == first.stdout, again.stderr
+    assert (tmp_path / "outputs" / "slurm-17" / "config.yaml").read_bytes() == before
+
+
+@pytest.mark.parametrize("arguments", [["freeze", "run.name=x"], ["+strategy=hybrid", "launch.dry_run=true"]])
+def test_neither_freezing_nor_a_dry_run_imports_torch_or_wandb(arguments: list[str], tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from hpc_train.cli import run\n"
+        f"code = run({arguments!r})\n"
+        "heavy = {'torch', 'wandb'} & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else code)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
