@@ -202,17 +202,22 @@ def gpu_files(cluster: Cluster) -> str:
 def write_hosts(cluster: Cluster) -> None:
     """Node names must resolve: in /etc/hosts where it can be written, and in each namespace's own file."""
     addresses = {node: f"{SUBNET}.{i + 1}" if cluster.network else "127.0.0.1" for i, node in enumerate(NODES)}
-    lines = [f"{address} {node} # hpc_train devcluster" for node, address in addresses.items()]
+    lines = [f"{address} {node} {hosts_mark(cluster)}" for node, address in addresses.items()]
     hosts = Path("/etc/hosts")
     if os.access(hosts, os.W_OK):
-        hosts.write_text("\n".join([*other_hosts(hosts), *lines]) + "\n")
+        hosts.write_text("\n".join([*other_hosts(hosts, cluster), *lines]) + "\n")
     if cluster.network:
         own = ["127.0.0.1 localhost", *lines, f"{SUBNET}.254 {socket.gethostname().split('.')[0]}"]
         (cluster.state / "etc" / "hosts").write_text("\n".join(own) + "\n")
 
 
-def other_hosts(hosts: Path) -> list[str]:
-    return [line for line in hosts.read_text().splitlines() if not line.endswith("# hpc_train devcluster")]
+def other_hosts(hosts: Path, cluster: Cluster) -> list[str]:
+    return [line for line in hosts.read_text().splitlines() if not line.endswith(hosts_mark(cluster))]
+
+
+def hosts_mark(cluster: Cluster) -> str:
+    """What tells the lines of this cluster from those of others that run beside it."""
+    return f"# hpc_train devcluster in {cluster.state}"
 
 
 def start_munge(cluster: Cluster) -> None:
@@ -297,7 +302,7 @@ def down(cluster: Cluster) -> None:
         stop(cluster, daemon)
     remove_network(cluster)
     hosts = Path("/etc/hosts")
-    if os.access(hosts, os.W_OK) and len(other_hosts(hosts)) < len(hosts.read_text().splitlines()):
+    if os.access(hosts, os.W_OK) and len(other_hosts(hosts, cluster)) < len(hosts.read_text().splitlines()):
         hosts.write_text("\n".join(other_hosts(hosts)) + "\n")
     shutil.rmtree(cluster.state)
 
