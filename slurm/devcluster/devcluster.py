@@ -303,7 +303,7 @@ def down(cluster: Cluster) -> None:
     remove_network(cluster)
     hosts = Path("/etc/hosts")
     if os.access(hosts, os.W_OK) and len(other_hosts(hosts, cluster)) < len(hosts.read_text().splitlines()):
-        hosts.write_text("\n".join(other_hosts(hosts)) + "\n")
+        hosts.write_text("\n".join(other_hosts(hosts, cluster)) + "\n")
     shutil.rmtree(cluster.state)
 
 

@@ -13,12 +13,18 @@ from tests.slurm.cluster import Cluster, running
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    # a short path: the sockets below it may have 107 characters
-    with running(Path(tempfile.mkdtemp(prefix="hpc_train-slurm-"))) as started:
+    with running(_state_directory()) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
 def cluster_without_accounting() -> Iterator[Cluster]:
-    with running(Path(tempfile.mkdtemp(prefix="hpc_train-slurm-")), "--no-accounting") as started:
+    with running(_state_directory(), "--no-accounting") as started:
         yield started
+
+
+def _state_directory() -> Path:
+    """A short path, since the sockets below it may have 107 characters, that munge finds open enough."""
+    path = Path(tempfile.mkdtemp(prefix="hpc_train-slurm-"))
+    path.chmod(0o755)
+    return path
