@@ -7,13 +7,14 @@ a composed config and a frozen file pass the same checks.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import hydra
+import omegaconf
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -32,6 +33,8 @@ SWEEPER = "hydra_plugins.hpc_train_launcher.sweeper.HpcTrainSweeper"
 
 def register() -> None:
     """Puts the schema into Hydra's ConfigStore and our resolvers into OmegaConf; calling it again changes nothing."""
+    if OmegaConf.has_resolver("hpc_train.directory"):
+        return
     store = ConfigStore.instance()
     store.store(name="hpc_train", node=Config)
     for group, schemas in (("model", MODEL_SCHEMAS), ("data", DATA_SCHEMAS)):
@@ -41,9 +44,12 @@ def register() -> None:
     sweeper = {"_target_": SWEEPER, "max_batch_size": None, "params": None}
     store.store(group="hydra/launcher", name="hpc_train", node={"_target_": LAUNCHER}, provider="hpc_train")
     store.store(group="hydra/sweeper", name="hpc_train", node=sweeper, provider="hpc_train")
+    # OmegaConf 2.4 calls it so; 2.3 has an older method of that name
+    old = omegaconf.__version__.startswith("2.3")
+    add: Callable[..., None] = OmegaConf.register_new_resolver if old else OmegaConf.register_resolver
     # cached: Hydra asks several times, and a directory that is named by the time must stay the same
-    OmegaConf.register_new_resolver("hpc_train.directory", run_directory, use_cache=True, replace=True)
-    OmegaConf.register_new_resolver("hpc_train.steps_unless", _steps_unless, replace=True)
+    add("hpc_train.directory", run_directory, use_cache=True)
+    add("hpc_train.steps_unless", _steps_unless)
 
 
 def _steps_unless(epochs: float | None, steps: int) -> int | None:

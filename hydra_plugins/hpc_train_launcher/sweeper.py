@@ -1,4 +1,4 @@
-"""Hydra takes a sweeper only from a class that is defined under ``hydra_plugins``; the real one is in ``hpc_train``."""
+"""Hydra takes a sweeper only from a class defined under ``hydra_plugins``; the real one is in ``hpc_train``."""
 
 from hpc_train.launch import sweeper
 
