@@ -1,0 +1,61 @@
+"""Runs ``python -m hpc_train`` as a user does, on a case small enough for a test."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+TINY = [
+    "model.dim=16",
+    "model.ffn_dim=32",
+    "model.n_heads=2",
+    "model.n_kv_heads=2",
+    "data=synthetic",
+    "data.sequence_length=16",
+    "data.validation_samples=8",
+    "batch.global_size=8",
+    "train.steps=6",
+    "train.eval_every=0",
+    "telemetry.log_every=1",
+    "telemetry.wandb.mode=disabled",
+    "optim.warmup_steps=0",
+]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The environment of a fresh shell: one thread for BLAS, no W&B account, no GPU."""
+    keep = {
+        name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "SLURM_", "HPC_TRAIN_"))
+    }
+    return keep | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "160", "CUDA_VISIBLE_DEVICES": ""} | extra
+
+
+def hpc_train(
+    *arguments: str, cwd: Path, timeout: float = 120, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """One call of the command line, to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "hpc_train", *arguments],
+        cwd=cwd,
+        env=env or environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def start(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    """A call that the test goes on beside; it leads a process group of its own, as in a terminal."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "hpc_train", *arguments],
+        cwd=cwd,
+        env=env or environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )

@@ -1,0 +1,46 @@
+"""Models that fail on purpose, for the tests of how failures are told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class Faulty(nn.Module):
+    """Next-token logits from one table; ``rank`` fails in its ``call``-th forward pass, as ``how`` says."""
+
+    def __init__(self, how: str = "raise", rank: int = 1, call: int = 3, vocab_size: int = 256) -> None:
+        super().__init__()
+        self.table = nn.Embedding(vocab_size, vocab_size)
+        self.how, self.rank, self.call, self.calls = how, rank, call, 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.call and dist.get_rank() == self.rank:
+            self.fail()
+        return self.table(inputs)
+
+    def fail(self) -> None:
+        if self.how == "raise":
+            raise ArithmeticError("the model of the test fails on purpose")
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "exit":
+            os._exit(0)
+
+
+class Slow(Faulty):
+    """Takes ``seconds`` for each forward pass, so that a test has time to interrupt it."""
+
+    def __init__(self, seconds: float = 0.2, vocab_size: int = 256) -> None:
+        super().__init__(how="never", vocab_size=vocab_size)
+        self.seconds = seconds
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return super().forward(inputs) + torch.zeros(())

@@ -1,0 +1,140 @@
+"""The doors lead to the same worker: foreground, ``-m`` and a batch script's freeze + agent."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_train.run.directory import RunDirectory
+from tests.doors.command import TINY, environment, hpc_train, start
+
+FAULTY = [
+    "model=custom",
+    "model._target_=tests.doors.faulty.Faulty",
+    "data=synthetic",
+    "data.sequence_length=16",
+    "data.validation_samples=8",
+    "batch.global_size=8",
+    "train.steps=6",
+    "telemetry.log_every=1",
+    "telemetry.wandb.mode=disabled",
+]
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in RunDirectory(run).read_metrics()]
+
+
+def test_foreground_multirun_and_agent_give_identical_losses(tmp_path: Path) -> None:
+    foreground = hpc_train("+strategy=hybrid", *TINY, "cluster=local", "run.name=foreground", cwd=tmp_path)
+    assert foreground.returncode == 0, foreground.stdout + foreground.stderr
+    multirun = hpc_train("+strategy=hybrid", *TINY, "run.name=multirun", "-m", cwd=tmp_path)
+    assert multirun.returncode == 0, multirun.stdout + multirun.stderr
+    frozen = hpc_train("freeze", "+strategy=hybrid", *TINY, "run.name=script", cwd=tmp_path)
+    assert frozen.returncode == 0, frozen.stdout + frozen.stderr
+    agent = hpc_train("agent", str(tmp_path / "outputs" / "script"), cwd=tmp_path)
+    assert agent.returncode == 0, agent.stdout + agent.stderr
+    expected = losses(tmp_path / "outputs" / "foreground")
+    assert len(expected) == 6
+    assert losses(tmp_path / "outputs" / "multirun") == expected
+    assert losses(tmp_path / "outputs" / "script") == expected
+
+
+def test_sweep_runs_every_job_and_exits_zero(tmp_path: Path) -> None:
+    done = hpc_train("+strategy=single,dp", "optim.lr=1e-3,3e-4", *TINY, "run.name=sweep", "-m", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = sorted(path.parent for path in (tmp_path / "outputs" / "sweep").glob("*/config.yaml"))
+    assert len(runs) == 4
+    assert all(len(losses(run)) == 6 for run in runs)
+
+
+@pytest.mark.parametrize("how", ["raise", "kill", "exit"])
+def test_a_failing_rank_is_named_with_its_own_traceback(tmp_path: Path, how: str) -> None:
+    done = hpc_train("+strategy=dp", *FAULTY, f"+model.args.how={how}", "run.name=run", "-m", cwd=tmp_path)
+    output = done.stdout + done.stderr
+    assert done.returncode == 1, output
+    assert "rank 1" in output
+    if how == "raise":
+        assert "ArithmeticError: the model of the test fails on purpose" in output
+        assert "Connection closed by peer" not in output
+    events = RunDirectory(tmp_path / "outputs" / "run").read_events()
+    failed = [event for event in events if event["event"] == "worker_failed"]
+    assert [event["rank"] for event in failed] == [1]
+
+
+def test_a_sweep_with_one_failing_job_exits_non_zero(tmp_path: Path) -> None:
+    done = hpc_train("+strategy=dp", *FAULTY, "+model.args.call=3,99", "run.name=sweep", "-m", cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert len(losses(tmp_path / "outputs" / "sweep" / "1")) == 6
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise AssertionError(process.communicate()[0])
+        if any(line["step"] >= step for line in RunDirectory(run).read_metrics()):
+            return
+        time.sleep(0.1)
+    raise TimeoutError(f"step {step} was not reached")
+
+
+def test_interrupt_saves_and_says_how_to_resume(tmp_path: Path) -> None:
+    slow = [argument for argument in FAULTY if "_target_" not in argument and "steps" not in argument]
+    command = ["+strategy=dp", *slow, "model._target_=tests.doors.faulty.Slow", "train.steps=20", "run.name=run"]
+    run = tmp_path / "outputs" / "run"
+    process = start(*command, "cluster=local", cwd=tmp_path)
+    wait_for_step(run, 3, process)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert "run.name=run" in output
+    stopped_at = losses(run)[-1][0]
+    assert 3 <= stopped_at < 20
+    resumed = hpc_train(*command, "+model.args.seconds=0", "cluster=local", cwd=tmp_path)
+    assert resumed.returncode == 2, "the model is part of a run's identity"
+    resumed = hpc_train(*command, "cluster=local", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert [step for step, _ in losses(run)] == list(range(losses(run)[0][0], losses(run)[0][0] + 20))
+
+
+def test_dry_run_writes_nothing_and_imports_neither_torch_nor_wandb(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        f"sys.argv = ['hpc_train', '+strategy=hybrid,dp', 'launch.dry_run=true', '-m', *{TINY!r}]\n"
+        "from hpc_train.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
+        "heavy = {'torch', 'wandb'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "pp 2" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_same_run_resumes_under_another_strategy(tmp_path: Path) -> None:
+    first = hpc_train("+strategy=hybrid", *TINY, "train.steps=4", "cluster=local", "run.name=run", cwd=tmp_path)
+    assert first.returncode == 0, first.stdout + first.stderr
+    second = hpc_train("+strategy=zero2", *TINY, "train.steps=8", "cluster=local", "run.name=run", cwd=tmp_path)
+    assert second.returncode == 0, second.stdout + second.stderr
+    run = RunDirectory(tmp_path / "outputs" / "run")
+    assert [line["step"] for line in run.read_metrics()][-1] - run.read_metrics()[0]["step"] == 7
+    assert any(event["event"] == "resumed" for event in run.read_events())
+
+
+def test_help_and_config_printing_behave_as_in_hydra(tmp_path: Path) -> None:
+    config = hpc_train("+strategy=zero2", "--cfg", "job", cwd=tmp_path)
+    assert config.returncode == 0
+    assert re.search(r"data_parallel: zero2", config.stdout)
+    assert hpc_train("--help", cwd=tmp_path).returncode == 0
+    assert list(tmp_path.iterdir()) == []
