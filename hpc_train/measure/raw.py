@@ -2,13 +2,14 @@
 
 Each function takes a prepared model and gives the step as a function. The loops know nothing of engines, control
 messages, checkpoints or telemetry; they make the same calls of torch (DDP, ``fully_shard``, ``Schedule1F1B``, fused
-AdamW) as the engine does.
+AdamW) as the engine does, and read the same samples through torch's ``DataLoader``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import Dataset as TorchDataset
 
 from hpc_train.config.schema import Config
-from hpc_train.data.batch import IGNORED, Batch
+from hpc_train.data.batch import IGNORED, Batch, StepBatch
+from hpc_train.data.build import build_dataset
+from hpc_train.data.dataset import Dataset
+from hpc_train.data.feed import loader_workers
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel import activation_checkpointing
@@ -55,6 +61,42 @@ def raw_loop(kind: str, config: Config, mesh: Mesh) -> BareLoop:
     return BareLoop(model, loops[kind](model, config, mesh))
 
 
+class _Samples(TorchDataset[tuple[Any, Any, Any]]):
+    """A dataset as torch's ``DataLoader`` wants it."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any, Any]:
+        sample = self.dataset.sample(index, 0)
+        return sample.inputs, sample.targets, dict(sample.context)
+
+
+def raw_batches(config: Config, mesh: Mesh) -> Iterator[StepBatch]:
+    """Steps of this data-parallel rank without end, in micro-batches; every slot holds a sample."""
+    samples, layout = _Samples(build_dataset(config.data, "train", config.train.seed)), mesh.layout
+    loader = DataLoader(
+        samples,
+        batch_size=layout.micro_size,
+        sampler=DistributedSampler(samples, layout.dp, mesh.dp_rank),
+        num_workers=loader_workers(config.batch, samples.dataset, 1),
+        pin_memory=mesh.device.type == "cuda",
+        drop_last=True,
+    )
+    micro_batches: list[Batch] = []
+    count = 0
+    while True:
+        for inputs, targets, context in loader:
+            count += int((targets != IGNORED).sum())
+            micro_batches.append(Batch(inputs, targets, context).to(mesh.device))
+            if len(micro_batches) == layout.micro_batches:
+                yield StepBatch(tuple(micro_batches), count * layout.dp)
+                micro_batches, count = [], 0
+
+
 def _single(model: nn.Module, config: Config, mesh: Mesh) -> Step:
     _fill(model, config, mesh)
     optimizer = _optimizer(model, config)
@@ -75,9 +117,7 @@ def _data_parallel(model: nn.Module, config: Config, mesh: Mesh) -> Step:
     _fill(model, config, mesh)
     optimizer = _optimizer(model, config)
     ranks = dist.get_world_size()
-    replica = DistributedDataParallel(
-        model, bucket_cap_mb=config.strategy.bucket_cap_mb, gradient_as_bucket_view=True, broadcast_buffers=False
-    )
+    replica = DistributedDataParallel(model, bucket_cap_mb=config.strategy.bucket_cap_mb, gradient_as_bucket_view=True)
 
     def backward(batch: Batch, target_count: int) -> None:
         with autocast(config.precision.name, mesh.device):

@@ -74,8 +74,10 @@ def _global_norm(counted: Mapping[float, list[Tensor]], inverse_scale: Tensor | 
         if inverse_scale is not None:  # before squaring: the square of a scaled gradient may overflow
             norms = norms * inverse_scale
         total += weight * norms.square().sum()
-    if mesh.layout.world_size > 1:
-        dist.all_reduce(total)
+    replicated = 1.0 / mesh.layout.world_size
+    if mesh.layout.pp == 1 and all(weight == replicated for weight in counted):
+        return (total / replicated).sqrt()  # every rank holds everything: it knows the norm by itself
+    dist.all_reduce(total)
     return total.sqrt()
 
 

@@ -7,8 +7,7 @@ clipping and update. Saving, evaluation and logging are not steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from itertools import cycle
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from hpc_train.data.feed import LocalBatch, TrainFeed
 from hpc_train.measure.gemm import measured_gemm_flops
 from hpc_train.measure.memory import peak_device_memory, peak_host_memory
 from hpc_train.measure.peak_flops import peak_flops
-from hpc_train.measure.raw import raw_loop
+from hpc_train.measure.raw import raw_batches, raw_loop
 from hpc_train.measure.request import StepRequest, write_progress, write_result
 from hpc_train.measure.sampling import Spread, paired_ratio
 from hpc_train.measure.shares import bubble_share, communication_share
@@ -41,7 +40,6 @@ from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.processes import join, leave
 from hpc_train.train.step import TrainStep
 
-RAW_BATCHES = 4  # the bare loop goes round these: its data costs nothing
 HORIZON = 1_000_000  # steps of the learning rate's schedule
 
 Loop = Callable[[], None]
@@ -72,7 +70,7 @@ class _Bench:
         dataset = build_dataset(config.data, "train", config.train.seed)
         self._feed = TrainFeed(dataset, config.batch, mesh.layout, mesh.dp_rank, config.train.seed, mesh.device, 0)
         self._control, self._stop = Control(mesh), stop
-        self.batches = [self._counted(next(self._feed)) for _ in range(RAW_BATCHES)]
+        self.example = self._counted(next(self._feed))
         self._ahead = next(self._feed)
         self._control.post(False, self._ahead.local_count)
         self._step = 0
@@ -89,7 +87,7 @@ class _Bench:
 
     def gradients(self) -> None:
         """Forward, backward and reduction only, always of the same batch."""
-        self.engine.train_step(self._step, self.batches[0])
+        self.engine.train_step(self._step, self.example)
 
     def close(self) -> None:
         self._control.read()  # nobody leaves while a message is under way
@@ -107,7 +105,7 @@ def _measure(bench: _Bench, request: StepRequest, run: RunDirectory) -> dict[str
     _repeat(bench.step, request.warmup)
     memory = peak_host_memory(), peak_device_memory(mesh.device)
     if request.raw is not None:
-        loops.append(_over(raw_loop(request.raw, config, mesh).step, bench.batches))
+        loops.append(_over(raw_loop(request.raw, config, mesh).step, raw_batches(config, mesh)))
         _repeat(loops[1], request.warmup)
     seconds: list[list[float]] = [[] for _ in loops]
     for block in range(request.pairs * len(loops)):
@@ -132,11 +130,9 @@ def _measure(bench: _Bench, request: StepRequest, run: RunDirectory) -> dict[str
     }
 
 
-def _over(step: Callable[[Sequence[Batch], int], None], batches: Sequence[StepBatch]) -> Loop:
-    rounds = cycle(batches)
-
+def _over(step: Callable[[Sequence[Batch], int], None], batches: Iterator[StepBatch]) -> Loop:
     def loop() -> None:
-        batch = next(rounds)
+        batch = next(batches)
         step(batch.micro_batches, batch.target_count)
 
     return loop
@@ -180,7 +176,7 @@ def _what(config: Config, mesh: Mesh) -> dict[str, Any]:
 
 def _rates(seconds: Sequence[float], bench: _Bench) -> dict[str, Any]:
     """``tokens_per_s`` counts targets; None where the inputs are no tokens."""
-    samples, first = bench.config.batch.global_size, bench.batches[0]
+    samples, first = bench.config.batch.global_size, bench.example
     tokens = None if first.micro_batches[0].inputs.is_floating_point() else first.target_count
     return {
         "step_s": _spread([*seconds]),
@@ -225,7 +221,7 @@ def _utilisation(bench: _Bench, samples_per_s: float) -> dict[str, Any] | None:
     peaks: list[float] = _gather(peak, mesh)
     if not isinstance(model, Model):
         return None
-    per_sample = model.flops_per_sample(bench.batches[0].micro_batches[0].inputs)
+    per_sample = model.flops_per_sample(bench.example.micro_batches[0].inputs)
     return {
         "value": per_sample * samples_per_s / sum(peaks),
         "flops_per_sample": per_sample,
