@@ -17,14 +17,42 @@ from omegaconf import MISSING
 class ClusterConfig:
     """Where a run goes."""
 
-    kind: str = "auto"  # auto | local | slurm; auto takes Slurm where sbatch is found
-    nodes: int = 1
-    gpus_per_node: int | str = "auto"  # auto: the GPUs that are visible; 0: train on the CPU
+    kind: str = "auto"  # auto | local | slurm; auto takes Slurm where its controller answers
+    nodes: int | str = 1  # on Slurm also a range, "2-4": starts with what is free
+    gpus_per_node: int | str = "auto"  # auto: the GPUs that are visible, none on Slurm; 0: train on the CPU
     cpu_workers: int = 4  # ranks per node where there is no GPU
+    # the rest is for Slurm; most keys are sbatch's options, and null leaves them to the site
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
-    time: str = "01:00:00"  # as sbatch --time
+    time: str = "01:00:00"
+    time_min: str | None = None
+    cpus_per_gpu: int | str = "auto"  # cores per rank; auto: the partition's default, else the node's share
+    mem_per_gpu: str = "auto"  # memory per rank, as 64G; auto: the partition's default, else the node's share
+    mem: str | None = None  # per node, instead of mem_per_gpu
+    gpu_type: str | None = None  # as in --gpus-per-node=a100:4
+    gres: str | None = None  # instead of --gpus-per-node where a site wants it: gpu:a100:4
+    constraint: str | None = None
+    exclude: str | None = None
+    nodelist: str | None = None
+    reservation: str | None = None
+    exclusive: bool = False
+    switches: str | None = None  # 1@00:30:00: on one switch, if that takes no more than 30 minutes of waiting
+    comment: str | None = None  # follows hpc_train:<run directory>
+    job_name: str | None = None
+    mail_user: str | None = None
+    mail_type: str | None = None
+    dependency: str | None = None
+    nice: int | None = None
+    begin: str | None = None
+    wckey: str | None = None
+    licenses: str | None = None
+    clusters: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)  # any other option of sbatch: {hint: nomultithread}
+    env: dict[str, str] = field(default_factory=dict)  # exported in the job, before setup
+    setup: list[str] = field(default_factory=list)  # lines of bash before training: module load, conda activate
+    teardown: list[str] = field(default_factory=list)  # lines of bash after it
+    python: str | None = None  # the interpreter on the nodes; null: the one that submits
 
 
 @dataclass
@@ -227,6 +255,7 @@ class ElasticConfig:
 
     collective_timeout_s: float = 600.0  # a collective that takes longer fails
     stop_grace_s: float = 120.0  # from a stop request until workers that have not stopped are killed
+    max_requeues: int = 10  # of one Slurm job, each with a new checkpoint since the one before; then it is given up
 
 
 @dataclass
@@ -254,7 +283,9 @@ class LaunchConfig:
 
     dry_run: bool = False  # print what would be submitted and write nothing
     detach: bool = False  # leave after submission
-    array_parallelism: int | str = "auto"  # jobs of a sweep at the same time; auto: as many as the machine has slots
+    array_parallelism: int | str = "auto"  # jobs of a sweep at the same time; auto: as many as there is room for
+    confirm_gpu_hours: float = 50.0  # submissions to Slurm that may cost more are asked about
+    yes: bool = False  # the answer, where nobody can be asked
 
 
 @dataclass
@@ -266,6 +297,7 @@ class RunConfig:
     fork: str | None = (
         None  # a new name for a run that starts from run.name's newest checkpoint with other identity keys
     )
+    snapshot: bool = True  # copy the code of the current git work tree, so that edits do not reach jobs that wait
 
 
 @dataclass

@@ -20,18 +20,23 @@ from hpc_train.config.freeze import load
 from hpc_train.config.layout import resolve_layout
 from hpc_train.config.schema import Config
 from hpc_train.elastic.attempt import Outcome, run_attempt
-from hpc_train.elastic.failures import WorkerFailure
+from hpc_train.elastic.failures import WorkerFailure, is_echo
 from hpc_train.elastic.logs import WorkerLog
 from hpc_train.elastic.rendezvous import Meeting, bind, wait_for_meeting
+from hpc_train.elastic.requeue import ANNOUNCEMENT, decide
 from hpc_train.elastic.stop_requests import StopRequests, watch_signals
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
+from hpc_train.run.frozen_code import frozen_code, use
+from hpc_train.run.job_end import JobEnd
 from hpc_train.run.worker_spec import WorkerSpec
 
 ENTRY = "hpc_train.train.worker:train"
 MEETING_TIMEOUT_S = 300.0
+STOPPED_TOGETHER_S = 60.0  # rank 0 may still be sending to W&B
+CAUSE_TOLD_S = 6.0  # more than an agent waits for the workers beside a failed one
 
 Reserve = Callable[[StopRequests], AbstractContextManager[None]]
 
@@ -52,14 +57,17 @@ def run_agent(
         entry: what a worker calls, as "module:function".
     """
     allocation = current_allocation()
-    try:
-        with watch_signals() as stop, _sole_agent(run, allocation), reserve(stop) if reserve else nullcontext():
-            if stop.requested:
-                return Exit.STOPPED
-            return _run(run, allocation, stop, on_tick or _nothing, entry)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return Exit.REFUSED
+    end = JobEnd.of_this_process(run)
+    with watch_signals() as stop:
+        try:
+            if end is not None:
+                end.begin()
+            with _sole_agent(run, allocation), reserve(stop) if reserve else nullcontext():
+                outcome = _run(run, allocation, stop, on_tick or _nothing, entry)
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            outcome = Outcome(Exit.REFUSED)
+        return outcome.exit if end is None else _end_job(end, run, allocation, outcome, stop)
 
 
 @contextmanager
@@ -70,11 +78,12 @@ def _sole_agent(run: RunDirectory, allocation: Allocation) -> Iterator[None]:
 
 def _run(
     run: RunDirectory, allocation: Allocation, stop: StopRequests, on_tick: Callable[[], None], entry: str
-) -> Exit:
+) -> Outcome:
     config = load(run)
-    meeting, listener = _meet(run, config, allocation, stop)
+    use(frozen_code(run))
+    meeting, listener = (None, None) if stop.requested else _meet(run, config, allocation, stop)
     if meeting is None:
-        return Exit.STOPPED
+        return Outcome(Exit.STOPPED)
     events = EventLog.open(run, f"agent-{allocation.node_name}", meeting.attempt)
     log = WorkerLog(run.logs / f"{allocation.node_name}-{meeting.attempt:03d}.log")
     specs = _specs(run, config, allocation, meeting)
@@ -88,9 +97,9 @@ def _run(
     except KeyboardInterrupt:
         print("killed by a second Ctrl-C: steps after the last checkpoint are lost", file=sys.stderr)
         events.write("failed", exit_code=int(Exit.FAILED), message="killed by a second Ctrl-C")
-        return Exit.FAILED
+        return Outcome(Exit.FAILED)
     _tell(outcome, allocation, log, events, stop)
-    return outcome.exit
+    return outcome
 
 
 def _meet(
@@ -147,7 +156,7 @@ def _tell(outcome: Outcome, allocation: Allocation, log: WorkerLog, events: Even
         events.write("stop_requested", reason=stop.reason)
     code = int(outcome.exit)
     if outcome.failure is None:
-        events.write("stopped" if outcome.exit is Exit.STOPPED else "finished", exit_code=code)
+        events.write("stopped" if outcome.exit is Exit.STOPPED else "finished", exit_code=code, reason=stop.reason)
         return
     failure = outcome.failure
     details: dict[str, Any] = {
@@ -158,13 +167,30 @@ def _tell(outcome: Outcome, allocation: Allocation, log: WorkerLog, events: Even
     }
     events.write("worker_failed", traceback=failure.traceback, **details)
     events.write("failed", exit_code=code, **details)
-    print(_text(failure, allocation.node_name, outcome.exit, log), file=sys.stderr)
+    print(_text(failure, allocation, outcome.exit, log), file=sys.stderr)
 
 
-def _text(failure: WorkerFailure, node: str, code: Exit, log: WorkerLog) -> str:
+def _end_job(end: JobEnd, run: RunDirectory, allocation: Allocation, outcome: Outcome, stop: StopRequests) -> Exit:
+    """Tells the batch script how it ended. Who leaves first with another code than 0 ends the other nodes' agents, so
+    agents that stopped leave together, and those that only saw the echo of a failure let the others tell it."""
+    code = outcome.exit
+    if code is Exit.STOPPED and allocation.node_rank == 0 and stop.reason == ANNOUNCEMENT:
+        events = EventLog.open(run, f"agent-{allocation.node_name}", max(0, run.newest_attempt()))
+        code = decide(end, load(run).elastic, events)
+    end.tell(code)
+    if code in (Exit.STOPPED, Exit.GAVE_UP):
+        end.wait_for_all(allocation.nodes, STOPPED_TOGETHER_S)
+    elif outcome.failure is not None and is_echo(outcome.failure):
+        end.wait_for_all(allocation.nodes, CAUSE_TOLD_S)
+    return code
+
+
+def _text(failure: WorkerFailure, allocation: Allocation, code: Exit, log: WorkerLog) -> str:
     if code is Exit.REFUSED:
         return failure.message
-    head = f"rank {failure.rank} on {node} failed ({failure.failure}):"
+    head = f"rank {failure.rank} on {allocation.node_name} failed ({failure.failure}):"
+    if allocation.nodes > 1 and is_echo(failure):
+        return f"{head} most likely the echo of another node's failure; its traceback is in {log.path}"
     return f"{head}\n{failure.traceback.rstrip()}\nall output of this node: {log.path}"
 
 

@@ -33,6 +33,11 @@ def root_cause(failures: Iterable[WorkerFailure]) -> WorkerFailure:
     return min(failures, key=lambda failure: (_echo(failure), failure.noticed))
 
 
+def is_echo(failure: WorkerFailure) -> bool:
+    """Whether it tells of another rank's failure rather than of one of its own."""
+    return _echo(failure) > 0
+
+
 def _echo(failure: WorkerFailure) -> int:
     """0: a cause; 1: an abort, as communication libraries do when a peer is gone; 2: a communication error."""
     if failure.failure is Failure.COMMUNICATION:

@@ -1,0 +1,43 @@
+"""What a batch script does before and after its ``srun``: the job's exit code, and asking Slurm to run it again.
+
+Shell, because a batch script stands outside of containers and may have no Python.
+"""
+
+from __future__ import annotations
+
+BEFORE = """\
+# A cancelled job never comes back: scancel sends TERM to this script too.
+cancelled=
+trap 'cancelled=yes' TERM
+""".rstrip()
+
+AFTER = """\
+# How it ended, from the agents; srun's own code tells no more than that something failed.
+end="$RUN/attempts/end-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
+[ "$status" -eq 0 ] || status=1
+for known in 1 2 93 75; do
+  if grep -qsx "$known" "$end".node-*; then status=$known; break; fi
+done
+# Stopped ahead of the time limit or by a preemption: ask Slurm, once, to run the job again. Not where it is being
+# cancelled, is held (priority 0), or where Slurm requeues it by itself: then it is no longer RUNNING.
+if [ "$status" -eq 75 ] && [ -e "$end.requeue" ] && [ -z "$cancelled" ]; then
+  for wait in 0 5 10 20; do
+    sleep "$wait"
+    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format='%T %Q') && break
+  done
+  if [[ "$state" == RUNNING* && "$state" != *" 0" && -z "$cancelled" ]]; then
+    scontrol requeue "${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}" || true
+  fi
+fi
+exit "$status"
+""".rstrip()
+
+
+def lines_before() -> list[str]:
+    """The lines before the ``srun`` of the agents."""
+    return BEFORE.splitlines()
+
+
+def script_lines() -> list[str]:
+    """The last lines of a batch script. ``$RUN`` is the run directory and ``$status`` the exit code of ``srun``."""
+    return AFTER.splitlines()

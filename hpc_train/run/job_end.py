@@ -1,0 +1,69 @@
+"""How a Slurm job ended, told by the agents to the batch script that started them.
+
+The batch script stands outside of any container and may know no Python: these are files whose names a shell can compute
+from ``SLURM_JOB_ID`` and ``SLURM_RESTART_COUNT``, in ``attempts/`` of the run directory:
+
+    end-<job>.<restart>.node-<N>    the exit code of the agent of node N
+    end-<job>.<restart>.requeue     the job is to run again; what it had reached, as JSON
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.files import read_json, write_json, write_text
+
+POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """The end of one start of a Slurm job, as the agent of node ``node_rank`` sees and tells it."""
+
+    run: RunDirectory
+    job_id: str
+    restart: int
+    node_rank: int
+
+    @classmethod
+    def of_this_process(cls, run: RunDirectory, environment: Mapping[str, str] = os.environ) -> JobEnd | None:
+        """None outside of Slurm."""
+        if "SLURM_JOB_ID" not in environment:
+            return None
+        restart = int(environment.get("SLURM_RESTART_COUNT", "0"))
+        return cls(run, environment["SLURM_JOB_ID"], restart, int(environment.get("SLURM_NODEID", "0")))
+
+    @property
+    def _name(self) -> str:
+        return f"end-{self.job_id}.{self.restart}"
+
+    def begin(self) -> None:
+        """Forgets what an earlier step of the same job has left."""
+        (self.run.attempts / f"{self._name}.node-{self.node_rank}").unlink(missing_ok=True)
+
+    def tell(self, code: int) -> None:
+        self.run.attempts.mkdir(parents=True, exist_ok=True)
+        write_text(self.run.attempts / f"{self._name}.node-{self.node_rank}", f"{int(code)}\n")
+
+    def wait_for_all(self, nodes: int, seconds: float) -> None:
+        """Waits until the agents of all ``nodes`` have told their end, for ``seconds`` at most.
+
+        srun ends all tasks when the first one leaves with another code than 0.
+        """
+        until = time.monotonic() + seconds
+        while len(list(self.run.attempts.glob(f"{self._name}.node-*"))) < nodes and time.monotonic() < until:
+            time.sleep(POLL_S)
+
+    def requeues(self) -> list[dict[str, Any]]:
+        """What earlier starts of this job had reached when they asked to run again, in their order."""
+        earlier = (self.run.attempts / f"end-{self.job_id}.{number}.requeue" for number in range(self.restart))
+        return [read_json(path) for path in earlier if path.exists()]
+
+    def ask_for_requeue(self, step: int) -> None:
+        """Has the batch script ask Slurm to run this job again; ``step`` is that of the newest checkpoint."""
+        write_json(self.run.attempts / f"{self._name}.requeue", {"step": step, "time": time.time()})
