@@ -8,6 +8,7 @@ from pathlib import Path
 from hpc_train.config.freeze import load
 from hpc_train.elastic.agent import run_agent
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.frozen_code import start_again_from
 
 
 def main(arguments: list[str]) -> int:
@@ -15,4 +16,5 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("run_dir", type=Path, help="a run directory, as `python -m hpc_train freeze …` prints it")
     run = RunDirectory(parser.parse_args(arguments).run_dir.absolute())
     load(run)
+    start_again_from(run)
     return run_agent(run)

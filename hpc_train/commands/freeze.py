@@ -5,6 +5,7 @@ Idempotent: a script that Slurm has started again finds the directory as it was,
 
 from __future__ import annotations
 
+import argparse
 import os
 from pathlib import Path
 
@@ -12,10 +13,11 @@ from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.commands.train import register_launcher
 from hpc_train.config.arguments import CommandLine, expand, with_right_plus
 from hpc_train.config.compose import typed
-from hpc_train.config.directory import run_directory
+from hpc_train.config.directory import job_directory, run_directory
 from hpc_train.config.errors import ConfigError
-from hpc_train.config.freeze import freeze
-from hpc_train.config.schema import ClusterConfig
+from hpc_train.config.freeze import check_freeze, freeze
+from hpc_train.config.schema import ClusterConfig, Config
+from hpc_train.config.snapshot import check_targets, take
 from hpc_train.config.validate import validate
 from hpc_train.launch.submitter import choose
 from hpc_train.run import submissions
@@ -23,28 +25,56 @@ from hpc_train.run.directory import RunDirectory
 
 
 def main(arguments: list[str]) -> int:
-    """Freezes one run from overrides, as ``python -m hpc_train`` takes them.
+    """Freezes one run from overrides, as ``python -m hpc_train`` takes them; with ``--task N`` job N of a sweep.
 
     Raises:
         ConfigError: the config is wrong, lists several jobs, or the run may not be frozen.
     """
+    parser = argparse.ArgumentParser(prog="python -m hpc_train freeze", add_help=False, allow_abbrev=False)
+    parser.add_argument("--task", type=int)
+    options, rest = parser.parse_known_args(arguments)
     register_launcher()
-    line = CommandLine.parse(with_right_plus(arguments))
-    if line.multirun or len(expand(line.overrides)) > 1:
-        raise ConfigError("freeze makes one run", where="the command line", mend="one value for each key, and no -m")
+    line = CommandLine.parse(with_right_plus(rest))
+    jobs = expand(line.overrides)
+    overrides = _job(jobs, options.task, line.multirun)
     with line.composer() as compose:
-        config = typed(compose(line.overrides))
+        config = typed(compose(overrides))
     job_id = os.environ.get("SLURM_JOB_ID")
     if config.run.name is None and job_id is not None:
-        config.run.name = f"slurm-{job_id}"  # the same when Slurm starts the script again
-    run = RunDirectory(Path(run_directory(config.run.root, config.run.name, config.run.fork)))
+        # the same when Slurm starts the script again, and one parent for the tasks of an array
+        config.run.name = f"slurm-{job_id if options.task is None else os.environ.get('SLURM_ARRAY_JOB_ID', job_id)}"
+    parent = Path(run_directory(config.run.root, config.run.name, config.run.fork))
+    run = RunDirectory(job_directory(parent, options.task or 0, len(jobs)))
     if not (int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 and run.config.exists()):
-        validate(config, *_nodes_and_workers(config.cluster))
-        freeze(config, run)
+        _freeze(config, run, parent)
         if job_id is not None:
             submissions.add(run, "script", job_id=job_id)
     print(run.path)
     return 0
+
+
+def _job(jobs: list[list[str]], task: int | None, multirun: bool) -> list[str]:
+    if task is None:
+        if multirun or len(jobs) > 1:
+            raise ConfigError(
+                "freeze makes one run",
+                where="the command line",
+                mend="one value for each key and no -m, or --task N for job N of the sweep",
+            )
+        return jobs[0]
+    if not 0 <= task < len(jobs):
+        raise ConfigError(
+            f"there is no job {task}: these are {len(jobs)}", where="--task", mend=f"sbatch --array=0-{len(jobs) - 1}"
+        )
+    return jobs[task]
+
+
+def _freeze(config: Config, run: RunDirectory, parent: Path) -> None:
+    validate(config, *_nodes_and_workers(config.cluster))
+    check_freeze(config, run)
+    code = take(config, parent / "code")
+    check_targets(config, code)
+    freeze(config, run, code=code)
 
 
 def _nodes_and_workers(cluster: ClusterConfig) -> tuple[int, int]:

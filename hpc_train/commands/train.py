@@ -15,8 +15,9 @@ from omegaconf import DictConfig
 from hpc_train.config.arguments import CommandLine, wants_dry_run, with_right_plus
 from hpc_train.config.compose import LAUNCHER, PRIMARY, SWEEPER, config_directory, register, typed, version_base
 from hpc_train.config.errors import ConfigError
-from hpc_train.config.freeze import freeze
+from hpc_train.config.freeze import check_freeze, freeze
 from hpc_train.config.schema import Config
+from hpc_train.config.snapshot import check_targets, take
 from hpc_train.config.validate import validate
 from hpc_train.launch.submitter import local_shape
 from hpc_train.run.directory import RunDirectory
@@ -63,7 +64,10 @@ def task(node: DictConfig) -> None:
         config = typed(node)
         _check_foreground(config)
         validate(config, *_nodes_and_workers(config))
-        freeze(config, run, claim=True)
+        check_freeze(config, run)
+        code = take(config, run.code)
+        check_targets(config, code)
+        freeze(config, run, claim=True, code=code)
     except ConfigError as error:
         with contextlib.suppress(OSError):
             run.path.rmdir()  # Hydra has made it; a refused run leaves nothing

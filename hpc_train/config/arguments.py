@@ -25,7 +25,9 @@ from hpc_train.config.sweeps import JobComposer
 
 STRATEGY = re.compile(r"\+{0,2}strategy=(?![{\[])")
 EXPERIMENT = re.compile(r"\+{0,2}experiment=")
-ONE_VALUE = ("run.name", "run.root", "run.fork", "launch.dry_run", "launch.detach", "launch.array_parallelism")
+ONE_VALUE = (
+    "run.name", "run.root", "run.fork", "run.snapshot", "launch.dry_run", "launch.detach", "launch.array_parallelism",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

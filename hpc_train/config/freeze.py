@@ -31,13 +31,15 @@ from hpc_train.run import submissions
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import write_text
+from hpc_train.run.frozen_code import FrozenCode
 
 
-def freeze(config: Config, run: RunDirectory, *, claim: bool = False) -> None:
+def freeze(config: Config, run: RunDirectory, *, claim: bool = False, code: FrozenCode | None = None) -> None:
     """Writes ``config.yaml`` and ``run.json`` of ``run``.
 
     Args:
         claim: this process goes on to work on the run: while it lives, no other may freeze it.
+        code: the snapshot that agents and workers are to start from.
 
     Raises:
         ConfigError: the run is live, an identity key differs from the frozen one, or there is nothing to fork.
@@ -56,7 +58,7 @@ def freeze(config: Config, run: RunDirectory, *, claim: bool = False) -> None:
     with _alone(run):
         _check(config, run, source)
         _write_config(config, run)
-        _write_record(run, source, claim)
+        _write_record(run, source, claim, code)
 
 
 def check_freeze(config: Config, run: RunDirectory) -> None:
@@ -152,13 +154,14 @@ def _write_config(config: Config, run: RunDirectory) -> None:
     write_text(run.config, text)
 
 
-def _write_record(run: RunDirectory, source: RunDirectory | None, claim: bool) -> None:
+def _write_record(run: RunDirectory, source: RunDirectory | None, claim: bool, code: FrozenCode | None) -> None:
     record = run.record()
     fields: dict[str, Any] = {
         "run_id": record.get("run_id") or secrets.token_hex(4),
         "created": record.get("created") or time.time(),
         "config_hash": config_hash(run),
         "code": code_version(),
+        "snapshot": None if code is None else asdict(code),
         "versions": environment_versions(),
         "claimed_by": submissions.this_process() if claim else {},
         "submissions": record.get("submissions", []),

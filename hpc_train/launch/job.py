@@ -14,6 +14,7 @@ from hpc_train.elastic.agent import run_agent
 from hpc_train.elastic.stop_requests import StopRequests
 from hpc_train.launch.slots import Share, reserve
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.frozen_code import start_again_from
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class RunAgent:
 
     def __call__(self) -> None:
         run = RunDirectory(Path(self.path))
+        start_again_from(run)
         reserved = None if self.share is None else partial(_reserve, self.share)
         # an exit, not a result: what failed must not look like a success to the scheduler
         sys.exit(run_agent(run, reserve=reserved))

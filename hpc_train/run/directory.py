@@ -7,6 +7,7 @@ events/<writer>-NNN.jsonl    what happened, one file per writing process and att
 checkpoints/step-00000100/   committed by rename
 logs/<node>-NNN.log          the workers' output
 attempts/NNN.json            address, port and layout of an attempt; its presence claims the number
+code/HASH/                   the user's code as it was frozen; the runs of a sweep share one in the sweep's directory
 wandb/
 """
 
@@ -52,6 +53,10 @@ class RunDirectory:
     @property
     def attempts(self) -> Path:
         return self.path / "attempts"
+
+    @property
+    def code(self) -> Path:
+        return self.path / "code"
 
     @property
     def wandb(self) -> Path:

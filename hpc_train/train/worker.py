@@ -21,6 +21,7 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
+from hpc_train.run.frozen_code import check_imports
 from hpc_train.run.stop import StopFlag
 from hpc_train.run.worker_spec import WorkerSpec
 from hpc_train.train.learning_rate import peak_rate
@@ -47,6 +48,7 @@ def train(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
     mesh = join(spec, config, listen_fd)
     events = EventLog.open(run, f"rank-{spec.rank:04d}", spec.attempt, spec.rank)
     trainer = _build(config, run, mesh, events, stop, spec.local_world_size)
+    check_imports(run)  # the user's model and data are imported by now
     try:
         code = trainer.run()
     finally:
