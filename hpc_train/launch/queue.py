@@ -51,9 +51,9 @@ class JobQueue:
 
     def advance(self) -> None:
         """Looks how the jobs stand and submits as many as there is room for."""
-        present = self.submitter.present(self.open_ids)
+        standings = self.submitter.standings(self.open_ids)
         for item in self._open():
-            self._views[item.job.number] = item.view(item.job_id in present)
+            self._views[item.job.number] = item.view(standings.get(item.job_id))
         room = self._at_once - len(self._open())
         self._submit(self._waiting[: max(0, room)])
 

@@ -44,7 +44,7 @@ class JobTable:
         table = Table(box=None, pad_edge=False)
         for name in ("job", "strategy", "state"):
             table.add_column(name)
-        for name in ("step", "loss", "tokens/s", "time left"):
+        for name in ("nodes", "step", "loss", "tokens/s", "time left", "restarts"):
             table.add_column(name, justify="right")
         rows = list(zip(self._jobs, views, strict=True))
         shown = sorted(rows, key=lambda row: (row[1].exit == 0, row[0].number))[:ROWS]
@@ -65,7 +65,7 @@ class JobTable:
 
 
 def cells(job: Job, view: View) -> tuple[str, ...]:
-    """One row: job, strategy, state, step, loss, tokens/s, time left."""
+    """One row: job, strategy, state, nodes, step, loss, tokens/s, time left, restarts."""
     metrics, steps = view.metrics, view.steps
     step = metrics.get("step")
     loss, speed, step_s = metrics.get("loss"), metrics.get("tokens_per_s"), metrics.get("step_s")
@@ -76,16 +76,19 @@ def cells(job: Job, view: View) -> tuple[str, ...]:
         str(job.number),
         job.config.strategy.name,
         view.state,
+        str(view.nodes or job.config.cluster.nodes),
         "" if step is None else f"{step}" + (f"/{steps}" if steps else ""),
         "" if loss is None else f"{loss:.4f}",
         "" if speed is None else f"{speed:,.0f}",
         left,
+        str(view.restarts or ""),
     )
 
 
 def plain_line(job: Job, view: View) -> str:
-    number, strategy, state, step, loss, speed, left = cells(job, view)
+    number, strategy, state, _, step, loss, speed, left, restarts = cells(job, view)
     parts = [f"job {number}", strategy, state]
     parts += [text for value, text in ((step, f"step {step}"), (loss, f"loss {loss}")) if value]
     parts += [text for value, text in ((speed, f"{speed} tokens/s"), (left, f"{left} left")) if value]
+    parts += [f"{restarts} restart{'s' if view.restarts > 1 else ''}"] if restarts else []
     return " · ".join(parts)

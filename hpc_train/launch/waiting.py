@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shlex
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
 
 from rich.console import Console
 
@@ -27,13 +33,19 @@ class JobProgress:
         self._console = console
         self._progress = Progress(job.run, console, _go_on(job))
         self._tells_at = time.monotonic() + PATIENCE_S
+        self._told = ""
 
     def show(self, views: Sequence[View]) -> None:
-        if views[0].state != "waiting":
+        view = views[0]
+        if view.state in ("starting", "running"):
             self._progress.tick()
-        elif time.monotonic() > self._tells_at:
-            self._tells_at = float("inf")
-            self._console.print("waiting for a free place: other jobs hold the GPUs or cores", highlight=False)
+        elif view.state == "waiting":
+            if time.monotonic() > self._tells_at:
+                self._tells_at = float("inf")
+                self._console.print("waiting for a free place: other jobs hold the GPUs or cores", highlight=False)
+        elif view.exit is None and view.state != self._told:
+            self._told = view.state
+            self._console.print(view.state, markup=False, highlight=False)
 
     def close(self) -> None:
         self._progress.finish()
@@ -42,32 +54,61 @@ class JobProgress:
 def wait(queue: JobQueue, console: Console) -> None:
     """Watches the jobs until all have ended.
 
-    A Ctrl-C leaves them running; a second one within three seconds asks them to stop, and waits on.
+    A Ctrl-C or a lost terminal leaves them running; a second Ctrl-C within three seconds asks them to stop, and waits
+    on.
 
     Raises:
-        SystemExit: left by Ctrl-C, with code 130.
+        SystemExit: left by Ctrl-C or hang-up, with code 130.
     """
     display = JobProgress(queue.jobs[0], console) if len(queue.jobs) == 1 else JobTable(queue.jobs, console)
-    asked_to_stop = False
     try:
-        while not queue.over:
-            try:
-                queue.advance()
-                display.show(queue.views)
-                time.sleep(POLL_S)
-            except KeyboardInterrupt:
-                if asked_to_stop or not _asks_twice(console):
-                    leave(queue, console)
-                asked_to_stop = True
-                queue.drop_waiting()
-                queue.submitter.stop(queue.open_ids)
-                console.print("asked the jobs to save and stop; Ctrl-C leaves them to it", highlight=False)
+        with _hang_up_raises():
+            _watch(queue, display, console)
+    except HangUp:
+        with contextlib.suppress(OSError):  # the terminal is gone
+            leave(queue, console)
+        sys.exit(Exit.DETACHED)
     finally:
-        display.close()
+        with contextlib.suppress(OSError):
+            display.close()
+
+
+def _watch(queue: JobQueue, display: JobProgress | JobTable, console: Console) -> None:
+    asked_to_stop = False
+    while not queue.over:
+        try:
+            queue.advance()
+            display.show(queue.views)
+            time.sleep(POLL_S)
+        except KeyboardInterrupt:
+            if asked_to_stop or not _asks_twice(console):
+                leave(queue, console)
+            asked_to_stop = True
+            queue.drop_waiting()
+            queue.submitter.stop(queue.open_ids)
+            console.print("asked the jobs to save and stop; Ctrl-C leaves them to it", highlight=False)
+
+
+class HangUp(Exception):
+    """The terminal is gone."""
+
+
+@contextlib.contextmanager
+def _hang_up_raises() -> Iterator[None]:
+    def raise_it(number: int, frame: FrameType | None) -> None:
+        raise HangUp
+
+    before = signal.getsignal(signal.SIGHUP)
+    if before != signal.SIG_IGN:  # nohup stays nohup
+        signal.signal(signal.SIGHUP, raise_it)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def _asks_twice(console: Console) -> bool:
-    console.print("leaving; the jobs run on. Ctrl-C once more now stops them instead", highlight=False)
+    console.print("leaving; the jobs run on. Ctrl-C once more now saves and stops them instead", highlight=False)
     try:
         time.sleep(SECOND_CTRL_C_S)
     except KeyboardInterrupt:
@@ -84,8 +125,18 @@ def leave(queue: JobQueue, console: Console) -> None:
 def hand_over(queue: JobQueue, console: Console) -> None:
     """Submits what still waits; the jobs then need nobody here."""
     queue.submit_all()
-    command = queue.submitter.stop_command(queue.open_ids)
-    console.print(f"to save and stop them: {command}", markup=False, highlight=False, soft_wrap=True)
+    where = _common_directory([job.run.path for job in queue.jobs])
+    lines = [
+        f"to save and stop them: {queue.submitter.stop_command(queue.open_ids)}",
+        f"to come back:          python -m hpc_train status {where}   (or wait, logs -f, cancel)",
+    ]
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def _common_directory(paths: Sequence[Path]) -> str:
+    path = paths[0] if len(paths) == 1 else Path(os.path.commonpath(paths))
+    shown = os.path.relpath(path)
+    return shlex.quote(str(path) if shown.startswith("..") else shown)
 
 
 def report(queue: JobQueue, console: Console) -> Exit:

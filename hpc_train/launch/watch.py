@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hpc_train.launch.job import Job
+from hpc_train.launch.standing import Standing
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.exits import Exit
-from hpc_train.run.files import read_lines
+from hpc_train.run.exits import Exit, Failure
+from hpc_train.run.files import read_json, read_lines
 
 TAIL_BYTES = 8192
+CAUSE_TOLD_S = 8.0  # a failure that may be the echo of another node's: by then that one has been told
+WISHES = ("SIGUSR1", "SIGINT", "SIGHUP")  # signals that people send; others may have the scheduler run the job again
 
 STATES = {Exit.DONE: "done", Exit.STOPPED: "stopped", Exit.REFUSED: "refused", Exit.GAVE_UP: "given up"}
 
@@ -25,7 +29,7 @@ class View:
     """A job at one moment.
 
     ``exit`` is None until the job has ended; ``metrics`` is its newest logged step (empty before the first); ``steps``
-    is how many there will be, where that is known.
+    is how many there will be, where that is known; ``nodes`` how many it was given.
     """
 
     state: str
@@ -33,6 +37,8 @@ class View:
     exit: int | None = None
     message: str = ""
     steps: int | None = None
+    restarts: int = 0
+    nodes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -44,28 +50,100 @@ class Submitted:
     first_attempt: int
     agent_output: Path
 
-    def view(self, present: bool) -> View:
-        """How the job stands; ``present`` says whether the place that took it still has it."""
-        attempt = self.job.run.newest_attempt()
-        if attempt < self.first_attempt:
-            return View("waiting", {}) if present else self._lost({})
-        metrics = last_line(self.job.run.metrics_file(attempt))
-        if present:
-            return View("running" if metrics else "starting", metrics, steps=self._steps())
-        end = _end(self.job.run, attempt)
-        if end is None:
-            return self._lost(metrics)
-        code = end["exit_code"]
-        return View(STATES.get(code, "failed"), metrics, code, _message(self.job.run, end), self._steps())
+    def view(self, standing: Standing | None) -> View:
+        """How the job stands; ``standing`` is what the place that took it says, None where it knows nothing of it."""
+        steps = self.job.config.train.steps
+        return view_of(self.job.run, self.first_attempt, standing, self.agent_output, steps)
 
-    def _steps(self) -> int | None:
-        return self.job.config.train.steps or self.job.run.record().get("total_steps")
 
-    def _lost(self, metrics: dict[str, Any]) -> View:
-        """The agent has ended without saying how: what it printed last is all there is."""
-        text = self.agent_output.read_text(errors="replace") if self.agent_output.exists() else ""
-        message = "\n".join(text.strip().splitlines()[-30:])
-        return View("failed", metrics, Exit.FAILED, message or "the agent ended without a word: was it killed?")
+def view_of(
+    run: RunDirectory, first_attempt: int, standing: Standing | None, output: Path, steps: int | None = None
+) -> View:
+    """How the attempts of ``run`` from ``first_attempt`` on stand.
+
+    What lies in the run directory is newer than what a scheduler said up to a minute ago, and comes first.
+
+    Args:
+        output: what the agents printed.
+        steps: how many there will be, where the config says so.
+    """
+    attempt = run.newest_attempt()
+    present = standing is not None and standing.present
+    if attempt < first_attempt:
+        if standing is not None and present:
+            return View(standing.words, {})
+        return _lost(View("failed", {}), standing, output)
+    known = View(
+        state="starting",
+        metrics=last_line(run.metrics_file(attempt)),
+        steps=steps or run.record().get("total_steps"),
+        restarts=attempt - first_attempt,
+        nodes=_meeting(run, attempt).get("nodes"),
+    )
+    if known.metrics:
+        known = replace(known, state="running")
+    elif known.restarts:
+        known = replace(known, metrics=last_line(run.metrics_file(attempt - 1)))
+    end = attempt_end(run, attempt)
+    if end is None:
+        return known if present else _lost(known, standing, output)
+    if present and not end.final:
+        waits = standing is not None and standing.state == "PENDING"
+        return replace(known, state=f"{end.state}, {standing.words}" if waits and standing else end.state)
+    code = end.event["exit_code"]
+    state = "cancelled" if code == Exit.STOPPED and _cancelled(standing) else STATES.get(code, "failed")
+    return replace(known, state=state, exit=code, message=_message(run, end.event))
+
+
+@dataclass(frozen=True)
+class AttemptEnd:
+    """How an attempt ended. ``final`` is False while it may go on by itself, or a better account of it may come."""
+
+    event: dict[str, Any]
+    state: str
+    final: bool
+
+
+def attempt_end(run: RunDirectory, attempt: int) -> AttemptEnd | None:
+    """The end that the agents of an attempt have told; None while they are at work."""
+    events = [event for path in run.events.glob(f"agent-*-{attempt:03d}.jsonl") for event in read_lines(path)]
+    ends = sorted((event for event in events if "exit_code" in event), key=_weight)
+    if not ends:
+        return None
+    end, all_nodes = ends[0], len(ends) >= _meeting(run, attempt).get("nodes", 1)
+    if end["event"] == "failed":
+        echo = end.get("class") == Failure.COMMUNICATION
+        return AttemptEnd(end, "failing", not echo or all_nodes or time.time() - end["time"] > CAUSE_TOLD_S)
+    if any(event["event"] == "requeued" for event in events):
+        return AttemptEnd(end, "requeued", False)
+    if end["event"] == "stopped":
+        return AttemptEnd(end, "stopping", all_nodes and end.get("reason") in WISHES)
+    return AttemptEnd(end, "finishing", all_nodes or end["event"] == "gave_up")
+
+
+def _weight(event: dict[str, Any]) -> tuple[bool, bool, bool, float]:
+    """The end that counts comes first: given up; a failure, before those that are its echo on other nodes."""
+    failed = event["event"] == "failed"
+    return event["event"] != "gave_up", not failed, event.get("class") == Failure.COMMUNICATION, event["time"]
+
+
+def _meeting(run: RunDirectory, attempt: int) -> dict[str, Any]:
+    path = run.attempts / f"{attempt:03d}.json"
+    return read_json(path) if path.exists() and path.stat().st_size else {}
+
+
+def _cancelled(standing: Standing | None) -> bool:
+    return standing is not None and standing.state == "CANCELLED"
+
+
+def _lost(known: View, standing: Standing | None, output: Path) -> View:
+    """It ended without an agent's word: what was printed last is all there is, and what the scheduler calls it."""
+    if _cancelled(standing):
+        return replace(known, state="cancelled", exit=Exit.STOPPED if not known.metrics else Exit.FAILED)
+    text = output.read_text(errors="replace") if output.exists() else ""
+    said = "\n".join(text.strip().splitlines()[-30:]) or "the agent ended without a word: was it killed?"
+    called = "" if standing is None or standing.state in ("FAILED", "COMPLETED") else f"Slurm says {standing.state}\n"
+    return replace(known, state="failed", exit=Exit.FAILED, message=called + said)
 
 
 def last_line(path: Path) -> dict[str, Any]:
@@ -89,17 +167,6 @@ def resume_command(arguments: Sequence[str], run: RunDirectory, root: str, *, su
     # beside the other overrides: Hydra's parser wants them in one piece, with options before or after
     first = next((place for place, part in enumerate(kept) if "=" in part and not part.startswith("-")), len(kept))
     return shlex.join(["python", "-m", "hpc_train", *(["-m"] if submits else []), *kept[:first], name, *kept[first:]])
-
-
-def _end(run: RunDirectory, attempt: int) -> dict[str, Any] | None:
-    """The event by which an agent ended the attempt; a failure of one node counts for all."""
-    found = [
-        event
-        for path in run.events.glob(f"agent-*-{attempt:03d}.jsonl")
-        for event in read_lines(path)
-        if "exit_code" in event
-    ]
-    return min(found, key=lambda event: (event["event"] != "failed", event["time"]), default=None)
 
 
 def _message(run: RunDirectory, end: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from hpc_train.config.schema import ClusterConfig
 from hpc_train.launch import waiting
 from hpc_train.launch.job import Job
 from hpc_train.launch.queue import JobQueue
+from hpc_train.launch.standing import PRESENT, Standing
 from hpc_train.run.events import EventLog
 from tests.launch.jobs import make_job
 
@@ -43,8 +44,8 @@ class FakePlace:
     def identity(self, job_id: str) -> dict[str, Any]:
         return {"job_id": job_id}
 
-    def present(self, ids: Collection[str]) -> set[str]:
-        return set(ids) & set(self.running)
+    def standings(self, ids: Collection[str]) -> dict[str, Standing]:
+        return dict.fromkeys(set(ids) & set(self.running), PRESENT)
 
     def stop(self, ids: Collection[str]) -> None:
         self.stopped.extend(ids)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from hpc_train.launch.standing import PRESENT
 from hpc_train.launch.table import JobTable, plain_line
 from hpc_train.launch.watch import Submitted, View, last_line, resume_command
 from hpc_train.run.directory import RunDirectory
@@ -21,21 +22,21 @@ def submitted(tmp_path: Path, first_attempt: int = 0) -> Submitted:
 def test_the_states_of_a_job(tmp_path: Path) -> None:
     item = submitted(tmp_path)
     run = item.job.run
-    assert item.view(True) == View("waiting", {})
+    assert item.view(PRESENT) == View("waiting", {})
     run.claim_attempt()
-    assert item.view(True) == View("starting", {}, steps=100)
+    assert item.view(PRESENT) == View("starting", {}, steps=100)
     append_line(run.metrics_file(0), {"step": 3, "loss": 2.5})
-    assert item.view(True) == View("running", {"step": 3, "loss": 2.5}, steps=100)
+    assert item.view(PRESENT) == View("running", {"step": 3, "loss": 2.5}, steps=100)
     EventLog.open(run, "agent-n0", 0).write("stopped", exit_code=75)
-    assert (item.view(False).state, item.view(False).exit) == ("stopped", 75)
+    assert (item.view(None).state, item.view(None).exit) == ("stopped", 75)
 
 
 def test_an_earlier_attempt_does_not_count(tmp_path: Path) -> None:
     item = submitted(tmp_path, first_attempt=1)
     item.job.run.claim_attempt()
     EventLog.open(item.job.run, "agent-n0", 0).write("finished", exit_code=0)
-    assert item.view(True).state == "waiting"
-    assert item.view(False).exit == 1
+    assert item.view(PRESENT).state == "waiting"
+    assert item.view(None).exit == 1
 
 
 def test_a_failure_carries_the_traceback_of_the_node_that_caused_it(tmp_path: Path) -> None:
@@ -47,16 +48,16 @@ def test_a_failure_carries_the_traceback_of_the_node_that_caused_it(tmp_path: Pa
     events.write("worker_failed", traceback="Traceback …\nArithmeticError: no\n", **cause)
     events.write("failed", exit_code=1, **cause)
     EventLog.open(run, "agent-n0", 0).write("stopped", exit_code=75)
-    view = item.view(False)
+    view = item.view(None)
     assert (view.state, view.exit) == ("failed", 1)
     assert view.message == "rank 5 on n1 failed (user_error):\nTraceback …\nArithmeticError: no"
 
 
 def test_an_agent_that_died_leaves_its_output(tmp_path: Path) -> None:
     item = submitted(tmp_path)
-    assert "was it killed?" in item.view(False).message
+    assert "was it killed?" in item.view(None).message
     item.agent_output.write_text("something\nno such data\n")
-    assert item.view(False) == View("failed", {}, 1, "something\nno such data")
+    assert item.view(None) == View("failed", {}, 1, "something\nno such data")
 
 
 def test_the_last_whole_line_is_read(tmp_path: Path) -> None:
