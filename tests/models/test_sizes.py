@@ -9,6 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from hpc_train.config.compose import compose, typed
 from hpc_train.config.schema import GPTConfig, ViTConfig
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
@@ -43,6 +44,27 @@ def test_vit_has_the_published_number_of_parameters(name: str) -> None:
     (n_layers, dim, n_heads, mlp_dim, patch), published = VIT[name]
     config = ViTConfig("vit", 224, patch, 3, 1000, n_layers, dim, n_heads, mlp_dim)
     assert count(build_model(config, seed=0)) == published
+
+
+# Of conf/model/: the published count, and how near it must be. The GPTs have GPT's sizes and Llama's layers.
+CONFIGS: dict[str, tuple[int, float, list[str]]] = {
+    "gpt_124m": (124_439_808, 0.02, []),
+    "gpt_175b": (174_600_000_000, 0.02, []),
+    "llama_1b": (1_235_814_400, 0.0, []),
+    "llama_7b": (6_738_415_616, 0.0, []),
+    "llama_70b": (68_976_648_192, 0.0, []),
+    **{
+        f"vit_{name}": (published, 0.0, ["data=images", "data.path=/", "data.n_classes=1000"])
+        for name, (_, published) in zip(("tiny", "base", "large", "huge"), VIT.values(), strict=True)
+    },
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_sizes_of_the_field_are_what_they_are_called(name: str) -> None:
+    published, tolerance, overrides = CONFIGS[name]
+    model = build_model(typed(compose([f"model={name}", *overrides])).model, seed=0)
+    assert count(model) == pytest.approx(published, rel=tolerance, abs=0)
 
 
 def test_gpt_flops_are_six_per_multiplied_parameter_and_token_and_the_attention() -> None:
