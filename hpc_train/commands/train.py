@@ -75,9 +75,9 @@ def task(node: DictConfig) -> None:
         sys.exit(Exit.REFUSED)
     from hpc_train.launch.foreground import run_in_foreground  # the other doors have no use for it
 
-    code = run_in_foreground(run)
-    if code:
-        sys.exit(code)
+    exit_code = run_in_foreground(run)
+    if exit_code:
+        sys.exit(exit_code)
 
 
 def _check_foreground(config: Config) -> None:

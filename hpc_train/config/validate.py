@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from hpc_train.config.cluster_size import node_range
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.inputs import check_inputs
 from hpc_train.config.layout import DATA_PARALLEL, SCHEDULES, Layout, resolve_layout
@@ -31,6 +32,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 }
 WORDS: dict[str, tuple[str, ...]] = {  # keys that hold a number or one of these words
     "cluster.gpus_per_node": ("auto",),
+    "cluster.cpus_per_gpu": ("auto",),
     "strategy.dp": ("fill",),
     "strategy.pp": ("auto", "fill"),
     "strategy.shard": ("fill", "node"),
@@ -64,10 +66,10 @@ RANGES: dict[Range, tuple[str, ...]] = {
     ),
     NOT_NEGATIVE: (
         "cluster.gpus_per_node", "optim.weight_decay", "optim.clip_norm", "optim.warmup_steps", "train.eval_every",
-        "train.seed", "batch.loader_workers", "checkpoint.every",
+        "train.seed", "batch.loader_workers", "checkpoint.every", "launch.confirm_gpu_hours",
     ),
     AT_LEAST_ONE: (
-        "cluster.nodes", "cluster.cpu_workers", "strategy.dp", "strategy.pp", "strategy.tp", "strategy.shard",
+        "cluster.cpu_workers", "cluster.cpus_per_gpu", "strategy.dp", "strategy.pp", "strategy.tp", "strategy.shard",
         "strategy.stages_per_rank", "model.vocab_size", "model.n_layers", "model.dim", "model.n_heads",
         "model.n_kv_heads", "model.ffn_dim", "model.image_size", "model.patch_size", "model.channels",
         "model.n_classes", "model.mlp_dim", "data.sequence_length", "data.vocab_size", "data.image_size",
@@ -125,12 +127,15 @@ def _check_lists(config: Config) -> None:
         raise ConfigError(
             f"pp_split is {split!r}", where="strategy.pp_split", mend="even, or the layers of each stage as [1,2,…]"
         )
-    if not TIME.fullmatch(config.cluster.time):
-        raise ConfigError(
-            f"the time limit is {config.cluster.time!r}",
-            where="cluster.time",
-            mend="as sbatch takes it: 01:30:00, 2-12:00:00",
-        )
+    node_range(config.cluster)
+    for name in ("time", "time_min"):
+        limit = getattr(config.cluster, name)
+        if limit is not None and not TIME.fullmatch(limit):
+            raise ConfigError(
+                f"the time limit is {limit!r}",
+                where=f"cluster.{name}",
+                mend="as sbatch takes it: 01:30:00, 2-12:00:00",
+            )
 
 
 def _check_length(config: Config) -> None:

@@ -11,6 +11,7 @@ from hpc_train.config.arguments import CommandLine, expand
 from hpc_train.config.directory import job_directory, run_directory
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.freeze import check_freeze
+from hpc_train.launch.job import Job
 from hpc_train.launch.prepare import prepare
 from hpc_train.launch.submitter import choose
 from hpc_train.run.directory import RunDirectory
@@ -25,17 +26,24 @@ def dry_run(line: CommandLine) -> int:
         raise ConfigError(
             f"these are {len(jobs)} jobs", where="the command line", mend="-m for a sweep, or one value each"
         )
-    refused = 0
+    refused, accepted = 0, []
     with line.composer() as compose:
         configs = [compose(overrides) for overrides in jobs]
     directory = _directory(configs[0])
     for number, (overrides, config) in enumerate(zip(jobs, configs, strict=True)):
         try:
-            text = _plan(number, overrides, config, job_directory(directory, number, len(jobs)))
+            job = prepare(config, RunDirectory(job_directory(directory, number, len(jobs))), number, overrides)
+            text = _plan(job)
+            accepted.append(job)
         except ConfigError as error:
             refused += 1
             text = f"job {number}: {' '.join(overrides)}\n  verdict: refused: {error}"
         console.print(text, markup=False, highlight=False)
+    try:
+        _show_submissions(accepted, directory, console)
+    except ConfigError as error:
+        refused += 1
+        console.print(f"verdict: refused: {error}", markup=False, highlight=False)
     total = f"{len(jobs)} job{'s' if len(jobs) > 1 else ''}, {refused} refused" if refused else "nothing was written"
     console.print(f"dry run: {total}", highlight=False)
     return Exit.REFUSED if refused else Exit.DONE
@@ -46,8 +54,18 @@ def _directory(config: DictConfig) -> Path:
     return Path(run_directory(run.root, run.name, run.fork))
 
 
-def _plan(number: int, overrides: list[str], composed: DictConfig, path: Path) -> str:
-    job = prepare(composed, RunDirectory(path), number, overrides)
+def _show_submissions(jobs: list[Job], directory: Path, console: Console) -> None:
+    """Commands and scripts as they would be submitted, what they may cost, and the site's own verdict."""
+    if not jobs:
+        return
+    submitter = choose(jobs[0].config.cluster)
+    for command, script in submitter.plan(jobs, directory):
+        console.print(f"\n{command}\n\njob.sbatch:\n{script}", markup=False, highlight=False)
+    for line in submitter.check(jobs):
+        console.print(line, markup=False, highlight=False)
+
+
+def _plan(job: Job) -> str:
     config, layout, submitter = job.config, job.layout, choose(job.config.cluster)
     check_freeze(config, job.run)
     samples, places = config.batch.global_size, layout.dp * layout.micro_batches * layout.micro_size
@@ -55,10 +73,10 @@ def _plan(number: int, overrides: list[str], composed: DictConfig, path: Path) -
     nodes = config.cluster.nodes
     device = f"{job.gpus} GPUs per node" if job.gpus else "CPU"
     lines = [
-        f"job {number} to {submitter.name}: {config.strategy.name}: {' '.join(overrides)}",
-        f"  run directory: {path}{' (resumes)' if job.run.config.exists() else ''}",
+        f"job {job.number} to {submitter.name}: {config.strategy.name}: {' '.join(job.overrides)}",
+        f"  run directory: {job.run.path}{' (resumes)' if job.run.config.exists() else ''}",
         f"  layout: {layout}",
-        f"  world: {layout.world_size} workers on {nodes} node{'s' if nodes > 1 else ''} ({device})",
+        f"  world: {layout.world_size} workers on {nodes} node{'' if nodes in (1, '1') else 's'} ({device})",
         f"  batch: {samples} samples per step = {layout.dp} replicas x {layout.micro_batches} micro-batches x "
         f"{layout.micro_size}{padding}",
         *(f"  note: {note}" for note in layout.notes),

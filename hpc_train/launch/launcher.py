@@ -17,6 +17,7 @@ from hpc_train.config.compose import SWEEPER
 from hpc_train.config.directory import job_directory
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.freeze import check_freeze, freeze
+from hpc_train.config.snapshot import check_targets, take
 from hpc_train.config.sweeps import JobComposer
 from hpc_train.launch.job import Job
 from hpc_train.launch.prepare import prepare
@@ -49,16 +50,23 @@ class HpcTrainLauncher(Launcher):
         jobs = self._jobs(job_overrides, initial_job_idx)
         for job in jobs:
             check_freeze(job.config, job.run)  # all of them before the first is written
+        submitter = choose(jobs[0].config.cluster)
+        for line in submitter.check(jobs):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        submitter.confirm(jobs, console)
+        code = take(jobs[0].config, self._sweep / "code")
         for job in jobs:
-            freeze(job.config, job.run, claim=True)  # those that wait for their turn are this process's
-        queue = JobQueue(jobs, choose(jobs[0].config.cluster), self._sweep, console)
+            check_targets(job.config, code)
+        for job in jobs:
+            freeze(job.config, job.run, claim=True, code=code)  # those that wait for their turn are this process's
+        queue = JobQueue(jobs, submitter, self._sweep, console)
         if jobs[0].config.launch.detach:
             hand_over(queue, console)
             return []
         wait(queue, console)
-        code = report(queue, console)
-        if code != Exit.DONE:
-            sys.exit(code)
+        outcome = report(queue, console)
+        if outcome != Exit.DONE:
+            sys.exit(outcome)
         return [_result(job, view.metrics) for job, view in zip(jobs, queue.views, strict=True)]
 
     def _jobs(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[Job]:

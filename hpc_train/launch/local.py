@@ -11,23 +11,30 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from submitit.local.local import LocalExecutor, LocalJob
 
 from hpc_train.cluster.gpus import visible_gpus
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.launch.job import Job, RunAgent
 from hpc_train.launch.slots import Share
+from hpc_train.launch.standing import PRESENT, Standing
 from hpc_train.launch.submitter import local_shape
+from hpc_train.run.frozen_code import frozen_code
 
 TEN_YEARS_S = 10 * 365 * 24 * 3600
 
 
 class SessionExecutor(LocalExecutor):
-    """submitit's local executor, each job in a session of its own."""
+    """submitit's local executor, each job in a session of its own, with ``variables`` in its environment."""
+
+    def __init__(self, folder: Path, variables: Mapping[str, str] | None = None) -> None:
+        super().__init__(folder)
+        self.variables = dict(variables or {})
 
     def _submit_command(self, command: str) -> LocalJob[Any]:
         settings = {
@@ -44,7 +51,7 @@ class SessionExecutor(LocalExecutor):
         with (self.folder / "controller.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "submitit.local._local", str(self.folder)],
-                env=os.environ | settings,
+                env=os.environ | settings | self.variables,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -67,11 +74,22 @@ class LocalSubmitter:
     def at_once(self, jobs: Sequence[Job]) -> int:
         return jobs_at_once(jobs, len(os.sched_getaffinity(0)), visible_gpus())
 
+    def check(self, jobs: Sequence[Job]) -> list[str]:
+        return []  # what this machine cannot give, ``shape`` has refused
+
+    def confirm(self, jobs: Sequence[Job], console: Console) -> None:
+        """Nothing to ask: the machine is the user's own."""
+
+    def plan(self, jobs: Sequence[Job], sweep: Path) -> list[tuple[str, str]]:
+        return []
+
     def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
         ids = []
         for job in jobs:
             call = RunAgent(str(job.run.path), _share(job, sweep, at_once))
-            submitted: Any = SessionExecutor(job.submitit_folder).submit(call)
+            code = frozen_code(job.run)
+            variables = {} if code is None else code.environment()
+            submitted: Any = SessionExecutor(job.submitit_folder, variables).submit(call)
             self._jobs[submitted.job_id] = submitted
             ids.append(submitted.job_id)
         return ids
@@ -79,15 +97,15 @@ class LocalSubmitter:
     def identity(self, job_id: str) -> dict[str, Any]:
         return {"pid": int(job_id)}
 
-    def present(self, ids: Collection[str]) -> set[str]:
-        return {job_id for job_id in ids if not self._jobs[job_id].done()}
+    def standings(self, ids: Collection[str]) -> dict[str, Standing]:
+        return {job_id: PRESENT for job_id in ids if not self._jobs[job_id].done()}
 
     def stop(self, ids: Collection[str]) -> None:
-        for job_id in self.present(ids):
+        for job_id in self.standings(ids):
             os.kill(int(job_id), signal.SIGTERM)  # submitit's controller passes it on to the agent
 
     def stop_command(self, ids: Collection[str]) -> str:
-        return "kill -TERM " + " ".join(sorted(self.present(ids), key=int))
+        return "kill -TERM " + " ".join(sorted(self.standings(ids), key=int))
 
     def output(self, job: Job, job_id: str) -> Path:
         return job.submitit_folder / f"{job_id}_0_log.err"

@@ -1,20 +1,55 @@
-"""Jobs on Slurm, through submitit's executor: one task per node, the agent; an array for the jobs of one shape."""
+"""Jobs on Slurm, through submitit's executor with our own script: one task per node, the agent.
+
+Jobs of one shape are one array, split where the site's arrays end. The scheduler is asked rarely, once for all jobs.
+"""
 
 from __future__ import annotations
 
 import subprocess
 from collections.abc import Collection, Sequence
-from itertools import groupby
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from submitit.core.utils import FailedJobError, FailedSubmissionError
+from rich.console import Console
+from submitit.core.utils import FailedJobError, FailedSubmissionError, JobPaths
 from submitit.slurm.slurm import SlurmExecutor
 
 from hpc_train.cluster.allocation import workers_per_node
+from hpc_train.cluster.site import Site, read_site
+from hpc_train.config.cluster_size import node_range
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import ClusterConfig
-from hpc_train.launch.job import Job, RunAgent
+from hpc_train.launch import cost
+from hpc_train.launch.inherited import without_inherited
+from hpc_train.launch.job import Job
+from hpc_train.launch.limits import check_limits, check_queue
+from hpc_train.launch.sbatch import Options, arguments, array, identity, options
+from hpc_train.launch.script import Script, one_run, render, run_of_task
+from hpc_train.launch.standing import SlurmStandings, Standing
+from hpc_train.run.files import write_text
+
+PATIENCE_S = 120.0  # sbatch and squeue at a controller under load
+
+
+class ScriptExecutor(SlurmExecutor):
+    """submitit's executor with a script and options of ours."""
+
+    def __init__(self, folder: Path, text: str, asked: Options) -> None:
+        super().__init__(folder)
+        self._text = text
+        self._asked = asked
+
+    def submit_script(self) -> str:
+        """Submits; returns the job's id, for an array the one that all tasks share."""
+        JobPaths.get_first_id_independent_folder(self.folder).mkdir(parents=True, exist_ok=True)
+        return str(self._submit_command("").job_id)
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        return self._text
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        return [*sbatch(self._asked), str(submission_file_path)]
 
 
 class SlurmSubmitter:
@@ -23,82 +58,145 @@ class SlurmSubmitter:
     name = "Slurm"
 
     def __init__(self) -> None:
-        self._folders: dict[str, Path] = {}
+        self._outputs: dict[str, Path] = {}
+        self._standings = SlurmStandings()
+
+    @cached_property
+    def site(self) -> Site:
+        """Read once: limits do not change while a command runs."""
+        return read_site()
 
     def shape(self, cluster: ClusterConfig) -> tuple[int, int, int]:
-        """What is asked for; the GPUs of a login node say nothing, so ``auto`` asks for none."""
+        """The most that is asked for; the GPUs of a login node say nothing, so ``auto`` asks for none."""
         asked = cluster.gpus_per_node
-        return (cluster.nodes, *workers_per_node(cluster, visible=asked if isinstance(asked, int) else 0))
+        return (node_range(cluster)[1], *workers_per_node(cluster, visible=asked if isinstance(asked, int) else 0))
 
     def at_once(self, jobs: Sequence[Job]) -> int:
         """All: Slurm queues them, and keeps to ``launch.array_parallelism``."""
         return len(jobs)
 
+    def check(self, jobs: Sequence[Job]) -> list[str]:
+        """Compares the jobs with the limits of the site, and asks sbatch itself for each shape."""
+        check_queue(jobs, self.site)
+        lines = cost.lines(jobs, self.site)
+        for same in self._by_shape(jobs):
+            check_limits(same[0], self.site)
+            _test_only(same[0], {**options(same[0], self.site), **array(len(same), self._cap(same))})
+        return lines
+
+    def confirm(self, jobs: Sequence[Job], console: Console) -> None:
+        cost.confirm(jobs, self.site, console)
+
+    def plan(self, jobs: Sequence[Job], sweep: Path) -> list[tuple[str, str]]:
+        """The sbatch command line and the script of each submission, as ``submit`` would send them."""
+        groups = self._by_shape(jobs)
+        return [self._submission(same, self._folder(same, sweep), sweep)[:2] for same in groups]
+
     def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
         ids: dict[int, str] = {}
-        resources = {job.number: _resources(job, sweep.name) for job in jobs}
-        by_shape = sorted(jobs, key=lambda job: (str(resources[job.number]), job.number))
-        for _, group in groupby(by_shape, key=lambda job: str(resources[job.number])):
-            same = list(group)
-            folder = same[0].submitit_folder
-            submitted = _submit(folder, resources[same[0].number], same)
-            for job, job_id in zip(same, submitted, strict=True):
-                ids[job.number] = job_id
-                self._folders[job_id] = folder
+        for same in self._by_shape(jobs):
+            folder = self._folder(same, sweep)
+            _, text, asked = self._submission(same, folder, sweep)
+            folder.mkdir(parents=True, exist_ok=True)
+            if len(same) > 1:
+                write_text(folder / _listing(same), "".join(f"{job.run.path}\n" for job in same))
+            main = _submit(ScriptExecutor(folder, text, asked))
+            for index, job in enumerate(same):
+                write_text(job.run.path / "job.sbatch", text)
+                ids[job.number] = job_id = f"{main}_{index}" if len(same) > 1 else main
+                self._outputs[job_id] = folder / f"{job_id}.out"
         return [ids[job.number] for job in jobs]
 
     def identity(self, job_id: str) -> dict[str, Any]:
-        return {"job_id": job_id}
+        return {"job_id": job_id, "output": str(self._outputs[job_id])}
 
-    def present(self, ids: Collection[str]) -> set[str]:
-        if not ids:
-            return set()
-        command = ["squeue", "--noheader", "--array", "--format=%i", f"--jobs={','.join(sorted(ids))}"]
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        if listed.returncode and "Invalid job id" not in listed.stderr:
-            return set(ids)  # the controller does not answer: no news is no end
-        return set(listed.stdout.split()) & set(ids)
+    def standings(self, ids: Collection[str]) -> dict[str, Standing]:
+        return self._standings.of(ids)
 
     def stop(self, ids: Collection[str]) -> None:
-        subprocess.run(["scancel", "--signal=USR2", *sorted(ids)], check=False, timeout=60)
+        subprocess.run(["scancel", "--signal=USR1", *sorted(ids)], check=False, timeout=PATIENCE_S)
 
     def stop_command(self, ids: Collection[str]) -> str:
-        return "scancel --signal=USR2 " + " ".join(sorted(ids))
+        return "scancel --signal=USR1 " + " ".join(sorted({job_id.partition("_")[0] for job_id in ids}))
 
     def output(self, job: Job, job_id: str) -> Path:
-        return self._folders[job_id] / f"{job_id}_0_log.err"
+        return self._outputs[job_id]
+
+    def _by_shape(self, jobs: Sequence[Job]) -> list[list[Job]]:
+        """Jobs that may share an array, in the order of the first of each; none larger than an array may be."""
+        groups: dict[str, list[Job]] = {}
+        for job in jobs:
+            cluster = job.config.cluster
+            key = [options(job, self.site), cluster.env, cluster.setup, cluster.teardown, cluster.python]
+            groups.setdefault(str(key), []).append(job)
+        largest = self.site.max_array_size or len(jobs)
+        return [same[first : first + largest] for same in groups.values() for first in range(0, len(same), largest)]
+
+    def _submission(self, same: list[Job], folder: Path, sweep: Path) -> tuple[str, str, Options]:
+        single = len(same) == 1
+        output = folder / ("%j.out" if single else "%A_%a.out")
+        asked = {
+            **options(same[0], self.site),
+            **identity(same, same[0].run.path if single else sweep, output),
+            **array(len(same), self._cap(same)),
+        }
+        script = Script(
+            title=_title(same),
+            cluster=same[0].config.cluster,
+            run=one_run(same[0].run.path) if single else run_of_task(folder / _listing(same)),
+            header={},
+        )
+        return " \\\n    ".join(["sbatch", *arguments(asked), "job.sbatch"]), render(script), asked
+
+    @staticmethod
+    def _cap(same: Sequence[Job]) -> int | str:
+        return same[0].config.launch.array_parallelism
+
+    @staticmethod
+    def _folder(same: Sequence[Job], sweep: Path) -> Path:
+        """Where the scripts and their output go: beside the logs of a single run, or in the sweep's directory."""
+        return same[0].run.logs / "slurm" if len(same) == 1 else sweep / "slurm"
 
 
-def _resources(job: Job, name: str) -> dict[str, Any]:
-    cluster = job.config.cluster
-    asked: dict[str, Any] = {
-        "job_name": f"hpc_train-{name}",
-        "nodes": cluster.nodes,
-        "ntasks_per_node": 1,
-        "gpus_per_node": job.gpus or None,
-        "cpus_per_task": job.workers,  # without it a task gets one core, whatever the node has
-        "partition": cluster.partition,
-        "account": cluster.account,
-        "qos": cluster.qos,
-        "time": cluster.time,
-        "srun_args": ["--kill-on-bad-exit=1"],  # a node whose agent failed takes the others with it
-        "signal_delay_s": int(job.config.elastic.stop_grace_s),
-    }
-    cap = job.config.launch.array_parallelism
-    if isinstance(cap, int):
-        asked["array_parallelism"] = cap
-    return {key: value for key, value in asked.items() if value is not None}
+def sbatch(asked: Options) -> list[str]:
+    """The sbatch command with ``asked``, free of what a surrounding job would hand down."""
+    return [*without_inherited(), "sbatch", *arguments(asked)]
 
 
-def _submit(folder: Path, resources: dict[str, Any], jobs: Sequence[Job]) -> list[str]:
-    executor = SlurmExecutor(folder)
-    executor.update_parameters(**resources)
+def _title(same: Sequence[Job]) -> str:
+    first = same[0]
+    what = f"{first.config.strategy.name}: {first.layout}" if len(same) == 1 else f"{len(same)} runs of one shape"
+    return f"hpc_train, {what}"
+
+
+def _listing(same: Sequence[Job]) -> str:
+    return f"runs-{same[0].number:05d}"
+
+
+def _submit(executor: ScriptExecutor) -> str:
     try:
-        submitted = executor.submit_array([RunAgent(str(job.run.path)) for job in jobs])
+        return executor.submit_script()
     except (FailedJobError, FailedSubmissionError) as error:
-        raise ConfigError(
-            f"sbatch refused the job: {str(error).strip().splitlines()[-1]}",
-            where="cluster",
-            mend="cluster.partition, account, qos, time, nodes, gpus_per_node as this cluster allows them",
-        ) from error
-    return [job.job_id for job in submitted]
+        raise _refusal(str(error)) from error
+
+
+def _test_only(job: Job, asked: Options) -> None:
+    """sbatch's own verdict, from the controller; a controller that does not answer refuses nobody."""
+    command = [*sbatch(asked), "--test-only"]
+    try:
+        done = subprocess.run(
+            command, input="#!/bin/sh\ntrue\n", capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return
+    if done.returncode:
+        raise _refusal(done.stderr)
+
+
+def _refusal(said: str) -> ConfigError:
+    words = said.strip().splitlines()[-1] if said.strip() else "it did not say why"
+    return ConfigError(
+        f"sbatch refused the job: {words}",
+        where="cluster",
+        mend="cluster.partition, account, qos, time, nodes, gpus_per_node as this cluster allows them",
+    )

@@ -25,24 +25,30 @@ def command(folder: Path, name: str, text: str) -> None:
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "bin"
     folder.mkdir()
-    command(folder, "srun", "true")
-    command(
-        folder, "sbatch", f'echo "$1" >> {tmp_path}/scripts; cp "$1" {tmp_path}/script; echo Submitted batch job 41'
-    )
+    for name in ("srun", "scontrol", "sinfo", "sacctmgr"):
+        command(folder, name, "true")
+    command(folder, "sbatch", f'echo "$@" >> {tmp_path}/calls; echo Submitted batch job 41')
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     return folder
 
 
-def test_the_script_asks_for_what_the_config_says(slurm: Path, tmp_path: Path) -> None:
+def calls(tmp_path: Path) -> list[str]:
+    return (tmp_path / "calls").read_text().splitlines()
+
+
+def test_resources_stand_on_the_command_line(slurm: Path, tmp_path: Path) -> None:
     submitter = choose(SITE)
     assert isinstance(submitter, SlurmSubmitter)
     assert submitter.shape(SITE) == (2, 4, 4)
     job = make_job(tmp_path / "sweep", cluster=SITE, gpus=4)
     assert submitter.submit([job], tmp_path / "sweep", 1) == ["41"]
-    script = (tmp_path / "script").read_text()
-    for line in ("nodes=2", "ntasks-per-node=1", "gpus-per-node=4", "partition=gpu", "account=lab", "time=02:00:00"):
-        assert f"#SBATCH --{line}\n" in script
-    assert "--kill-on-bad-exit=1" in script
+    (call,) = calls(tmp_path)
+    for option in ("nodes=2", "ntasks-per-node=1", "gpus-per-node=4", "partition=gpu", "account=lab", "time=02:00:00"):
+        assert f"--{option} " in call
+    assert f"--comment=hpc_train:{job.run.path} " in call
+    script = (job.run.path / "job.sbatch").read_text()
+    assert "#SBATCH" not in script
+    assert f"RUN={job.run.path}\n" in script
 
 
 def test_jobs_of_one_shape_are_one_array_and_keep_their_order(slurm: Path, tmp_path: Path) -> None:
@@ -50,26 +56,57 @@ def test_jobs_of_one_shape_are_one_array_and_keep_their_order(slurm: Path, tmp_p
     jobs = [make_job(tmp_path / "sweep", n, cluster=cluster, gpus=4, cap=1) for n, cluster in enumerate(clusters)]
     ids = SlurmSubmitter().submit(jobs, tmp_path / "sweep", 3)
     assert ids == ["41_0", "41", "41_1"]
-    assert len((tmp_path / "scripts").read_text().splitlines()) == 2
+    assert [call.count("--array=0-1%1") for call in calls(tmp_path)] == [1, 0]
+    listed = (tmp_path / "sweep" / "slurm" / "runs-00000").read_text().split()
+    assert listed == [str(jobs[0].run.path), str(jobs[2].run.path)]
+
+
+def test_an_array_ends_where_the_site_ends_it(slurm: Path, tmp_path: Path) -> None:
+    command(slurm, "scontrol", "echo MaxArraySize = 2")
+    jobs = [make_job(tmp_path / "sweep", number, cluster=SITE, gpus=4) for number in range(5)]
+    assert SlurmSubmitter().submit(jobs, tmp_path / "sweep", 5) == ["41_0", "41_1", "41_0", "41_1", "41"]
+    assert [call.count("--array=0-1 ") for call in calls(tmp_path)] == [1, 1, 0]
+
+
+def test_inside_a_job_nothing_of_it_is_handed_down(
+    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command(slurm, "sbatch", f"env > {tmp_path}/env; echo Submitted batch job 41")
+    for name in ("SLURM_JOB_ID", "SLURM_CPUS_PER_TASK", "SBATCH_PARTITION", "SLURM_CONF"):
+        monkeypatch.setenv(name, "7")
+    SlurmSubmitter().submit([make_job(tmp_path / "sweep", cluster=SITE, gpus=4)], tmp_path / "sweep", 1)
+    handed = [line for line in (tmp_path / "env").read_text().splitlines() if line.startswith(("SLURM", "SBATCH"))]
+    assert handed == ["SLURM_CONF=7"]
 
 
 def test_a_refusal_of_sbatch_is_one_message(slurm: Path, tmp_path: Path) -> None:
     command(slurm, "sbatch", "echo 'sbatch: error: invalid partition specified: gpu' >&2; exit 1")
+    job = make_job(tmp_path / "sweep", cluster=SITE, gpus=4)
     with pytest.raises(ConfigError, match="invalid partition"):
-        SlurmSubmitter().submit([make_job(tmp_path / "sweep", cluster=SITE, gpus=4)], tmp_path / "sweep", 1)
+        SlurmSubmitter().submit([job], tmp_path / "sweep", 1)
+    with pytest.raises(ConfigError, match="invalid partition"):
+        SlurmSubmitter().check([job])
 
 
 @pytest.mark.parametrize(
     ("squeue", "expected"),
     [
-        ("echo 41_0; echo 42", {"41_0", "42"}),
+        ("echo '41_0|RUNNING|N/A||None'; echo '42|PENDING|N/A||Priority'", {"41_0", "42"}),
         ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", set()),
         ("echo 'Unable to contact slurm controller' >&2; exit 1", {"41_0", "41_1", "42"}),
     ],
 )
 def test_which_jobs_are_present(slurm: Path, squeue: str, expected: set[str]) -> None:
     command(slurm, "squeue", squeue)
-    assert SlurmSubmitter().present(["41_0", "41_1", "42"]) == expected
+    assert set(SlurmSubmitter().standings(["41_0", "41_1", "42"])) == expected
+
+
+def test_slurm_is_asked_rarely(slurm: Path, tmp_path: Path) -> None:
+    command(slurm, "squeue", f"echo asked >> {tmp_path}/squeue; echo '41|RUNNING|N/A||None'")
+    submitter = SlurmSubmitter()
+    for _ in range(10):
+        assert set(submitter.standings(["41"])) == {"41"}
+    assert (tmp_path / "squeue").read_text().split() == ["asked"]
 
 
 def test_without_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,64 @@
+"""Prints a batch script that stands alone: ``python -m hpc_train script +strategy=hybrid > job.sbatch``.
+
+It trains the same run as ``-m`` would, and asks Slurm for the same. Nothing is written or asked, so a machine without
+Slurm will do.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hpc_train.cluster.allocation import workers_per_node
+from hpc_train.commands.train import register_launcher
+from hpc_train.config.arguments import CommandLine, expand, with_right_plus
+from hpc_train.config.cluster_size import node_range
+from hpc_train.config.compose import typed
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.schema import Config
+from hpc_train.config.validate import validate
+from hpc_train.launch.job import Job
+from hpc_train.launch.sbatch import options
+from hpc_train.launch.script import Script, freezing, render
+from hpc_train.run.directory import RunDirectory
+
+
+def main(arguments: list[str]) -> int:
+    """Prints the script of the run that overrides describe.
+
+    Raises:
+        ConfigError: the config is wrong, lists several jobs, or is for this machine only.
+    """
+    register_launcher()
+    line = CommandLine.parse(with_right_plus(arguments))
+    if line.multirun or len(expand(line.overrides)) > 1:
+        raise ConfigError(
+            "script prints one job",
+            where="the command line",
+            mend="one value for each key, and no -m; launch.dry_run=true -m shows the scripts of a sweep",
+        )
+    with line.composer() as compose:
+        config = typed(compose(line.overrides))
+    print(_text(config, line), end="")
+    return 0
+
+
+def _text(config: Config, line: CommandLine) -> str:
+    cluster = config.cluster
+    if cluster.kind == "local":
+        raise ConfigError("a batch script is for Slurm", where="cluster.kind", mend="cluster=slurm")
+    asked = cluster.gpus_per_node
+    gpus, workers = workers_per_node(cluster, visible=asked if isinstance(asked, int) else 0)
+    layout, *_ = [validate(config, nodes, workers) for nodes in reversed(node_range(cluster))]
+    job = Job(0, line.overrides, config, layout, gpus, workers, RunDirectory(Path(config.run.root)))
+    name = config.run.name or config.strategy.name
+    comment = {"comment": cluster.comment} if cluster.comment else {}
+    header = {
+        "job-name": cluster.job_name or f"hpc_train-{name}",
+        "output": "%x-%j.out",
+        **comment,
+        **options(job),
+    }
+    directory = [f"--config-dir={line.config_directory}"] if line.config_directory else []
+    overrides = [*line.overrides, *directory]
+    title = f"hpc_train, {config.strategy.name}: {layout}"
+    return render(Script(title, cluster, freezing(cluster, overrides), header))

@@ -1,0 +1,76 @@
+"""What a submission may cost at most, said before it is made, and asked about where it is much."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from hpc_train.cluster.site import Association, Site, seconds
+from hpc_train.config.cluster_size import node_range
+from hpc_train.config.errors import ConfigError
+from hpc_train.launch.job import Job
+from hpc_train.launch.sbatch import cores, memory
+
+
+def gpu_hours(jobs: Sequence[Job]) -> float:
+    """The upper bound: every job on its most nodes until its time limit, and so again for each requeue."""
+    return sum(node_range(job.config.cluster)[1] * job.gpus * hours(job) for job in jobs)
+
+
+def hours(job: Job) -> float:
+    """What one job may take, requeues included."""
+    return (seconds(job.config.cluster.time) or 0) / 3600 * (1 + job.config.elastic.max_requeues)
+
+
+def lines(jobs: Sequence[Job], site: Site) -> list[str]:
+    """One line for each kind of job, and one with the total where there are several."""
+    texts = [_line(job, site) for job in jobs]
+    counted = {text: texts.count(text) for text in dict.fromkeys(texts)}
+    said = [f"{count} x {text}" if len(jobs) > 1 else text for text, count in counted.items()]
+    requeues = max(job.config.elastic.max_requeues for job in jobs)
+    total = f"at most {gpu_hours(jobs):g} GPU-hours (with {requeues} requeues, if it comes to that)"
+    notes = sorted({note for job in jobs for note in _notes(job, site)})
+    return [*said, f"{len(jobs)} jobs, {total}", *notes] if len(jobs) > 1 else [f"{said[0]}: {total}", *notes]
+
+
+def confirm(jobs: Sequence[Job], site: Site, console: Console) -> None:
+    """Asks at a terminal where the submission may cost more than ``launch.confirm_gpu_hours``.
+
+    Raises:
+        ConfigError: the answer was no, or nobody is there to be asked and ``launch.yes`` is not set.
+    """
+    launch, cost = jobs[0].config.launch, gpu_hours(jobs)
+    if launch.yes or cost <= launch.confirm_gpu_hours:
+        return
+    what = f"this may cost up to {cost:g} GPU-hours"
+    above = f"launch.confirm_gpu_hours is {launch.confirm_gpu_hours:g}"
+    if not (console.is_terminal and sys.stdin.isatty()):
+        raise ConfigError(f"{what}, and {above}", where="launch.confirm_gpu_hours", mend="launch.yes=true to agree")
+    if console.input(f"{what}. Submit? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise ConfigError(f"{what}: not submitted", where="the terminal", mend="y to submit, or launch.yes=true")
+
+
+def _line(job: Job, site: Site) -> str:
+    cluster, partition = job.config.cluster, site.partition(job.config.cluster.partition)
+    default: Association | None = next((found for found in site.associations or () if found.default), None)
+    account = cluster.account or (default.account if default else "the site's default")
+    name = cluster.partition or (partition.name if partition else "the site's default")
+    nodes = f"{cluster.nodes} node{'' if str(cluster.nodes) == '1' else 's'}"
+    amount = memory(job, partition)
+    per_node = [f"{job.gpus} GPUs"] if job.gpus else []
+    per_node += [f"{cores(job, partition)} cores", f"{amount} memory" if amount else "default memory"]
+    return f"account {account}, partition {name}, {nodes} with {', '.join(per_node)}, {cluster.time}"
+
+
+def _notes(job: Job, site: Site) -> list[str]:
+    partition = site.partition(job.config.cluster.partition)
+    if job.gpus and cores(job, partition) < 2 * job.workers:
+        return [
+            "note: fewer than two cores per rank; cluster.cpus_per_gpu=2 or more keeps data loading beside training"
+        ]
+    best = max((kind.gpus_of(None) for kind in partition.kinds), default=0) if partition else 0
+    if best and not job.gpus:
+        return [f"note: no GPU is asked for; cluster.gpus_per_node={best} takes those of a node"]
+    return []

@@ -1,0 +1,184 @@
+"""Jobs against the limits of the site, before sbatch: many sites accept an impossible job and let it wait for ever.
+
+Only what is known refuses; each refusal names the limit and the mend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hpc_train.cluster.site import Association, Limits, Partition, Site, seconds
+from hpc_train.config.cluster_size import node_range
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.wording import nearest
+from hpc_train.launch.job import Job
+from hpc_train.launch.sbatch import cores
+
+
+def check_limits(job: Job, site: Site) -> None:
+    """Raises ConfigError where the job can never start on ``site``."""
+    if job.config.cluster.clusters is not None:
+        return  # another cluster's limits: sbatch knows them
+    partition = _partition(job, site)
+    association = _association(job, site)
+    _check_qos(job, site, association)
+    if partition is not None:
+        _check_nodes(job, partition)
+        _check_hardware(job, partition)
+    _check_time(job, site, partition, association)
+
+
+def check_queue(jobs: Sequence[Job], site: Site) -> None:
+    """Raises ConfigError where more jobs are submitted than the user may have in the queue."""
+    for whose, limits in _limits(jobs[0], site, _association(jobs[0], site)):
+        if limits.max_jobs is not None and len(jobs) > limits.max_jobs:
+            raise ConfigError(
+                f"{len(jobs)} jobs are submitted, and {whose} has at most {limits.max_jobs} in the queue",
+                where="the command line",
+                mend=f"sweeps of {limits.max_jobs} jobs or fewer, one after the other",
+            )
+
+
+def _partition(job: Job, site: Site) -> Partition | None:
+    cluster = job.config.cluster
+    if not site.partitions:
+        return None
+    names = (cluster.partition or "").split(",")
+    unknown = [name for name in names if name and name not in site.partitions]
+    if unknown:
+        raise ConfigError(
+            f"there is no partition {unknown[0]!r} on {site.name or 'this cluster'}",
+            where="cluster.partition",
+            mend=nearest(unknown[0], sorted(site.partitions)),
+        )
+    if len(names) > 1:
+        return None  # sbatch takes whichever starts first
+    partition = site.partition(cluster.partition)
+    if partition is None:
+        raise ConfigError(
+            "this cluster has no default partition",
+            where="cluster.partition",
+            mend=f"one of {', '.join(sorted(site.partitions))}",
+        )
+    if partition.state != "UP":
+        open_ones = sorted(found.name for found in site.partitions.values() if found.state == "UP")
+        raise ConfigError(
+            f"the partition {partition.name} is {partition.state}",
+            where="cluster.partition",
+            mend=f"one of {', '.join(open_ones)}" if open_ones else "wait until it is up",
+        )
+    return partition
+
+
+def _association(job: Job, site: Site) -> Association | None:
+    """What the job is accounted to; None where accounting does not say or any account is taken."""
+    if site.associations is None or "associations" not in site.enforced:
+        return None
+    account, known = job.config.cluster.account, sorted({found.account for found in site.associations})
+    if not known:
+        raise ConfigError(
+            "you have no account on this cluster, and jobs without one are refused",
+            where="cluster.account",
+            mend="ask the site's staff for an account",
+        )
+    if account is None:
+        return next((found for found in site.associations if found.default), None)
+    found = next((found for found in site.associations if found.account == account.lower()), None)
+    if found is None:
+        raise ConfigError(
+            f"you have no account {account!r} here", where="cluster.account", mend=f"one of {', '.join(known)}"
+        )
+    return found
+
+
+def _check_qos(job: Job, site: Site, association: Association | None) -> None:
+    qos = job.config.cluster.qos
+    if qos is None or site.qos is None or "qos" not in site.enforced:
+        return
+    allowed = association.qos if association is not None and association.qos else frozenset(site.qos)
+    if qos not in allowed:
+        raise ConfigError(
+            f"you may not use the QOS {qos!r}" if qos in site.qos else f"there is no QOS {qos!r} here",
+            where="cluster.qos",
+            mend=f"one of {', '.join(sorted(allowed))}, or null for the default",
+        )
+
+
+def _check_nodes(job: Job, partition: Partition) -> None:
+    fewest = node_range(job.config.cluster)[0]
+    most = min(limit for limit in (partition.max_nodes, partition.nodes or None, 10**9) if limit is not None)
+    if fewest > most:
+        owns = "has" if most == partition.nodes else "allows"
+        raise ConfigError(
+            f"{fewest} nodes are asked for, and the partition {partition.name} {owns} {most}",
+            where="cluster.nodes",
+            mend=f"cluster.nodes={most} or fewer, or another cluster.partition",
+        )
+
+
+def _check_hardware(job: Job, partition: Partition) -> None:
+    cluster = job.config.cluster
+    if not partition.kinds:
+        return
+    name = f"nodes of the partition {partition.name}"
+    if job.gpus and cluster.gres is None:
+        best = max(kind.gpus_of(cluster.gpu_type) for kind in partition.kinds)
+        if job.gpus > best:
+            types = sorted({found for kind in partition.kinds for found in kind.gpus if found})
+            of_type = f" of type {cluster.gpu_type}" if cluster.gpu_type else ""
+            mend = f"cluster.gpus_per_node={best} or fewer" if best else "another cluster.partition"
+            raise ConfigError(
+                f"{job.gpus} GPUs{of_type} per node are asked for, {name} have {best}",
+                where="cluster.gpus_per_node" + (", cluster.gpu_type" if of_type else ""),
+                mend=mend + (f"; types here: {', '.join(types)}" if types else ""),
+            )
+    most = max(kind.cores for kind in partition.kinds)
+    asked = cores(job, partition)
+    if most and asked > most:
+        key = "cluster.cpus_per_gpu" if isinstance(cluster.cpus_per_gpu, int) else "cluster.cpu_workers"
+        raise ConfigError(f"{asked} cores per node are asked for, {name} have {most}", where=key, mend=f"{key} smaller")
+
+
+def _check_time(job: Job, site: Site, partition: Partition | None, association: Association | None) -> None:
+    cluster = job.config.cluster
+    asked = seconds(cluster.time_min or cluster.time)
+    spans = [(whose, limits.max_time_s) for whose, limits in _limits(job, site, association)]
+    if partition is not None:
+        spans.append((f"the partition {partition.name}", partition.max_time_s))
+    for whose, limit in spans:
+        if asked is not None and limit is not None and asked > limit:
+            raise ConfigError(
+                f"a time limit of {cluster.time_min or cluster.time} is asked for, and {whose} allows {clock(limit)}",
+                where="cluster.time",
+                mend=f"cluster.time={clock(limit)} or less: a run goes on in its next job; or another partition or QOS",
+            )
+    for whose, limits in _limits(job, site, association):
+        fewest = node_range(cluster)[0]
+        wants = (("nodes", fewest, limits.max_nodes), ("GPUs", fewest * job.gpus, limits.max_gpus))
+        for what, count, most in wants:
+            if most is not None and count > most:
+                raise ConfigError(
+                    f"{count} {what} are asked for, and {whose} allows {most} per job",
+                    where="cluster.nodes, cluster.gpus_per_node",
+                    mend="fewer, or another account or QOS",
+                )
+
+
+def _limits(job: Job, site: Site, association: Association | None) -> Iterator[tuple[str, Limits]]:
+    """The limits that bind the job, and whose they are."""
+    qos = job.config.cluster.qos
+    if "limits" not in site.enforced:
+        return
+    if association is not None:
+        yield f"the account {association.account}", association.limits
+        if qos is None and len(association.qos) == 1:
+            qos = next(iter(association.qos))
+    if qos is not None and site.qos is not None and qos in site.qos:
+        yield f"the QOS {qos}", site.qos[qos]
+
+
+def clock(span_s: int) -> str:
+    """Seconds as Slurm takes them: 2-12:00:00."""
+    days, rest = divmod(span_s, 86400)
+    text = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
+    return f"{days}-{text}" if days else text

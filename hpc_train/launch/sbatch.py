@@ -1,0 +1,153 @@
+"""What is asked of Slurm for a job, as sbatch's options.
+
+They go on sbatch's command line: there they win over ``SBATCH_*`` variables that a shell or a site has set, which lines
+in the script would not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpc_train.cluster.site import NodeKind, Partition, Site, seconds
+from hpc_train.config.cluster_size import node_range
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.schema import ClusterConfig
+from hpc_train.launch.job import Job
+
+Options = Mapping[str, str | None]  # by sbatch's long names without dashes; None: an option without a value
+
+NO_SITE = Site("")
+
+
+def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
+    """The resources of ``job``: equal for jobs that may share an array.
+
+    Raises:
+        ConfigError: ``cluster.extra`` holds an option that has a key of its own.
+    """
+    cluster = job.config.cluster
+    partition = site.partition(cluster.partition)
+    fewest, most = node_range(cluster)
+    asked: dict[str, Any] = {
+        "clusters": cluster.clusters,
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "reservation": cluster.reservation,
+        "nodes": most if fewest == most else f"{fewest}-{most}",
+        "ntasks-per-node": 1,
+        **_devices(job),
+        "cpus-per-task": cores(job, partition),
+        "mem": memory(job, partition),
+        "exclusive": cluster.exclusive,
+        "constraint": cluster.constraint,
+        "nodelist": cluster.nodelist,
+        "exclude": cluster.exclude,
+        "switches": cluster.switches,
+        "licenses": cluster.licenses,
+        "time": cluster.time,
+        "time-min": cluster.time_min,
+        "begin": cluster.begin,
+        "dependency": cluster.dependency,
+        "nice": cluster.nice,
+        "wckey": cluster.wckey,
+        "mail-user": cluster.mail_user,
+        "mail-type": cluster.mail_type,
+        "signal": f"USR2@{signal_lead_s(job)}",
+        "requeue": True,
+        "open-mode": "append",
+    }
+    _check_extra(cluster, asked)
+    given = {**asked, **cluster.extra}
+    return {name: _text(value) for name, value in given.items() if value is not None and value is not False}
+
+
+def identity(jobs: Sequence[Job], directory: Path, output: Path) -> dict[str, str | None]:
+    """How the submission of ``jobs`` is called and found again; ``output`` is where the batch script's output goes."""
+    config = jobs[0].config
+    comment = f"hpc_train:{directory} {config.cluster.comment or ''}".rstrip()
+    name = config.cluster.job_name or f"hpc_train-{directory.name}"
+    return {"job-name": name, "comment": comment, "output": str(output)}
+
+
+def array(count: int, cap: int | str) -> dict[str, str | None]:
+    """The option for ``count`` jobs in one array, ``cap`` of them at a time; nothing for a single job."""
+    if count == 1:
+        return {}
+    return {"array": f"0-{count - 1}" + (f"%{cap}" if isinstance(cap, int) else "")}
+
+
+def arguments(asked: Options) -> list[str]:
+    """``asked`` as command-line arguments."""
+    return [f"--{name}" if value is None else f"--{name}={value}" for name, value in asked.items()]
+
+
+def cores(job: Job, partition: Partition | None) -> int:
+    """Cores per node: without the option a task gets one, whatever the node has."""
+    per_rank = job.config.cluster.cpus_per_gpu
+    if isinstance(per_rank, int):
+        return per_rank * job.workers
+    if not job.gpus or partition is None:
+        return job.workers
+    if partition.cores_per_gpu is not None:
+        return partition.cores_per_gpu * job.gpus
+    shares = [kind.cores * job.gpus // kind.gpus_of(None) for kind in _fitting(job, partition)]
+    return max(min(shares, default=job.workers), job.workers)
+
+
+def memory(job: Job, partition: Partition | None) -> str | None:
+    """Memory per node; None leaves it to the partition's default."""
+    cluster = job.config.cluster
+    if cluster.mem is not None:
+        return cluster.mem
+    if cluster.mem_per_gpu != "auto":
+        return _times(cluster.mem_per_gpu, job.workers)
+    if not job.gpus or partition is None or partition.memory_default:
+        return None
+    shares = [kind.memory_mb * job.gpus // kind.gpus_of(None) for kind in _fitting(job, partition)]
+    return f"{min(shares)}M" if shares else None
+
+
+def signal_lead_s(job: Job) -> int:
+    """Seconds before the time limit at which Slurm asks the job to stop: time to save, though never most of the job."""
+    limit = seconds(job.config.cluster.time_min or job.config.cluster.time) or 0
+    return max(1, int(min(job.config.elastic.stop_grace_s, limit / 3)))
+
+
+def _fitting(job: Job, partition: Partition) -> list[NodeKind]:
+    kind_of_gpu = job.config.cluster.gpu_type
+    return [kind for kind in partition.kinds if kind.gpus_of(kind_of_gpu) >= job.gpus]
+
+
+def _devices(job: Job) -> dict[str, Any]:
+    cluster = job.config.cluster
+    if cluster.gres is not None or not job.gpus:
+        return {"gres": cluster.gres}
+    return {"gpus-per-node": f"{cluster.gpu_type}:{job.gpus}" if cluster.gpu_type else job.gpus}
+
+
+def _check_extra(cluster: ClusterConfig, asked: Mapping[str, Any]) -> None:
+    for name in cluster.extra:
+        key = name.replace("-", "_")
+        if name in asked or key in ("array", "job_name", "comment", "output", "gpus_per_node"):
+            own = f"cluster.{key}" if hasattr(cluster, key) else "what hpc_train sets itself"
+            raise ConfigError(
+                f"sbatch's option {name} stands in cluster.extra",
+                where="cluster.extra",
+                mend=f"leave it out: it is {own}",
+            )
+
+
+def _text(value: Any) -> str | None:
+    return None if value is True else str(value)
+
+
+def _times(amount: str, count: int) -> str:
+    digits = amount.rstrip("KMGTkmgt")
+    if not digits.isdigit() or len(amount) - len(digits) > 1:
+        raise ConfigError(
+            f"mem_per_gpu is {amount!r}", where="cluster.mem_per_gpu", mend="a number with K, M, G or T: 64G; or auto"
+        )
+    return f"{int(digits) * count}{amount[len(digits) :]}"

@@ -1,0 +1,110 @@
+"""The text of a batch script: one agent per node, in one step of the job, and what comes before and after.
+
+The same text serves ``-m``, whose resources stand on sbatch's command line, and ``python -m hpc_train script``, which
+writes them into the script.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train.config.schema import ClusterConfig
+from hpc_train.launch import requeue
+from hpc_train.launch.sbatch import Options, arguments
+
+
+@dataclass(frozen=True)
+class Script:
+    """What differs between scripts.
+
+    Attributes:
+        title: what runs, in a line.
+        run: bash lines that set RUN, the run directory.
+        header: options as #SBATCH lines; empty where they stand on the command line.
+    """
+
+    title: str
+    cluster: ClusterConfig
+    run: Sequence[str]
+    header: Options
+
+
+def render(script: Script) -> str:
+    """The whole text."""
+    cluster = script.cluster
+    blocks = [
+        ["#!/bin/bash", f"# {script.title}", *_header(script.header)],
+        _environment(cluster),
+        ["# setup", *cluster.setup] if cluster.setup else [],
+        script.run,
+        requeue.lines_before(),
+        _step(python(cluster)),
+        ["# teardown", *cluster.teardown] if cluster.teardown else [],
+        requeue.script_lines(),
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+
+
+def one_run(run: Path) -> list[str]:
+    """RUN of a script for a single frozen run."""
+    return [f"RUN={shlex.quote(str(run))}"]
+
+
+def run_of_task(listing: Path) -> list[str]:
+    """RUN of a script for an array: ``listing`` holds one run directory per line, in the order of the tasks."""
+    return [
+        "# each task of the array trains the run on its line of this list",
+        f'RUN=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(listing))})',
+    ]
+
+
+def freezing(cluster: ClusterConfig, overrides: Sequence[str]) -> list[str]:
+    """RUN of a script that stands alone: it freezes its run itself; a restarted job finds it as it was."""
+    command = shlex.join([python(cluster), "-m", "hpc_train", "freeze", *overrides])
+    return [
+        "# writes the run directory and prints its path; a job that Slurm starts again finds it as it was",
+        f'RUN=$({command} "$@") || exit',
+    ]
+
+
+def python(cluster: ClusterConfig) -> str:
+    """The interpreter on the nodes."""
+    return cluster.python or sys.executable
+
+
+def _header(options: Options) -> list[str]:
+    if not options:
+        return ["# the resources stand on sbatch's command line: SBATCH_* variables would win over lines here"]
+    return [
+        "# SBATCH_* variables win over these lines, options on sbatch's command line over both",
+        *(f"#SBATCH {argument}" for argument in map(_quoted, arguments(options))),
+    ]
+
+
+def _quoted(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return f"{name}{equals}{shlex.quote(value)}" if equals else name
+
+
+def _environment(cluster: ClusterConfig) -> list[str]:
+    return [
+        "# sites that submit with --export=NONE would leave the step without this environment",
+        "export SLURM_EXPORT_ENV=ALL",
+        "# srun does not take over the cores per task of the job by itself",
+        'export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"',
+        *(f"export {name}={shlex.quote(value)}" for name, value in cluster.env.items()),
+    ]
+
+
+def _step(interpreter: str) -> list[str]:
+    return [
+        "# one task per node, the agent; it starts a worker per GPU. A node whose agent fails takes the others with it",
+        'srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \\',
+        "    --kill-on-bad-exit=1 --unbuffered \\",
+        f'    {shlex.quote(interpreter)} -m hpc_train agent "$RUN"',
+        "status=$?",
+    ]
