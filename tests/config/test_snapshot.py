@@ -1,0 +1,134 @@
+"""Frozen code: what is copied, what is refused, and what a process of the run then imports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from hpc_train.config import snapshot
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.snapshot import check_targets, take
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.frozen_code import FrozenCode, check_imports, frozen_code, start_again_from
+from tests.config.composing import config_of
+
+
+def git(directory: Path, *arguments: str) -> None:
+    identity = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
+    subprocess.run(["git", "-C", str(directory), *identity, *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A work tree with a tracked, a changed, an untracked, an ignored and a deleted file, and a link."""
+    root = tmp_path / "project"
+    (root / "package").mkdir(parents=True)
+    git(root, "init", "-q")
+    (root / ".gitignore").write_text("*.secret\nhidden_module.py\n")
+    (root / "package" / "tracked.py").write_text("value = 1\n")
+    (root / "gone.py").write_text("")
+    (root / "tool.sh").write_text("#!/bin/sh\n")
+    (root / "tool.sh").chmod(0o755)
+    (root / "link.py").symlink_to("package/tracked.py")
+    git(root, "add", "-A")
+    git(root, "commit", "-qm", "first")
+    (root / "package" / "tracked.py").write_text("value = 2\n")
+    (root / "untracked.py").write_text("value = 3\n")
+    (root / "key.secret").write_text("hidden")
+    (root / "hidden_module.py").write_text("class Model: ...\n")
+    (root / "gone.py").unlink()
+    return root
+
+
+def taken(tree: Path, *arguments: str, directory: Path | None = None) -> FrozenCode:
+    config = config_of(f"run.root={tree}/outputs", *arguments)
+    code = take(config, tree / "outputs" / "sweep" / "code", directory or tree)
+    assert code is not None
+    return code
+
+
+def files(directory: str | Path) -> set[str]:
+    return {str(path.relative_to(directory)) for path in Path(directory).rglob("*") if not path.is_dir()}
+
+
+def test_tracked_and_untracked_files_are_copied_ignored_ones_are_not(tree: Path) -> None:
+    code = taken(tree)
+    copy = Path(code.snapshot)
+    assert files(copy) == {".gitignore", "package/tracked.py", "untracked.py", "tool.sh", "link.py"}
+    assert (copy / "link.py").read_text() == "value = 2\n"
+    assert (copy / "link.py").is_symlink()
+    assert (copy / "tool.sh").stat().st_mode & 0o100
+    assert code.commit is not None
+    assert code.diff is not None
+    assert "+value = 2" in Path(code.diff).read_text()
+
+
+def test_equal_trees_share_a_copy_and_runs_are_no_part_of_it(tree: Path) -> None:
+    first = taken(tree)
+    assert taken(tree).snapshot == first.snapshot, "the copy lies in the work tree, in a directory that is not ignored"
+    (tree / "untracked.py").write_text("value = 4\n")
+    second = taken(tree)
+    assert second.snapshot != first.snapshot
+    assert (Path(first.snapshot) / "untracked.py").read_text() == "value = 3\n"
+
+
+def test_the_current_directory_comes_first_on_the_path(tree: Path) -> None:
+    code = taken(tree, directory=tree / "package")
+    assert code.paths[0] == f"{code.snapshot}/package"
+    assert code.snapshot in code.paths
+    found = code.search_path(["", str(tree), "/elsewhere"])
+    assert found == [*code.paths, "/elsewhere"]
+
+
+def test_no_work_tree_or_not_wanted_no_copy(tree: Path, tmp_path: Path) -> None:
+    assert take(config_of(), tmp_path / "code", tmp_path) is None
+    assert take(config_of("run.snapshot=false"), tmp_path / "code", tree) is None
+    assert not (tmp_path / "code").exists()
+
+
+def test_too_large_a_tree_is_refused_and_the_largest_are_named(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "LIMIT_BYTES", 2**20)
+    (tree / "weights.bin").write_bytes(bytes(2**20))
+    with pytest.raises(ConfigError, match=r"at most 1 are copied; the largest: weights\.bin \(1\.0 MB\)"):
+        taken(tree)
+    assert not (tree / "outputs").exists()
+
+
+def test_a_module_that_git_ignores_is_refused(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tree))
+    config = config_of("model=custom", "model._target_=hidden_module.Model", f"run.root={tree}/outputs")
+    with pytest.raises(ConfigError, match=r"hidden_module\.py is ignored by git"):
+        check_targets(config, take(config, tree / "outputs" / "code", tree))
+    tracked = config_of("model=custom", "model._target_=untracked.Model", f"run.root={tree}/outputs")
+    check_targets(tracked, take(tracked, tree / "outputs" / "code", tree))
+
+
+def recorded(tree: Path) -> RunDirectory:
+    run = RunDirectory(tree / "outputs" / "run")
+    run.create()
+    run.update_record(snapshot=asdict(taken(tree)))
+    return run
+
+
+def test_what_is_imported_from_the_work_tree_is_noticed(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = recorded(tree)
+    check_imports(run)
+    start_again_from(run)  # hpc_train is no part of this work tree
+    monkeypatch.syspath_prepend(str(tree))
+    __import__("untracked")
+    with pytest.raises(RuntimeError, match=r"imported from the work tree.*untracked\.py"):
+        check_imports(run)
+    del sys.modules["untracked"]
+
+
+def test_a_process_with_the_environment_imports_the_copy(tree: Path) -> None:
+    code = frozen_code(recorded(tree))
+    assert code is not None
+    (tree / "untracked.py").write_text("raise SystemExit('edited')\n")
+    call = [sys.executable, "-c", "import untracked; print(untracked.value)"]
+    done = subprocess.run(call, cwd=tree, env=code.environment({}), capture_output=True, text=True, check=True)
+    assert done.stdout == "3\n"
