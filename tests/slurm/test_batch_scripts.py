@@ -1,0 +1,118 @@
+"""The scripts in slurm/ on a real cluster, as they stand there: options before them, overrides after them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc_train.launch.requeue import lines_before, script_lines
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.files import read_json
+from tests.doors.command import REPOSITORY, TINY
+from tests.slurm.cluster import Cluster, wait_for
+
+SCRIPTS = REPOSITORY / "slurm"
+SLOW = [
+    *(argument for argument in TINY if not argument.startswith(("model", "train.steps"))),
+    "model=custom", "model._target_=tests.doors.faulty.Slow", "train.steps=12",
+]  # fmt: skip
+
+
+@pytest.fixture
+def shell(cluster: Cluster) -> Cluster:
+    """The cluster with this test's interpreter as ``python``, which is what the scripts call."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{cluster.environment['PATH']}"
+    return dataclasses.replace(cluster, environment={**cluster.environment, "PATH": path})
+
+
+def submit(shell: Cluster, script: str, *arguments: str, options: tuple[str, ...] = (), cwd: Path) -> str:
+    done = shell.call("sbatch", "--parsable", *options, str(SCRIPTS / script), *arguments, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def finish(shell: Cluster, job_id: str, cwd: Path) -> None:
+    logs = lambda: "\n".join(path.read_text() for path in sorted(cwd.glob("*.log")))  # noqa: E731
+    state = shell.wait_for_state(job_id, "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", seconds=90)
+    assert state == "COMPLETED", logs()
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in RunDirectory(run).read_metrics()}
+
+
+def events(run: Path) -> list[str]:
+    return [event["event"] for event in RunDirectory(run).read_events()]
+
+
+@pytest.mark.parametrize("path", sorted(SCRIPTS.glob("*.sbatch")), ids=lambda path: path.name)
+def test_a_script_is_short_names_no_site_and_ends_as_submitted_jobs_do(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert len(lines) < 60
+    options = [line for line in lines if line.startswith("#SBATCH")]
+    assert not [line for line in options for site in ("partition", "account", "qos", "constraint") if site in line]
+    for block in (lines_before(), script_lines()):
+        assert "\n".join(block) in "\n".join(lines)
+
+
+def test_two_nodes_give_the_losses_of_a_local_run(shell: Cluster, tmp_path: Path) -> None:
+    arguments = ["+strategy=hybrid", *TINY]
+    job = submit(shell, "multi_node.sbatch", *arguments, "cluster.cpu_workers=2", "run.name=slurm", cwd=tmp_path)
+    finish(shell, job, tmp_path)
+    local = shell.hpc_train(*arguments, "cluster=local", "run.name=local", cwd=tmp_path)
+    assert local.returncode == 0, local.stdout + local.stderr
+    expected = losses(tmp_path / "outputs" / "local")
+    assert len(expected) == 6
+    assert losses(tmp_path / "outputs" / "slurm") == pytest.approx(expected, rel=1e-6)
+    meeting = read_json(tmp_path / "outputs" / "slurm" / "attempts" / "000.json")
+    assert (meeting["nodes"], meeting["layout"]["pp"], meeting["layout"]["dp"]) == (2, 2, 2)
+
+
+def test_freeze_checks_against_the_nodes_of_the_job(shell: Cluster, tmp_path: Path) -> None:
+    job = submit(shell, "multi_node.sbatch", "+strategy=dp", "strategy.dp=64", *TINY, "run.name=wide", cwd=tmp_path)
+    assert shell.wait_for_state(job, "COMPLETED", "FAILED") == "FAILED"
+    (log,) = tmp_path.glob("*.log")
+    assert "needs 64 workers, 8 are there" in log.read_text()
+    assert "Traceback" not in log.read_text()
+    assert not (tmp_path / "outputs" / "wide").exists()
+
+
+def test_one_node_and_an_array(shell: Cluster, tmp_path: Path) -> None:
+    few = "cluster.cpu_workers=2"
+    single = submit(shell, "single_node.sbatch", "+strategy=zero2", *TINY, few, cwd=tmp_path)
+    sweep = ["+strategy=dp,pp", *TINY, few, "run.name=sweep"]
+    array = submit(shell, "sweep_array.sbatch", *sweep, options=("--array=0-2%2",), cwd=tmp_path)
+    finish(shell, single, tmp_path)
+    assert len(losses(tmp_path / "outputs" / f"slurm-{single}")) == 6
+    for task in ("0", "1"):
+        finish(shell, f"{array}_{task}", tmp_path)
+        assert len(losses(tmp_path / "outputs" / "sweep" / task)) == 6
+    assert shell.wait_for_state(f"{array}_2", "COMPLETED", "FAILED") == "FAILED"
+    assert "--array=0-1" in (tmp_path / f"hpc_train-{array}_2.log").read_text()
+
+
+def test_a_preemptible_job_that_is_told_to_leave_comes_back_and_loses_no_step(shell: Cluster, tmp_path: Path) -> None:
+    run = tmp_path / "outputs" / "run"
+    options = ("--partition=preempt", "--nodes=1-2")
+    arguments = ["+strategy=dp", *SLOW, "cluster.cpu_workers=2", "run.name=run"]
+    job = submit(shell, "preemptible.sbatch", *arguments, options=options, cwd=tmp_path)
+    wait_for("step 3", lambda: len(losses(run)) >= 3, 60)
+    shell.call("scancel", "--signal=USR2", job)  # what Slurm sends ahead of a limit
+    wait_for("the second start", lambda: "resumed" in events(run), 90)
+    finish(shell, job, tmp_path)
+    assert sorted(losses(run)) == list(range(1, 13))
+    assert events(run).count("requeued") == 1
+
+
+def test_interactive(shell: Cluster, tmp_path: Path) -> None:
+    wanted = {**shell.environment, "SALLOC": "--nodes=2 --partition=debug --time=00:05:00"}
+    shell = dataclasses.replace(shell, environment=wanted)
+    arguments = ["+strategy=hybrid", *TINY, "cluster.cpu_workers=2", "run.name=run"]
+    done = shell.call(str(SCRIPTS / "interactive.sh"), *arguments, cwd=tmp_path, timeout=90)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(losses(tmp_path / "outputs" / "run")) == 6
+    assert read_json(tmp_path / "outputs" / "run" / "attempts" / "000.json")["nodes"] == 2
