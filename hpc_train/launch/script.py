@@ -6,6 +6,7 @@ writes them into the script.
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.launch import requeue
 from hpc_train.launch.sbatch import Options, arguments
+from hpc_train.run.frozen_code import FrozenCode
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,14 @@ class Script:
         title: what runs, in a line.
         run: bash lines that set RUN, the run directory.
         header: options as #SBATCH lines; empty where they stand on the command line.
+        code: the snapshot from which the agents start; None where none was taken.
     """
 
     title: str
     cluster: ClusterConfig
     run: Sequence[str]
     header: Options
+    code: FrozenCode | None = None
 
 
 def render(script: Script) -> str:
@@ -38,7 +42,7 @@ def render(script: Script) -> str:
     cluster = script.cluster
     blocks = [
         ["#!/bin/bash", f"# {script.title}", *_header(script.header)],
-        _environment(cluster),
+        [*_environment(cluster), *_frozen(script.code)],
         ["# setup", *cluster.setup] if cluster.setup else [],
         script.run,
         requeue.lines_before(),
@@ -97,6 +101,15 @@ def _environment(cluster: ClusterConfig) -> list[str]:
         "# srun does not take over the cores per task of the job by itself",
         'export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"',
         *(f"export {name}={shlex.quote(value)}" for name, value in cluster.env.items()),
+    ]
+
+
+def _frozen(code: FrozenCode | None) -> list[str]:
+    if code is None:
+        return []
+    return [
+        "# the code as it was at submission",
+        f"export PYTHONSAFEPATH=1 PYTHONPATH={shlex.quote(os.pathsep.join(code.paths))}${{PYTHONPATH:+:$PYTHONPATH}}",
     ]
 
 

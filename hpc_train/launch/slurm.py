@@ -28,6 +28,7 @@ from hpc_train.launch.sbatch import Options, arguments, array, identity, options
 from hpc_train.launch.script import Script, one_run, render, run_of_task
 from hpc_train.launch.standing import SlurmStandings, Standing
 from hpc_train.run.files import write_text
+from hpc_train.run.frozen_code import frozen_code
 
 PATIENCE_S = 120.0  # sbatch and squeue at a controller under load
 
@@ -145,6 +146,7 @@ class SlurmSubmitter:
             cluster=same[0].config.cluster,
             run=one_run(same[0].run.path) if single else run_of_task(folder / _listing(same)),
             header={},
+            code=frozen_code(same[0].run),
         )
         return " \\\n    ".join(["sbatch", *arguments(asked), "job.sbatch"]), render(script), asked
 
