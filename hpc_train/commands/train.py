@@ -19,7 +19,7 @@ from hpc_train.config.freeze import check_freeze, freeze
 from hpc_train.config.schema import Config
 from hpc_train.config.snapshot import check_targets, take
 from hpc_train.config.validate import validate
-from hpc_train.launch.submitter import local_shape
+from hpc_train.launch.submitter import controller_answers, in_allocation, local_shape
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 
@@ -86,6 +86,12 @@ def _check_foreground(config: Config) -> None:
             "a run on Slurm is submitted, this command trains in the foreground",
             where="cluster.kind",
             mend="-m to submit it, cluster=local to train here, launch.dry_run=true to see what it would be",
+        )
+    if config.cluster.kind == "auto" and not in_allocation() and controller_answers():
+        raise ConfigError(
+            "this is a login node of a Slurm cluster, where training in the foreground is in other people's way",
+            where="cluster.kind",
+            mend="-m submits it to Slurm; cluster=local trains here all the same",
         )
 
 

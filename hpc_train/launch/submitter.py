@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Collection, Sequence
@@ -79,14 +80,17 @@ class Submitter(Protocol):
 
 
 def choose(cluster: ClusterConfig) -> Submitter:
-    """Slurm where it is asked for or, with ``kind: auto``, where its controller answers; else this machine.
+    """The place of jobs. ``kind: auto`` is the allocation that this process runs in, Slurm, or this machine.
 
     Raises:
         ConfigError: Slurm is asked for, and there is none here.
     """
+    from hpc_train.launch.allocation import AllocationSubmitter
     from hpc_train.launch.local import LocalSubmitter
     from hpc_train.launch.slurm import SlurmSubmitter
 
+    if cluster.kind == "auto" and in_allocation():
+        return AllocationSubmitter()
     if cluster.kind == "local" or (cluster.kind == "auto" and not controller_answers()):
         return LocalSubmitter()
     if shutil.which("sbatch") is None:
@@ -96,6 +100,11 @@ def choose(cluster: ClusterConfig) -> Submitter:
             mend="submit from a login node, or cluster=local",
         )
     return SlurmSubmitter()
+
+
+def in_allocation() -> bool:
+    """Whether this process runs inside a Slurm job and can start steps of it."""
+    return "SLURM_JOB_ID" in os.environ and shutil.which("srun") is not None
 
 
 @cache

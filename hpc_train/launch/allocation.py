@@ -1,0 +1,107 @@
+"""Jobs inside an allocation that one already has (salloc, a notebook on a node): each is a step of it.
+
+The agents are started as in a batch job, one per node in one ``srun``; nothing is submitted and nothing is asked of the
+controller.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from hpc_train.cluster.allocation import workers_per_node
+from hpc_train.cluster.gpus import visible_gpus
+from hpc_train.config.cluster_size import node_range
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.schema import ClusterConfig
+from hpc_train.launch.job import Job
+from hpc_train.launch.script import python
+from hpc_train.launch.standing import PRESENT, Standing
+
+
+class AllocationSubmitter:
+    """The Slurm allocation that this process runs in."""
+
+    name = "this allocation"
+
+    def __init__(self) -> None:
+        self._steps: dict[str, subprocess.Popen[bytes]] = {}
+
+    def shape(self, cluster: ClusterConfig) -> tuple[int, int, int]:
+        fewest, most = node_range(cluster)
+        here = _nodes_here()
+        if fewest > here:
+            raise ConfigError(
+                f"{fewest} nodes are asked for, and this allocation has {here}",
+                where="cluster.nodes",
+                mend=f"cluster.nodes={here}; cluster=slurm submits a job of its own instead",
+            )
+        return (min(most, here), *workers_per_node(cluster, visible=_gpus_here()))
+
+    def at_once(self, jobs: Sequence[Job]) -> int:
+        nodes = max(self.shape(job.config.cluster)[0] for job in jobs)
+        cap = jobs[0].config.launch.array_parallelism
+        return min(max(1, _nodes_here() // nodes), cap if isinstance(cap, int) else len(jobs))
+
+    def check(self, jobs: Sequence[Job]) -> list[str]:
+        return [f"inside the allocation {os.environ['SLURM_JOB_ID']}; cluster=slurm submits a job of its own instead"]
+
+    def confirm(self, jobs: Sequence[Job], console: Console) -> None:
+        """Nothing to ask: the allocation costs the same without the jobs."""
+
+    def plan(self, jobs: Sequence[Job], sweep: Path) -> list[tuple[str, str]]:
+        return []
+
+    def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
+        ids = []
+        for job in jobs:
+            output = self.output(job, "")
+            output.parent.mkdir(parents=True, exist_ok=True)
+            with output.open("ab") as file:
+                step = subprocess.Popen(
+                    self._command(job), stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+                )
+            self._steps[str(step.pid)] = step
+            ids.append(str(step.pid))
+        return ids
+
+    def identity(self, job_id: str) -> dict[str, Any]:
+        return {"pid": int(job_id)}
+
+    def standings(self, ids: Collection[str]) -> dict[str, Standing]:
+        return {job_id: PRESENT for job_id in ids if self._steps[job_id].poll() is None}
+
+    def stop(self, ids: Collection[str]) -> None:
+        for job_id in self.standings(ids):
+            os.kill(int(job_id), signal.SIGUSR1)  # srun passes it on to the agents
+
+    def stop_command(self, ids: Collection[str]) -> str:
+        return "kill -USR1 " + " ".join(sorted(self.standings(ids), key=int))
+
+    def output(self, job: Job, job_id: str) -> Path:
+        return job.run.logs / "slurm" / "allocation.out"
+
+    def _command(self, job: Job) -> list[str]:
+        cluster = job.config.cluster
+        nodes = self.shape(cluster)[0]
+        cores = (
+            [f"--cpus-per-task={cluster.cpus_per_gpu * job.workers}"] if isinstance(cluster.cpus_per_gpu, int) else []
+        )
+        own = ["--kill-on-bad-exit=1", "--unbuffered", *cores]
+        agent = [python(cluster), "-m", "hpc_train", "agent", str(job.run.path)]
+        return ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", *own, *agent]
+
+
+def _nodes_here() -> int:
+    return int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
+
+
+def _gpus_here() -> int:
+    """The GPUs of a node of the allocation; the shell of salloc may run where there are none."""
+    return int(os.environ.get("SLURM_GPUS_ON_NODE") or visible_gpus())
