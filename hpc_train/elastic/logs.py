@@ -1,4 +1,4 @@
-"""The output of a node's workers in one file per attempt: lines prefixed by rank, limited in size.
+"""The output of a node's workers in one file per attempt: lines prefixed by time and rank, limited in size.
 
 A worker writes into a pipe and never waits for a file system; the agent empties the pipes.
 """
@@ -6,6 +6,7 @@ A worker writes into a pipe and never waits for a file system; the agent empties
 from __future__ import annotations
 
 from collections import deque
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,7 +34,8 @@ class WorkerLog:
         self._partial[rank] = rest
         if lines:
             self._tails.setdefault(rank, deque(maxlen=TAIL_LINES)).extend(lines)
-            self._append(b"".join(b"[%d] %s\n" % (rank, line) for line in lines))
+            head = b"%s [%d] " % (_now(), rank)
+            self._append(b"".join(b"%s%s\n" % (head, line) for line in lines))
 
     def tail(self, rank: int, lines: int = 20) -> list[str]:
         """The last lines of a rank, also those that the file had no room for."""
@@ -72,3 +74,8 @@ class WorkerLog:
         except OSError:
             self._file.close()
             self._file = None
+
+
+def _now() -> bytes:
+    """UTC, so that the files of several nodes can be merged: 2026-01-31T12:00:00.000."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").encode()[:23]

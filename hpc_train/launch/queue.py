@@ -76,7 +76,8 @@ class JobQueue:
         first_attempts = [job.run.newest_attempt() + 1 for job in jobs]
         ids = self.submitter.submit(jobs, self._sweep, self._at_once)
         for job, job_id, attempt in zip(jobs, ids, first_attempts, strict=True):
-            submissions.add(job.run, self.submitter.name, **self.submitter.identity(job_id))
+            identity = self.submitter.identity(job_id)
+            submissions.add(job.run, self.submitter.name, first_attempt=attempt, **identity)
             events = EventLog.open(job.run, "submitter", attempt)
             events.write("submitted", job_id=job_id, place=self.submitter.name, layout=str(job.layout))
             self._submitted[job.number] = Submitted(job, job_id, attempt, self.submitter.output(job, job_id))

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from hpc_train.launch.job import Job
-from hpc_train.launch.watch import View
+from hpc_train.config.schema import Config
+from hpc_train.launch.watch import View, time_left
 from hpc_train.telemetry.progress import duration
 
 LINE_EVERY_S = 10.0
 ROWS = 30  # a terminal shows no more; jobs that have ended are counted instead
 
 
+class Row(Protocol):
+    """What the table says of a job besides how it stands."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def config(self) -> Config: ...
+
+
 class JobTable:
     """``show`` takes how the jobs stand now; ``close`` leaves the last state on the screen."""
 
-    def __init__(self, jobs: Sequence[Job], console: Console) -> None:
+    def __init__(self, jobs: Sequence[Row], console: Console) -> None:
         self._jobs = jobs
         self._console = console
         self._live: Live | None = None
@@ -64,14 +75,12 @@ class JobTable:
                 self._console.print(plain_line(job, view), markup=False, highlight=False, soft_wrap=True)
 
 
-def cells(job: Job, view: View) -> tuple[str, ...]:
+def cells(job: Row, view: View) -> tuple[str, ...]:
     """One row: job, strategy, state, nodes, step, loss, tokens/s, time left, restarts."""
     metrics, steps = view.metrics, view.steps
-    step = metrics.get("step")
-    loss, speed, step_s = metrics.get("loss"), metrics.get("tokens_per_s"), metrics.get("step_s")
-    left = ""
-    if view.exit is None and steps is not None and step is not None and step_s is not None:
-        left = duration((steps - step) * step_s)
+    step, loss, speed = metrics.get("step"), metrics.get("loss"), metrics.get("tokens_per_s")
+    seconds = time_left(view)
+    left = "" if seconds is None else duration(seconds)
     return (
         str(job.number),
         job.config.strategy.name,
@@ -85,7 +94,7 @@ def cells(job: Job, view: View) -> tuple[str, ...]:
     )
 
 
-def plain_line(job: Job, view: View) -> str:
+def plain_line(job: Row, view: View) -> str:
     number, strategy, state, _, step, loss, speed, left, restarts = cells(job, view)
     parts = [f"job {number}", strategy, state]
     parts += [text for value, text in ((step, f"step {step}"), (loss, f"loss {loss}")) if value]

@@ -149,10 +149,17 @@ def report(queue: JobQueue, console: Console) -> Exit:
             print(f"job {job.number}: {view.message}\n  run directory: {job.run.path}", file=sys.stderr)
         if view.exit == Exit.STOPPED:
             print(f"stopped after a checkpoint; this goes on:\n  {_go_on(job)}")
-    codes = [Exit.STOPPED if view.exit is None else view.exit for view in queue.views]
+    return worst(queue.views)
+
+
+def worst(views: Sequence[View]) -> Exit:
+    """The exit code of several jobs."""
+    codes = [Exit.STOPPED if view.exit is None else view.exit for view in views]
     order = (Exit.FAILED, Exit.REFUSED, Exit.GAVE_UP, Exit.STOPPED)
     return next((code for code in order if code in codes), Exit.DONE)
 
 
 def _go_on(job: Job) -> str:
+    if not job.overrides:  # it was submitted again as it was frozen
+        return shlex.join(["python", "-m", "hpc_train", "resume", str(job.run.path)])
     return resume_command(job.overrides, job.run, job.config.run.root, submits=True)

@@ -41,6 +41,14 @@ class View:
     nodes: int | None = None
 
 
+def time_left(view: View) -> float | None:
+    """Seconds until the last step, by the pace of the newest; None where that is not known."""
+    step, step_s = view.metrics.get("step"), view.metrics.get("step_s")
+    if view.exit is not None or view.steps is None or step is None or step_s is None:
+        return None
+    return (view.steps - step) * step_s
+
+
 @dataclass(frozen=True)
 class Submitted:
     """A job that was submitted. Attempts before ``first_attempt`` belong to earlier submissions of the same run."""
@@ -88,11 +96,11 @@ def view_of(
     if end is None:
         return known if present else _lost(known, standing, output)
     if present and not end.final:
-        waits = standing is not None and standing.state == "PENDING"
+        waits = standing is not None and standing.state == "PENDING" and end.state == "requeued"
         return replace(known, state=f"{end.state}, {standing.words}" if waits and standing else end.state)
     code = end.event["exit_code"]
     state = "cancelled" if code == Exit.STOPPED and _cancelled(standing) else STATES.get(code, "failed")
-    return replace(known, state=state, exit=code, message=_message(run, end.event))
+    return replace(known, state=state, exit=code, message=failure_text(run, end.event))
 
 
 @dataclass(frozen=True)
@@ -169,7 +177,7 @@ def resume_command(arguments: Sequence[str], run: RunDirectory, root: str, *, su
     return shlex.join(["python", "-m", "hpc_train", *(["-m"] if submits else []), *kept[:first], name, *kept[first:]])
 
 
-def _message(run: RunDirectory, end: dict[str, Any]) -> str:
+def failure_text(run: RunDirectory, end: dict[str, Any]) -> str:
     """The failing rank's own traceback."""
     if end["event"] != "failed" or "class" not in end:
         return str(end.get("message", ""))

@@ -53,7 +53,7 @@ def find_live(run: RunDirectory) -> str | None:
     record = run.record()
     claims = [*record.get("submissions", []), record.get("claimed_by", {})]
     for claim in claims:
-        if _process_lives(claim):
+        if lives(claim) and claim["pid"] != os.getpid():
             return f"process {claim['pid']} on {claim['host']}"
     for job_id in dict.fromkeys(claim["job_id"] for claim in claims if claim.get("job_id")):
         state = None if job_id in _own_jobs() else _slurm_state(job_id)
@@ -62,9 +62,10 @@ def find_live(run: RunDirectory) -> str | None:
     return "its agent is at work" if lease.is_live(run) else None
 
 
-def _process_lives(claim: dict[str, Any]) -> bool:
+def lives(claim: dict[str, Any]) -> bool:
+    """Whether the process of a submission or claim is alive on this host."""
     pid = claim.get("pid")
-    if pid is None or pid == os.getpid() or claim.get("host") != socket.gethostname():
+    if pid is None or claim.get("host") != socket.gethostname():
         return False
     started = _started(pid)
     return started is not None and started == claim.get("pid_started")

@@ -1,0 +1,36 @@
+"""``python -m hpc_train cancel RUN|SWEEP``: ends jobs for good. With ``--save`` they save first and can be resumed."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.launch.found import find, standings_of, stop
+from hpc_train.launch.standing import PATIENCE_S, SlurmStandings
+from hpc_train.run.exits import Exit
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m hpc_train cancel", description=__doc__)
+    parser.add_argument("target", metavar="RUN|SWEEP", help="a directory, or its name")
+    parser.add_argument("--save", action="store_true", help="let running jobs save a checkpoint first, however long")
+    options = parser.parse_args(arguments)
+    found = find(options.target)
+    known = standings_of(found, SlurmStandings())
+    in_slurm = [item.job_id for item in found if item.job_id in known and known[item.job_id].present]
+    here = [item for item in found if item.lives_here()]
+    stop(here)  # on this machine a stop request always saves
+    running = [job_id for job_id in in_slurm if options.save and job_id and known[job_id].state == "RUNNING"]
+    _scancel(["--signal=USR1"], running)
+    _scancel([], [job_id for job_id in in_slurm if job_id and job_id not in running])
+    print(f"{len(in_slurm) + len(here)} of {len(found)} jobs were there to be cancelled")
+    return Exit.DONE
+
+
+def _scancel(options: list[str], ids: list[str]) -> None:
+    if not ids:
+        return
+    done = subprocess.run(["scancel", *options, *ids], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    if done.returncode:
+        raise ConfigError(f"scancel failed: {done.stderr.strip()}", where="scancel", mend="try again in a minute")

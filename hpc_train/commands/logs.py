@@ -1,0 +1,97 @@
+"""``python -m hpc_train logs RUN``: the workers' output of the newest attempt, merged by time; first what failed."""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.launch.found import Found, find_one, standings_of
+from hpc_train.launch.standing import SlurmStandings
+from hpc_train.launch.watch import attempt_end, failure_text
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.exits import Exit
+
+LINE = re.compile(r"(\S{23}) \[(\d+)\] ")
+POLL_S = 0.5
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m hpc_train logs", description=__doc__)
+    parser.add_argument("target", metavar="RUN", help="a run directory, or its name")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on as the run does, until it ends")
+    parser.add_argument("--rank", default="0", metavar="all|N", help="whose output (default: %(default)s)")
+    parser.add_argument("--attempt", type=int, metavar="N", help="default: the newest")
+    options = parser.parse_args(arguments)
+    if options.rank != "all" and not options.rank.isdigit():
+        raise ConfigError(f"there is no rank {options.rank!r}", where="--rank", mend="a number, or all")
+    found = find_one(options.target)
+    rank = None if options.rank == "all" else int(options.rank)
+    attempt = found.run.newest_attempt() if options.attempt is None else options.attempt
+    _print_failure(found.run, attempt)
+    logs = NodeLogs(found.run, max(0, attempt), rank)
+    if options.follow:
+        return _follow(found, logs, rank)
+    for line in logs.read():
+        print(line)
+    return Exit.DONE
+
+
+class NodeLogs:
+    """The log files of an attempt, one per node; each ``read`` gives the lines that are new since the last one.
+
+    Args:
+        rank: whose lines; all of them for None.
+    """
+
+    def __init__(self, run: RunDirectory, attempt: int, rank: int | None) -> None:
+        self._run, self.attempt, self._rank = run, attempt, rank
+        self._offsets: dict[Path, int] = {}
+
+    def read(self) -> Iterator[str]:
+        """In the order of their times."""
+        files = [self._new(path) for path in sorted(self._run.logs.glob(f"*-{self.attempt:03d}.log"))]
+        return (line for _, line in heapq.merge(*files, key=lambda item: item[0]))
+
+    def _new(self, path: Path) -> Iterator[tuple[str, str]]:
+        """Each line with its time; one that has none (the log's own words) has that of the line before."""
+        at = ""
+        with path.open("rb") as file:
+            file.seek(self._offsets.get(path, 0))
+            for data in file:
+                if not data.endswith(b"\n"):
+                    return  # is still being written
+                self._offsets[path] = self._offsets.get(path, 0) + len(data)
+                line = data.decode(errors="replace").rstrip("\n")
+                match = LINE.match(line)
+                at = match[1] if match else at
+                if self._rank is None or match is None or int(match[2]) == self._rank:
+                    yield at, line
+
+
+def _print_failure(run: RunDirectory, attempt: int) -> None:
+    end = attempt_end(run, attempt)
+    if end is not None and end.event["event"] in ("failed", "gave_up"):
+        print(f"{failure_text(run, end.event)}\n")
+
+
+def _follow(found: Found, logs: NodeLogs, rank: int | None) -> int:
+    slurm = SlurmStandings()
+    try:
+        while True:
+            view = found.view(standings_of([found], slurm))  # before the lines: none comes after the end
+            for line in logs.read():
+                print(line, flush=True)
+            if logs.attempt < found.run.newest_attempt():
+                logs = NodeLogs(found.run, logs.attempt + 1, rank)
+            elif view.exit is not None:
+                _print_failure(found.run, logs.attempt)
+                return Exit.DONE
+            else:
+                time.sleep(POLL_S)
+    except KeyboardInterrupt:
+        return Exit.DETACHED

@@ -1,0 +1,78 @@
+"""``python -m hpc_train status [RUN|SWEEP]``: how runs stand; without an argument all of mine in Slurm."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hpc_train.launch.found import Found, find, find_mine, standings_of
+from hpc_train.launch.standing import SlurmStandings
+from hpc_train.launch.watch import View, time_left
+from hpc_train.run.exits import Exit
+from hpc_train.telemetry.progress import duration
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m hpc_train status", description=__doc__)
+    parser.add_argument("target", nargs="?", metavar="RUN|SWEEP", help="a directory, or its name; default: all of mine")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per run")
+    options = parser.parse_args(arguments)
+    found = find(options.target) if options.target else find_mine()
+    standings = standings_of(found, SlurmStandings())
+    rows = [_row(item, item.view(standings)) for item in found]
+    if options.json:
+        print("\n".join(json.dumps(row) for row in rows))
+    elif rows:
+        Console(soft_wrap=True).print(_table(rows), highlight=False)
+    else:
+        print("no job of yours is in Slurm's queue; status RUN_DIR tells of a run")
+    return Exit.DONE
+
+
+def _row(item: Found, view: View) -> dict[str, Any]:
+    """What is known of a run, with a null where it is not known."""
+    metrics = view.metrics
+    return {
+        "run": str(item.run.path),
+        "job_id": item.job_id,
+        "pid": item.pid,
+        "strategy": item.config.strategy.name,
+        "state": view.state,
+        "exit_code": view.exit,
+        "nodes": view.nodes,
+        "step": metrics.get("step"),
+        "steps": view.steps,
+        "loss": metrics.get("loss"),
+        "tokens_per_s": metrics.get("tokens_per_s"),
+        "time_left_s": time_left(view),
+        "restarts": view.restarts,
+        "message": view.message,
+    }
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("job", "strategy", "state"):
+        table.add_column(name)
+    for name in ("nodes", "step", "loss", "tokens/s", "time left", "restarts"):
+        table.add_column(name, justify="right")
+    table.add_column("run directory", overflow="fold")
+    for row in rows:
+        step = "" if row["step"] is None else f"{row['step']}/{row['steps'] or '?'}"
+        table.add_row(
+            str(row["job_id"] or row["pid"] or ""),
+            row["strategy"],
+            row["state"],
+            str(row["nodes"] or ""),
+            step,
+            "" if row["loss"] is None else f"{row['loss']:.4f}",
+            "" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f}",
+            "" if row["time_left_s"] is None else duration(row["time_left_s"]),
+            str(row["restarts"] or ""),
+            row["run"],
+        )
+    return table

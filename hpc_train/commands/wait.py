@@ -1,0 +1,52 @@
+"""``python -m hpc_train wait RUN|SWEEP``: watches runs that were submitted earlier until they end, with their code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+
+from rich.console import Console
+
+from hpc_train.launch.found import Found, find, standings_of
+from hpc_train.launch.standing import SlurmStandings
+from hpc_train.launch.table import JobTable
+from hpc_train.launch.waiting import POLL_S, worst
+from hpc_train.launch.watch import View
+from hpc_train.run.exits import Exit
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m hpc_train wait", description=__doc__)
+    parser.add_argument("target", metavar="RUN|SWEEP", help="a directory, or its name")
+    parser.add_argument("--json", action="store_true", help="print nothing but one JSON object per run at the end")
+    options = parser.parse_args(arguments)
+    found = find(options.target)
+    try:
+        views = _until_the_end(found, None if options.json else Console())
+    except KeyboardInterrupt:
+        return Exit.DETACHED
+    for item, view in zip(found, views, strict=True):
+        if options.json:
+            print(json.dumps({"run": str(item.run.path), "state": view.state, "exit_code": view.exit}))
+        elif view.message:
+            print(f"{item.run.path}: {view.message}", file=sys.stderr)
+    return worst(views)
+
+
+def _until_the_end(found: list[Found], console: Console | None) -> list[View]:
+    slurm = SlurmStandings()
+    table = None if console is None else JobTable(found, console)
+    try:
+        while True:
+            standings = standings_of(found, slurm)
+            views = [item.view(standings) for item in found]
+            if table is not None:
+                table.show(views)
+            if all(view.exit is not None or not item.submission for item, view in zip(found, views, strict=True)):
+                return views
+            time.sleep(POLL_S)
+    finally:
+        if table is not None:
+            table.close()

@@ -1,0 +1,147 @@
+"""Runs that were submitted earlier, found again from a path, a name, or Slurm's comments on jobs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.freeze import load
+from hpc_train.config.layout import resolve_layout
+from hpc_train.config.schema import Config
+from hpc_train.launch.job import Job
+from hpc_train.launch.standing import PRESENT, SlurmStandings, Standing, ask
+from hpc_train.launch.submitter import choose
+from hpc_train.launch.watch import View, view_of
+from hpc_train.run import submissions
+from hpc_train.run.directory import RunDirectory
+
+COMMENT = "hpc_train:"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A run and its newest submission. Its ``number`` is its place in a sweep."""
+
+    run: RunDirectory
+    number: int
+    submission: dict[str, Any]
+
+    @property
+    def job_id(self) -> str | None:
+        """Of Slurm; None for a run on some machine."""
+        return self.submission.get("job_id")
+
+    @property
+    def pid(self) -> int | None:
+        return self.submission.get("pid")
+
+    @cached_property
+    def config(self) -> Config:
+        """As it was frozen."""
+        return load(self.run)
+
+    def lives_here(self) -> bool:
+        return submissions.lives(self.submission)
+
+    def view(self, standings: dict[str, Standing]) -> View:
+        standing = standings.get(self.job_id or "") or (PRESENT if self.lives_here() else None)
+        if standing is None and not self.submission:
+            return View("not submitted", {})
+        output = Path(self.submission.get("output") or os.devnull)
+        first = self.submission.get("first_attempt", 0)
+        return view_of(self.run, first, standing, output, self.run.record().get("total_steps"))
+
+    def job(self) -> Job:
+        """The job as it was frozen, to be submitted again.
+
+        Raises:
+            ConfigError: it does not fit what would take it now.
+        """
+        config = self.config
+        nodes, gpus, workers = choose(config.cluster).shape(config.cluster)
+        return Job(self.number, (), config, resolve_layout(config, nodes, workers), gpus, workers, self.run)
+
+
+def find(target: str) -> list[Found]:
+    """The run in ``target``, or all runs of the sweep there: a directory, or its name below the usual root.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    root = Path(os.environ.get("HPC_TRAIN_ROOT", "outputs"))
+    for path in (Path(target), root / target):
+        runs = [path] if (path / "config.yaml").exists() else sorted(_runs_below(path), key=_number)
+        if runs:
+            return [_found(RunDirectory(run.absolute()), place) for place, run in enumerate(runs)]
+    raise ConfigError(
+        f"there is no run or sweep in {target}",
+        where="the command line",
+        mend=f"a run directory, or a name below {root}/; without one, status lists your jobs in Slurm",
+    )
+
+
+def find_one(target: str) -> Found:
+    """The one run in ``target``.
+
+    Raises:
+        ConfigError: there is none, or it is a sweep.
+    """
+    found = find(target)
+    if len(found) > 1:
+        raise ConfigError(f"{target} is a sweep of {len(found)} runs", where="the command line", mend=f"{target}/0, …")
+    return found[0]
+
+
+def find_mine() -> list[Found]:
+    """All runs of this user that Slurm has jobs of, known by the comment on the job.
+
+    Raises:
+        ConfigError: no controller answers.
+    """
+    standings = ask(["--me"])
+    if standings is None:
+        raise ConfigError(
+            "Slurm does not answer here", where="squeue", mend="status RUN_DIR, which needs no Slurm; or a login node"
+        )
+    comments = {found.comment for found in standings.values() if found.comment.startswith(COMMENT)}
+    runs: dict[Path, Found] = {}
+    for comment in sorted(comments):
+        path = comment.removeprefix(COMMENT)
+        with suppress(ConfigError):  # the directory is gone
+            found = find(path if Path(path).exists() else path.partition(" ")[0])
+            runs |= {item.run.path: item for item in found if item.job_id in standings}
+    return list(runs.values())
+
+
+def stop(found: Collection[Found], number: signal.Signals = signal.SIGTERM) -> None:
+    """Sends ``number`` to those that run as processes of this machine."""
+    for item in found:
+        if item.pid is not None and item.lives_here():
+            os.kill(item.pid, number)
+
+
+def standings_of(found: Iterable[Found], slurm: SlurmStandings) -> dict[str, Standing]:
+    return slurm.of([item.job_id for item in found if item.job_id])
+
+
+def _runs_below(path: Path) -> list[Path]:
+    return [config.parent for config in path.glob("*/config.yaml")] if path.is_dir() else []
+
+
+def _number(path: Path) -> tuple[int, str]:
+    return (int(path.name) if re.fullmatch(r"\d+", path.name) else -1), path.name
+
+
+def _found(run: RunDirectory, place: int) -> Found:
+    number = int(run.path.name) if re.fullmatch(r"\d+", run.path.name) else place
+    record = run.record()
+    submitted = record.get("submissions") or [record.get("claimed_by") or {}]
+    return Found(run, number, submitted[-1])
