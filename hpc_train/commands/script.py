@@ -1,7 +1,7 @@
 """Prints a batch script that stands alone: ``python -m hpc_train script +strategy=hybrid > job.sbatch``.
 
-It trains the same run as ``-m`` would, and asks Slurm for the same. Nothing is written or asked, so a machine without
-Slurm will do.
+It trains the same run as ``-m`` would, and asks Slurm for the same. Nothing is written. A machine without Slurm will do,
+though what a partition gives by itself is not known there.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpc_train.cluster.allocation import workers_per_node
+from hpc_train.cluster.site import read_site
 from hpc_train.commands.train import register_launcher
 from hpc_train.config.arguments import CommandLine, expand, with_right_plus
 from hpc_train.config.cluster_size import node_range
@@ -17,8 +18,9 @@ from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import Config
 from hpc_train.config.validate import validate
 from hpc_train.launch.job import Job
-from hpc_train.launch.sbatch import options
+from hpc_train.launch.sbatch import NO_SITE, options
 from hpc_train.launch.script import Script, freezing, render
+from hpc_train.launch.submitter import controller_answers
 from hpc_train.run.directory import RunDirectory
 
 
@@ -56,7 +58,7 @@ def _text(config: Config, line: CommandLine) -> str:
         "job-name": cluster.job_name or f"hpc_train-{name}",
         "output": "%x-%j.out",
         **comment,
-        **options(job),
+        **options(job, read_site() if controller_answers() else NO_SITE),
     }
     directory = [f"--config-dir={line.config_directory}"] if line.config_directory else []
     overrides = [*line.overrides, *directory]

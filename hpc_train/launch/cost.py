@@ -60,13 +60,16 @@ def _line(job: Job, site: Site) -> str:
     nodes = f"{cluster.nodes} node{'' if str(cluster.nodes) == '1' else 's'}"
     amount = memory(job, partition)
     per_node = [f"{job.gpus} GPUs"] if job.gpus else []
-    per_node += [f"{cores(job, partition)} cores", f"{amount} memory" if amount else "default memory"]
+    count = cores(job, partition)
+    per_node += ["all cores" if count is None else f"{count} cores"]
+    per_node += ["all memory" if amount == "0" else f"{amount} memory" if amount else "default memory"]
     return f"account {account}, partition {name}, {nodes} with {', '.join(per_node)}, {cluster.time}"
 
 
 def _notes(job: Job, site: Site) -> list[str]:
     partition = site.partition(job.config.cluster.partition)
-    if job.gpus and cores(job, partition) < 2 * job.workers:
+    count = cores(job, partition)
+    if job.gpus and count is not None and count < 2 * job.workers:
         return [
             "note: fewer than two cores per rank; cluster.cpus_per_gpu=2 or more keeps data loading beside training"
         ]

@@ -134,7 +134,7 @@ def _check_hardware(job: Job, partition: Partition) -> None:
             )
     most = max(kind.cores for kind in partition.kinds)
     asked = cores(job, partition)
-    if most and asked > most:
+    if most and asked is not None and asked > most:
         key = "cluster.cpus_per_gpu" if isinstance(cluster.cpus_per_gpu, int) else "cluster.cpu_workers"
         raise ConfigError(f"{asked} cores per node are asked for, {name} have {most}", where=key, mend=f"{key} smaller")
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_train.cluster.site import NodeKind, Partition, Site, seconds
+from hpc_train.cluster.site import NodeKind, Partition, Site, gpus_of, seconds
 from hpc_train.config.cluster_size import node_range
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import ClusterConfig
@@ -84,11 +84,16 @@ def arguments(asked: Options) -> list[str]:
     return [f"--{name}" if value is None else f"--{name}={value}" for name, value in asked.items()]
 
 
-def cores(job: Job, partition: Partition | None) -> int:
-    """Cores per node: without the option a task gets one, whatever the node has."""
+def cores(job: Job, partition: Partition | None) -> int | None:
+    """Cores per node; None for all of a node that the job has for itself.
+
+    Without the option a task of a shared node gets one, whatever the node has.
+    """
     per_rank = job.config.cluster.cpus_per_gpu
     if isinstance(per_rank, int):
         return per_rank * job.workers
+    if job.config.cluster.exclusive:
+        return None
     if not job.gpus or partition is None:
         return job.workers
     if partition.cores_per_gpu is not None:
@@ -104,6 +109,8 @@ def memory(job: Job, partition: Partition | None) -> str | None:
         return cluster.mem
     if cluster.mem_per_gpu != "auto":
         return _times(cluster.mem_per_gpu, job.workers)
+    if cluster.exclusive:
+        return "0"  # all of the node's
     if not job.gpus or partition is None or partition.memory_default:
         return None
     shares = [kind.memory_mb * job.gpus // kind.gpus_of(None) for kind in _fitting(job, partition)]
@@ -123,9 +130,10 @@ def _fitting(job: Job, partition: Partition) -> list[NodeKind]:
 
 def _devices(job: Job) -> dict[str, Any]:
     cluster = job.config.cluster
-    if cluster.gres is not None or not job.gpus:
-        return {"gres": cluster.gres}
-    return {"gpus-per-node": f"{cluster.gpu_type}:{job.gpus}" if cluster.gpu_type else job.gpus}
+    asked: dict[str, Any] = {"gres": cluster.gres}
+    if job.gpus and not gpus_of(cluster.gres or ""):
+        asked["gpus-per-node"] = f"{cluster.gpu_type}:{job.gpus}" if cluster.gpu_type else job.gpus
+    return asked
 
 
 def _check_extra(cluster: ClusterConfig, asked: Mapping[str, Any]) -> None:

@@ -98,8 +98,8 @@ def _environment(cluster: ClusterConfig) -> list[str]:
     return [
         "# sites that submit with --export=NONE would leave the step without this environment",
         "export SLURM_EXPORT_ENV=ALL",
-        "# srun does not take over the cores per task of the job by itself",
-        'export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"',
+        "# srun does not take over the cores per task of the job by itself; a node of its own has all of its cores",
+        'export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}"',
         *(f"export {name}={shlex.quote(value)}" for name, value in cluster.env.items()),
     ]
 

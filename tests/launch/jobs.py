@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hpc_train.config.cluster_size import node_range
 from hpc_train.config.layout import resolve_layout
 from hpc_train.config.schema import (
     BatchConfig,
@@ -46,4 +47,5 @@ def make_job(
     workers = gpus or cluster.cpu_workers
     run = RunDirectory(sweep / str(number))
     run.create()
-    return Job(number, ("+strategy=dp",), config, resolve_layout(config, cluster.nodes, workers), gpus, workers, run)
+    layout = resolve_layout(config, node_range(cluster)[1], workers)
+    return Job(number, ("+strategy=dp",), config, layout, gpus, workers, run)

@@ -1,0 +1,115 @@
+"""The text of batch scripts, whole, against files: what reaches other people's clusters is read before it changes."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hpc_train.cluster.site import NodeKind, Partition, Site
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.schema import ClusterConfig
+from hpc_train.launch.sbatch import arguments, options
+from hpc_train.launch.script import Script, freezing, one_run, render, run_of_task
+from tests.launch.jobs import make_job
+
+GOLDEN = Path(__file__).parent / "golden"
+PLAIN = ClusterConfig(kind="slurm", python="/opt/python/bin/python")
+FULL = ClusterConfig(
+    kind="slurm",
+    nodes="2-4",
+    gpus_per_node=4,
+    partition="gpu",
+    account="lab",
+    qos="long",
+    time="1-00:00:00",
+    time_min="04:00:00",
+    cpus_per_gpu=8,
+    mem_per_gpu="64G",
+    gpu_type="a100",
+    constraint="rack1",
+    exclude="n7",
+    nodelist="n1",
+    reservation="course",
+    exclusive=True,
+    switches="1@00:30:00",
+    mail_user="me@example.org",
+    mail_type="END,FAIL",
+    dependency="afterok:7",
+    nice=10,
+    begin="now+1hour",
+    wckey="thesis",
+    licenses="data@server",
+    clusters="one",
+    extra={"hint": "nomultithread", "get-user-env": True},
+    env={"NCCL_DEBUG": "WARN", "WORDS": "two words"},
+    setup=["module load python", "source ~/env/bin/activate"],
+    teardown=["cp -r /tmp/profile ."],
+    python="python",
+)
+
+
+def scripts(tmp_path: Path) -> dict[str, Script]:
+    header = options(make_job(tmp_path / "sweep", cluster=FULL, gpus=4))
+    return {
+        "one_run": Script("hpc_train, dp", PLAIN, one_run(Path("/scratch/my runs/one")), {}),
+        "array": Script(
+            "hpc_train, 3 runs of one shape", PLAIN, run_of_task(Path("/scratch/sweep/slurm/runs-00000")), {}
+        ),
+        "standalone": Script("hpc_train, dp", FULL, freezing(FULL, ["+strategy=dp", "data.path=a b"]), header),
+    }
+
+
+@pytest.mark.parametrize("name", ["one_run", "array", "standalone"])
+def test_the_text(name: str, tmp_path: Path) -> None:
+    text = render(scripts(tmp_path)[name])
+    assert text == (GOLDEN / f"{name}.sbatch").read_text()
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_every_key_becomes_an_option(tmp_path: Path) -> None:
+    asked = " ".join(arguments(options(make_job(tmp_path / "sweep", cluster=FULL, gpus=4))))
+    assert asked == (
+        "--clusters=one --partition=gpu --account=lab --qos=long --reservation=course --nodes=2-4 --ntasks-per-node=1 "
+        "--gpus-per-node=a100:4 --cpus-per-task=32 --mem=256G --exclusive --constraint=rack1 --nodelist=n1 "
+        "--exclude=n7 --switches=1@00:30:00 --licenses=data@server --time=1-00:00:00 --time-min=04:00:00 "
+        "--begin=now+1hour --dependency=afterok:7 --nice=10 --wckey=thesis --mail-user=me@example.org "
+        "--mail-type=END,FAIL --signal=USR2@120 --requeue --open-mode=append --hint=nomultithread --get-user-env"
+    )
+
+
+def test_cores_and_memory_are_the_share_of_the_gpus(tmp_path: Path) -> None:
+    job = make_job(tmp_path / "sweep", cluster=ClusterConfig(kind="slurm", gpus_per_node=2), gpus=2)
+    kinds = (NodeKind(4, 64, 512000, {"a100": 4}), NodeKind(4, 48, 256000, {"a100": 4}), NodeKind(9, 128, 9, {}))
+    share = options(job, Site("here", partitions={"gpu": Partition("gpu", default=True, kinds=kinds)}))
+    assert (share["cpus-per-task"], share["mem"]) == ("24", "128000M")
+    partition = Partition("gpu", default=True, kinds=kinds, cores_per_gpu=7, memory_default=True)
+    default = options(job, Site("here", partitions={"gpu": partition}))
+    assert default["cpus-per-task"] == "14"
+    assert "mem" not in default
+
+
+def test_a_node_of_its_own_is_taken_whole(tmp_path: Path) -> None:
+    cluster = ClusterConfig(kind="slurm", gpus_per_node=4, exclusive=True, gres="nvme:10,gpu:v100:4")
+    asked = options(make_job(tmp_path / "sweep", cluster=cluster, gpus=4))
+    assert (asked["mem"], asked["gres"]) == ("0", "nvme:10,gpu:v100:4")
+    assert not {"cpus-per-task", "gpus-per-node"} & set(asked)
+
+
+def test_a_short_job_is_not_asked_to_stop_at_its_start(tmp_path: Path) -> None:
+    job = make_job(tmp_path / "sweep", cluster=ClusterConfig(kind="slurm", time="00:03:00"))
+    assert options(job)["signal"] == "USR2@60"
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        ClusterConfig(kind="slurm", extra={"nodes": 3}),
+        ClusterConfig(kind="slurm", extra={"output": "x"}),
+        ClusterConfig(kind="slurm", mem_per_gpu="much"),
+    ],
+)
+def test_what_cannot_be_asked(cluster: ClusterConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        options(make_job(tmp_path / "sweep", cluster=cluster))
