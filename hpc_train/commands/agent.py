@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from hpc_train.cluster.placement import refuse_misplaced
 from hpc_train.config.freeze import load
 from hpc_train.elastic.agent import run_agent
 from hpc_train.run.directory import RunDirectory
@@ -12,6 +13,7 @@ from hpc_train.run.frozen_code import start_again_from
 
 
 def main(arguments: list[str]) -> int:
+    refuse_misplaced()
     parser = argparse.ArgumentParser(prog="python -m hpc_train agent", description=__doc__)
     parser.add_argument("run_dir", type=Path, help="a run directory, as `python -m hpc_train freeze …` prints it")
     run = RunDirectory(parser.parse_args(arguments).run_dir.absolute())

@@ -12,6 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
+from hpc_train.cluster.placement import refuse_misplaced
 from hpc_train.config.arguments import CommandLine, wants_dry_run, with_right_plus
 from hpc_train.config.compose import LAUNCHER, PRIMARY, SWEEPER, config_directory, register, typed, version_base
 from hpc_train.config.errors import ConfigError
@@ -33,6 +34,7 @@ def main(arguments: list[str]) -> int:
     Raises:
         ConfigError, hydra.errors.HydraException, OmegaConfBaseException: a user's mistake.
     """
+    refuse_misplaced()
     register_launcher()
     arguments = with_right_plus(arguments)
     line = CommandLine.parse(arguments)

@@ -14,6 +14,7 @@ from socket import socket
 from typing import Any
 
 from hpc_train.cluster.allocation import Allocation, current_allocation, workers_per_node
+from hpc_train.cluster.caches import node_local_caches
 from hpc_train.cluster.environment import apply, threads_per_rank, worker_environment
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.freeze import load
@@ -88,12 +89,13 @@ def _run(
     log = WorkerLog(run.logs / f"{allocation.node_name}-{meeting.attempt:03d}.log")
     specs = _specs(run, config, allocation, meeting)
     variables = worker_environment(allocation.nodes, meeting.gpus_per_node, specs[0].threads)
-    environment = apply(variables)
-    if allocation.node_rank == 0:
-        run.update_record(environment=environment)
-    events.write("started", layout=str(meeting.layout), world_size=meeting.layout.world_size)
     try:
-        outcome = run_attempt(specs, listener, log, stop, config.elastic.stop_grace_s, on_tick, entry)
+        with node_local_caches(f"{allocation.launch_id}-{allocation.node_name}") as caches:
+            environment = apply([*variables, *caches])
+            if allocation.node_rank == 0:
+                run.update_record(environment=environment)
+            events.write("started", layout=str(meeting.layout), world_size=meeting.layout.world_size)
+            outcome = run_attempt(specs, listener, log, stop, config.elastic.stop_grace_s, on_tick, entry)
     except KeyboardInterrupt:
         print("killed by a second Ctrl-C: steps after the last checkpoint are lost", file=sys.stderr)
         events.write("failed", exit_code=int(Exit.FAILED), message="killed by a second Ctrl-C")

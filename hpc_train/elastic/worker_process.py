@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import os
+import resource
 import signal
 import socket
 import sys
@@ -40,6 +41,7 @@ def main(
     ``listener`` is the listening socket of the attempt's store, for rank 0.
     """
     warm_parent.die_with(warm_parent_pid)
+    _no_core_files()
     _redirect(output)
     stop = _flag_on_signals()
     report.send({"kind": "ready"})
@@ -47,6 +49,12 @@ def main(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # no exit handlers: after a failure they may wait for peers that are gone
+
+
+def _no_core_files() -> None:
+    """The core of a worker is as large as its memory, and a failing job writes one for each of them."""
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
 
 def _redirect(output: Connection) -> None:

@@ -1,0 +1,43 @@
+"""One process per node: who starts several is told so once, by the first of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_train.cluster.placement import misplaced, refuse_misplaced
+from tests.doors.command import TINY, environment, hpc_train
+
+TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"SLURM_JOB_ID": "7"}, {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"}, {"WORLD_SIZE": "2"}],
+)
+def test_one_process_per_node_is_right(variables: dict[str, str]) -> None:
+    assert misplaced(variables) is None
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "1"}, TORCHRUN | {"RANK": "1"}],
+)
+def test_the_others_leave_without_a_word(variables: dict[str, str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        refuse_misplaced(variables)
+    assert end.value.code == 2
+
+
+@pytest.mark.parametrize("arguments", [["+strategy=dp", *TINY], ["agent", "."]])
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [(TORCHRUN, "torchrun"), ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "1"}, "--ntasks-per-node=1")],
+)
+def test_the_first_says_why(tmp_path: Path, arguments: list[str], variables: dict[str, str], said: str) -> None:
+    done = hpc_train(*arguments, cwd=tmp_path, env=environment(**variables))
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
