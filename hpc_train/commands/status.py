@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from typing import Any
 
 from rich.console import Console
@@ -27,7 +28,9 @@ def main(arguments: list[str]) -> int:
     if options.json:
         print("\n".join(json.dumps(row) for row in rows))
     elif rows:
-        Console(soft_wrap=True).print(_table(rows), highlight=False)
+        console = Console()
+        # in a pipe a table is not squeezed into 80 columns
+        console.print(_table(rows), highlight=False, width=None if console.is_terminal else 200)
     else:
         print("no job of yours is in Slurm's queue; status RUN_DIR tells of a run")
     return Exit.DONE
@@ -73,6 +76,6 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             "" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f}",
             "" if row["time_left_s"] is None else duration(row["time_left_s"]),
             str(row["restarts"] or ""),
-            row["run"],
+            min(row["run"], os.path.relpath(row["run"]), key=len),
         )
     return table

@@ -31,7 +31,7 @@ class JobProgress:
 
     def __init__(self, job: Job, console: Console) -> None:
         self._console = console
-        self._progress = Progress(job.run, console, _go_on(job))
+        self._progress = Progress(job.run, console, _go_on(job) if job.overrides else None)
         self._tells_at = time.monotonic() + PATIENCE_S
         self._told = ""
 
@@ -43,7 +43,7 @@ class JobProgress:
             if time.monotonic() > self._tells_at:
                 self._tells_at = float("inf")
                 self._console.print("waiting for a free place: other jobs hold the GPUs or cores", highlight=False)
-        elif view.exit is None and view.state != self._told:
+        elif view.exit is None and view.state not in (self._told, "finishing", "failing"):
             self._told = view.state
             self._console.print(view.state, markup=False, highlight=False)
 

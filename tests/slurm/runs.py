@@ -1,0 +1,63 @@
+"""Small runs for the tests on a cluster, and what is asked of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hpc_train.run.directory import RunDirectory
+from tests.slurm.cluster import Cluster, wait_for
+
+_CASE = [
+    "+strategy=dp",
+    "cluster=slurm",
+    "model=custom",
+    "data=synthetic",
+    "data.sequence_length=16",
+    "data.validation_samples=8",
+    "batch.global_size=8",
+    "telemetry.log_every=1",
+]
+ONE_NODE = ["cluster.nodes=1", "cluster.cpu_workers=2"]
+TWO_BY_TWO = ["cluster.nodes=2", "cluster.cpu_workers=2"]
+FAULTY = [*_CASE, "model._target_=tests.doors.faulty.Faulty", "train.steps=6", "telemetry.wandb.mode=disabled"]
+SLOW = [*_CASE, "model._target_=tests.doors.faulty.Slow", "telemetry.wandb.mode=disabled"]  # 0.2 s per step
+
+
+def job_id(run: Path) -> str:
+    return RunDirectory(run).record()["submissions"][-1]["job_id"]
+
+
+def wait_for_submission(run: Path) -> str:
+    wait_for(f"{run} to be submitted", lambda: bool(RunDirectory(run).record().get("submissions")), 60)
+    return job_id(run)
+
+
+def steps(run: Path) -> list[int]:
+    return [line["step"] for line in RunDirectory(run).read_metrics()]
+
+
+def wait_for_step(run: Path, step: int, seconds: float = 90) -> None:
+    wait_for(f"step {step} of {run}", lambda: any(done >= step for done in steps(run)), seconds)
+
+
+def every_step(run: Path) -> list[int]:
+    """The steps as they were taken, over all attempts: a step that was taken twice stands there twice."""
+    files = sorted((run / "metrics").glob("attempt-*.jsonl"))
+    return [json.loads(line)["step"] for path in files for line in path.read_text().splitlines()]
+
+
+def events(run: Path, *names: str) -> list[dict[str, Any]]:
+    return [event for event in RunDirectory(run).read_events() if event["event"] in names]
+
+
+def wandb_ids(run: Path) -> list[str]:
+    """The id of each W&B session, in the order of the attempts."""
+    return [path.name.rpartition("-")[2] for path in sorted((run / "wandb").glob("offline-run-*"))]
+
+
+def detail(cluster: Cluster, job: str, field: str) -> str:
+    """A field of ``scontrol show job``."""
+    shown = cluster.call("scontrol", "show", "job", job).stdout
+    return next((part.partition("=")[2] for part in shown.split() if part.startswith(f"{field}=")), "")

@@ -1,0 +1,43 @@
+"""A failure on any node ends the job everywhere, is FAILED in Slurm, and reaches the console with its own traceback."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.slurm.cluster import Cluster
+from tests.slurm.runs import FAULTY, ONE_NODE, SLOW, TWO_BY_TWO, detail, events, job_id, wait_for_step
+
+
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_a_failing_rank_of_the_second_node(cluster: Cluster, tmp_path: Path, how: str) -> None:
+    faulty = [*FAULTY, *TWO_BY_TWO, "+model.args.rank=3", f"+model.args.how={how}"]
+    done = cluster.hpc_train(*faulty, "run.name=run", "-m", cwd=tmp_path)
+    ended = time.time()
+    run = tmp_path / "outputs" / "run"
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "rank 3 on n" in done.stderr
+    if how == "raise":
+        assert "ArithmeticError: the model of the test fails on purpose" in done.stderr
+        assert "Connection closed by peer" not in done.stderr
+    assert ended - min(event["time"] for event in events(run, "worker_failed")) < 15
+    assert cluster.wait_for_state(job_id(run), "FAILED", "COMPLETED", "CANCELLED") == "FAILED"
+    assert detail(cluster, job_id(run), "ExitCode") == "1:0"
+    left = [process.info for process in psutil.process_iter(["cmdline"]) if str(run) in (process.info["cmdline"] or [])]
+    assert not left
+
+
+def test_a_job_that_is_stopped_by_a_person_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
+    process = cluster.start(*SLOW, *ONE_NODE, "train.steps=600", "run.name=run", "-m", cwd=tmp_path)
+    run = tmp_path / "outputs" / "run"
+    wait_for_step(run, 2)
+    cluster.call("scancel", "--signal=USR1", job_id(run))
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert "run.name=run" in output, "how to go on"
+    assert cluster.wait_for_state(job_id(run), "FAILED") == "FAILED"
+    assert detail(cluster, job_id(run), "ExitCode") == "75:0"
+    assert detail(cluster, job_id(run), "Restarts") == "0"
