@@ -1,7 +1,7 @@
 """Prints a batch script that stands alone: ``python -m hpc_train script +strategy=hybrid > job.sbatch``.
 
-It trains the same run as ``-m`` would, and asks Slurm for the same. Nothing is written. A machine without Slurm will do,
-though what a partition gives by itself is not known there.
+It trains the same run as ``-m`` would, and asks Slurm for the same. Nothing is written. A machine without Slurm will
+do, though what a partition gives by itself is not known there.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 PACKAGES = ("hpc_train", "torch", "hydra-core", "omegaconf", "submitit", "numpy", "wandb")
 
 
+@cache
 def code_version() -> dict[str, Any]:
     """Git commit of the checkout that this package runs from, and whether tracked files differ from it.
 
-    Both are None for an installed wheel and where git is absent.
+    Asked once per process, since a sweep freezes a thousand runs. Both are None for an installed wheel and where git is
+    absent.
     """
     folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists():
@@ -24,6 +27,7 @@ def code_version() -> dict[str, Any]:
     return {"commit": commit, "dirty": None if status is None else bool(status)}
 
 
+@cache
 def environment_versions() -> dict[str, str]:
     """Python's and the packages' versions, from their metadata: imports nothing."""
     found = {"python": platform.python_version(), "system": platform.platform()}

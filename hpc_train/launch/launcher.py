@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hydra.core.utils import JobReturn, JobStatus, filter_overrides
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 from rich.console import Console
+from rich.progress import track
 
 from hpc_train.config.compose import SWEEPER
 from hpc_train.config.directory import job_directory
@@ -26,6 +27,9 @@ from hpc_train.launch.submitter import choose
 from hpc_train.launch.waiting import hand_over, report, wait
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
+
+T = TypeVar("T")
+MANY = 20  # jobs that take long enough to be followed by a bar
 
 
 class HpcTrainLauncher(Launcher):
@@ -47,7 +51,7 @@ class HpcTrainLauncher(Launcher):
             SystemExit: a job did not end well; the code says how.
         """
         console = Console()
-        jobs = self._jobs(job_overrides, initial_job_idx)
+        jobs = self._jobs(job_overrides, initial_job_idx, console)
         for job in jobs:
             check_freeze(job.config, job.run)  # all of them before the first is written
         submitter = choose(jobs[0].config.cluster)
@@ -57,7 +61,7 @@ class HpcTrainLauncher(Launcher):
         code = take(jobs[0].config, self._sweep / "code")
         for job in jobs:
             check_targets(job.config, code)
-        for job in jobs:
+        for job in _followed(jobs, "writing run directories", console):
             freeze(job.config, job.run, claim=True, code=code)  # those that wait for their turn are this process's
         queue = JobQueue(jobs, submitter, self._sweep, console)
         if jobs[0].config.launch.detach:
@@ -69,7 +73,7 @@ class HpcTrainLauncher(Launcher):
             sys.exit(outcome)
         return [_result(job, view.metrics) for job, view in zip(jobs, queue.views, strict=True)]
 
-    def _jobs(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[Job]:
+    def _jobs(self, job_overrides: Sequence[Sequence[str]], first: int, console: Console) -> list[Job]:
         """Composes and checks every job; a mistake names the job that it is in."""
         count = first + len(job_overrides)
         sweeper = self._config.hydra.sweeper
@@ -77,7 +81,8 @@ class HpcTrainLauncher(Launcher):
             count = max(count, 2)  # a sweeper that submits in batches: all of its runs are numbered
         compose = JobComposer(self._compose)
         jobs = []
-        for number, overrides in enumerate(job_overrides, start=first):
+        listed = list(enumerate(job_overrides, start=first))
+        for number, overrides in _followed(listed, "composing jobs", console):
             own = filter_overrides(list(overrides))
             run = RunDirectory(job_directory(self._sweep, number, count))
             try:
@@ -94,6 +99,12 @@ class HpcTrainLauncher(Launcher):
         with open_dict(composed):
             del composed["hydra"]
         return composed
+
+
+def _followed(items: Sequence[T], what: str, console: Console) -> Iterable[T]:
+    """``items``, with a bar at a terminal where there are many."""
+    hidden = not console.is_terminal or len(items) < MANY
+    return track(items, what, console=console, transient=True, disable=hidden)
 
 
 def _result(job: Job, metrics: dict[str, Any]) -> JobReturn:
