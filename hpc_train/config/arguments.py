@@ -26,7 +26,8 @@ from hpc_train.config.sweeps import JobComposer
 STRATEGY = re.compile(r"\+{0,2}strategy=(?![{\[])")
 EXPERIMENT = re.compile(r"\+{0,2}experiment=")
 ONE_VALUE = (
-    "run.name", "run.root", "run.fork", "run.snapshot", "launch.dry_run", "launch.detach", "launch.array_parallelism",
+    "run.name", "run.root", "run.fork", "run.group", "run.snapshot",
+    "launch.dry_run", "launch.detach", "launch.array_parallelism",
 )  # fmt: skip
 
 

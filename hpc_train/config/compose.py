@@ -19,7 +19,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hpc_train.config.directory import run_directory
+from hpc_train.config.directory import default_root, run_directory
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.kinds import check_kinds
 from hpc_train.config.schema import DATA_SCHEMAS, MODEL_SCHEMAS, Config
@@ -49,6 +49,7 @@ def register() -> None:
     add: Callable[..., None] = OmegaConf.register_new_resolver if old else OmegaConf.register_resolver
     # cached: Hydra asks several times, and a directory that is named by the time must stay the same
     add("hpc_train.directory", run_directory, use_cache=True)
+    add("hpc_train.root", default_root)
     add("hpc_train.steps_unless", _steps_unless)
 
 

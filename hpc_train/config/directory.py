@@ -13,6 +13,12 @@ from hpc_train.config.errors import ConfigError
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=,@-]*(/[A-Za-z0-9_][A-Za-z0-9_.+=,@-]*)*")
 
 
+def default_root() -> str:
+    """Where runs lie unless ``run.root`` says: checkpoints fill a home directory, so scratch space comes before it."""
+    root, scratch = os.environ.get("HPC_TRAIN_ROOT"), os.environ.get("SCRATCH")
+    return root or (f"{scratch}/hpc_train" if scratch else "outputs")
+
+
 def run_directory(root: str, name: str | None = None, fork: str | None = None) -> str:
     """The directory of a run, or the parent of a sweep's runs, as an absolute path. Creates nothing.
 

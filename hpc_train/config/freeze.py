@@ -32,6 +32,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import write_text
 from hpc_train.run.frozen_code import FrozenCode
+from hpc_train.run.sharing import group_id, share, share_one, write_for_group
 
 
 def freeze(config: Config, run: RunDirectory, *, claim: bool = False, code: FrozenCode | None = None) -> None:
@@ -49,6 +50,9 @@ def freeze(config: Config, run: RunDirectory, *, claim: bool = False, code: Froz
             "a dry run is asked for in a config file", where="launch.dry_run", mend="launch.dry_run=true when calling"
         )
     config, source = _unforked(config, run)
+    if config.run.group is not None:
+        group_id(config.run.group)
+        write_for_group()
     try:
         run.create()
     except OSError as error:
@@ -59,11 +63,15 @@ def freeze(config: Config, run: RunDirectory, *, claim: bool = False, code: Froz
         _check(config, run, source)
         _write_config(config, run)
         _write_record(run, source, claim, code)
+        if config.run.group is not None:
+            _share(config.run.group, Path(config.run.root), run, code)
 
 
 def check_freeze(config: Config, run: RunDirectory) -> None:
     """Raises ConfigError where ``freeze`` would; writes nothing."""
     unforked, source = _unforked(config, run)
+    if config.run.group is not None:
+        group_id(config.run.group)
     _check(unforked, run, source)
 
 
@@ -137,6 +145,17 @@ def _check(config: Config, run: RunDirectory, source: RunDirectory | None) -> No
             f"{run.path} is there and was not forked from {source.path}", where="run.fork", mend="another run.fork"
         )
     check_identity(load(run), config)
+
+
+def _share(group: str, root: Path, run: RunDirectory, code: FrozenCode | None) -> None:
+    """The run, the copy of the code, and the directories between them and the root."""
+    if code is not None:
+        share(Path(code.snapshot).parent, group)
+    share(run.path, group)
+    for parent in run.path.parents:
+        if parent == root or not parent.is_relative_to(root):
+            break
+        share_one(parent, group)
 
 
 def _write_config(config: Config, run: RunDirectory) -> None:

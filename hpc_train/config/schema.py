@@ -292,11 +292,12 @@ class LaunchConfig:
 class RunConfig:
     """The run directory."""
 
-    root: str = "outputs"
+    root: str = "outputs"  # conf/ takes $HPC_TRAIN_ROOT or scratch space instead where they are known
     name: str | None = None  # makes the directory stable across calls, so that the run resumes
     fork: str | None = (
         None  # a new name for a run that starts from run.name's newest checkpoint with other identity keys
     )
+    group: str | None = None  # a Unix group that may read, resume and remove the run; null: as the umask says
     snapshot: bool = True  # copy the code of the current git work tree, so that edits do not reach jobs that wait
 
 

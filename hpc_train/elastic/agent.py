@@ -32,6 +32,7 @@ from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.frozen_code import frozen_code, use
 from hpc_train.run.job_end import JobEnd
+from hpc_train.run.sharing import write_for_group
 from hpc_train.run.worker_spec import WorkerSpec
 
 ENTRY = "hpc_train.train.worker:train"
@@ -82,6 +83,8 @@ def _run(
 ) -> Outcome:
     config = load(run)
     use(frozen_code(run))
+    if config.run.group is not None:
+        write_for_group()
     meeting, listener = (None, None) if stop.requested else _meet(run, config, allocation, stop)
     if meeting is None:
         return Outcome(Exit.STOPPED)

@@ -28,7 +28,9 @@ TINY = [
 def environment(**extra: str) -> dict[str, str]:
     """The environment of a fresh shell: one thread for BLAS, no W&B account, no GPU."""
     keep = {
-        name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "SLURM_", "HPC_TRAIN_"))
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("WANDB_", "SLURM_", "HPC_TRAIN_")) and name != "SCRATCH"
     }
     return keep | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "160", "CUDA_VISIBLE_DEVICES": ""} | extra
 
