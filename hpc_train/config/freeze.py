@@ -25,6 +25,7 @@ from hpc_train.config.compose import converted, escaped
 from hpc_train.config.directory import fork_source
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.identity import changes, check_identity, flat
+from hpc_train.config.imported import check_start, imported_model
 from hpc_train.config.provenance import code_version, environment_versions
 from hpc_train.config.schema import Config
 from hpc_train.run import submissions
@@ -112,7 +113,7 @@ def _unforked(config: Config, run: RunDirectory) -> tuple[Config, RunDirectory |
         return config, None
     assert config.run.name is not None  # run_directory has refused a fork of nothing
     source = RunDirectory(fork_source(config.run.root, config.run.name, config.run.fork, run.path))
-    if not source.config.exists():
+    if not source.config.exists() and imported_model(source) is None:
         raise ConfigError(
             f"there is no run {source.path} to fork", where="run.name", mend="run.name=the name of a run that is there"
         )
@@ -122,6 +123,7 @@ def _unforked(config: Config, run: RunDirectory) -> tuple[Config, RunDirectory |
             where="run.fork",
             mend="fork it later, or begin anew with run.name=NEW",
         )
+    check_start(config, source)
     return replace(config, run=replace(config.run, name=config.run.fork, fork=None)), source
 
 
@@ -138,6 +140,12 @@ def _alone(run: RunDirectory) -> Iterator[None]:
 
 def _check(config: Config, run: RunDirectory, source: RunDirectory | None) -> None:
     submissions.refuse_live(run)
+    if imported_model(run) is not None:
+        raise ConfigError(
+            f"{run.path} holds imported weights and is no run",
+            where="run.name",
+            mend=f"run.name={config.run.name} run.fork=NEW starts a run from them",
+        )
     if not run.config.exists():
         return
     if source is not None and run.record().get("forked_from") != str(source.path):

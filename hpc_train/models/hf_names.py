@@ -1,0 +1,133 @@
+"""Our GPT and Hugging Face's Llama are one model under two sets of names: the mapping of parameters and of configs.
+
+The tensors are the same, shape for shape and value for value (``rotary.py`` turns coordinates as Llama does), so both
+directions only rename. No torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.schema import GPTConfig
+
+OUTPUT = "lm_head.weight"  # absent from the files of a tied model, or a copy of the embedding
+_WHOLE = {
+    "stem.embedding.weight": "model.embed_tokens.weight",
+    "head.norm.weight": "model.norm.weight",
+    "head.output.weight": OUTPUT,
+}
+_OF_A_LAYER = {
+    "attention_norm.weight": "input_layernorm.weight",
+    "attention.wq.weight": "self_attn.q_proj.weight",
+    "attention.wk.weight": "self_attn.k_proj.weight",
+    "attention.wv.weight": "self_attn.v_proj.weight",
+    "attention.wo.weight": "self_attn.o_proj.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn.w1.weight": "mlp.gate_proj.weight",
+    "ffn.w2.weight": "mlp.down_proj.weight",
+    "ffn.w3.weight": "mlp.up_proj.weight",
+}
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+_SUPPORTED: dict[str, Any] = {  # what our model has no key for, with the one value it computes
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "pretraining_tp": 1,
+}
+
+
+def hf_name(name: str) -> str:
+    """Llama's name of the GPT parameter ``name``.
+
+    Raises:
+        KeyError: a GPT has no such parameter.
+    """
+    found = _LAYER.fullmatch(name)
+    return f"model.layers.{found[1]}.{_OF_A_LAYER[found[2]]}" if found else _WHOLE[name]
+
+
+def hf_config(config: GPTConfig, positions: int, dtype: str) -> dict[str, Any]:
+    """The ``config.json`` with which ``transformers`` makes a ``LlamaForCausalLM`` of ``config``.
+
+    Args:
+        positions: the longest sequence that the model was trained on.
+        dtype: of the exported tensors, ``float32`` or ``bfloat16``, …
+    """
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "intermediate_size": config.ffn_dim,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.dim // config.n_heads,
+        "max_position_embeddings": positions,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None,
+        "tie_word_embeddings": config.tied_embeddings,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": dtype,
+    }
+
+
+def gpt_config(values: Mapping[str, Any], where: str) -> GPTConfig:
+    """The GPT that a ``config.json`` of Llama describes, as ``transformers`` 4 or 5 wrote it.
+
+    Raises:
+        ConfigError: it is of another architecture, or has parts that our model lacks.
+    """
+    _refuse_unsupported(values, where)
+    try:
+        heads, dim = int(values["num_attention_heads"]), int(values["hidden_size"])
+        head_dim = values.get("head_dim") or dim // heads
+        if head_dim * heads != dim:
+            raise _unsupported(f"{heads} heads of width {head_dim} in a model of width {dim}", where)
+        return GPTConfig(
+            vocab_size=int(values["vocab_size"]),
+            n_layers=int(values["num_hidden_layers"]),
+            dim=dim,
+            n_heads=heads,
+            n_kv_heads=int(values.get("num_key_value_heads") or heads),
+            ffn_dim=int(values["intermediate_size"]),
+            rope_theta=_theta(values, where),
+            norm_eps=float(values.get("rms_norm_eps", 1e-6)),
+            tied_embeddings=bool(values.get("tie_word_embeddings", False)),
+        )
+    except KeyError as error:
+        raise ConfigError(f"{where} has no {error.args[0]}", where=where, mend="a config.json of Llama") from error
+
+
+def _refuse_unsupported(values: Mapping[str, Any], where: str) -> None:
+    for key, supported in _SUPPORTED.items():
+        if values.get(key, supported) != supported:
+            raise _unsupported(f"{key} {values[key]!r}", where)
+
+
+def _theta(values: Mapping[str, Any], where: str) -> float:
+    """``rope_parameters`` is transformers 5, ``rope_theta`` beside ``rope_scaling`` the one before."""
+    rotary = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    kind = rotary.get("rope_type", rotary.get("type", "default"))
+    if kind != "default":
+        raise ConfigError(
+            f"{where} scales its rotary positions ({kind}), which our model does not",
+            where=where,
+            mend="rope_scaling: null in it trains the weights without scaling; they then compute something else",
+        )
+    return float(rotary.get("rope_theta", values.get("rope_theta", 10000.0)))
+
+
+def _unsupported(what: str, where: str) -> ConfigError:
+    return ConfigError(
+        f"{where} has {what}, which model kind gpt does not compute", where=where, mend="the weights of a plain Llama"
+    )
