@@ -1,0 +1,120 @@
+"""What reaches a real cluster and what is refused before it does."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc_train.run.directory import RunDirectory
+from tests.doors.command import TINY
+from tests.slurm.cluster import Cluster
+
+WORKERS = ["cluster.cpu_workers=2", "batch.global_size=24"]
+HYBRID = ["+strategy=hybrid", *TINY, *WORKERS]
+REFUSED = [
+    (["cluster.partition=gpuu"], "did you mean gpu?"),
+    (["cluster.nodes=5"], "the partition gpu has 4"),
+    (["cluster.partition=debug", "cluster.nodes=3"], "the partition debug allows 2"),
+    (["cluster.partition=debug", "cluster.time=02:00:00"], "cluster.time=00:30:00"),
+    (["cluster.account=nobody"], "one of research, root"),
+    (["cluster.qos=gold"], "one of normal"),
+    (["cluster.gpus_per_node=8"], "cluster.gpus_per_node=4"),
+    (["cluster.gpus_per_node=2", "cluster.gpu_type=h200"], "of type h200"),
+    (["cluster.constraint=nowhere"], "Invalid feature specification"),
+    (["cluster.nodes=4", "cluster.gpus_per_node=4", "cluster.time=08:00:00"], "launch.yes=true"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "named"), REFUSED, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_a_job_that_cannot_be_is_refused_with_the_mend(
+    arguments: list[str], named: str, cluster: Cluster, tmp_path: Path
+) -> None:
+    done = cluster.hpc_train("+strategy=dp", *TINY, *WORKERS, *arguments, "-m", cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert named in done.stderr
+    assert done.stderr.count("mend:") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_more_jobs_than_the_user_may_have_are_refused(cluster: Cluster, tmp_path: Path) -> None:
+    limit = ["sacctmgr", "-iQ", "modify", "account", "research", "set"]
+    cluster.call(*limit, "MaxSubmitJobs=3")
+    try:
+        done = cluster.hpc_train(*HYBRID, "train.seed=1,2,3,4", "-m", cwd=tmp_path)
+    finally:
+        cluster.call(*limit, "MaxSubmitJobs=-1")
+    assert done.returncode == 2
+    assert "has at most 3 in the queue" in done.stderr
+
+
+def test_training_on_the_login_node_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    done = cluster.hpc_train(*HYBRID, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "login node" in done.stderr
+    assert "cluster=local" in done.stderr
+
+
+def test_a_sweep_of_two_shapes_is_two_arrays_and_its_losses_are_those_of_this_machine(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """The strategies ask for their own nodes; inherited variables do not reach the jobs; export=NONE does no harm."""
+    (tmp_path / "experiment").mkdir()
+    for name, nodes in (("wide", 2), ("narrow", 1)):
+        text = f"# @package _global_\ncluster: {{nodes: {nodes}, cpu_workers: 2}}\n"
+        (tmp_path / "experiment" / f"{name}.yaml").write_text(text)
+    environment = cluster.environment | {"SBATCH_PARTITION": "nowhere", "SBATCH_NODES": "4", "SBATCH_TIMELIMIT": "1"}
+    shared = ["strategy=hybrid", "cluster=slurm", "cluster.partition=gpu", "+cluster.extra.export=NONE", *TINY]
+    sweep = ["-cd", str(tmp_path), "+experiment=wide,narrow", "train.seed=1,2", "run.name=sweep", "-m"]
+    here = Cluster(environment)
+    done = here.hpc_train(*shared, *sweep, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = [RunDirectory(tmp_path / "outputs" / "sweep" / str(number)) for number in range(4)]
+    ids = [run.record()["submissions"][-1]["job_id"] for run in runs]
+    arrays = [job_id.split("_")[0] for job_id in ids]
+    assert arrays[0] == arrays[1] != arrays[2] == arrays[3]
+    worlds = [event["world_size"] for run in runs for event in run.read_events() if event["event"] == "started"]
+    assert sorted(worlds) == [2, 2, 4, 4, 4, 4]  # each agent tells
+    local = ["cluster=local", "cluster.cpu_workers=4", "train.seed=1", "run.name=local"]
+    assert cluster.hpc_train("strategy=hybrid", *TINY, *local, cwd=tmp_path).returncode == 0
+    expected = [line["loss"] for line in RunDirectory(tmp_path / "outputs" / "local").read_metrics()]
+    assert [line["loss"] for line in runs[0].read_metrics()] == pytest.approx(expected, rel=1e-5)
+    for run in runs:
+        assert "srun" in (run.path / "job.sbatch").read_text()
+
+
+def test_a_script_of_its_own_trains_the_same_run(cluster: Cluster, tmp_path: Path) -> None:
+    asked = [*HYBRID, "cluster=slurm", "cluster.nodes=1-2", "run.name=alone", "+cluster.env.MARK=a b"]
+    asked += ["cluster.teardown=['echo \"$MARK\" > teardown']"]
+    script = cluster.hpc_train("script", *asked, cwd=tmp_path)
+    assert script.returncode == 0, script.stderr
+    (tmp_path / "job.sbatch").write_text(script.stdout)
+    submitted = cluster.call("sbatch", "--parsable", "job.sbatch", cwd=tmp_path)
+    job_id = submitted.stdout.strip()
+    ended = cluster.wait_for_state(job_id, "COMPLETED", "FAILED", "CANCELLED", seconds=90)
+    assert ended == "COMPLETED", "".join(path.read_text() for path in tmp_path.glob("*.out"))
+    (job,) = RunDirectory(tmp_path / "outputs" / "alone").record()["submissions"]
+    assert job["job_id"] == job_id
+    assert (tmp_path / "teardown").read_text() == "a b\n"
+
+
+def test_inside_an_allocation_jobs_run_in_it(cluster: Cluster, tmp_path: Path) -> None:
+    python = [sys.executable, "-m", "hpc_train"]
+    run = [*HYBRID, "cluster.nodes=2", "run.name=inside", "-m"]
+    done = cluster.call("salloc", "--nodes=2", "--cpus-per-task=2", *python, *run, cwd=tmp_path, timeout=90)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "inside the allocation" in done.stdout
+    attempts = (tmp_path / "outputs" / "inside" / "attempts").glob("[0-9]*.json")
+    assert [json.loads(path.read_text())["nodes"] for path in attempts] == [2]
+
+
+def test_a_dry_run_shows_the_script_and_asks_the_site(cluster: Cluster, tmp_path: Path) -> None:
+    done = cluster.hpc_train(*HYBRID, "cluster.nodes=2-4", "launch.dry_run=true", "-m", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for part in ("--nodes=2-4", "#!/bin/bash", "account research, partition gpu, 2-4 nodes", "at most 0 GPU-hours"):
+        assert part in done.stdout
+    assert not list(tmp_path.iterdir())
+    refused = cluster.hpc_train(*HYBRID, "cluster.partition=nowhere", "launch.dry_run=true", "-m", cwd=tmp_path)
+    assert refused.returncode == 2
