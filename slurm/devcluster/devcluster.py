@@ -44,7 +44,11 @@ TEMPLATES = Path(__file__).parent / "etc"
 
 
 class Refused(Exception):
-    """The cluster cannot or must not be started here."""
+    """The cluster cannot or must not be started here (exit code 2)."""
+
+
+class Failed(Exception):
+    """Something that should have started did not (exit code 1)."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,9 @@ def main() -> int:
     except Refused as reason:
         print(f"devcluster: {reason}", file=sys.stderr)
         return 2
+    except Failed as reason:
+        print(f"devcluster: {reason}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -355,7 +362,7 @@ def run_daemon(cluster: Cluster, name: str, command: list[str]) -> None:
     if done.returncode:
         log = cluster.state / "log" / f"{name}.log"
         tail = "\n".join(log.read_text().splitlines()[-5:]) if log.exists() else done.stderr
-        raise Refused(f"{name} did not start:\n{tail}")
+        raise Failed(f"{name} did not start:\n{tail}")
 
 
 def call(cluster: Cluster, *command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -370,7 +377,7 @@ def call(cluster: Cluster, *command: str, check: bool = True) -> subprocess.Comp
         stdin=subprocess.DEVNULL,
     )
     if check and done.returncode:
-        raise Refused(f"{shlex.join(command)} failed: {done.stderr.strip()}")
+        raise Failed(f"{shlex.join(command)} failed: {done.stderr.strip()}")
     return done
 
 
@@ -387,7 +394,7 @@ def wait_for(what: str, done: Callable[[], bool], seconds: float, must: bool = T
     while not done():
         if time.monotonic() > deadline:
             if must:
-                raise Refused(f"gave up waiting for {what}; the logs are in the state directory")
+                raise Failed(f"gave up waiting for {what}; the logs are in the state directory")
             return False
         time.sleep(0.1)
     return True
