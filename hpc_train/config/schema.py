@@ -61,9 +61,7 @@ class StrategyConfig:
 
     name: str = "single"
     dp: int | str = 1  # replicas (or ZeRO ranks), or "fill": all ranks that pp and tp leave
-    pp: int | str = (
-        1  # ranks in the pipeline, or "auto" (2 on one node, else one per node), or "fill": all that dp leaves
-    )
+    pp: int | str = 1  # ranks in the pipeline; "auto": 2 on one node, else one per node; "fill": all that dp leaves
     tp: int = 1  # ranks that share each layer; kept inside a node
     data_parallel: str = "ddp"  # ddp | reduce | zero1 | zero2 | zero3: how the dp ranks keep in step
     shard: int | str = "fill"  # ranks one ZeRO state is sharded over: "fill" (all of dp), "node", or a number
@@ -294,9 +292,7 @@ class RunConfig:
 
     root: str = "outputs"  # conf/ takes $HPC_TRAIN_ROOT or scratch space instead where they are known
     name: str | None = None  # makes the directory stable across calls, so that the run resumes
-    fork: str | None = (
-        None  # a new name for a run that starts from run.name's newest checkpoint with other identity keys
-    )
+    fork: str | None = None  # the name of a new run, with other identity keys, from run.name's newest checkpoint
     group: str | None = None  # a Unix group that may read, resume and remove the run; null: as the umask says
     snapshot: bool = True  # copy the code of the current git work tree, so that edits do not reach jobs that wait
 
