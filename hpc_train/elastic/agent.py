@@ -16,6 +16,7 @@ from typing import Any
 from hpc_train.cluster.allocation import Allocation, current_allocation, workers_per_node
 from hpc_train.cluster.caches import node_local_caches
 from hpc_train.cluster.environment import apply, threads_per_rank, worker_environment
+from hpc_train.cluster.topology import mapping
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.freeze import load
 from hpc_train.config.layout import resolve_layout
@@ -23,6 +24,7 @@ from hpc_train.config.schema import Config
 from hpc_train.elastic.attempt import Outcome, run_attempt
 from hpc_train.elastic.failures import WorkerFailure, is_echo
 from hpc_train.elastic.logs import WorkerLog
+from hpc_train.elastic.places import order_of_nodes, tell_place
 from hpc_train.elastic.rendezvous import Meeting, bind, wait_for_meeting
 from hpc_train.elastic.requeue import ANNOUNCEMENT, decide
 from hpc_train.elastic.stop_requests import StopRequests, watch_signals
@@ -110,10 +112,14 @@ def _run(
 def _meet(
     run: RunDirectory, config: Config, allocation: Allocation, stop: StopRequests
 ) -> tuple[Meeting | None, socket | None]:
+    tell_place(run, allocation)
     if allocation.node_rank > 0:
         return wait_for_meeting(run, allocation.launch_id, lambda: stop.requested, MEETING_TIMEOUT_S), None
     gpus, workers = workers_per_node(config.cluster)
     layout = resolve_layout(config, allocation.nodes, workers)
+    order, names = order_of_nodes(run, allocation, lambda: stop.requested, MEETING_TIMEOUT_S)
+    if names:
+        print("ranks by node:", *mapping(layout, names, workers), sep="\n  ", flush=True)
     attempt = run.claim_attempt()
     listener = bind(allocation, f"{allocation.job_id or run.path}:{attempt}")
     meeting = Meeting(
@@ -129,6 +135,7 @@ def _meet(
         gpus_per_node=gpus,
         workers_per_node=workers,
         layout=layout,
+        order=order,
     )
     meeting.publish(run)
     return meeting, listener
@@ -136,14 +143,15 @@ def _meet(
 
 def _specs(run: RunDirectory, config: Config, allocation: Allocation, meeting: Meeting) -> list[WorkerSpec]:
     local_workers = min(meeting.workers_per_node, meeting.layout.world_size)
+    position = meeting.order.index(allocation.node_rank)
     return [
         WorkerSpec(
             run_dir=str(run.path),
             attempt=meeting.attempt,
-            rank=allocation.node_rank * local_workers + local_rank,
+            rank=position * local_workers + local_rank,
             local_rank=local_rank,
             local_world_size=local_workers,
-            node_rank=allocation.node_rank,
+            node_rank=position,
             nodes=meeting.nodes,
             layout=meeting.layout,
             master_address=meeting.address,

@@ -26,7 +26,10 @@ POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Meeting:
-    """What all agents of an attempt must agree on, as ``attempts/NNN.json`` holds it."""
+    """What all agents of an attempt must agree on, as ``attempts/NNN.json`` holds it.
+
+    ``order`` holds Slurm's numbers of the nodes in the order of rank.
+    """
 
     attempt: int
     launch_id: str
@@ -40,6 +43,7 @@ class Meeting:
     gpus_per_node: int
     workers_per_node: int
     layout: Layout
+    order: tuple[int, ...]
 
     def publish(self, run: RunDirectory) -> None:
         write_json(run.attempts / f"{self.attempt:03d}.json", asdict(self))
@@ -47,7 +51,7 @@ class Meeting:
     @classmethod
     def parse(cls, value: dict[str, Any]) -> Meeting:
         layout = value["layout"] | {"notes": tuple(value["layout"]["notes"])}
-        return cls(**value | {"layout": Layout(**layout)})
+        return cls(**value | {"layout": Layout(**layout), "order": tuple(value["order"])})
 
 
 def bind(allocation: Allocation, seed: str) -> socket.socket:

@@ -70,6 +70,25 @@ def test_two_nodes_give_the_losses_of_a_local_run(shell: Cluster, tmp_path: Path
     assert losses(tmp_path / "outputs" / "slurm") == pytest.approx(expected, rel=1e-6)
     meeting = read_json(tmp_path / "outputs" / "slurm" / "attempts" / "000.json")
     assert (meeting["nodes"], meeting["layout"]["pp"], meeting["layout"]["dp"]) == (2, 2, 2)
+    (log,) = tmp_path.glob("*.log")
+    assert "ranks 0-1: pp 0, dp 0-1, tp 0" in log.read_text()
+    assert "ranks 2-3: pp 1, dp 0-1, tp 0" in log.read_text()
+
+
+def test_nodes_of_one_switch_are_neighbours_in_rank(shell: Cluster, tmp_path: Path) -> None:
+    """Three nodes of which Slurm numbers one of another switch in between; the variable says so here."""
+    frozen = shell.hpc_train("freeze", "+strategy=dp", *TINY, "cluster.nodes=3", "cluster.cpu_workers=1",
+                             "batch.global_size=6", "run.name=run", cwd=tmp_path)  # fmt: skip
+    assert frozen.returncode == 0, frozen.stderr
+    agent = f"{sys.executable} -m hpc_train agent {tmp_path / 'outputs' / 'run'}"
+    place = "spine.rack$((SLURM_NODEID % 2)).$SLURMD_NODENAME"
+    step = f"srun --ntasks-per-node=1 bash -c 'SLURM_TOPOLOGY_ADDR={place} exec {agent}'"
+    done = shell.call("sbatch", "--parsable", "-N3", "--exclusive", "-o", "job.log", f"--wrap={step}", cwd=tmp_path)
+    finish(shell, done.stdout.strip(), tmp_path)
+    lines = (tmp_path / "job.log").read_text().splitlines()
+    order = [line.split(":")[0].split(".")[1] for line in lines if ": ranks " in line]
+    assert order == ["rack0", "rack0", "rack1"]
+    assert len(losses(tmp_path / "outputs" / "run")) == 6
 
 
 def test_freeze_checks_against_the_nodes_of_the_job(shell: Cluster, tmp_path: Path) -> None:
