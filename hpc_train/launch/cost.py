@@ -32,6 +32,8 @@ def lines(jobs: Sequence[Job], site: Site) -> list[str]:
     requeues = max(job.config.elastic.max_requeues for job in jobs)
     total = f"at most {gpu_hours(jobs):g} GPU-hours (with {requeues} requeues, if it comes to that)"
     notes = sorted({note for job in jobs for note in _notes(job, site)})
+    if _is_much(jobs):
+        notes.append(f"note: {_above(jobs)}: a terminal is asked, elsewhere launch.yes=true is needed")
     return [*said, f"{len(jobs)} jobs, {total}", *notes] if len(jobs) > 1 else [f"{said[0]}: {total}", *notes]
 
 
@@ -41,15 +43,22 @@ def confirm(jobs: Sequence[Job], site: Site, console: Console) -> None:
     Raises:
         ConfigError: the answer was no, or nobody is there to be asked and ``launch.yes`` is not set.
     """
-    launch, cost = jobs[0].config.launch, gpu_hours(jobs)
-    if launch.yes or cost <= launch.confirm_gpu_hours:
+    if not _is_much(jobs):
         return
-    what = f"this may cost up to {cost:g} GPU-hours"
-    above = f"launch.confirm_gpu_hours is {launch.confirm_gpu_hours:g}"
+    what, above = f"this may cost up to {gpu_hours(jobs):g} GPU-hours", _above(jobs)
     if not (console.is_terminal and sys.stdin.isatty()):
-        raise ConfigError(f"{what}, and {above}", where="launch.confirm_gpu_hours", mend="launch.yes=true to agree")
+        raise ConfigError(f"{what}, {above}", where="launch.confirm_gpu_hours", mend="launch.yes=true to agree")
     if console.input(f"{what}. Submit? [y/N] ").strip().lower() not in ("y", "yes"):
         raise ConfigError(f"{what}: not submitted", where="the terminal", mend="y to submit, or launch.yes=true")
+
+
+def _is_much(jobs: Sequence[Job]) -> bool:
+    launch = jobs[0].config.launch
+    return not launch.yes and gpu_hours(jobs) > launch.confirm_gpu_hours
+
+
+def _above(jobs: Sequence[Job]) -> str:
+    return f"above launch.confirm_gpu_hours={jobs[0].config.launch.confirm_gpu_hours:g}"
 
 
 def _line(job: Job, site: Site) -> str:

@@ -19,6 +19,7 @@ from hpc_train.launch.watch import Submitted, View
 from hpc_train.run import submissions
 from hpc_train.run.events import EventLog
 
+TOLD_ONE_BY_ONE = 20  # jobs; of more only their number is told
 WAITING = View("waiting", {})
 
 
@@ -81,5 +82,9 @@ class JobQueue:
             events = EventLog.open(job.run, "submitter", attempt)
             events.write("submitted", job_id=job_id, place=self.submitter.name, layout=str(job.layout))
             self._submitted[job.number] = Submitted(job, job_id, attempt, self.submitter.output(job, job_id))
-            announce(job, self.submitter, self._console, job_id)
+            if len(jobs) <= TOLD_ONE_BY_ONE:
+                announce(job, self.submitter, self._console, job_id)
+        if len(jobs) > TOLD_ONE_BY_ONE:
+            where = f"{ids[0]} to {ids[-1]}: {self._sweep}"
+            self._console.print(f"{len(jobs)} jobs to {self.submitter.name}, {where}", markup=False, soft_wrap=True)
         self._waiting = self._waiting[len(jobs) :]

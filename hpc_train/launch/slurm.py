@@ -103,7 +103,7 @@ class SlurmSubmitter:
                 write_text(folder / _listing(same), "".join(f"{job.run.path}\n" for job in same))
             main = _submit(ScriptExecutor(folder, text, asked))
             for index, job in enumerate(same):
-                write_text(job.run.path / "job.sbatch", text)
+                (job.run.path / "job.sbatch").write_text(text, encoding="utf-8")
                 ids[job.number] = job_id = f"{main}_{index}" if len(same) > 1 else main
                 self._outputs[job_id] = folder / f"{job_id}.out"
         return [ids[job.number] for job in jobs]
