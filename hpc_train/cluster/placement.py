@@ -52,8 +52,28 @@ def refuse_misplaced(environment: Mapping[str, str] = os.environ) -> None:
         SystemExit: in the others.
     """
     found = misplaced(environment)
-    if found is None:
-        return
+    if found is not None:
+        _refuse(found)
+
+
+def refuse_several_nodes(environment: Mapping[str, str] = os.environ) -> None:
+    """The same where a step of several nodes was given a config: it is composed once, and not by each of them.
+
+    Raises:
+        ConfigError: in the first of them.
+        SystemExit: in the others.
+    """
+    nodes = int(environment.get("SLURM_STEP_NUM_NODES", "1"))
+    if nodes > 1:
+        error = ConfigError(
+            f"each of the {nodes} nodes of this step would compose a run of its own",
+            where="srun",
+            mend='RUN=$(python -m hpc_train freeze OVERRIDES) and then srun python -m hpc_train agent "$RUN"',
+        )
+        _refuse(Misplaced(error, environment.get("SLURM_PROCID", "0") == "0"))
+
+
+def _refuse(found: Misplaced) -> None:
     if found.first:
         raise found.error
     time.sleep(SILENCE_S)

@@ -17,7 +17,7 @@ from hpc_train.config.directory import job_directory, run_directory
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.freeze import check_freeze, freeze
 from hpc_train.config.schema import ClusterConfig, Config
-from hpc_train.config.snapshot import check_targets, take
+from hpc_train.config.snapshot import take
 from hpc_train.config.validate import validate
 from hpc_train.launch.submitter import choose
 from hpc_train.run import submissions
@@ -72,9 +72,7 @@ def _job(jobs: list[list[str]], task: int | None, multirun: bool) -> list[str]:
 def _freeze(config: Config, run: RunDirectory, parent: Path) -> None:
     validate(config, *_nodes_and_workers(config.cluster))
     check_freeze(config, run)
-    code = take(config, parent / "code")
-    check_targets(config, code)
-    freeze(config, run, code=code)
+    freeze(config, run, code=take([config], parent / "code"))
 
 
 def _nodes_and_workers(cluster: ClusterConfig) -> tuple[int, int]:

@@ -12,13 +12,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
-from hpc_train.cluster.placement import refuse_misplaced
+from hpc_train.cluster.placement import refuse_misplaced, refuse_several_nodes
 from hpc_train.config.arguments import CommandLine, wants_dry_run, with_right_plus
 from hpc_train.config.compose import LAUNCHER, PRIMARY, SWEEPER, config_directory, register, typed, version_base
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.freeze import check_freeze, freeze
 from hpc_train.config.schema import Config
-from hpc_train.config.snapshot import check_targets, take
+from hpc_train.config.snapshot import take
 from hpc_train.config.validate import validate
 from hpc_train.launch.submitter import controller_answers, in_allocation, local_shape
 from hpc_train.run.directory import RunDirectory
@@ -26,7 +26,7 @@ from hpc_train.run.exits import Exit
 
 
 def main(arguments: list[str]) -> int:
-    """Hands the command line to Hydra.
+    """Hands the command line to Hydra; a run directory alone goes to the agent (``srun python -m hpc_train RUN_DIR``).
 
     Returns:
         The exit code of the training; that of a submission the launcher gives by leaving with it.
@@ -35,9 +35,15 @@ def main(arguments: list[str]) -> int:
         ConfigError, hydra.errors.HydraException, OmegaConfBaseException: a user's mistake.
     """
     refuse_misplaced()
+    if len(arguments) == 1 and RunDirectory(Path(arguments[0])).config.is_file():
+        from hpc_train.commands.agent import main as run_agent_of
+
+        return run_agent_of(arguments)
     register_launcher()
     arguments = with_right_plus(arguments)
     line = CommandLine.parse(arguments)
+    if line.runs:
+        refuse_several_nodes()
     if line.runs and wants_dry_run(line.overrides):
         from hpc_train.launch.dry_run import dry_run
 
@@ -67,9 +73,7 @@ def task(node: DictConfig) -> None:
         _check_foreground(config)
         validate(config, *_nodes_and_workers(config))
         check_freeze(config, run)
-        code = take(config, run.code)
-        check_targets(config, code)
-        freeze(config, run, claim=True, code=code)
+        freeze(config, run, claim=True, code=take([config], run.code))
     except ConfigError as error:
         with contextlib.suppress(OSError):
             run.path.rmdir()  # Hydra has made it; a refused run leaves nothing

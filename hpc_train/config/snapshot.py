@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,15 +27,16 @@ LISTED = 8  # files and folders named in a refusal
 NAME_LENGTH = 16  # of 64 hexadecimal digits
 
 
-def take(config: Config, into: Path, directory: Path | None = None) -> FrozenCode | None:
-    """Copies the work tree of ``directory`` (the current one unless told) to ``into/<hash>``.
+def take(configs: Sequence[Config], into: Path, directory: Path | None = None) -> FrozenCode | None:
+    """Copies the work tree of ``directory`` (the current one unless told) to ``into/<hash>``, for all of ``configs``.
 
     Returns:
         None where ``directory`` is in no work tree, git is absent, or ``run.snapshot`` is off.
 
     Raises:
-        ConfigError: more than 50 MB would be copied.
+        ConfigError: more than 50 MB would be copied, or a ``_target_`` would be left behind. Nothing was written.
     """
+    config = configs[0]  # run.* are one value for all jobs of a sweep
     here = Path(os.path.realpath(directory or Path.cwd()))
     root = _work_tree(here) if config.run.snapshot else None
     if root is None:
@@ -43,6 +44,9 @@ def take(config: Config, into: Path, directory: Path | None = None) -> FrozenCod
     runs = (Path(os.path.realpath(config.run.root)), Path(os.path.realpath(into)))
     names = sorted(name for name in _listed(root) if not any((root / name).is_relative_to(path) for path in runs))
     _check_size(root, names)
+    owners = [owner for each in configs for owner in (each.model, each.data) if owner.kind == "custom"]
+    for target in {owner._target_ for owner in owners}:
+        _check_target(target, root, names)
     contents = {name: _read(root / name) for name in names}
     digest = _digest(root, contents)
     snapshot = into / digest
@@ -53,13 +57,6 @@ def take(config: Config, into: Path, directory: Path | None = None) -> FrozenCod
     code = FrozenCode(str(root), str(snapshot), (), commit, diff)
     copies = [code.counterpart(path) for path in _import_paths(here, root)]
     return replace(code, paths=tuple(dict.fromkeys(str(copy) for copy in copies if copy is not None)))
-
-
-def check_targets(config: Config, code: FrozenCode | None) -> None:
-    """Raises ConfigError where a ``_target_`` is found in the work tree now and would not be in the snapshot."""
-    for owner in (config.model, config.data):
-        if code is not None and owner.kind == "custom":
-            _check_target(owner._target_, code)
 
 
 def _work_tree(directory: Path) -> Path | None:
@@ -146,17 +143,17 @@ def _import_paths(here: Path, root: Path) -> list[Path]:
     return [path for path in found if path.is_relative_to(root) and path.is_dir()]
 
 
-def _check_target(target: str, code: FrozenCode) -> None:
+def _check_target(target: str, root: Path, names: Collection[str]) -> None:
     """Raises ConfigError where the user's module is found in the work tree now and will not be in the snapshot."""
-    top = target.partition(".")[0]
     try:
-        spec = importlib.util.find_spec(top)
+        spec = importlib.util.find_spec(target.partition(".")[0])
     except (ImportError, ValueError):
         return
     origin = None if spec is None else spec.origin or next(iter(spec.submodule_search_locations or ()), None)
-    if not origin or not Path(origin).is_relative_to(code.work_tree) or "site-packages" in Path(origin).parts:
+    if not origin or not Path(origin).is_relative_to(root) or "site-packages" in Path(origin).parts:
         return
-    if code.counterpart(origin) is None:
+    inside = str(Path(origin).relative_to(root))
+    if not any(name == inside or name.startswith(f"{inside}/") for name in names):
         raise ConfigError(
             f"{origin} is ignored by git, so it would not be in the snapshot of the code that workers start from",
             where="_target_",

@@ -18,7 +18,7 @@ from hpc_train.config.compose import SWEEPER
 from hpc_train.config.directory import job_directory
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.freeze import check_freeze, freeze
-from hpc_train.config.snapshot import check_targets, take
+from hpc_train.config.snapshot import take
 from hpc_train.config.sweeps import JobComposer
 from hpc_train.launch.job import Job
 from hpc_train.launch.prepare import prepare
@@ -58,9 +58,7 @@ class HpcTrainLauncher(Launcher):
         for line in submitter.check(jobs):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         submitter.confirm(jobs, console)
-        code = take(jobs[0].config, self._sweep / "code")
-        for job in jobs:
-            check_targets(job.config, code)
+        code = take([job.config for job in jobs], self._sweep / "code")
         for job in _followed(jobs, "writing run directories", console):
             freeze(job.config, job.run, claim=True, code=code)  # those that wait for their turn are this process's
         queue = JobQueue(jobs, submitter, self._sweep, console)

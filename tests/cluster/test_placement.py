@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.cluster.placement import misplaced, refuse_misplaced
+from hpc_train.run.directory import RunDirectory
 from tests.doors.command import TINY, environment, hpc_train
 
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -28,6 +29,22 @@ def test_the_others_leave_without_a_word(variables: dict[str, str]) -> None:
     with pytest.raises(SystemExit) as end:
         refuse_misplaced(variables)
     assert end.value.code == 2
+
+
+def test_a_config_for_a_step_of_several_nodes_is_refused(tmp_path: Path) -> None:
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}
+    done = hpc_train("+strategy=dp", *TINY, cwd=tmp_path, env=environment(**step))
+    assert done.returncode == 2
+    assert 'srun python -m hpc_train agent "$RUN"' in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_directory_alone_goes_to_the_agent(tmp_path: Path) -> None:
+    frozen = hpc_train("freeze", "+strategy=single", *TINY, "run.name=run", cwd=tmp_path)
+    assert frozen.returncode == 0, frozen.stderr
+    done = hpc_train(frozen.stdout.strip(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(RunDirectory(tmp_path / "outputs" / "run").read_metrics()) == 6
 
 
 @pytest.mark.parametrize("arguments", [["+strategy=dp", *TINY], ["agent", "."]])

@@ -11,7 +11,7 @@ import pytest
 
 from hpc_train.config import snapshot
 from hpc_train.config.errors import ConfigError
-from hpc_train.config.snapshot import check_targets, take
+from hpc_train.config.snapshot import take
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.frozen_code import FrozenCode, check_imports, frozen_code, start_again_from
 from tests.config.composing import config_of
@@ -46,7 +46,7 @@ def tree(tmp_path: Path) -> Path:
 
 def taken(tree: Path, *arguments: str, directory: Path | None = None) -> FrozenCode:
     config = config_of(f"run.root={tree}/outputs", *arguments)
-    code = take(config, tree / "outputs" / "sweep" / "code", directory or tree)
+    code = take([config], tree / "outputs" / "sweep" / "code", directory or tree)
     assert code is not None
     return code
 
@@ -85,8 +85,8 @@ def test_the_current_directory_comes_first_on_the_path(tree: Path) -> None:
 
 
 def test_no_work_tree_or_not_wanted_no_copy(tree: Path, tmp_path: Path) -> None:
-    assert take(config_of(), tmp_path / "code", tmp_path) is None
-    assert take(config_of("run.snapshot=false"), tmp_path / "code", tree) is None
+    assert take([config_of()], tmp_path / "code", tmp_path) is None
+    assert take([config_of("run.snapshot=false")], tmp_path / "code", tree) is None
     assert not (tmp_path / "code").exists()
 
 
@@ -102,9 +102,10 @@ def test_a_module_that_git_ignores_is_refused(tree: Path, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(str(tree))
     config = config_of("model=custom", "model._target_=hidden_module.Model", f"run.root={tree}/outputs")
     with pytest.raises(ConfigError, match=r"hidden_module\.py is ignored by git"):
-        check_targets(config, take(config, tree / "outputs" / "code", tree))
+        take([config], tree / "outputs" / "code", tree)
+    assert not (tree / "outputs").exists()
     tracked = config_of("model=custom", "model._target_=untracked.Model", f"run.root={tree}/outputs")
-    check_targets(tracked, take(tracked, tree / "outputs" / "code", tree))
+    assert take([tracked], tree / "outputs" / "code", tree) is not None
 
 
 def recorded(tree: Path) -> RunDirectory:
