@@ -38,7 +38,7 @@ def steps(run: Path) -> list[int]:
     return [line["step"] for line in RunDirectory(run).read_metrics()]
 
 
-def wait_for_step(run: Path, step: int, seconds: float = 90) -> None:
+def wait_for_step(run: Path, step: int, seconds: float = 150) -> None:
     wait_for(f"step {step} of {run}", lambda: any(done >= step for done in steps(run)), seconds)
 
 

@@ -1,0 +1,70 @@
+"""The commands for runs that were submitted, and leaving a submission that waits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.slurm.cluster import Cluster
+from tests.slurm.runs import FAULTY, ONE_NODE, SLOW, events, every_step, job_id, wait_for_step
+
+
+def status(cluster: Cluster, cwd: Path, *target: str) -> list[dict[str, Any]]:
+    done = cluster.hpc_train("status", *target, "--json", cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_a_detached_run_is_found_watched_stopped_and_resumed(cluster: Cluster, tmp_path: Path) -> None:
+    case = [*SLOW, *ONE_NODE, "train.steps=30", "launch.detach=true"]
+    assert cluster.hpc_train(*case, "run.name=run", "-m", cwd=tmp_path).returncode == 0
+    run = tmp_path / "outputs" / "run"
+    wait_for_step(run, 3)
+    mine = [row for row in status(cluster, Path("/")) if row["run"] == str(run)]
+    assert [(row["state"], row["job_id"], row["steps"]) for row in mine] == [("running", job_id(run), 30)]
+    assert cluster.hpc_train("cancel", "run", "--save", cwd=tmp_path).returncode == 0
+    assert cluster.hpc_train("wait", "run", cwd=tmp_path).returncode == 75
+    stopped_at = status(cluster, tmp_path, "run")[0]["step"]
+    assert 3 <= stopped_at < 30
+    resumed = cluster.hpc_train("resume", "outputs/run", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert every_step(run) == list(range(1, 31))
+    assert status(cluster, tmp_path, "run")[0]["state"] == "done"
+    log = cluster.hpc_train("logs", str(run), "--rank", "all", "--attempt", "0", cwd=tmp_path).stdout.splitlines()
+    assert log == sorted(log, key=lambda line: line[:23])
+    assert any(f"step {stopped_at}/30" in line for line in log)
+
+
+def test_the_failed_runs_of_a_sweep_are_tried_again(cluster: Cluster, tmp_path: Path) -> None:
+    case = [*FAULTY, *ONE_NODE, "+model.args.call=3,99", "run.name=sweep"]
+    assert cluster.hpc_train(*case, "-m", cwd=tmp_path).returncode == 1
+    failed, good = (tmp_path / "outputs" / "sweep" / str(number) for number in range(2))
+    log = cluster.hpc_train("logs", str(failed), cwd=tmp_path).stdout
+    assert log.startswith("rank 1 on n"), "the failing rank is on top"
+    assert "ArithmeticError" in log
+    retried = cluster.hpc_train("retry", "--failed", "sweep", cwd=tmp_path)
+    assert retried.returncode == 1, "it fails again"
+    assert "1 of 2 runs are submitted again" in retried.stdout
+    assert len(events(failed, "started")) == 2
+    assert len(events(good, "started")) == 1
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGHUP])
+def test_who_leaves_a_waiting_submission_leaves_the_job_alone(
+    cluster: Cluster, tmp_path: Path, how: signal.Signals
+) -> None:
+    process = cluster.start(*SLOW, *ONE_NODE, "train.steps=25", "run.name=run", "-m", cwd=tmp_path)
+    run = tmp_path / "outputs" / "run"
+    wait_for_step(run, 2)
+    os.killpg(process.pid, how)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, output
+    assert "hpc_train status outputs/run" in output
+    waited = cluster.hpc_train("wait", "run", cwd=tmp_path)
+    assert waited.returncode == 0, waited.stdout + waited.stderr
+    assert every_step(run) == list(range(1, 26))
