@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,13 +21,18 @@ class HashedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = 0
+        self.failure: OSError | None = None  # the first; who calls ``write`` may hide it
         self._hash = xxhash.xxh3_128()
         self._file: BinaryIO | None = create(path)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         assert self._file is not None, "closed"
         view = memoryview(data).cast("B")
-        write(self._file, view)
+        try:
+            write(self._file, view)
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
         self._hash.update(view)
         self.size += view.nbytes
         return view.nbytes
@@ -52,10 +58,8 @@ class HashedFile:
         """Closes without a promise."""
         if self._file is not None:
             file, self._file = self._file, None
-            try:
+            with suppress(OSError):  # what is still buffered does not fit either
                 file.close()
-            except OSError:  # what is still buffered does not fit either
-                pass
 
     @property
     def digest(self) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import platform
+import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.api import CheckpointException
 
+from hpc_train.checkpoint import disk
+from hpc_train.checkpoint.manifest import BadCheckpoint, FileEntry, Manifest
+from hpc_train.checkpoint.reader import SafeReader
+from hpc_train.checkpoint.retention import Retention
+from hpc_train.checkpoint.snapshot import HostCopies
+from hpc_train.checkpoint.space import check_space
 from hpc_train.checkpoint.state import (
     OptimizerState,
     TensorShape,
@@ -25,7 +34,10 @@ from hpc_train.checkpoint.state import (
     stored_shapes,
     training_state,
 )
-from hpc_train.checkpoint.store import Checkpoint, CheckpointStore, size, sync
+from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
+from hpc_train.checkpoint.verified import Found, VerifiedSearch, on_first
+from hpc_train.checkpoint.writer import SaveFailed, quiet, write_tensors
+from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import Config
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
@@ -33,14 +45,30 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 
 
+class Superseded(Exception):
+    """A newer attempt works on the run: this one, perhaps asleep for a while, may change nothing any more."""
+
+
 @dataclass(frozen=True)
 class RestoredState:
     """What a checkpoint held besides tensors."""
 
     step: int  # optimizer steps done
-    extra: dict[str, Any]  # as given to ``save``
+    extra: Mapping[str, Any]  # as given to ``save``
     path: Path
     with_optimizer: bool = True  # False: a fork with another optimizer, which begins afresh
+
+
+@dataclass(frozen=True)
+class _Save:
+    """One save, from its request to its commit."""
+
+    step: int
+    extra: Mapping[str, Any]
+    metrics: Mapping[str, float]
+    began: float  # on the monotonic clock
+    state: Mapping[str, Tensor]
+    host: Mapping[str, Tensor] | None  # copies; without them the state is read while it is written
 
 
 @dataclass
@@ -48,7 +76,11 @@ class CheckpointManager:
     """Keeps the state of ``engine`` and ``optimizer`` in the run's checkpoints.
 
     The tensors go through ``torch.distributed.checkpoint``: each rank writes its shards under global names, so a
-    checkpoint of any layout loads into any other. Coordination uses the control group, on the CPU.
+    checkpoint of any layout loads into any other. Coordination is on the CPU, in a group of its own where a save goes
+    on in the background.
+
+    Attributes:
+        durable_s: seconds from the request of the last save to its commit; None before the first.
     """
 
     run: RunDirectory
@@ -57,122 +89,186 @@ class CheckpointManager:
     mesh: Mesh
     config: Config
     events: EventLog
+    durable_s: float | None = field(default=None, init=False)
     _saved_step: int | None = field(default=None, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
+    _error: Exception | None = field(default=None, init=False)
+    _copies: HostCopies = field(default_factory=HostCopies, init=False)
+    _group: dist.ProcessGroup = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._group = self.mesh.control
+        if self.config.checkpoint.asynchronous:
+            timeout = timedelta(seconds=self.config.elastic.collective_timeout_s)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     @property
     def store(self) -> CheckpointStore:
-        return CheckpointStore(self.run.checkpoints)
+        return CheckpointStore(self.run.checkpoints, self._check_claim)
 
-    def save(self, step: int, extra: dict[str, Any]) -> None:
-        """Commits the state after ``step`` steps. A step that is committed already is not saved again.
+    def save(
+        self, step: int, extra: Mapping[str, Any], metrics: Mapping[str, float] | None = None, *, final: bool = False
+    ) -> None:
+        """Saves the state after ``step`` steps; a step that is committed already is not saved again.
+
+        A save that fails is told on every rank and in the event log, and training may go on: the checkpoints before it
+        are as they were.
 
         Args:
             extra: plain JSON values, the same on every rank.
+            metrics: of an evaluation at this step.
+            final: nothing comes after it: it is committed on return.
 
         Raises:
-            Exception: the save failed on some rank; on every rank. The checkpoint before stays in force.
+            SaveFailed: a final save failed.
+            Superseded: a newer attempt works on the run.
         """
+        self.wait()
         if self._saved_step == step:
             return
         began = time.monotonic()
-        writing = self.store.writing(step, self.events.attempt)
-        try:
-            self._write(writing)
-            self._on_first(lambda: self._commit(writing, step, extra, began))
-        except Exception as error:
-            if self.mesh.rank == 0:
-                self.events.write("checkpoint_failed", step=step, message=f"{type(error).__name__}: {error}")
-            raise
-        self._saved_step = step
+        state = saved_state(self.engine, self.optimizer, self.mesh)
+        if not self.config.checkpoint.asynchronous or final:
+            self._perform(_Save(step, extra, metrics or {}, began, state, None))
+            self._surface(final)
+            return
+        save = _Save(step, extra, metrics or {}, began, state, self._copies.take(state))
+        self._thread = threading.Thread(target=self._perform, args=(save,), name=f"checkpoint-{step}", daemon=True)
+        self._thread.start()
+
+    def poll(self) -> None:
+        """At a step boundary: tells of a background save that has failed since the last one. Does not wait."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
+    def wait(self) -> None:
+        """Until no save is under way."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._surface(final=False)
 
     def restore(self) -> RestoredState | None:
-        """Loads the newest committed checkpoint, of this run or of the one it was forked from; None without one.
+        """Loads the newest good checkpoint, of this run or of the one it was forked from; None without any.
 
         Raises:
-            ConfigError: the checkpoint is of another model or optimizer.
+            ConfigError: the checkpoint is of another model or optimizer, or there are some and none is good.
         """
-        found: Checkpoint | None = self._on_first(self._newest)
+        found = self._search(self.store, own=True)
+        source, forked = self.run.record().get("forked_from"), False
+        if found is None and source is not None:
+            found, forked = self._search(CheckpointStore(RunDirectory(Path(source)).checkpoints), own=False), True
         if found is None:
             return None
-        path, forked = found.path, found.path.parent != self.run.checkpoints
+        path = found.checkpoint.path
+        reader = SafeReader(path, found.manifest)
         state = training_state(self.engine, self.optimizer)
-        stored = stored_shapes(_metadata(path))
+        stored = self._stored_shapes(reader, path)
         wanted = self._of_all_ranks(shapes(state))
         with_optimizer = not forked or _optimizer_part(stored) == _optimizer_part(wanted)
         if not with_optimizer:
             stored, wanted = _model_part(stored), _model_part(wanted)
             state = {name: tensor for name, tensor in state.items() if name in wanted}
         check_match(stored, wanted, where=str(path))
-        self._load(state, path)
+        self._load(state, reader)
         if not forked:
-            self._saved_step = found.step
-        return RestoredState(found.step, found.record()["extra"], path, with_optimizer)
+            self._saved_step = found.checkpoint.step
+        return RestoredState(found.checkpoint.step, found.manifest.extra, path, with_optimizer)
 
-    def _newest(self) -> Checkpoint | None:
-        """On rank 0, for all: another rank's view of a network file system may be older."""
-        newest = self.store.newest()
-        source = self.run.record().get("forked_from")
-        if newest is None and source is not None:
-            newest = CheckpointStore(RunDirectory(Path(source)).checkpoints).newest()
-        return newest
+    def _search(self, store: CheckpointStore, own: bool) -> Found | None:
+        settings = self.config.checkpoint
+        on_bad = partial(self._tell_of_bad, store, own)
+        search = VerifiedSearch(store, self._group, settings.verify == "full", settings.settle_s, on_bad, own)
+        return search.newest()
 
-    def _write(self, writing: Path) -> None:
-        state: dict[str, Any] = dict(saved_state(self.engine, self.optimizer, self.mesh))
-        with _quiet():
-            dcp.save(
-                state, storage_writer=dcp.FileSystemWriter(writing, overwrite=False), process_group=self.mesh.control
-            )
-        # DCP syncs before Python's buffers are flushed. A client of a network file system syncs its own files only.
-        for path in writing.glob(f"__{self.mesh.rank}_*"):
-            sync(path)
-        dist.barrier(group=self.mesh.control)
+    def _tell_of_bad(self, store: CheckpointStore, own: bool, checkpoint: Checkpoint, problem: str) -> None:
+        """On rank 0. A checkpoint of another run, or of one that a newer attempt works on, stays where it is."""
+        moved = store.set_aside(checkpoint, self.events.attempt) if own else checkpoint.path
+        print(f"checkpoint of step {checkpoint.step} is damaged and not used: {problem}; it is in {moved}", flush=True)
+        self._event("checkpoint_set_aside", step=checkpoint.step, path=str(moved), message=problem)
 
-    def _commit(self, writing: Path, step: int, extra: dict[str, Any], began: float) -> None:
-        record = {
-            "format": 1,
-            "step": step,
-            "extra": extra,
-            "config_hash": self.run.record().get("config_hash"),
-            "layout": asdict(self.mesh.layout),
-            "attempt": self.events.attempt,
-            "torch": torch.__version__,
-            "time": time.time(),
-        }
-        checkpoint = self.store.commit(writing, step, record)
-        self.events.write(
-            "checkpoint_saved",
-            step=step,
-            path=str(checkpoint.path),
-            bytes=size(checkpoint.path),
-            seconds=round(time.monotonic() - began, 3),
+    def _perform(self, save: _Save) -> None:
+        """Writes and commits; what goes wrong is kept for ``_surface``."""
+        writing: Path | None = None
+        try:
+            writing = on_first(partial(self.store.begin, save.step, self.events.attempt), self._group)
+            files = write_tensors(save.state, writing, self._group, partial(self._check_space, writing), save.host)
+            on_first(partial(self._commit, writing, save, files), self._group)
+        except (SaveFailed, OSError) as error:
+            self._error = error if isinstance(error, SaveFailed) else SaveFailed(f"{type(error).__name__}: {error}")
+            if self.mesh.rank == 0:
+                self._event("checkpoint_failed", step=save.step, message=str(self._error))
+                if writing is not None:
+                    disk.remove(writing)
+        except Exception as error:
+            self._error = error
+        else:
+            self._saved_step = save.step
+            self.durable_s = time.monotonic() - save.began
+
+    def _surface(self, final: bool) -> None:
+        error, self._error = self._error, None
+        if error is None:
+            return
+        if final or not isinstance(error, SaveFailed):
+            raise error
+        print(f"checkpoint failed, training goes on with the one before: {error}", flush=True)
+
+    def _commit(self, writing: Path, save: _Save, files: Mapping[str, FileEntry]) -> None:
+        manifest = Manifest(
+            step=save.step,
+            files=dict(files),
+            extra=dict(save.extra),
+            layout=asdict(self.mesh.layout),
+            config_hash=self.run.record().get("config_hash"),
+            versions={"torch": str(torch.__version__), "python": platform.python_version()},
+            parent_step=self._saved_step,
+            attempt=self.events.attempt,
+            time=time.time(),
+            metrics=dict(save.metrics),
         )
-        self.store.prune(self.config.checkpoint.keep, self.events.attempt)
+        store = self.store
+        path = str(store.commit(writing, manifest).path)
+        seconds = round(time.monotonic() - save.began, 3)
+        self._event("checkpoint_saved", step=save.step, path=path, bytes=manifest.size, seconds=seconds)
+        settings = self.config.checkpoint
+        try:
+            store.prune(Retention(settings.keep, settings.keep_every, settings.keep_best), self.events.attempt)
+        except OSError as error:
+            self._event("warning", step=save.step, message=f"old checkpoints cannot be removed: {error}")
 
-    def _load(self, state: dict[str, Tensor], path: Path) -> None:
-        with _quiet():
-            dcp.load(dict(state), storage_reader=dcp.FileSystemReader(path), process_group=self.mesh.control)
+    def _check_space(self, writing: Path, tensor_bytes: int, files: int) -> None:
+        check_space(writing, self.store, tensor_bytes, files, self.config.checkpoint.keep)
+
+    def _check_claim(self) -> None:
+        newest = self.run.newest_attempt()
+        if newest > self.events.attempt:
+            raise Superseded(f"attempt {newest} works on the run; attempt {self.events.attempt} may not change it")
+
+    def _event(self, event: str, step: int, **details: Any) -> None:
+        with suppress(OSError):  # on a full disk the event log cannot grow either; the message is in the job's log
+            self.events.write(event, step=step, **details)
+
+    def _stored_shapes(self, reader: SafeReader, path: Path) -> dict[str, TensorShape]:
+        try:
+            stored: dict[str, TensorShape] = on_first(lambda: stored_shapes(reader.read_metadata()), self._group)
+        except BadCheckpoint as error:
+            raise ConfigError(
+                f"the checkpoint is refused: {error}", where=str(path), mend="load only what this program has saved"
+            ) from None
+        return stored
+
+    def _load(self, state: Mapping[str, Tensor], reader: SafeReader) -> None:
+        try:
+            with quiet():
+                dcp.load(dict(state), storage_reader=reader, process_group=self._group)
+        except CheckpointException as error:
+            raise RuntimeError(f"the checkpoint in {reader.path} could not be loaded: {error}") from error
 
     def _of_all_ranks(self, own: Mapping[str, TensorShape]) -> dict[str, TensorShape]:
         gathered: list[Any] = [None] * self.mesh.layout.world_size
-        dist.all_gather_object(gathered, own, group=self.mesh.control)
+        dist.all_gather_object(gathered, own, group=self._group)
         return {name: shape for part in gathered for name, shape in part.items()}
-
-    def _on_first(self, action: Callable[[], Any]) -> Any:
-        """Runs ``action`` on rank 0 and gives every rank its result, or the exception it raised."""
-        outcome: list[Any] = [None, None]
-        if self.mesh.rank == 0:
-            try:
-                outcome[0] = action()
-            except Exception as error:
-                outcome[1] = error
-        dist.broadcast_object_list(outcome, src=0, group=self.mesh.control)
-        if outcome[1] is not None:
-            raise outcome[1]
-        return outcome[0]
-
-
-def _metadata(path: Path) -> Metadata:
-    return dcp.FileSystemReader(path).read_metadata()
 
 
 def _model_part(found: Mapping[str, TensorShape]) -> dict[str, TensorShape]:
@@ -181,11 +277,3 @@ def _model_part(found: Mapping[str, TensorShape]) -> dict[str, TensorShape]:
 
 def _optimizer_part(found: Mapping[str, TensorShape]) -> set[str]:
     return {name for name in found if name.startswith("optim.")}
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """DCP warns of its own use of deprecated names."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

@@ -173,7 +173,8 @@ def settled(action: Callable[[], T], settle_s: float, what: str) -> T:
 
 
 def _check_listing(checkpoint: Path, manifest: Manifest) -> None:
-    foreign = sorted({path.name for path in checkpoint.iterdir()} - {*manifest.files, NAME})
+    found = {path.name for path in checkpoint.iterdir() if not path.name.startswith(".nfs")}  # removed, still open
+    foreign = sorted(found - {*manifest.files, NAME})
     if foreign:
         raise BadCheckpoint(f"{foreign[0]}: not in the manifest")
 

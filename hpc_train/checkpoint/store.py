@@ -1,23 +1,25 @@
-"""Which checkpoints of a run exist: committed directories, told from half-written ones by their name alone.
+"""Which checkpoints of a run exist: committed directories, told from all else by their name alone. No torch.
 
-A save writes into ``.step-00000100.attempt-003``; the rename to ``step-00000100`` is the commit. Whatever else lies
-there was never finished and is ignored. No torch.
+A save writes into ``.step-00000100.attempt-003.0``, a directory of its own; the rename to ``step-00000100`` is the
+commit. ``bad.step-00000100.attempt-003`` was committed and did not verify. Whatever else lies there was never finished
+or is being removed. No directory is ever written into a second time.
 """
 
 from __future__ import annotations
 
-import os
+import errno
 import re
-import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from hpc_train.run.files import read_json, write_json
+from hpc_train.checkpoint import disk
+from hpc_train.checkpoint.manifest import NAME, BadCheckpoint, Manifest, read_manifest, verify
+from hpc_train.checkpoint.retention import Kept, Retention, removable
 
 _COMMITTED = re.compile(r"step-(\d{8,})")
-_UNFINISHED = re.compile(r"\.(step-\d{8,})\.(attempt-(\d+)|removed)")
-_RECORD = "state.json"
+_UNFINISHED = re.compile(r"\.(?:bad\.)?step-\d{8,}\.(?:attempt-(\d+).*|removed.*)")
+_BAD = re.compile(r"bad\.step-(\d{8,})\.attempt-(\d+)(\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -27,16 +29,33 @@ class Checkpoint:
     step: int
     path: Path
 
-    def record(self) -> dict[str, Any]:
-        """What is not a tensor: step, counters, loss scale, config hash, layout."""
-        return read_json(self.path / _RECORD)
+    def manifest(self) -> Manifest:
+        """What it consists of, and all that is not a tensor.
+
+        Raises:
+            BadCheckpoint: it has none that can be trusted.
+        """
+        return read_manifest(self.path)
+
+    def is_whole(self) -> bool:
+        """Whether all files are there in their full size. The content is not read."""
+        try:
+            verify(self.path, self.manifest(), full=False)
+        except (BadCheckpoint, OSError):
+            return False
+        return True
 
 
 @dataclass(frozen=True)
 class CheckpointStore:
-    """The checkpoints under one directory."""
+    """The checkpoints under one directory.
+
+    Attributes:
+        guard: called before anything is committed, set aside or removed; raises where another process has taken over.
+    """
 
     root: Path
+    guard: Callable[[], None] = lambda: None
 
     def committed(self) -> list[Checkpoint]:
         """All committed checkpoints, oldest first."""
@@ -48,53 +67,83 @@ class CheckpointStore:
     def newest(self) -> Checkpoint | None:
         return next(reversed(self.committed()), None)
 
-    def writing(self, step: int, attempt: int) -> Path:
-        """The directory that ``attempt`` writes the checkpoint of ``step`` into; it is not made here."""
-        return self.root / f".step-{step:08d}.attempt-{attempt:03d}"
+    def bad(self) -> list[Path]:
+        """Those that were set aside, lowest step first."""
+        if not self.root.is_dir():
+            return []
+        return sorted(path for path in self.root.iterdir() if _BAD.fullmatch(path.name))
 
-    def commit(self, writing: Path, step: int, record: dict[str, Any]) -> Checkpoint:
-        """Makes ``writing`` the checkpoint of ``step``. One process calls this, after all others have written.
+    def begin(self, step: int, attempt: int) -> Path:
+        """Makes the directory that ``attempt`` writes the checkpoint of ``step`` into.
 
-        Everything is on disk before the rename, and the rename itself is when this returns.
+        Raises:
+            FileExistsError: the checkpoint of ``step`` is committed already.
         """
-        write_json(writing / _RECORD, record)
-        for path in writing.iterdir():
-            sync(path)
-        sync(writing)
-        final = self.root / f"step-{step:08d}"
-        replaced = self._set_aside(final) if final.exists() else None  # the same step again: the newer counts
-        writing.rename(final)
-        sync(self.root)
-        if replaced is not None:
-            shutil.rmtree(replaced, ignore_errors=True)
-        return Checkpoint(step, final)
+        self.guard()
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._refuse_again(self._final(step))
+        serial = 0
+        while True:
+            writing = self.root / f".step-{step:08d}.attempt-{attempt:03d}.{serial}"
+            try:
+                disk.make_directory(writing)
+                return writing
+            except FileExistsError:
+                serial += 1
 
-    def prune(self, keep: int, attempt: int) -> None:
-        """Removes all but the ``keep`` (at least one) newest checkpoints, and what attempts before ``attempt`` left
-        unfinished."""
-        for checkpoint in self.committed()[: -max(1, keep)]:
-            shutil.rmtree(self._set_aside(checkpoint.path), ignore_errors=True)
+    def commit(self, writing: Path, manifest: Manifest) -> Checkpoint:
+        """Makes ``writing`` the checkpoint of ``manifest.step``. One process calls this, after all others have synced
+        what they wrote. The commit is on disk when this returns."""
+        file = disk.HashedFile(writing / NAME)
+        try:
+            file.write(manifest.encode())
+            file.close()
+        finally:
+            file.abandon()
+        disk.sync_directory(writing)
+        final = self._final(manifest.step)
+        self.guard()
+        self._refuse_again(final)
+        disk.rename(writing, final)
+        return Checkpoint(manifest.step, final)
+
+    def set_aside(self, checkpoint: Checkpoint, attempt: int) -> Path:
+        """Renames a checkpoint that did not verify, so that nobody takes it and an operator can look at it."""
+        self.guard()
+        target, serial = self.root / f"bad.{checkpoint.path.name}.attempt-{attempt:03d}", 0
+        while target.exists():
+            serial += 1
+            target = self.root / f"bad.{checkpoint.path.name}.attempt-{attempt:03d}.{serial}"
+        disk.rename(checkpoint.path, target)
+        return target
+
+    def prune(self, retention: Retention, attempt: int) -> None:
+        """Removes the checkpoints that ``retention`` does not keep, all bad ones but the newest, and what earlier
+        attempts left unfinished. Never the newest whole one; those that are not whole do not count as kept."""
+        self.guard()
+        whole = [checkpoint for checkpoint in self.committed() if checkpoint.is_whole()]
+        steps = removable([Kept(found.step, found.manifest().metrics) for found in whole], retention)
+        doomed = [checkpoint.path for checkpoint in whole if checkpoint.step in steps] + self.bad()[:-1]
+        for path in doomed:
+            self._remove(path)
         for path in self.root.iterdir():
             match = _UNFINISHED.fullmatch(path.name)
-            if match and (match[3] is None or int(match[3]) < attempt):
-                shutil.rmtree(path, ignore_errors=True)
+            if match and (match[1] is None or int(match[1]) < attempt):
+                disk.remove(path)
 
-    def _set_aside(self, path: Path) -> Path:
-        """Renames what is to be removed, so that a removal that is cut short does not look like a checkpoint."""
-        doomed = self.root / f".{path.name}.removed"
-        shutil.rmtree(doomed, ignore_errors=True)
-        return path.rename(doomed)
+    def _remove(self, path: Path) -> None:
+        """Renames first, so that a removal that is cut short does not look like a checkpoint."""
+        hidden, serial = self.root / f".{path.name}.removed", 0
+        while hidden.exists():
+            serial += 1
+            hidden = self.root / f".{path.name}.removed.{serial}"
+        disk.rename(path, hidden)
+        disk.remove(hidden)
 
+    def _final(self, step: int) -> Path:
+        return self.root / f"step-{step:08d}"
 
-def sync(path: Path) -> None:
-    """Forces a file or directory to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def size(path: Path) -> int:
-    """Bytes of the files in a checkpoint."""
-    return sum(file.stat().st_size for file in path.iterdir())
+    @staticmethod
+    def _refuse_again(final: Path) -> None:
+        if final.exists() or final.is_symlink():
+            raise FileExistsError(errno.EEXIST, "this checkpoint is committed already", str(final))

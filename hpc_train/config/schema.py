@@ -243,8 +243,13 @@ class BatchConfig:
 class CheckpointConfig:
     """When state is saved. It is always saved on a stop request and at the end."""
 
-    every: int = 0  # steps; 0: only on a stop request and at the end
+    every: str = "auto"  # steps, a time (30m), auto; 0: only on a stop request and at the end
     keep: int = 2  # newest checkpoints kept
+    keep_every: int = 0  # and the first one of each so many steps
+    keep_best: str | None = None  # and the best by val_loss or val_accuracy
+    verify: str = "full"  # full | sizes: what is compared with the manifest before a load
+    settle_s: float = 75.0  # on a network file system: how long a missing or short file is looked at again
+    asynchronous: bool = False  # a copy in host memory is written while training goes on
 
 
 @dataclass

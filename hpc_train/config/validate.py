@@ -14,6 +14,7 @@ from hpc_train.config.cluster_size import node_range
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.inputs import check_inputs
 from hpc_train.config.layout import DATA_PARALLEL, SCHEDULES, Layout, resolve_layout
+from hpc_train.config.save_every import parse_save_every
 from hpc_train.config.schema import Config, GPTConfig, SyntheticDataConfig, ViTConfig
 from hpc_train.config.wording import nearest
 
@@ -28,6 +29,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "optim.schedule": ("constant", "linear", "cosine", "wsd"),
     "precision.name": ("fp64", "fp32", "bf16", "fp16"),
     "train.activation_checkpointing": ("none", "full", "selective"),
+    "checkpoint.verify": ("full", "sizes"),
+    "checkpoint.keep_best": ("val_loss", "val_accuracy"),
     "telemetry.wandb.mode": ("auto", "online", "offline", "disabled"),
 }
 WORDS: dict[str, tuple[str, ...]] = {  # keys that hold a number or one of these words
@@ -66,7 +69,8 @@ RANGES: dict[Range, tuple[str, ...]] = {
     ),
     NOT_NEGATIVE: (
         "cluster.gpus_per_node", "optim.weight_decay", "optim.clip_norm", "optim.warmup_steps", "train.eval_every",
-        "train.seed", "batch.loader_workers", "checkpoint.every", "launch.confirm_gpu_hours",
+        "train.seed", "batch.loader_workers", "checkpoint.keep_every", "checkpoint.settle_s",
+        "launch.confirm_gpu_hours",
     ),
     AT_LEAST_ONE: (
         "cluster.cpu_workers", "cluster.cpus_per_gpu", "strategy.dp", "strategy.pp", "strategy.tp", "strategy.shard",
@@ -128,6 +132,7 @@ def _check_lists(config: Config) -> None:
             f"pp_split is {split!r}", where="strategy.pp_split", mend="even, or the layers of each stage as [1,2,…]"
         )
     node_range(config.cluster)
+    parse_save_every(config.checkpoint.every)
     for name in ("time", "time_min"):
         limit = getattr(config.cluster, name)
         if limit is not None and not TIME.fullmatch(limit):

@@ -20,6 +20,7 @@ EVENTS = (
     "resumed",
     "checkpoint_saved",
     "checkpoint_failed",
+    "checkpoint_set_aside",
     "stop_requested",
     "worker_failed",
     "node_lost",

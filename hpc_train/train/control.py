@@ -1,4 +1,5 @@
-"""What all ranks agree on once per step: whether to stop, and how many targets the next batch has.
+"""What all ranks agree on once per step: whether to stop, whether to save, and how many targets the next batch
+has.
 
 One tiny all-reduce on a CPU group beside the training collectives. It is posted before a step and read before the next,
 so nobody waits for it, and all ranks see a stop request at the same step.
@@ -21,6 +22,7 @@ class Agreement:
 
     stop: bool
     target_count: int  # targets that count in the global batch that the messages announced
+    save: bool  # after the step that was announced
 
 
 class Control:
@@ -31,15 +33,16 @@ class Control:
         self._announces = mesh.pp_rank == 0 and mesh.tp_rank == 0  # one rank per data-parallel rank knows its targets
         self._pending: tuple[Tensor, dist.Work] | None = None
 
-    def post(self, stop: bool, local_count: int) -> None:
+    def post(self, stop: bool, local_count: int, save: bool = False) -> None:
         """Starts the agreement; does not wait.
 
         Args:
             stop: whether this rank was asked to stop.
             local_count: targets that count in this data-parallel rank's next batch; 0 where there is none.
+            save: whether this rank wants a checkpoint after that batch's step.
         """
         assert self._pending is None, "the message before was not read"
-        message = torch.tensor([int(stop), local_count if self._announces else 0])
+        message = torch.tensor([int(stop), local_count if self._announces else 0, int(save)])
         work = dist.all_reduce(message, group=self._group, async_op=True)
         assert work is not None
         self._pending = message, work
@@ -49,5 +52,5 @@ class Control:
         assert self._pending is not None, "nothing was posted"
         (message, work), self._pending = self._pending, None
         work.wait()
-        stop, target_count = message.tolist()
-        return Agreement(stop > 0, target_count)
+        stop, target_count, save = message.tolist()
+        return Agreement(stop > 0, target_count, save > 0)

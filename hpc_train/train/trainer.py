@@ -6,6 +6,7 @@ together, at the same step, after a checkpoint.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from hpc_train.train.control import Control
 from hpc_train.train.evaluation import evaluate
 from hpc_train.train.meter import Meter
 from hpc_train.train.report import Report
+from hpc_train.train.save_schedule import SaveSchedule
 from hpc_train.train.step import StepOutcome, TrainStep
 
 
@@ -55,9 +57,13 @@ class Trainer:
     length: Length
     meter: Meter
     report: Report
+    schedule: SaveSchedule
     step: int = 0
     tokens: int = 0  # targets that counted, over all ranks, since step 0
     _control: Control = field(init=False)
+    _evaluated: tuple[int, dict[str, float | None]] = field(
+        default_factory=lambda: (-1, {}), init=False
+    )  # at which step, the result
 
     def __post_init__(self) -> None:
         self._control = Control(self.mesh)
@@ -78,27 +84,29 @@ class Trainer:
         self._announce(batch)
         while batch is not None:
             agreed = self._control.read()
+            self.checkpoints.poll()
             if agreed.stop:
-                self._save()
+                self._save(final=True)
                 self.report.stopped(self.step)
                 return Exit.STOPPED
             following = self._next_batch() if self.step + 1 < self.length.total_steps else None
             self._announce(following)
-            self._train(StepBatch(batch.micro_batches, agreed.target_count))
+            self._train(StepBatch(batch.micro_batches, agreed.target_count), agreed.save)
             batch = following
         self._control.read()  # nobody leaves while a message is under way
-        self._save()
+        self._save(final=True)
         self.report.finished(self.step, self.meter.mean_tokens_per_s)
         return Exit.DONE
 
     def _announce(self, batch: LocalBatch | None) -> None:
-        self._control.post(self.stop.requested, 0 if batch is None else batch.local_count)
+        count = 0 if batch is None else batch.local_count
+        self._control.post(self.stop.requested, count, self.schedule.ask())
 
     def _next_batch(self) -> LocalBatch:
         with self.meter.waiting():
             return next(self.feed)
 
-    def _train(self, batch: StepBatch) -> None:
+    def _train(self, batch: StepBatch, save: bool) -> None:
         outcome = self.take_step(self.step, batch)
         before = self.length.samples(self.step)
         self.step += 1
@@ -107,7 +115,7 @@ class Trainer:
         evaluates = self.step == self.length.total_steps or _falls_on(self.step, self.config.train.eval_every)
         if evaluates or self.step == 1 or _falls_on(self.step, self.config.telemetry.log_every):
             self._log(outcome, evaluates)
-        if _falls_on(self.step, self.config.checkpoint.every):
+        if save or self.schedule.falls_on(self.step):
             self._save()
 
     def _log(self, outcome: StepOutcome, evaluates: bool) -> None:
@@ -129,14 +137,19 @@ class Trainer:
         if evaluates:
             with self.meter.pausing():
                 found = evaluate(self.engine, self.eval_feed)
-            line |= {"val_loss": found.loss, "val_accuracy": found.accuracy}
+            self._evaluated = self.step, {"val_loss": found.loss, "val_accuracy": found.accuracy}
+            line |= self._evaluated[1]
         self.report.line(line, skipped)
 
-    def _save(self) -> None:
+    def _save(self, final: bool = False) -> None:
         scale = self.take_step.loss_scale
+        began = time.monotonic()
         with self.meter.pausing():
             extra = {"tokens": self.tokens, "loss_scale": None if scale is None else scale.state()}
-            self.checkpoints.save(self.step, extra)
+            step, found = self._evaluated
+            metrics = {name: value for name, value in found.items() if value is not None} if step == self.step else {}
+            self.checkpoints.save(self.step, extra, metrics, final=final)
+        self.schedule.saved(time.monotonic() - began, self.checkpoints.durable_s)
 
 
 def _falls_on(step: int, every: int) -> bool:

@@ -13,6 +13,7 @@ import torch.distributed.pipelining  # noqa: F401
 
 from hpc_train.checkpoint.manager import CheckpointManager, RestoredState
 from hpc_train.config.freeze import load
+from hpc_train.config.save_every import parse_save_every
 from hpc_train.config.schema import Config
 from hpc_train.data.build import build_dataset
 from hpc_train.data.feed import EvalFeed, TrainFeed
@@ -29,6 +30,7 @@ from hpc_train.train.meter import make_meter
 from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.processes import join, leave
 from hpc_train.train.report import open_report
+from hpc_train.train.save_schedule import PRIOR_PER_GPU_HOUR, SaveSchedule, failure_rate
 from hpc_train.train.step import TrainStep
 from hpc_train.train.trainer import Length, Trainer
 
@@ -85,12 +87,19 @@ def _build(
         length=length,
         meter=make_meter(config, mesh, training),
         report=report,
+        schedule=_save_schedule(config, run, mesh),
     )
     if restored is not None:
         trainer.resume(restored)
     if mesh.rank == 0:
         _introduce(config, run, mesh, events, length, restored)
     return trainer
+
+
+def _save_schedule(config: Config, run: RunDirectory, mesh: Mesh) -> SaveSchedule:
+    every, first = parse_save_every(config.checkpoint.every), mesh.rank == 0
+    rate = failure_rate(run) if first and every.auto else PRIOR_PER_GPU_HOUR
+    return SaveSchedule(every, mesh.layout.world_size, first, rate)
 
 
 def _length(config: Config, feed: TrainFeed, samples: int) -> Length:

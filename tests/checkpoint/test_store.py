@@ -6,14 +6,21 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.checkpoint.disk import HashedFile
+from hpc_train.checkpoint.manifest import METADATA, BadCheckpoint, FileEntry, Manifest, decode, verify
+from hpc_train.checkpoint.retention import Kept, Retention, removable
 from hpc_train.checkpoint.store import CheckpointStore
 
 
-def commit(store: CheckpointStore, step: int, attempt: int = 0, text: str = "") -> None:
-    writing = store.writing(step, attempt)
-    writing.mkdir(parents=True)
-    (writing / "data").write_text(text)
-    store.commit(writing, step, {"step": step})
+def commit(store: CheckpointStore, step: int, attempt: int = 0, text: str = "text") -> Path:
+    writing = store.begin(step, attempt)
+    files = {}
+    for name in ("__0_0.distcp", METADATA):
+        file = HashedFile(writing / name)
+        file.write(text.encode())
+        file.close()
+        files[name] = FileEntry(file.size, file.digest)
+    return store.commit(writing, Manifest(step, files, attempt=attempt)).path
 
 
 def test_committed_are_in_order_and_half_written_ones_are_not_among_them(tmp_path: Path) -> None:
@@ -21,12 +28,13 @@ def test_committed_are_in_order_and_half_written_ones_are_not_among_them(tmp_pat
     assert store.newest() is None
     for step in (100, 20, 3):
         commit(store, step)
-    store.writing(400, 0).mkdir()
+    store.begin(400, 0)
     (store.root / "step-00000500.tmp").mkdir()
     assert [checkpoint.step for checkpoint in store.committed()] == [3, 20, 100]
     newest = store.newest()
     assert newest is not None
-    assert newest.record() == {"step": 100}
+    assert newest.manifest().step == 100
+    verify(newest.path, newest.manifest())
 
 
 @pytest.mark.parametrize("keep", [0, 1, 2, 9])
@@ -34,27 +42,82 @@ def test_prune_keeps_the_newest_and_never_none(tmp_path: Path, keep: int) -> Non
     store = CheckpointStore(tmp_path)
     for step in (1, 2, 3):
         commit(store, step)
-    store.prune(keep, attempt=0)
+    store.prune(Retention(keep), attempt=0)
     assert [checkpoint.step for checkpoint in store.committed()] == [1, 2, 3][-max(1, keep) :]
+
+
+def test_the_newest_whole_one_is_never_removed(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3):
+        commit(store, step)
+    (tmp_path / "step-00000003" / METADATA).write_bytes(b"")
+    store.prune(Retention(1), attempt=0)
+    assert [checkpoint.step for checkpoint in store.committed()] == [2, 3]
 
 
 def test_prune_removes_what_earlier_attempts_left_unfinished(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     commit(store, 1)
     for attempt in (0, 1, 2):
-        store.writing(7, attempt).mkdir()
+        store.begin(7, attempt)
     (tmp_path / ".step-00000000.removed").mkdir()
-    store.prune(2, attempt=1)
+    store.prune(Retention(2), attempt=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        ".step-00000007.attempt-001",
-        ".step-00000007.attempt-002",
+        ".step-00000007.attempt-001.0",
+        ".step-00000007.attempt-002.0",
         "step-00000001",
     ]
 
 
-def test_the_same_step_again_replaces_the_old_one(tmp_path: Path) -> None:
+def test_a_directory_is_never_written_into_twice(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
-    commit(store, 5, attempt=0, text="old")
-    commit(store, 5, attempt=1, text="new")
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
-    assert (tmp_path / "step-00000005" / "data").read_text() == "new"
+    assert store.begin(5, 0) != store.begin(5, 0)
+    late = store.begin(5, 1)
+    commit(store, 5)
+    with pytest.raises(FileExistsError):
+        store.begin(5, 1)
+    with pytest.raises(FileExistsError):
+        store.commit(late, Manifest(5, {METADATA: FileEntry(0, "")}))
+    assert (tmp_path / "step-00000005" / METADATA).read_text() == "text"
+
+
+def test_every_mth_and_the_best_stay() -> None:
+    losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: float("nan"), 50: 1.5, 60: 1.6}
+    found = [Kept(step, {"val_loss": loss, "val_accuracy": -loss}) for step, loss in losses.items()]
+    assert removable(found, Retention(1)) == {10, 20, 30, 40, 50}
+    assert removable(found, Retention(1, best="val_loss")) == {10, 30, 40, 50}
+    assert removable(found, Retention(1, best="val_accuracy")) == {10, 30, 40, 50}
+    assert removable(found, Retention(2, every=30)) == {10, 20, 40}
+    assert removable(found, Retention(1, every=25)) == {10, 20, 40}
+
+
+def test_a_guard_that_refuses_stops_every_change(tmp_path: Path) -> None:
+    commit(CheckpointStore(tmp_path), 1)
+    writing = CheckpointStore(tmp_path).begin(2, 0)
+    before = sorted(tmp_path.iterdir())
+
+    def refuse() -> None:
+        raise PermissionError("a newer attempt")
+
+    store = CheckpointStore(tmp_path, refuse)
+    newest = store.newest()
+    assert newest is not None
+    for change in (
+        lambda: store.begin(3, 0),
+        lambda: store.commit(writing, Manifest(2, {METADATA: FileEntry(0, "")})),
+        lambda: store.set_aside(newest, 0),
+        lambda: store.prune(Retention(1), 1),
+    ):
+        with pytest.raises(PermissionError):
+            change()
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_manifest_with_any_bit_flipped_is_refused() -> None:
+    data = Manifest(7, {METADATA: FileEntry(5, "ab"), "__0_0.distcp": FileEntry(6, "cd")}, {"tokens": 5}).encode()
+    assert decode(data).extra == {"tokens": 5}
+    for bit in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(BadCheckpoint):
+            decode(bytes(flipped))

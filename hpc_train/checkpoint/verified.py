@@ -1,0 +1,171 @@
+"""Finds the newest checkpoint that is what its manifest says. All ranks read a share of its files and agree.
+
+Nothing is loaded here: what comes back has been verified by all ranks before any of them touches a tensor.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest, read_manifest, verify
+from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
+from hpc_train.config.errors import ConfigError
+from hpc_train.run.files import read_json, write_json
+from hpc_train.run.submissions import process
+
+MEMORY = ".verified.json"  # in the store's directory: what this job has verified
+_NETWORK = ("nfs", "lustre", "gpfs", "beegfs", "cifs", "smb", "ceph", "fuse", "9p", "panfs", "afs", "gfs", "ocfs")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that all ranks agree on."""
+
+    checkpoint: Checkpoint
+    manifest: Manifest
+
+
+@dataclass
+class VerifiedSearch:
+    """One search for the newest good checkpoint. Every method is collective over ``group``.
+
+    Attributes:
+        full: the content as well, not the sizes only.
+        settle_s: see ``manifest.settled``; counted on network file systems only.
+        on_bad: on rank 0, told each bad checkpoint and why; it may set it aside.
+        own: the store is this run's, so that something may be written there.
+    """
+
+    store: CheckpointStore
+    group: dist.ProcessGroup
+    full: bool
+    settle_s: float
+    on_bad: Callable[[Checkpoint, str], None]
+    own: bool = True
+    _refused: dict[int, str] = field(default_factory=dict, init=False)
+
+    def newest(self) -> Found | None:
+        """The newest good checkpoint; None where no checkpoint was ever committed.
+
+        Raises:
+            ConfigError: there were some and none is good, or this process may not read them.
+        """
+        while True:
+            found = self._propose()
+            if found is None:
+                return None
+            problem = self._verify(found)
+            if problem is None:
+                self._on_first(partial(self._remember, found))
+                return found
+            self._on_first(partial(self._refuse, found.checkpoint, problem))
+
+    def _propose(self) -> Found | None:
+        found: Found | None = self._on_first(self._candidate)
+        return found
+
+    def _candidate(self) -> Found | None:
+        """On rank 0, for all: another rank's view of a network file system may be older."""
+        settle = self._settle()
+        for checkpoint in reversed(self.store.committed()):
+            if checkpoint.step in self._refused:
+                continue
+            try:
+                return Found(checkpoint, read_manifest(checkpoint.path, settle))
+            except BadCheckpoint as error:
+                self._refuse(checkpoint, str(error))
+        if self._refused or self.store.bad():
+            bad = [f"step {step}: {why}" for step, why in sorted(self._refused.items(), reverse=True)]
+            raise ConfigError(
+                "no checkpoint of this run is good:\n  " + "\n  ".join(bad or [p.name for p in self.store.bad()]),
+                where=str(self.store.root),
+                mend="put a good checkpoint there; or take another run.name to begin at step 0",
+            )
+        return None
+
+    def _verify(self, found: Found) -> str | None:
+        """The first rank's problem with its share, the same on every rank; None without one."""
+        rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        known: bool = self._on_first(lambda: self._is_remembered(found))
+        by_size = sorted(found.manifest.files, key=lambda name: (-found.manifest.files[name].size, name))
+        outcome: Any = None
+        try:
+            if rank == 0:
+                verify(found.checkpoint.path, found.manifest, full=False, settle_s=self._settle())
+            full = self.full and not known
+            verify(found.checkpoint.path, found.manifest, by_size[rank::ranks], full=full, settle_s=self._settle())
+        except BadCheckpoint as error:
+            outcome = f"{error} (rank {rank}, {socket.gethostname()})"
+        except OSError as error:
+            outcome = ConfigError(f"rank {rank} cannot read a checkpoint: {error}", where=str(found.checkpoint.path))
+        outcomes: list[Any] = [None] * ranks
+        dist.all_gather_object(outcomes, outcome, group=self.group)
+        for other in outcomes:
+            if isinstance(other, ConfigError):
+                raise other
+        return next((other for other in outcomes if other is not None), None)
+
+    def _refuse(self, checkpoint: Checkpoint, problem: str) -> None:
+        self._refused[checkpoint.step] = problem
+        self.on_bad(checkpoint, problem)
+
+    def _settle(self) -> float:
+        return self.settle_s if on_network(self.store.root) else 0.0
+
+    def _remember(self, found: Found) -> None:
+        """So that a restart within this job does not read all of it again."""
+        if not (self.full and self.own):
+            return
+        with suppress(OSError):  # on a full disk it is read again next time
+            write_json(self.store.root / MEMORY, self._mark(found))
+
+    def _is_remembered(self, found: Found) -> bool:
+        try:
+            remembered: bool = read_json(self.store.root / MEMORY) == self._mark(found)
+        except (OSError, ValueError):
+            return False
+        return remembered
+
+    def _mark(self, found: Found) -> dict[str, Any]:
+        """This job (the process that starts its workers), and each file with what changes when it is written to."""
+        stats = {name: (found.checkpoint.path / name).stat() for name in sorted(found.manifest.files)}
+        files = {name: [stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in stats.items()}
+        return {"job": process(os.getppid()), "step": found.checkpoint.step, "files": files}
+
+    def _on_first(self, action: Callable[[], Any]) -> Any:
+        return on_first(action, self.group)
+
+
+def on_first(action: Callable[[], Any], group: dist.ProcessGroup) -> Any:
+    """Runs ``action`` on the first rank and gives every rank its result, or the exception it raised."""
+    outcome: list[Any] = [None, None]
+    if dist.get_rank(group) == 0:
+        try:
+            outcome[0] = action()
+        except Exception as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0, group=group)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def on_network(path: Path) -> bool:
+    """Whether ``path`` lies on a file system whose clients cache what others have written."""
+    try:
+        real = str(path.resolve())
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return True
+    mounts = [(line.split(" ")[4], line.partition(" - ")[2].split(" ")[0]) for line in lines]
+    over = [(len(point), kind) for point, kind in mounts if f"{real}/".startswith(f"{point.rstrip('/')}/")]
+    return max(over, default=(0, ""))[1].startswith(_NETWORK)

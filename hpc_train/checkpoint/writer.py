@@ -1,0 +1,185 @@
+"""Writes tensors with ``torch.distributed.checkpoint`` such that every byte is accounted for.
+
+Each file is hashed as it is written and synced after Python's buffers are flushed. The digests travel to rank 0 with
+DCP's own write results; rank 0 refuses to finish unless each planned item was written once, where the plan says.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.futures import Future
+
+from hpc_train.checkpoint import disk
+from hpc_train.checkpoint.manifest import FileEntry
+
+
+class SaveFailed(Exception):
+    """A save failed on some rank and every rank knows it. The checkpoints before are as they were."""
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """What a rank tells of a file that it has written."""
+
+    name: str
+    entry: FileEntry
+
+
+def write_tensors(
+    state: Mapping[str, Tensor],
+    writing: Path,
+    group: dist.ProcessGroup | None,
+    check_space: Callable[[int, int], None],
+    host: Mapping[str, Tensor] | None = None,
+) -> dict[str, FileEntry]:
+    """Writes ``state`` into the new directory ``writing``. Collective over ``group``; one process without it.
+
+    Args:
+        check_space: called on the first rank with the bytes and the number of files to come, before any is written.
+        host: by name, local copies of what this rank holds; ``state`` then gives names and shapes only.
+
+    Returns:
+        On the first rank, all files; they are on disk. Elsewhere nothing.
+
+    Raises:
+        SaveFailed: on every rank.
+    """
+    writer = HashingWriter(writing, check_space)
+    try:
+        with quiet():
+            dcp.save(
+                dict(state),
+                storage_writer=writer,
+                planner=SnapshotPlanner(host),
+                process_group=group,
+                no_dist=group is None,
+            )
+    except CheckpointException as error:
+        raise SaveFailed(_in_words(error)) from error
+    return dict(writer.files)
+
+
+class SnapshotPlanner(dcp.DefaultSavePlanner):
+    """Plans by the live tensors' names, shapes and shards; takes the values from copies where there are any."""
+
+    def __init__(self, host: Mapping[str, Tensor] | None) -> None:
+        super().__init__()
+        self._host = host
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return super().lookup_object(index) if self._host is None else self._host[index.fqn]
+
+
+class HashingWriter(dcp.FileSystemWriter):
+    """A ``FileSystemWriter`` into a directory that is there and empty. On rank 0, ``files`` names all it holds then."""
+
+    def __init__(self, directory: Path, check_space: Callable[[int, int], None]) -> None:
+        super().__init__(directory, sync_files=False, overwrite=False)  # its sync comes before the flush
+        self.files: dict[str, FileEntry] = {}
+        self.fs: HashingFileSystem = HashingFileSystem(self.files)
+        self._check_space = check_space
+        self._planned: list[set[MetadataIndex]] = []
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(save_id=self.save_id)  # without a path: the directory is about to be renamed
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        objects = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO]
+        if objects:
+            raise ValueError(f"not a tensor, so its load would unpickle it: {objects[0]}")
+        return super().prepare_local_plan(plan)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        plans = super().prepare_global_plan(plans)
+        self._planned = [{item.index for item in plan.items} for plan in plans]
+        self._check_space(sum(_bytes(item) for plan in plans for item in plan.items), len(plans) + 3)
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
+        results = super().write_data(plan, planner).value()
+        disk.sync_directory(Path(self.path))
+        written: Future[Any] = Future()
+        written.set_result([*results, *(WrittenFile(name, entry) for name, entry in self.files.items())])
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        files = {found.name: found.entry for part in results for found in part if isinstance(found, WrittenFile)}
+        tensors = [[found for found in part if not isinstance(found, WrittenFile)] for part in results]
+        self._account(tensors, files)
+        self.files.update(files)
+        super().finish(metadata, tensors)
+
+    def _account(self, results: list[list[Any]], files: Mapping[str, FileEntry]) -> None:
+        """Raises where what was written is not what was planned."""
+        for rank, (planned, part) in enumerate(zip(self._planned, results, strict=True)):
+            written = [result.index for result in part]
+            if len(written) != len(planned) or set(written) != planned:
+                missing = sorted({index.fqn for index in planned.difference(written)})
+                raise RuntimeError(
+                    f"rank {rank} has written {len(written)} of {len(planned)} items; missing: {missing}"
+                )
+            for result in part:
+                place = result.storage_data
+                if place.offset + place.length > files[place.relative_path].size:
+                    raise RuntimeError(f"rank {rank}: {place.relative_path} ends before {result.index.fqn} does")
+
+
+class HashingFileSystem(FileSystem):
+    """Opens new files only, and notes the size and digest of each in ``files`` when it is on disk."""
+
+    def __init__(self, files: dict[str, FileEntry]) -> None:
+        self._files = files
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        assert mode == "wb", mode
+        file = disk.HashedFile(Path(path))
+        try:
+            yield file
+            file.close()
+        except BaseException as error:
+            file.abandon()
+            if file.failure is not None and error is not file.failure:
+                raise file.failure from None  # torch tells of it as a broken zip file
+            raise
+        self._files[file.path.name] = FileEntry(file.size, file.digest)
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """The directory was made once, by the first rank."""
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        disk.rename(Path(path), Path(new_path))
+        self._files[Path(new_path).name] = self._files.pop(Path(path).name)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """DCP warns of its own use of deprecated names."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _bytes(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return 0
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+
+
+def _in_words(error: CheckpointException) -> str:
+    failures: Sequence[tuple[int, Any]] = sorted(error.failures.items())
+    return "; ".join(f"rank {rank}: {type(found[0]).__name__}: {found[0]}" for rank, found in failures)
