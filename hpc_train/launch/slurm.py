@@ -5,6 +5,7 @@ Jobs of one shape are one array, split where the site's arrays end. The schedule
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 from collections.abc import Collection, Sequence
 from functools import cached_property
@@ -172,7 +173,9 @@ def _title(same: Sequence[Job]) -> str:
 
 
 def _listing(same: Sequence[Job]) -> str:
-    return f"runs-{same[0].number:05d}"
+    """Named by what it lists: tasks of an array that was submitted earlier may still read theirs."""
+    paths = "\n".join(str(job.run.path) for job in same)
+    return f"runs-{same[0].number:05d}-{hashlib.sha256(paths.encode()).hexdigest()[:8]}"
 
 
 def _submit(executor: ScriptExecutor) -> str:

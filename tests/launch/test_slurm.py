@@ -57,7 +57,7 @@ def test_jobs_of_one_shape_are_one_array_and_keep_their_order(slurm: Path, tmp_p
     ids = SlurmSubmitter().submit(jobs, tmp_path / "sweep", 3)
     assert ids == ["41_0", "41", "41_1"]
     assert [call.count("--array=0-1%1") for call in calls(tmp_path)] == [1, 0]
-    listed = (tmp_path / "sweep" / "slurm" / "runs-00000").read_text().split()
+    listed = next((tmp_path / "sweep" / "slurm").glob("runs-00000-*")).read_text().split()
     assert listed == [str(jobs[0].run.path), str(jobs[2].run.path)]
 
 

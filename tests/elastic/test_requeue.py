@@ -1,0 +1,86 @@
+"""When a job asks to run again, and what the batch script makes of it, with stand-ins for squeue and scontrol."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hpc_train.config.schema import ElasticConfig
+from hpc_train.elastic.requeue import decide
+from hpc_train.launch.requeue import lines_before, script_lines
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from hpc_train.run.exits import Exit
+from hpc_train.run.job_end import JobEnd
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    return run
+
+
+def start(run: RunDirectory, restart: int, step: int | None, **elastic: int) -> Exit:
+    """One start of job 7 that was stopped when ``step`` was the newest checkpoint."""
+    if step is not None:
+        (run.checkpoints / f"step-{step:08d}").mkdir(exist_ok=True)
+    end = JobEnd(run, "7", restart, 0)
+    return decide(end, ElasticConfig(**elastic), EventLog.open(run, "agent-n0", restart))
+
+
+def test_a_requeue_needs_progress_since_the_one_before(run: RunDirectory) -> None:
+    assert start(run, 0, None) == Exit.STOPPED
+    assert start(run, 1, 5) == Exit.STOPPED
+    assert start(run, 2, None) == Exit.GAVE_UP
+    assert [event["event"] for event in run.read_events()] == ["requeued", "requeued", "gave_up"]
+
+
+def test_requeues_have_a_ceiling(run: RunDirectory) -> None:
+    assert start(run, 0, 1, max_requeues=1) == Exit.STOPPED
+    assert start(run, 1, 2, max_requeues=1) == Exit.GAVE_UP
+    assert decide(JobEnd(run, "8", 0, 0), ElasticConfig(max_requeues=1), EventLog.open(run, "agent-n0", 2)) == 75, (
+        "another job of the run begins anew"
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "srun", "ends", "marker", "code", "asked"),
+    [
+        ("RUNNING 100", 75, {0: 75, 1: 75}, True, 75, ["requeue 7"]),
+        ("RUNNING 100", 75, {0: 75, 1: 75}, False, 75, []),
+        ("COMPLETING 100", 75, {0: 75}, True, 75, []),  # being cancelled, or requeued by Slurm itself
+        ("RUNNING 0", 75, {0: 75}, True, 75, []),  # held
+        ("RUNNING 100", 137, {0: 1, 1: 75}, True, 1, []),  # one node failed, srun killed the other
+        ("RUNNING 100", 137, {}, False, 1, []),
+        ("RUNNING 100", 93, {0: 93, 1: 75}, False, 93, []),
+        ("RUNNING 100", 0, {0: 0, 1: 0}, False, 0, []),
+    ],
+)
+def test_the_end_of_the_batch_script(
+    run: RunDirectory,
+    tmp_path: Path,
+    state: str,
+    srun: int,
+    ends: dict[int, int],
+    marker: bool,
+    code: int,
+    asked: list[str],
+) -> None:
+    for node, ended in ends.items():
+        JobEnd(run, "7", 0, node).tell(ended)
+    if marker:
+        JobEnd(run, "7", 0, 0).ask_for_requeue(3)
+    calls = tmp_path / "calls"
+    for name, line in {"squeue": f"echo '{state}'", "scontrol": f'echo "$*" >> {calls}'}.items():
+        tool = tmp_path / name
+        tool.write_text(f"#!/bin/sh\n{line}\n")
+        tool.chmod(0o755)
+    script = "\n".join([*lines_before(), f"RUN={run.path} status={srun}", *script_lines()])
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], env=environment, check=False)
+    assert done.returncode == code
+    assert (calls.read_text().splitlines() if calls.exists() else []) == asked
