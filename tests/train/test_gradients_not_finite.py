@@ -29,7 +29,7 @@ def poison_every_step(spec: WorkerSpec, stop: StopFlag) -> None:
 
 
 def _poison(spec: WorkerSpec, steps: set[int]) -> None:
-    """One NaN in one gradient of rank 1 only, after the ranks have reduced."""
+    """The loss of rank 1 is NaN, and that of no other rank."""
     from hpc_train.parallel.pipeline_engine import PipelineEngine
     from hpc_train.parallel.replica_engine import ReplicaEngine
 
@@ -37,12 +37,9 @@ def _poison(spec: WorkerSpec, steps: set[int]) -> None:
         compute = engine.train_step
 
         def poisoned(self, step, batch, loss_scale=None, compute=compute):  # type: ignore[no-untyped-def]
-            result = compute(self, step, batch, loss_scale)
             if spec.rank == 1 and step in steps:
-                gradient = list(self.named_parameters().values())[-1].grad
-                local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-                local.view(-1)[0] = float("nan")
-            return result
+                loss_scale = torch.tensor(float("nan"))
+            return compute(self, step, batch, loss_scale)
 
         engine.train_step = poisoned  # type: ignore[method-assign]
 
