@@ -135,3 +135,12 @@ def test_interactive(shell: Cluster, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(losses(tmp_path / "outputs" / "run")) == 6
     assert read_json(tmp_path / "outputs" / "run" / "attempts" / "000.json")["nodes"] == 2
+
+
+def test_several_tasks_on_a_node_get_one_message(shell: Cluster, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hpc_train", "+strategy=dp", *TINY]
+    done = shell.call("srun", "--ntasks=3", "--nodes=1", "--time=2", *command, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("one task per node") == 1
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "outputs").exists()
