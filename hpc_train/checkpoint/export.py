@@ -1,0 +1,183 @@
+"""A checkpoint's model in the formats that others read: Hugging Face's Llama as safetensors, or one ``.pt``.
+
+Tensors pass through one after the other. What is written appears under its name when it is whole.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpc_train.checkpoint.state import TensorShape
+from hpc_train.checkpoint.stored import MODEL, StoredTensors
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.schema import GPTConfig, ModelConfig, ViTConfig
+from hpc_train.models.build import build_model
+from hpc_train.models.hf_names import hf_config, hf_name
+from hpc_train.run.files import write_json
+
+SHARD_BYTES = 4 * 2**30  # of a safetensors file, and so of the memory that an export needs
+Advance = Callable[[int], None]  # called with the number of bytes that have passed through
+
+
+def export_bytes(stored: StoredTensors) -> int:
+    """Bytes of the model in the checkpoint: what ``advance`` adds up to."""
+    return sum(_bytes(shape) for shape in stored.model().values())
+
+
+def export_hf(
+    stored: StoredTensors,
+    model: ModelConfig,
+    to: Path,
+    *,
+    positions: int,
+    dtype: torch.dtype | None,
+    advance: Advance,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes the directory ``to``, which ``transformers.AutoModelForCausalLM.from_pretrained`` reads.
+
+    Args:
+        positions: the longest sequence that the model was trained on.
+        dtype: of the files; None: as stored.
+
+    Raises:
+        ConfigError: the model is none that ``transformers`` knows, ``to`` is taken, or safetensors is not installed.
+    """
+    if not isinstance(model, GPTConfig):
+        raise ConfigError(
+            f"transformers has no class for a model of kind {model.kind}",
+            where="--format",
+            mend="--format pt, which takes any model",
+        )
+    save_file = _save_file()
+    shards = _shards(stored.model(), dtype, shard_bytes)
+    with _appearing(to) as folder:
+        folder.mkdir()
+        index: dict[str, str] = {}
+        for number, names in enumerate(shards):
+            file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else _SINGLE
+            index |= {hf_name(name): file for name in names}
+            save_file(dict(_named(stored, names, dtype, advance)), folder / file, metadata={"format": "pt"})
+        if len(shards) > 1:
+            total = sum(_bytes(shape, dtype) for shape in stored.model().values())
+            write_json(
+                folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index}
+            )
+        kind = dtype or next(iter(stored.model().values())).dtype
+        write_json(folder / "config.json", hf_config(model, positions, str(kind).removeprefix("torch.")))
+
+
+def export_pt(
+    stored: StoredTensors, model: ModelConfig, to: Path, *, dtype: torch.dtype | None, advance: Advance
+) -> None:
+    """Writes the file ``to``: a dict of parameter name -> tensor for ``torch.load`` and ``load_state_dict``.
+
+    The tensors are laid out in files first, which the save reads through the page cache: it needs their size once more
+    on disk for its time, and no memory.
+
+    Raises:
+        ConfigError: ``to`` is taken.
+    """
+    with _appearing(to) as file:
+        folder = file.with_name(f"{file.name}.tensors")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        try:
+            state = {name: _mapped(stored, name, folder, dtype, advance) for name in stored.model()}
+            torch.save(state | {alias: state[name] for alias, name in _tied(model).items()}, file)
+        finally:
+            shutil.rmtree(folder)
+
+
+_SINGLE = "model.safetensors"
+
+
+def _save_file() -> Callable[..., Any]:
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ConfigError(
+            "safetensors is not installed", where="--format", mend="pip install 'hpc_train[hf]', or --format pt"
+        ) from error
+    return save_file
+
+
+def _shards(shapes: Mapping[str, TensorShape], dtype: torch.dtype | None, most: int) -> list[list[str]]:
+    """Names in order, as many to a file as fit; a tensor is never cut."""
+    shards: list[list[str]] = []
+    filled = 0
+    for name, shape in shapes.items():
+        size = _bytes(shape, dtype)
+        if not shards or filled + size > most:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def _named(
+    stored: StoredTensors, names: list[str], dtype: torch.dtype | None, advance: Advance
+) -> Iterator[tuple[str, Tensor]]:
+    for name in names:
+        tensor = stored.read(MODEL + name)
+        yield hf_name(name), tensor if dtype is None else tensor.to(dtype)
+        advance(_bytes(stored.shapes[MODEL + name]))
+
+
+def _mapped(stored: StoredTensors, name: str, folder: Path, dtype: torch.dtype | None, advance: Advance) -> Tensor:
+    """The tensor in a file of its own, mapped into memory."""
+    shape = stored.shapes[MODEL + name]
+    kind = dtype if dtype is not None and shape.dtype.is_floating_point else shape.dtype
+    mapped = torch.from_file(
+        str(folder / str(len(list(folder.iterdir())))), shared=True, size=_elements(shape), dtype=kind
+    ).view(shape.shape)
+    if kind == shape.dtype:
+        stored.read(MODEL + name, mapped)
+    else:
+        mapped.copy_(stored.read(MODEL + name))
+    advance(_bytes(shape))
+    return mapped
+
+
+def _tied(model: ModelConfig) -> Mapping[str, str]:
+    """Of a custom model nothing is known here: its code is the run's, and stays unimported."""
+    return getattr(build_model(model, 0), "tied", {}) if isinstance(model, GPTConfig | ViTConfig) else {}
+
+
+@contextmanager
+def _appearing(to: Path) -> Iterator[Path]:
+    """A path beside ``to`` that takes its name at the end, and is gone after a failure."""
+    if to.exists() and not (to.is_dir() and not any(to.iterdir())):
+        raise ConfigError(f"{to} is there already", where="--to", mend="a path that is free")
+    to.parent.mkdir(parents=True, exist_ok=True)
+    partial = to.with_name(f".{to.name}.partial")
+    _remove(partial)
+    try:
+        yield partial
+        partial.rename(to)
+    except BaseException:
+        _remove(partial)
+        raise
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _elements(shape: TensorShape) -> int:
+    return torch.Size(shape.shape).numel()
+
+
+def _bytes(shape: TensorShape, dtype: torch.dtype | None = None) -> int:
+    return _elements(shape) * (dtype or shape.dtype).itemsize

@@ -1,0 +1,138 @@
+"""Checkpoints out of a run and weights into one: what ``checkpoint export`` and ``import`` do, step by step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpc_train.checkpoint import disk
+from hpc_train.checkpoint.export import export_bytes, export_hf, export_pt
+from hpc_train.checkpoint.hf_files import LlamaFiles
+from hpc_train.checkpoint.listing import choose, whole
+from hpc_train.checkpoint.manifest import Manifest
+from hpc_train.checkpoint.space import check_space
+from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
+from hpc_train.checkpoint.stored import MODEL, StoredTensors
+from hpc_train.checkpoint.writer import SaveFailed, write_tensors
+from hpc_train.config.directory import run_directory
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.freeze import load
+from hpc_train.config.imported import imported_model, model_overrides, write_imported
+from hpc_train.config.schema import ModelConfig
+from hpc_train.run.directory import RunDirectory
+
+POSITIONS = 2048  # longest sequence of a model of which that is not known: Llama's own
+Bar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]  # (what, bytes in all) -> told of bytes done
+
+
+def export(run: RunDirectory, step: int | None, to: Path, format: str, dtype: str | None, bar: Bar) -> dict[str, Any]:
+    """Writes the model of a checkpoint, once every byte of it has been verified, to ``to``.
+
+    Args:
+        step: of the checkpoint; None: the newest.
+        format: ``hf`` or ``pt``.
+        dtype: of the written tensors, as torch calls it; None: as stored.
+
+    Returns:
+        ``step``, ``path`` and ``bytes`` that were read.
+
+    Raises:
+        ConfigError: there is no such checkpoint, it is damaged, or its model cannot be written so.
+    """
+    found = choose(run, step)
+    model, positions = _model(run)
+    with bar("verifying", sum(file.stat().st_size for file in found.path.iterdir())) as advance:
+        manifest = whole(found, advance)
+    stored = StoredTensors(found.path, manifest)
+    kind = None if dtype is None else getattr(torch, dtype)
+    with bar("exporting", export_bytes(stored)) as advance:
+        if format == "hf":
+            export_hf(stored, model, to, positions=positions, dtype=kind, advance=advance)
+        else:
+            export_pt(stored, model, to, dtype=kind, advance=advance)
+    return {"step": found.step, "path": str(to), "bytes": export_bytes(stored)}
+
+
+def _model(run: RunDirectory) -> tuple[ModelConfig, int]:
+    """The model of a run or import, and its longest sequence."""
+    imported = imported_model(run)
+    if imported is not None:
+        return imported, POSITIONS
+    config = load(run)
+    return config.model, getattr(config.data, "sequence_length", POSITIONS)
+
+
+def import_hf(source: Path, name: str, root: Path, dtype: str, bar: Bar) -> dict[str, Any]:
+    """Makes ``root``/``name`` of the Llama in ``source``: a checkpoint of step 0 that forks begin with.
+
+    Args:
+        dtype: of the stored tensors: that of the parameters of the runs that are to start from them.
+
+    Returns:
+        ``path``, ``parameters`` (elements) and ``overrides`` of a run with the model.
+
+    Raises:
+        ConfigError: the files are no Llama that our model computes, or the name is taken.
+    """
+    directory = RunDirectory(Path(run_directory(str(root), name)))
+    if directory.path.exists() and any(directory.path.iterdir()):
+        raise ConfigError(f"{directory.path} is there already", where="--to", mend="another name")
+    files = LlamaFiles.open(source)
+    kind: torch.dtype = getattr(torch, dtype)
+    state = {f"{MODEL}{own}": torch.empty(shape, dtype=kind, device="meta") for own, shape in files.shapes.items()}
+    try:
+        with bar("importing", sum(value.nbytes for value in state.values())) as advance:
+            write_checkpoint(directory, 0, state, _Converted(files, state, advance))
+        write_imported(directory, files.model, str(source.absolute()))
+    except BaseException as error:
+        disk.remove(directory.path)  # there was nothing in it
+        if isinstance(error, SaveFailed):
+            raise ConfigError(str(error), where="checkpoint import", mend="a root that can hold it") from error
+        raise
+    return {
+        "path": str(directory.path),
+        "parameters": sum(value.numel() for value in state.values()),
+        "overrides": [*model_overrides(files.model), f"run.name={name}"],
+    }
+
+
+def write_checkpoint(
+    directory: RunDirectory, step: int, state: Mapping[str, Tensor], host: Mapping[str, Tensor] | None = None
+) -> Checkpoint:
+    """Commits ``state`` as a checkpoint that begins a training, from this one process.
+
+    Args:
+        host: the values, where ``state`` gives names, shapes and types only.
+    """
+    store = CheckpointStore(directory.checkpoints)
+    writing = store.begin(step, attempt=0)
+    files = write_tensors(
+        state, writing, None, lambda size, count: check_space(writing, store, size, count, keep=1), host
+    )
+    extra = {"tokens": 0, "loss_scale": None}
+    versions = {"torch": torch.__version__}
+    return store.commit(writing, Manifest(step, files, extra=extra, versions=versions, time=time.time()))
+
+
+class _Converted(Mapping[str, Tensor]):
+    """The tensors of a save, each read from its file when the save asks for it."""
+
+    def __init__(self, files: LlamaFiles, state: Mapping[str, Tensor], advance: Callable[[int], None]) -> None:
+        self._files, self._state, self._advance = files, state, advance
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._files.read(name.removeprefix(MODEL)).to(self._state[name].dtype)
+        self._advance(tensor.nbytes)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)

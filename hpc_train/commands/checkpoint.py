@@ -1,0 +1,173 @@
+"""``python -m hpc_train checkpoint list|verify|export|import``: what is in a run's checkpoints, out of them and in."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from hpc_train.checkpoint.listing import Listed, choose, find_run, list_checkpoints, look
+from hpc_train.checkpoint.space import amount
+from hpc_train.config.directory import default_root
+from hpc_train.config.layout import Layout
+from hpc_train.run.exits import Exit
+from hpc_train.telemetry.progress import duration
+
+_EPILOG = """\
+examples:
+  python -m hpc_train checkpoint list mine
+  python -m hpc_train checkpoint verify outputs/mine
+  python -m hpc_train checkpoint export mine --to llama --dtype bfloat16
+  python -m hpc_train checkpoint export mine --to mine.pt --format pt
+  python -m hpc_train checkpoint import Llama-2-7b-hf --to llama2
+"""
+DTYPES = ["float64", "float32", "bfloat16", "float16"]
+
+
+def main(arguments: list[str]) -> int:
+    """Runs one of the four; returns an exit code."""
+    options = _parser().parse_args(arguments)
+    actions: dict[str, Callable[[argparse.Namespace], int]] = {
+        "list": _list,
+        "verify": _verify,
+        "export": _export,
+        "import": _import,
+    }
+    return actions[options.action](options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hpc_train checkpoint",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="list|verify|export|import")
+    listed = actions.add_parser("list", help="steps, age, size, layout; names and sizes of the files compared")
+    verified = actions.add_parser("verify", help="every byte compared with what was written; 1 where one is damaged")
+    exported = actions.add_parser("export", help="the model as Hugging Face's Llama, or as one .pt")
+    imported = actions.add_parser("import", help="weights of a Llama, for runs to start from")
+    for action in (listed, verified, exported):
+        action.add_argument("run", metavar="RUN", help="a run directory, or its name")
+    for action in (verified, exported):
+        action.add_argument("--step", type=int, metavar="N", help="which (default: verify all, export the newest)")
+    exported.add_argument("--to", type=Path, required=True, metavar="PATH", help="a directory (hf), a file (pt)")
+    exported.add_argument("--format", choices=["hf", "pt"], default="hf", help="default: %(default)s")
+    exported.add_argument("--dtype", choices=DTYPES, help="of the exported tensors (default: as stored)")
+    imported.add_argument("source", type=Path, metavar="DIR", help="with config.json and safetensors")
+    imported.add_argument("--to", required=True, metavar="NAME", help="a name as of a run; run.name=NAME run.fork=NEW")
+    imported.add_argument(
+        "--dtype", choices=DTYPES[:2], default="float32", help="float64 for runs with precision=fp64 (default: float32)"
+    )
+    for action in (listed, verified, exported, imported):
+        action.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def _root() -> Path:
+    return Path(default_root())
+
+
+def _list(options: argparse.Namespace) -> int:
+    found = list_checkpoints(find_run(options.run, _root()))
+    _show(found, "sizes", options.json)
+    return Exit.DONE
+
+
+def _verify(options: argparse.Namespace) -> int:
+    run = find_run(options.run, _root())
+    listed = list_checkpoints(run)
+    if options.step is not None:
+        wanted = choose(run, options.step)
+        listed = [item for item in listed if item.checkpoint == wanted]
+    total = sum(item.manifest.size for item in listed if item.manifest is not None)
+    with _bar("verifying", total) as advance:
+        verified = [look(item.checkpoint, full=True, on_bytes=advance) for item in listed]
+    _show(verified, "all bytes", options.json)
+    return Exit.FAILED if any(item.problem for item in verified) else Exit.DONE
+
+
+def _export(options: argparse.Namespace) -> int:
+    from hpc_train.checkpoint.transfer import export
+
+    result = export(find_run(options.run, _root()), options.step, options.to, options.format, options.dtype, _bar)
+    hint = f"transformers.AutoModelForCausalLM.from_pretrained({str(options.to)!r})"
+    if options.format == "pt":
+        hint = f"torch.load({str(options.to)!r}, mmap=True)"
+    print(json.dumps(result) if options.json else f"step {result['step']}, {amount(result['bytes'])}: {hint}")
+    return Exit.DONE
+
+
+def _import(options: argparse.Namespace) -> int:
+    from hpc_train.checkpoint.transfer import import_hf
+
+    result = import_hf(options.source, options.to, _root(), options.dtype, _bar)
+    if options.json:
+        print(json.dumps(result))
+        return Exit.DONE
+    print(f"{result['parameters']:,} parameters in {result['path']}; train from them:")
+    print(f"  python -m hpc_train {' '.join(result['overrides'])} run.fork=NEW …")
+    return Exit.DONE
+
+
+@contextmanager
+def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error, where that is a terminal; gives the function that is told of bytes done."""
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bars:
+        task = bars.add_task(what, total=total)
+        yield lambda count: bars.advance(task, count)
+
+
+def _show(found: list[Listed], compared: str, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([_row(item, compared) for item in found]))
+    elif found:
+        Console(soft_wrap=True).print(_table(found, compared), highlight=False)
+    else:
+        print("no checkpoint yet")
+
+
+def _row(item: Listed, compared: str) -> dict[str, Any]:
+    manifest = item.manifest
+    return {
+        "step": item.checkpoint.step,
+        "path": str(item.checkpoint.path),
+        "time": None if manifest is None else manifest.time,
+        "bytes": None if manifest is None else manifest.size,
+        "layout": None if manifest is None else dict(manifest.layout),
+        "compared": compared,
+        "problem": item.problem,
+    }
+
+
+def _table(found: list[Listed], compared: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("step", "age", "size"):
+        table.add_column(name, justify="right")
+    table.add_column("layout")
+    table.add_column("state", overflow="fold")
+    for item in found:
+        manifest = item.manifest
+        state = f"whole ({compared} compared)" if item.problem is None else item.problem
+        if manifest is None:
+            table.add_row(str(item.checkpoint.step), "", "", "", state)
+        else:
+            age = duration(time.time() - manifest.time)
+            table.add_row(str(manifest.step), age, amount(manifest.size), _layout(dict(manifest.layout)), state)
+    return table
+
+
+def _layout(values: dict[str, Any]) -> str:
+    """Imported weights have none."""
+    return str(Layout(**values)).partition(")")[0] + ")" if values else "imported"

@@ -1,0 +1,104 @@
+"""``checkpoint list|verify|export|import`` as a person calls them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpc_train.run.directory import RunDirectory
+from tests.checkpoint.made import commit
+from tests.doors.command import TINY, hpc_train
+
+HERE = ["cluster=local", "cluster.cpu_workers=2", "cluster.gpus_per_node=0", *TINY, "data.vocab_size=64"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """Three checkpoints, of steps 1, 2 and 3."""
+    run = RunDirectory(tmp_path / "outputs/mine")
+    for step in (1, 2, 3):
+        commit(run, step, {"model.weight": torch.full((40, 10), float(step))})
+    return run
+
+
+def flip_a_bit(folder: Path) -> None:
+    file = next(folder.glob("*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def everything(path: Path) -> list[tuple[str, int, int, bytes]]:
+    """What lies below ``path``, with times of change: access times aside, the whole state."""
+    found = sorted(path.rglob("*"))
+    return [
+        (str(file), file.stat().st_mtime_ns, file.stat().st_ctime_ns, file.read_bytes() if file.is_file() else b"")
+        for file in found
+    ]
+
+
+def test_list_and_verify_tell_and_write_nothing(tmp_path: Path, run: RunDirectory) -> None:
+    flip_a_bit(run.checkpoints / "step-00000002")
+    (run.checkpoints / "step-00000003/manifest.json").unlink()
+    before = everything(tmp_path)
+    listed = hpc_train("checkpoint", "list", "mine", cwd=tmp_path)
+    assert listed.returncode == 0, listed.stderr
+    _, *lines = listed.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["1", "2", "3"]
+    assert ["whole (sizes compared)" in line for line in lines] == [True, True, False]
+    assert "manifest.json: No such file" in lines[2] and "kB" in lines[0]
+    verified = hpc_train("checkpoint", "verify", str(run.path), "--json", cwd=tmp_path)
+    assert verified.returncode == 1, verified.stderr
+    first, second, third = json.loads(verified.stdout)
+    assert first["problem"] is None and first["compared"] == "all bytes" and first["bytes"] > 1600
+    assert "its content is not what was written" in second["problem"]
+    assert "manifest.json" in third["problem"] and third["bytes"] is None
+    one = hpc_train("checkpoint", "verify", "mine", "--step", "1", cwd=tmp_path)
+    assert one.returncode == 0 and "whole (all bytes compared)" in one.stdout
+    assert everything(tmp_path) == before
+
+
+def test_the_imported_weights_start_a_run(tmp_path: Path) -> None:
+    """A run, its export, the import of that and a run that starts there, each by its command."""
+    trained = hpc_train("+strategy=pp", *HERE, "run.name=mine", cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    exported = hpc_train("checkpoint", "export", "mine", "--to", "llama", cwd=tmp_path)
+    assert exported.returncode == 0, exported.stderr
+    assert exported.stdout.startswith("step 6, ") and "from_pretrained('llama')" in exported.stdout
+    assert sorted(os.listdir(tmp_path / "llama")) == ["config.json", "model.safetensors"]  # noqa: PTH208
+    done = hpc_train("checkpoint", "import", "llama", "--to", "pretrained", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    overrides = json.loads(done.stdout)["overrides"]
+    listed = hpc_train("checkpoint", "list", "pretrained", cwd=tmp_path)
+    assert "imported" in listed.stdout
+    first = ["+strategy=dp", *HERE, "run.name=pretrained"]
+    refused = hpc_train(*first, cwd=tmp_path)
+    assert refused.returncode == 2 and "run.name=pretrained run.fork=NEW" in refused.stderr
+    refused = hpc_train(*first, "run.fork=tuned", "model.rope_theta=5e5", cwd=tmp_path)
+    assert refused.returncode == 2 and "model.rope_theta: 10000.0 in the import" in refused.stderr
+    tuned = hpc_train(*first, *overrides, "run.fork=tuned", "optim=sgd", cwd=tmp_path)
+    assert tuned.returncode == 0, tuned.stderr
+    events = RunDirectory(tmp_path / "outputs/tuned").read_events()
+    assert [event["step"] for event in events if event["event"] == "resumed"] == [0]
+    last = RunDirectory(tmp_path / "outputs/mine").read_metrics()[-1]["loss"]
+    begun = RunDirectory(tmp_path / "outputs/tuned").read_metrics()[0]["loss"]
+    assert abs(begun - last) < 0.5  # goes on where the first ended
+
+
+def test_wrong_calls_are_refused(tmp_path: Path, run: RunDirectory) -> None:
+    (tmp_path / "empty").mkdir()
+    for arguments, words in (
+        (["list", "nothing"], "there is no run with checkpoints in nothing"),
+        (["verify", "mine", "--step", "9"], "no checkpoint of step 9"),
+        (["export", "mine"], "--to"),
+        (["import", "empty", "--to", "new"], "config.json cannot be read"),
+        (["import", "empty", "--to", "../new"], "cannot be a directory under"),
+        (["sell", "mine"], "invalid choice"),
+    ):
+        done = hpc_train("checkpoint", *arguments, cwd=tmp_path)
+        assert done.returncode == 2, done
+        assert words in done.stderr and "Traceback" not in done.stderr

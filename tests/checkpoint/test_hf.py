@@ -1,0 +1,182 @@
+"""Weights to Hugging Face's Llama and back: the same function there, the same bits here."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpc_train.checkpoint.export import export_hf
+from hpc_train.checkpoint.listing import choose, whole
+from hpc_train.checkpoint.stored import StoredTensors
+from hpc_train.checkpoint.transfer import export, import_hf
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.imported import imported_model
+from hpc_train.config.schema import GPTConfig
+from hpc_train.models.hf_names import gpt_config, hf_config, hf_name
+from hpc_train.models.model import Model
+from hpc_train.run.directory import RunDirectory
+from tests.checkpoint.made import commit
+from tests.models.models import with_values
+from tests.train.runs import frozen
+
+SIZES: dict[str, Any] = {"vocab_size": 64, "n_layers": 3, "dim": 32, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48}
+SIZES["rope_theta"] = 5e5
+BOTH = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+
+
+def quiet_bar(what: str, total: int) -> nullcontext[Any]:
+    return nullcontext(lambda count: None)
+
+
+def model_and_run(path: Path, tied: bool) -> tuple[Model, RunDirectory]:
+    """A GPT with random values, and a run whose checkpoint of step 7 holds them."""
+    config = GPTConfig(**SIZES, tied_embeddings=tied)
+    overrides = [f"model.{key}={value}" for key, value in asdict(config).items() if key != "kind"]
+    run = frozen(path, "+strategy=single", "data.vocab_size=64", *overrides)
+    model = with_values(config).eval()
+    for name, parameter in model.named_parameters():
+        parameter.data.mul_(1 if "norm" in name else 5).add_(0.01)  # far from symmetric, so that a mix-up shows
+    state: dict[str, Tensor] = {f"model.{name}": value.detach() for name, value in model.named_parameters()}
+    commit(run, 7, state | {f"optim.{name.removeprefix('model.')}.exp_avg": value for name, value in state.items()})
+    return model, run
+
+
+def logits_of(folder: Path, tokens: Tensor) -> Tensor:
+    transformers = pytest.importorskip("transformers")
+    llama = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    assert type(llama).__name__ == "LlamaForCausalLM"
+    with torch.no_grad():
+        return llama(tokens).logits
+
+
+@BOTH
+@pytest.mark.parametrize("shard_bytes", [2**30, 20_000], ids=["one file", "shards"])
+def test_transformers_computes_the_same(tmp_path: Path, tied: bool, shard_bytes: int) -> None:
+    model, run = model_and_run(tmp_path / "run", tied)
+    found = choose(run, None)
+    stored, passed = StoredTensors(found.path, whole(found)), list[int]()
+    export_hf(stored, model.config, tmp_path / "llama", positions=128, dtype=None, advance=passed.append,
+              shard_bytes=shard_bytes)  # fmt: skip
+    assert sum(passed) == 4 * sum(value.numel() for value in model.parameters())
+    files = [path.stat().st_size for path in (tmp_path / "llama").glob("*.safetensors")]
+    assert len(files) == 1 if shard_bytes == 2**30 else len(files) > 5 and max(files) < 21_000
+    tokens = torch.randint(0, 64, (2, 19), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(tokens, {})
+    torch.testing.assert_close(logits_of(tmp_path / "llama", tokens), expected, rtol=1e-5, atol=1e-5)
+
+
+@BOTH
+def test_back_again_the_tensors_are_the_same_bits(tmp_path: Path, tied: bool) -> None:
+    model, run = model_and_run(tmp_path / "run", tied)
+    export(run, None, tmp_path / "llama", "hf", None, quiet_bar)
+    result = import_hf(tmp_path / "llama", "back", tmp_path, "float32", quiet_bar)
+    back = RunDirectory(tmp_path / "back")
+    assert imported_model(back) == model.config
+    found = choose(back, None)
+    stored = StoredTensors(found.path, whole(found))
+    expected = dict(model.named_parameters())
+    assert found.step == 0
+    assert {f"model.{name}" for name in expected} == stored.shapes.keys()
+    assert dict.fromkeys(expected, True) == {
+        name: torch.equal(stored.read(f"model.{name}"), expected[name]) for name in stored.model()
+    }
+    assert result["parameters"] == sum(value.numel() for value in expected.values())
+    assert f"model.tied_embeddings={str(tied).lower()}" in result["overrides"]
+
+
+def test_another_type_is_rounded_once(tmp_path: Path) -> None:
+    model, run = model_and_run(tmp_path / "run", tied=True)
+    export(run, 7, tmp_path / "llama", "hf", "bfloat16", quiet_bar)
+    assert json.loads((tmp_path / "llama/config.json").read_text())["torch_dtype"] == "bfloat16"
+    import_hf(tmp_path / "llama", "back", tmp_path, "float32", quiet_bar)
+    found = choose(RunDirectory(tmp_path / "back"), None)
+    stored = StoredTensors(found.path, whole(found))
+    for name, value in model.named_parameters():
+        assert torch.equal(stored.read(f"model.{name}"), value.bfloat16().float())
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_one_pt_file_loads_into_the_model(tmp_path: Path, tied: bool, dtype: str | None) -> None:
+    model, run = model_and_run(tmp_path / "run", tied)
+    export(run, None, tmp_path / "deep/model.pt", "pt", dtype, quiet_bar)
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["model.pt"]
+    state = torch.load(tmp_path / "deep/model.pt", weights_only=True)
+    expected = {name: value.bfloat16().float() if dtype else value for name, value in model.state_dict().items()}
+    fresh = with_values(GPTConfig(**SIZES, tied_embeddings=tied))
+    fresh.load_state_dict({name: value.float() for name, value in state.items()})
+    assert all(torch.equal(value, expected[name]) for name, value in fresh.state_dict().items())
+    elements = sum(value.numel() for value in model.parameters())
+    assert (tmp_path / "deep/model.pt").stat().st_size < elements * (2 if dtype else 4) + 20_000  # tied: once
+
+
+def test_the_config_of_either_transformers_is_read() -> None:
+    config = GPTConfig(**SIZES)
+    four = hf_config(config, 128, "float32")
+    five = {key: value for key, value in four.items() if key not in ("rope_theta", "rope_scaling")}
+    five["rope_parameters"] = {"rope_theta": 5e5, "rope_type": "default"}
+    assert gpt_config(four, "") == gpt_config(five, "") == config
+    assert gpt_config(four | {"num_key_value_heads": None, "head_dim": None}, "").n_kv_heads == config.n_heads
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2'"),
+        ({"attention_bias": True}, "attention_bias True"),
+        ({"head_dim": 16}, "4 heads of width 16"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 32.0}}, "scales its rotary positions"),
+        ({"vocab_size": 65}, "[64, 32], not [65, 32]"),
+        ({"num_hidden_layers": 2}, "not of a Llama: model.layers.2."),
+        ({"num_hidden_layers": 4}, "missing: model.layers.3."),
+        ({"tie_word_embeddings": True}, None),  # the copy of the embedding is left out
+    ],
+)
+def test_what_our_model_does_not_compute_is_refused(tmp_path: Path, change: dict[str, Any], words: str | None) -> None:
+    _, run = model_and_run(tmp_path / "run", tied=False)
+    export(run, None, tmp_path / "llama", "hf", None, quiet_bar)
+    path = tmp_path / "llama/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    if words is None:
+        import_hf(tmp_path / "llama", "back", tmp_path, "float32", quiet_bar)
+        return
+    with pytest.raises(ConfigError) as caught:
+        import_hf(tmp_path / "llama", "back", tmp_path, "float32", quiet_bar)
+    assert words in str(caught.value)
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
+    _, run = model_and_run(tmp_path / "run", tied=False)
+    file = next(choose(run, 7).path.glob("*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"damaged: .*its content is not what was written"):
+        export(run, None, tmp_path / "llama", "hf", None, quiet_bar)
+    assert not (tmp_path / "llama").exists()
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    _, run = model_and_run(tmp_path / "run", tied=False)
+    export(run, None, tmp_path / "llama", "hf", None, quiet_bar)
+    for action in (
+        lambda: export(run, None, tmp_path / "llama", "hf", None, quiet_bar),
+        lambda: export(run, None, tmp_path / "llama", "pt", None, quiet_bar),
+        lambda: import_hf(tmp_path / "llama", "run", tmp_path, "float32", quiet_bar),
+    ):
+        with pytest.raises(ConfigError, match="is there already"):
+            action()
+
+
+def test_the_names_are_one_to_one() -> None:
+    names = [name for name, _ in with_values(GPTConfig(**SIZES)).named_parameters()]
+    assert len({hf_name(name) for name in names}) == len(names) == 3 * 9 + 3
