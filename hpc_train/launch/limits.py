@@ -23,6 +23,7 @@ def check_limits(job: Job, site: Site) -> None:
     association = _association(job, site)
     _check_qos(job, site, association)
     if partition is not None:
+        _check_access(job, partition, association)
         _check_nodes(job, partition)
         _check_hardware(job, partition)
     _check_time(job, site, partition, association)
@@ -102,6 +103,20 @@ def _check_qos(job: Job, site: Site, association: Association | None) -> None:
             where="cluster.qos",
             mend=f"one of {', '.join(sorted(allowed))}, or null for the default",
         )
+
+
+def _check_access(job: Job, partition: Partition, association: Association | None) -> None:
+    account = association.account if association is not None else job.config.cluster.account
+    for key, name, allowed in (
+        ("account", account, partition.accounts),
+        ("qos", job.config.cluster.qos, partition.qos),
+    ):
+        if name is not None and allowed is not None and name not in allowed:
+            raise ConfigError(
+                f"the partition {partition.name} is not open to the {key} {name}",
+                where=f"cluster.{key}",
+                mend=f"one of {', '.join(sorted(allowed))}, or another cluster.partition",
+            )
 
 
 def _check_nodes(job: Job, partition: Partition) -> None:

@@ -40,7 +40,7 @@ def make_job(
         model=TINY,
         data=SyntheticDataConfig(),
         train=TrainConfig(steps=100),
-        batch=BatchConfig(global_size=32),
+        batch=BatchConfig(global_size=64),
         launch=LaunchConfig(array_parallelism=cap),
         run=RunConfig(root=str(sweep.parent), name=sweep.name),
     )

@@ -28,7 +28,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "named"), REFUSED, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+@pytest.mark.parametrize(
+    ("arguments", "named"), REFUSED, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
 def test_a_job_that_cannot_be_is_refused_with_the_mend(
     arguments: list[str], named: str, cluster: Cluster, tmp_path: Path
 ) -> None:

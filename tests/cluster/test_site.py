@@ -1,0 +1,109 @@
+"""What Slurm's commands say, read from their text; sites that do not say everything."""
+
+from __future__ import annotations
+
+import getpass
+from collections.abc import Sequence
+
+import pytest
+
+from hpc_train.cluster.site import Limits, NodeKind, Site, gpus_of, read_site, seconds
+
+CONFIG = """Configuration data as of 2026-01-01T00:00:00
+AccountingStorageEnforce = associations,limits,qos
+ClusterName             = big
+DefMemPerNode           = UNLIMITED
+MaxArraySize            = 1001
+"""
+PARTITIONS = (
+    "PartitionName=cpu AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL Default=YES MaxNodes=UNLIMITED "
+    "MaxTime=UNLIMITED State=UP TotalNodes=9 JobDefaults=(null) DefMemPerCPU=2000 MaxMemPerNode=UNLIMITED\n"
+    "PartitionName=gpu AllowGroups=ALL AllowAccounts=lab,ai AllowQos=normal,long Default=NO MaxNodes=16 "
+    "MaxTime=2-00:00:00 State=UP TotalNodes=40 JobDefaults=DefCpuPerGPU=8,DefMemPerGPU=60000 "
+    "DefMemPerNode=UNLIMITED MaxMemPerNode=UNLIMITED\n"
+)
+NODES = "cpu|9|64|256000|(null)\ngpu|30|64+|512000+|gpu:a100:4(S:0-1)\ngpu|10|96|1000000|gpu:h100:8,nvme:3\n"
+
+
+def answers(**given: str) -> dict[str, str]:
+    """By the words of the command that tell it from the others."""
+    return {"config": CONFIG, "partition": PARTITIONS, "sinfo": NODES} | given
+
+
+def site(given: dict[str, str]) -> Site:
+    def ask(command: Sequence[str]) -> str | None:
+        return next((text for word, text in given.items() if word in command), None)
+
+    return read_site(ask)
+
+
+def test_partitions_and_nodes() -> None:
+    found = site(answers())
+    assert (found.name, found.max_array_size) == ("big", 1001)
+    assert found.partition(None) == found.partitions["cpu"]
+    gpu = found.partitions["gpu"]
+    assert (gpu.max_nodes, gpu.max_time_s, gpu.cores_per_gpu, gpu.memory_default) == (16, 2 * 86400, 8, True)
+    assert (gpu.accounts, gpu.qos) == (frozenset({"lab", "ai"}), frozenset({"normal", "long"}))
+    assert gpu.kinds == (NodeKind(30, 64, 512000, {"a100": 4}), NodeKind(10, 96, 1000000, {"h100": 8}))
+    assert gpu.kinds[1].gpus_of(None) == 8
+    assert gpu.kinds[1].gpus_of("a100") == 0
+    assert found.partitions["cpu"].max_time_s is None
+
+
+def test_accounts_and_qos() -> None:
+    found = site(
+        answers(
+            assoc="big|lab|normal,long|100|1-00:00:00|gres/gpu=8,node=2\nother|far|normal|||\n",
+            user="lab\n",
+            qos="normal|50|12:00:00|gres/gpu=4\nlong|||\n",
+        )
+    )
+    assert found.associations is not None
+    (lab,) = found.associations
+    assert (lab.account, lab.default, lab.qos) == ("lab", True, frozenset({"normal", "long"}))
+    assert lab.limits == Limits(max_jobs=100, max_time_s=86400, max_nodes=2, max_gpus=8)
+    assert found.qos == {"normal": Limits(50, 43200, None, 4), "long": Limits()}
+
+
+def test_a_site_without_accounting_refuses_nobody_for_it() -> None:
+    assert site(answers()).associations is None
+    assert site(answers()).qos is None
+    nothing = site({})
+    assert (nothing.partitions, nothing.max_array_size, nothing.partition("gpu")) == ({}, None, None)
+
+
+def test_a_user_without_an_account_is_known_as_such() -> None:
+    assert getpass.getuser()
+    assert site(answers(assoc="", user="")).associations == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("30", 1800),
+        ("10:30", 630),
+        ("01:30:00", 5400),
+        ("2-12", 216000),
+        ("2-12:30", 217800),
+        ("2-12:00:00", 216000),
+        ("UNLIMITED", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_time_limits(text: str | None, expected: int | None) -> None:
+    assert seconds(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("gpu:4", {"": 4}),
+        ("gpu:a100:4(S:0-1)", {"a100": 4}),
+        ("gpu:a100:4(S:0),gpu:v100:2(S:1),nvme:5", {"a100": 4, "v100": 2}),
+        ("shard:8", {}),
+        ("(null)", {}),
+    ],
+)
+def test_gpus(text: str, expected: dict[str, int]) -> None:
+    assert gpus_of(text) == expected

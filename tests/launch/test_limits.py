@@ -1,0 +1,108 @@
+"""Jobs against the limits of made-up sites, and the question about their cost."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from hpc_train.cluster.site import Association, Limits, NodeKind, Partition, Site
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.schema import ClusterConfig
+from hpc_train.launch import cost
+from hpc_train.launch.limits import check_limits, check_queue
+from tests.launch.jobs import make_job
+
+EVERYTHING = frozenset({"associations", "limits", "qos"})
+GPU = Partition("gpu", default=True, nodes=8, kinds=(NodeKind(8, 64, 512000, {"a100": 4}),))
+LAB = Association("lab", frozenset({"normal", "long"}), True, Limits())
+
+
+def site(partition: Partition = GPU, *associations: Association, **qos: Limits) -> Site:
+    return Site(
+        "big", enforced=EVERYTHING, partitions={partition.name: partition}, associations=associations or (LAB,), qos=qos
+    )
+
+
+def asked(**keys: Any) -> ClusterConfig:
+    return ClusterConfig(kind="slurm", gpus_per_node=4, **keys)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "found", "named"),
+    [
+        (asked(), site(Partition("gpu")), "no default partition"),
+        (asked(), site(Partition("gpu", default=True, state="DOWN")), "the partition gpu is DOWN"),
+        (asked(), site(Partition("gpu", default=True, accounts=frozenset({"ai"}))), "not open to the account lab"),
+        (asked(qos="long"), site(Partition("gpu", default=True, qos=frozenset({"x"})), long=Limits()), "qos long"),
+        (asked(qos="gold"), site(gold=Limits()), "may not use the QOS 'gold'"),
+        (asked(account="other"), site(), "no account 'other'"),
+        (asked(nodes="9-12"), site(), "the partition gpu has 8"),
+        (asked(qos="long", time="10:00:00"), site(long=Limits(max_time_s=3600)), "the QOS long allows 01:00:00"),
+        (asked(qos="long", nodes=2), site(long=Limits(max_gpus=4)), "8 GPUs are asked for"),
+        (asked(gpu_type="h100"), site(), "types here: a100"),
+        (asked(cpus_per_gpu=32), site(), "128 cores per node"),
+    ],
+)
+def test_a_refusal_names_the_limit(cluster: ClusterConfig, found: Site, named: str, tmp_path: Path) -> None:
+    job = make_job(tmp_path / "sweep", cluster=cluster, gpus=4)
+    with pytest.raises(ConfigError) as refused:
+        check_limits(job, found)
+    assert named in refused.value.what + refused.value.mend
+    assert refused.value.mend
+    assert refused.value.where
+
+
+def test_a_user_without_any_account(tmp_path: Path) -> None:
+    job = make_job(tmp_path / "sweep", cluster=asked(), gpus=4)
+    with pytest.raises(ConfigError, match="no account on this cluster"):
+        check_limits(job, Site("big", enforced=EVERYTHING, associations=()))
+    check_limits(job, Site("big", associations=()))  # where nobody needs one
+
+
+@pytest.mark.parametrize(
+    ("cluster", "found"),
+    [
+        (asked(), site()),
+        (asked(nodes="2-12"), site()),
+        (asked(partition="gpu,other"), Site("big", partitions={"gpu": GPU, "other": Partition("other")})),
+        (asked(time="2-00:00:00", time_min="01:00:00"), site(Partition("gpu", default=True, max_time_s=7200))),
+        (asked(), Site("unknown")),
+    ],
+)
+def test_what_may_start_is_let_through(cluster: ClusterConfig, found: Site, tmp_path: Path) -> None:
+    check_limits(make_job(tmp_path / "sweep", cluster=cluster, gpus=4), found)
+
+
+def test_the_queue_of_a_user_is_finite(tmp_path: Path) -> None:
+    jobs = [make_job(tmp_path / "sweep", number, cluster=asked(), gpus=4) for number in range(3)]
+    small = Association("lab", frozenset({"normal"}), True, Limits(max_jobs=2))
+    with pytest.raises(ConfigError, match="the account lab has at most 2"):
+        check_queue(jobs, site(GPU, small))
+    check_queue(jobs[:2], site(GPU, small))
+
+
+def test_the_cost_is_said_and_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = asked(nodes="1-2", time="02:00:00")
+    jobs = [make_job(tmp_path / "sweep", number, cluster=cluster, gpus=4) for number in range(2)]
+    assert cost.gpu_hours(jobs) == 2 * 2 * 4 * 2 * 11  # jobs, nodes, GPUs, hours, the first start and ten requeues
+    lines = cost.lines(jobs, site())
+    assert lines[0] == "2 x account lab, partition gpu, 1-2 nodes with 4 GPUs, 64 cores, 512000M memory, 02:00:00"
+    assert "at most 352 GPU-hours" in lines[1]
+    with pytest.raises(ConfigError, match="352 GPU-hours"):
+        cost.confirm(jobs, site(), Console(force_terminal=False))
+    monkeypatch.setattr("sys.stdin", Terminal("n\ny\n"))
+    terminal = Console(force_terminal=True, file=io.StringIO())
+    with pytest.raises(ConfigError, match="not submitted"):
+        cost.confirm(jobs, site(), terminal)
+    cost.confirm(jobs, site(), terminal)
+    jobs[0].config.launch.yes = True
+    cost.confirm(jobs, site(), Console(force_terminal=False))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
