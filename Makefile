@@ -1,5 +1,6 @@
 # make train   the default model on the default data, four workers, on this machine
 # make test    all tests
+# make test-all  the long forms as well: 500 kills, 5,000 damaged checkpoints, all pairs of layouts; hours
 # make lint    ruff, mypy, import-linter
 #
 # An active environment (virtualenv or conda) that has torch is used; otherwise .venv is made here.
@@ -18,13 +19,16 @@ STAMPS := .venv
 endif
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test lint slurm-up slurm-down slurm-env install install-dev clean
+.PHONY: train test test-all lint slurm-up slurm-down slurm-env install install-dev clean
 
 train: install
 	$(PY) -m hpc_train +strategy=hybrid -m
 
 test: install-dev
 	$(PY) -m pytest
+
+test-all: install-dev
+	HPC_TRAIN_LONG=1 $(PY) -m pytest
 
 lint: install-dev
 	$(PY) -m ruff check .

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,7 +105,13 @@ class CheckpointStore:
         final = self._final(manifest.step)
         self.guard()
         self._refuse_again(final)
-        disk.rename(writing, final)
+        try:
+            disk.rename(writing, final)
+        except OSError:
+            if not writing.exists():  # renamed, and perhaps not for good: it was not a commit
+                with suppress(OSError):
+                    final.rename(writing)
+            raise
         return Checkpoint(manifest.step, final)
 
     def set_aside(self, checkpoint: Checkpoint, attempt: int) -> Path:
