@@ -1,0 +1,103 @@
+"""When a run saves: by steps, by the clock, or as often as pays."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.save_every import SaveEvery, parse_save_every
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from hpc_train.run.files import append_line
+from hpc_train.train.save_schedule import FIRST_S, PRIOR_PER_GPU_HOUR, SaveSchedule, best_interval, failure_rate
+from tests.train.runs import frozen, run_attempt
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_what_every_may_be() -> None:
+    assert parse_save_every("500") == SaveEvery(steps=500)
+    assert parse_save_every("30m") == SaveEvery(seconds=1800)
+    assert parse_save_every("1.5h") == SaveEvery(seconds=5400)
+    assert parse_save_every("auto") == SaveEvery(auto=True)
+    assert parse_save_every("0") == SaveEvery()
+    for text in ("", "-5", "5 m", "often", "0m", "1e3"):
+        with pytest.raises(ConfigError, match=r"checkpoint\.every is"):
+            parse_save_every(text)
+
+
+def test_steps_are_counted_and_the_clock_is_silent() -> None:
+    schedule = SaveSchedule(SaveEvery(steps=4), 8, True, clock=Clock())
+    assert [step for step in range(1, 10) if schedule.falls_on(step)] == [4, 8]
+    assert not schedule.ask()
+
+
+def test_the_clock_asks_once_until_a_save() -> None:
+    clock = Clock()
+    schedule = SaveSchedule(SaveEvery(seconds=60), 8, True, clock=clock)
+    told = []
+    for clock.now in (100, 159, 160, 161, 300):
+        told.append(schedule.ask())
+    assert told == [False, False, True, False, False]
+    schedule.saved(1.0, None)
+    clock.now = 359
+    assert not schedule.ask()
+    clock.now = 360
+    assert schedule.ask()
+    assert not SaveSchedule(SaveEvery(seconds=60), 8, False, clock=clock).ask()  # another rank's clock does not count
+
+
+def test_auto_follows_what_a_save_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    schedule = SaveSchedule(SaveEvery(auto=True), 1024, True, clock=clock)
+    clock.now += FIRST_S
+    assert schedule.ask()
+    schedule.saved(10.0, 10.0)
+    assert "a save costs 10 s, 2.7e-05 failures per GPU-hour on 1024: the next in 27 minutes" in capsys.readouterr().out
+    clock.now += best_interval(10.0, 10.0, PRIOR_PER_GPU_HOUR, 1024) - 1
+    assert not schedule.ask()
+    clock.now += 1
+    assert schedule.ask()
+
+
+def test_the_interval_is_youngs_and_never_shorter_than_a_save() -> None:
+    assert best_interval(2.0, 2.0, 1.0, 1) == pytest.approx(math.sqrt(2 * 2 * (3600 + 120)))
+    assert best_interval(0.01, 500.0, 1.0, 1) == 500
+
+
+def test_failures_that_this_run_has_seen_count_and_the_users_mistakes_do_not(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.create()
+    assert failure_rate(run) == PRIOR_PER_GPU_HOUR
+    for attempt, kind in enumerate(("killed", "user_error", "communication")):
+        EventLog.open(run, "agent-a", attempt).write("worker_failed", **{"class": kind})
+        for step in (0, 1):
+            line = {"step": 2 * attempt + step, "time": 1800.0 * step, "attempt": attempt, "world_size": 4}
+            append_line(run.metrics_file(attempt), line)
+    assert failure_rate(run) == pytest.approx(2 / 6)
+
+
+def test_all_ranks_save_at_the_step_that_the_first_ones_clock_says(tmp_path: Path) -> None:
+    run = frozen(tmp_path / "run", "+strategy=dp", "checkpoint.every=0.001s", "train.steps=6", "checkpoint.keep=9")
+    assert run_attempt(run, 2) == [0, 0]
+    steps = [event["step"] for event in run.read_events() if event["event"] == "checkpoint_saved"]
+    assert steps[-1] == 6
+    assert len(steps) >= 3
+
+
+def test_the_best_one_and_every_second_one_stay(tmp_path: Path) -> None:
+    more = ("checkpoint.every=1", "checkpoint.keep=1", "checkpoint.keep_best=val_loss", "checkpoint.keep_every=4")
+    run = frozen(tmp_path / "run", "+strategy=single", "train.eval_every=1", "train.steps=6", *more)
+    assert run_attempt(run, 1) == [0]
+    losses = {line["step"]: line["val_loss"] for line in run.read_metrics()}
+    best = min(losses, key=lambda step: (losses[step], -step))
+    kept = {int(path.name.removeprefix("step-")) for path in run.checkpoints.glob("step-*")}
+    assert kept == {best, 4, 6}
