@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from hpc_train.models.build import build_model
 from hpc_train.models.hf_names import OUTPUT, gpt_config, hf_name
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_AGAIN = "download it again"
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,9 @@ class LlamaFiles:
         problems += [
             f"not of a Llama: {name}" for name in self._where if name not in wanted and not name.endswith(ignored)
         ]
-        with ExitStack() as stack:
-            files = {file: stack.enter_context(_opened(self.folder / file)) for file in {*self._where.values()}}
-            for name, shape in wanted.items():
-                if name in self._where:
-                    found = tuple(files[self._where[name]].get_slice(name).get_shape())
-                    problems += [f"{name}: {list(found)}, not {list(shape)}"] if found != shape else []
+        for name, found in self._found_shapes().items():
+            shape = wanted.get(name, found)
+            problems += [f"{name}: {list(found)}, not {list(shape)}"] if found != shape else []
         if problems:
             more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
             raise ConfigError(
@@ -67,6 +64,18 @@ class LlamaFiles:
                 where=str(self.folder),
                 mend="the whole directory as it was published",
             )
+
+    def _found_shapes(self) -> dict[str, tuple[int, ...]]:
+        """By Llama's names, a file at a time."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for file in dict.fromkeys(self._where.values()):
+            with _opened(self.folder / file) as opened:
+                there = {*opened.keys()}
+                for name in (name for name, place in self._where.items() if place == file):
+                    if name not in there:
+                        raise ConfigError(f"{file} has no {name}", where=str(self.folder / file), mend=_AGAIN)
+                    shapes[name] = tuple(opened.get_slice(name).get_shape())
+        return shapes
 
 
 def _located(folder: Path) -> dict[str, str]:
@@ -98,7 +107,7 @@ def _opened(path: Path) -> Any:
     try:
         return opener(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", where=str(path), mend="download it again") from error
+        raise ConfigError(f"{path} cannot be read: {error}", where=str(path), mend=_AGAIN) from error
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -111,5 +120,5 @@ def _json(path: Path) -> dict[str, Any]:
             mend="a directory with the config and weights of a Llama",
         ) from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} is not an object", where=str(path), mend="download it again")
+        raise ConfigError(f"{path} is not an object", where=str(path), mend=_AGAIN)
     return content

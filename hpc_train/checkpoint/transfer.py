@@ -112,9 +112,11 @@ def write_checkpoint(
     """
     store = CheckpointStore(directory.checkpoints)
     writing = store.begin(step, attempt=0)
-    files = write_tensors(
-        state, writing, None, lambda size, count: check_space(writing, store, size, count, keep=1), host
-    )
+
+    def check(size: int, count: int) -> None:
+        check_space(writing, store, size, max(count, len(state)), keep=1)
+
+    files = write_tensors(state, writing, None, check, host, one_file=host is None)
     extra = {"tokens": 0, "loss_scale": None}
     versions = {"torch": torch.__version__}
     return store.commit(writing, Manifest(step, files, extra=extra, versions=versions, time=time.time()))

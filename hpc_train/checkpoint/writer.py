@@ -45,12 +45,14 @@ def write_tensors(
     group: dist.ProcessGroup | None,
     check_space: Callable[[int, int], None],
     host: Mapping[str, Tensor] | None = None,
+    one_file: bool = True,
 ) -> dict[str, FileEntry]:
     """Writes ``state`` into the new directory ``writing``. Collective over ``group``; one process without it.
 
     Args:
         check_space: called on the first rank with the bytes and the number of files to come, before any is written.
         host: by name, local copies of what this rank holds; ``state`` then gives names and shapes only.
+        one_file: of each rank; else one of each tensor. DCP keeps all tensors of a file until the file is whole.
 
     Returns:
         On the first rank, all files; they are on disk. Elsewhere nothing.
@@ -58,7 +60,7 @@ def write_tensors(
     Raises:
         SaveFailed: on every rank.
     """
-    writer = HashingWriter(writing, check_space)
+    writer = HashingWriter(writing, check_space, one_file)
     try:
         with quiet():
             dcp.save(
@@ -87,8 +89,9 @@ class SnapshotPlanner(dcp.DefaultSavePlanner):
 class HashingWriter(dcp.FileSystemWriter):
     """A ``FileSystemWriter`` into a directory that is there and empty. On rank 0, ``files`` names all it holds then."""
 
-    def __init__(self, directory: Path, check_space: Callable[[int, int], None]) -> None:
-        super().__init__(directory, sync_files=False, overwrite=False)  # its sync comes before the flush
+    def __init__(self, directory: Path, check_space: Callable[[int, int], None], one_file: bool = True) -> None:
+        # its sync comes before the flush
+        super().__init__(directory, single_file_per_rank=one_file, sync_files=False, overwrite=False)
         self.files: dict[str, FileEntry] = {}
         self.fs: HashingFileSystem = HashingFileSystem(self.files)
         self._check_space = check_space

@@ -31,6 +31,20 @@ class StepRequest:
         return cls(**read_json(run.path / REQUEST))
 
 
+@dataclass(frozen=True)
+class CheckpointRequest:
+    """So many ``rounds`` of saves and loads of each kind."""
+
+    rounds: int
+
+    def write(self, run: RunDirectory) -> None:
+        write_json(run.path / REQUEST, asdict(self))
+
+    @classmethod
+    def read(cls, run: RunDirectory) -> CheckpointRequest:
+        return cls(**read_json(run.path / REQUEST))
+
+
 def write_progress(run: RunDirectory, done: int, of: int) -> None:
     write_json(run.path / PROGRESS, {"done": done, "of": of})
 

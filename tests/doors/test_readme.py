@@ -23,7 +23,7 @@ def commands() -> list[str]:
 def shortened(line: str) -> list[str]:
     """The arguments of a README line, with overrides that make a run short at their end."""
     arguments = shlex.split(line)[3:]
-    if arguments[0] in ("prepare", "status", "logs", "why") or "--cfg" in arguments:
+    if arguments[0] in ("prepare", "checkpoint", "status", "logs", "why") or "--cfg" in arguments:
         return arguments
     if arguments[0] == "bench":
         return [*arguments, *TINY_GPT, "--steps", "2", "--pairs", "2"]
