@@ -154,10 +154,7 @@ def test_ctrl_c_ends_all_and_says_how_to_go_on(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "documents.jsonl", ["text " * 100] * 30_000)
     code = "import sys\nfrom hpc_train.commands.prepare import main\nsys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, str(source), "--out", str(tmp_path / "out"), "--workers", "1"]
-    # a test that runs in the background of a shell inherits a SIGINT that is ignored
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
-        signal.signal(signal.SIGINT, before)
         while not list((tmp_path / "out").glob(".shards/unfinished-*/progress")):
             assert process.poll() is None
             time.sleep(0.005)
