@@ -26,6 +26,16 @@ def list_checkpoints(run: RunDirectory) -> list[Listed]:
     return [look(found, full=False) for found in CheckpointStore(run.checkpoints).committed()]
 
 
+def list_set_aside(run: RunDirectory) -> list[Listed]:
+    """Those that an attempt found damaged and renamed: no run takes them, an operator may look at them."""
+    found = []
+    for path in CheckpointStore(run.checkpoints).bad():
+        step = int(path.name.split(".")[1].removeprefix("step-"))
+        manifest = look(Checkpoint(step, path), full=False).manifest
+        found.append(Listed(Checkpoint(step, path), manifest, f"damaged, set aside as {path.name}"))
+    return found
+
+
 def look(found: Checkpoint, *, full: bool, on_bytes: Callable[[int], None] | None = None) -> Listed:
     """Compares a checkpoint with its manifest.
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from hpc_train.checkpoint.listing import Listed, choose, find_run, list_checkpoints, look
+from hpc_train.checkpoint.listing import Listed, choose, find_run, list_checkpoints, list_set_aside, look
 from hpc_train.checkpoint.space import amount
 from hpc_train.config.directory import default_root
 from hpc_train.config.layout import Layout
@@ -78,8 +78,8 @@ def _root() -> Path:
 
 
 def _list(options: argparse.Namespace) -> int:
-    found = list_checkpoints(find_run(options.run, _root()))
-    _show(found, "sizes", options.json)
+    run = find_run(options.run, _root())
+    _show(list_checkpoints(run) + list_set_aside(run), "sizes", options.json)
     return Exit.DONE
 
 
@@ -164,7 +164,7 @@ def _table(found: list[Listed], compared: str) -> Table:
             table.add_row(str(item.checkpoint.step), "", "", "", state)
         else:
             age = duration(time.time() - manifest.time)
-            table.add_row(str(manifest.step), age, amount(manifest.size), _layout(dict(manifest.layout)), state)
+            table.add_row(str(item.checkpoint.step), age, amount(manifest.size), _layout(dict(manifest.layout)), state)
     return table
 
 

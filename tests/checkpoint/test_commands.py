@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -44,12 +45,14 @@ def everything(path: Path) -> list[tuple[str, int, int, bytes]]:
 def test_list_and_verify_tell_and_write_nothing(tmp_path: Path, run: RunDirectory) -> None:
     flip_a_bit(run.checkpoints / "step-00000002")
     (run.checkpoints / "step-00000003/manifest.json").unlink()
+    shutil.copytree(run.checkpoints / "step-00000002", run.checkpoints / "bad.step-00000001.attempt-000")
     before = everything(tmp_path)
     listed = hpc_train("checkpoint", "list", "mine", cwd=tmp_path)
     assert listed.returncode == 0, listed.stderr
     _, *lines = listed.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["1", "2", "3"]
-    assert ["whole (sizes compared)" in line for line in lines] == [True, True, False]
+    assert [line.split()[0] for line in lines] == ["1", "2", "3", "1"]
+    assert ["whole (sizes compared)" in line for line in lines] == [True, True, False, False]
+    assert "set aside as bad.step-00000001.attempt-000" in lines[3]
     assert "manifest.json: No such file" in lines[2] and "kB" in lines[0]
     verified = hpc_train("checkpoint", "verify", str(run.path), "--json", cwd=tmp_path)
     assert verified.returncode == 1, verified.stderr
