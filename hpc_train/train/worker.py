@@ -124,7 +124,7 @@ def _introduce(
         return
     print(f"resumed from {restored.path} at step {restored.step}")
     if not restored.with_optimizer:
-        print("the fork has another optimizer: its state begins afresh")
+        print("what it starts from has no state of this optimizer, which begins afresh")
     events.write("resumed", step=restored.step, path=str(restored.path), with_optimizer=restored.with_optimizer)
 
 
