@@ -19,7 +19,7 @@ from hpc_train.config.freeze import check_freeze, freeze
 from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.config.snapshot import take
 from hpc_train.config.validate import validate
-from hpc_train.launch.submitter import choose
+from hpc_train.launch.place import choose
 from hpc_train.run import submissions
 from hpc_train.run.directory import RunDirectory
 

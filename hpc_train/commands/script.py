@@ -18,9 +18,9 @@ from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import Config
 from hpc_train.config.validate import validate
 from hpc_train.launch.job import Job
+from hpc_train.launch.place import controller_answers
 from hpc_train.launch.sbatch import NO_SITE, options
 from hpc_train.launch.script import Script, freezing, render
-from hpc_train.launch.submitter import controller_answers
 from hpc_train.run.directory import RunDirectory
 
 

@@ -20,7 +20,8 @@ from hpc_train.config.freeze import check_freeze, freeze
 from hpc_train.config.schema import Config
 from hpc_train.config.snapshot import take
 from hpc_train.config.validate import validate
-from hpc_train.launch.submitter import controller_answers, in_allocation, local_shape
+from hpc_train.launch.place import controller_answers, in_allocation
+from hpc_train.launch.submitter import local_shape
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 

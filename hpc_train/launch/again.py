@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from hpc_train.launch.found import Found
+from hpc_train.launch.place import choose
 from hpc_train.launch.queue import JobQueue
-from hpc_train.launch.submitter import choose
 from hpc_train.launch.waiting import hand_over, report, wait
 from hpc_train.launch.watch import attempt_end
 from hpc_train.run import submissions

@@ -12,8 +12,8 @@ from hpc_train.config.directory import job_directory, run_directory
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.freeze import check_freeze
 from hpc_train.launch.job import Job
+from hpc_train.launch.place import choose
 from hpc_train.launch.prepare import prepare
-from hpc_train.launch.submitter import choose
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 

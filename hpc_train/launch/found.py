@@ -17,8 +17,8 @@ from hpc_train.config.freeze import load
 from hpc_train.config.layout import resolve_layout
 from hpc_train.config.schema import Config
 from hpc_train.launch.job import Job
+from hpc_train.launch.place import choose
 from hpc_train.launch.standing import PRESENT, SlurmStandings, Standing, ask
-from hpc_train.launch.submitter import choose
 from hpc_train.launch.watch import View, view_of
 from hpc_train.run import submissions
 from hpc_train.run.directory import RunDirectory

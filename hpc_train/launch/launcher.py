@@ -21,9 +21,9 @@ from hpc_train.config.freeze import check_freeze, freeze
 from hpc_train.config.snapshot import take
 from hpc_train.config.sweeps import JobComposer
 from hpc_train.launch.job import Job
+from hpc_train.launch.place import choose
 from hpc_train.launch.prepare import prepare
 from hpc_train.launch.queue import JobQueue
-from hpc_train.launch.submitter import choose
 from hpc_train.launch.waiting import hand_over, report, wait
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit

@@ -11,7 +11,8 @@ from hpc_train.config.cluster_size import node_range
 from hpc_train.config.compose import typed
 from hpc_train.config.validate import validate
 from hpc_train.launch.job import Job
-from hpc_train.launch.submitter import Submitter, choose
+from hpc_train.launch.place import choose
+from hpc_train.launch.submitter import Submitter
 from hpc_train.run.directory import RunDirectory
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import ClusterConfig
+from hpc_train.launch.place import choose
 from hpc_train.launch.slurm import SlurmSubmitter
-from hpc_train.launch.submitter import choose
 from tests.launch.jobs import make_job
 
 SITE = ClusterConfig(kind="slurm", nodes=2, gpus_per_node=4, partition="gpu", account="lab", time="02:00:00")
