@@ -72,7 +72,7 @@ def create(path: Path) -> BinaryIO:
     Raises:
         FileExistsError: something of that name is there.
     """
-    return path.open("xb", buffering=1 << 20)
+    return path.open("xb", buffering=1 << 16)
 
 
 def write(file: BinaryIO, data: memoryview) -> None:

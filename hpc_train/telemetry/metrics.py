@@ -36,7 +36,10 @@ class MetricsLog:
 
     def write(self, line: Line) -> None:
         plain = {key: finite_or_none(value) for key, value in line.items() if value is not None}
-        append_line(self._path, plain)
+        try:
+            append_line(self._path, plain)
+        except OSError as error:  # a full disk costs lines, not the run
+            print(f"the metrics of step {plain.get('step')} are not written: {error}", flush=True)
         for sink in self._sinks:
             sink.log(plain)
 

@@ -54,3 +54,17 @@ def test_tensorboard_that_is_missing_is_a_clear_message(tmp_path: Path, monkeypa
     monkeypatch.setattr(tensorboard, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="tensorboard is not installed"):
         TensorBoard(RunDirectory(tmp_path), 0)
+
+
+def test_a_full_disk_costs_lines_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    sink = Remembering()
+    log = MetricsLog(RunDirectory(tmp_path), 0, [sink])
+    with monkeypatch.context() as patch:
+        patch.setattr("hpc_train.telemetry.metrics.append_line", full)
+        log.write({"step": 1})
+    log.write({"step": 2})
+    assert [line["step"] for line in sink.lines] == [1, 2]
+    assert '"step":2' in (tmp_path / "metrics" / "attempt-000.jsonl").read_text()
