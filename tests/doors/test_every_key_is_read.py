@@ -1,0 +1,117 @@
+"""No dead options: every key of the schema is read by the code of some run, in some process of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hpc_train.config import schema
+from tests.doors.command import REPOSITORY, TINY, environment, hpc_train
+
+RECORDING = REPOSITORY / "tests" / "doors" / "recording"
+
+
+def every_key() -> set[str]:
+    classes = [value for value in vars(schema).values() if isinstance(value, type) and is_dataclass(value)]
+    return {f"{cls.__name__}.{f.name}" for cls in classes for f in fields(cls)}
+
+
+def make_tokens(folder: Path) -> None:
+    text = folder / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog.\n" * 400)
+    done = hpc_train("prepare", str(text), "--out", str(folder / "tokens"), "--validation-share", "0.3", cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def make_images(folder: Path) -> None:
+    from PIL import Image
+
+    pixels = np.random.default_rng(0)
+    for split in ("train", "validation"):
+        for label in ("cat", "dog"):
+            target = folder / "images" / split / label
+            target.mkdir(parents=True)
+            for number in range(8):
+                Image.fromarray(pixels.integers(0, 255, (40, 40, 3), dtype=np.uint8)).save(target / f"{number}.png")
+
+
+def runs(folder: Path) -> list[list[str]]:
+    """Few runs that between them use every group and every kind of model, data and optimizer."""
+    gpt = [argument for argument in TINY if not argument.startswith("data")]
+    short = ["train.steps=2", "batch.global_size=8", "telemetry.log_every=1", "telemetry.wandb.mode=disabled"]
+    vit = ["model=vit_tiny", "model.n_layers=4", "model.patch_size=8", *short]
+    custom = ["model=custom", "model._target_=hpc_train.models.resnet.resnet18", *short]
+    return [
+        ["+strategy=hybrid", *gpt, "data=text", "cluster=local", "telemetry.tensorboard=true", "checkpoint.every=2",
+         "telemetry.wandb.mode=offline"],
+        ["+strategy=zero2", *TINY, "precision=fp16", "optim.lr_scaling=linear", "optim.schedule=wsd", "run.name=base"],
+        ["+strategy=dp", *vit, "data=synthetic", "data.task=images", "optim=sgd"],
+        ["+strategy=single", *vit, "data=images", f"data.path={folder}/images", "data.n_classes=2",
+         "data.image_size=32"],
+        ["+strategy=dp", *custom, "data=synthetic", "data.task=images", "+model.args.n_classes=10", "-m"],
+        ["+strategy=single", *gpt, "data=tokens", f"data.path={folder}/tokens", "data.vocab_size=256",
+         "data.sequence_length=16", "train.steps=null", "train.epochs=0.2"],
+        ["+strategy=single", *gpt, "data=custom", "data._target_=tests.doors.custom_data.Counting",
+         "model.vocab_size=16"],
+        ["script", "+strategy=dp", *TINY],
+        ["+strategy=dp", *TINY, "cluster=slurm", "cluster.gpus_per_node=2", "-m", "launch.dry_run=true"],
+    ]  # fmt: skip
+
+
+CIFAR100 = """
+from pathlib import Path
+from hpc_train.config.schema import CIFAR100DataConfig
+from hpc_train.data.cifar100 import CIFAR100Dataset
+from tests.data.test_pictures import write_cifar
+sums = write_cifar(Path("."), {"train": 4})
+CIFAR100Dataset(CIFAR100DataConfig(path="."), "train", 0, md5=sums).sample(0, 0)
+"""
+
+
+def build_cifar100(folder: Path, env: dict[str, str]) -> None:
+    """The files of the test are not the official ones, so their md5 is handed in."""
+    subprocess.run([sys.executable, "-c", CIFAR100], cwd=folder, env=env, check=True)
+
+
+def interpolated() -> set[str]:
+    """Keys that other keys take their value from: the model's sizes from the data, the directory from run.name."""
+    groups = {"data": schema.DATA_SCHEMAS.values(), "run": [schema.RunConfig]}
+    found = set()
+    for path in (REPOSITORY / "conf").rglob("*.yaml"):
+        for group, key in re.findall(r"\$\{(data|run)\.(\w+)\}", path.read_text()):
+            found |= {f"{cls.__name__}.{key}" for cls in groups[group]}
+    return found
+
+
+def make_sbatch(folder: Path) -> str:
+    """A PATH with an sbatch that has nothing against any job."""
+    (folder / "bin").mkdir()
+    sbatch = folder / "bin" / "sbatch"
+    sbatch.write_text("#!/bin/sh\n")
+    sbatch.chmod(0o755)
+    return f"{sbatch.parent}:{os.environ['PATH']}"
+
+
+def test_every_key_is_read(tmp_path: Path) -> None:
+    record = tmp_path / "keys"
+    record.mkdir()
+    make_tokens(tmp_path)
+    make_images(tmp_path)
+    env = environment(HPC_TRAIN_RECORD_KEYS=str(record))
+    env["PYTHONPATH"] = f"{RECORDING}:{env['PYTHONPATH']}"
+    env["PATH"] = make_sbatch(tmp_path)
+    for arguments in runs(tmp_path):
+        done = hpc_train(*arguments, cwd=tmp_path, env=env)
+        assert done.returncode == 0, f"{arguments}\n{done.stdout}{done.stderr}"
+    build_cifar100(tmp_path, env)
+    read = {line for file in record.iterdir() for line in file.read_text().split()}
+    kinds = {key for key in every_key() if key.endswith(("DataConfig.kind", "GPTConfig.kind", "ViTConfig.kind"))}
+    told_apart_by = kinds | {"CustomModelConfig.kind"}  # read where plain values become typed ones
+    unread = every_key() - read - interpolated() - told_apart_by
+    assert not unread, "\n".join(sorted(unread))
