@@ -17,8 +17,10 @@ import pytest
 from hpc_train.checkpoint import disk
 from hpc_train.checkpoint.retention import Retention
 from hpc_train.checkpoint.store import CheckpointStore
-from tests.checkpoint.tiny import LONG, commit, newest_good
+from tests.checkpoint.tiny import LIMIT_S, LONG, commit, newest_good
 from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.timeout(LIMIT_S + 50)
 
 SUBSETS = 20 if LONG else 3
 
@@ -155,6 +157,6 @@ def save_and_crash(rank: int, world_size: int, folder: str) -> tuple[int, int]:
 
 
 def test_every_state_that_a_crash_can_leave_holds_the_last_commit(tmp_path: Path) -> None:
-    ((prefixes, checked),) = run_ranks(1, save_and_crash, str(tmp_path), timeout=250)
+    ((prefixes, checked),) = run_ranks(1, save_and_crash, str(tmp_path), timeout=LIMIT_S)
     assert prefixes > 40
     assert checked == prefixes * (2 + SUBSETS)

@@ -8,9 +8,13 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from hpc_train.checkpoint.store import CheckpointStore
-from tests.checkpoint.tiny import LONG, commit, newest_good
+from tests.checkpoint.tiny import LIMIT_S, LONG, commit, newest_good
 from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.timeout(LIMIT_S + 50)
 
 CASES = 5000 if LONG else 400
 
@@ -90,4 +94,4 @@ def damage_many(rank: int, world_size: int, folder: str, cases: int) -> list[str
 
 
 def test_no_damaged_checkpoint_is_loaded(tmp_path: Path) -> None:
-    assert run_ranks(1, damage_many, str(tmp_path), CASES, timeout=250) == [[]]
+    assert run_ranks(1, damage_many, str(tmp_path), CASES, timeout=LIMIT_S) == [[]]

@@ -17,9 +17,11 @@ from hpc_train.checkpoint.writer import SaveFailed
 from hpc_train.config.errors import ConfigError
 from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.test_layouts import make_manager
-from tests.checkpoint.tiny import LONG, commit
+from tests.checkpoint.tiny import LIMIT_S, LONG, commit
 from tests.ranks import run_ranks
 from tests.train.runs import frozen
+
+pytestmark = pytest.mark.timeout(LIMIT_S + 50)
 
 CODES = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EACCES, errno.ESTALE, errno.EROFS)
 CALLS = ("make_directory", "create", "write", "sync", "sync_directory", "rename")
@@ -85,7 +87,7 @@ def fail_everywhere(rank: int, world_size: int, path: str) -> list[str]:
 
 def test_an_error_at_any_call_is_told_on_every_rank_and_the_next_save_succeeds(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", "+strategy=zero2", "model.n_layers=1")
-    assert run_ranks(2, fail_everywhere, str(run.path), timeout=250) == [[], []]
+    assert run_ranks(2, fail_everywhere, str(run.path), timeout=LIMIT_S) == [[], []]
     events = run.read_events()
     failed = [event for event in events if event["event"] == "checkpoint_failed"]
     assert len(failed) > 20

@@ -15,14 +15,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from hpc_train.checkpoint import disk
 from hpc_train.checkpoint.retention import Retention
 from hpc_train.checkpoint.store import CheckpointStore
-from tests.checkpoint.tiny import LONG, commit_together, newest_good
+from tests.checkpoint.tiny import LIMIT_S, LONG, commit_together, newest_good
 from tests.ranks import CONTEXT
+
+pytestmark = pytest.mark.timeout(LIMIT_S + 50)
 
 KILLS = 500 if LONG else 30
 RANKS = 4 if LONG else 2

@@ -16,6 +16,7 @@ from hpc_train.checkpoint.verified import VerifiedSearch, on_first
 from hpc_train.checkpoint.writer import quiet, write_tensors
 
 LONG = bool(os.environ.get("HPC_TRAIN_LONG"))
+LIMIT_S = 7000 if LONG else 250  # for a test
 
 
 def state_of(step: int, rank: int = 0) -> dict[str, Tensor]:
