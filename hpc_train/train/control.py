@@ -1,5 +1,4 @@
-"""What all ranks agree on once per step: whether to stop, whether to save, and how many targets the next batch
-has.
+"""What all ranks agree on once per step: to stop or not, to save or not, and how many targets the next batch has.
 
 One tiny all-reduce on a CPU group beside the training collectives. It is posted before a step and read before the next,
 so nobody waits for it, and all ranks see a stop request at the same step.

@@ -61,9 +61,8 @@ class Trainer:
     step: int = 0
     tokens: int = 0  # targets that counted, over all ranks, since step 0
     _control: Control = field(init=False)
-    _evaluated: tuple[int, dict[str, float | None]] = field(
-        default_factory=lambda: (-1, {}), init=False
-    )  # at which step, the result
+    # at which step, with what result
+    _evaluated: tuple[int, dict[str, float | None]] = field(default_factory=lambda: (-1, {}), init=False)
 
     def __post_init__(self) -> None:
         self._control = Control(self.mesh)
