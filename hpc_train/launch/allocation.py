@@ -23,6 +23,7 @@ from hpc_train.config.schema import ClusterConfig
 from hpc_train.launch.job import Job
 from hpc_train.launch.script import python
 from hpc_train.launch.standing import PRESENT, Standing
+from hpc_train.launch.storage import check_room
 
 
 class AllocationSubmitter:
@@ -50,6 +51,7 @@ class AllocationSubmitter:
         return min(max(1, _nodes_here() // nodes), cap if isinstance(cap, int) else len(jobs))
 
     def check(self, jobs: Sequence[Job]) -> list[str]:
+        check_room(jobs)
         return [f"inside the allocation {os.environ['SLURM_JOB_ID']}; cluster=slurm submits a job of its own instead"]
 
     def confirm(self, jobs: Sequence[Job], console: Console) -> None:

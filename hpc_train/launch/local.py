@@ -23,6 +23,7 @@ from hpc_train.config.schema import ClusterConfig
 from hpc_train.launch.job import Job, RunAgent
 from hpc_train.launch.slots import Share
 from hpc_train.launch.standing import PRESENT, Standing
+from hpc_train.launch.storage import check_room
 from hpc_train.launch.submitter import local_shape
 from hpc_train.run.frozen_code import frozen_code
 
@@ -75,6 +76,7 @@ class LocalSubmitter:
         return jobs_at_once(jobs, len(os.sched_getaffinity(0)), visible_gpus())
 
     def check(self, jobs: Sequence[Job]) -> list[str]:
+        check_room(jobs)
         return []  # what this machine cannot give, ``shape`` has refused
 
     def confirm(self, jobs: Sequence[Job], console: Console) -> None:

@@ -28,6 +28,7 @@ from hpc_train.launch.limits import check_limits, check_queue
 from hpc_train.launch.sbatch import Options, arguments, array, identity, options
 from hpc_train.launch.script import Script, one_run, render, run_of_task
 from hpc_train.launch.standing import SlurmStandings, Standing
+from hpc_train.launch.storage import check_room, check_shared
 from hpc_train.run.files import write_text
 from hpc_train.run.frozen_code import frozen_code
 
@@ -80,7 +81,7 @@ class SlurmSubmitter:
     def check(self, jobs: Sequence[Job]) -> list[str]:
         """Compares the jobs with the limits of the site, and asks sbatch itself for each shape."""
         check_queue(jobs, self.site)
-        lines = cost.lines(jobs, self.site)
+        lines = [*cost.lines(jobs, self.site), *check_room(jobs), *check_shared(jobs[0].run.path)]
         for same in self._by_shape(jobs):
             check_limits(same[0], self.site)
             _test_only(same[0], {**options(same[0], self.site), **array(len(same), self._cap(same))})

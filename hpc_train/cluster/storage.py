@@ -1,0 +1,125 @@
+"""What a directory lies on: the kind of file system, whether other hosts can see it, and how much room it has."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+MOUNTS = Path("/proc/self/mountinfo")
+EXPORTS = Path("/var/lib/nfs/etab")  # what this host lets others mount
+MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+DISKS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "reiserfs", "bcachefs", "overlay"})
+QUOTA_TIMEOUT_S = 5.0
+KIB = 1024
+
+Ask = Callable[[Sequence[str]], str]
+
+
+@dataclass(frozen=True)
+class FileSystem:
+    """A mounted file system. ``kind`` is the kernel's name for it, ``source`` the device or server."""
+
+    mount_point: Path
+    kind: str
+    source: str
+
+    @property
+    def in_memory(self) -> bool:
+        """No other host can see it, whatever is exported."""
+        return self.kind in MEMORY
+
+    @property
+    def on_a_disk_here(self) -> bool:
+        """A kind that one host mounts; another host sees it only where this one exports it."""
+        return self.kind in DISKS
+
+
+@dataclass(frozen=True)
+class Room:
+    """What may still be written: bytes and files, and whose limit that is. None: not known, or no limit."""
+
+    free: int
+    inodes: int | None
+    whose: str
+
+
+def file_system_of(path: Path, mounts: Path = MOUNTS) -> FileSystem | None:
+    """The file system of ``path``, or of the nearest parent that exists; None where the kernel does not tell."""
+    try:
+        lines = mounts.read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    real = Path(os.path.realpath(path))
+    found = [mounted for line in lines if (mounted := _mounted(line)) and real.is_relative_to(mounted.mount_point)]
+    # of several mounts on one point the last one is on top
+    return max(enumerate(found), key=lambda item: (len(item[1].mount_point.parts), item[0]))[1] if found else None
+
+
+def is_exported(path: Path, exports: Path = EXPORTS) -> bool:
+    """Whether this host is an NFS server for ``path``."""
+    try:
+        lines = exports.read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    real = Path(os.path.realpath(path))
+    return any(real.is_relative_to(line.split()[0]) for line in lines if line.startswith("/"))
+
+
+def room_in(path: Path, ask: Ask | None = None) -> list[Room]:
+    """The limits on what may still be written below ``path``: the file system's, and this user's quota where told."""
+    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    found = os.statvfs(there)
+    rooms = [Room(found.f_bavail * found.f_frsize, found.f_favail if found.f_files else None, "the file system")]
+    system = file_system_of(there)
+    quota = None if system is None else _quota(system, ask or _output)
+    return rooms if quota is None else [*rooms, quota]
+
+
+def _mounted(line: str) -> FileSystem | None:
+    """``36 35 98:0 /root /mount options - type source options``; spaces in a path are octal."""
+    left, _, right = line.partition(" - ")
+    if len(left.split()) < 5 or len(right.split()) < 2:
+        return None
+    kind, source, *_ = right.split()
+    return FileSystem(Path(_plain(left.split()[4])), kind, _plain(source))
+
+
+def _plain(escaped: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), escaped)
+
+
+def _quota(system: FileSystem, ask: Ask) -> Room | None:
+    """This user's, as ``lfs`` or ``quota`` tells it; None where neither does."""
+    if system.kind == "lustre":
+        words = ask(["lfs", "quota", "-q", "-u", getpass.getuser(), str(system.mount_point)]).split()
+        return _room(words[-8:])
+    lines = ask(["quota", "-w", "-p"]).splitlines()
+    return next((_room(words[1:]) for line in lines if (words := line.split())[:1] == [system.source]), None)
+
+
+def _room(words: Sequence[str]) -> Room | None:
+    """Both print: KiB used, soft limit, hard limit, grace, files used, soft limit, hard limit, grace. * is "over"."""
+    if len(words) != 8:
+        return None
+    numbers = [int(word.rstrip("*")) if word.rstrip("*").isdigit() else 0 for word in words]
+    size, inodes = _left(numbers[0:3]), _left(numbers[4:7])
+    return None if size is None else Room(size * KIB, inodes, "your quota")
+
+
+def _left(numbers: Iterable[int]) -> int | None:
+    used, soft, hard = numbers
+    limit = hard or soft
+    return max(0, limit - used) if limit else None
+
+
+def _output(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=QUOTA_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout  # quota ends with 1 where one is over its limit

@@ -1,0 +1,169 @@
+"""Whether the nodes of a job can see its run directory and its checkpoints have room there, asked before submission."""
+
+from __future__ import annotations
+
+import math
+import socket
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from hpc_train.checkpoint.manifest import BadCheckpoint
+from hpc_train.checkpoint.space import MARGIN, amount
+from hpc_train.checkpoint.store import CheckpointStore
+from hpc_train.cluster.storage import FileSystem, Room, file_system_of, is_exported, room_in
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.model_size import state_bytes
+from hpc_train.config.save_every import parse_save_every
+from hpc_train.config.schema import Config
+from hpc_train.launch.job import Job
+
+OTHER_FILES = 64  # of a run: logs, events, metrics, W&B
+SAME_BOOT_S = 5  # Slurm and the kernel round differently
+TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """What is known of a job's checkpoints: bytes and files of each, and the bytes that lie there already."""
+
+    size: int
+    files: int
+    present: int
+
+    @classmethod
+    def of(cls, job: Job) -> Checkpoints | None:
+        """By the newest one of the run, else by the config; None where neither tells."""
+        sizes = _sizes(job)
+        size = sizes[-1] if sizes else state_bytes(job.config)
+        return None if size is None else cls(int(size * MARGIN), job.layout.world_size + 3, sum(sizes))
+
+
+def check_room(jobs: Sequence[Job], rooms: Sequence[Room] | None = None) -> list[str]:
+    """Says how much the checkpoints of ``jobs`` may take; nothing where their size is not known.
+
+    Raises:
+        ConfigError: they do not fit, with the largest ``checkpoint.keep`` that does.
+    """
+    known = [(job, found) for job in jobs if (found := Checkpoints.of(job)) is not None]
+    if not known:
+        return []
+    rooms = room_in(jobs[0].run.path) if rooms is None else rooms
+    least = min(rooms, key=lambda room: room.free)
+    needed = _bytes(known)
+    if needed > least.free:
+        raise ConfigError(
+            f"the checkpoints need {amount(needed)}, {amount(least.free)} free ({least.whose})",
+            where="checkpoint.keep, run.root",
+            mend=_fitting_keep(known, least.free) + "another run.root, or remove what is not needed any more",
+        )
+    files = sum(_count(job.config, job.config.checkpoint.keep) * found.files + OTHER_FILES for job, found in known)
+    for room in rooms:
+        if room.inodes is not None and files > room.inodes:
+            raise ConfigError(
+                f"the run needs {files} files, {room.inodes} more can be made ({room.whose})",
+                where="run.root",
+                mend="another run.root, or remove files that are not needed any more",
+            )
+    return [f"checkpoints: up to {amount(needed)} more in {jobs[0].config.run.root}, {amount(least.free)} free"]
+
+
+def check_shared(path: Path, system: FileSystem | None = None, nodes: Callable[[], str] | None = None) -> list[str]:
+    """A note where the nodes of a Slurm job may not see ``path``; it may be exported in a way that is not known here.
+
+    Args:
+        nodes: what ``scontrol show node`` says.
+
+    Raises:
+        ConfigError: they certainly do not: it is in the memory or in the temporary directory of this machine.
+    """
+    system = system or file_system_of(path)
+    if system is None or not (system.in_memory or system.on_a_disk_here) or is_exported(path):
+        return []
+    others = _other_hosts((nodes or _show_nodes)())
+    if not others:
+        return []
+    what = f"{path} is on a file system of this machine ({system.kind} on {system.mount_point})"
+    if system.in_memory or _is_temporary(path):
+        raise ConfigError(
+            f"{what}; the jobs run on others, {others[0]} for one, which cannot see it",
+            where="run.root",
+            mend="run.root=DIR on a file system that all nodes share, or set HPC_TRAIN_ROOT",
+        )
+    return [f"note: {what}; the nodes must see it under the same path: a run.root on shared storage is safe"]
+
+
+def _sizes(job: Job) -> list[int]:
+    sizes = []
+    for checkpoint in CheckpointStore(job.run.checkpoints).committed():
+        with suppress(BadCheckpoint, OSError):
+            sizes.append(checkpoint.manifest().size)
+    return sizes
+
+
+def _bytes(known: Sequence[tuple[Job, Checkpoints]], keep: int | None = None) -> int:
+    """What is to be written beyond what is there."""
+    total = 0
+    for job, found in known:
+        count = _count(job.config, job.config.checkpoint.keep if keep is None else keep)
+        total += max(0, count * found.size - found.present)
+    return total
+
+
+def _count(config: Config, keep: int) -> int:
+    """The most checkpoints of a run at one time: those that are kept, and the one that is being written."""
+    settings, steps = config.checkpoint, config.train.steps
+    count = keep + 1 + (settings.keep_best is not None)
+    if settings.keep_every and steps is not None:
+        count += steps // settings.keep_every
+    every = parse_save_every(settings.every)
+    if every.steps and steps is not None:
+        count = min(count, math.ceil(steps / every.steps))
+    return 1 if settings.every == "0" else count
+
+
+def _fitting_keep(known: Sequence[tuple[Job, Checkpoints]], free: int) -> str:
+    most = max(job.config.checkpoint.keep for job, _ in known)
+    fitting = (keep for keep in range(most - 1, 0, -1) if _bytes(known, keep) <= free)
+    return next((f"checkpoint.keep={keep} would fit; " for keep in fitting), "")
+
+
+def _is_temporary(path: Path) -> bool:
+    return any(path.is_relative_to(folder) for folder in ("/tmp", "/var/tmp", tempfile.gettempdir()))
+
+
+def _other_hosts(shown: str) -> list[str]:
+    """The nodes that are not this machine, in ``scontrol show node --oneliner``: another name and another boot."""
+    booted = _booted()
+    others = []
+    for line in shown.splitlines():
+        values = dict(part.split("=", 1) for part in line.split() if "=" in part)
+        same_name = values.get("NodeHostName") == socket.gethostname()
+        if "NodeName" in values and not same_name and not _same_boot(values.get("BootTime", ""), booted):
+            others.append(values["NodeName"])
+    return others
+
+
+def _same_boot(told: str, booted: float) -> bool:
+    """Nodes of a test cluster may have names and addresses of their own; they share the kernel."""
+    try:
+        return abs(datetime.fromisoformat(told).timestamp() - booted) <= SAME_BOOT_S
+    except ValueError:  # None, Unknown
+        return False
+
+
+def _booted() -> float:
+    lines = Path("/proc/stat").read_text().splitlines()
+    return next((float(line.split()[1]) for line in lines if line.startswith("btime ")), 0.0)
+
+
+def _show_nodes() -> str:
+    command = ["scontrol", "show", "node", "--oneliner"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
