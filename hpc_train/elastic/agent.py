@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from socket import socket
 from typing import Any
 
+import psutil
+
 from hpc_train.cluster.allocation import Allocation, current_allocation, workers_per_node
 from hpc_train.cluster.caches import node_local_caches
 from hpc_train.cluster.environment import apply, threads_per_rank, worker_environment
@@ -99,7 +101,7 @@ def _run(
             environment = apply([*variables, *caches])
             if allocation.node_rank == 0:
                 run.update_record(environment=environment)
-            events.write("started", layout=str(meeting.layout), world_size=meeting.layout.world_size)
+            events.write("started", **_start(allocation, meeting))
             outcome = run_attempt(specs, listener, log, stop, config.elastic.stop_grace_s, on_tick, entry)
     except KeyboardInterrupt:
         print("killed by a second Ctrl-C: steps after the last checkpoint are lost", file=sys.stderr)
@@ -139,6 +141,18 @@ def _meet(
     )
     meeting.publish(run)
     return meeting, listener
+
+
+def _start(allocation: Allocation, meeting: Meeting) -> dict[str, Any]:
+    """What the ledger (``run/ledger.py``) wants to know of an attempt. ``gpus``: those that the job holds."""
+    return {
+        "layout": str(meeting.layout),
+        "world_size": meeting.layout.world_size,
+        "gpus": allocation.nodes * meeting.gpus_per_node,
+        "job_id": allocation.job_id,
+        "launch": allocation.launch_id,
+        "began": psutil.Process().create_time(),
+    }
 
 
 def _specs(run: RunDirectory, config: Config, allocation: Allocation, meeting: Meeting) -> list[WorkerSpec]:

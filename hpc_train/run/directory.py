@@ -100,11 +100,13 @@ class RunDirectory:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Logged steps in order; where attempts overlap, the highest attempt's line of a step counts."""
-        steps: dict[int, dict[str, Any]] = {}
-        for path in sorted(self.metrics.glob("attempt-*.jsonl"), key=_attempt_of):
-            for line in read_lines(path):
-                steps[line["step"]] = line
+        steps = {line["step"]: line for line in self.read_all_metrics()}
         return [steps[step] for step in sorted(steps)]
+
+    def read_all_metrics(self) -> Iterator[dict[str, Any]]:
+        """The lines of all attempts, also those of steps that a later attempt did again."""
+        for path in sorted(self.metrics.glob("attempt-*.jsonl"), key=_attempt_of):
+            yield from read_lines(path)
 
     def read_events(self) -> list[dict[str, Any]]:
         """All events of all writers, merged by time."""

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_lines
+from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.telemetry.loss_chart import TRAIN, VALIDATION, loss_chart
 
 LOOK_EVERY_S = 0.5
@@ -123,11 +124,13 @@ def summary(run: RunDirectory, go_on: str | None = None) -> str:
     losses += [f"validation accuracy {result['val_accuracy']:.4f}" if result.get("val_accuracy") is not None else ""]
     speed = f", {result['tokens_per_s']:,.0f} tokens/s" if result.get("tokens_per_s") is not None else ""
     chart = loss_chart(metrics)
+    spent = read_ledger(run).total
     name = f"run.name={run.path.name}"
     command = go_on or f"python -m hpc_train (the settings of {run.config}) {name}"
     lines = [
         f"done: {result.get('steps', 0)} steps{speed}; {', '.join(part for part in losses if part)}",
         *([f"\n{chart}", f"{'':>10}{TRAIN} training loss  {VALIDATION} validation loss\n"] if chart else []),
+        *([f"time:            {spent_line(spent)}"] if spent.held_s else []),
         f"run directory:   {run.path}",
         f"W&B:             {_wandb(run, record)}",
         f"go on training:  {twice_as_long(command, result.get('steps', 0))}",
@@ -170,6 +173,23 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def spent_line(account: Account) -> str:
+    """Where the time of a run went, in one line; what took no time is left out."""
+    held = f"{account.gpu_hours:.3g} GPU-hours" if account.gpu_s else f"{account.rank_s / 3600:.3g} rank-hours, no GPU"
+    parts = (
+        ("steps", account.steps_s),
+        ("evaluation", account.evaluation_s),
+        ("start-up", account.start_up_s),
+        ("checkpoints", account.checkpoint_s),
+        ("lost work", account.lost_s),
+        ("restarts", account.restart_s),
+        ("other", account.other_s),
+        ("queue before", account.queue_s),
+    )
+    told = " · ".join(f"{name} {duration(seconds)}" for name, seconds in parts if seconds >= 1)
+    return f"useful {account.useful_share:.0%} of {duration(account.held_s)} ({held})" + (f": {told}" if told else "")
 
 
 class _NewLines:

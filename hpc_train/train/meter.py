@@ -31,6 +31,7 @@ class Meter:
     peak_flops: float | None = None
     _began: float = field(default_factory=time.perf_counter)
     _paused: float = 0.0
+    _saved: float = 0.0
     _waited: float = 0.0
     _steps: int = 0
     _samples: int = 0
@@ -52,6 +53,14 @@ class Meter:
         yield
         self._paused += time.perf_counter() - began
 
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around a save, as far as it blocks training."""
+        began = time.perf_counter()
+        with self.pausing():
+            yield
+        self._saved += time.perf_counter() - began
+
     def count(self, samples: int, tokens: int) -> None:
         """After each step."""
         self._steps += 1
@@ -67,12 +76,13 @@ class Meter:
             "tokens_per_s": self._tokens / seconds,
             "samples_per_s": self._samples / seconds,
             "data_wait_share": min(1.0, self._waited / seconds),
+            "save_s": self._saved,
         }
         if self.flops_per_sample and self.peak_flops:
             rates["mfu"] = self.flops_per_sample * rates["samples_per_s"] / self.peak_flops
         self._all_seconds += seconds
         self._all_tokens += self._tokens
-        self._began, self._paused, self._waited = now, 0.0, 0.0
+        self._began, self._paused, self._saved, self._waited = now, 0.0, 0.0, 0.0
         self._steps = self._samples = self._tokens = 0
         return rates
 

@@ -14,7 +14,9 @@ from hpc_train.config.schema import Config
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
+from hpc_train.run.ledger import read_ledger
 from hpc_train.telemetry.metrics import MetricsLog, Sink, finite_or_none
+from hpc_train.telemetry.progress import spent_line
 from hpc_train.telemetry.tensorboard import TensorBoard
 from hpc_train.telemetry.wandb_run import WandbIdentity, WandbRun
 from hpc_train.train.meter import peak_memory_bytes
@@ -57,12 +59,19 @@ class Report:
         print(f"step {step} of {self.total_steps} is done already; a larger train.steps goes on")
         self.events.write("finished", step=step)
 
-    def stopped(self, step: int) -> None:
+    def stopped(self, step: int, rates: dict[str, float]) -> None:
+        """``rates``: of the meter, since the last line of metrics."""
         if self.metrics is not None:
             print(f"stopped on request after step {step} of {self.total_steps}, after a checkpoint")
+            self._close("stopped", step, {}, rates)
 
-    def finished(self, step: int, tokens_per_s: float) -> None:
-        """The result, to the log and to ``run.json``. ``tokens_per_s``: the mean of this attempt."""
+    def finished(self, step: int, tokens_per_s: float, rates: dict[str, float]) -> None:
+        """The result, to the log and to ``run.json``.
+
+        Args:
+            tokens_per_s: the mean of this attempt.
+            rates: of the meter, since the last line of metrics.
+        """
         if self.metrics is None:
             return
         result: dict[str, Any] = {"steps": step, "attempt": self.events.attempt}
@@ -70,8 +79,16 @@ class Report:
         result["seconds"] = round(time.monotonic() - self._began, 3)  # of this attempt, from the first batch on
         result["tokens_per_s"] = tokens_per_s
         self.run.update_record(result=result)
-        self.events.write("finished", **result)
         print("finished: " + ", ".join(f"{key} {_short(value)}" for key, value in result.items() if key != "attempt"))
+        self._close("finished", step, result, rates)
+
+    def _close(self, event: str, step: int, details: dict[str, Any], rates: dict[str, float]) -> None:
+        """The last event of rank 0, with the account of the run so far: where its time went."""
+        last = {key: rates[key] for key in ("step_s", "save_s")}
+        head = {"event": event, "time": time.time(), "attempt": self.events.attempt, "step": step}
+        total = read_ledger(self.run, closing=head | last).total
+        print(spent_line(total))
+        self.events.write(event, step=step, **details | last, ledger=total.as_json())
 
     def close(self) -> None:
         """Ends W&B and TensorBoard, in bounded time."""

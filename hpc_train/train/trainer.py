@@ -86,7 +86,7 @@ class Trainer:
             self.checkpoints.poll()
             if agreed.stop:
                 self._save(final=True)
-                self.report.stopped(self.step)
+                self.report.stopped(self.step, self.meter.read())
                 return Exit.STOPPED
             following = self._next_batch() if self.step + 1 < self.length.total_steps else None
             self._announce(following)
@@ -94,7 +94,7 @@ class Trainer:
             batch = following
         self._control.read()  # nobody leaves while a message is under way
         self._save(final=True)
-        self.report.finished(self.step, self.meter.mean_tokens_per_s)
+        self.report.finished(self.step, self.meter.mean_tokens_per_s, self.meter.read())
         return Exit.DONE
 
     def _announce(self, batch: LocalBatch | None) -> None:
@@ -134,16 +134,17 @@ class Trainer:
             line["loss_scale"] = self.take_step.loss_scale.value.item()
         line |= self.meter.read()
         if evaluates:
+            began = time.monotonic()
             with self.meter.pausing():
                 found = evaluate(self.engine, self.eval_feed)
             self._evaluated = self.step, {"val_loss": found.loss, "val_accuracy": found.accuracy}
-            line |= self._evaluated[1]
+            line |= self._evaluated[1] | {"eval_s": time.monotonic() - began}
         self.report.line(line, skipped)
 
     def _save(self, final: bool = False) -> None:
         scale = self.take_step.loss_scale
         began = time.monotonic()
-        with self.meter.pausing():
+        with self.meter.saving():
             extra = {"tokens": self.tokens, "loss_scale": None if scale is None else scale.state()}
             step, found = self._evaluated
             metrics = {name: value for name, value in found.items() if value is not None} if step == self.step else {}

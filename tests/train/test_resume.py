@@ -14,7 +14,10 @@ from hpc_train.run.worker_spec import WorkerSpec
 from tests.checkpoint.tensors import assert_same_bits
 from tests.train.runs import frozen, run_attempt
 
-TIMES = ("time", "attempt", "step_s", "tokens_per_s", "samples_per_s", "data_wait_share", "peak_memory_bytes")
+TIMES = (
+    "time", "attempt", "step_s", "tokens_per_s", "samples_per_s", "data_wait_share", "peak_memory_bytes", "save_s",
+    "eval_s",
+)  # fmt: skip
 
 
 def told(run: RunDirectory) -> list[dict[str, object]]:

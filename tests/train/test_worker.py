@@ -13,7 +13,7 @@ from tests.train.runs import frozen, run_attempt
 
 KEYS = {
     "time", "step", "epoch", "attempt", "world_size", "loss", "lr", "grad_norm", "samples", "tokens", "step_s",
-    "tokens_per_s", "samples_per_s", "data_wait_share", "peak_memory_bytes",
+    "tokens_per_s", "samples_per_s", "data_wait_share", "peak_memory_bytes", "save_s",
 }  # fmt: skip
 
 

@@ -1,0 +1,329 @@
+"""The ledger of a run: where its time went, over the whole chain of its jobs and attempts.
+
+It is derived from what the run directory holds anyway (events, lines of metrics, submissions), so it needs nothing that
+could be lost with a process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from itertools import groupby
+from operator import add
+from typing import Any
+
+from hpc_train.run.directory import RunDirectory
+
+Event = dict[str, Any]
+
+FAILURES = ("worker_failed", "hang_detected", "node_lost", "failed")
+CLOSING = ("finished", "stopped")  # of rank 0: with the keys of a metrics line, for the steps since the last one
+BEGINNINGS = ("resumed", "rolled_back")  # training goes on from the ``step`` of a checkpoint
+
+
+@dataclass(frozen=True)
+class Account:
+    """Seconds, of one attempt or of several added up.
+
+    Attributes:
+        queue_s: from a submission or a requeue until an agent started; no device is held meanwhile.
+        start_up_s: from the agent's start to the first step, at each start of a job.
+        steps_s: of steps whose result was kept.
+        evaluation_s: of evaluations whose result was kept.
+        checkpoint_s: for which saves blocked training.
+        lost_s: of steps that were or will be done again, and until their failure was noticed.
+        restart_s: from a failure to the first step of the next attempt in the same start of a job.
+        other_s: what remains, mostly leaving.
+        gpu_s: the seconds above, less those in the queue, times the GPUs that were held; 0 without GPUs.
+        rank_s: the same times the ranks, where there were no GPUs.
+    """
+
+    queue_s: float = 0.0
+    start_up_s: float = 0.0
+    steps_s: float = 0.0
+    evaluation_s: float = 0.0
+    checkpoint_s: float = 0.0
+    lost_s: float = 0.0
+    restart_s: float = 0.0
+    other_s: float = 0.0
+    gpu_s: float = 0.0
+    rank_s: float = 0.0
+
+    def __add__(self, other: Account) -> Account:
+        return Account(*(add(getattr(self, one.name), getattr(other, one.name)) for one in fields(Account)))
+
+    @property
+    def held_s(self) -> float:
+        """With an allocation: all but the queue."""
+        parts = (self.start_up_s, self.steps_s, self.evaluation_s, self.checkpoint_s)
+        return sum(parts) + self.lost_s + self.restart_s + self.other_s
+
+    @property
+    def useful_share(self) -> float:
+        """Of the time with an allocation, what went into steps and evaluations that were kept (goodput); 0 to 1."""
+        return (self.steps_s + self.evaluation_s) / self.held_s if self.held_s > 0 else 0.0
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.gpu_s / 3600
+
+    def as_json(self) -> dict[str, float]:
+        """All of it, rounded to milliseconds."""
+        own = {one.name: round(getattr(self, one.name), 3) for one in fields(self)}
+        return own | {"held_s": round(self.held_s, 3), "useful_share": round(self.useful_share, 4)}
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """``attempts``: (the launch that an attempt belongs to, its account), in their order."""
+
+    attempts: tuple[tuple[str, Account], ...]
+
+    @property
+    def jobs(self) -> tuple[Account, ...]:
+        """One account per start of a job: a requeue begins a new one, a restart in place does not."""
+        grouped = groupby(self.attempts, key=lambda pair: pair[0])
+        return tuple(sum((account for _, account in group), Account()) for _, group in grouped)
+
+    @property
+    def total(self) -> Account:
+        return sum((account for _, account in self.attempts), Account())
+
+
+def read_ledger(run: RunDirectory, now: float | None = None, closing: Event | None = None) -> Ledger:
+    """The ledger of ``run`` as its directory tells it.
+
+    Args:
+        now: seconds since 1970 where the run is at work; None where nothing is.
+        closing: an event that is about to be written.
+    """
+    events = [*run.read_events(), *([closing] if closing else [])]
+    submitted = [entry["time"] for entry in run.record().get("submissions", [])]
+    return ledger(events, run.read_all_metrics(), submitted, now)
+
+
+def ledger(
+    events: Iterable[Event], metrics: Iterable[Event], submitted: Sequence[float], now: float | None = None
+) -> Ledger:
+    """Accounts for each attempt.
+
+    Args:
+        metrics: lines of all attempts, also those of steps that were done again.
+        submitted: the times of the submissions.
+        now: seconds since 1970 where the run is at work; None where nothing is: then an attempt that has not told its
+            end died.
+    """
+    attempts = _attempts(events, metrics)
+    kept, accounts = _kept_at_end(attempts, now), []
+    for place in reversed(range(len(attempts))):
+        before = attempts[place - 1] if place else None
+        last = place + 1 == len(attempts)
+        ends_launch = last or attempts[place + 1].launch != attempts[place].launch
+        account, kept = _Accounting(attempts[place], before, ends_launch, now if last else None, submitted).account(
+            kept
+        )
+        accounts.append((attempts[place].launch, account))
+    return Ledger(tuple(reversed(accounts)))
+
+
+@dataclass(frozen=True)
+class _Interval:
+    """From one line of metrics to the next: the seconds of its steps (after ``first``, up to ``last``) and pauses."""
+
+    time: float
+    first: int
+    last: int
+    steps_s: float
+    evaluation_s: float
+    checkpoint_s: float
+
+    @classmethod
+    def until(cls, line: Event, first: int) -> _Interval:
+        steps = max(0, line["step"] - first)
+        pauses = float(line.get("eval_s") or 0), float(line.get("save_s") or 0)
+        return cls(line["time"], first, line["step"], steps * float(line.get("step_s") or 0), *pauses)
+
+    @property
+    def began(self) -> float:
+        return self.time - self.steps_s - self.evaluation_s - self.checkpoint_s
+
+    def kept_share(self, kept: float) -> float:
+        """Of its steps, where work is kept up to the step ``kept``."""
+        steps = self.last - self.first
+        return min(1.0, max(0.0, (kept - self.first) / steps)) if steps else 1.0
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Steps in one go: from the ``step`` of a checkpoint, loaded at ``time``, until the next load."""
+
+    step: int
+    time: float
+    intervals: list[_Interval] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """What one attempt has told, in the order of time."""
+
+    number: int
+    events: Sequence[Event]
+    stretches: Sequence[_Stretch]
+
+    @classmethod
+    def of(cls, number: int, events: Iterable[Event], lines: Iterable[Event]) -> _Attempt:
+        own = sorted(events, key=lambda event: event["time"])
+        closing = [event for event in own if event["event"] in CLOSING and "save_s" in event]
+        beginnings = [event for event in own if event["event"] in BEGINNINGS]
+        stretches: list[_Stretch] = []
+        for point in sorted([*lines, *beginnings, *closing], key=lambda point: point["time"]):
+            if point.get("event") in BEGINNINGS:
+                stretches.append(_Stretch(point["step"], point["time"]))
+                continue
+            if not stretches:
+                stretches.append(_Stretch(0, point["time"]))
+            before = stretches[-1].intervals
+            before.append(_Interval.until(point, before[-1].last if before else stretches[-1].step))
+        return cls(number, own, stretches)
+
+    @cached_property
+    def start(self) -> Event | None:
+        """The event; None for an attempt that nothing is known of."""
+        return next((event for event in self.events if event["event"] == "started"), None)
+
+    def said(self, key: str, otherwise: Any = None) -> Any:
+        """What its start says."""
+        return (self.start or {}).get(key, otherwise)
+
+    @property
+    def launch(self) -> str:
+        return str(self.said("launch", self.number))
+
+    @property
+    def began(self) -> float:
+        """When its agent's process was started."""
+        return float(self.said("began") or self.said("time"))
+
+    @property
+    def last_interval(self) -> _Interval | None:
+        return self.stretches[-1].intervals[-1] if self.stretches and self.stretches[-1].intervals else None
+
+    @cached_property
+    def last_sign(self) -> float:
+        intervals = [interval.time for stretch in self.stretches for interval in stretch.intervals]
+        return max([event["time"] for event in self.events] + intervals)
+
+    @cached_property
+    def failed_at(self) -> float | None:
+        """When its failure was noticed; None for one that goes on or came to its end."""
+        after = self.last_interval.time if self.last_interval else 0.0
+        times = [event["time"] for event in self.events if event["event"] in FAILURES and event["time"] >= after]
+        return min(times, default=None)
+
+    @property
+    def closed(self) -> bool:
+        """Whether training came to its end, or to a stop, with its state saved."""
+        told = [event for event in self.events if event["event"] in CLOSING]
+        return any("save_s" in event for event in told) or (bool(told) and self.failed_at is None)
+
+    @property
+    def ended(self) -> float:
+        return self.last_sign if self.failed_at is None else self.failed_at
+
+
+def _attempts(events: Iterable[Event], metrics: Iterable[Event]) -> list[_Attempt]:
+    told: dict[int, tuple[list[Event], list[Event]]] = {}
+    for place, points in enumerate((events, metrics)):
+        for point in points:
+            told.setdefault(point["attempt"], ([], []))[place].append(point)
+    attempts = [_Attempt.of(number, *told[number]) for number in sorted(told)]
+    return [attempt for attempt in attempts if attempt.start is not None]
+
+
+def _kept_at_end(attempts: Sequence[_Attempt], now: float | None) -> float:
+    """The step up to which work is kept, seen from the end: all of it, or up to the newest checkpoint."""
+    if not attempts or attempts[-1].closed or (now is not None and attempts[-1].failed_at is None):
+        return math.inf
+    return _saved(event for attempt in attempts for event in attempt.events)
+
+
+def _saved(events: Iterable[Event]) -> int:
+    """The step of the newest checkpoint; 0 without one."""
+    saved = [event for event in events if event["event"] == "checkpoint_saved"]
+    return max(saved, key=lambda event: event["time"])["step"] if saved else 0
+
+
+@dataclass
+class _Accounting:
+    """The account of one attempt. ``now`` is None where it is over."""
+
+    attempt: _Attempt
+    before: _Attempt | None
+    ends_launch: bool
+    now: float | None
+    submitted: Sequence[float]
+    spent: dict[str, float] = field(default_factory=lambda: {one.name: 0.0 for one in fields(Account)})
+
+    def account(self, kept: float) -> tuple[Account, float]:
+        """``kept``: the step up to which later attempts keep the work. Returns it as earlier attempts see it."""
+        attempt, before = self.attempt, self.before
+        restarted = before is not None and before.launch == attempt.launch
+        begin = before.ended if restarted and before else attempt.began
+        if not restarted:
+            self._add("queue_s", self._waited(begin))
+        self._add("restart_s" if restarted else "start_up_s", self._first_step_at() - begin)
+        self._after_the_last_line(kept)
+        for stretch in reversed(attempt.stretches):
+            for interval in stretch.intervals:
+                self._enter(interval, kept)
+            kept = min(kept, stretch.step)
+        if self.ends_launch and self.now is None:
+            self._add("other_s", attempt.last_sign - attempt.ended)
+        held, gpus = Account(**self.spent).held_s, attempt.said("gpus", 0)
+        self._add("gpu_s" if gpus else "rank_s", held * (gpus or attempt.said("world_size", 0)))
+        return Account(**self.spent), kept
+
+    def _add(self, name: str, seconds: float) -> None:
+        self.spent[name] += max(0.0, seconds)  # the clocks of two nodes may differ
+
+    def _waited(self, begin: float) -> float:
+        """Since the newest submission; at a requeue, since the job's start before this one came to its end."""
+        end = self.before.last_sign if self.before else 0.0
+        submission = max((time for time in self.submitted if end < time <= begin), default=None)
+        if submission is not None:
+            return begin - submission
+        job = self.attempt.said("job_id")
+        return begin - end if self.before and job is not None and self.before.said("job_id") == job else 0.0
+
+    def _first_step_at(self) -> float:
+        stretches = self.attempt.stretches
+        if stretches:
+            return stretches[0].intervals[0].began if stretches[0].intervals else stretches[0].time
+        failed = self.now is None or self.attempt.failed_at is not None
+        return self.attempt.ended if failed or self.now is None else self.now
+
+    def _enter(self, interval: _Interval, kept: float) -> None:
+        share = interval.kept_share(kept)
+        evaluation_kept = interval.last <= kept
+        self._add("steps_s", share * interval.steps_s)
+        self._add("evaluation_s", interval.evaluation_s if evaluation_kept else 0.0)
+        self._add("lost_s", (1 - share) * interval.steps_s + (0.0 if evaluation_kept else interval.evaluation_s))
+        self._add("checkpoint_s", interval.checkpoint_s)
+
+    def _after_the_last_line(self, kept: float) -> None:
+        """Of a failed attempt: steps up to its newest checkpoint count, at the pace of the last line; others do not."""
+        attempt, line = self.attempt, self.attempt.last_interval
+        if not attempt.stretches or (self.now is not None and attempt.failed_at is None):
+            return
+        rest = attempt.ended - (line.time if line else attempt.stretches[-1].time)
+        if attempt.closed:
+            self._add("other_s", rest)
+            return
+        useful = 0.0
+        if line is not None and line.last > line.first:
+            pace = line.steps_s / (line.last - line.first)
+            useful = min(rest, max(0.0, min(_saved(attempt.events), kept) - line.last) * pace)
+        self._add("steps_s", useful)
+        self._add("lost_s", rest - useful)

@@ -1,0 +1,187 @@
+"""Where the time of a run went, from the events and metrics that its processes write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpc_train.run.ledger import Account, Event, Ledger, ledger
+
+
+class Log:
+    """Events and lines of metrics as agents and rank 0 write them."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.lines: list[Event] = []
+
+    def event(self, time: float, event: str, attempt: int = 0, step: int | None = None, **details: Any) -> None:
+        head = {"time": time, "event": event, "rank": None, "node": "n0", "attempt": attempt, "step": step}
+        self.events.append(head | details)
+
+    def started(self, time: float, attempt: int = 0, launch: str = "7.0.0", began: float | None = None) -> None:
+        of_job = {"launch": launch, "job_id": launch.partition(".")[0], "began": time if began is None else began}
+        self.event(time, "started", attempt, world_size=4, gpus=8, **of_job)
+
+    def line(self, time: float, step: int, attempt: int = 0, **pauses: float) -> None:
+        line = {"time": time, "step": step, "attempt": attempt, "world_size": 4, "loss": 1.0, "step_s": 1.0}
+        self.lines.append(line | {"save_s": 0.0} | pauses)
+
+    def ledger(self, *submitted: float, now: float | None = None) -> Ledger:
+        return ledger(self.events, self.lines, submitted, now)
+
+
+def seconds(account: Account) -> dict[str, float]:
+    """What is not 0, without the device seconds."""
+    devices = ("gpu_s", "rank_s", "held_s", "useful_share")
+    return {name: value for name, value in account.as_json().items() if value and name not in devices}
+
+
+def test_an_undisturbed_run_with_its_queue_evaluation_and_saves() -> None:
+    log = Log()
+    log.started(110.0, began=105.0)
+    log.line(121.0, 1)
+    log.line(133.0, 10, eval_s=3.0)
+    log.line(145.0, 20, save_s=2.0)
+    log.event(150.0, "finished", step=20, step_s=0.1, save_s=5.0)
+    log.event(151.0, "finished", exit_code=0)
+    found = log.ledger(5.0)
+    expected = {"queue_s": 100.0, "start_up_s": 15.0, "steps_s": 20.0, "evaluation_s": 3.0}
+    assert seconds(found.total) == expected | {"checkpoint_s": 7.0, "other_s": 1.0}
+    assert found.total.held_s == 151.0 - 105.0
+    assert found.total.useful_share == pytest.approx(23 / 46)
+    assert found.total.gpu_s == 8 * 46.0
+    assert found.total.rank_s == 0
+
+
+def test_a_restart_in_place_counts_steps_that_were_done_again_as_lost() -> None:
+    log = Log()
+    log.started(100.0)
+    log.line(111.0, 1)
+    log.line(120.0, 10)
+    log.event(120.5, "checkpoint_saved", step=8, seconds=0.5)
+    log.event(124.0, "worker_failed", **{"class": "killed"})
+    log.started(124.5, attempt=1)
+    log.event(125.0, "resumed", attempt=1, step=8)
+    log.line(138.0, 20, attempt=1)
+    log.event(139.0, "finished", attempt=1, step=20, step_s=0.1, save_s=1.0)
+    found = log.ledger()
+    expected = {"start_up_s": 10.0, "steps_s": 8.0 + 12.0, "lost_s": 2.0 + 4.0, "restart_s": 2.0, "checkpoint_s": 1.0}
+    assert seconds(found.total) == expected
+    assert found.total.held_s == 39.0
+    assert len(found.attempts) == 2
+    assert len(found.jobs) == 1
+
+
+def test_steps_up_to_a_checkpoint_count_although_no_line_was_logged() -> None:
+    log = Log()
+    log.started(100.0)
+    log.line(111.0, 1)
+    log.event(114.5, "checkpoint_saved", step=4, seconds=0.5)
+    log.event(118.0, "failed", exit_code=1)
+    assert seconds(log.ledger().total) == {"start_up_s": 10.0, "steps_s": 4.0, "lost_s": 4.0}
+
+
+def test_a_requeue_begins_a_new_job_and_its_wait_is_queue() -> None:
+    log = Log()
+    log.started(100.0)
+    log.line(111.0, 1)
+    log.event(116.0, "stopped", step=5, step_s=1.0, save_s=1.0)
+    log.event(116.5, "requeued", step=5)
+    log.started(240.0, attempt=1, launch="7.0.1", began=236.5)
+    log.event(245.0, "resumed", attempt=1, step=5)
+    log.line(251.0, 10, attempt=1)
+    log.event(251.0, "finished", attempt=1, step=10, step_s=0.1, save_s=0.0)
+    found = log.ledger(90.0)
+    assert [seconds(job) for job in found.jobs] == [
+        {"queue_s": 10.0, "start_up_s": 10.0, "steps_s": 5.0, "checkpoint_s": 1.0, "other_s": 0.5},
+        {"queue_s": 120.0, "start_up_s": 9.5, "steps_s": 5.0},
+    ]
+
+
+def test_a_day_between_a_failure_and_the_next_submission_is_nobodys_time() -> None:
+    log = Log()
+    log.started(100.0)
+    log.line(111.0, 1)
+    log.event(112.0, "failed", exit_code=1)
+    log.started(90000.0, attempt=1, launch="8.0.0")
+    log.line(90005.0, 1, attempt=1)
+    log.event(90005.0, "finished", attempt=1, step=1, step_s=0.1, save_s=0.0)
+    found = log.ledger(90.0, 89970.0)
+    expected = {"queue_s": 40.0, "start_up_s": 14.0, "steps_s": 1.0, "lost_s": 2.0}
+    assert seconds(found.total) == expected
+
+
+def test_an_older_checkpoint_loses_the_steps_of_all_attempts_before() -> None:
+    log = Log()
+    log.started(100.0)
+    log.line(101.0, 1)
+    log.line(110.0, 10)
+    log.event(110.0, "node_lost")
+    log.started(110.0, attempt=1)
+    log.event(110.0, "resumed", attempt=1, step=9)
+    log.line(115.0, 14, attempt=1)
+    log.event(115.0, "hang_detected", attempt=1)
+    log.started(115.0, attempt=2)
+    log.event(115.0, "resumed", attempt=2, step=4)
+    log.line(131.0, 20, attempt=2)
+    log.event(131.0, "finished", attempt=2, step=20, step_s=0.1, save_s=0.0)
+    assert seconds(log.ledger().total) == {"steps_s": 4.0 + 16.0, "lost_s": 6.0 + 5.0}
+
+
+def test_going_back_to_a_checkpoint_inside_an_attempt() -> None:
+    log = Log()
+    log.started(100.0)
+    log.line(101.0, 1)
+    log.line(110.0, 10)
+    log.event(110.0, "rolled_back", step=6)
+    log.line(114.0, 10)
+    log.event(114.0, "finished", step=10, step_s=0.1, save_s=0.0)
+    assert seconds(log.ledger().total) == {"steps_s": 10.0, "lost_s": 4.0}
+
+
+def test_a_live_run_keeps_what_it_has_done_and_a_dead_one_only_its_checkpoints() -> None:
+    log = Log()
+    log.started(100.0)
+    log.line(111.0, 1)
+    log.line(120.0, 10)
+    log.event(120.0, "checkpoint_saved", step=5, seconds=0.1)
+    assert seconds(log.ledger(now=121.0).total) == {"start_up_s": 10.0, "steps_s": 10.0}
+    assert seconds(log.ledger().total) == {"start_up_s": 10.0, "steps_s": 5.0, "lost_s": 5.0}
+
+
+def test_a_start_that_takes_long() -> None:
+    log = Log()
+    log.started(100.0)
+    assert seconds(log.ledger(40.0, now=160.0).total) == {"queue_s": 60.0, "start_up_s": 60.0}
+    log.event(130.0, "failed", exit_code=1)
+    assert seconds(log.ledger(40.0).total) == {"queue_s": 60.0, "start_up_s": 30.0}
+
+
+def test_clocks_that_differ_make_no_negative_time() -> None:
+    log = Log()
+    log.started(100.0, began=130.0)
+    log.line(111.0, 1)
+    log.event(90.0, "worker_failed")
+    assert all(value >= 0 for value in log.ledger().total.as_json().values())
+
+
+def test_a_run_without_gpus_has_rank_hours() -> None:
+    log = Log()
+    log.started(100.0)
+    log.events[0]["gpus"] = 0
+    log.line(110.0, 5)
+    log.event(110.0, "finished", step=5, step_s=0.1, save_s=0.0)
+    total = log.ledger().total
+    assert (total.gpu_hours, total.rank_s) == (0.0, 4 * 10.0)
+
+
+def test_nothing_was_started() -> None:
+    assert Ledger(()).total == Account() == log_of_submission().total
+
+
+def log_of_submission() -> Ledger:
+    log = Log()
+    log.event(1.0, "submitted", job_id="7")
+    return log.ledger(1.0)
