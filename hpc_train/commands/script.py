@@ -14,12 +14,13 @@ from hpc_train.commands.train import register_launcher
 from hpc_train.config.arguments import CommandLine, expand, with_right_plus
 from hpc_train.config.cluster_size import node_range
 from hpc_train.config.compose import typed
+from hpc_train.config.directory import run_directory
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import Config
 from hpc_train.config.validate import validate
 from hpc_train.launch.job import Job
 from hpc_train.launch.place import controller_answers
-from hpc_train.launch.sbatch import NO_SITE, options
+from hpc_train.launch.sbatch import NO_SITE, options, stop_note
 from hpc_train.launch.script import Script, freezing, render
 from hpc_train.run.directory import RunDirectory
 
@@ -51,7 +52,8 @@ def _text(config: Config, line: CommandLine) -> str:
     asked = cluster.gpus_per_node
     gpus, workers = workers_per_node(cluster, visible=asked if isinstance(asked, int) else 0)
     layout, *_ = [validate(config, nodes, workers) for nodes in reversed(node_range(cluster))]
-    job = Job(0, line.overrides, config, layout, gpus, workers, RunDirectory(Path(config.run.root)))
+    run = RunDirectory(Path(run_directory(config.run.root, config.run.name, config.run.fork)))
+    job = Job(0, line.overrides, config, layout, gpus, workers, run)
     name = config.run.name or config.strategy.name
     comment = {"comment": cluster.comment} if cluster.comment else {}
     header = {
@@ -63,4 +65,4 @@ def _text(config: Config, line: CommandLine) -> str:
     directory = [f"--config-dir={line.config_directory}"] if line.config_directory else []
     overrides = [*line.overrides, *directory]
     title = f"hpc_train, {config.strategy.name}: {layout}"
-    return render(Script(title, cluster, freezing(cluster, overrides), header))
+    return render(Script(title, cluster, freezing(cluster, overrides), header, notes=[stop_note(job)]))

@@ -44,6 +44,7 @@ WORDS: dict[str, tuple[str, ...]] = {  # keys that hold a number or one of these
     "batch.micro_batches": ("auto",),
     "batch.loader_workers": ("auto",),
     "launch.array_parallelism": ("auto",),
+    "elastic.stop_grace_s": ("auto",),
 }
 
 

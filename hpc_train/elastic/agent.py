@@ -18,6 +18,7 @@ import psutil
 from hpc_train.cluster.allocation import Allocation, current_allocation, workers_per_node
 from hpc_train.cluster.caches import node_local_caches
 from hpc_train.cluster.environment import apply, threads_per_rank, worker_environment
+from hpc_train.checkpoint.stop_time import stop_time
 from hpc_train.cluster.topology import mapping
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.freeze import load
@@ -102,7 +103,8 @@ def _run(
             if allocation.node_rank == 0:
                 run.update_record(environment=environment)
             events.write("started", **_start(allocation, meeting))
-            outcome = run_attempt(specs, listener, log, stop, config.elastic.stop_grace_s, on_tick, entry)
+            grace_s = stop_time(config, run, allocation.nodes).seconds
+            outcome = run_attempt(specs, listener, log, stop, grace_s, on_tick, entry)
     except KeyboardInterrupt:
         print("killed by a second Ctrl-C: steps after the last checkpoint are lost", file=sys.stderr)
         events.write("failed", exit_code=int(Exit.FAILED), message="killed by a second Ctrl-C")

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpc_train.checkpoint.stop_time import StopTime, stop_time
 from hpc_train.cluster.site import NodeKind, Partition, Site, gpus_of, seconds
 from hpc_train.config.cluster_size import node_range
 from hpc_train.config.errors import ConfigError
@@ -55,7 +56,7 @@ def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
         "wckey": cluster.wckey,
         "mail-user": cluster.mail_user,
         "mail-type": cluster.mail_type,
-        "signal": f"USR2@{signal_lead_s(job)}",
+        "signal": f"USR2@{signal_lead(job).seconds:g}",
         "requeue": True,
         "open-mode": "append",
     }
@@ -117,10 +118,19 @@ def memory(job: Job, partition: Partition | None) -> str | None:
     return f"{min(shares)}M" if shares else None
 
 
-def signal_lead_s(job: Job) -> int:
-    """Seconds before the time limit at which Slurm asks the job to stop: time to save, though never most of the job."""
+def stop_note(job: Job) -> str:
+    """When Slurm asks the job to stop, and why then."""
+    lead = signal_lead(job)
+    return f"asked to stop {lead.seconds:g} s before the time limit, or up to a minute earlier: {lead.reason}"
+
+
+def signal_lead(job: Job) -> StopTime:
+    """How long before the time limit Slurm asks the job to stop: time to save, though never most of the job."""
     limit = seconds(job.config.cluster.time_min or job.config.cluster.time) or 0
-    return max(1, int(min(job.config.elastic.stop_grace_s, limit / 3)))
+    lead = stop_time(job.config, job.run, node_range(job.config.cluster)[0])
+    if limit and lead.seconds > limit / 3:
+        return StopTime(max(1, limit // 3), f"a third of the limit; {lead.seconds:g} s would be better: {lead.reason}")
+    return StopTime(max(1, int(lead.seconds)), lead.reason)
 
 
 def _fitting(job: Job, partition: Partition) -> list[NodeKind]:

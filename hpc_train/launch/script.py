@@ -28,6 +28,7 @@ class Script:
         run: bash lines that set RUN, the run directory.
         header: options as #SBATCH lines; empty where they stand on the command line.
         code: the snapshot from which the agents start; None where none was taken.
+        notes: further lines of comment below the title.
     """
 
     title: str
@@ -35,13 +36,14 @@ class Script:
     run: Sequence[str]
     header: Options
     code: FrozenCode | None = None
+    notes: Sequence[str] = ()
 
 
 def render(script: Script) -> str:
     """The whole text."""
     cluster = script.cluster
     blocks = [
-        ["#!/bin/bash", f"# {script.title}", *_header(script.header)],
+        ["#!/bin/bash", f"# {script.title}", *(f"# {note}" for note in script.notes), *_header(script.header)],
         [*_environment(cluster), *_frozen(script.code)],
         ["# setup", *cluster.setup] if cluster.setup else [],
         script.run,

@@ -25,7 +25,7 @@ from hpc_train.launch import cost
 from hpc_train.launch.inherited import without_inherited
 from hpc_train.launch.job import Job
 from hpc_train.launch.limits import check_limits, check_queue
-from hpc_train.launch.sbatch import Options, arguments, array, identity, options
+from hpc_train.launch.sbatch import Options, arguments, array, identity, options, stop_note
 from hpc_train.launch.script import Script, one_run, render, run_of_task
 from hpc_train.launch.standing import SlurmStandings, Standing
 from hpc_train.launch.storage import check_room, check_shared
@@ -81,7 +81,8 @@ class SlurmSubmitter:
     def check(self, jobs: Sequence[Job]) -> list[str]:
         """Compares the jobs with the limits of the site, and asks sbatch itself for each shape."""
         check_queue(jobs, self.site)
-        lines = [*cost.lines(jobs, self.site), *check_room(jobs), *check_shared(jobs[0].run.path)]
+        lines = [*cost.lines(jobs, self.site), *dict.fromkeys(map(stop_note, jobs))]
+        lines += [*check_room(jobs), *check_shared(jobs[0].run.path)]
         for same in self._by_shape(jobs):
             check_limits(same[0], self.site)
             _test_only(same[0], {**options(same[0], self.site), **array(len(same), self._cap(same))})
@@ -149,6 +150,7 @@ class SlurmSubmitter:
             run=one_run(same[0].run.path) if single else run_of_task(folder / _listing(same)),
             header={},
             code=frozen_code(same[0].run),
+            notes=[stop_note(same[0])],
         )
         return " \\\n    ".join(["sbatch", *arguments(asked), "job.sbatch"]), render(script), asked
 

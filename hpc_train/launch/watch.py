@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import time
@@ -15,9 +14,8 @@ from hpc_train.launch.job import Job
 from hpc_train.launch.standing import Standing
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit, Failure
-from hpc_train.run.files import read_json, read_lines
+from hpc_train.run.files import last_line, read_json, read_lines
 
-TAIL_BYTES = 8192
 CAUSE_TOLD_S = 8.0  # a failure that may be the echo of another node's: by then that one has been told
 WISHES = ("SIGUSR1", "SIGINT", "SIGHUP")  # signals that people send; others may have the scheduler run the job again
 
@@ -152,20 +150,6 @@ def _lost(known: View, standing: Standing | None, output: Path) -> View:
     said = "\n".join(text.strip().splitlines()[-30:]) or "the agent ended without a word: was it killed?"
     called = "" if standing is None or standing.state in ("FAILED", "COMPLETED") else f"Slurm says {standing.state}\n"
     return replace(known, state="failed", exit=Exit.FAILED, message=called + said)
-
-
-def last_line(path: Path) -> dict[str, Any]:
-    """The last whole line of a metrics file, without reading what comes before."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            whole = file.read().rpartition(b"\n")[0]
-    except FileNotFoundError:
-        return {}
-    try:
-        return json.loads(whole.rpartition(b"\n")[2])
-    except ValueError:
-        return {}
 
 
 def resume_command(arguments: Sequence[str], run: RunDirectory, root: str, *, submits: bool = False) -> str:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+TAIL_BYTES = 8192  # more than a line of metrics
+
 
 def write_text(path: Path, text: str) -> None:
     """Replaces ``path`` by ``text`` in one step; a reader sees the old file or the new one."""
@@ -44,3 +46,17 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                     yield json.loads(line)
                 except ValueError:
                     continue
+
+
+def last_line(path: Path) -> dict[str, Any]:
+    """The last whole line of a file of JSON objects, without reading what comes before."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            whole = file.read().rpartition(b"\n")[0]
+    except FileNotFoundError:
+        return {}
+    try:
+        return json.loads(whole.rpartition(b"\n")[2])
+    except ValueError:
+        return {}

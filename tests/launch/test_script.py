@@ -9,9 +9,11 @@ import pytest
 
 from hpc_train.cluster.site import NodeKind, Partition, Site
 from hpc_train.config.errors import ConfigError
-from hpc_train.config.schema import ClusterConfig
-from hpc_train.launch.sbatch import arguments, options
+from hpc_train.config.schema import ClusterConfig, GPTConfig
+from hpc_train.launch.sbatch import arguments, options, stop_note
 from hpc_train.launch.script import Script, freezing, one_run, render, run_of_task
+from hpc_train.run.events import EventLog
+from hpc_train.run.files import append_line
 from tests.launch.jobs import make_job
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -100,6 +102,23 @@ def test_a_node_of_its_own_is_taken_whole(tmp_path: Path) -> None:
 def test_a_short_job_is_not_asked_to_stop_at_its_start(tmp_path: Path) -> None:
     job = make_job(tmp_path / "sweep", cluster=ClusterConfig(kind="slurm", time="00:03:00"))
     assert options(job)["signal"] == "USR2@60"
+
+
+def test_a_job_is_asked_to_stop_in_time_for_its_save(tmp_path: Path) -> None:
+    job = make_job(tmp_path / "sweep", cluster=ClusterConfig(kind="slurm", nodes=4, time="1-00:00:00"))
+    size = dict(vocab_size=32000, n_layers=80, dim=8192, n_heads=64, n_kv_heads=8, ffn_dim=28672)
+    job.config.model = GPTConfig(**size)  # 69 billion parameters: 828 GB at 2 GB/s, twice, and two minutes
+    assert options(job)["signal"] == "USR2@960"
+    assert "2 x 828 GB at 0.5 GB/s per node" in stop_note(job)
+    events = EventLog.open(job.run, "rank-0000", job.run.claim_attempt())
+    for seconds in (41.0, 77.0):
+        events.write("checkpoint_saved", seconds=seconds)
+    append_line(job.run.metrics_file(0), {"step": 1, "step_s": 12.0})
+    job.run.claim_attempt()  # has no step yet
+    assert options(job)["signal"] == "USR2@210"  # 2 x 77 + 2 x 12 + 30
+    assert "the slowest save so far (77 s)" in stop_note(job)
+    job.config.elastic.stop_grace_s = 45.5
+    assert options(job)["signal"] == "USR2@45"
 
 
 @pytest.mark.parametrize(

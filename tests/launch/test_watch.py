@@ -8,10 +8,10 @@ from rich.console import Console
 
 from hpc_train.launch.standing import PRESENT
 from hpc_train.launch.table import JobTable, plain_line
-from hpc_train.launch.watch import Submitted, View, last_line, resume_command
+from hpc_train.launch.watch import Submitted, View, resume_command
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
-from hpc_train.run.files import append_line
+from hpc_train.run.files import append_line, last_line
 from tests.launch.jobs import make_job
 
 
