@@ -15,10 +15,10 @@ from typing import Any
 
 import psutil
 
+from hpc_train.checkpoint.stop_time import stop_time
 from hpc_train.cluster.allocation import Allocation, current_allocation, workers_per_node
 from hpc_train.cluster.caches import node_local_caches
 from hpc_train.cluster.environment import apply, threads_per_rank, worker_environment
-from hpc_train.checkpoint.stop_time import stop_time
 from hpc_train.cluster.topology import mapping
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.freeze import load
