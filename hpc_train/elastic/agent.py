@@ -10,12 +10,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from socket import socket
 from typing import Any
 
 import psutil
 
 from hpc_train.checkpoint.stop_time import stop_time
+from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.cluster.allocation import Allocation, current_allocation, workers_per_node
 from hpc_train.cluster.caches import node_local_caches
 from hpc_train.cluster.environment import apply, threads_per_rank, worker_environment
@@ -25,16 +27,18 @@ from hpc_train.config.freeze import load
 from hpc_train.config.layout import resolve_layout
 from hpc_train.config.schema import Config
 from hpc_train.elastic.attempt import Outcome, run_attempt
+from hpc_train.elastic.decision import Decision, Ended, History, decide
 from hpc_train.elastic.failures import WorkerFailure, is_echo
 from hpc_train.elastic.logs import WorkerLog
 from hpc_train.elastic.places import order_of_nodes, tell_place
 from hpc_train.elastic.rendezvous import Meeting, bind, wait_for_meeting
-from hpc_train.elastic.requeue import ANNOUNCEMENT, decide
+from hpc_train.elastic.requeue import request
 from hpc_train.elastic.stop_requests import StopRequests, watch_signals
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
-from hpc_train.run.exits import Exit
+from hpc_train.run.exits import EXITS, Action, Exit
+from hpc_train.run.files import read_lines
 from hpc_train.run.frozen_code import frozen_code, use
 from hpc_train.run.job_end import JobEnd
 from hpc_train.run.sharing import write_for_group
@@ -45,7 +49,17 @@ MEETING_TIMEOUT_S = 300.0
 STOPPED_TOGETHER_S = 60.0  # rank 0 may still be sending to W&B
 CAUSE_TOLD_S = 6.0  # more than an agent waits for the workers beside a failed one
 
+AGAIN = (Action.RESTART, Action.REPLACE)
+
 Reserve = Callable[[StopRequests], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the last attempt ended."""
+
+    action: Action
+    failure: WorkerFailure | None = None
 
 
 def run_agent(
@@ -70,11 +84,11 @@ def run_agent(
             if end is not None:
                 end.begin()
             with _sole_agent(run, allocation), reserve(stop) if reserve else nullcontext():
-                outcome = _run(run, allocation, stop, on_tick or _nothing, entry)
+                ending = _run(run, allocation, stop, on_tick or _nothing, entry)
         except ConfigError as error:
             print(error, file=sys.stderr)
-            outcome = Outcome(Exit.REFUSED)
-        return outcome.exit if end is None else _end_job(end, run, allocation, outcome, stop)
+            ending = Ending(Action.REFUSE)
+        return EXITS[ending.action] if end is None else _end_job(end, run, allocation, ending)
 
 
 @contextmanager
@@ -85,32 +99,50 @@ def _sole_agent(run: RunDirectory, allocation: Allocation) -> Iterator[None]:
 
 def _run(
     run: RunDirectory, allocation: Allocation, stop: StopRequests, on_tick: Callable[[], None], entry: str
-) -> Outcome:
+) -> Ending:
+    """Attempt after attempt, until another would gain nothing."""
     config = load(run)
     use(frozen_code(run))
     if config.run.group is not None:
         write_for_group()
-    meeting, listener = (None, None) if stop.requested else _meet(run, config, allocation, stop)
-    if meeting is None:
-        return Outcome(Exit.STOPPED)
-    events = EventLog.open(run, f"agent-{allocation.node_name}", meeting.attempt)
-    log = WorkerLog(run.logs / f"{allocation.node_name}-{meeting.attempt:03d}.log")
-    specs = _specs(run, config, allocation, meeting)
-    variables = worker_environment(allocation.nodes, meeting.gpus_per_node, specs[0].threads)
-    try:
-        with node_local_caches(f"{allocation.launch_id}-{allocation.node_name}") as caches:
+    history = History(furthest=_newest_step(run))
+    with node_local_caches(f"{allocation.launch_id}-{allocation.node_name}") as caches:
+        while not stop.requested:
+            meeting, listener = _meet(run, config, allocation, stop)
+            if meeting is None:
+                break
+            specs = _specs(run, config, allocation, meeting)
+            variables = worker_environment(allocation.nodes, meeting.gpus_per_node, specs[0].threads)
             environment = apply([*variables, *caches])
             if allocation.node_rank == 0:
                 run.update_record(environment=environment)
+            events = EventLog.open(run, f"agent-{allocation.node_name}", meeting.attempt)
+            log = WorkerLog(run.logs / f"{allocation.node_name}-{meeting.attempt:03d}.log")
             events.write("started", **_start(allocation, meeting))
             grace_s = stop_time(config, run, allocation.nodes).seconds
-            outcome = run_attempt(specs, listener, log, stop, grace_s, on_tick, entry)
-    except KeyboardInterrupt:
-        print("killed by a second Ctrl-C: steps after the last checkpoint are lost", file=sys.stderr)
-        events.write("failed", exit_code=int(Exit.FAILED), message="killed by a second Ctrl-C")
-        return Outcome(Exit.FAILED)
-    _tell(outcome, allocation, log, events, stop)
-    return outcome
+            try:
+                outcome = run_attempt(specs, listener, log, stop, grace_s, on_tick, entry)
+            except KeyboardInterrupt:
+                return _killed(events)
+            ended = _ended(run, meeting.attempt, outcome, stop)
+            decision, history = decide(history, ended), history.after(ended.step)
+            if outcome.failure is not None:
+                _tell_failure(outcome.failure, decision.action, allocation, log, events)
+            if decision.action not in AGAIN or allocation.nodes > 1:
+                return _tell_end(decision, outcome, allocation, events, stop)
+            events.write("restarted", reason=str(ended.failure), step=ended.step)
+    return Ending(Action.STOP)
+
+
+def _newest_step(run: RunDirectory) -> int:
+    newest = CheckpointStore(run.checkpoints).newest()
+    return 0 if newest is None else newest.step
+
+
+def _ended(run: RunDirectory, attempt: int, outcome: Outcome, stop: StopRequests) -> Ended:
+    last = max((line["step"] for line in read_lines(run.metrics_file(attempt))), default=0)
+    failure = None if outcome.failure is None else outcome.failure.failure
+    return Ended(outcome.exit, failure, max(last, _newest_step(run)), stop.reason)
 
 
 def _meet(
@@ -179,43 +211,62 @@ def _specs(run: RunDirectory, config: Config, allocation: Allocation, meeting: M
     ]
 
 
-def _tell(outcome: Outcome, allocation: Allocation, log: WorkerLog, events: EventLog, stop: StopRequests) -> None:
-    """Writes how the attempt ended where people and programs look: the event log and standard error."""
+def _killed(events: EventLog) -> Ending:
+    print("killed by a second Ctrl-C: steps after the last checkpoint are lost", file=sys.stderr)
+    events.write("failed", exit_code=int(Exit.FAILED), message="killed by a second Ctrl-C")
+    return Ending(Action.FAIL)
+
+
+def _tell_failure(
+    failure: WorkerFailure, action: Action, allocation: Allocation, log: WorkerLog, events: EventLog
+) -> None:
+    """Writes a failure where people and programs look: the event log and standard error."""
+    events.write("worker_failed", traceback=failure.traceback, **_details(failure, allocation))
+    print(_text(failure, allocation, action, log), file=sys.stderr)
+
+
+def _details(failure: WorkerFailure, allocation: Allocation) -> dict[str, Any]:
+    node, kind = allocation.node_name, failure.failure
+    return {"node": node, "rank": failure.rank, "class": kind, "message": failure.message}
+
+
+def _tell_end(
+    decision: Decision, outcome: Outcome, allocation: Allocation, events: EventLog, stop: StopRequests
+) -> Ending:
     if stop.reason is not None:
         events.write("stop_requested", reason=stop.reason)
-    code = int(outcome.exit)
-    if outcome.failure is None:
-        events.write("stopped" if outcome.exit is Exit.STOPPED else "finished", exit_code=code, reason=stop.reason)
-        return
-    failure = outcome.failure
-    details: dict[str, Any] = {
-        "node": allocation.node_name,
-        "rank": failure.rank,
-        "class": failure.failure,
-        "message": failure.message,
-    }
-    events.write("worker_failed", traceback=failure.traceback, **details)
-    events.write("failed", exit_code=code, **details)
-    print(_text(failure, allocation, outcome.exit, log), file=sys.stderr)
+    action = Action.FAIL if decision.action in AGAIN else decision.action
+    code = int(EXITS[action])
+    details = {} if outcome.failure is None else _details(outcome.failure, allocation)
+    if action is Action.GIVE_UP:
+        events.write("gave_up", exit_code=code, **details | {"message": decision.reason})
+        print(f"given up: {decision.reason}", file=sys.stderr)
+    elif details:
+        events.write("failed", exit_code=code, **details)
+        if decision.reason:
+            print(decision.reason, file=sys.stderr)
+    else:
+        events.write("finished" if action is Action.FINISH else "stopped", exit_code=code, reason=stop.reason)
+    return Ending(action, outcome.failure)
 
 
-def _end_job(end: JobEnd, run: RunDirectory, allocation: Allocation, outcome: Outcome, stop: StopRequests) -> Exit:
+def _end_job(end: JobEnd, run: RunDirectory, allocation: Allocation, ending: Ending) -> Exit:
     """Tells the batch script how it ended. Who leaves first with another code than 0 ends the other nodes' agents, so
     agents that stopped leave together, and those that only saw the echo of a failure let the others tell it."""
-    code = outcome.exit
-    if code is Exit.STOPPED and allocation.node_rank == 0 and stop.reason == ANNOUNCEMENT:
+    code = EXITS[ending.action]
+    if ending.action is Action.REQUEUE and allocation.node_rank == 0:
         events = EventLog.open(run, f"agent-{allocation.node_name}", max(0, run.newest_attempt()))
-        code = decide(end, load(run).elastic, events)
+        code = request(end, load(run).elastic, events)
     end.tell(code)
     if code in (Exit.STOPPED, Exit.GAVE_UP):
         end.wait_for_all(allocation.nodes, STOPPED_TOGETHER_S)
-    elif outcome.failure is not None and is_echo(outcome.failure):
+    elif ending.failure is not None and is_echo(ending.failure):
         end.wait_for_all(allocation.nodes, CAUSE_TOLD_S)
     return code
 
 
-def _text(failure: WorkerFailure, allocation: Allocation, code: Exit, log: WorkerLog) -> str:
-    if code is Exit.REFUSED:
+def _text(failure: WorkerFailure, allocation: Allocation, action: Action, log: WorkerLog) -> str:
+    if action is Action.REFUSE:
         return failure.message
     head = f"rank {failure.rank} on {allocation.node_name} failed ({failure.failure}):"
     if allocation.nodes > 1 and is_echo(failure):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from socket import socket
 
 from hpc_train.elastic import warm_parent
-from hpc_train.elastic.failures import WorkerFailure, root_cause
+from hpc_train.elastic.failures import WorkerFailure, is_echo, root_cause
 from hpc_train.elastic.logs import WorkerLog
 from hpc_train.elastic.stop_requests import StopRequests
 from hpc_train.elastic.workers import Workers
@@ -17,7 +17,9 @@ from hpc_train.run.exits import Exit, Failure
 from hpc_train.run.worker_spec import WorkerSpec
 
 TICK_S = 0.25
-FAILURE_GRACE_S = 3.0  # from the first failure until the others are killed: time for the true cause to arrive
+# From a failure until the other workers are killed: time for the true cause to arrive.
+ECHO_GRACE_S = 3.0  # after the echo of another failure
+REPORT_GRACE_S = 0.1  # after an exception that may be an echo with words of its own
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,16 @@ def _watch(workers: Workers, stop: StopRequests, stop_grace_s: float, on_tick: C
         if stop.requested:
             _pass_on(workers)
         late = stop.requested and now - stop.since > stop_grace_s
-        if late or (failed_at is not None and now - failed_at > FAILURE_GRACE_S):
+        if late or (failed_at is not None and now - failed_at > _grace(workers.failures)):
             workers.kill()
         on_tick()
+
+
+def _grace(failures: Sequence[WorkerFailure]) -> float:
+    causes = [failure for failure in failures if not is_echo(failure)]
+    if not causes:
+        return ECHO_GRACE_S
+    return REPORT_GRACE_S if all(failure.exit_code is None for failure in causes) else 0.0
 
 
 def _pass_on(workers: Workers) -> None:

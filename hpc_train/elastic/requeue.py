@@ -14,10 +14,8 @@ from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.job_end import JobEnd
 
-ANNOUNCEMENT = "SIGUSR2"
 
-
-def decide(end: JobEnd, config: ElasticConfig, events: EventLog) -> Exit:
+def request(end: JobEnd, config: ElasticConfig, events: EventLog) -> Exit:
     """Leaves the marker for the batch script (75), or says why the job is given up (93)."""
     newest = CheckpointStore(end.run.checkpoints).newest()
     step = 0 if newest is None else newest.step

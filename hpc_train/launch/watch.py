@@ -162,8 +162,8 @@ def resume_command(arguments: Sequence[str], run: RunDirectory, root: str, *, su
 
 
 def failure_text(run: RunDirectory, end: dict[str, Any]) -> str:
-    """The failing rank's own traceback."""
-    if end["event"] != "failed" or "class" not in end:
+    """The failing rank's own traceback, and why the run was given up."""
+    if "class" not in end:
         return str(end.get("message", ""))
     if end["exit_code"] == Exit.REFUSED:
         return end["message"]
@@ -173,4 +173,5 @@ def failure_text(run: RunDirectory, end: dict[str, Any]) -> str:
         if event["event"] == "worker_failed" and event["attempt"] == end["attempt"] and "traceback" in event
     ]
     head = f"rank {end['rank']} on {end['node']} failed ({end['class']}):"
-    return f"{head}\n{failed[0]['traceback'].rstrip()}" if failed else f"{head} {end['message']}"
+    text = f"{head}\n{failed[0]['traceback'].rstrip()}" if failed else f"{head} {end['message']}"
+    return f"{text}\ngiven up: {end['message']}" if end["event"] == "gave_up" else text

@@ -27,6 +27,7 @@ EVENTS = (
     "hang_detected",
     "restarted",
     "shrunk",
+    "spare_used",
     "requeued",
     "finished",
     "stopped",

@@ -1,7 +1,8 @@
-"""How a run ends: exit codes, and the class of each failure."""
+"""How a run ends: exit codes, the class of each failure, and what is done about each class."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
 
@@ -26,6 +27,60 @@ class Failure(StrEnum):
     KILLED = "killed"  # by a signal that nobody here sent
     EXITED = "exited"  # the process ended early without an exception
     DISK_FULL = "disk_full"
+    HANG = "hang"  # no step for much longer than a step takes
+    NAN = "nan"  # the loss or the gradients stay without finite values, however often they were skipped
+    NODE_LOST = "node_lost"  # its agent is gone or silent
+
+
+class Action(StrEnum):
+    """What is done when an attempt has ended."""
+
+    FINISH = "finish"  # the run is done
+    STOP = "stop"  # somebody asked for it
+    REQUEUE = "requeue"  # the time limit or a preemption: Slurm is asked to run the job again
+    RESTART = "restart"  # in place, on the same nodes, from the newest checkpoint
+    RESTART_IF_FURTHER = "restart_if_further"  # the same, where the attempt has got further than those before it
+    REPLACE = "replace"  # without the node: a spare takes over, or fewer nodes go on, or the job is requeued
+    FAIL = "fail"  # repeating it would end the same way
+    REFUSE = "refuse"  # a mistake in the config
+    GIVE_UP = "give_up"  # it was repeated often enough
+
+
+EXITS: dict[Action, Exit] = {
+    Action.FINISH: Exit.DONE,
+    Action.STOP: Exit.STOPPED,
+    Action.REQUEUE: Exit.STOPPED,
+    Action.FAIL: Exit.FAILED,
+    Action.REFUSE: Exit.REFUSED,
+    Action.GIVE_UP: Exit.GAVE_UP,
+}
+
+
+@dataclass(frozen=True)
+class Response:
+    """What a class of failure asks for; ``advice`` is what the user can do."""
+
+    action: Action
+    advice: str = ""
+
+
+# All restarts are bounded: three attempts in a row without a new step give the run up (elastic/decision.py).
+RESPONSES: dict[Failure, Response] = {
+    Failure.KILLED: Response(Action.RESTART, "SIGKILL without a sender is mostly the kernel's, out of host memory"),
+    Failure.EXITED: Response(Action.RESTART),
+    Failure.COMMUNICATION: Response(Action.RESTART),
+    Failure.HANG: Response(Action.RESTART),
+    Failure.NODE_LOST: Response(Action.REPLACE),
+    # A wrong line fails again at the same step: that is told at once. A flaky file system or a rare sample is not.
+    Failure.USER_ERROR: Response(Action.RESTART_IF_FURTHER),
+    Failure.REFUSED: Response(Action.REFUSE),
+    Failure.OUT_OF_MEMORY: Response(
+        Action.FAIL,
+        "a smaller batch.micro_size, train.activation_checkpointing=full, or sharded state (strategy=zero3)",
+    ),
+    Failure.DISK_FULL: Response(Action.FAIL, "make room, or take another run.root; the last checkpoint is whole"),
+    Failure.NAN: Response(Action.GIVE_UP, "a lower optim.lr, more optim.warmup_steps, or look at the data"),
+}
 
 
 def classify(error: BaseException) -> Failure:

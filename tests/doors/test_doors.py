@@ -55,18 +55,19 @@ def test_sweep_runs_every_job_and_exits_zero(tmp_path: Path) -> None:
     assert all(len(losses(run)) == 6 for run in runs)
 
 
-@pytest.mark.parametrize("how", ["raise", "kill", "exit"])
-def test_a_failing_rank_is_named_with_its_own_traceback(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(("how", "code", "attempts"), [("raise", 1, 2), ("kill", 93, 4), ("exit", 93, 4)])
+def test_a_failing_rank_is_named_with_its_own_traceback(tmp_path: Path, how: str, code: int, attempts: int) -> None:
+    """It fails at step 3 of every attempt, and no checkpoint is there: only the first attempt makes new steps."""
     done = hpc_train("+strategy=dp", *FAULTY, f"+model.args.how={how}", "run.name=run", "-m", cwd=tmp_path)
     output = done.stdout + done.stderr
-    assert done.returncode == 1, output
+    assert done.returncode == code, output
     assert "rank 1" in output
     if how == "raise":
         assert "ArithmeticError: the model of the test fails on purpose" in output
         assert "Connection closed by peer" not in output
     events = RunDirectory(tmp_path / "outputs" / "run").read_events()
     failed = [event for event in events if event["event"] == "worker_failed"]
-    assert [event["rank"] for event in failed] == [1]
+    assert [event["rank"] for event in failed] == [1] * attempts
 
 
 def test_a_sweep_with_one_failing_job_exits_non_zero(tmp_path: Path) -> None:

@@ -74,25 +74,28 @@ def test_the_listening_socket_reaches_rank_0(frozen: Freeze) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entry", "failure", "text"),
+    ("entry", "failure", "text", "attempts"),
     [
-        ("one_raises", "user_error", "ArithmeticError: rank one cannot count"),
-        ("one_is_killed", "killed", "the last words of rank one"),
-        ("one_exits", "exited", "exited early with code 0"),
+        ("one_raises", "user_error", "ArithmeticError: rank one cannot count", 1),
+        ("one_is_killed", "killed", "the last words of rank one", 3),
+        ("one_exits", "exited", "exited early with code 0", 3),
     ],
 )
-def test_the_first_real_failure_is_reported(frozen: Freeze, entry: str, failure: str, text: str) -> None:
+def test_the_first_real_failure_is_reported_and_no_attempt_is_wasted(
+    frozen: Freeze, entry: str, failure: str, text: str, attempts: int
+) -> None:
     run = frozen()
     started = time.monotonic()
     code, error = end(start_agent(run.path, entry))
-    assert code == 1
+    assert code == (1 if attempts == 1 else 93)
     assert text in error
     assert "rank 1 on" in error
     assert "Connection closed by peer" not in error
     event = last_event(run, "worker_failed")
     assert (event["rank"], event["class"]) == (1, failure)
     assert text in event["traceback"]
-    assert last_event(run, "failed")["exit_code"] == 1
+    assert last_event(run, "failed" if attempts == 1 else "gave_up")["exit_code"] == code
+    assert run.newest_attempt() == attempts - 1
     assert time.monotonic() - started < 20
 
 

@@ -1,0 +1,59 @@
+"""What is done about each way in which an attempt can end."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_train.elastic.decision import ATTEMPTS_WITHOUT_A_STEP, Ended, History, decide
+from hpc_train.run.exits import EXITS, RESPONSES, Action, Exit, Failure
+
+RETRIED = (Failure.KILLED, Failure.EXITED, Failure.COMMUNICATION, Failure.HANG)
+
+
+def failed(failure: Failure, step: int = 9, stop: str | None = None) -> Ended:
+    return Ended(Exit.FAILED, failure, step, stop)
+
+
+def test_every_class_of_failure_has_a_response() -> None:
+    assert set(RESPONSES) == set(Failure)
+
+
+@pytest.mark.parametrize(
+    ("ended", "action"),
+    [
+        (Ended(Exit.DONE, None, 9), Action.FINISH),
+        (Ended(Exit.DONE, None, 9, "SIGUSR2"), Action.FINISH),
+        (Ended(Exit.STOPPED, None, 9, "SIGTERM"), Action.STOP),
+        (Ended(Exit.STOPPED, None, 9, "SIGUSR2"), Action.REQUEUE),
+        (failed(Failure.KILLED, stop="SIGUSR2"), Action.REQUEUE),  # what was saved before serves
+        (failed(Failure.KILLED, stop="SIGTERM"), Action.FAIL),
+        (failed(Failure.OUT_OF_MEMORY, stop="SIGUSR2"), Action.FAIL),
+        *((failed(failure), Action.RESTART) for failure in RETRIED),
+        (failed(Failure.NODE_LOST), Action.REPLACE),
+        (failed(Failure.OUT_OF_MEMORY), Action.FAIL),
+        (failed(Failure.DISK_FULL), Action.FAIL),
+        (failed(Failure.REFUSED), Action.REFUSE),
+        (failed(Failure.NAN), Action.GIVE_UP),
+        (failed(Failure.USER_ERROR, step=9), Action.RESTART),
+        (failed(Failure.USER_ERROR, step=5), Action.FAIL),  # the attempt before had come as far
+    ],
+)
+def test_the_table(ended: Ended, action: Action) -> None:
+    assert decide(History(furthest=5), ended).action is action
+
+
+@pytest.mark.parametrize("failure", [*RETRIED, Failure.NODE_LOST])
+def test_three_attempts_without_a_new_step_give_the_run_up(failure: Failure) -> None:
+    history, actions = History(furthest=5), []
+    for step in (6, 6, 0, 6):
+        ended = failed(failure, step)
+        actions.append(decide(history, ended).action)
+        history = history.after(step)
+    assert actions[-1] is Action.GIVE_UP
+    assert Action.GIVE_UP not in actions[:-1]
+    assert history.fruitless == ATTEMPTS_WITHOUT_A_STEP
+    assert history.after(7).fruitless == 0
+
+
+def test_every_action_that_ends_a_run_has_an_exit_code() -> None:
+    assert set(EXITS) == set(Action) - {Action.RESTART, Action.RESTART_IF_FURTHER, Action.REPLACE}
