@@ -1,0 +1,1 @@
+"""What connects the GPUs of a cluster: found without privileges, matched, and the few variables that follow from it."""

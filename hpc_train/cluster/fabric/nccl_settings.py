@@ -1,0 +1,81 @@
+"""What the user and the administrator have set already: the environment, and the files that NCCL reads by itself.
+
+NCCL takes a key of a file only where the environment has none, so a variable that we export would silently overrule the
+administrator's file: keys of all three places count as set.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+SYSTEM_FILE = Path("/etc/nccl.conf")
+
+# names of earlier days, and what to write now (NCCL's and torch's documentation)
+RENAMED = {
+    "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
+    "NCCL_DESYNC_DEBUG": "TORCH_NCCL_DESYNC_DEBUG",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "TORCH_FR_BUFFER_SIZE",
+    "NCCL_MIN_NCHANNELS": "NCCL_MIN_CTAS",
+    "NCCL_MAX_NCHANNELS": "NCCL_MAX_CTAS",
+    "NCCL_LAUNCH_MODE": "nothing: NCCL decides since 2.9",
+    "NCCL_CHECK_POINTERS": "NCCL_CHECK_MODE",
+    "NCCL_IB_CUDA_SUPPORT": "NCCL_NET_GDR_LEVEL",
+    "NCCL_IB_GDR_LEVEL": "NCCL_NET_GDR_LEVEL",
+}
+_LEVELS = ("NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL", "NCCL_P2P_PXN_LEVEL")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A variable that is set already; ``place`` says where: "the environment", or a file's path."""
+
+    name: str
+    value: str
+    place: str
+
+
+def settings(
+    environment: Mapping[str, str], home: Path | None = None, system_file: Path = SYSTEM_FILE
+) -> dict[str, Setting]:
+    """All variables that are set, by name: the environment wins over the user's file, and that over the system's.
+
+    The user's file is ``$NCCL_CONF_FILE``, else ``~/.nccl.conf``.
+    """
+    own = environment.get("NCCL_CONF_FILE")
+    user_file = Path(own) if own else (home or Path(environment.get("HOME", "/nonexistent"))) / ".nccl.conf"
+    found = {name: Setting(name, value, "the environment") for name, value in environment.items()}
+    for path in (user_file, system_file):
+        for name, value in read_conf(path).items():
+            found.setdefault(name, Setting(name, value, str(path)))
+    return found
+
+
+def read_conf(path: Path) -> dict[str, str]:
+    """``NAME=value`` lines: the value is all after the first ``=``; only a ``#`` in the first column is a comment."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+    return {name.strip(): value for name, value in pairs if re.fullmatch(r"\s*\w+\s*", name)}
+
+
+def warnings(found: Mapping[str, Setting]) -> list[str]:
+    """What is wrong with the names and values that are set, each with the mend."""
+    told = [f"{name} ({found[name].place}) is an old name: use {new}" for name, new in RENAMED.items() if name in found]
+    for name in _LEVELS:
+        if name in found and found[name].value.strip().isdigit():
+            told.append(
+                f"{name}={found[name].value} ({found[name].place}): levels are words now: LOC NVL PIX PXB PHB SYS"
+            )
+    for name in ("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"):
+        if name in found and found[name].value.strip() not in ("", "0"):
+            told.append(f"{name}={found[name].value} ({found[name].place}) turns a transport off: it is for debugging")
+    timeout = found.get("NCCL_IB_TIMEOUT")
+    if timeout and timeout.value.strip().isdigit() and not 1 <= int(timeout.value) <= 31:
+        told.append(f"NCCL_IB_TIMEOUT={timeout.value} ({timeout.place}) waits for ever: valid are 1-31")
+    return told

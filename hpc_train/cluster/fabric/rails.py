@@ -1,0 +1,178 @@
+"""Which ports carry the training, and which card each GPU uses: the nearest, and the same rail on every node."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hpc_train.cluster.fabric.facts import Gpu, Nic, NodeFacts, Port, distance
+from hpc_train.cluster.fabric.rdma import CARD_RATE_GBPS, natural
+
+FLAPS = 10  # downs since the counters were reset, from which a link counts as flapping
+
+
+@dataclass(frozen=True)
+class PortVerdict:
+    """Whether a port is for training; ``usable`` is None where its state cannot be seen."""
+
+    nic: str
+    port: Port
+    usable: bool | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Match:
+    """The card of a GPU; ``nic`` is None where there is none or it cannot be told which."""
+
+    gpu: str
+    nic: str | None
+    way: str | None
+    rail: int | None
+    reason: str
+
+
+def judge_ports(facts: NodeFacts) -> tuple[PortVerdict, ...]:
+    """Every port of every card with the reason why it is taken or left out.
+
+    Left out are ports that are not up, of the minority's link layer, slower than the best, under the default route, or
+    far from every GPU where each GPU has a near card: these are storage, management, or broken, and one of them among
+    the rails slows all down to its own pace.
+    """
+    active = [(nic, port) for nic in facts.nics for port in nic.ports if port.active]
+    layer = _majority_layer([port for _, port in active])
+    best = max((port.rate_gbps or 0.0 for _, port in active if port.link_layer == layer), default=0.0)
+    routed = {interface.name for interface in facts.interfaces if interface.default_route}
+    verdicts = [
+        PortVerdict(nic.name, port, *_verdict(nic, port, layer, best, routed))
+        for nic in facts.nics
+        for port in nic.ports
+    ]
+    far = _far_from_every_gpu(facts, {verdict.nic for verdict in verdicts if verdict.usable})
+    return tuple(
+        replace(
+            verdict, usable=False, reason="far from every GPU, and each GPU has a card near it: storage or management"
+        )
+        if verdict.usable and verdict.nic in far
+        else verdict
+        for verdict in verdicts
+    )
+
+
+def port_warnings(facts: NodeFacts) -> tuple[str, ...]:
+    """Ports that work less well than they could, each with what to look at."""
+    told = []
+    for nic in facts.nics:
+        for port in nic.ports:
+            name, best = f"{nic.name} port {port.number}", CARD_RATE_GBPS.get(nic.card or "")
+            if port.active and best is not None and port.rate_gbps is not None and port.rate_gbps < best:
+                told.append(f"{name} came up at {port.rate_gbps:g} Gb/s, its card can do {best}: cable or switch?")
+            if port.state == "INIT" and port.link_layer == "InfiniBand":
+                told.append(f"{name} is INIT: no subnet manager has spoken to it")
+            if port.physical_state == "POLLING":
+                told.append(f"{name} is polling: no cable, or the other end is down")
+            if port.active and (port.link_downed or 0) >= FLAPS:
+                told.append(f"{name} went down {port.link_downed} times since its counters were reset")
+    return tuple(told)
+
+
+def usable_nics(facts: NodeFacts) -> tuple[Nic, ...]:
+    """The cards with a usable port, in natural order; all of them where no port's state can be seen."""
+    verdicts = judge_ports(facts)
+    usable = {verdict.nic for verdict in verdicts if verdict.usable}
+    unseen = {nic.name for nic in facts.nics if not nic.ports} | {v.nic for v in verdicts if v.usable is None}
+    chosen = usable or (unseen if not any(verdict.usable is False for verdict in verdicts) else set())
+    return tuple(sorted((nic for nic in facts.nics if nic.name in chosen), key=lambda nic: natural(nic.name)))
+
+
+def match(facts: NodeFacts) -> tuple[Match, ...]:
+    """The card of each GPU: near pairs first, a card shared only when every one has a GPU as near, in PCI order.
+
+    Cards that are all equally far away (behind the interconnect between sockets, or of virtual PCI) are told apart by
+    nothing, and the GPU gets none.
+    """
+    nics = usable_nics(facts)
+    load: Counter[str] = Counter()
+    found: dict[str, Match] = {}
+    near = {gpu.name: _nearest(facts, gpu, nics) for gpu in facts.gpus}
+    for gpu in sorted(facts.gpus, key=lambda gpu: (near[gpu.name][0], gpu.index)):
+        _, way, candidates = near[gpu.name]
+        if way is None or (way == "SYS" and len(candidates) > 1):
+            found[gpu.name] = Match(gpu.name, None, way, None, _why_none(facts, nics, way))
+            continue
+        taken = min(candidates, key=lambda nic: (load[nic.name], not _same_numa(facts, gpu, nic), natural(nic.name)))
+        load[taken.name] += 1
+        reason = f"the nearest of {len(nics)}" + (f", one of {len(candidates)} as near" if len(candidates) > 1 else "")
+        found[gpu.name] = Match(gpu.name, taken.name, way, None, reason)
+    rails = {name: rail for rail, name in enumerate(sorted(load, key=natural))}
+    matches = (found[gpu.name] for gpu in facts.gpus)
+    return tuple(replace(matched, rail=rails.get(matched.nic or "")) for matched in matches)
+
+
+def different_rails(nodes: Sequence[NodeFacts]) -> tuple[str, ...]:
+    """Nodes whose GPUs are matched to other rails than the first node's: a collective would cross rails there."""
+    orders = [[matched.rail for matched in match(facts)] for facts in nodes]
+    return tuple(
+        f"{facts.node}: rails {order}, {nodes[0].node}: {orders[0]}"
+        for facts, order in zip(nodes, orders, strict=True)
+        if order != orders[0]
+    )
+
+
+def _far_from_every_gpu(facts: NodeFacts, nics: set[str]) -> set[str]:
+    """Of ``nics`` those beyond a host bridge from every GPU, if every GPU has one that is nearer; else none."""
+    near = {gpu.name: {nic for nic in nics if facts.link(gpu.name, nic) in ("PIX", "PXB")} for gpu in facts.gpus}
+    if not facts.gpus or not all(near.values()):
+        return set()
+    return nics - set().union(*near.values())
+
+
+def _majority_layer(ports: Sequence[Port]) -> str | None:
+    """By number of ports, then by the sum of their rates."""
+    layers = {port.link_layer for port in ports if port.link_layer}
+    if not layers:
+        return None
+
+    def weight(layer: str) -> tuple[int, float]:
+        members = [port for port in ports if port.link_layer == layer]
+        return len(members), sum(port.rate_gbps or 0.0 for port in members)
+
+    return max(sorted(layers), key=weight)
+
+
+def _verdict(nic: Nic, port: Port, layer: str | None, best: float, routed: set[str]) -> tuple[bool | None, str]:
+    if port.active is None:
+        return None, "its state is not known"
+    if not port.active:
+        return False, f"{port.state}, physically {port.physical_state or 'unknown'}"
+    if port.link_layer != layer:
+        return False, f"its link layer is {port.link_layer}, that of most others {layer}"
+    if routed.intersection(nic.interfaces):
+        return False, f"the default route goes over {', '.join(sorted(routed.intersection(nic.interfaces)))}"
+    if port.rate_gbps is not None and port.rate_gbps < best:
+        return False, f"{port.rate_gbps:g} Gb/s, others {best:g}"
+    return True, "active"
+
+
+def _nearest(facts: NodeFacts, gpu: Gpu, nics: Sequence[Nic]) -> tuple[int, str | None, list[Nic]]:
+    """The distance of the nearest cards, the way there, and those that are so near."""
+    ways = {nic.name: way for nic in nics if (way := facts.link(gpu.name, nic.name)) is not None}
+    if not ways:
+        return len(nics) + 100, None, []
+    way = min(ways.values(), key=distance)
+    return distance(way), way, [nic for nic in nics if ways.get(nic.name) == way]
+
+
+def _same_numa(facts: NodeFacts, gpu: Gpu, nic: Nic) -> bool:
+    """Whether both stand on one NUMA node: as the kernel says, else as the GPUs right beside the card do."""
+    if nic.numa_node is not None:
+        return nic.numa_node in gpu.numa_nodes
+    beside = [other for other in facts.gpus if facts.link(other.name, nic.name) in ("PIX", "PXB")]
+    return any(set(other.numa_nodes) & set(gpu.numa_nodes) for other in beside)
+
+
+def _why_none(facts: NodeFacts, nics: Sequence[Nic], way: str | None) -> str:
+    if not nics:
+        return "no card with a usable port" if facts.nics else "no RDMA card is seen"
+    return "no link to a card is known" if way is None else f"all of {len(nics)} cards are equally far: {way}"

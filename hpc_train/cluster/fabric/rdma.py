@@ -1,0 +1,144 @@
+"""Reads the RDMA devices of a node from ``/sys/class/infiniband``, which needs no privilege and no tool."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from hpc_train.cluster.fabric.facts import Nic, Port
+
+# the highest rate in Gb/s of a card per type that Mellanox drivers report: a port below it came up slow
+CARD_RATE_GBPS = {
+    "MT4099": 56,  # ConnectX-3
+    "MT4103": 56,  # ConnectX-3 Pro
+    "MT4115": 100,  # ConnectX-4
+    "MT4119": 100,  # ConnectX-5
+    "MT4121": 100,  # ConnectX-5 Ex
+    "MT4123": 200,  # ConnectX-6
+    "MT4125": 100,  # ConnectX-6 Dx
+    "MT4129": 400,  # ConnectX-7
+    "MT4131": 800,  # ConnectX-8
+}
+_KINDS = (
+    (r"mlx[45]_\w+|roce\w+|ib[psx]\w+", "mellanox"),
+    (r"efa_\d+|rdmap\w+", "efa"),
+    (r"cxi\d+", "slingshot"),
+    (r"hfi\w+", "omnipath"),
+    (r"(bnxt_re|irdma|qedr|rxe|siw|ionic|hns|cxgb4|mana)_?\w*", "other"),
+)
+_AMAZON = "0x1d0f"
+_RATE = re.compile(r"([\d.]+)\s*Gb/sec")
+_LINK_LOCAL = "fe80:"
+_UNSET = "0000:0000:0000:0000:0000:0000:0000:0000"
+
+
+def kind_of(name: str) -> str | None:
+    """The family of an RDMA device by its name."""
+    return next((kind for pattern, kind in _KINDS if re.fullmatch(pattern, name)), None)
+
+
+def read_rdma(sysfs: Path) -> tuple[Nic, ...]:
+    """The RDMA devices under ``sysfs``, in natural order; () where there is none.
+
+    Args:
+        sysfs: a directory with ``class/infiniband``, usually ``/sys``; or a copy of that part alone.
+    """
+    root = next((path for path in (sysfs / "class/infiniband", sysfs / "infiniband") if path.is_dir()), sysfs)
+    devices = sorted(_directories(root), key=lambda path: natural(path.name))
+    return tuple(_nic(device) for device in devices if (device / "ports").is_dir())
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """A key that sorts mlx5_9 before mlx5_10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.findall(r"\d+|\D+", name)]
+
+
+def read_text(path: Path) -> str | None:
+    """The first words of a small file; None where it cannot be read or is empty."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip() or None
+    except OSError:
+        return None
+
+
+def parse_state(text: str | None) -> str | None:
+    """``4: ACTIVE``, ``Active``, ``PORT_ACTIVE (4)`` are all ``ACTIVE``; ``Initializing`` is ``INIT``."""
+    if text is None:
+        return None
+    word = re.sub(r"^\d+:|\(\d+\)$|^PORT_", "", text.strip()).strip().upper()
+    return "INIT" if word == "INITIALIZING" else word or None
+
+
+def parse_rate(text: str | None) -> float | None:
+    """Gb/s of ``400 Gb/sec (4X NDR)``, or of a bare number as ibstat prints it."""
+    match = _RATE.match(text or "") or re.fullmatch(r"([\d.]+)", text or "")
+    try:
+        return float(match[1]) if match else None
+    except ValueError:
+        return None
+
+
+def _nic(device: Path) -> Nic:
+    vendor = read_text(device / "device/vendor")
+    return Nic(
+        name=device.name,
+        kind="efa" if vendor == _AMAZON else kind_of(device.name),
+        card=read_text(device / "hca_type"),
+        pci=_pci_address(device / "device"),
+        numa_node=_number(device / "device/numa_node"),
+        interfaces=tuple(sorted(path.name for path in _directories(device / "device/net"))),
+        ports=tuple(
+            _port(path) for path in sorted(_directories(device / "ports"), key=lambda path: natural(path.name))
+        ),
+    )
+
+
+def _port(path: Path) -> Port:
+    layer = read_text(path / "link_layer")
+    return Port(
+        number=int(path.name) if path.name.isdigit() else 0,
+        state=parse_state(read_text(path / "state")),
+        physical_state=parse_state(read_text(path / "phys_state")),
+        link_layer=layer,
+        rate_gbps=parse_rate(read_text(path / "rate")),
+        link_downed=_number(path / "counters/link_downed"),
+        roce_v2_gid=_roce_v2_gid(path) if layer == "Ethernet" else None,
+    )
+
+
+def _roce_v2_gid(port: Path) -> int | None:
+    """The first RoCE v2 entry with an address of its own; one that holds an IPv4 address before others."""
+    found = []
+    for entry in sorted(_files(port / "gid_attrs/types"), key=lambda path: natural(path.name)):
+        gid = read_text(port / "gids" / entry.name) or _UNSET
+        if read_text(entry) == "RoCE v2" and entry.name.isdigit() and gid != _UNSET:
+            found.append(
+                (gid.startswith(_LINK_LOCAL), not gid.startswith("0000:0000:0000:0000:0000:ffff"), int(entry.name))
+            )
+    return min(found)[-1] if found else None
+
+
+def _pci_address(link: Path) -> str | None:
+    name = link.resolve().name if link.exists() else ""
+    return name if re.fullmatch(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", name) else None
+
+
+def _number(path: Path) -> int | None:
+    """A count of 0 or more; -1 is how the kernel says that it does not know."""
+    text = read_text(path)
+    return int(text) if text is not None and text.isdigit() else None
+
+
+def _directories(path: Path) -> list[Path]:
+    return [entry for entry in _entries(path) if entry.is_dir()]
+
+
+def _files(path: Path) -> list[Path]:
+    return [entry for entry in _entries(path) if entry.is_file()]
+
+
+def _entries(path: Path) -> list[Path]:
+    try:
+        return list(path.iterdir())
+    except OSError:
+        return []

@@ -1,0 +1,204 @@
+"""The environment for the kinds of machine that there are, and who has the last word on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpc_train.cluster.environment import Variable
+from hpc_train.cluster.fabric.decision import Decision, Job, decide
+from hpc_train.cluster.fabric.discovery import read_tree
+from hpc_train.cluster.fabric.facts import NodeFacts
+from hpc_train.cluster.fabric.nccl_settings import read_conf, settings, warnings
+from tests.cluster.fabric.machines import Machine, hgx, switch
+
+GENERAL = {
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    "NCCL_DEBUG": "WARN",
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
+ROCE_GIDS = {3: ("RoCE v2", "0000:0000:0000:0000:0000:ffff:0a00:0001")}
+
+
+def dgx_a100(root: Path) -> Machine:
+    machine = Machine(root)
+    for i in range(8):
+        machine.gpu(switch(i // 2 + 1, 1, i % 2), i // 2, "NVIDIA A100-SXM4-80GB")
+        machine.card(f"mlx5_{i}", switch(i // 2 + 1, 1, i % 2 + 2), i // 2, rate="200 Gb/sec (4X HDR)")
+    return machine
+
+
+def roce(root: Path) -> Machine:
+    machine = Machine(root)
+    for i in range(4):
+        machine.gpu(switch(1, i + 1, 1), 0)
+        machine.card(f"mlx5_{i}", switch(1, i + 1, 2), 0, layer="Ethernet", gids=ROCE_GIDS)
+    return machine
+
+
+def efa(root: Path) -> Machine:
+    machine = Machine(root)
+    for i in range(8):
+        machine.gpu(switch(1, i + 1, 1), 0)
+        machine.card(
+            f"rdmap{i}s0", switch(1, i + 1, 2), 0, vendor="0x1d0f", card="", layer="Unspecified", rate="100 Gb/sec"
+        )
+    return machine
+
+
+def slingshot(root: Path) -> Machine:
+    machine = Machine(root)
+    for i in range(4):
+        machine.gpu(switch(1, i + 1, 1), 0)
+        machine.interface(f"hsn{i}", machine.pci(switch(1, i + 1, 2), 0, vendor="0x17db"), 200_000)
+    return machine
+
+
+def azure(root: Path) -> Machine:
+    machine = dgx_a100(root)
+    machine.write("sys/class/dmi/id/chassis_asset_tag", "7783-7084-3265-9085-8269-3286-77")
+    return machine
+
+
+def gb200(root: Path) -> Machine:
+    machine = Machine(root)
+    for i in range(4):
+        machine.gpu(f"pci00{i}9:01/00{i}9:01:00.0", 0, "NVIDIA GB200")
+        machine.card(f"mlx5_{i}", f"pci00{i}0:01/00{i}0:01:00.0", 0)
+    return machine
+
+
+def pcie_box(root: Path) -> Machine:
+    machine = Machine(root)
+    for i in range(4):
+        machine.gpu(f"pci0000:0{i}/0000:0{i}:01.0/0000:1{i}:00.0", 0, "NVIDIA L40S")
+    machine.ethernet("ens1", "pci0000:07/0000:07:01.0/0000:17:00.0", 25_000)
+    return machine
+
+
+def cpu_only(root: Path) -> Machine:
+    machine = Machine(root)
+    machine.ethernet("ens1", "pci0000:07/0000:07:01.0/0000:17:00.0", 25_000)
+    return machine
+
+
+def facts_of(build: Callable[[Path], Machine], root: Path) -> NodeFacts:
+    machine = build(root)
+    return read_tree(machine.root / "sys", machine.root / "proc")
+
+
+def exported(decision: Decision) -> dict[str, str]:
+    return {variable.name: variable.value for variable in decision.variables}
+
+
+@pytest.mark.parametrize(
+    ("build", "nccl", "fabric", "besides"),
+    [
+        (dgx_a100, (2, 21, 5), "infiniband", {}),
+        (hgx, (2, 21, 5), "infiniband", {"NCCL_IB_HCA": "=" + ",".join(f"mlx5_{i}" for i in (0, 1, 2, 3, 6, 7, 8, 9))}),
+        (roce, (2, 20, 3), "roce", {"NCCL_IB_GID_INDEX": "3"}),
+        (roce, (2, 21, 0), "roce", {}),
+        (roce, None, "roce", {}),
+        (efa, (2, 26), "efa", {}),
+        (slingshot, (2, 26), "slingshot", {"FI_MR_CACHE_MONITOR": "userfaultfd", "NCCL_SOCKET_IFNAME": "hsn"}),
+        (azure, (2, 26), "infiniband", {}),
+        (gb200, (2, 26), "infiniband", {}),
+        (pcie_box, (2, 26), "ethernet", {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}),
+    ],
+)
+def test_golden(
+    tmp_path: Path, build: Callable[[Path], Machine], nccl: tuple[int, ...] | None, fabric: str, besides: dict[str, str]
+) -> None:
+    facts = facts_of(build, tmp_path)
+    decision = decide([facts, facts], Job(2, len(facts.gpus), nccl), {})
+    assert decision.fabric == fabric
+    assert exported(decision) == GENERAL | besides
+    names = [alone.name for alone in decision.left_alone]
+    assert len(names) == len(set(names)) and not set(names) & set(exported(decision))
+    assert any("NCCL's version" in note for note in decision.unknown) == (nccl is None)
+    one_node = decide([facts], Job(1, len(facts.gpus), nccl), {})
+    assert exported(one_node) == GENERAL and one_node.fabric == "one_node"
+
+
+def test_without_gpus_nothing_of_nccl(tmp_path: Path) -> None:
+    decision = decide([facts_of(cpu_only, tmp_path)], Job(2, 0, route="ens1"), {})
+    assert exported(decision) == {"GLOO_SOCKET_IFNAME": "ens1", "TP_SOCKET_IFNAME": "ens1"}
+
+
+def test_the_topology_file_of_a_virtual_machine(tmp_path: Path) -> None:
+    facts = facts_of(azure, tmp_path)
+    assert facts.site == "azure"
+    decision = decide([facts], Job(2, 8, (2, 26), topology_file="/opt/site/topo.xml"), {})
+    assert exported(decision)["NCCL_TOPO_FILE"] == "/opt/site/topo.xml"
+
+
+def test_large_jobs_and_flapping_links_get_patience(tmp_path: Path) -> None:
+    facts = facts_of(dgx_a100, tmp_path)
+    patience = {"NCCL_IB_TIMEOUT": "22", "NCCL_IB_RETRY_CNT": "7"}
+    assert exported(decide([facts], Job(128, 8, (2, 26)), {})) == GENERAL | patience
+    machine = dgx_a100(tmp_path / "flapping")
+    machine.write("sys/class/infiniband/mlx5_3/ports/1/counters/link_downed", 255)
+    flapping = read_tree(machine.root / "sys", machine.root / "proc")
+    decision = decide([facts, flapping], Job(2, 8, (2, 26)), {})
+    assert exported(decision) == GENERAL | patience
+    assert "mlx5_3 went down 255 times" in decision.variables[-1].reason
+
+
+def test_nodes_with_different_cards_get_no_list(tmp_path: Path) -> None:
+    one, other = facts_of(hgx, tmp_path / "a"), facts_of(dgx_a100, tmp_path / "b")
+    decision = decide([one, other], Job(2, 8, (2, 26)), {})
+    assert "NCCL_IB_HCA" not in exported(decision)
+    assert "one list of cards for all nodes: they differ" in decision.unknown
+
+
+def test_the_user_wins_at_each_of_three_places(tmp_path: Path) -> None:
+    facts = facts_of(hgx, tmp_path / "machine")
+    home, system = tmp_path / "home", tmp_path / "nccl.conf"
+    home.mkdir()
+    (home / ".nccl.conf").write_text("NCCL_IB_HCA==mlx5_0 # all of this is the value\nNCCL_DEBUG=INFO\n")
+    system.write_text("# NCCL_ALGO=Ring\n #NCCL_PROTO=LL\nNCCL_DEBUG=TRACE\nCUDA_DEVICE_ORDER=FASTEST_FIRST\n")
+    found = settings({"NCCL_DEBUG": "VERSION"}, home, system)
+    assert found["NCCL_DEBUG"].value == "VERSION"
+    assert found["NCCL_IB_HCA"].value == "=mlx5_0 # all of this is the value"
+    assert "NCCL_ALGO" not in found
+    decision = decide([facts], Job(2, 8, (2, 26)), found)
+    assert set(exported(decision)) == {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"}
+    reasons = {alone.name: alone.reason for alone in decision.left_alone}
+    assert "the environment" in reasons["NCCL_DEBUG"]
+    assert str(home) in reasons["NCCL_IB_HCA"]
+    assert str(system) in reasons["CUDA_DEVICE_ORDER"]
+    other = tmp_path / "other.conf"
+    other.write_text("NCCL_IB_HCA=mlx5\n")
+    chosen = settings({"NCCL_CONF_FILE": str(other)}, home, system)
+    assert chosen["NCCL_IB_HCA"].value == "mlx5" and chosen["NCCL_DEBUG"].value == "TRACE"
+
+
+def test_only_a_profile_sets_what_is_for_debugging(tmp_path: Path) -> None:
+    profile = (Variable("NCCL_CROSS_NIC", "0", "rails are separate networks here"),)
+    facts = facts_of(dgx_a100, tmp_path)
+    decision = decide([facts], replace(Job(2, 8, (2, 26)), profile=profile), {})
+    assert exported(decision)["NCCL_CROSS_NIC"] == "0"
+    assert "NCCL_CROSS_NIC" not in [alone.name for alone in decision.left_alone]
+
+
+def test_old_names_and_transports_turned_off_are_told() -> None:
+    found = settings(
+        {"NCCL_ASYNC_ERROR_HANDLING": "1", "NCCL_P2P_LEVEL": "4", "NCCL_IB_DISABLE": "1", "NCCL_IB_TIMEOUT": "32"},
+        Path("/nonexistent"),
+        Path("/nonexistent"),
+    )
+    told = "\n".join(warnings(found))
+    for word in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "levels are words", "turns a transport off", "waits for ever"):
+        assert word in told
+    assert warnings(settings({}, Path("/nonexistent"), Path("/nonexistent"))) == []
+
+
+def test_a_conf_file_is_read_as_nccl_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "nccl.conf"
+    path.write_text("NCCL_A=1=2\nnot a line\n#NCCL_B=3\nNCCL_C=\n")
+    assert read_conf(path) == {"NCCL_A": "1=2", "NCCL_C": ""}
+    assert read_conf(tmp_path / "missing") == {}

@@ -1,0 +1,114 @@
+"""Generated machines: never a crash, never a mask that is empty, too wide or shared, never a link that nobody drew."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpc_train.cluster.fabric.cpu_list import format_cpu_list, parse_cpu_list
+from hpc_train.cluster.fabric.decision import Job
+from hpc_train.cluster.fabric.facts import Gpu, Link, Nic, NodeFacts, Port
+from hpc_train.cluster.fabric.masks import cpu_masks
+from hpc_train.cluster.fabric.matrix import parse_matrix
+from hpc_train.cluster.fabric.rails import match
+from hpc_train.cluster.fabric.rdma_text import parse_rdma_text
+from hpc_train.cluster.fabric.recording import report
+from tests.cluster.fabric.machines import matrix
+
+FAST = settings(max_examples=2000 if os.environ.get("HPC_TRAIN_LONG") else 30, deadline=None)
+WAYS = ["NV4", "PIX", "PXB", "PHB", "NODE", "SYS"]
+CPUS = st.sets(st.integers(0, 63), max_size=32).map(lambda found: tuple(sorted(found)))
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> NodeFacts:
+    gpus = [Gpu(index, cpus=draw(CPUS)) for index in range(draw(st.integers(1, 8)))]
+    nics = [
+        Nic(
+            f"mlx5_{index}",
+            "mellanox",
+            ports=(
+                Port(
+                    1,
+                    draw(st.sampled_from(["ACTIVE", "DOWN", "INIT", None])),
+                    draw(st.sampled_from(["LINKUP", "POLLING", None])),
+                    draw(st.sampled_from(["InfiniBand", "Ethernet", None])),
+                    draw(st.sampled_from([100.0, 400.0, None])),
+                ),
+            ),
+        )
+        for index in range(draw(st.integers(0, 4)))
+    ]
+    names = [gpu.name for gpu in gpus] + [nic.name for nic in nics]
+    pairs = [(a, b) for i, b in enumerate(names) for a in names[:i]]
+    drawn = draw(st.lists(st.sampled_from([*WAYS, None]), min_size=len(pairs), max_size=len(pairs)))
+    links = [
+        Link(a, b, way)
+        for (a, b), way in zip(pairs, drawn, strict=True)
+        if way is not None and (way != "NV4" or b.startswith("GPU"))
+    ]
+    cores = draw(st.sampled_from([(), tuple((cpu, cpu + 32) for cpu in range(32)), tuple((cpu,) for cpu in range(64))]))
+    return NodeFacts("n1", tuple(gpus), tuple(nics), (), tuple(links), cores, draw(CPUS))
+
+
+@FAST
+@given(machines())
+def test_masks_are_never_empty_too_wide_or_shared(facts: NodeFacts) -> None:
+    given_out: set[int] = set()
+    for gpu, mask in zip(facts.gpus, cpu_masks(facts), strict=True):
+        assert mask.gpu == gpu.name
+        if mask.cpus is None:
+            continue
+        cpus = set(mask.cpus)
+        assert cpus and cpus <= set(gpu.cpus)
+        assert not facts.allowed or cpus <= set(facts.allowed)
+        cores = {core for core in facts.cores if cpus & set(core)}
+        touched = {cpu for core in cores for cpu in core} or cpus
+        assert not touched & given_out
+        given_out |= touched
+
+
+@FAST
+@given(machines(), st.integers(1, 300))
+def test_everything_has_a_reason_and_goes_through_json(facts: NodeFacts, nodes: int) -> None:
+    for matched in match(facts):
+        assert matched.reason
+        if matched.nic is not None:
+            assert facts.link(matched.gpu, matched.nic) == matched.way
+    found = report(facts, Job(nodes, len(facts.gpus), (2, 20)), {})
+    assert json.loads(json.dumps(found.to_json()))["gpus"][0]["name"] == "GPU0"
+    assert all(variable.reason for variable in found.decision.variables)
+    assert NodeFacts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
+
+
+@FAST
+@given(machines(), st.integers(20, 4000))
+def test_a_matrix_says_what_it_says_or_nothing(facts: NodeFacts, cut: int) -> None:
+    names = [gpu.name for gpu in facts.gpus] + [nic.name for nic in facts.nics]
+    drawn = {(link.a, link.b): link.way for link in facts.links}
+    cpus = {gpu.name: format_cpu_list(gpu.cpus) for gpu in facts.gpus}
+    text = matrix(names, drawn, cpus, "SYS")
+    whole = parse_matrix(text)
+    assert {(link.a, link.b): link.way for link in whole.links} == {
+        (a, b): drawn.get((a, b), "SYS") for i, b in enumerate(names) for a in names[:i]
+    }
+    assert [gpu.cpus for gpu in whole.gpus] == [gpu.cpus for gpu in facts.gpus]
+    for link in parse_matrix(text[:cut]).links:  # a copy that ends somewhere
+        ends = text[:cut].rsplit(maxsplit=1)[-1]
+        assert link in whole.links or link.way == ends
+
+
+@FAST
+@given(st.text(alphabet="GPUNICmlx5_0123 \tXSYSNVPHB:'\nCAPort", max_size=300))
+def test_noise_is_not_a_crash(text: str) -> None:
+    parse_matrix(text)
+    parse_rdma_text(text)
+
+
+@FAST
+@given(CPUS)
+def test_lists_of_cpus_are_read_as_written(cpus: tuple[int, ...]) -> None:
+    assert parse_cpu_list(format_cpu_list(cpus)) == cpus
