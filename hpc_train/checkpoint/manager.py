@@ -154,6 +154,7 @@ class CheckpointManager:
         Raises:
             ConfigError: the checkpoint is of another model or optimizer, or there are some and none is good.
         """
+        on_first(partial(self.store.revoke, self.events.attempt), self._group)
         found = self._search(self.store, own=True)
         source, forked = self.run.record().get("forked_from"), False
         if found is None and source is not None:

@@ -20,6 +20,7 @@ from hpc_train.checkpoint.retention import Kept, Retention, removable
 
 _COMMITTED = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"\.(?:bad\.)?step-\d{8,}\.(?:attempt-(\d+).*|removed.*)")
+_REMOVED = re.compile(r"\.removed(\.\d+)?$")
 _BAD = re.compile(r"bad\.step-(\d{8,})\.attempt-(\d+)(\.\d+)?")
 
 
@@ -102,26 +103,38 @@ class CheckpointStore:
         finally:
             file.abandon()
         disk.sync_directory(writing)
-        final = self._final(manifest.step)
+        final, written = self._final(manifest.step), writing.stat().st_ino
         self.guard()
         self._refuse_again(final)
         try:
             disk.rename(writing, final)
+        except FileNotFoundError:
+            self.guard()  # a newer attempt has revoked it
+            raise
         except OSError:
-            if not writing.exists():  # renamed, and perhaps not for good: it was not a commit
-                with suppress(OSError):
+            with suppress(OSError):
+                if final.stat().st_ino == written:  # renamed, and perhaps not for good: it was not a commit
                     final.rename(writing)
             raise
         return Checkpoint(manifest.step, final)
 
+    def revoke(self, attempt: int) -> None:
+        """Takes from earlier attempts what they have begun: one that wakes up later finds nothing to commit.
+
+        ``guard`` alone cannot do that, since a process may fall asleep between its look and its rename.
+        """
+        self.guard()
+        for path in self._unfinished_before(attempt):
+            with suppress(OSError):  # another process was first; or nobody can rename here, that attempt neither
+                self._remove(path)
+
     def set_aside(self, checkpoint: Checkpoint, attempt: int) -> Path:
         """Renames a checkpoint that did not verify, so that nobody takes it and an operator can look at it."""
-        self.guard()
         target, serial = self.root / f"bad.{checkpoint.path.name}.attempt-{attempt:03d}", 0
         while target.exists():
             serial += 1
             target = self.root / f"bad.{checkpoint.path.name}.attempt-{attempt:03d}.{serial}"
-        disk.rename(checkpoint.path, target)
+        self._move(checkpoint.path, target)
         return target
 
     def prune(self, retention: Retention, attempt: int) -> None:
@@ -131,26 +144,42 @@ class CheckpointStore:
         whole = [checkpoint for checkpoint in self.committed() if checkpoint.is_whole()]
         steps = removable([Kept(found.step, found.manifest().metrics) for found in whole], retention)
         doomed = [checkpoint.path for checkpoint in whole if checkpoint.step in steps] + self.bad()[:-1]
-        for path in doomed:
+        for path in [*doomed, *self._unfinished_before(attempt)]:
             self._remove(path)
-        for path in self.root.iterdir():
-            match = _UNFINISHED.fullmatch(path.name)
-            if match and (match[1] is None or int(match[1]) < attempt):
-                disk.remove(path)
+
+    def _unfinished_before(self, attempt: int) -> list[Path]:
+        """What earlier attempts have begun to write, and what somebody has begun to remove."""
+        if not self.root.is_dir():
+            return []
+        found = ((path, _UNFINISHED.fullmatch(path.name)) for path in self.root.iterdir())
+        return [path for path, match in found if match and (match[1] is None or int(match[1]) < attempt)]
 
     def _remove(self, path: Path) -> None:
         """Renames first, so that a removal that is cut short does not look like a checkpoint."""
-        hidden, serial = self.root / f".{path.name}.removed", 0
-        while hidden.exists():
+        name, serial = path.name.lstrip("."), 0
+        hidden = path if _REMOVED.search(name) else self.root / f".{name}.removed"
+        while hidden != path and hidden.exists():
             serial += 1
-            hidden = self.root / f".{path.name}.removed.{serial}"
-        disk.rename(path, hidden)
+            hidden = self.root / f".{name}.removed.{serial}"
+        if hidden != path:
+            self._move(path, hidden)
         disk.remove(hidden)
+
+    def _move(self, source: Path, target: Path) -> None:
+        """Renames for an attempt that was the newest before and after; else everything is as it was."""
+        self.guard()
+        disk.rename(source, target)
+        try:
+            self.guard()
+        except BaseException:
+            with suppress(OSError):  # the newer attempt has saved that step again
+                disk.rename(target, source)
+            raise
 
     def _final(self, step: int) -> Path:
         return self.root / f"step-{step:08d}"
 
-    @staticmethod
-    def _refuse_again(final: Path) -> None:
+    def _refuse_again(self, final: Path) -> None:
         if final.exists() or final.is_symlink():
+            self.guard()
             raise FileExistsError(errno.EEXIST, "this checkpoint is committed already", str(final))

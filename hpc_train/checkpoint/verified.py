@@ -20,7 +20,7 @@ from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest, read_manifest
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
 from hpc_train.config.errors import ConfigError
 from hpc_train.run.files import read_json, write_json
-from hpc_train.run.submissions import process
+from hpc_train.run.processes import process
 
 MEMORY = ".verified.json"  # in the store's directory: what this job has verified
 _NETWORK = ("nfs", "lustre", "gpfs", "beegfs", "cifs", "smb", "ceph", "fuse", "9p", "panfs", "afs", "gfs", "ocfs")

@@ -6,7 +6,6 @@ config before is kept as ``config-NNN.yaml``; identity keys may not.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import secrets
@@ -28,7 +27,7 @@ from hpc_train.config.identity import changes, check_identity, flat
 from hpc_train.config.imported import check_start, imported_model
 from hpc_train.config.provenance import code_version, environment_versions
 from hpc_train.config.schema import Config
-from hpc_train.run import submissions
+from hpc_train.run import processes, submissions, turns
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import write_text
@@ -130,12 +129,8 @@ def _unforked(config: Config, run: RunDirectory) -> tuple[Config, RunDirectory |
 @contextmanager
 def _alone(run: RunDirectory) -> Iterator[None]:
     """One freeze at a time: two commands with one name must not both find the run free."""
-    descriptor = os.open(run.path / ".freeze", os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with turns.alone(run.path / ".turns" / "freeze"):
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _check(config: Config, run: RunDirectory, source: RunDirectory | None) -> None:
@@ -190,7 +185,7 @@ def _write_record(run: RunDirectory, source: RunDirectory | None, claim: bool, c
         "code": code_version(),
         "snapshot": None if code is None else asdict(code),
         "versions": environment_versions(),
-        "claimed_by": submissions.this_process() if claim else {},
+        "claimed_by": processes.this_process() if claim else {},
         "submissions": record.get("submissions", []),
     }
     if source is not None:

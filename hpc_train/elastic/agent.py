@@ -83,7 +83,7 @@ def run_agent(
         try:
             if end is not None:
                 end.begin()
-            with _sole_agent(run, allocation), reserve(stop) if reserve else nullcontext():
+            with _sole_agent(run, allocation, stop), reserve(stop) if reserve else nullcontext():
                 ending = _run(run, allocation, stop, on_tick or _nothing, entry)
         except ConfigError as error:
             print(error, file=sys.stderr)
@@ -92,8 +92,11 @@ def run_agent(
 
 
 @contextmanager
-def _sole_agent(run: RunDirectory, allocation: Allocation) -> Iterator[None]:
-    with lease.hold(run) if allocation.node_rank == 0 else nullcontext():
+def _sole_agent(run: RunDirectory, allocation: Allocation, stop: StopRequests) -> Iterator[None]:
+    if allocation.node_rank > 0:
+        yield
+        return
+    with lease.hold(run, on_loss=lambda: stop.request("lease lost"), give_up=lambda: stop.requested):
         yield
 
 

@@ -33,8 +33,12 @@ class StopRequests:
             if self._interrupted is not None and now - self._interrupted > ECHO_S:
                 raise KeyboardInterrupt
             self._interrupted = self._interrupted or now
+        self.request(signal.Signals(number).name)
+
+    def request(self, reason: str) -> None:
+        """Notes a stop, unless one is noted already."""
         if self.reason is None:
-            self.reason, self.since = signal.Signals(number).name, now
+            self.reason, self.since = reason, time.monotonic()
 
 
 @contextmanager

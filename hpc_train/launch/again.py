@@ -13,7 +13,7 @@ from hpc_train.launch.place import choose
 from hpc_train.launch.queue import JobQueue
 from hpc_train.launch.waiting import hand_over, report, wait
 from hpc_train.launch.watch import attempt_end
-from hpc_train.run import submissions
+from hpc_train.run import processes, submissions
 from hpc_train.run.exits import Exit
 
 LEAVING_S = 30.0  # a job whose agents have ended is in Slurm for a few seconds more
@@ -38,7 +38,7 @@ def submit_again(found: Sequence[Found], sweep: Path, *, detach: bool) -> int:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     submitter.confirm(jobs, console)
     for job in jobs:
-        job.run.update_record(claimed_by=submissions.this_process())
+        job.run.update_record(claimed_by=processes.this_process())
     queue = JobQueue(jobs, submitter, sweep, console)
     if detach:
         hand_over(queue, console)

@@ -20,7 +20,7 @@ from hpc_train.launch.job import Job
 from hpc_train.launch.place import choose
 from hpc_train.launch.standing import PRESENT, SlurmStandings, Standing, ask
 from hpc_train.launch.watch import View, view_of
-from hpc_train.run import submissions
+from hpc_train.run import processes
 from hpc_train.run.directory import RunDirectory
 
 COMMENT = "hpc_train:"
@@ -49,7 +49,7 @@ class Found:
         return load(self.run)
 
     def lives_here(self) -> bool:
-        return submissions.lives(self.submission)
+        return processes.lives(self.submission)
 
     def view(self, standings: dict[str, Standing]) -> View:
         standing = standings.get(self.job_id or "") or (PRESENT if self.lives_here() else None)

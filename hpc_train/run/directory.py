@@ -7,13 +7,13 @@ events/<writer>-NNN.jsonl    what happened, one file per writing process and att
 checkpoints/step-00000100/   committed by rename
 logs/<node>-NNN.log          the workers' output
 attempts/NNN.json            address, port and layout of an attempt; its presence claims the number
+.turns/                      who holds the run, and who changes run.json (see turns.py)
 code/HASH/                   the user's code as it was frozen; the runs of a sweep share one in the sweep's directory
 wandb/
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 from collections.abc import Iterator
@@ -21,7 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_train.config.errors import ConfigError
+from hpc_train.run import turns
 from hpc_train.run.files import read_json, read_lines, write_json
+from hpc_train.run.holder import Holder
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,7 @@ class RunDirectory:
 
     def update_record(self, **fields: Any) -> dict[str, Any]:
         """Merges ``fields`` into ``run.json``. The submitter, the agent and rank 0 may call it at the same time."""
-        with (self.path / ".run.json.lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with turns.alone(self.path / ".turns" / "record"):
             record = self.record() | fields
             write_json(self.path / "run.json", record)
             return record
@@ -84,8 +86,22 @@ class RunDirectory:
         """The highest attempt number that was claimed, -1 before the first."""
         return max((int(path.stem) for path in self.attempts.glob("[0-9]*.json")), default=-1)
 
-    def claim_attempt(self) -> int:
-        """Takes the next attempt number for a new start of the workers. Called by the agent of node 0 only."""
+    def claim_attempt(self, holder: Holder | None = None) -> int:
+        """Takes the next attempt number for a new start of the workers. Called by the agent of node 0 only.
+
+        Args:
+            holder: this process, unless a test says otherwise.
+
+        Raises:
+            ConfigError: another process holds the run's lease, or has taken it over.
+        """
+        other = turns.passed_over(lease_folder(self.path), holder or Holder.of_this_process())
+        if other is not None:
+            raise ConfigError(
+                f"{other.holder()} works on the run by now; this process may not start an attempt",
+                where=str(self.path),
+                mend="leave the run to it",
+            )
         self.attempts.mkdir(parents=True, exist_ok=True)
         number = self.newest_attempt() + 1
         while True:
@@ -115,6 +131,11 @@ class RunDirectory:
     def _events(self) -> Iterator[dict[str, Any]]:
         for path in self.events.glob("*.jsonl"):
             yield from read_lines(path)
+
+
+def lease_folder(path: Path) -> Path:
+    """Where the turns of a run's lease lie (see ``run.lease``)."""
+    return path / ".turns" / "lease"
 
 
 def _attempt_of(path: Path) -> int:

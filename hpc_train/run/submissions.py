@@ -1,32 +1,21 @@
 """Who works on a run: the submissions in ``run.json``, and whether one of them is still alive.
 
-A process id alone tells little, since it is used again; with the start time of the process it tells everything on its
-own host. Slurm is asked about Slurm's jobs.
+Processes are looked up on their own host; Slurm is asked about Slurm's jobs.
 """
 
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
 import time
-from pathlib import Path
 from typing import Any
 
 from hpc_train.config.errors import ConfigError
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.processes import lives, process
+from hpc_train.run.slurm_jobs import job_state
 
 PENDING_OR_RUNNING = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING", "STOPPED")
-
-
-def process(pid: int) -> dict[str, Any]:
-    """What identifies the process ``pid`` of this host for as long as it lives."""
-    return {"host": socket.gethostname(), "pid": pid, "pid_started": _started(pid)}
-
-
-def this_process() -> dict[str, Any]:
-    return process(os.getpid())
 
 
 def add(run: RunDirectory, door: str, *, pid: int | None = None, job_id: str | None = None, **details: Any) -> None:
@@ -56,29 +45,10 @@ def find_live(run: RunDirectory) -> str | None:
         if lives(claim) and claim["pid"] != os.getpid():
             return f"process {claim['pid']} on {claim['host']}"
     for job_id in dict.fromkeys(claim["job_id"] for claim in claims if claim.get("job_id")):
-        state = None if job_id in _own_jobs() else _slurm_state(job_id)
+        state = None if job_id in _own_jobs() else job_state(job_id)
         if state in PENDING_OR_RUNNING:
             return f"Slurm job {job_id} is {state}"
     return "its agent is at work" if lease.is_live(run) else None
-
-
-def lives(claim: dict[str, Any]) -> bool:
-    """Whether the process of a submission or claim is alive on this host."""
-    pid = claim.get("pid")
-    if pid is None or claim.get("host") != socket.gethostname():
-        return False
-    started = _started(pid)
-    return started is not None and started == claim.get("pid_started")
-
-
-def _started(pid: int) -> str | None:
-    """Boot id and the start of the process in clock ticks since then; None for a process that is gone or a zombie."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return None
-    return None if state == "Z" else f"{boot}:{fields[18]}"
 
 
 def _own_jobs() -> set[str]:
@@ -87,14 +57,3 @@ def _own_jobs() -> set[str]:
     if "SLURM_ARRAY_JOB_ID" in environment:
         own.add(f"{environment['SLURM_ARRAY_JOB_ID']}_{environment.get('SLURM_ARRAY_TASK_ID', '')}")
     return own
-
-
-def _slurm_state(job_id: str) -> str | None:
-    try:
-        asked = subprocess.run(
-            ["squeue", "--noheader", "--jobs", job_id, "--format", "%T"],
-            capture_output=True, text=True, timeout=30, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return asked.stdout.split()[0] if asked.returncode == 0 and asked.stdout.split() else None

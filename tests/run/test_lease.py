@@ -1,0 +1,202 @@
+"""The lease of a run with real processes: races, a killed holder, one that is asleep, machines and jobs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.run import lease, turns
+from hpc_train.run.directory import RunDirectory, lease_folder
+from hpc_train.run.holder import STALE_S, Holder
+from hpc_train.run.turns import newest
+
+FORK = multiprocessing.get_context("fork")
+LIMIT_S = 100.0
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@contextmanager
+def process(target: Callable[..., None], *args: Any) -> Iterator[Any]:
+    child = FORK.Process(target=target, args=args)
+    child.start()
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.join()
+
+
+def elsewhere(**fields: Any) -> Holder:
+    """This process as if it were one of another machine."""
+    return replace(Holder.of_this_process(), machine="another", host="far", **fields)
+
+
+def count(path: Path, times: int) -> None:
+    for _ in range(times):
+        with turns.alone(path / "turns"):
+            number = int((path / "count").read_text())
+            time.sleep(0.001)
+            (path / "count").write_text(f"{number + 1}")
+
+
+def test_one_at_a_time(tmp_path: Path) -> None:
+    (tmp_path / "count").write_text("0")
+    children = [FORK.Process(target=count, args=(tmp_path, 15)) for _ in range(6)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(LIMIT_S)
+    assert (tmp_path / "count").read_text() == "90"
+    assert len(list((tmp_path / "turns").iterdir())) < 12  # old ones are forgotten
+
+
+def keep(path: Path, told: Any = None, **options: Any) -> None:
+    lost = FORK.Event()
+    with lease.hold(RunDirectory(path), on_loss=lost.set, beat_s=0.05, **options):
+        (path / "held").touch()
+        lost.wait()
+    if told is not None:
+        try:
+            RunDirectory(path).claim_attempt(options.get("holder"))
+        except ConfigError as error:
+            told.put(error.what)
+
+
+def race(path: Path, start: Any, won: Any, over: Any) -> None:
+    start.wait()
+    try:
+        with lease.hold(RunDirectory(path)):
+            won.put(os.getpid())
+            over.wait(LIMIT_S)
+    except ConfigError:
+        won.put(None)
+
+
+def test_a_killed_holder_is_followed_by_one(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    with process(keep, tmp_path) as holder:
+        until((tmp_path / "held").exists)
+        assert lease.is_live(run)
+        with pytest.raises(ConfigError, match="is live"), lease.hold(run):
+            pass
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.join()
+    assert not lease.is_live(run)
+    start, won, over = FORK.Event(), FORK.Queue(), FORK.Event()
+    children = [FORK.Process(target=race, args=(tmp_path, start, won, over)) for _ in range(8)]
+    for child in children:
+        child.start()
+    start.set()
+    found = [won.get(timeout=LIMIT_S) for _ in children]
+    over.set()
+    for child in children:
+        child.join(LIMIT_S)
+    assert len([pid for pid in found if pid is not None]) == 1
+    assert not lease.is_live(run)
+
+
+def test_a_holder_that_is_asleep(tmp_path: Path) -> None:
+    """On its own machine it is alive. From another one it is dead when it has been silent for long; when it wakes up it
+    learns that it was passed over, and changes nothing."""
+    run, told = RunDirectory(tmp_path), FORK.Queue()
+    with process(keep, tmp_path, told) as holder:
+        until((tmp_path / "held").exists)
+        os.kill(holder.pid, signal.SIGSTOP)
+        until(lambda: Path(f"/proc/{holder.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        with pytest.raises(ConfigError, match=f"process {holder.pid} on"), lease.hold(run, holder=elsewhere()):
+            pass
+        turn = newest(lease_folder(tmp_path))
+        assert turn is not None
+        long_ago = time.time() - STALE_S - 1
+        os.utime(turn.path, (long_ago, long_ago))
+        assert lease.is_live(run)
+        with lease.hold(run, holder=elsewhere()):
+            assert run.claim_attempt(elsewhere()) == 0
+            os.kill(holder.pid, signal.SIGCONT)
+            assert told.get(timeout=LIMIT_S).startswith(f"{elsewhere()} works on the run by now")
+            holder.join(LIMIT_S)
+            assert holder.exitcode == 0
+            found = newest(lease_folder(tmp_path))
+            assert found is not None and found.is_held(elsewhere(pid=1)), "what the other gave back was not its own"
+    assert run.newest_attempt() == 0
+
+
+def test_silence_is_counted_by_the_clock_of_the_file_server(tmp_path: Path) -> None:
+    other = elsewhere()
+    turn = turns.take(tmp_path, other)
+    assert turn.silent_s() < LIMIT_S
+    here = Holder.of_this_process()
+    assert turn.is_held(here)
+    os.utime(turn.path, (time.time() - STALE_S - 1,) * 2)
+    assert not turn.is_held(here)
+    turn.beat()
+    assert turn.is_held(here)
+    assert [path.name for path in tmp_path.iterdir()] == ["00000001"]
+
+
+def test_a_turn_that_says_nothing_yet(tmp_path: Path) -> None:
+    (tmp_path / "00000004").touch()
+    turn = newest(tmp_path)
+    assert turn is not None and turn.holder() is None
+    assert turn.is_held(Holder.of_this_process())
+    os.utime(turn.path, (time.time() - STALE_S - 1,) * 2)
+    assert turns.take(tmp_path, Holder.of_this_process()).number == 5
+
+
+def test_a_turn_taken_by_an_old_list_is_no_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client of a network file system may show a list of a minute ago."""
+    here = Holder.of_this_process()
+    for _ in range(12):
+        turns.take(tmp_path, here).give_back()
+    lists = [[1], *[[*range(5, 13)]] * 5]
+    real = turns._numbers
+    monkeypatch.setattr(turns, "_numbers", lambda folder: lists.pop(0) if lists else real(folder))
+    assert turns.take(tmp_path, here).number == 13
+
+
+def test_the_same_job_started_again_needs_no_patience(tmp_path: Path) -> None:
+    first = elsewhere(job_id="17", restart=0)
+    turn = turns.take(tmp_path, first)
+    assert turn.is_held(replace(Holder.of_this_process(), job_id="17", restart=0))
+    assert not turn.is_held(replace(Holder.of_this_process(), job_id="17", restart=1))
+
+
+@pytest.mark.parametrize(
+    ("answer", "held"),
+    [
+        ("echo RUNNING", True),
+        ("echo SUSPENDED", True),
+        ("echo PENDING", False),
+        ("echo FAILED", False),
+        ("true", False),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", False),
+        ("echo 'Unable to contact slurm controller' >&2; exit 1", True),
+    ],
+)
+def test_a_job_elsewhere_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, held: bool) -> None:
+    squeue = tmp_path / "squeue"
+    squeue.write_text(f"#!/bin/sh\n{answer}\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    turn = turns.take(tmp_path / "turns", elsewhere(job_id="17", cluster="one"))
+    here = Holder.of_this_process()
+    assert turn.is_held(here) is held
+    assert turn.is_held(replace(here, cluster="two"))  # where another job has that number
+    os.utime(turn.path, (time.time() - STALE_S - 1,) * 2)
+    assert turn.is_held(here) is (answer == "echo SUSPENDED")
