@@ -257,6 +257,7 @@ class ElasticConfig:
     """How a run deals with failures and stop requests."""
 
     collective_timeout_s: float = 600.0  # a collective that takes longer fails
+    hang_timeout_s: str = "auto"  # seconds a step may take; auto: 5 x the slowest steps seen, at least 3; 0: any time
     stop_grace_s: float | int | str = "auto"  # from a stop request until workers that still run are killed; also
     # how long before its time limit a job is asked to stop; auto: by the time of a save
     max_requeues: int = 10  # of one Slurm job, each with a new checkpoint since the one before; then it is given up

@@ -12,6 +12,7 @@ from typing import Any
 
 from hpc_train.config.cluster_size import node_range
 from hpc_train.config.errors import ConfigError
+from hpc_train.config.hang_timeout import parse_hang_timeout
 from hpc_train.config.inputs import check_inputs
 from hpc_train.config.layout import DATA_PARALLEL, SCHEDULES, Layout, resolve_layout
 from hpc_train.config.save_every import parse_save_every
@@ -134,6 +135,7 @@ def _check_lists(config: Config) -> None:
         )
     node_range(config.cluster)
     parse_save_every(config.checkpoint.every)
+    parse_hang_timeout(config.elastic.hang_timeout_s)
     for name in ("time", "time_min"):
         limit = getattr(config.cluster, name)
         if limit is not None and not TIME.fullmatch(limit):

@@ -34,6 +34,7 @@ from hpc_train.elastic.places import order_of_nodes, tell_place
 from hpc_train.elastic.rendezvous import Meeting, bind, wait_for_meeting
 from hpc_train.elastic.requeue import request
 from hpc_train.elastic.stop_requests import StopRequests, watch_signals
+from hpc_train.elastic.watch import Watch
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -109,6 +110,7 @@ def _run(
     if config.run.group is not None:
         write_for_group()
     history = History(furthest=_newest_step(run))
+    watch = Watch.of(run, allocation.node_name, config)
     with node_local_caches(f"{allocation.launch_id}-{allocation.node_name}") as caches:
         while not stop.requested:
             meeting, listener = _meet(run, config, allocation, stop)
@@ -123,8 +125,9 @@ def _run(
             log = WorkerLog(run.logs / f"{allocation.node_name}-{meeting.attempt:03d}.log")
             events.write("started", **_start(allocation, meeting))
             grace_s = stop_time(config, run, allocation.nodes).seconds
+            watch.begin(events, meeting.layout)
             try:
-                outcome = run_attempt(specs, listener, log, stop, grace_s, on_tick, entry)
+                outcome = run_attempt(specs, listener, log, stop, grace_s, on_tick, entry, watch)
             except KeyboardInterrupt:
                 return _killed(events)
             ended = _ended(run, meeting.attempt, outcome, stop)

@@ -12,6 +12,7 @@ from hpc_train.elastic import warm_parent
 from hpc_train.elastic.failures import WorkerFailure, is_echo, root_cause
 from hpc_train.elastic.logs import WorkerLog
 from hpc_train.elastic.stop_requests import StopRequests
+from hpc_train.elastic.watch import Watch
 from hpc_train.elastic.workers import Workers
 from hpc_train.run.exits import Exit, Failure
 from hpc_train.run.worker_spec import WorkerSpec
@@ -38,12 +39,13 @@ def run_attempt(
     stop_grace_s: float,
     on_tick: Callable[[], None],
     entry: str,
+    watch: Watch,
 ) -> Outcome:
     """Runs the workers ``specs`` to their end. No worker is alive when this returns or raises."""
     workers = Workers(log)
     try:
         _start(workers, specs, listener, entry)
-        _watch(workers, stop, stop_grace_s, on_tick)
+        _watch(workers, stop, stop_grace_s, on_tick, watch)
     finally:
         workers.kill()
         log.close()
@@ -61,10 +63,13 @@ def _start(workers: Workers, specs: Sequence[WorkerSpec], listener: socket | Non
             listener.close()  # rank 0 has it now, and the port is to close with it
 
 
-def _watch(workers: Workers, stop: StopRequests, stop_grace_s: float, on_tick: Callable[[], None]) -> None:
+def _watch(
+    workers: Workers, stop: StopRequests, stop_grace_s: float, on_tick: Callable[[], None], watch: Watch
+) -> None:
     failed_at: float | None = None
     while workers.alive:
         workers.wait(TICK_S)
+        watch.look(workers)
         now = time.monotonic()
         if workers.failures and failed_at is None:
             failed_at = now

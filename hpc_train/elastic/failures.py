@@ -18,6 +18,7 @@ class WorkerFailure:
         traceback: the worker's own, or the last lines of its output where it died without one.
         noticed: seconds since the epoch: the worker's own time where it could tell.
         exit_code: negative for a signal, None where the worker reported before it ended.
+        waits: of a hang: no rank of this node is behind, so all of them wait for another node's.
     """
 
     rank: int
@@ -26,6 +27,7 @@ class WorkerFailure:
     traceback: str
     noticed: float
     exit_code: int | None = None
+    waits: bool = False
 
 
 def root_cause(failures: Iterable[WorkerFailure]) -> WorkerFailure:
@@ -40,7 +42,7 @@ def is_echo(failure: WorkerFailure) -> bool:
 
 def _echo(failure: WorkerFailure) -> int:
     """0: a cause; 1: an abort, as communication libraries do when a peer is gone; 2: a communication error."""
-    if failure.failure is Failure.COMMUNICATION:
+    if failure.failure is Failure.COMMUNICATION or failure.waits:
         return 2
     return 1 if failure.exit_code == -signal.SIGABRT else 0
 

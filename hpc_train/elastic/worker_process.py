@@ -16,15 +16,18 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 from hpc_train.elastic import warm_parent
 from hpc_train.run.exits import Exit, Failure, classify
+from hpc_train.run.heartbeat import SharedBlock
 from hpc_train.run.stop import StopFlag
 from hpc_train.run.worker_spec import WorkerSpec
 
 Entry = Callable[[WorkerSpec, StopFlag, int | None], Exit]
+SHOW_STACKS = signal.SIGQUIT  # as a JVM does: the stacks of all threads, and on with the work
 REPORTS = {Exit.DONE: "finished", Exit.STOPPED: "stopped"}
 
 
@@ -33,6 +36,7 @@ def main(
     spec: WorkerSpec,
     output: Connection,
     report: Connection,
+    block: SharedBlock,
     listener: socket.socket | None,
     entry: str,
 ) -> None:
@@ -43,6 +47,8 @@ def main(
     warm_parent.die_with(warm_parent_pid)
     _no_core_files()
     _redirect(output)
+    faulthandler.register(SHOW_STACKS, block.descriptor, all_threads=True)
+    spec = replace(spec, heartbeat=block.descriptor)
     stop = _flag_on_signals()
     report.send({"kind": "ready"})
     code = _run(entry, spec, stop, listener, report)

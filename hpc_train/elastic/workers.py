@@ -18,6 +18,7 @@ from hpc_train.elastic.failures import WorkerFailure, ended_without_report
 from hpc_train.elastic.logs import WorkerLog
 from hpc_train.elastic.worker_process import main
 from hpc_train.run.exits import Failure
+from hpc_train.run.heartbeat import SharedBlock
 from hpc_train.run.worker_spec import WorkerSpec
 
 READ_BYTES = 1 << 16
@@ -34,16 +35,22 @@ class Worker:
     process: BaseProcess
     output: Connection
     reports: Connection
+    block: SharedBlock
     ready: bool = False
     told_to_stop: bool = False
     ended_by_agent: bool = False
     end: dict[str, Any] | None = None
     gone: bool = False
 
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None, "it was started"
+        return self.process.pid
+
     def signal(self, number: signal.Signals) -> None:
-        if self.process.exitcode is None and self.process.pid is not None:
+        if self.process.exitcode is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process.pid, number)
+                os.kill(self.pid, number)
 
 
 class Workers:
@@ -69,11 +76,12 @@ class Workers:
     def start(self, warm_parent_pid: int, spec: WorkerSpec, listener: socket.socket | None, entry: str) -> None:
         output, output_end = warm_parent.CONTEXT.Pipe(duplex=False)
         reports, report_end = warm_parent.CONTEXT.Pipe(duplex=False)
-        process = warm_parent.fork(main, warm_parent_pid, spec, output_end, report_end, listener, entry)
+        block = SharedBlock.create()
+        process = warm_parent.fork(main, warm_parent_pid, spec, output_end, report_end, block, listener, entry)
         output_end.close()
         report_end.close()
         os.set_blocking(output.fileno(), False)
-        self._workers.append(Worker(spec.rank, process, output, reports))
+        self._workers.append(Worker(spec.rank, process, output, reports, block))
 
     def wait(self, timeout: float) -> None:
         """Waits for output, a report or an end, for ``timeout`` seconds at most, and takes note of all of them."""
@@ -89,6 +97,10 @@ class Workers:
             self._read_reports(worker)
             if ended:
                 self._note_end(worker)
+
+    def fail(self, failure: WorkerFailure) -> None:
+        """A failure that a worker cannot tell of itself."""
+        self._failures[failure.rank] = failure
 
     def kill(self) -> None:
         """Kills what is alive and waits until it is gone."""
@@ -129,6 +141,7 @@ class Workers:
             self._failures[worker.rank] = ended_without_report(worker.rank, code, tail, time.time())
         worker.output.close()
         worker.reports.close()
+        worker.block.close()
         worker.gone = True
 
 

@@ -58,7 +58,7 @@ def join_mesh(layout: Layout, rank: int, device: torch.device, timeout: timedelt
     sizes = (layout.pp, layout.dp // layout.shard, layout.shard, layout.tp)
     device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
     dp = device_mesh["dp_replicate", "dp_shard"]._flatten("dp")
-    control = dist.new_group(backend="gloo", timeout=timeout)
+    control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
     mesh = Mesh(layout, rank, device, device_mesh, dp, control)
     if timeout is not None:  # groups made later do not inherit the timeout of the first one
         for axis in (*AXES, "dp"):

@@ -25,6 +25,7 @@ EVENTS = (
     "worker_failed",
     "node_lost",
     "hang_detected",
+    "straggler",
     "restarted",
     "shrunk",
     "spare_used",

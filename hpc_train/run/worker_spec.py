@@ -23,3 +23,4 @@ class WorkerSpec:
     master_port: int
     gpus_per_node: int  # 0: this attempt runs on the CPU with gloo
     threads: int  # intra-op CPU threads
+    heartbeat: int | None = None  # in the worker: the open file of its heartbeat

@@ -18,6 +18,7 @@ from hpc_train.data.feed import LocalBatch, TrainFeed
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.exits import Exit
+from hpc_train.run.heartbeat import Heartbeat, Phase
 from hpc_train.run.stop import StopFlag
 from hpc_train.train.control import Control
 from hpc_train.train.evaluation import evaluate
@@ -58,6 +59,7 @@ class Trainer:
     meter: Meter
     report: Report
     schedule: SaveSchedule
+    heartbeat: Heartbeat
     step: int = 0
     tokens: int = 0  # targets that counted, over all ranks, since step 0
     _control: Control = field(init=False)
@@ -79,9 +81,13 @@ class Trainer:
         if self.step >= self.length.total_steps:
             self.report.nothing_to_do(self.step)
             return Exit.DONE
+        phase = Phase.FIRST_STEP
+        self.heartbeat.enter(phase, self.step)
         batch: LocalBatch | None = self._next_batch()
         self._announce(batch)
         while batch is not None:
+            self.heartbeat.enter(phase, self.step)
+            phase = Phase.STEP
             agreed = self._control.read()
             self.checkpoints.poll()
             if agreed.stop:
@@ -92,6 +98,7 @@ class Trainer:
             self._announce(following)
             self._train(StepBatch(batch.micro_batches, agreed.target_count), agreed.save)
             batch = following
+        self.heartbeat.enter(Phase.STEP, self.step)
         self._control.read()  # nobody leaves while a message is under way
         self._save(final=True)
         self.report.finished(self.step, self.meter.mean_tokens_per_s, self.meter.read())
@@ -100,6 +107,7 @@ class Trainer:
     def _announce(self, batch: LocalBatch | None) -> None:
         count = 0 if batch is None else batch.local_count
         self._control.post(self.stop.requested, count, self.schedule.ask())
+        self.heartbeat.arrive(self.step)
 
     def _next_batch(self) -> LocalBatch:
         with self.meter.waiting():
@@ -135,7 +143,7 @@ class Trainer:
         line |= self.meter.read()
         if evaluates:
             began = time.monotonic()
-            with self.meter.pausing():
+            with self.meter.pausing(), self.heartbeat.during(Phase.EVALUATION, self.step):
                 found = evaluate(self.engine, self.eval_feed)
             self._evaluated = self.step, {"val_loss": found.loss, "val_accuracy": found.accuracy}
             line |= self._evaluated[1] | {"eval_s": time.monotonic() - began}
@@ -144,7 +152,7 @@ class Trainer:
     def _save(self, final: bool = False) -> None:
         scale = self.take_step.loss_scale
         began = time.monotonic()
-        with self.meter.saving():
+        with self.meter.saving(), self.heartbeat.during(Phase.CHECKPOINT, self.step):
             extra = {"tokens": self.tokens, "loss_scale": None if scale is None else scale.state()}
             step, found = self._evaluated
             metrics = {name: value for name, value in found.items() if value is not None} if step == self.step else {}

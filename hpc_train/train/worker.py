@@ -23,8 +23,10 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.frozen_code import check_imports
+from hpc_train.run.heartbeat import Heartbeat, Phase
 from hpc_train.run.stop import StopFlag
 from hpc_train.run.worker_spec import WorkerSpec
+from hpc_train.train.flight_recorder import answer_questions
 from hpc_train.train.learning_rate import peak_rate
 from hpc_train.train.meter import make_meter
 from hpc_train.train.optimizer import Optimizer
@@ -47,21 +49,30 @@ def train(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
     """
     run = RunDirectory(Path(spec.run_dir))
     config = load(run)
+    heartbeat = Heartbeat.of(spec.heartbeat)
+    answer_questions(spec.heartbeat)
     mesh = join(spec, config, listen_fd)
     events = EventLog.open(run, f"rank-{spec.rank:04d}", spec.attempt, spec.rank)
-    trainer = _build(config, run, mesh, events, stop, spec.local_world_size)
+    trainer = _build(config, run, mesh, events, stop, spec.local_world_size, heartbeat)
     check_imports(run)  # the user's model and data are imported by now
     try:
         code = trainer.run()
     finally:
         trainer.feed.close()
+    heartbeat.enter(Phase.STOPPING, trainer.step)
     leave(mesh)
     trainer.report.close()
     return code
 
 
 def _build(
-    config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, stop: StopFlag, local_ranks: int
+    config: Config,
+    run: RunDirectory,
+    mesh: Mesh,
+    events: EventLog,
+    stop: StopFlag,
+    local_ranks: int,
+    heartbeat: Heartbeat,
 ) -> Trainer:
     seed = config.train.seed
     training = build_dataset(config.data, "train", seed)
@@ -88,6 +99,7 @@ def _build(
         meter=make_meter(config, mesh, training),
         report=report,
         schedule=_save_schedule(config, run, mesh),
+        heartbeat=heartbeat,
     )
     if restored is not None:
         trainer.resume(restored)

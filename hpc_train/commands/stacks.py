@@ -1,0 +1,47 @@
+"""``python -m hpc_train stacks RUN``: where every rank of a live run is at this moment, line by line. It runs on."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.launch.found import find_one
+from hpc_train.run import lease, stacks_request
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.exits import Exit
+from hpc_train.run.files import read_json
+
+POLL_S = 0.2
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m hpc_train stacks", description=__doc__)
+    parser.add_argument("target", metavar="RUN", help="a run directory, or its name")
+    parser.add_argument("--wait", type=float, default=30, metavar="SECONDS", help="for the answers (default: 30)")
+    options = parser.parse_args(arguments)
+    run = find_one(options.target).run
+    nodes = _nodes(run)
+    number = stacks_request.request(run)
+    until = time.monotonic() + options.wait
+    while len(found := stacks_request.answers(run, number)) < nodes and time.monotonic() < until:
+        time.sleep(POLL_S)
+    for path in found:
+        print(path.read_text())
+    if len(found) < nodes:
+        print(f"{nodes - len(found)} of {nodes} nodes gave no answer in {options.wait:g} s", file=sys.stderr)
+        return Exit.FAILED
+    return Exit.DONE
+
+
+def _nodes(run: RunDirectory) -> int:
+    """How many agents are at work on the run.
+
+    Raises:
+        ConfigError: none is.
+    """
+    attempt = run.attempts / f"{run.newest_attempt():03d}.json"
+    if not lease.is_live(run) or not attempt.exists() or not attempt.stat().st_size:
+        raise ConfigError(f"no worker is at work on the run in {run.path}", where="RUN", mend="a live one: status")
+    return int(read_json(attempt)["nodes"])

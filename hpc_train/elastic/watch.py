@@ -1,0 +1,108 @@
+"""The agent's eyes on the workers of its node: hangs are found and told, stragglers named, stacks shown on request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from hpc_train.config.hang_timeout import parse_hang_timeout
+from hpc_train.config.layout import Layout
+from hpc_train.config.schema import Config
+from hpc_train.elastic.culprit import culprit
+from hpc_train.elastic.evidence import Evidence, collect
+from hpc_train.elastic.failures import WorkerFailure
+from hpc_train.elastic.hangs import COLD_S, LEAST_S, Hang, HangWatch
+from hpc_train.elastic.stragglers import StragglerWatch
+from hpc_train.elastic.workers import Workers
+from hpc_train.run import stacks_request
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from hpc_train.run.exits import Failure
+
+REQUESTS_EVERY_S = 2.0
+
+
+@dataclass
+class Watch:
+    """Of one node, attempt after attempt."""
+
+    run: RunDirectory
+    node: str
+    hangs: HangWatch
+    stragglers: StragglerWatch = field(default_factory=StragglerWatch)
+    _events: EventLog | None = field(default=None, init=False)
+    _next_request: float = field(default=0.0, init=False)
+    _answered: int = field(default=0, init=False)
+
+    @classmethod
+    def of(cls, run: RunDirectory, node: str, config: Config) -> Watch:
+        timeout = parse_hang_timeout(config.elastic.hang_timeout_s)
+        least = COLD_S if config.train.compile else LEAST_S  # a change of shapes compiles again, in the middle
+        watch = cls(run, node, HangWatch(timeout, least))
+        watch._answered = stacks_request.requested(run)
+        return watch
+
+    def begin(self, events: EventLog, layout: Layout) -> None:
+        """A new attempt, which tells what happens in ``events``."""
+        self._events = events
+        self.hangs.begin()
+        self.stragglers.begin(pipeline=layout.pp > 1)
+
+    def look(self, workers: Workers) -> None:
+        """Called a few times per second while workers run; a hang becomes a failure among those of ``workers``."""
+        now = time.monotonic()
+        if not workers.failures:
+            beats = {worker.rank: worker.block.beat() for worker in workers.alive}
+            hang = self.hangs.look(beats, now)
+            if hang is not None:
+                workers.fail(self._tell_hang(hang, collect(workers, self.node)))
+                return
+            for straggler in self.stragglers.look(workers.alive, now):
+                self._event("straggler", rank=straggler.rank, **straggler.details())
+        if now >= self._next_request:
+            self._next_request = now + REQUESTS_EVERY_S
+            self._show_stacks(workers)
+
+    def _show_stacks(self, workers: Workers) -> None:
+        number = stacks_request.requested(self.run)
+        if number != self._answered and workers.alive:
+            self._answered = number
+            found = collect(workers, self.node)
+            with suppress(OSError):
+                stacks_request.answer(self.run, number, self.node, "\n".join(one.text() for one in found))
+
+    def _tell_hang(self, hang: Hang, found: Sequence[Evidence]) -> WorkerFailure:
+        states = [one.state for one in found]
+        rank, reason = culprit(states)
+        of = next((one for one in found if one.state.rank == rank), found[0])
+        seconds = f"{hang.seconds:.1f} s in {of.state.phase} after step {of.state.step}"
+        message = f"no sign of life for {seconds} (elastic.hang_timeout_s allows {hang.bound:.1f}); " + (
+            reason if rank is None else f"rank {rank} {reason}"
+        )
+        path = self._keep(found)
+        self._event(
+            "hang_detected", step=of.state.step, rank=rank, phase=of.state.phase, seconds=round(hang.seconds, 1),
+            message=message, stacks=str(path), ranks=[asdict(state) for state in states],
+        )  # fmt: skip
+        text = f"{message}\nthe stacks of all ranks of this node: {path}\n{of.text()}"
+        return WorkerFailure(of.state.rank, Failure.HANG, message, text, time.time(), waits=rank is None)
+
+    def _keep(self, found: Sequence[Evidence]) -> Path:
+        folder = self.run.logs / "stacks"
+        attempt = 0 if self._events is None else self._events.attempt
+        path = folder / f"hang-{self.node}-{attempt:03d}.txt"
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text("\n".join(one.text() for one in found))
+            for one in found:
+                name = f"collectives-{attempt:03d}-rank-{one.state.rank:04d}.json"
+                (folder / name).write_bytes(one.collectives or b"")
+        return path
+
+    def _event(self, event: str, *, step: int | None = None, **details: object) -> None:
+        if self._events is not None:
+            with suppress(OSError):
+                self._events.write(event, step=step, node=self.node, **details)

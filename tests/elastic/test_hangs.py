@@ -1,0 +1,215 @@
+"""When silence is a hang, which rank is at fault, and which one is a straggler: all of it without a process."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import pytest
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.hang_timeout import parse_hang_timeout
+from hpc_train.elastic.culprit import GroupState, RankState, culprit, group_states
+from hpc_train.elastic.hangs import COLD_S, FACTOR, SEEN_S, START_S, UNSEEN_S, Hang, HangWatch
+from hpc_train.elastic.stragglers import arrivals_of, find_straggler
+from hpc_train.run.heartbeat import Beat, Phase
+
+TICK = 0.25
+
+
+class Clock:
+    """Lets a watch see the heartbeats of two ranks, as time passes."""
+
+    def __init__(self, watch: HangWatch) -> None:
+        self.watch, self.now, self.beats = watch, 100.0, {}
+
+    def enter(self, phase: Phase, step: int) -> None:
+        self.beats = {rank: Beat(step, phase, self.now, step, self.now) for rank in (0, 1)}
+
+    def wait(self, seconds: float) -> Hang | None:
+        until = self.now + seconds
+        found = None
+        while self.now < until - 1e-9 and found is None:
+            self.now += min(TICK, until - self.now)
+            found = self.watch.look(self.beats, self.now)
+        return found
+
+    def steps(self, number: int, seconds: float, start: int = 1) -> int:
+        for step in range(start, start + number):
+            self.enter(Phase.STEP, step)
+            assert self.wait(seconds) is None
+        return start + number
+
+
+def test_the_bound_of_a_step_is_learned() -> None:
+    watch = HangWatch()
+    clock = Clock(watch)
+    clock.enter(Phase.FIRST_STEP, 0)
+    assert clock.wait(20) is None, "it may compile"
+    clock.steps(3, 0.5)
+    assert watch.bound(Phase.STEP) == pytest.approx(FACTOR * 20, rel=0.05)
+    clock.steps(300, 0.5, start=4)
+    assert watch.bound(Phase.STEP) == 3.0
+    hang = clock.wait(10)
+    assert hang is not None
+    assert 3.0 < hang.seconds <= 3.0 + 2 * TICK
+    watch.begin()
+    assert watch.bound(Phase.STEP) == 3.0, "it is known in the next attempt"
+    clock.steps(300, 2.0, start=400)
+    assert watch.bound(Phase.STEP) == pytest.approx(10.0)
+
+
+def test_rare_slow_steps_are_normal() -> None:
+    watch = HangWatch()
+    clock = Clock(watch)
+    for start in range(0, 1000, 50):
+        clock.steps(49, 0.3, start)
+        clock.steps(1, 2.5, start + 49)
+    assert watch.bound(Phase.STEP) == pytest.approx(12.5)
+
+
+def test_evaluations_and_checkpoints_have_bounds_of_their_own() -> None:
+    watch = HangWatch()
+    clock = Clock(watch)
+    assert watch.bound(Phase.STARTING) == START_S
+    step = clock.steps(20, 0.3)
+    for seconds in (200, 40):
+        clock.enter(Phase.CHECKPOINT, step)
+        assert watch.bound(Phase.CHECKPOINT) >= UNSEEN_S
+        assert clock.wait(seconds) is None
+        step = clock.steps(5, 0.3, step)
+    assert watch.bound(Phase.CHECKPOINT) == pytest.approx(FACTOR * 200)
+    clock.enter(Phase.EVALUATION, step)
+    clock.wait(1)
+    clock.steps(5, 0.3, step)
+    assert watch.bound(Phase.EVALUATION) == COLD_S
+
+
+def test_ranks_may_wait_for_one_that_saves() -> None:
+    clock = Clock(HangWatch())
+    step = clock.steps(20, 0.3)
+    clock.enter(Phase.STEP, step)
+    clock.beats[1] = Beat(step, Phase.CHECKPOINT, clock.now, step, clock.now)
+    assert clock.wait(100) is None
+    assert clock.wait(UNSEEN_S) is not None
+
+
+@pytest.mark.parametrize(("setting", "bound"), [("20", 20.0), ("0", None), ("1.5", 1.5)])
+def test_a_bound_that_the_user_gives(setting: str, bound: float | None) -> None:
+    clock = Clock(HangWatch(parse_hang_timeout(setting)))
+    clock.steps(1, 1.0)
+    hang = clock.wait(5000)
+    assert (hang and hang.bound) == bound
+
+
+@pytest.mark.parametrize("text", ["-1", "soon", "inf", "nan"])
+def test_another_bound_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="hang_timeout_s is"):
+        parse_hang_timeout(text)
+
+
+def test_time_in_which_the_agent_stood_still_does_not_count() -> None:
+    """A suspended job, or a machine so busy that nobody gets on."""
+    watch = HangWatch()
+    clock = Clock(watch)
+    clock.steps(20, 0.3)
+    clock.now += 1000
+    assert watch.look(clock.beats, clock.now) is None
+    for _ in range(int(2 / SEEN_S)):
+        clock.now += 60
+        assert watch.look(clock.beats, clock.now) is None
+
+
+def state(rank: int, **known: object) -> RankState:
+    usual: dict[str, object] = {"step": 7, "phase": "step", "seconds": 4.0, "arrived_step": 7, "process": "S"}
+    return RankState(rank=rank, node="n0", **{**usual, "answered": True, **known})  # type: ignore[arg-type]
+
+
+def groups(**entered: tuple[int, bool]) -> dict[str, object]:
+    return {"groups": {name: GroupState(*value) for name, value in entered.items()}}
+
+
+@pytest.mark.parametrize(
+    ("states", "rank"),
+    [
+        ([state(0), state(1, process="T"), state(2, step=6)], 1),
+        ([state(0), state(1, answered=False)], 1),
+        ([state(0, answered=False), state(1, answered=False), state(2, answered=False, arrived_step=6)], 2),
+        ([state(0, arrived_step=6), state(1)], 0),
+        ([state(0, **groups(dp=(9, True))), state(1, **groups(dp=(8, False)))], 1),
+        # ranks 0 and 2 are one replica: 2 waits for what 0 sends, 3 for 2, 1 for 0
+        (
+            [
+                state(0, **groups(a=(8, False), pp=(4, False))),
+                state(1, **groups(a=(9, True), pp=(4, False))),
+                state(2, **groups(b=(5, False), pp=(5, True))),
+                state(3, **groups(b=(6, True), pp=(5, False))),
+            ],
+            0,
+        ),
+        ([state(0), state(1, process="D")], 1),
+        ([state(0), state(1)], None),
+    ],
+)
+def test_the_rank_that_the_others_wait_for(states: list[RankState], rank: int | None) -> None:
+    assert culprit(states)[0] == rank
+    again = [RankState.parse(json.loads(json.dumps(asdict(one)))) for one in states]
+    assert again == states, "agents can tell each other"
+
+
+def dump(times: Iterator[float], description: str = "mesh_dp", retired: bool = True) -> bytes:
+    entries = [
+        {
+            "process_group": ["5", description],
+            "collective_seq_id": number,
+            "is_p2p": False,
+            "retired": retired,
+            "time_created_ns": int(time * 1e9),
+        }
+        for number, time in enumerate(times)
+    ]
+    return json.dumps({"entries": entries}).encode()
+
+
+def test_the_messages_of_the_control_group_are_not_waited_for() -> None:
+    assert group_states(dump(iter([1.0, 2.0]), "control", retired=False)) == {}
+    assert group_states(dump(iter([1.0, 2.0]), "mesh_dp", retired=False)) == {"5": GroupState(1, True)}
+    assert group_states(b"") == {}
+
+
+def run_of(ranks: int, steps: int, work: dict[int, float], noise: float, seed: int) -> dict[int, bytes]:
+    """When each rank enters its all-reduce: all go on together from the last one; exponential noise on every rank."""
+    random_ = random.Random(seed)
+    entered: dict[int, list[float]] = {rank: [] for rank in range(ranks)}
+    now = 1000.0
+    for _ in range(steps):
+        for rank in range(ranks):
+            entered[rank].append(now + work.get(rank, 0.1) + random_.expovariate(1 / noise))
+        now = max(times[-1] for times in entered.values())
+    return {rank: dump(iter(times)) for rank, times in entered.items()}
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_rank_that_takes_twice_as_long_is_named(ranks: int) -> None:
+    for seed in range(20):
+        found = find_straggler(arrivals_of(run_of(ranks, 60, {1: 0.2}, noise=0.02, seed=seed)))
+        assert found is not None
+        assert found.rank == 1
+        assert 0.3 < found.share < 0.6
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_noise_names_nobody(ranks: int) -> None:
+    """Also where it doubles the time of a step."""
+    for seed in range(200):
+        assert find_straggler(arrivals_of(run_of(ranks, 60, {}, noise=0.1, seed=seed))) is None
+
+
+def test_ranks_that_do_different_work_are_not_compared() -> None:
+    assert not arrivals_of({0: dump(iter([1.0, 2.0]), "mesh_pp"), 1: dump(iter([1.5, 2.5]), "mesh_pp")})
+    world = {0: dump(iter([1.0, 2.0]), "default_pg"), 1: dump(iter([1.5, 2.5]), "default_pg")}
+    assert not arrivals_of(world, pipeline=True)
+    assert arrivals_of(world, pipeline=False)
+    assert arrivals_of({0: dump(iter([1.0, 2.0])), 1: dump(iter([1.5, 2.5]))}, since=1.9).keys() == {("5", 1)}
