@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from typing import Any
 
 from rich.console import Console
@@ -14,7 +15,8 @@ from hpc_train.launch.found import Found, find, find_mine, standings_of
 from hpc_train.launch.standing import SlurmStandings
 from hpc_train.launch.watch import View, time_left
 from hpc_train.run.exits import Exit
-from hpc_train.telemetry.progress import duration
+from hpc_train.run.ledger import Account, read_ledger
+from hpc_train.telemetry.progress import duration, spent_line
 
 
 def main(arguments: list[str]) -> int:
@@ -24,22 +26,27 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     found = find(options.target) if options.target else find_mine()
     standings = standings_of(found, SlurmStandings())
-    rows = [_row(item, item.view(standings)) for item in found]
+    rows = [_row(item, item.view(standings), with_ledger=options.json or len(found) == 1) for item in found]
     if options.json:
-        print("\n".join(json.dumps(row) for row in rows))
+        print("\n".join(json.dumps(row) for row, _ in rows))
     elif rows:
         console = Console()
-        # in a pipe a table is not squeezed into 80 columns
-        console.print(_table(rows), highlight=False, width=None if console.is_terminal else 200)
+        if not console.is_terminal:
+            console.width = 200  # in a pipe a table is not squeezed into 80 columns
+        console.print(_table([row for row, _ in rows]), highlight=False)
+        for _, spent in rows:
+            if spent is not None and (spent.held_s or spent.queue_s):
+                console.print(spent_line(spent), highlight=False, soft_wrap=True)
     else:
         print("no job of yours is in Slurm's queue; status RUN_DIR tells of a run")
     return Exit.DONE
 
 
-def _row(item: Found, view: View) -> dict[str, Any]:
-    """What is known of a run, with a null where it is not known."""
+def _row(item: Found, view: View, with_ledger: bool) -> tuple[dict[str, Any], Account | None]:
+    """What is known of a run, with a null where it is not known; and where its time went."""
     metrics = view.metrics
-    return {
+    spent = read_ledger(item.run, time.time() if view.exit is None else None).total if with_ledger else None
+    row = {
         "run": str(item.run.path),
         "job_id": item.job_id,
         "pid": item.pid,
@@ -54,7 +61,9 @@ def _row(item: Found, view: View) -> dict[str, Any]:
         "time_left_s": time_left(view),
         "restarts": view.restarts,
         "message": view.message,
+        "ledger": None if spent is None else spent.as_json(),
     }
+    return row, spent
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

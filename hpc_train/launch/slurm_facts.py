@@ -65,7 +65,8 @@ def _output(command: Sequence[str]) -> str | None:
 
 def _of_scontrol(job_id: str, text: str) -> JobFacts | None:
     line = text.splitlines()[0] if text else ""
-    values = {name: value for name, value in re.findall(r"(?:^| )(\w+)=(\S*)", line) if value != "(null)"}
+    found = reversed(re.findall(r"(?:^| )(\w+)=(\S*)", line))  # the first of a name counts: a comment stands last
+    values = {name: value for name, value in found if value != "(null)"}
     if "JobState" not in values:
         return None
     reason = values.get("Reason", "")

@@ -66,14 +66,27 @@ class Response:
 
 # All restarts are bounded: three attempts in a row without a new step give the run up (elastic/decision.py).
 RESPONSES: dict[Failure, Response] = {
-    Failure.KILLED: Response(Action.RESTART, "SIGKILL without a sender is mostly the kernel's, out of host memory"),
-    Failure.EXITED: Response(Action.RESTART),
-    Failure.COMMUNICATION: Response(Action.RESTART),
-    Failure.HANG: Response(Action.RESTART),
-    Failure.NODE_LOST: Response(Action.REPLACE),
+    Failure.KILLED: Response(
+        Action.RESTART,
+        "SIGKILL without a sender is mostly the kernel's, out of host memory: a larger cluster.mem, fewer "
+        "batch.loader_workers. SIGSEGV, SIGBUS or SIGABRT: a compiled library, or a full /dev/shm",
+    ),
+    Failure.EXITED: Response(
+        Action.RESTART, "some code calls exit(): the last lines of that rank in its log tell where"
+    ),
+    Failure.COMMUNICATION: Response(
+        Action.RESTART, "mostly another rank failed first: logs RUN --rank all; else the network between the nodes"
+    ),
+    Failure.HANG: Response(
+        Action.RESTART, "the stacks show the line that the named rank stands at, and what it waits for"
+    ),
+    Failure.NODE_LOST: Response(Action.REPLACE, "a node that is lost again: cluster.exclude=NODE, and tell the staff"),
     # A wrong line fails again at the same step: that is told at once. A flaky file system or a rare sample is not.
-    Failure.USER_ERROR: Response(Action.RESTART_IF_FURTHER),
-    Failure.REFUSED: Response(Action.REFUSE),
+    Failure.USER_ERROR: Response(
+        Action.RESTART_IF_FURTHER,
+        "mend the line that the traceback ends at; the same command with run.name goes on from the last checkpoint",
+    ),
+    Failure.REFUSED: Response(Action.REFUSE, "the message says what to change"),
     Failure.OUT_OF_MEMORY: Response(
         Action.FAIL,
         "a smaller batch.micro_size, train.activation_checkpointing=full, or sharded state (strategy=zero3)",

@@ -77,9 +77,15 @@ class Account:
 
 @dataclass(frozen=True)
 class Ledger:
-    """``attempts``: (the launch that an attempt belongs to, its account), in their order."""
+    """Where the time of a run went.
+
+    Attributes:
+        attempts: (the launch that an attempt belongs to, its account), in their order.
+        waiting: of a job that is in the queue now.
+    """
 
     attempts: tuple[tuple[str, Account], ...]
+    waiting: Account = Account()
 
     @property
     def jobs(self) -> tuple[Account, ...]:
@@ -89,7 +95,7 @@ class Ledger:
 
     @property
     def total(self) -> Account:
-        return sum((account for _, account in self.attempts), Account())
+        return sum((account for _, account in self.attempts), self.waiting)
 
 
 def read_ledger(run: RunDirectory, now: float | None = None, closing: Event | None = None) -> Ledger:
@@ -116,16 +122,17 @@ def ledger(
             end died.
     """
     attempts = _attempts(events, metrics)
+    alive = None if attempts and attempts[-1].closed else now
     kept, accounts = _kept_at_end(attempts, now), []
     for place in reversed(range(len(attempts))):
         before = attempts[place - 1] if place else None
         last = place + 1 == len(attempts)
         ends_launch = last or attempts[place + 1].launch != attempts[place].launch
-        account, kept = _Accounting(attempts[place], before, ends_launch, now if last else None, submitted).account(
+        account, kept = _Accounting(attempts[place], before, ends_launch, alive if last else None, submitted).account(
             kept
         )
         accounts.append((attempts[place].launch, account))
-    return Ledger(tuple(reversed(accounts)))
+    return Ledger(tuple(reversed(accounts)), _waiting(attempts, submitted, now))
 
 
 @dataclass(frozen=True)
@@ -253,6 +260,15 @@ def _saved(events: Iterable[Event]) -> int:
     """The step of the newest checkpoint; 0 without one."""
     saved = [event for event in events if event["event"] == "checkpoint_saved"]
     return max(saved, key=lambda event: event["time"])["step"] if saved else 0
+
+
+def _waiting(attempts: Sequence[_Attempt], submitted: Sequence[float], now: float | None) -> Account:
+    """Of a job that was submitted or requeued, and not started since."""
+    last = attempts[-1].last_sign if attempts else 0.0
+    since = max((time for time in submitted if time > last), default=None)
+    if since is None and attempts and any(event["event"] == "requeued" for event in attempts[-1].events):
+        since = last
+    return Account() if now is None or since is None else Account(queue_s=max(0.0, now - since))
 
 
 @dataclass

@@ -151,6 +151,19 @@ def test_a_live_run_keeps_what_it_has_done_and_a_dead_one_only_its_checkpoints()
     assert seconds(log.ledger().total) == {"start_up_s": 10.0, "steps_s": 5.0, "lost_s": 5.0}
 
 
+def test_a_job_that_waits_now() -> None:
+    log = Log()
+    assert seconds(log.ledger(40.0, now=50.0).total) == {"queue_s": 10.0}
+    log.started(100.0)
+    log.line(101.0, 1)
+    log.event(103.0, "stopped", step=2, step_s=1.0, save_s=1.0)
+    log.event(104.0, "requeued", step=2)
+    found = log.ledger(90.0, now=124.0)
+    assert seconds(found.total) == {"queue_s": 10.0 + 20.0, "steps_s": 2.0, "checkpoint_s": 1.0, "other_s": 1.0}
+    assert [job.queue_s for job in found.jobs] == [10.0], "it is no start of a job yet"
+    assert seconds(log.ledger(90.0).total)["queue_s"] == 10.0, "nothing waits any more"
+
+
 def test_a_start_that_takes_long() -> None:
     log = Log()
     log.started(100.0)

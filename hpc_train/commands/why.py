@@ -1,0 +1,126 @@
+"""``python -m hpc_train why RUN``: one page on why a run failed, or why its job waits, and what to do about it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from hpc_train.launch.diagnosis import TAIL_LINES, Diagnosis, diagnose, shown
+from hpc_train.launch.found import find_one
+from hpc_train.run.exits import Exit
+from hpc_train.telemetry.progress import duration, spent_line
+
+Section = tuple[str, list[str]]
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m hpc_train why", description=__doc__)
+    parser.add_argument("target", metavar="RUN", help="a run directory, or its name")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(arguments)
+    found = diagnose(find_one(options.target))
+    if options.json:
+        print(json.dumps(asdict(found) | {"ledger": found.ledger.as_json()}))
+        return Exit.DONE
+    console = Console()
+    console.print(Text(_headline(found), style="bold"), soft_wrap=True)
+    for title, lines in _sections(found):
+        if lines:
+            console.print(Text(f"\n{title}", style="bold"))
+            console.print(Text("\n".join(f"  {line}" for line in lines)), soft_wrap=True)
+    return Exit.DONE
+
+
+def _headline(found: Diagnosis) -> str:
+    head = f"{shown(Path(found.run))}: {found.state}"
+    if found.waiting is not None or _ended_badly(found):
+        return head
+    return f"{head}; nothing failed" if found.cause is None else f"{head}; what failed before was mended"
+
+
+def _ended_badly(found: Diagnosis) -> bool:
+    return found.exit_code not in (None, Exit.DONE)
+
+
+def _sections(found: Diagnosis) -> Iterator[Section]:
+    yield "why it waits", _waiting(found)
+    yield "what failed" if _ended_badly(found) else "what failed before", _cause(found)
+    yield "Slurm", _slurm(found)
+    yield "memory", _memory(found)
+    yield "last checkpoint", _checkpoint(found)
+    yield "what was done", [_event(event) for event in found.done]
+    yield "where the time went", [spent_line(found.ledger)] if found.ledger.held_s or found.ledger.queue_s else []
+    yield "what to do", list(found.advice)
+
+
+def _waiting(found: Diagnosis) -> list[str]:
+    waiting = found.waiting
+    if waiting is None:
+        return []
+    lines = [f"{waiting.words} ({waiting.reason})"]
+    lines += [f"expected to start at {waiting.starts.replace('T', ' ')}"] if waiting.starts else []
+    lines += [f"mend: {waiting.mend}"] if waiting.mend else []
+    return lines + [f"sooner: {change}" for change in waiting.sooner]
+
+
+def _cause(found: Diagnosis) -> list[str]:
+    cause = found.cause
+    if cause is None:
+        return found.message.splitlines()[-TAIL_LINES:]
+    who = f"rank {cause.rank} on {cause.node}" if cause.rank is not None else f"on {cause.node}"
+    lines = [f"{cause.kind}, {who}, in attempt {cause.attempt} at {_clock(cause.time)}: {cause.message}"]
+    lines += cause.traceback.rstrip().splitlines()[-TAIL_LINES:]
+    return lines + ([f"stacks of all ranks: {shown(Path(cause.stacks))}"] if cause.stacks else [])
+
+
+def _slurm(found: Diagnosis) -> list[str]:
+    facts = found.slurm
+    if facts is None:
+        return []
+    parts = [f"job {facts.job_id}: {facts.state}", f"ExitCode {facts.exit_code}" if facts.exit_code else ""]
+    parts += [f"DerivedExitCode {facts.derived_exit_code}" if facts.derived_exit_code else ""]
+    parts += [f"Reason {facts.reason}" if facts.reason else "", f"{facts.restarts} requeues" if facts.restarts else ""]
+    parts += [f"depends on {facts.dependency}" if facts.dependency else ""]
+    nodes = [f"{node.node} {node.state}" + (f" ({node.reason})" if node.reason else "") for node in facts.nodes]
+    return [", ".join(filter(None, parts)), *([f"nodes: {', '.join(nodes)}"] if nodes else [])]
+
+
+def _memory(found: Diagnosis) -> list[str]:
+    rss = found.slurm.max_rss_bytes if found.slurm else None
+    lines = [f"largest task by Slurm's count (MaxRSS): {_size(rss)}"] if rss else []
+    return lines + (
+        [f"peak of rank 0 in the metrics: {_size(found.peak_memory_bytes)}"] if found.peak_memory_bytes else []
+    )
+
+
+def _checkpoint(found: Diagnosis) -> list[str]:
+    kept = found.checkpoint
+    where = f"step {kept.step}: {shown(Path(kept.path))}" if kept.path else "none"
+    if found.cause is None or (kept.lost_s is None and not kept.lost_steps):
+        return [where]
+    lost = f"{kept.lost_steps} logged steps" + (f", {duration(kept.lost_s)}" if kept.lost_s is not None else "")
+    return [where, f"lost by the failure: {lost}"]
+
+
+def _event(event: dict[str, Any]) -> str:
+    details = [str(event[key]) for key in ("class", "reason", "message") if event.get(key)]
+    who = f"rank {event['rank']} on {event['node']}" if event.get("rank") is not None else str(event["node"])
+    step = f"step {event['step']}" if event.get("step") is not None else ""
+    parts = [_clock(event["time"]), f"attempt {event['attempt']}", event["event"], who, step]
+    return "  ".join(filter(None, parts)) + (f": {', '.join(details)}".splitlines()[0] if details else "")
+
+
+def _clock(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"
