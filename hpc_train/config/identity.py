@@ -11,13 +11,16 @@ from hpc_train.config.schema import Config
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """The identity keys, flat: model, data, global batch, optimizer and seed. All others are free to change."""
+    """The identity keys, flat: model, data, global batch, optimizer, seed, reproducibility. Others may change."""
     nested = {
         "model": asdict(config.model),
         "data": asdict(config.data),
         "optim": asdict(config.optim),
-        "batch": {"global_size": config.batch.global_size},
-        "train": {"seed": config.train.seed},
+        "batch": {
+            "global_size": config.batch.global_size,
+            "logical_micro_batches": config.batch.logical_micro_batches,
+        },
+        "train": {"seed": config.train.seed, "reproducible": config.train.reproducible},
     }
     return dict(_flat(nested))
 

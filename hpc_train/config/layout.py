@@ -10,10 +10,12 @@ import math
 from dataclasses import dataclass
 
 from hpc_train.config.errors import ConfigError
+from hpc_train.config.reproducible import check_reproducible, divide
 from hpc_train.config.schema import Config, StrategyConfig
 
 ZERO = ("zero1", "zero2", "zero3")
 DATA_PARALLEL = ("ddp", "reduce", *ZERO)
+TREE = "tree"  # how replicas are kept in step under train.reproducible
 
 # Which data parallelism each pipeline schedule computes right gradients with. torch's zero-bubble schedules split the
 # backward, so DDP's and resharding FSDP's hooks fire at the wrong moment: wrong gradients without an error
@@ -46,6 +48,9 @@ class Layout:
     ``shard`` ranks, neighbours within dp, hold one copy of the ZeRO state; dp / shard such groups replicate it. A step
     of one rank is ``micro_batches`` micro-batches of ``micro_size`` samples; where dp x micro_batches x micro_size
     exceeds the global batch the rest is padding.
+
+    ``logical_micro_batches`` of a step, 0 where their number is not fixed (``train.reproducible``): each dp rank has
+    consecutive ones.
     """
 
     dp: int
@@ -58,6 +63,12 @@ class Layout:
     micro_batches: int
     micro_size: int
     notes: tuple[str, ...] = ()
+    logical_micro_batches: int = 0
+
+    def logical_of(self, dp_rank: int) -> range:
+        """The logical micro-batches that a dp rank computes."""
+        logical = self.logical_micro_batches
+        return range(dp_rank * logical // self.dp, (dp_rank + 1) * logical // self.dp)
 
     @property
     def world_size(self) -> int:
@@ -91,18 +102,24 @@ def resolve_layout(config: Config, nodes: int, workers_per_node: int) -> Layout:
     stages_per_rank = strategy.stages_per_rank if pp > 1 else 1
     schedule = strategy.schedule
     _check_pipeline(config, pp, dp, tp, stages_per_rank)
-    micro_batches, micro_size = _micro_batches(config, dp, pp, pp * stages_per_rank)
+    reproducible, logical = config.train.reproducible is not None, 0
+    if reproducible:
+        check_reproducible(config, pp, tp)
+        logical, micro_batches, micro_size = divide(config, dp)
+    else:
+        micro_batches, micro_size = _micro_batches(config, dp, pp, pp * stages_per_rank)
     return Layout(
         dp=dp,
         pp=pp,
         tp=tp,
         shard=_shard(strategy, dp, workers_per_node // tp),
-        data_parallel=strategy.data_parallel,
+        data_parallel=TREE if reproducible else strategy.data_parallel,
         schedule=schedule,
         stages_per_rank=stages_per_rank,
         micro_batches=micro_batches,
         micro_size=micro_size,
         notes=tuple(notes),
+        logical_micro_batches=logical,
     )
 
 

@@ -225,6 +225,7 @@ class TrainConfig:
     eval_every: int = 0  # steps; 0: only at the end
     activation_checkpointing: str = "none"  # none | full | selective
     compile: bool = False  # torch.compile per layer
+    reproducible: str | None = None  # any_world_size: the same bits on any number of ranks; under single and dp
     threads: int | str = "auto"  # intra-op CPU threads per rank
 
 
@@ -235,6 +236,7 @@ class BatchConfig:
     global_size: int = 64  # samples per optimizer step
     micro_size: int | str = "auto"  # samples per micro-batch and rank
     micro_batches: int | str = "auto"  # micro-batches per step and rank: accumulation, or the pipeline's micro-batches
+    logical_micro_batches: int | str = "auto"  # of a step under train.reproducible, and its most ranks; auto: 8
     drop_last: bool = True  # drop the short batch at the end of an epoch, or pad it
     loader_workers: int | str = "auto"  # loader processes per rank
 

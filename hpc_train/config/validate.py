@@ -15,6 +15,7 @@ from hpc_train.config.errors import ConfigError
 from hpc_train.config.hang_timeout import parse_hang_timeout
 from hpc_train.config.inputs import check_inputs
 from hpc_train.config.layout import DATA_PARALLEL, SCHEDULES, Layout, resolve_layout
+from hpc_train.config.reproducible import ANY_WORLD_SIZE
 from hpc_train.config.save_every import parse_save_every
 from hpc_train.config.schema import Config, GPTConfig, SyntheticDataConfig, ViTConfig
 from hpc_train.config.wording import nearest
@@ -29,6 +30,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "optim.lr_scaling": ("none", "linear", "sqrt"),
     "optim.schedule": ("constant", "linear", "cosine", "wsd"),
     "precision.name": ("fp64", "fp32", "bf16", "fp16"),
+    "train.reproducible": (ANY_WORLD_SIZE,),
     "train.activation_checkpointing": ("none", "full", "selective"),
     "checkpoint.verify": ("full", "sizes"),
     "checkpoint.keep_best": ("val_loss", "val_accuracy"),
@@ -43,6 +45,7 @@ WORDS: dict[str, tuple[str, ...]] = {  # keys that hold a number or one of these
     "train.threads": ("auto",),
     "batch.micro_size": ("auto",),
     "batch.micro_batches": ("auto",),
+    "batch.logical_micro_batches": ("auto",),
     "batch.loader_workers": ("auto",),
     "launch.array_parallelism": ("auto",),
     "elastic.stop_grace_s": ("auto",),
@@ -81,6 +84,7 @@ RANGES: dict[Range, tuple[str, ...]] = {
         "model.n_classes", "model.mlp_dim", "data.sequence_length", "data.vocab_size", "data.image_size",
         "data.channels", "data.n_classes", "data.samples", "data.validation_samples", "optim.base_batch",
         "train.steps", "train.threads", "batch.global_size", "batch.micro_size", "batch.micro_batches",
+        "batch.logical_micro_batches",
         "checkpoint.keep", "telemetry.log_every", "launch.array_parallelism", "precision.loss_scale_growth_every",
     ),
     SHARE: ("optim.min_lr_ratio", "optim.decay_share"),

@@ -74,6 +74,8 @@ class Order:
         Returns:
             ``[micro_batches, micro_size]`` sample indices in the global order, ``PADDING`` behind them.
         """
+        if layout.logical_micro_batches:
+            return self._logical_batch(step, layout, dp_rank)
         first = dp_rank * self.global_size // layout.dp
         last = (dp_rank + 1) * self.global_size // layout.dp
         slots = np.full(layout.micro_batches * layout.micro_size, PADDING, dtype=np.int64)
@@ -81,6 +83,15 @@ class Order:
             raise ValueError(f"{last - first} samples of a rank in {slots.size} slots: the layout is of another batch")
         slots[: last - first] = self.slots(step, first, last)
         return slots.reshape(layout.micro_batches, layout.micro_size)
+
+    def _logical_batch(self, step: int, layout: Layout, dp_rank: int) -> NDArray[np.int64]:
+        """The logical micro-batches of one rank. Number v of V takes [floor(v * G / V), floor((v + 1) * G / V))."""
+        slots = np.full((layout.micro_batches, layout.micro_size), PADDING, dtype=np.int64)
+        for row, logical in enumerate(layout.logical_of(dp_rank)):
+            first = logical * self.global_size // layout.logical_micro_batches
+            last = (logical + 1) * self.global_size // layout.logical_micro_batches
+            slots[row, : last - first] = self.slots(step, first, last)
+        return slots
 
     def template(self, step: int) -> int:
         """A sample of the step's global batch that is always there: its shape is the padding's."""

@@ -12,6 +12,7 @@ from hpc_train.parallel import batch_statistics
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.replica_engine import ReplicaEngine
+from hpc_train.parallel.reproducible_engine import ReproducibleEngine
 
 
 def build_engine(config: Config, mesh: Mesh) -> Engine:
@@ -23,6 +24,8 @@ def build_engine(config: Config, mesh: Mesh) -> Engine:
     model = build_model(config.model, config.train.seed)
     if batch_statistics.has_batch_statistics(model):
         batch_statistics.check_batch(config, mesh)
+    if mesh.layout.logical_micro_batches:
+        return ReproducibleEngine(config, mesh, model)
     if mesh.layout.pp == 1 and mesh.layout.tp == 1:
         return ReplicaEngine(config, mesh, model)
     whole = _check_parts(model, mesh)

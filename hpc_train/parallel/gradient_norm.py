@@ -69,15 +69,15 @@ def _global_norm(counted: Mapping[float, list[Tensor]], inverse_scale: Tensor | 
     dtypes = {gradient.dtype for gradients in counted.values() for gradient in gradients}
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     total = torch.zeros((), dtype=dtype, device=mesh.device)
+    replicated = 1.0 / mesh.layout.world_size
+    alone = mesh.layout.pp == 1 and all(weight == replicated for weight in counted)  # this rank holds everything
     for weight, gradients in counted.items():
         norms = torch.stack([norm.to(dtype) for norm in torch._foreach_norm(gradients)])
         if inverse_scale is not None:  # before squaring: the square of a scaled gradient may overflow
             norms = norms * inverse_scale
-        total += weight * norms.square().sum()
-    replicated = 1.0 / mesh.layout.world_size
-    if mesh.layout.pp == 1 and all(weight == replicated for weight in counted):
-        return (total / replicated).sqrt()  # every rank holds everything: it knows the norm by itself
-    dist.all_reduce(total)
+        total += (1.0 if alone else weight) * norms.square().sum()
+    if not alone:
+        dist.all_reduce(total)
     return total.sqrt()
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from hpc_train.config.schema import Config
+from hpc_train.config.schema import Config, TrainConfig
 from hpc_train.parallel.mesh import Mesh, join_mesh
 from hpc_train.run.worker_spec import WorkerSpec
 
@@ -21,11 +22,25 @@ def join(spec: WorkerSpec, config: Config, listen_fd: int | None) -> Mesh:
     Args:
         listen_fd: on rank 0, the socket that already listens on ``spec.master_port``.
     """
-    torch.set_num_threads(spec.threads)
+    torch.set_num_threads(_threads(spec, config.train))
+    if config.train.reproducible is not None:
+        _use_deterministic()
     device = _device(spec)
     timeout = timedelta(seconds=config.elastic.collective_timeout_s)
     _join(spec, device, timeout, listen_fd)
     return join_mesh(spec.layout, spec.rank, device, timeout)
+
+
+def _threads(spec: WorkerSpec, train: TrainConfig) -> int:
+    """``auto`` shares the cores among the ranks of the node; the bits of a sum depend on how many threads share it."""
+    return 1 if train.reproducible is not None and train.threads == "auto" else spec.threads
+
+
+def _use_deterministic() -> None:
+    """Kernels that add in an order of their own, with atomics, give way to slower ones; an op that has no other raises
+    an error that names it."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs for it; read at its first call
+    torch.use_deterministic_algorithms(True)
 
 
 def _device(spec: WorkerSpec) -> torch.device:

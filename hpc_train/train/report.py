@@ -65,7 +65,7 @@ class Report:
             print(f"stopped on request after step {step} of {self.total_steps}, after a checkpoint")
             self._close("stopped", step, {}, rates)
 
-    def finished(self, step: int, tokens_per_s: float, rates: dict[str, float]) -> None:
+    def finished(self, step: int, tokens_per_s: float, rates: dict[str, float], weights_sha256: str | None) -> None:
         """The result, to the log and to ``run.json``.
 
         Args:
@@ -78,6 +78,8 @@ class Report:
         result |= {key: finite_or_none(self._last[key]) for key in RESULT if self._last.get(key) is not None}
         result["seconds"] = round(time.monotonic() - self._began, 3)  # of this attempt, from the first batch on
         result["tokens_per_s"] = tokens_per_s
+        if weights_sha256 is not None:
+            result["weights_sha256"] = weights_sha256
         self.run.update_record(result=result)
         print("finished: " + ", ".join(f"{key} {_short(value)}" for key, value in result.items() if key != "attempt"))
         self._close("finished", step, result, rates)

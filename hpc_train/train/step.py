@@ -11,10 +11,10 @@ from hpc_train.config.schema import Config
 from hpc_train.data.batch import StepBatch
 from hpc_train.parallel.engine import Engine, StepResult
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.random_streams import seed_step
 from hpc_train.train.learning_rate import peak_rate, rate
 from hpc_train.train.loss_scale import LossScale
 from hpc_train.train.optimizer import Optimizer
-from hpc_train.train.random_streams import seed_step
 
 MOST_SKIPPED = (
     50  # steps in a row without a finite gradient until a run fails: fp16 needs about 20 from its first scale

@@ -26,6 +26,7 @@ from hpc_train.train.meter import Meter
 from hpc_train.train.report import Report
 from hpc_train.train.save_schedule import SaveSchedule
 from hpc_train.train.step import StepOutcome, TrainStep
+from hpc_train.train.weights_hash import weights_sha256
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,9 @@ class Trainer:
         self.heartbeat.enter(Phase.STEP, self.step)
         self._control.read()  # nobody leaves while a message is under way
         self._save(final=True)
-        self.report.finished(self.step, self.meter.mean_tokens_per_s, self.meter.read())
+        whole = self.mesh.rank == 0 and self.config.train.reproducible is not None
+        weights = weights_sha256(self.engine) if whole else None
+        self.report.finished(self.step, self.meter.mean_tokens_per_s, self.meter.read(), weights)
         return Exit.DONE
 
     def _announce(self, batch: LocalBatch | None) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from hpc_train.config.layout import Layout
 from hpc_train.data.batch import IGNORED, Batch, StepBatch
+from hpc_train.data.order import Order
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine, StepNumbers
@@ -185,15 +186,13 @@ def global_batch(cell: Cell, step: int) -> tuple[Tensor, Tensor]:
 
 
 def local_batch(cell: Cell, layout: Layout, dp_rank: int, step: int) -> StepBatch:
-    """The share of ``dp_rank``: consecutive slots, those behind the global batch filled with padding."""
+    """The share of ``dp_rank``, with padding as the feed makes it."""
     inputs, targets = global_batch(cell, step)
-    local = layout.micro_batches * layout.micro_size
-    padding = layout.dp * local - inputs.shape[0]
-    target_count = int((targets != IGNORED).sum())
-    inputs = torch.cat((inputs, inputs.new_zeros(padding, *inputs.shape[1:])))[dp_rank * local :][:local]
-    targets = torch.cat((targets, targets.new_full((padding, *targets.shape[1:]), IGNORED)))[dp_rank * local :][:local]
-    pieces = zip(inputs.split(layout.micro_size), targets.split(layout.micro_size), strict=True)
-    return StepBatch(tuple(Batch(*piece) for piece in pieces), target_count)
+    size, target_count = inputs.shape[0], int((targets != IGNORED).sum())
+    inputs = torch.cat((inputs, inputs.new_zeros(1, *inputs.shape[1:])))  # the last row is what PADDING, -1, takes
+    targets = torch.cat((targets, targets.new_full((1, *targets.shape[1:]), IGNORED)))
+    slots = torch.from_numpy(Order(size, size, drop_last=True, seed=None).rank_batch(0, layout, dp_rank))
+    return StepBatch(tuple(Batch(inputs[row], targets[row]) for row in slots), target_count)
 
 
 def train_plainly(cell: Cell) -> Record:

@@ -12,9 +12,9 @@ import torch
 from hpc_train.parallel.mesh import Mesh
 
 
-def stream_seed(seed: int, step: int, dp_rank: int, pp_rank: int) -> int:
-    """A 63-bit seed, the same in every process and version of Python."""
-    digest = hashlib.blake2b(f"step:{seed}:{step}:{dp_rank}:{pp_rank}".encode(), digest_size=8).digest()
+def stream_seed(*place: object) -> int:
+    """A 63-bit seed of a place in a run, the same in every process and version of Python."""
+    digest = hashlib.blake2b(":".join(map(str, place)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
@@ -23,7 +23,15 @@ def seed_step(seed: int, step: int, mesh: Mesh) -> None:
 
     Tensor-parallel ranks share one stream: what is whole on each of them must be dropped alike.
     """
-    value = stream_seed(seed, step, mesh.dp_rank, mesh.pp_rank)
+    _seed_all(stream_seed("step", seed, step, mesh.dp_rank, mesh.pp_rank), mesh.device)
+
+
+def seed_micro_batch(seed: int, step: int, logical: int, device: torch.device) -> None:
+    """The same for a logical micro-batch, whichever rank computes it."""
+    _seed_all(stream_seed("micro-batch", seed, step, logical), device)
+
+
+def _seed_all(value: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(value)
-    if mesh.device.type == "cuda":
+    if device.type == "cuda":
         torch.cuda.manual_seed(value)
