@@ -12,6 +12,7 @@ import fcntl
 import os
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -42,7 +43,7 @@ def node_local_caches(name: str, environment: Mapping[str, str] = os.environ) ->
     None outside of a Slurm job: a workstation keeps its caches.
 
     Args:
-        name: tells the agents of a node apart.
+        name: of the job and node; agents of several test clusters may have the same one on one machine.
     """
     parent = _parent(environment) if "SLURM_JOB_ID" in environment else None
     if parent is None:
@@ -92,15 +93,14 @@ def _parent(environment: Mapping[str, str]) -> Path | None:
 
 
 def _claim(parent: Path, name: str) -> tuple[Path, int]:
-    """Makes the directory ``name`` and locks it; removes those whose agent is gone."""
+    """Makes a new directory that begins with ``name`` and locks it; removes those whose agent is gone."""
     guard = os.open(parent / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(guard, fcntl.LOCK_EX)
         for other in parent.iterdir():
             if other.is_dir() and not _alive(other):
                 shutil.rmtree(other, ignore_errors=True)
-        directory = parent / name
-        directory.mkdir(exist_ok=True)
+        directory = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=parent))
         lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
         return directory, lock
