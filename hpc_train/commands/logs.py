@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpc_train.config.errors import ConfigError
+from hpc_train.launch.diagnosis import find_cause
 from hpc_train.launch.found import Found, find_one, standings_of
 from hpc_train.launch.standing import SlurmStandings
 from hpc_train.launch.watch import attempt_end, failure_text
@@ -32,7 +33,8 @@ def main(arguments: list[str]) -> int:
     found = find_one(options.target)
     rank = None if options.rank == "all" else int(options.rank)
     attempt = found.run.newest_attempt() if options.attempt is None else options.attempt
-    _print_failure(found.run, attempt)
+    if not options.follow:
+        _print_failure(found.run, attempt)
     logs = NodeLogs(found.run, max(0, attempt), rank)
     if options.follow:
         return _follow(found, logs, rank)
@@ -74,19 +76,25 @@ class NodeLogs:
 
 
 def _print_failure(run: RunDirectory, attempt: int) -> None:
+    """How ``attempt`` failed, also where the run has gone on from there."""
     end = attempt_end(run, attempt)
     if end is not None and end.event["event"] in ("failed", "gave_up"):
-        print(f"{failure_text(run, end.event)}\n")
+        print(f"{failure_text(run, end.event)}\n", flush=True)
+    elif cause := find_cause([event for event in run.read_events() if event["attempt"] == attempt]):
+        who = f"attempt {attempt}: {cause.who} failed ({cause.kind})"
+        print(f"{who}:\n{cause.traceback.rstrip() or cause.message}\n", flush=True)
 
 
 def _follow(found: Found, logs: NodeLogs, rank: int | None) -> int:
     slurm = SlurmStandings()
     try:
         while True:
-            view = found.view(standings_of([found], slurm))  # before the lines: none comes after the end
+            # before the lines: none comes after the end, and few after the next attempt has begun
+            view, newest = found.view(standings_of([found], slurm)), found.run.newest_attempt()
             for line in logs.read():
                 print(line, flush=True)
-            if logs.attempt < found.run.newest_attempt():
+            if logs.attempt < newest:
+                _print_failure(found.run, logs.attempt)
                 logs = NodeLogs(found.run, logs.attempt + 1, rank)
             elif view.exit is not None:
                 _print_failure(found.run, logs.attempt)

@@ -75,8 +75,7 @@ def _cause(found: Diagnosis) -> list[str]:
     cause = found.cause
     if cause is None:
         return found.message.splitlines()[-TAIL_LINES:]
-    who = f"rank {cause.rank} on {cause.node}" if cause.rank is not None else f"on {cause.node}"
-    lines = [f"{cause.kind}, {who}, in attempt {cause.attempt} at {_clock(cause.time)}: {cause.message}"]
+    lines = [f"{cause.kind}, {cause.who}, in attempt {cause.attempt} at {_clock(cause.time)}: {cause.message}"]
     lines += cause.traceback.rstrip().splitlines()[-TAIL_LINES:]
     return lines + ([f"stacks of all ranks: {shown(Path(cause.stacks))}"] if cause.stacks else [])
 

@@ -55,6 +55,10 @@ class Cause:
     traceback: str = ""
     stacks: str | None = None
 
+    @property
+    def who(self) -> str:
+        return f"node {self.node}" if self.rank is None else f"rank {self.rank} on {self.node}"
+
 
 @dataclass(frozen=True)
 class LastCheckpoint:

@@ -1,0 +1,63 @@
+"""``logs`` over several attempts of one job, as the agents write them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_train.commands import logs
+from hpc_train.config.freeze import freeze
+from hpc_train.elastic.logs import WorkerLog
+from hpc_train.run import submissions
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from tests.launch.jobs import make_job
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """Two ranks on two nodes: rank 1 fails in attempt 0, which is restarted; attempt 1 comes to its end."""
+    job = make_job(tmp_path / "sweep")
+    freeze(job.config, job.run)
+    submissions.add(job.run, "somewhere", first_attempt=0)
+    for attempt in range(2):
+        job.run.claim_attempt()
+        for rank in range(2):
+            log = WorkerLog(job.run.logs / f"n{rank}-{attempt:03d}.log")
+            log.write(rank, f"rank {rank} in attempt {attempt}\n".encode())
+            log.close()
+    events = EventLog.open(job.run, "agent-n1", 0)
+    cause = {"rank": 1, "node": "n1", "class": "killed", "message": "killed by SIGKILL"}
+    events.write("worker_failed", traceback="killed by SIGKILL\nlast output:\nall is well", **cause)
+    events.write("restarted", reason="killed")
+    for node in range(2):
+        EventLog.open(job.run, f"agent-n{node}", 1).write("finished", exit_code=0)
+    return job.run
+
+
+def printed(run: RunDirectory, capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
+    assert logs.main([str(run.path), *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return [line.partition("] ")[2] or line for line in lines]
+
+
+FAILURE = ["attempt 0: rank 1 on n1 failed (killed):", "killed by SIGKILL", "last output:", "all is well", ""]
+
+
+def test_the_newest_attempt_and_rank_0_by_default(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(run, capsys) == ["rank 0 in attempt 1"]
+
+
+def test_an_attempt_that_was_restarted_has_its_failure_on_top(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert printed(run, capsys, "--attempt", "0") == [*FAILURE, "rank 0 in attempt 0"]
+    assert printed(run, capsys, "--attempt", "0", "--rank", "1") == [*FAILURE, "rank 1 in attempt 0"]
+
+
+def test_following_goes_from_attempt_to_attempt(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(run, capsys, "--attempt", "0", "--rank", "all", "-f")
+    assert sorted(found[:2]) == ["rank 0 in attempt 0", "rank 1 in attempt 0"]
+    assert found[2:7] == FAILURE
+    assert sorted(found[7:]) == ["rank 0 in attempt 1", "rank 1 in attempt 1"]

@@ -1,0 +1,52 @@
+"""``why``: of a job that waits for nodes, and of one that failed, on a real cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.slurm.cluster import Cluster, wait_for
+from tests.slurm.runs import FAULTY, ONE_NODE, job_id
+
+
+def why(cluster: Cluster, cwd: Path) -> dict[str, Any]:
+    done = cluster.hpc_train("why", "run", "--json", cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_job_that_waits_for_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    busy = cluster.call("sbatch", "--parsable", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
+    other = busy.stdout.strip()
+    try:
+        cluster.wait_for_state(other, "RUNNING")
+        case = ["cluster.nodes=2", "cluster.cpu_workers=1", "launch.detach=true", "run.name=run"]
+        submitted = cluster.hpc_train(*FAULTY, *case, "-m", cwd=tmp_path)
+        assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+        wait_for("a reason", lambda: why(cluster, tmp_path)["waiting"]["reason"] in ("Resources", "Priority"), 90)
+        found = why(cluster, tmp_path)
+        assert "nodes" in found["waiting"]["words"]
+        assert any(change.startswith("cluster.nodes=1-2: 1 of the ") for change in found["waiting"]["sooner"])
+        assert found["ledger"]["queue_s"] > 0
+        held = cluster.call("scontrol", "uhold", job_id(tmp_path / "outputs" / "run"))
+        assert held.returncode == 0, held.stderr
+        waiting = why(cluster, tmp_path)["waiting"]
+        assert waiting["reason"] == "JobHeldUser"
+        assert waiting["mend"] == f"scontrol release {job_id(tmp_path / 'outputs' / 'run')} lets it go"
+    finally:
+        cluster.call("scancel", other)
+        cluster.call("scancel", "--name=hpc_train-run")
+
+
+def test_a_job_that_failed(cluster: Cluster, tmp_path: Path) -> None:
+    failed = cluster.hpc_train(*FAULTY, *ONE_NODE, "run.name=run", "-m", cwd=tmp_path, timeout=300)
+    assert failed.returncode == 1, failed.stdout + failed.stderr
+    found = why(cluster, tmp_path)
+    assert (found["cause"]["kind"], found["cause"]["rank"]) == ("user_error", 1)
+    assert "ArithmeticError" in found["cause"]["traceback"]
+    assert (found["slurm"]["state"], found["slurm"]["exit_code"]) == ("FAILED", "1:0")
+    assert [node["state"].rstrip("*") for node in found["slurm"]["nodes"]]
+    assert found["advice"][0].startswith("mend the line")
+    told = cluster.hpc_train("why", "run", cwd=tmp_path).stdout
+    assert "job " + job_id(tmp_path / "outputs" / "run") in told
