@@ -17,7 +17,8 @@ import pytest
 from hpc_train.checkpoint import disk
 from hpc_train.checkpoint.retention import Retention
 from hpc_train.checkpoint.store import CheckpointStore
-from tests.checkpoint.tiny import LIMIT_S, LONG, commit, newest_good
+from tests.checkpoint.progress import LONG
+from tests.checkpoint.tiny import LIMIT_S, commit, newest_good
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 50)

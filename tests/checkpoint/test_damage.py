@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from hpc_train.checkpoint.store import CheckpointStore
-from tests.checkpoint.tiny import LIMIT_S, LONG, commit, newest_good
+from tests.checkpoint.progress import LONG, Progress
+from tests.checkpoint.tiny import LIMIT_S, commit, newest_good
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 50)
@@ -72,13 +73,13 @@ DAMAGES: tuple[Callable[[Path, Path, random.Random], None], ...] = (
 )  # fmt: skip
 
 
-def damage_many(rank: int, world_size: int, folder: str, cases: int) -> list[str]:
+def damage_many(rank: int, world_size: int, folder: str, progress: Progress) -> list[str]:
     template = Path(folder) / "template"
     for step in (1, 2):
         commit(CheckpointStore(template), step)
     wrong = []
     os.fsync = lambda descriptor: None  # of thousands of directories that nobody needs after a crash
-    for seed in range(cases):
+    for seed in map(int, progress.open(range(CASES))):
         root = Path(folder) / "case"
         shutil.copytree(template, root)
         choose = random.Random(seed)
@@ -89,9 +90,11 @@ def damage_many(rank: int, world_size: int, folder: str, cases: int) -> list[str
         names = sorted(path.name for path in root.iterdir() if path.name != ".verified.json")
         if found != 1 or names != ["bad.step-00000002.attempt-009", "step-00000001"]:
             wrong.append(f"seed {seed}, {damage.__name__} of {victim.name}: {found}, {names}")
+        else:
+            progress.passed(seed)
         shutil.rmtree(root)
     return wrong
 
 
 def test_no_damaged_checkpoint_is_loaded(tmp_path: Path) -> None:
-    assert run_ranks(1, damage_many, str(tmp_path), CASES, timeout=LIMIT_S) == [[]]
+    assert run_ranks(1, damage_many, str(tmp_path), Progress.of("damage"), timeout=LIMIT_S) == [[]]

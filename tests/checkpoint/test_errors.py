@@ -17,7 +17,8 @@ from hpc_train.checkpoint.writer import SaveFailed
 from hpc_train.config.errors import ConfigError
 from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.test_layouts import make_manager
-from tests.checkpoint.tiny import LIMIT_S, LONG, commit
+from tests.checkpoint.progress import LONG
+from tests.checkpoint.tiny import LIMIT_S, commit
 from tests.ranks import run_ranks
 from tests.train.runs import frozen
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.progress import LONG
 from tests.checkpoint.tensors import assert_same_bits
 from tests.checkpoint.test_layouts import TIED, restore_and_save, save_made_up
-from tests.checkpoint.tiny import LONG
 from tests.ranks import run_ranks
 from tests.train.runs import frozen
 

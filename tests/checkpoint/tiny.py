@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -14,9 +12,9 @@ from hpc_train.checkpoint.reader import SafeReader
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
 from hpc_train.checkpoint.verified import VerifiedSearch, on_first
 from hpc_train.checkpoint.writer import quiet, write_tensors
+from tests.checkpoint.progress import LONG
 
-LONG = bool(os.environ.get("HPC_TRAIN_LONG"))
-LIMIT_S = 7000 if LONG else 250  # for a test
+LIMIT_S = 20_000 if LONG else 250  # for a test
 
 
 def state_of(step: int, rank: int = 0) -> dict[str, Tensor]:

@@ -1,0 +1,50 @@
+"""Long forms that go on where they were cut short: the cases that passed are noted in a file and skipped by the next run.
+
+The notes are of the code they were made with: after a change to the package or to ``tests/checkpoint`` all cases count
+as open again. They lie in ``$HPC_TRAIN_LONG_STATE``, or else in ``.pytest_cache``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+LONG = bool(os.environ.get("HPC_TRAIN_LONG"))
+_TOP = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Which cases of one test have passed; without a file none ever has."""
+
+    file: Path | None
+
+    @classmethod
+    def of(cls, test: str) -> Progress:
+        """The notes of ``test`` in the long form; in the short form everything is done each time."""
+        if not LONG:
+            return cls(None)
+        folder = Path(os.environ.get("HPC_TRAIN_LONG_STATE") or _TOP / ".pytest_cache/long") / _code()
+        folder.mkdir(parents=True, exist_ok=True)
+        return cls(folder / test)
+
+    def open(self, cases: Iterable[object]) -> list[str]:
+        """Those of ``cases`` that have not passed yet, as text."""
+        done = set() if self.file is None or not self.file.exists() else set(self.file.read_text().splitlines())
+        return [str(case) for case in cases if str(case) not in done]
+
+    def passed(self, case: object) -> None:
+        if self.file is not None:
+            with self.file.open("a") as file:
+                file.write(f"{case}\n")
+
+
+def _code() -> str:
+    digest = hashlib.sha256()
+    for folder in ("hpc_train", "tests/checkpoint"):
+        for path in sorted((_TOP / folder).rglob("*.py")):
+            digest.update(path.relative_to(_TOP).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
