@@ -1,4 +1,4 @@
-"""Long forms that go on where they were cut short: the cases that passed are noted in a file and skipped by the next run.
+"""Long forms that go on where they were cut short: cases that passed are noted in a file and skipped by the next run.
 
 The notes are of the code they were made with: after a change to the package or to ``tests/checkpoint`` all cases count
 as open again. They lie in ``$HPC_TRAIN_LONG_STATE``, or else in ``.pytest_cache``.

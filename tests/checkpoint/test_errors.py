@@ -4,49 +4,66 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+from collections import Counter
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from hpc_train.checkpoint import disk, manager, space
 from hpc_train.checkpoint.manager import CheckpointManager, Superseded
+from hpc_train.checkpoint.manifest import verify
+from hpc_train.checkpoint.retention import Retention
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.checkpoint.writer import SaveFailed
 from hpc_train.config.errors import ConfigError
 from hpc_train.run.directory import RunDirectory
-from tests.checkpoint.test_layouts import make_manager
 from tests.checkpoint.progress import LONG
 from tests.checkpoint.tiny import LIMIT_S, commit
+from tests.checkpoint.training import make_manager
 from tests.ranks import run_ranks
 from tests.train.runs import frozen
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 50)
 
 CODES = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EACCES, errno.ESTALE, errno.EROFS)
-CALLS = ("make_directory", "create", "write", "sync", "sync_directory", "rename")
+CALLS = ("make_directory", "create", "write", "sync", "sync_directory", "rename", "remove")
 EXTRA = {"tokens": 0, "loss_scale": None}
 
 
 class Fault:
-    """Lets the ``at``-th of all calls of ``disk`` fail; counts them."""
+    """Lets the ``nth`` call of ``disk`` at ``site`` fail; counts the calls at each site.
 
-    def __init__(self, at: int | None, code: int) -> None:
-        self.at, self.code, self.count = at, code, 0
+    A site is what is called and for which kind of file, as in ``write __#_#.distcp``.
+    """
+
+    def __init__(self, site: str = "", nth: int = 0, code: int = 0) -> None:
+        self.site, self.nth, self.code = site, nth, code
+        self.counts: Counter[str] = Counter()
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         for name in CALLS:
-            patch.setattr(disk, name, self.wrapped(getattr(disk, name)))
+            patch.setattr(disk, name, self.wrapped(name, getattr(disk, name)))
 
-    def wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            self.count += 1
-            if self.count - 1 == self.at:
+    def wrapped(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(target: Any, *args: Any) -> Any:
+            site = f"{name} {kind_of(target)}"
+            self.counts[site] += 1
+            if site == self.site and self.counts[site] == self.nth:
                 raise OSError(self.code, os.strerror(self.code))
-            return original(*args)
+            return original(target, *args)
 
         return call
+
+
+def kind_of(target: Any) -> str:
+    """The name of a path, open file or descriptor, without its numbers."""
+    path = Path(f"/proc/self/fd/{target}").readlink() if isinstance(target, int) else getattr(target, "name", target)
+    return re.sub(r"\d+", "#", Path(path).name)
 
 
 def try_to_save(checkpoints: CheckpointManager, step: int, fault: Fault) -> str | None:
@@ -59,40 +76,86 @@ def try_to_save(checkpoints: CheckpointManager, step: int, fault: Fault) -> str 
     return None
 
 
-def fail_everywhere(rank: int, world_size: int, path: str) -> list[str]:
-    """What was wrong, for each call that was made to fail on rank 0 and then on rank 1."""
+def fail_everywhere(rank: int, world_size: int, path: str) -> tuple[list[str], list[str]]:
+    """The sites, and what was wrong, for each call that was made to fail on rank 0 and then on rank 1."""
     os.fsync = lambda descriptor: None
-    checkpoints = make_manager(rank, world_size, path)
-    wrong: list[str] = []
+    checkpoints, steps = make_manager(rank, world_size, path), count(1)
+    for _ in range(3):  # the third is the first one that removes
+        counted = Fault()
+        assert try_to_save(checkpoints, next(steps), counted) is None
+    sites, wrong = of_all_ranks(counted.counts), []
     for victim in range(world_size):
-        first = 1 + 1000 * victim
-        counted = Fault(None, 0)
-        assert try_to_save(checkpoints, first, counted) is None
-        calls = checkpoints._of_all_ranks({str(rank): counted.count})[str(victim)]  # type: ignore[dict-item,call-overload]
-        sites = range(calls) if LONG else sorted({*range(6), *range(6, calls, 29), *range(calls - 10, calls)})
-        for number, site in enumerate(sites):
-            code, step = CODES[number % len(CODES)], first + 1 + 2 * number
-            before = [found.path.name for found in checkpoints.store.committed()]
-            told = try_to_save(checkpoints, step, Fault(site if rank == victim else None, code))
-            after = [found.path.name for found in checkpoints.store.committed()]
-            if told is None:  # it was in the removal of old ones: committed
-                fine = f"step-{step:08d}" in after
-            else:
-                fine = os.strerror(code) in told and set(before) <= set(after) and f"step-{step:08d}" not in after
-            if not fine:
-                wrong.append(f"call {site} of {calls} on rank {victim}, {os.strerror(code)}: {told}, {before} {after}")
-            if try_to_save(checkpoints, step + 1, Fault(None, 0)) is not None:
-                wrong.append(f"no save after call {site} failed on rank {victim}")
-    return wrong
+        for site, calls in sites[victim].items():
+            for nth in range(1, calls + 1) if LONG else {1, calls}:
+                for code in CODES:
+                    fault = Fault(site if rank == victim else "", nth, code)
+                    problem = fail_once(checkpoints, next(steps), fault, os.strerror(code))
+                    if problem is not None:
+                        wrong.append(f"call {nth} of {site} on rank {victim}, {os.strerror(code)}: {problem}")
+                if try_to_save(checkpoints, next(steps), Fault()) is not None:
+                    wrong.append(f"no save after {site} failed on rank {victim}")
+    return [*counted.counts], wrong
 
 
-def test_an_error_at_any_call_is_told_on_every_rank_and_the_next_save_succeeds(tmp_path: Path) -> None:
-    run = frozen(tmp_path / "run", "+strategy=zero2", "model.n_layers=1")
-    assert run_ranks(2, fail_everywhere, str(run.path), timeout=LIMIT_S) == [[], []]
+def fail_once(checkpoints: CheckpointManager, step: int, fault: Fault, words: str) -> str | None:
+    """A save with ``fault``; says what is wrong with its outcome."""
+    before = checkpoints.store.committed()
+    told = try_to_save(checkpoints, step, fault)
+    after = checkpoints.store.committed()
+    if of_all_ranks(told) != [told] * dist.get_world_size():
+        return f"not told alike on all ranks: {told}"
+    if told is None:  # it was in the removal of old ones, after the commit
+        return None if after[-1].step == step else f"not told, and not committed: {after}"
+    if words not in told or after != before:
+        return f"{told}: {before} became {after}"
+    verify(after[-1].path, after[-1].manifest())
+    return None
+
+
+def of_all_ranks(own: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
+
+
+SITES = {  # of rank 0; the others write their files only
+    "make_directory .step-#.attempt-#.#",
+    "create __#_#.distcp", "write __#_#.distcp", "sync __#_#.distcp", "sync_directory .step-#.attempt-#.#",
+    "create .metadata.tmp", "write .metadata.tmp", "sync .metadata.tmp", "rename .metadata.tmp",
+    "create manifest.json", "write manifest.json", "sync manifest.json", "sync .step-#.attempt-#.#",
+    "rename .step-#.attempt-#.#", "sync_directory checkpoints", "sync checkpoints", "rename step-#",
+    "remove .step-#.removed",
+}  # fmt: skip
+
+
+def test_any_error_at_any_call_is_told_on_every_rank_and_the_next_save_succeeds(tmp_path: Path) -> None:
+    small = ("model.n_layers=1", "optim=sgd", "optim.momentum=0")
+    run = frozen(tmp_path / "run", "+strategy=zero2", *small)
+    (first, wrong), (second, wrong_too) = run_ranks(2, fail_everywhere, str(run.path), timeout=LIMIT_S)
+    assert wrong == wrong_too == []
+    assert set(first) == SITES
+    assert set(second) == {site for site in SITES if site.endswith(".distcp") or re.match(r"sync.* .step", site)}
     events = run.read_events()
     failed = [event for event in events if event["event"] == "checkpoint_failed"]
-    assert len(failed) > 20
     assert {int(event["message"].split("[Errno ")[1].split("]")[0]) for event in failed} == set(CODES)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_what_cannot_be_removed_stays_hidden_until_it_can(tmp_path: Path, code: int) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3):
+        commit(store, step)
+
+    def failing(*args: Any, **kwargs: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "unlink", failing)
+        store.prune(Retention(1), attempt=0)
+    assert [found.step for found in store.committed()] == [3]
+    assert sorted(path.name for path in tmp_path.glob(".*")) == [".step-00000001.removed", ".step-00000002.removed"]
+    store.prune(Retention(1), attempt=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
 def wake_up_late(rank: int, world_size: int, path: str) -> list[str]:

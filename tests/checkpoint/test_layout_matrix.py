@@ -1,23 +1,43 @@
-"""Ten layouts: a checkpoint goes through all of them, each loading the one before, and stays the same bit for bit.
+"""Ten layouts: each saves after three steps, each loads what every one has saved, and takes three steps more.
 
-The long form loads every layout's checkpoint under every other.
+The end is that of one process that was never interrupted: parameters, the optimizer's state and the losses. All loads
+of a layout happen in the same processes, each into a new engine.
 """
 
 from __future__ import annotations
 
 import itertools
 import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch import Tensor
 
-from tests.checkpoint.progress import LONG
-from tests.checkpoint.tensors import assert_same_bits
-from tests.checkpoint.test_layouts import TIED, restore_and_save, save_made_up
+from hpc_train.checkpoint.store import Checkpoint
+from hpc_train.config.compose import compose, typed
+from hpc_train.config.schema import Config
+from hpc_train.run.directory import RunDirectory
+from tests.checkpoint.tensors import read_tensors
+from tests.checkpoint.tiny import LIMIT_S
+from tests.checkpoint.training import Training, join
+from tests.layouts.oracle import error, relative, whole
 from tests.ranks import run_ranks
-from tests.train.runs import frozen
+from tests.train.runs import TINY
 
-PIPELINE = "strategy.data_parallel=reduce"
+pytestmark = pytest.mark.timeout(2 * LIMIT_S)
+
+TOLERANCE = 1e-10
+HALF, END = 3, 6
+COMMON = (  # ten samples are no multiple of four ranks, and the fifth step ends an epoch with the four that are left
+    "precision=fp64", "model.dropout=0", "batch.global_size=10", "data.samples=44", f"train.steps={END}",
+)  # fmt: skip
+KINDS = ("untied", "tied")
+REDUCE, TWO_STAGES = "strategy.data_parallel=reduce", "strategy.stages_per_rank=2"
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "single": (1, ("+strategy=single",)),
     "dp4": (4, ("+strategy=dp",)),
@@ -26,37 +46,101 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "pp2-dp2": (4, ("+strategy=hybrid",)),
     "pp2-zero2": (4, ("+strategy=hybrid", "strategy.data_parallel=zero2")),
     "tp2-dp2": (4, ("+strategy=tp", "strategy.tp=2")),
-    "interleaved": (2, ("+strategy=pp", "strategy.schedule=interleaved_1f1b", "strategy.stages_per_rank=2")),
-    "zero-bubble": (2, ("+strategy=pp", "strategy.schedule=zbv", "strategy.stages_per_rank=2", PIPELINE)),
+    "interleaved": (2, ("+strategy=pp", "strategy.schedule=interleaved_1f1b", TWO_STAGES)),
+    "zero-bubble": (2, ("+strategy=pp", "strategy.schedule=zbv", TWO_STAGES, REDUCE)),
     "3d": (8, ("+strategy=hybrid3d",)),
 }
-NAMES = sorted(LAYOUTS)
-PAIRS = list(itertools.permutations(NAMES, 2)) if LONG else [(NAMES[n - 1], NAMES[n]) for n in range(10)]
+MORE = {
+    "zero2-of-3": (3, ("+strategy=zero2",)),  # shards of unequal size
+    "hsdp": (4, ("+strategy=hsdp", "strategy.shard=2")),
+    "tp2-zero3": (4, ("+strategy=tp", "strategy.data_parallel=zero3")),
+}
+PAIRS = [
+    *itertools.product(LAYOUTS, LAYOUTS),
+    *((name, "single") for name in MORE),
+    *(("3d", name) for name in MORE),
+]
+
+
+def config_of(layout: str, kind: str) -> Config:
+    config = _composed(layout)
+    return replace(config, model=replace(config.model, tied_embeddings=kind == "tied"))
+
+
+@cache
+def _composed(layout: str) -> Config:
+    return typed(compose([*TINY, *COMMON, *(LAYOUTS | MORE)[layout][1]]))
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Path]:
-    """The run directories of the layouts that have saved, by name and whether weights are tied; made on demand."""
-    return {("", False): tmp_path_factory.mktemp("layouts")}
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds LAYOUT/tied and LAYOUT/untied, each with a checkpoint of step 3, and that of step 6 in ``whole``."""
+    folder = tmp_path_factory.mktemp("layouts")
+    for name, (ranks, _) in (LAYOUTS | MORE).items():
+        configs = {kind: config_of(name, kind) for kind in KINDS}
+        run_ranks(ranks, train_and_save, str(folder), name, configs, timeout=LIMIT_S)
+    return folder
 
 
-def saved_under(saved: dict[tuple[str, bool], Path], name: str, tied: bool) -> Path:
-    if (name, tied) not in saved:
-        ranks, overrides = LAYOUTS[name]
-        run = frozen(saved["", False] / f"{name}-{tied}", *overrides, *([TIED] if tied else []))
-        run_ranks(ranks, save_made_up, str(run.path))
-        saved[name, tied] = run.path
-    return saved[name, tied]
+def train_and_save(rank: int, world_size: int, folder: str, name: str, configs: dict[str, Config]) -> None:
+    for kind, config in configs.items():
+        mesh = join(config, rank, world_size)
+        training = Training.of(RunDirectory(Path(folder, name, kind)), config, mesh)
+        training.steps(0, HALF)
+        training.manager.save(HALF, {})
+        if name == "single":
+            training = Training.of(RunDirectory(Path(folder, "whole", kind)), config, mesh)
+            losses = training.steps(0, END)
+            training.manager.save(END, {"losses": losses[HALF:]})
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_any_layout_loads_any_layouts(
-    tmp_path: Path, saved: dict[tuple[str, bool], Path], source: str, target: str
-) -> None:
-    for tied in (False, True) if LONG else (NAMES.index(target) % 2 == 0,):
-        shutil.copytree(saved_under(saved, source, tied), tmp_path / f"{tied}")
-        ranks, overrides = LAYOUTS[target]
-        run = frozen(tmp_path / f"{tied}", *overrides, *([TIED] if tied else []))
-        results = run_ranks(ranks, restore_and_save, str(run.path))
-        assert {result["step"] for result in results} == {7}
-        assert_same_bits(run.checkpoints / "step-00000007", run.checkpoints / "step-00000008")
+@pytest.mark.parametrize("target", LAYOUTS | MORE)
+def test_every_layout_goes_on_with_what_every_layout_has_saved(saved: Path, target: str) -> None:
+    sources = [source for source, other in PAIRS if other == target]
+    configs = {kind: config_of(target, kind) for kind in KINDS}
+    for source, kind in itertools.product(sources, KINDS):
+        shutil.copytree(saved / source / kind / "checkpoints", saved / "loads" / target / source / kind / "checkpoints")
+    ranks = (LAYOUTS | MORE)[target][0]
+    results = run_ranks(ranks, load_all, str(saved), target, sources, configs, timeout=LIMIT_S)
+    for pair in itertools.product(sources, KINDS):
+        found = [result[pair] for result in results]
+        assert max(max(errors.values()) for errors in found) < TOLERANCE, f"{target} from {pair}: {found}"
+
+
+Errors = dict[str, float]  # of each kind of tensor, and of the losses: the largest relative one
+
+
+def load_all(
+    rank: int, world_size: int, folder: str, target: str, sources: list[str], configs: dict[str, Config]
+) -> dict[tuple[str, str], Errors]:
+    found = {}
+    for kind, config in configs.items():
+        end = Checkpoint(END, Path(folder, "whole", kind, "checkpoints", f"step-{END:08d}"))
+        expected, wanted = read_tensors(end.path), end.manifest().extra["losses"]
+        mesh = join(config, rank, world_size)
+        for source in sources:
+            training = Training.of(RunDirectory(Path(folder, "loads", target, source, kind)), config, mesh)
+            restored = training.manager.restore()
+            assert restored is not None and restored.step == HALF
+            found[source, kind] = distance(training, training.steps(HALF, END), expected, wanted)
+    return found
+
+
+def distance(training: Training, losses: list[float], expected: Mapping[str, Tensor], wanted: list[float]) -> Errors:
+    """Collective; ranks that hold other names measure others, and together they hold all."""
+    state = {name: whole(tensor) for name, tensor in training.state().items()}
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, [*state])
+    assert {name for held in names for name in held} == expected.keys()
+    errors = {"loss": relative(tuple(losses), tuple(wanted))}
+    for kind in {kind_of(name) for name in state}:
+        own = [name for name in state if kind_of(name) == kind]
+        errors[kind] = error(
+            {name: state[name].double() for name in own}, {name: expected[name].double() for name in own}
+        )
+    return errors
+
+
+def kind_of(name: str) -> str:
+    """``model``, or the key of the optimizer's state."""
+    return "model" if name.startswith("model.") else name.rpartition(".")[2]

@@ -18,8 +18,8 @@ from hpc_train.checkpoint.snapshot import HostCopies
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
 from hpc_train.checkpoint.verified import VerifiedSearch, on_network
 from tests.checkpoint.tensors import read_tensors
-from tests.checkpoint.test_layouts import make_manager
 from tests.checkpoint.tiny import commit
+from tests.checkpoint.training import make_manager
 from tests.ranks import run_ranks
 from tests.train.runs import frozen
 

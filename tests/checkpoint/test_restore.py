@@ -1,4 +1,4 @@
-"""A checkpoint of any layout loads into any other, the optimizer's state included, bit for bit."""
+"""What a run or a fork takes over from a checkpoint, bit for bit, and what it refuses."""
 
 from __future__ import annotations
 
@@ -8,29 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_train.checkpoint.manager import CheckpointManager
 from hpc_train.config.errors import ConfigError
-from hpc_train.config.freeze import load
-from hpc_train.config.layout import resolve_layout
-from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.mesh import join_mesh
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.events import EventLog
-from hpc_train.train.optimizer import Optimizer
 from tests.checkpoint.tensors import assert_same_bits, read_tensors
+from tests.checkpoint.training import make_manager
 from tests.ranks import run_ranks
 from tests.train.runs import frozen
 
 TIED = "model.tied_embeddings=true"
-
-
-def make_manager(rank: int, world_size: int, path: str) -> CheckpointManager:
-    run = RunDirectory(Path(path))
-    config = load(run)
-    mesh = join_mesh(resolve_layout(config, 1, world_size), rank, torch.device("cpu"))
-    engine = build_engine(config, mesh)
-    optimizer = Optimizer(config.optim, engine.named_parameters())
-    return CheckpointManager(run, engine, optimizer, mesh, config, EventLog.open(run, f"rank-{rank}", 0, rank))
 
 
 def save_made_up(rank: int, world_size: int, path: str) -> None:
@@ -51,30 +36,6 @@ def restore_and_save(rank: int, world_size: int, path: str) -> dict[str, Any]:
     return {"step": restored.step, "extra": restored.extra, "with_optimizer": restored.with_optimizer}
 
 
-CASES = [  # ranks and overrides of the run that saves, and of the one that loads
-    pytest.param(1, "single", (), 3, "zero2", (), id="single-zero2-uneven"),
-    pytest.param(4, "zero3", ("strategy.shard=2",), 2, "pp", (), id="hsdp-pp"),
-    pytest.param(2, "pp", ("strategy.schedule=zbv", "strategy.stages_per_rank=2", "strategy.data_parallel=reduce"),
-                 4, "hybrid", ("strategy.data_parallel=zero2",), id="zbv-hybrid-zero2"),
-    pytest.param(4, "hybrid", (), 2, "tp", (), id="hybrid-tp"),
-    pytest.param(4, "tp", ("strategy.data_parallel=zero3",), 1, "single", (), id="tp-zero3-single"),
-    pytest.param(2, "dp", (), 4, "tp", ("strategy.data_parallel=zero2",), id="dp-tp-zero2"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("ranks", "strategy", "more", "other_ranks", "other", "other_more"), CASES)
-def test_restores_under_another_layout(
-    tmp_path: Path, ranks: int, strategy: str, more: tuple[str, ...],
-    other_ranks: int, other: str, other_more: tuple[str, ...],
-) -> None:  # fmt: skip
-    run = frozen(tmp_path / "run", f"+strategy={strategy}", *more, TIED)
-    run_ranks(ranks, save_made_up, str(run.path))
-    frozen(run.path, f"+strategy={other}", *other_more, TIED)
-    results = run_ranks(other_ranks, restore_and_save, str(run.path))
-    assert results == [{"step": 7, "extra": {"tokens": 9, "loss_scale": None}, "with_optimizer": True}] * other_ranks
-    assert_same_bits(run.checkpoints / "step-00000007", run.checkpoints / "step-00000008")
-
-
 def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", "+strategy=pp", TIED)
     run_ranks(2, save_made_up, str(run.path))
@@ -93,7 +54,8 @@ def test_a_fork_begins_with_the_state_of_its_source(tmp_path: Path) -> None:
     source = frozen(tmp_path / "source", "+strategy=single")
     run_ranks(1, save_made_up, str(source.path))
     run = fork(tmp_path / "fork", source, "+strategy=dp")
-    assert run_ranks(2, restore_and_save, str(run.path))[0]["step"] == 7
+    everything = {"step": 7, "extra": {"tokens": 9, "loss_scale": None}, "with_optimizer": True}
+    assert run_ranks(2, restore_and_save, str(run.path)) == [everything] * 2
     assert_same_bits(source.checkpoints / "step-00000007", run.checkpoints / "step-00000008")
     assert [path.name for path in source.checkpoints.iterdir()] == ["step-00000007"]
 

@@ -1,0 +1,81 @@
+"""A training of one rank, built from a frozen run as the worker builds it, that a test takes through single steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hpc_train.checkpoint.manager import CheckpointManager
+from hpc_train.checkpoint.state import training_state
+from hpc_train.config.freeze import load
+from hpc_train.config.layout import resolve_layout
+from hpc_train.config.schema import Config
+from hpc_train.data.batch import StepBatch
+from hpc_train.data.build import build_dataset
+from hpc_train.data.feed import TrainFeed
+from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.engine import Engine
+from hpc_train.parallel.mesh import Mesh, join_mesh
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from hpc_train.train.control import Control
+from hpc_train.train.optimizer import Optimizer
+from hpc_train.train.step import TrainStep
+
+
+@dataclass(frozen=True)
+class Training:
+    """Every method is collective."""
+
+    config: Config
+    mesh: Mesh
+    engine: Engine
+    optimizer: Optimizer
+    manager: CheckpointManager
+
+    @classmethod
+    def of(cls, run: RunDirectory, config: Config, mesh: Mesh) -> Training:
+        run.create()
+        engine = build_engine(config, mesh)
+        optimizer = Optimizer(config.optim, engine.named_parameters())
+        events = EventLog.open(run, f"rank-{mesh.rank}", 0, mesh.rank)
+        return cls(config, mesh, engine, optimizer, CheckpointManager(run, engine, optimizer, mesh, config, events))
+
+    def steps(self, start: int, end: int) -> list[float]:
+        """Takes the steps from ``start`` to before ``end``; the loss of each."""
+        config, mesh = self.config, self.mesh
+        data, seed, total = (
+            build_dataset(config.data, "train", config.train.seed),
+            config.train.seed,
+            config.train.steps,
+        )
+        assert total is not None
+        feed = TrainFeed(data, config.batch, mesh.layout, mesh.dp_rank, seed, mesh.device, start)
+        take_step, control = TrainStep(config, mesh, self.engine, self.optimizer, total), Control(mesh)
+        losses = []
+        for step in range(start, end):
+            batch = next(feed)
+            control.post(False, batch.local_count)
+            outcome = take_step(step, StepBatch(batch.micro_batches, control.read().target_count))
+            losses.append(self.engine.reduce(outcome.result).loss)
+        return losses
+
+    def state(self) -> Mapping[str, Tensor]:
+        """What a checkpoint of this rank would hold; sharded tensors are shards."""
+        return training_state(self.engine, self.optimizer)
+
+
+def join(config: Config, rank: int, world_size: int) -> Mesh:
+    """The mesh of the layout of ``config``. Collective."""
+    return join_mesh(resolve_layout(config, 1, world_size), rank, torch.device("cpu"))
+
+
+def make_manager(rank: int, world_size: int, path: str) -> CheckpointManager:
+    """Of a frozen run. Collective."""
+    run = RunDirectory(Path(path))
+    config = load(run)
+    return Training.of(run, config, join(config, rank, world_size)).manager
