@@ -107,7 +107,8 @@ def read_manifest(checkpoint: Path, settle_s: float = 0.0) -> Manifest:
 
     def read() -> bytes:
         with _open(checkpoint, NAME, range(1, MAX_BYTES + 1)) as file:
-            return file.read(MAX_BYTES)
+            content: bytes = file.readall()  # read(MAX_BYTES) would take that much memory first
+            return content
 
     manifest = decode(settled(read, settle_s, f"{checkpoint / NAME}"))
     if checkpoint.name.startswith("step-") and checkpoint.name != f"step-{manifest.step:08d}":

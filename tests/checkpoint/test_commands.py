@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
+from hpc_train import cli
 from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.made import commit
 from tests.doors.command import TINY, hpc_train
+from tests.ranks import run_ranks
 
 HERE = ["cluster=local", "cluster.cpu_workers=2", "cluster.gpus_per_node=0", *TINY, "data.vocab_size=64"]
 
@@ -63,6 +66,29 @@ def test_list_and_verify_tell_and_write_nothing(tmp_path: Path, run: RunDirector
     one = hpc_train("checkpoint", "verify", "mine", "--step", "1", cwd=tmp_path)
     assert one.returncode == 0 and "whole (all bytes compared)" in one.stdout
     assert everything(tmp_path) == before
+
+
+def look_as_somebody_else(rank: int, world_size: int, path: str) -> list[int]:
+    """Exit codes of list and verify: as the owner, and as a user who may only read."""
+    codes = []
+    for _ in range(2):
+        codes += [cli.run(["checkpoint", action, path, "--json"]) for action in ("list", "verify")]
+        if os.geteuid() == 0:
+            os.setuid(65534)
+    return codes
+
+
+def test_list_and_verify_need_no_right_to_write(run: RunDirectory) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        theirs = Path(folder) / "theirs"
+        shutil.copytree(run.path, theirs)
+        for path in (Path(folder), theirs, *theirs.rglob("*")):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        before = everything(theirs)
+        assert run_ranks(1, look_as_somebody_else, str(theirs)) == [[0] * 4]
+        assert everything(theirs) == before
+        for path in (Path(folder), theirs, *theirs.rglob("*")):
+            path.chmod(0o755)
 
 
 def test_the_imported_weights_start_a_run(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -44,6 +45,28 @@ def test_a_file_that_appears_late_is_waited_for(checkpoint: Checkpoint, seen: st
         threading.Timer(0.2, file.write_bytes, (data,)).start()
         read_manifest(checkpoint.path, settle_s=10)
         verify(checkpoint.path, found, settle_s=10)
+
+
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.ESTALE])
+def test_an_old_view_of_another_node_is_looked_past(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    found, opened, old_views = checkpoint.manifest(), os.open, 0
+
+    def old_view(path: Any, *args: Any) -> int:
+        nonlocal old_views
+        if Path(path).parent == checkpoint.path and old_views > 0:
+            old_views -= 1
+            raise OSError(code, os.strerror(code))
+        return opened(path, *args)
+
+    monkeypatch.setattr(os, "open", old_view)
+    for look in (lambda s: read_manifest(checkpoint.path, s), lambda s: verify(checkpoint.path, found, settle_s=s)):
+        old_views = 2
+        look(100)
+        old_views = 1
+        with pytest.raises(BadCheckpoint, match=os.strerror(code)):
+            look(0)
 
 
 def test_waiting_ends(checkpoint: Checkpoint) -> None:

@@ -1,0 +1,72 @@
+"""An attempt that is stopped within a save, all its ranks at once, and wakes up when a newer one has ended the run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_train.checkpoint import disk
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.stop import StopFlag
+from hpc_train.run.worker_spec import WorkerSpec
+from tests.checkpoint.test_commands import everything
+from tests.train.runs import frozen, run_attempt
+
+LIMIT_S = 100
+
+
+def sleep_in_the_second_save(spec: WorkerSpec, stop: StopFlag) -> None:
+    """Each rank stops where its files of step 4 are written and nothing is committed."""
+    sync = disk.sync_directory
+
+    def asleep(path: Path) -> None:
+        if "step-00000004" in path.name:
+            (Path(spec.run_dir) / f"asleep-{spec.rank}").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        sync(path)
+
+    disk.sync_directory = asleep
+
+
+def sleepers(run: RunDirectory, ranks: int) -> list[int]:
+    """The processes that sleep, once all do."""
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        found = [int(path.read_text() or 0) for path in run.path.glob("asleep-*")]
+        if len(found) == ranks and all(state_of(pid) == "T" for pid in found):
+            return found
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_an_attempt_that_slept_changes_nothing(tmp_path: Path, asynchronous: str) -> None:
+    run = frozen(tmp_path / "run", "+strategy=dp", "checkpoint.every=2", f"checkpoint.asynchronous={asynchronous}")
+    told: list[str] = []
+
+    def first_attempt() -> None:
+        try:
+            run_attempt(run, 2, sleep_in_the_second_save, timeout=3 * LIMIT_S)
+        except AssertionError as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=first_attempt)
+    thread.start()
+    asleep = sleepers(run, 2)
+    assert run_attempt(run, 2) == [0, 0]
+    before = everything(run.checkpoints)
+    for pid in asleep:
+        os.kill(pid, signal.SIGCONT)
+    thread.join(3 * LIMIT_S)
+    assert "attempt 1 works on the run; attempt 0 may not change it" in told[0]
+    assert everything(run.checkpoints) == before
+    assert [found.name for found in sorted(run.checkpoints.glob("step-*"))] == ["step-00000008", "step-00000010"]
