@@ -7,7 +7,7 @@ import subprocess
 
 from hpc_train.config.errors import ConfigError
 from hpc_train.launch.found import find, standings_of, stop
-from hpc_train.launch.standing import PATIENCE_S, SlurmStandings
+from hpc_train.launch.standing import PATIENCE_S, SlurmStandings, on_clusters
 from hpc_train.run.exits import Exit
 
 
@@ -17,13 +17,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--save", action="store_true", help="let running jobs save a checkpoint first, however long")
     options = parser.parse_args(arguments)
     found = find(options.target)
-    known = standings_of(found, SlurmStandings())
-    in_slurm = [item.job_id for item in found if item.job_id in known and known[item.job_id].present]
+    slurm = SlurmStandings()
+    known = standings_of(found, slurm)
+    in_slurm = [item for item in found if item.job_id in known and known[item.job_id].present]
     here = [item for item in found if item.lives_here()]
     stop(here)  # on this machine a stop request always saves
-    running = [job_id for job_id in in_slurm if options.save and job_id and known[job_id].state == "RUNNING"]
-    _scancel(["--signal=USR1"], running)
-    _scancel([], [job_id for job_id in in_slurm if job_id and job_id not in running])
+    for clusters in {item.clusters for item in in_slurm}:
+        ids = [job_id for item in in_slurm if item.clusters == clusters for job_id in item.job_ids]
+        states = slurm.of(ids, clusters)
+        running = [job_id for job_id in ids if options.save and job_id in states and states[job_id].state == "RUNNING"]
+        _scancel([*on_clusters(clusters), "--signal=USR1"], running)
+        _scancel(on_clusters(clusters), [job_id for job_id in ids if job_id not in running])
     print(f"{len(in_slurm) + len(here)} of {len(found)} jobs were there to be cancelled")
     return Exit.DONE
 

@@ -18,6 +18,7 @@ from hpc_train.config.directory import run_directory
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import Config
 from hpc_train.config.validate import validate
+from hpc_train.launch.container import container_of
 from hpc_train.launch.job import Job
 from hpc_train.launch.place import controller_answers
 from hpc_train.launch.sbatch import NO_SITE, options, stop_note
@@ -49,11 +50,13 @@ def _text(config: Config, line: CommandLine) -> str:
     cluster = config.cluster
     if cluster.kind == "local":
         raise ConfigError("a batch script is for Slurm", where="cluster.kind", mend="cluster=slurm")
+    if config.launch.chain > 1:
+        raise ConfigError("a chain is several jobs", where="launch.chain", mend="-m submits it; launch.chain=1 here")
     asked = cluster.gpus_per_node
     gpus, workers = workers_per_node(cluster, visible=asked if isinstance(asked, int) else 0)
     layout, *_ = [validate(config, nodes, workers) for nodes in reversed(node_range(cluster))]
-    run = RunDirectory(Path(run_directory(config.run.root, config.run.name, config.run.fork)))
-    job = Job(0, line.overrides, config, layout, gpus, workers, run)
+    directory = RunDirectory(Path(run_directory(config.run.root, config.run.name, config.run.fork)))
+    job = Job(0, line.overrides, config, layout, gpus, workers, directory)
     name = config.run.name or config.strategy.name
     comment = {"comment": cluster.comment} if cluster.comment else {}
     header = {
@@ -62,7 +65,8 @@ def _text(config: Config, line: CommandLine) -> str:
         **comment,
         **options(job, read_site() if controller_answers() else NO_SITE),
     }
-    directory = [f"--config-dir={line.config_directory}"] if line.config_directory else []
-    overrides = [*line.overrides, *directory]
+    overrides = [*line.overrides, *([f"--config-dir={line.config_directory}"] if line.config_directory else [])]
+    container = container_of(config, gpus)
+    run = freezing(cluster, overrides, container)
     title = f"hpc_train, {config.strategy.name}: {layout}"
-    return render(Script(title, cluster, freezing(cluster, overrides), header, notes=[stop_note(job)]))
+    return render(Script(title, cluster, run, header, container=container, notes=[stop_note(job)]))

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hpc_train.launch.found import Found, find, find_mine, standings_of
-from hpc_train.launch.standing import SlurmStandings
-from hpc_train.launch.watch import View, time_left
+from hpc_train.launch.standing import SlurmStandings, Standing
+from hpc_train.launch.watch import time_left
 from hpc_train.run.exits import Exit
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.telemetry.progress import duration, spent_line
@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     found = find(options.target) if options.target else find_mine()
     standings = standings_of(found, SlurmStandings())
-    rows = [_row(item, item.view(standings), with_ledger=options.json or len(found) == 1) for item in found]
+    rows = [_row(item, standings, with_ledger=options.json or len(found) == 1) for item in found]
     if options.json:
         print("\n".join(json.dumps(row) for row, _ in rows))
     elif rows:
@@ -42,13 +42,15 @@ def main(arguments: list[str]) -> int:
     return Exit.DONE
 
 
-def _row(item: Found, view: View, with_ledger: bool) -> tuple[dict[str, Any], Account | None]:
+def _row(item: Found, standings: dict[str, Standing], with_ledger: bool) -> tuple[dict[str, Any], Account | None]:
     """What is known of a run, with a null where it is not known; and where its time went."""
+    view, standing = item.view(standings), standings.get(item.job_id or "")
     metrics = view.metrics
     spent = read_ledger(item.run, time.time() if view.exit is None else None).total if with_ledger else None
     row = {
         "run": str(item.run.path),
         "job_id": item.job_id,
+        "part": standing.part if standing else "",  # of a chain
         "pid": item.pid,
         "strategy": item.config.strategy.name,
         "state": view.state,
@@ -76,7 +78,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         step = "" if row["step"] is None else f"{row['step']}/{row['steps'] or '?'}"
         table.add_row(
-            str(row["job_id"] or row["pid"] or ""),
+            row["part"].removeprefix("job ") or str(row["job_id"] or row["pid"] or ""),
             row["strategy"],
             row["state"],
             str(row["nodes"] or ""),

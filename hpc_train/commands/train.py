@@ -76,8 +76,7 @@ def task(node: DictConfig) -> None:
         check_freeze(config, run)
         freeze(config, run, claim=True, code=take([config], run.code))
     except ConfigError as error:
-        with contextlib.suppress(OSError):
-            run.path.rmdir()  # Hydra has made it; a refused run leaves nothing
+        _leave_nothing(run.path, Path(node.run.root).expanduser().absolute())
         print(error, file=sys.stderr)  # raised through Hydra it would come with Hydra's own words around it
         sys.exit(Exit.REFUSED)
     from hpc_train.launch.foreground import run_in_foreground  # the other doors have no use for it
@@ -85,6 +84,15 @@ def task(node: DictConfig) -> None:
     exit_code = run_in_foreground(run)
     if exit_code:
         sys.exit(exit_code)
+
+
+def _leave_nothing(path: Path, root: Path) -> None:
+    """Removes the run directory, which Hydra has made, and what it lies in up to ``root``: as far as it is empty."""
+    with contextlib.suppress(OSError):
+        for directory in (path, *path.parents):
+            directory.rmdir()
+            if directory == root or not directory.is_relative_to(root):
+                break
 
 
 def _check_foreground(config: Config) -> None:

@@ -14,6 +14,15 @@ from omegaconf import MISSING
 
 
 @dataclass
+class ContainerConfig:
+    """What a job on Slurm runs in. The interpreter is ``python`` of the image, or ``cluster.python``."""
+
+    image: str | None = None  # a .sif file, or what apptainer or pyxis takes; null: the nodes themselves
+    runtime: str = "auto"  # apptainer | pyxis | auto: pyxis where srun has it and the image is no .sif
+    binds: list[str] = field(default_factory=list)  # /data or /data:/inside, besides runs, data and node-local space
+
+
+@dataclass
 class ClusterConfig:
     """Where a run goes."""
 
@@ -53,6 +62,7 @@ class ClusterConfig:
     setup: list[str] = field(default_factory=list)  # lines of bash before training: module load, conda activate
     teardown: list[str] = field(default_factory=list)  # lines of bash after it
     python: str | None = None  # the interpreter on the nodes; null: the one that submits
+    container: ContainerConfig = field(default_factory=ContainerConfig)
 
 
 @dataclass
@@ -291,6 +301,7 @@ class LaunchConfig:
     dry_run: bool = False  # print what would be submitted and write nothing
     detach: bool = False  # leave after submission
     array_parallelism: int | str = "auto"  # jobs of a sweep at the same time; auto: as many as there is room for
+    chain: int = 1  # jobs on Slurm that follow each other as one run, where the site does not requeue
     confirm_gpu_hours: float = 50.0  # submissions to Slurm that may cost more are asked about
     yes: bool = False  # the answer, where nobody can be asked
 

@@ -22,6 +22,7 @@ from hpc_train.config.wording import nearest
 
 ALLOWED: dict[str, tuple[str, ...]] = {
     "cluster.kind": ("auto", "local", "slurm"),
+    "cluster.container.runtime": ("auto", "apptainer", "pyxis"),
     "strategy.data_parallel": DATA_PARALLEL,
     "strategy.schedule": tuple(SCHEDULES),
     "model.loss": ("cross_entropy", "mse"),
@@ -84,8 +85,8 @@ RANGES: dict[Range, tuple[str, ...]] = {
         "model.n_classes", "model.mlp_dim", "data.sequence_length", "data.vocab_size", "data.image_size",
         "data.channels", "data.n_classes", "data.samples", "data.validation_samples", "optim.base_batch",
         "train.steps", "train.threads", "batch.global_size", "batch.micro_size", "batch.micro_batches",
-        "batch.logical_micro_batches",
-        "checkpoint.keep", "telemetry.log_every", "launch.array_parallelism", "precision.loss_scale_growth_every",
+        "batch.logical_micro_batches", "checkpoint.keep", "telemetry.log_every", "launch.array_parallelism",
+        "launch.chain", "precision.loss_scale_growth_every",
     ),
     SHARE: ("optim.min_lr_ratio", "optim.decay_share"),
     BELOW_ONE: ("model.dropout", "optim.momentum"),

@@ -9,27 +9,26 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
 
 from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.cluster.gpus import visible_gpus
 from hpc_train.config.cluster_size import node_range
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import ClusterConfig
+from hpc_train.launch.container import container_of
 from hpc_train.launch.job import Job
+from hpc_train.launch.processes import ProcessSubmitter
 from hpc_train.launch.script import python
-from hpc_train.launch.standing import PRESENT, Standing
 from hpc_train.launch.storage import check_room
 
 
-class AllocationSubmitter:
+class AllocationSubmitter(ProcessSubmitter):
     """The Slurm allocation that this process runs in."""
 
     name = "this allocation"
+    stop_signal = signal.SIGUSR1  # srun passes it on to the agents
 
     def __init__(self) -> None:
         self._steps: dict[str, subprocess.Popen[bytes]] = {}
@@ -54,12 +53,6 @@ class AllocationSubmitter:
         check_room(jobs)
         return [f"inside the allocation {os.environ['SLURM_JOB_ID']}; cluster=slurm submits a job of its own instead"]
 
-    def confirm(self, jobs: Sequence[Job], console: Console) -> None:
-        """Nothing to ask: the allocation costs the same without the jobs."""
-
-    def plan(self, jobs: Sequence[Job], sweep: Path) -> list[tuple[str, str]]:
-        return []
-
     def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
         ids = []
         for job in jobs:
@@ -73,18 +66,8 @@ class AllocationSubmitter:
             ids.append(str(step.pid))
         return ids
 
-    def identity(self, job_id: str) -> dict[str, Any]:
-        return {"pid": int(job_id)}
-
-    def standings(self, ids: Collection[str]) -> dict[str, Standing]:
-        return {job_id: PRESENT for job_id in ids if self._steps[job_id].poll() is None}
-
-    def stop(self, ids: Collection[str]) -> None:
-        for job_id in self.standings(ids):
-            os.kill(int(job_id), signal.SIGUSR1)  # srun passes it on to the agents
-
-    def stop_command(self, ids: Collection[str]) -> str:
-        return "kill -USR1 " + " ".join(sorted(self.standings(ids), key=int))
+    def is_running(self, job_id: str) -> bool:
+        return self._steps[job_id].poll() is None
 
     def output(self, job: Job, job_id: str) -> Path:
         return job.run.logs / "slurm" / "allocation.out"
@@ -96,7 +79,10 @@ class AllocationSubmitter:
             [f"--cpus-per-task={cluster.cpus_per_gpu * job.workers}"] if isinstance(cluster.cpus_per_gpu, int) else []
         )
         own = ["--kill-on-bad-exit=1", "--unbuffered", *cores]
-        agent = [python(cluster), "-m", "hpc_train", "agent", str(job.run.path)]
+        container = container_of(job.config, job.gpus)
+        if container is not None:
+            own += [*container.srun_options(container.seen()), *container.command(container.seen())]
+        agent = [python(cluster, container), "-m", "hpc_train", "agent", str(job.run.path)]
         return ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", *own, *agent]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -12,6 +11,7 @@ from hpc_train.config.cluster_size import node_range
 from hpc_train.config.errors import ConfigError
 from hpc_train.launch.job import Job
 from hpc_train.launch.sbatch import cores, memory
+from hpc_train.launch.terminal import can_ask
 
 
 def gpu_hours(jobs: Sequence[Job]) -> float:
@@ -20,8 +20,8 @@ def gpu_hours(jobs: Sequence[Job]) -> float:
 
 
 def hours(job: Job) -> float:
-    """What one job may take, requeues included."""
-    return (seconds(job.config.cluster.time) or 0) / 3600 * (1 + job.config.elastic.max_requeues)
+    """What one job may take, requeues or the chain included."""
+    return (seconds(job.config.cluster.time) or 0) / 3600 * _starts(job)
 
 
 def lines(jobs: Sequence[Job], site: Site) -> list[str]:
@@ -29,8 +29,9 @@ def lines(jobs: Sequence[Job], site: Site) -> list[str]:
     texts = [_line(job, site) for job in jobs]
     counted = {text: texts.count(text) for text in dict.fromkeys(texts)}
     said = [f"{count} x {text}" if len(jobs) > 1 else text for text, count in counted.items()]
-    requeues = max(job.config.elastic.max_requeues for job in jobs)
-    total = f"at most {gpu_hours(jobs):g} GPU-hours (with {requeues} requeues, if it comes to that)"
+    first, starts = jobs[0].config, max(map(_starts, jobs))
+    how = f"a chain of {starts} jobs" if first.launch.chain > 1 else f"with {starts - 1} requeues"
+    total = f"at most {gpu_hours(jobs):g} GPU-hours ({how}, if it comes to that)"
     notes = sorted({note for job in jobs for note in _notes(job, site)})
     if _is_much(jobs):
         notes.append(f"note: {_above(jobs)}: a terminal is asked, elsewhere launch.yes=true is needed")
@@ -46,10 +47,15 @@ def confirm(jobs: Sequence[Job], site: Site, console: Console) -> None:
     if not _is_much(jobs):
         return
     what, above = f"this may cost up to {gpu_hours(jobs):g} GPU-hours", _above(jobs)
-    if not (console.is_terminal and sys.stdin.isatty()):
+    if not can_ask(console):
         raise ConfigError(f"{what}, {above}", where="launch.confirm_gpu_hours", mend="launch.yes=true to agree")
     if console.input(f"{what}. Submit? [y/N] ").strip().lower() not in ("y", "yes"):
         raise ConfigError(f"{what}: not submitted", where="the terminal", mend="y to submit, or launch.yes=true")
+
+
+def _starts(job: Job) -> int:
+    chain = job.config.launch.chain
+    return chain if chain > 1 else 1 + job.config.elastic.max_requeues
 
 
 def _is_much(jobs: Sequence[Job]) -> bool:

@@ -16,12 +16,14 @@ from hpc_train.config.errors import ConfigError
 from hpc_train.config.freeze import load
 from hpc_train.config.layout import resolve_layout
 from hpc_train.config.schema import Config
+from hpc_train.launch.chain import folded
 from hpc_train.launch.job import Job
 from hpc_train.launch.place import choose
 from hpc_train.launch.standing import PRESENT, SlurmStandings, Standing, ask
 from hpc_train.launch.watch import View, view_of
 from hpc_train.run import processes
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.submissions import job_ids
 
 COMMENT = "hpc_train:"
 
@@ -38,6 +40,16 @@ class Found:
     def job_id(self) -> str | None:
         """Of Slurm; None for a run on some machine."""
         return self.submission.get("job_id")
+
+    @property
+    def job_ids(self) -> list[str]:
+        """Of Slurm: one, or those of a chain; none for a run on some machine."""
+        return job_ids(self.submission)
+
+    @property
+    def clusters(self) -> str | None:
+        """Where ``cluster.clusters`` sent it; None for the cluster of this machine."""
+        return self.submission.get("clusters")
 
     @property
     def pid(self) -> int | None:
@@ -117,7 +129,7 @@ def find_mine() -> list[Found]:
         path = comment.removeprefix(COMMENT)
         with suppress(ConfigError):  # the directory is gone
             found = find(path if Path(path).exists() else path.partition(" ")[0])
-            runs |= {item.run.path: item for item in found if item.job_id in standings}
+            runs |= {item.run.path: item for item in found if standings.keys() & item.job_ids}
     return list(runs.values())
 
 
@@ -129,7 +141,12 @@ def stop(found: Collection[Found], number: signal.Signals = signal.SIGTERM) -> N
 
 
 def standings_of(found: Iterable[Found], slurm: SlurmStandings) -> dict[str, Standing]:
-    return slurm.of([item.job_id for item in found if item.job_id])
+    """How their jobs stand, each by its id; a chain as a whole by that of its first job."""
+    items = list(found)
+    known: dict[str, Standing] = {}
+    for clusters in {item.clusters for item in items}:
+        known |= slurm.of([job_id for item in items if item.clusters == clusters for job_id in item.job_ids], clusters)
+    return folded({item.job_ids[0]: item.job_ids for item in items if len(item.job_ids) > 1}, known)
 
 
 def _runs_below(path: Path) -> list[Path]:

@@ -31,10 +31,11 @@ def check_limits(job: Job, site: Site) -> None:
 
 def check_queue(jobs: Sequence[Job], site: Site) -> None:
     """Raises ConfigError where more jobs are submitted than the user may have in the queue."""
+    count = sum(job.config.launch.chain for job in jobs)
     for whose, limits in _limits(jobs[0], site, _association(jobs[0], site)):
-        if limits.max_jobs is not None and len(jobs) > limits.max_jobs:
+        if limits.max_jobs is not None and count > limits.max_jobs:
             raise ConfigError(
-                f"{len(jobs)} jobs are submitted, and {whose} has at most {limits.max_jobs} in the queue",
+                f"{count} jobs are submitted, and {whose} has at most {limits.max_jobs} in the queue",
                 where="the command line",
                 mend=f"sweeps of {limits.max_jobs} jobs or fewer, one after the other",
             )

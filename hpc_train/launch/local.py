@@ -11,18 +11,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from submitit.local.local import LocalExecutor, LocalJob
 
 from hpc_train.cluster.gpus import visible_gpus
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.launch.job import Job, RunAgent
+from hpc_train.launch.processes import ProcessSubmitter
 from hpc_train.launch.slots import Share
-from hpc_train.launch.standing import PRESENT, Standing
 from hpc_train.launch.storage import check_room
 from hpc_train.launch.submitter import local_shape
 from hpc_train.run.frozen_code import frozen_code
@@ -61,10 +60,11 @@ class SessionExecutor(LocalExecutor):
         return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
 
 
-class LocalSubmitter:
+class LocalSubmitter(ProcessSubmitter):
     """This machine."""
 
     name = "this machine"
+    stop_signal = signal.SIGTERM  # submitit's controller passes it on to the agent
 
     def __init__(self) -> None:
         self._jobs: dict[str, LocalJob[Any]] = {}
@@ -79,12 +79,6 @@ class LocalSubmitter:
         check_room(jobs)
         return []  # what this machine cannot give, ``shape`` has refused
 
-    def confirm(self, jobs: Sequence[Job], console: Console) -> None:
-        """Nothing to ask: the machine is the user's own."""
-
-    def plan(self, jobs: Sequence[Job], sweep: Path) -> list[tuple[str, str]]:
-        return []
-
     def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
         ids = []
         for job in jobs:
@@ -96,18 +90,8 @@ class LocalSubmitter:
             ids.append(submitted.job_id)
         return ids
 
-    def identity(self, job_id: str) -> dict[str, Any]:
-        return {"pid": int(job_id)}
-
-    def standings(self, ids: Collection[str]) -> dict[str, Standing]:
-        return {job_id: PRESENT for job_id in ids if not self._jobs[job_id].done()}
-
-    def stop(self, ids: Collection[str]) -> None:
-        for job_id in self.standings(ids):
-            os.kill(int(job_id), signal.SIGTERM)  # submitit's controller passes it on to the agent
-
-    def stop_command(self, ids: Collection[str]) -> str:
-        return "kill -TERM " + " ".join(sorted(self.standings(ids), key=int))
+    def is_running(self, job_id: str) -> bool:
+        return not self._jobs[job_id].done()
 
     def output(self, job: Job, job_id: str) -> Path:
         return job.submitit_folder / f"{job_id}_0_log.err"

@@ -11,13 +11,16 @@ cancelled=
 trap 'cancelled=yes' TERM
 """.rstrip()
 
-AFTER = """\
+END = """\
 # How it ended, from the agents; srun's own code tells no more than that something failed.
 end="$RUN/attempts/end-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
 [ "$status" -eq 0 ] || status=1
 for known in 1 2 93 75; do
   if grep -qsx "$known" "$end".node-*; then status=$known; break; fi
 done
+""".rstrip()
+
+AFTER = """\
 # Stopped ahead of the time limit or by a preemption: ask Slurm, once, to run the job again. Not where it is being
 # cancelled, is held (priority 0), or where Slurm requeues it by itself: then it is no longer RUNNING.
 if [ "$status" -eq 75 ] && [ -e "$end.requeue" ] && [ -z "$cancelled" ]; then
@@ -38,6 +41,11 @@ def lines_before() -> list[str]:
     return BEFORE.splitlines()
 
 
+def lines_of_end() -> list[str]:
+    """What turns ``$status``, the exit code of ``srun``, into the job's; ``$RUN`` is the run directory."""
+    return END.splitlines()
+
+
 def script_lines() -> list[str]:
-    """The last lines of a batch script. ``$RUN`` is the run directory and ``$status`` the exit code of ``srun``."""
-    return AFTER.splitlines()
+    """The last lines of a batch script."""
+    return [*lines_of_end(), *AFTER.splitlines()]

@@ -57,7 +57,7 @@ def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
         "mail-user": cluster.mail_user,
         "mail-type": cluster.mail_type,
         "signal": f"USR2@{signal_lead(job).seconds:g}",
-        "requeue": True,
+        "no-requeue" if job.config.launch.chain > 1 else "requeue": True,
         "open-mode": "append",
     }
     _check_extra(cluster, asked)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.config.schema import ClusterConfig
-from hpc_train.launch import requeue
+from hpc_train.launch import chain, requeue
+from hpc_train.launch.container import IN_SHELL, Container, quoted
 from hpc_train.launch.sbatch import Options, arguments
 from hpc_train.run.frozen_code import FrozenCode
 
@@ -26,8 +27,10 @@ class Script:
     Attributes:
         title: what runs, in a line.
         run: bash lines that set RUN, the run directory.
+        container: what the agents run in; None for the node itself.
         header: options as #SBATCH lines; empty where they stand on the command line.
         code: the snapshot from which the agents start; None where none was taken.
+        chain: the file with the ids of the chain that the job is part of; None where it may be requeued.
         notes: further lines of comment below the title.
     """
 
@@ -36,6 +39,8 @@ class Script:
     run: Sequence[str]
     header: Options
     code: FrozenCode | None = None
+    chain: Path | None = None
+    container: Container | None = None
     notes: Sequence[str] = ()
 
 
@@ -46,11 +51,13 @@ def render(script: Script) -> str:
         ["#!/bin/bash", f"# {script.title}", *(f"# {note}" for note in script.notes), *_header(script.header)],
         [*_environment(cluster), *_frozen(script.code)],
         ["# setup", *cluster.setup] if cluster.setup else [],
+        [] if script.container is None else script.container.lines(),
         script.run,
         requeue.lines_before(),
-        _step(python(cluster)),
+        [] if script.chain is None else chain.lines_before(script.chain),
+        _step(cluster, script.container),
         ["# teardown", *cluster.teardown] if cluster.teardown else [],
-        requeue.script_lines(),
+        requeue.script_lines() if script.chain is None else [*requeue.lines_of_end(), *chain.script_lines()],
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
@@ -68,18 +75,22 @@ def run_of_task(listing: Path) -> list[str]:
     ]
 
 
-def freezing(cluster: ClusterConfig, overrides: Sequence[str]) -> list[str]:
+def freezing(cluster: ClusterConfig, overrides: Sequence[str], container: Container | None = None) -> list[str]:
     """RUN of a script that stands alone: it freezes its run itself; a restarted job finds it as it was."""
-    command = shlex.join([python(cluster), "-m", "hpc_train", "freeze", *overrides])
+    parts = [python(cluster, container), "-m", "hpc_train", "freeze", *overrides]
+    if container is not None:
+        options = container.srun_options(IN_SHELL)
+        parts = [*(["srun", "--nodes=1", "--ntasks=1", *options] if options else container.command(IN_SHELL)), *parts]
+    command = quoted(parts)
     return [
         "# writes the run directory and prints its path; a job that Slurm starts again finds it as it was",
         f'RUN=$({command} "$@") || exit',
     ]
 
 
-def python(cluster: ClusterConfig) -> str:
-    """The interpreter on the nodes."""
-    return cluster.python or sys.executable
+def python(cluster: ClusterConfig, container: Container | None = None) -> str:
+    """The interpreter on the nodes, or in the container."""
+    return cluster.python or (sys.executable if container is None else "python")
 
 
 def _header(options: Options) -> list[str]:
@@ -115,11 +126,15 @@ def _frozen(code: FrozenCode | None) -> list[str]:
     ]
 
 
-def _step(interpreter: str) -> list[str]:
+def _step(cluster: ClusterConfig, container: Container | None) -> list[str]:
+    options = [] if container is None else container.srun_options(IN_SHELL)
+    command = [] if container is None else container.command(IN_SHELL)
+    around = [f"    {quoted(parts)} \\" for parts in (options, command) if parts]
     return [
         "# one task per node, the agent; it starts a worker per GPU. A node whose agent fails takes the others with it",
         'srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \\',
         "    --kill-on-bad-exit=1 --unbuffered \\",
-        f'    {shlex.quote(interpreter)} -m hpc_train agent "$RUN"',
+        *around,
+        f'    {shlex.quote(python(cluster, container))} -m hpc_train agent "$RUN"',
         "status=$?",
     ]

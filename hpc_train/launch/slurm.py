@@ -21,13 +21,14 @@ from hpc_train.cluster.site import Site, read_site
 from hpc_train.config.cluster_size import node_range
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import ClusterConfig
-from hpc_train.launch import cost
+from hpc_train.launch import chain, cost
+from hpc_train.launch.container import container_of
 from hpc_train.launch.inherited import without_inherited
 from hpc_train.launch.job import Job
 from hpc_train.launch.limits import check_limits, check_queue
 from hpc_train.launch.sbatch import Options, arguments, array, identity, options, stop_note
 from hpc_train.launch.script import Script, one_run, render, run_of_task
-from hpc_train.launch.standing import SlurmStandings, Standing
+from hpc_train.launch.standing import SlurmStandings, Standing, on_clusters
 from hpc_train.launch.storage import check_room, check_shared
 from hpc_train.run.files import write_text
 from hpc_train.run.frozen_code import frozen_code
@@ -62,6 +63,8 @@ class SlurmSubmitter:
 
     def __init__(self) -> None:
         self._outputs: dict[str, Path] = {}
+        self._chains: dict[str, list[str]] = {}
+        self._clusters: str | None = None
         self._standings = SlurmStandings()
 
     @cached_property
@@ -98,33 +101,65 @@ class SlurmSubmitter:
 
     def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
         ids: dict[int, str] = {}
+        self._clusters = jobs[0].config.cluster.clusters
         for same in self._by_shape(jobs):
             folder = self._folder(same, sweep)
             _, text, asked = self._submission(same, folder, sweep)
             folder.mkdir(parents=True, exist_ok=True)
             if len(same) > 1:
                 write_text(folder / _listing(same), "".join(f"{job.run.path}\n" for job in same))
-            main = _submit(ScriptExecutor(folder, text, asked))
+            main = self._submit_chain(same[0], folder, text, asked)
             for index, job in enumerate(same):
                 (job.run.path / "job.sbatch").write_text(text, encoding="utf-8")
                 ids[job.number] = job_id = f"{main}_{index}" if len(same) > 1 else main
-                self._outputs[job_id] = folder / f"{job_id}.out"
+                self._outputs[job_id] = Path(str(asked["output"]).replace("%j", job_id).replace("%A_%a", job_id))
         return [ids[job.number] for job in jobs]
 
     def identity(self, job_id: str) -> dict[str, Any]:
-        return {"job_id": job_id, "output": str(self._outputs[job_id])}
+        found: dict[str, Any] = {"job_id": job_id, "output": str(self._outputs[job_id])}
+        if job_id in self._chains:
+            found["chain"] = self._chains[job_id]
+        return found | ({"clusters": self._clusters} if self._clusters else {})
 
     def standings(self, ids: Collection[str]) -> dict[str, Standing]:
-        return self._standings.of(ids)
+        known = self._standings.of(self._all(ids), self._clusters)
+        return chain.folded({job_id: self._chains[job_id] for job_id in ids if job_id in self._chains}, known)
 
     def stop(self, ids: Collection[str]) -> None:
-        subprocess.run(["scancel", "--signal=USR1", *sorted(ids)], check=False, timeout=PATIENCE_S)
+        _scancel([*on_clusters(self._clusters), "--signal=USR1", *self._all(ids)])
+
+    def cancel(self, ids: Collection[str]) -> None:
+        _scancel([*on_clusters(self._clusters), *self._all(ids)])
 
     def stop_command(self, ids: Collection[str]) -> str:
-        return "scancel --signal=USR1 " + " ".join(sorted({job_id.partition("_")[0] for job_id in ids}))
+        jobs = sorted({job_id.partition("_")[0] for job_id in self._all(ids)})
+        return " ".join(["scancel", *on_clusters(self._clusters), "--signal=USR1", *jobs])
 
     def output(self, job: Job, job_id: str) -> Path:
         return self._outputs[job_id]
+
+    def _all(self, ids: Collection[str]) -> list[str]:
+        """With the other jobs of chains."""
+        return [each for job_id in ids for each in self._chains.get(job_id, [job_id])]
+
+    def _submit_chain(self, job: Job, folder: Path, text: str, asked: Options) -> str:
+        """Submits a script, ``launch.chain`` times; returns the id of the first."""
+        count, ids = job.config.launch.chain, []
+
+        def one(dependency: str | None) -> str:
+            more = {} if dependency is None else {"dependency": dependency}
+            ids.append(_submit(ScriptExecutor(folder, text, {**asked, **more})))
+            return ids[-1]
+
+        try:
+            chain.submit(count, one)
+        except ConfigError:
+            _scancel([*on_clusters(self._clusters), *ids])
+            raise
+        if count > 1:
+            write_text(chain.chain_file(job.run), "".join(f"{job_id}\n" for job_id in ids))
+            self._chains[ids[0]] = ids
+        return ids[0]
 
     def _by_shape(self, jobs: Sequence[Job]) -> list[list[Job]]:
         """Jobs that may share an array, in the order of the first of each; none larger than an array may be."""
@@ -132,13 +167,18 @@ class SlurmSubmitter:
         for job in jobs:
             cluster = job.config.cluster
             key = [options(job, self.site), cluster.env, cluster.setup, cluster.teardown, cluster.python]
+            key.append(container_of(job.config, job.gpus))
+            if job.config.launch.chain > 1:  # tasks of an array cannot wait for each other's ends
+                key.append(job.number)
             groups.setdefault(str(key), []).append(job)
         largest = self.site.max_array_size or len(jobs)
         return [same[first : first + largest] for same in groups.values() for first in range(0, len(same), largest)]
 
     def _submission(self, same: list[Job], folder: Path, sweep: Path) -> tuple[str, str, Options]:
         single = len(same) == 1
-        output = folder / ("%j.out" if single else "%A_%a.out")
+        file = chain.chain_file(same[0].run) if same[0].config.launch.chain > 1 else None
+        name = "%A_%a" if not single else "%j" if file is None else file.name
+        output = folder / f"{name}.out"
         asked = {
             **options(same[0], self.site),
             **identity(same, same[0].run.path if single else sweep, output),
@@ -150,6 +190,8 @@ class SlurmSubmitter:
             run=one_run(same[0].run.path) if single else run_of_task(folder / _listing(same)),
             header={},
             code=frozen_code(same[0].run),
+            chain=file,
+            container=container_of(same[0].config, same[0].gpus),
             notes=[stop_note(same[0])],
         )
         return " \\\n    ".join(["sbatch", *arguments(asked), "job.sbatch"]), render(script), asked
@@ -167,6 +209,10 @@ class SlurmSubmitter:
 def sbatch(asked: Options) -> list[str]:
     """The sbatch command with ``asked``, free of what a surrounding job would hand down."""
     return [*without_inherited(), "sbatch", *arguments(asked)]
+
+
+def _scancel(arguments: Sequence[str]) -> None:
+    subprocess.run(["scancel", *arguments], check=False, timeout=PATIENCE_S)
 
 
 def _title(same: Sequence[Job]) -> str:

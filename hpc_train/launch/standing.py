@@ -24,10 +24,9 @@ ENDED = frozenset(
         "NODE_FAIL",
         "OUT_OF_MEMORY",
         "PREEMPTED",
-        "REVOKED",
         "TIMEOUT",
     ]
-)
+)  # not REVOKED: another cluster of the federation runs the job
 FORMAT = "%i|%T|%S|%k|%r"  # id, state, (expected) start, comment, reason
 
 
@@ -39,6 +38,7 @@ class Standing:
     reason: str = ""
     starts: str = ""  # 2026-01-31T12:00:00, empty where nobody knows
     comment: str = ""
+    part: str = ""  # which job of a chain: "job 18, 2 of 3"
 
     @property
     def present(self) -> bool:
@@ -49,6 +49,8 @@ class Standing:
     def words(self) -> str:
         """For people: "pending (Priority), starts about 01-31 12:00"."""
         text = self.state.lower() or "waiting"
+        if self.part:
+            text = f"{self.part}, {text}"
         if self.state != "PENDING":
             return text
         if self.reason not in ("", "None"):
@@ -65,35 +67,50 @@ class SlurmStandings:
     """Standings of Slurm jobs, at most every 30 s asked for anew (every 60 s for many jobs)."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Standing] = {}
-        self._asked_at = float("-inf")
+        self._known: dict[str | None, dict[str, Standing]] = {}
+        self._asked_at: dict[str | None, float] = {}
 
-    def of(self, ids: Collection[str]) -> dict[str, Standing]:
-        """Those of ``ids`` that Slurm knows; where it has not been asked yet or does not answer, they are present."""
+    def of(self, ids: Collection[str], clusters: str | None = None) -> dict[str, Standing]:
+        """Those of ``ids`` that Slurm knows; where it has not been asked yet or does not answer, they are present.
+
+        Args:
+            clusters: where the jobs went (``cluster.clusters``); None for the cluster of this machine.
+        """
         pause = ASK_MANY_EVERY_S if len(ids) > MANY else ASK_EVERY_S
-        new = {job_id: PRESENT for job_id in ids if job_id not in self._known}
-        if ids and time.monotonic() - self._asked_at >= pause:
-            self._asked_at = time.monotonic()
+        known = self._known.get(clusters, {})
+        new = {job_id: PRESENT for job_id in ids if job_id not in known}
+        if ids and time.monotonic() - self._asked_at.get(clusters, float("-inf")) >= pause:
+            self._asked_at[clusters] = time.monotonic()
             jobs = sorted({job_id.partition("_")[0] for job_id in ids})
-            found = ask([f"--jobs={','.join(jobs)}"])
+            # an id may be another person's on another cluster
+            found = ask([f"--jobs={','.join(jobs)}", *on_clusters(clusters), *(["--me"] if clusters else [])])
             if found is not None:
-                self._known, new = found, {}
-        return {job_id: standing for job_id, standing in (self._known | new).items() if job_id in ids}
+                self._known[clusters], known, new = found, found, {}
+        return {job_id: standing for job_id, standing in (known | new).items() if job_id in ids}
+
+
+def on_clusters(clusters: str | None) -> list[str]:
+    """The option of Slurm's commands for jobs that went to other clusters."""
+    return [f"--clusters={clusters}"] if clusters else []
 
 
 def ask(selection: Sequence[str]) -> dict[str, Standing] | None:
     """The jobs that squeue's options ``selection`` name, by id (``12`` or ``12_3``); None where nobody answers."""
     command = ["squeue", "--noheader", "--array", "--states=all", f"--format={FORMAT}", *selection]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=PATIENCE_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    if done.returncode and "Invalid job id" not in done.stderr:
+    if done.returncode and b"Invalid job id" not in done.stderr:
         return None
-    return dict(_parse(line) for line in done.stdout.splitlines() if line.count("|") >= 4)
+    # comments are in any encoding; with --clusters each cluster has a title line
+    lines = done.stdout.decode(errors="replace").splitlines()
+    return dict(_parse(line) for line in lines if line.count("|") >= 4)
 
 
 def _parse(line: str) -> tuple[str, Standing]:
     job_id, state, starts, rest = line.split("|", 3)
     comment, _, reason = rest.rpartition("|")
-    return job_id, Standing(state, reason, "" if starts == "N/A" else starts, "" if comment == "(null)" else comment)
+    return job_id, Standing(
+        state, reason, "" if starts in ("N/A", "NONE") else starts, "" if comment == "(null)" else comment
+    )

@@ -66,6 +66,9 @@ class Submitter(Protocol):
     def stop(self, ids: Collection[str]) -> None:
         """Asks jobs to save and stop."""
 
+    def cancel(self, ids: Collection[str]) -> None:
+        """Ends jobs for good; a place where a stop is quick lets them save."""
+
     def stop_command(self, ids: Collection[str]) -> str:
         """The command by which a person does the same."""
 

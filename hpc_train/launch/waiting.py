@@ -17,6 +17,7 @@ from rich.console import Console
 from hpc_train.launch.job import Job
 from hpc_train.launch.queue import JobQueue
 from hpc_train.launch.table import JobTable, plain_line
+from hpc_train.launch.terminal import can_ask
 from hpc_train.launch.watch import View, resume_command
 from hpc_train.run.exits import Exit
 from hpc_train.telemetry.progress import Progress
@@ -54,8 +55,8 @@ class JobProgress:
 def wait(queue: JobQueue, console: Console) -> None:
     """Watches the jobs until all have ended.
 
-    A Ctrl-C or a lost terminal leaves them running; a second Ctrl-C within three seconds asks them to stop, and waits
-    on.
+    A Ctrl-C or a lost terminal leaves them running. A second Ctrl-C within three seconds offers at a terminal to cancel
+    them, and then waits on.
 
     Raises:
         SystemExit: left by Ctrl-C or hang-up, with code 130.
@@ -74,19 +75,21 @@ def wait(queue: JobQueue, console: Console) -> None:
 
 
 def _watch(queue: JobQueue, display: JobProgress | JobTable, console: Console) -> None:
-    asked_to_stop = False
+    ending = False
     while not queue.over:
         try:
             queue.advance()
             display.show(queue.views)
             time.sleep(POLL_S)
         except KeyboardInterrupt:
-            if asked_to_stop or not _asks_twice(console):
+            answer = "" if ending else _answer(console)
+            if answer not in ("y", "s"):
                 leave(queue, console)
-            asked_to_stop = True
+            ending = True
             queue.drop_waiting()
-            queue.submitter.stop(queue.open_ids)
-            console.print("asked the jobs to save and stop; Ctrl-C leaves them to it", highlight=False)
+            end = queue.submitter.cancel if answer == "y" else queue.submitter.stop
+            end(queue.open_ids)
+            console.print("the jobs were asked to end; Ctrl-C leaves them to it", highlight=False)
 
 
 class HangUp(Exception):
@@ -107,13 +110,20 @@ def _hang_up_raises() -> Iterator[None]:
         signal.signal(signal.SIGHUP, before)
 
 
-def _asks_twice(console: Console) -> bool:
-    console.print("leaving; the jobs run on. Ctrl-C once more now saves and stops them instead", highlight=False)
+def _answer(console: Console) -> str:
+    """What a second Ctrl-C is to mean: y or s; anything else leaves the jobs as they are."""
+    console.print("leaving; the jobs run on. Ctrl-C once more now to cancel them", highlight=False)
     try:
         time.sleep(SECOND_CTRL_C_S)
+        return ""
     except KeyboardInterrupt:
-        return True
-    return False
+        if not can_ask(console):
+            return ""
+    try:
+        question = "\ncancel the jobs? y: yes, s: after a checkpoint, n: no, they run on [n] "
+        return console.input(question, markup=False).strip().lower()[:1]
+    except (KeyboardInterrupt, EOFError):
+        return ""
 
 
 def leave(queue: JobQueue, console: Console) -> None:
@@ -128,7 +138,8 @@ def hand_over(queue: JobQueue, console: Console) -> None:
     where = _common_directory([job.run.path for job in queue.jobs])
     lines = [
         f"to save and stop them: {queue.submitter.stop_command(queue.open_ids)}",
-        f"to come back:          python -m hpc_train status {where}   (or wait, logs -f, cancel)",
+        f"to cancel them:        python -m hpc_train cancel {where}",
+        f"to come back:          python -m hpc_train status {where}   (or wait, logs -f)",
     ]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 

@@ -7,15 +7,18 @@ import subprocess
 ENDED = "ENDED"  # Slurm answers and has forgotten it
 
 
-def job_state(job_id: str) -> str | None:
-    """The state by Slurm's name, ``ENDED``, or None where Slurm does not answer."""
+def job_state(job_id: str, clusters: str | None = None) -> str | None:
+    """The state by Slurm's name, ``ENDED``, or None where Slurm does not answer.
+
+    ``clusters`` are others than this machine's, where the same id may be another person's.
+    """
+    where = [f"--clusters={clusters}", "--me"] if clusters else []
+    command = ["squeue", "--noheader", "--jobs", job_id, "--format", "%T", *where]
     try:
-        asked = subprocess.run(
-            ["squeue", "--noheader", "--jobs", job_id, "--format", "%T"],
-            capture_output=True, text=True, timeout=30, check=False,
-        )  # fmt: skip
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     if asked.returncode != 0:
         return ENDED if "Invalid job id" in asked.stderr else None
-    return asked.stdout.split()[0] if asked.stdout.split() else ENDED
+    states = [line.strip() for line in asked.stdout.splitlines() if not line.startswith("CLUSTER:")]
+    return next(filter(None, states), ENDED)

@@ -44,11 +44,16 @@ def find_live(run: RunDirectory) -> str | None:
     for claim in claims:
         if lives(claim) and claim["pid"] != os.getpid():
             return f"process {claim['pid']} on {claim['host']}"
-    for job_id in dict.fromkeys(claim["job_id"] for claim in claims if claim.get("job_id")):
-        state = None if job_id in _own_jobs() else job_state(job_id)
+    for job_id, clusters in {job_id: claim.get("clusters") for claim in claims for job_id in job_ids(claim)}.items():
+        state = None if job_id in _own_jobs() else job_state(job_id, clusters)
         if state in PENDING_OR_RUNNING:
             return f"Slurm job {job_id} is {state}"
     return "its agent is at work" if lease.is_live(run) else None
+
+
+def job_ids(claim: dict[str, Any]) -> list[str]:
+    """Of a submission to Slurm: one, or those of a chain."""
+    return claim.get("chain") or [job_id for job_id in [claim.get("job_id")] if job_id]
 
 
 def _own_jobs() -> set[str]:

@@ -60,7 +60,8 @@ def runs(folder: Path) -> list[list[str]]:
         ["+strategy=single", *gpt, "data=custom", "data._target_=tests.doors.custom_data.Counting",
          "model.vocab_size=16"],
         ["script", "+strategy=dp", *TINY],
-        ["+strategy=dp", *TINY, "cluster=slurm", "cluster.gpus_per_node=2", "-m", "launch.dry_run=true"],
+        ["+strategy=dp", *TINY, "cluster=slurm", "cluster.gpus_per_node=2", "-m", "launch.dry_run=true",
+         "cluster.container.image=docker://site/image"],
     ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import pytest
 from hpc_train.cluster.site import NodeKind, Partition, Site
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import ClusterConfig, GPTConfig
+from hpc_train.launch.container import Container, container_of
 from hpc_train.launch.sbatch import arguments, options, stop_note
 from hpc_train.launch.script import Script, freezing, one_run, render, run_of_task
 from hpc_train.run.events import EventLog
@@ -17,6 +18,11 @@ from hpc_train.run.files import append_line
 from tests.launch.jobs import make_job
 
 GOLDEN = Path(__file__).parent / "golden"
+RUN = Path("/scratch/my runs/one")
+BINDS = ("/scratch/my runs:/scratch/my runs", "/data:/inside")
+APPTAINER = Container("/images/torch 2.sif", False, BINDS, gpus=True)
+PYXIS = Container("nvcr.io#nvidia/pytorch:25.09-py3", True, BINDS, gpus=True)
+INSIDE = ClusterConfig(kind="slurm")
 PLAIN = ClusterConfig(kind="slurm", python="/opt/python/bin/python")
 FULL = ClusterConfig(
     kind="slurm",
@@ -55,19 +61,43 @@ FULL = ClusterConfig(
 def scripts(tmp_path: Path) -> dict[str, Script]:
     header = options(make_job(tmp_path / "sweep", cluster=FULL, gpus=4))
     return {
-        "one_run": Script("hpc_train, dp", PLAIN, one_run(Path("/scratch/my runs/one")), {}),
+        "one_run": Script("hpc_train, dp", PLAIN, one_run(RUN), {}),
         "array": Script(
             "hpc_train, 3 runs of one shape", PLAIN, run_of_task(Path("/scratch/sweep/slurm/runs-00000")), {}
         ),
+        "chain": Script("hpc_train, dp", PLAIN, one_run(RUN), {}, chain=RUN / "attempts" / "chain-000"),
+        "apptainer": Script("hpc_train, dp", INSIDE, one_run(RUN), {}, container=APPTAINER),
+        "pyxis": Script("hpc_train, dp", INSIDE, freezing(INSIDE, ["+strategy=dp"], PYXIS), {}, container=PYXIS),
         "standalone": Script("hpc_train, dp", FULL, freezing(FULL, ["+strategy=dp", "data.path=a b"]), header),
     }
 
 
-@pytest.mark.parametrize("name", ["one_run", "array", "standalone"])
+@pytest.mark.parametrize("name", ["one_run", "array", "chain", "apptainer", "pyxis", "standalone"])
 def test_the_text(name: str, tmp_path: Path) -> None:
     text = render(scripts(tmp_path)[name])
     assert text == (GOLDEN / f"{name}.sbatch").read_text()
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_what_an_image_is_and_what_it_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job(tmp_path / "sweep", cluster=ClusterConfig(kind="slurm"))
+    asked, root = job.config.cluster.container, f"{tmp_path}:{tmp_path}"
+    assert container_of(job.config, 0) is None
+    asked.image, asked.binds = "docker://site/image", ["/data", "/data:/inside"]
+    monkeypatch.setattr("hpc_train.launch.container.srun_has_pyxis", lambda: True)
+    assert container_of(job.config, 4) == Container(
+        "docker://site/image", True, (root, "/data:/data", "/data:/inside"), True
+    )
+    asked.image = str(tmp_path / "torch.sif")
+    with pytest.raises(ConfigError, match="there is no image"):
+        container_of(job.config, 0)
+    Path(asked.image).touch()
+    found = container_of(job.config, 0)
+    assert found is not None
+    assert not found.pyxis, "a .sif is Apptainer's"
+    seen = f"{root},/data:/data,/data:/inside,{tmp_path}/sweep:{tmp_path}/sweep"
+    assert found.seen({"TMPDIR": f"{tmp_path}/sweep", "SLURM_TMPDIR": "/not/there"}) == seen
+    assert found.command("/a:/a") == ["apptainer", "exec", "--bind", "/a:/a", asked.image]
 
 
 def test_every_key_becomes_an_option(tmp_path: Path) -> None:

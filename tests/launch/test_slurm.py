@@ -10,6 +10,7 @@ from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.launch.place import choose
 from hpc_train.launch.slurm import SlurmSubmitter
+from hpc_train.launch.standing import SlurmStandings
 from tests.launch.jobs import make_job
 
 SITE = ClusterConfig(kind="slurm", nodes=2, gpus_per_node=4, partition="gpu", account="lab", time="02:00:00")
@@ -99,6 +100,39 @@ def test_a_refusal_of_sbatch_is_one_message(slurm: Path, tmp_path: Path) -> None
 def test_which_jobs_are_present(slurm: Path, squeue: str, expected: set[str]) -> None:
     command(slurm, "squeue", squeue)
     assert set(SlurmSubmitter().standings(["41_0", "41_1", "42"])) == expected
+
+
+RECORDED = r"""printf 'CLUSTER: one\n'
+printf '51447052|PENDING|N/A|(null)|(ReqNodeNotAvail, UnavailableNodes:cs[100,101,102])\n'
+printf '18804|PENDING|NONE|caf\351 | 2|Priority\n'
+printf '42953390_320|RUNNING|2025-03-06T21:01:21|hpc_train:/run|None\n'
+printf '18806|PENDING|N/A\n'
+printf '7|REVOKED|2025-03-06T21:01:21||None\n'
+"""
+
+
+def test_what_squeue_prints_on_other_clusters_and_versions(slurm: Path, tmp_path: Path) -> None:
+    """Titles of clusters, comments in Latin-1, NONE for N/A, lines that lack fields, jobs that a sibling runs."""
+    command(slurm, "squeue", f'echo "$@" >> {tmp_path}/squeue\n{RECORDED}'.replace("\\n", "\n", 1))
+    found = SlurmStandings().of(["51447052", "18804", "42953390_320", "18806", "7"], "one,two")
+    assert found["51447052"].words == "pending ((ReqNodeNotAvail, UnavailableNodes:cs[100,101,102]))"
+    assert (found["18804"].comment, found["18804"].starts) == ("caf\ufffd | 2", "")
+    assert found["42953390_320"].comment == "hpc_train:/run"
+    assert "18806" not in found
+    assert found["7"].present
+    asked = (tmp_path / "squeue").read_text()
+    assert "--jobs=18804,18806,42953390,51447052,7 --clusters=one,two --me" in asked
+
+
+def test_jobs_on_another_cluster_are_asked_for_and_ended_there(slurm: Path, tmp_path: Path) -> None:
+    command(slurm, "scancel", f'echo "$@" >> {tmp_path}/scancel')
+    job = make_job(tmp_path / "sweep", cluster=ClusterConfig(kind="slurm", clusters="one"))
+    place = SlurmSubmitter()
+    assert place.submit([job], tmp_path / "sweep", 1) == ["41"]
+    assert place.identity("41")["clusters"] == "one"
+    place.cancel(["41"])
+    assert (tmp_path / "scancel").read_text() == "--clusters=one 41\n"
+    assert place.stop_command(["41"]) == "scancel --clusters=one --signal=USR1 41"
 
 
 def test_slurm_is_asked_rarely(slurm: Path, tmp_path: Path) -> None:

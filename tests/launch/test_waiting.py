@@ -28,6 +28,7 @@ class FakePlace:
         self.running: dict[str, Job] = {}
         self.order: list[int] = []
         self.stopped: list[str] = []
+        self.cancelled: list[str] = []
 
     def shape(self, cluster: ClusterConfig) -> tuple[int, int, int]:
         return 1, 0, cluster.cpu_workers
@@ -49,6 +50,11 @@ class FakePlace:
 
     def stop(self, ids: Collection[str]) -> None:
         self.stopped.extend(ids)
+        for job_id in list(ids):
+            self.end(job_id, "stopped", 75)
+
+    def cancel(self, ids: Collection[str]) -> None:
+        self.cancelled.extend(ids)
         for job_id in list(ids):
             self.end(job_id, "stopped", 75)
 
@@ -117,15 +123,47 @@ def test_one_interrupt_leaves_the_jobs_running(
     assert "stop 0 1 2 3" in printed(queue)
 
 
-def test_two_interrupts_stop_the_jobs_and_wait_for_them(
-    queue: JobQueue, place: FakePlace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_two_interrupts_without_a_terminal_leave_too(
+    queue: JobQueue, place: FakePlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    steps(monkeypatch, interrupt, interrupt)
+    with pytest.raises(SystemExit):
+        waiting.wait(queue, queue._console)
+    assert place.stopped == place.cancelled == []
+    assert "hpc_train cancel" in printed(queue)
+
+
+@pytest.mark.parametrize(("answer", "cancelled"), [("y", True), ("Yes", True), ("s", False)])
+def test_two_interrupts_offer_to_cancel_the_jobs_and_wait_for_them(
+    queue: JobQueue,
+    place: FakePlace,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    answer: str,
+    cancelled: bool,
+) -> None:
+    monkeypatch.setattr(waiting, "can_ask", lambda console: True)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{answer}\n"))
     steps(monkeypatch, interrupt, interrupt, lambda: None)
     waiting.wait(queue, queue._console)
-    assert place.stopped == ["0", "1"]
+    assert (place.cancelled if cancelled else place.stopped) == ["0", "1"]
+    assert (place.stopped if cancelled else place.cancelled) == []
     assert place.order == [0, 1]
     assert waiting.report(queue, queue._console) == 75
     assert "python -m hpc_train -m run.name=sweep/0 +strategy=dp" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("answer", ["n\n", "\n", ""])
+def test_who_does_not_want_to_cancel_leaves(
+    queue: JobQueue, place: FakePlace, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    monkeypatch.setattr(waiting, "can_ask", lambda console: True)
+    monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+    steps(monkeypatch, interrupt, interrupt)
+    with pytest.raises(SystemExit) as left:
+        waiting.wait(queue, queue._console)
+    assert left.value.code == 130
+    assert place.stopped == place.cancelled == []
 
 
 def test_one_failure_fails_all(queue: JobQueue, place: FakePlace) -> None:

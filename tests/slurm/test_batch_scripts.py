@@ -91,6 +91,62 @@ def test_nodes_of_one_switch_are_neighbours_in_rank(shell: Cluster, tmp_path: Pa
     assert len(losses(tmp_path / "outputs" / "run")) == 6
 
 
+APPTAINER = """\
+#!/bin/bash
+# Apptainer's command line, without a container: writes down what is asked for and runs it.
+printf '%s\\n' "$*" >> "$APPTAINER_CALLS"
+[ "$1" = exec ] || exit 255
+shift
+while [[ "$1" == --* ]]; do [ "$1" = --bind ] && shift; shift; done
+[ -e "$1" ] || { echo "no image $1" >&2; exit 255; }
+shift
+exec "$@"
+"""
+
+
+@pytest.fixture
+def with_apptainer(shell: Cluster, tmp_path: Path) -> Cluster:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "apptainer").write_text(APPTAINER)
+    (folder / "apptainer").chmod(0o755)
+    (tmp_path / "image.sif").touch()
+    path = f"{folder}{os.pathsep}{shell.environment['PATH']}"
+    calls = str(tmp_path / "calls")
+    return dataclasses.replace(shell, environment={**shell.environment, "PATH": path, "APPTAINER_CALLS": calls})
+
+
+def test_a_container_by_script_freezes_and_trains_inside(with_apptainer: Cluster, tmp_path: Path) -> None:
+    image = str(tmp_path / "image.sif")
+    here = dataclasses.replace(with_apptainer, environment={**with_apptainer.environment, "IMAGE": image})
+    arguments = ["+strategy=dp", *TINY, "cluster.cpu_workers=2", "run.name=run"]
+    finish(here, submit(here, "container.sbatch", *arguments, cwd=tmp_path), tmp_path)
+    run = tmp_path / "outputs" / "run"
+    assert len(losses(run)) == 6
+    inside = f"exec --nv --bind {tmp_path} {image} python -m hpc_train"
+    freezing, training = (tmp_path / "calls").read_text().splitlines()
+    assert freezing.startswith(f"{inside} freeze +strategy=dp ")
+    assert training == f"{inside} agent {run}"
+
+
+def test_a_submitted_job_in_a_container_is_requeued_from_outside(with_apptainer: Cluster, tmp_path: Path) -> None:
+    run, image = tmp_path / "outputs" / "run", tmp_path / "image.sif"
+    arguments = ["+strategy=dp", *SLOW, "train.steps=25", "cluster=slurm", "cluster.cpu_workers=2", "run.name=run"]
+    process = with_apptainer.start(*arguments, f"cluster.container.image={image}", "-m", cwd=tmp_path)
+    wait_for("step 3", lambda: len(losses(run)) >= 3, 90)
+    job = RunDirectory(run).record()["submissions"][-1]["job_id"]
+    with_apptainer.call("scancel", "--signal=USR2", job)
+    output, _ = process.communicate(timeout=150)
+    assert process.returncode == 0, output
+    assert sorted(losses(run)) == list(range(1, 26))
+    assert events(run).count("requeued") == 1
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len(calls) == 2
+    for call in calls:
+        assert call.startswith(f"exec --bind {tmp_path}/outputs:{tmp_path}/outputs")
+        assert call.endswith(f" {image} python -m hpc_train agent {run}")
+
+
 def test_freeze_checks_against_the_nodes_of_the_job(shell: Cluster, tmp_path: Path) -> None:
     job = submit(shell, "multi_node.sbatch", "+strategy=dp", "strategy.dp=64", *TINY, "run.name=wide", cwd=tmp_path)
     assert shell.wait_for_state(job, "COMPLETED", "FAILED") == "FAILED"
