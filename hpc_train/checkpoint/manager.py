@@ -176,6 +176,26 @@ class CheckpointManager:
             self._saved_step = found.checkpoint.step
         return RestoredState(found.checkpoint.step, found.manifest.extra, path, with_optimizer)
 
+    def roll_back(self, step: int) -> RestoredState | None:
+        """Loads the newest good checkpoint of at most ``step`` steps, and sets aside the later ones, which the next
+        resume would take; None where there is no such checkpoint, and nothing was changed."""
+        self.wait()
+        if not on_first(partial(self._set_aside_after, step), self._group):
+            return None
+        return self.restore()
+
+    def _set_aside_after(self, step: int) -> bool:
+        store = self.store
+        found = store.committed()
+        if not any(checkpoint.step <= step for checkpoint in found):
+            return False
+        for checkpoint in found:
+            if checkpoint.step > step:
+                moved = str(store.set_aside(checkpoint, self.events.attempt))
+                message = f"the run goes back to step {step} or before"
+                self._event("checkpoint_set_aside", step=checkpoint.step, path=moved, message=message)
+        return True
+
     def _search(self, store: CheckpointStore, own: bool) -> Found | None:
         settings = self.config.checkpoint
         on_bad = partial(self._tell_of_bad, store, own)

@@ -235,6 +235,9 @@ class TrainConfig:
     eval_every: int = 0  # steps; 0: only at the end
     activation_checkpointing: str = "none"  # none | full | selective
     compile: bool = False  # torch.compile per layer
+    nonfinite_limit: int = 50  # steps in a row without a finite gradient until the run goes back to a checkpoint
+    spike_mads: float = 0.0  # so many MADs above the median the loss has jumped, and the run goes back; 0: it goes on
+    max_rollbacks: int = 3  # each passes over the samples of the bad steps; then the run is given up
     reproducible: str | None = None  # any_world_size: the same bits on any number of ranks; under single and dp
     threads: int | str = "auto"  # intra-op CPU threads per rank
 

@@ -16,7 +16,9 @@ from hpc_train.data.batch import Batch
 from hpc_train.data.dataset import Dataset, SampleError
 from hpc_train.data.loader import MicroBatchReader, Request, Stacked
 from hpc_train.data.order import Order
+from hpc_train.data.skipped import Skipped
 
+NOTHING = Skipped()
 MOST_LOADER_WORKERS = 4  # of "auto"
 
 
@@ -56,6 +58,7 @@ class TrainFeed:
         batch: the global batch, whether the last one of an epoch is dropped, and the loader processes.
         seed: of the order of the samples.
         local_ranks: ranks that share this process's cores (1 where each rank is bound to its own).
+        skipped: what of the sequence of batches is passed over.
 
     Raises:
         ConfigError: the dataset is too small for one global batch, or the data itself is wrong (also from ``next``).
@@ -72,9 +75,11 @@ class TrainFeed:
         device: torch.device,
         start_step: int,
         local_ranks: int = 1,
+        skipped: Skipped = NOTHING,
     ) -> None:
         self._order = Order(len(dataset), batch.global_size, batch.drop_last, seed)
-        requests = _requests(self._order, layout, dp_rank, count(start_step))
+        self._skipped = skipped
+        requests = _requests(self._order, layout, dp_rank, map(skipped.position, count(start_step)))
         workers = loader_workers(batch, dataset, local_ranks)
         self._steps = _Steps(dataset, requests, layout.micro_batches, workers, device)
         self._ahead: LocalBatch | Exception | None = None
@@ -84,7 +89,7 @@ class TrainFeed:
         return self._order.steps_per_epoch
 
     def epoch_of(self, step: int) -> int:
-        return self._order.epoch_of(step)
+        return self._order.epoch_of(self._skipped.position(step))
 
     def __iter__(self) -> Iterator[LocalBatch]:
         return self

@@ -34,6 +34,8 @@ EVENTS = (
     "stopped",
     "failed",
     "gave_up",
+    "step_skipped",  # on all ranks: its gradient was not finite
+    "rolled_back",  # to a checkpoint within the attempt, past some samples
     "warning",
 )
 

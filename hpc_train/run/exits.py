@@ -107,6 +107,8 @@ def classify(error: BaseException) -> Failure:
         return Failure.OUT_OF_MEMORY
     if isinstance(error, OSError) and error.errno in (28, 122):  # ENOSPC, EDQUOT
         return Failure.DISK_FULL
+    if isinstance(error, FloatingPointError):
+        return Failure.NAN
     if any(mark in text for mark in _COMMUNICATION):
         return Failure.COMMUNICATION
     return Failure.USER_ERROR

@@ -11,6 +11,7 @@ import torch
 
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.config.schema import Config
+from hpc_train.data.skipped import Skipped
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -20,6 +21,7 @@ from hpc_train.telemetry.progress import spent_line
 from hpc_train.telemetry.tensorboard import TensorBoard
 from hpc_train.telemetry.wandb_run import WandbIdentity, WandbRun
 from hpc_train.train.meter import peak_memory_bytes
+from hpc_train.train.step import SkippedSteps
 
 RESULT = ("loss", "val_loss", "val_accuracy", "samples", "tokens")
 
@@ -40,18 +42,31 @@ class Report:
     _began: float = field(default_factory=time.monotonic)
     _last: dict[str, Any] = field(default_factory=dict)
 
-    def line(self, line: dict[str, Any], skipped: int) -> None:
-        """One line of metrics. ``skipped``: steps in a row without an update, up to this one."""
+    def line(self, line: dict[str, Any], skipped: SkippedSteps) -> None:
+        """One line of metrics, and the steps without an update since the line before."""
         if self.metrics is None:
             return
         head = {"time": time.time(), "attempt": self.events.attempt, "world_size": self.world_size}
         self._last = head | line | {"peak_memory_bytes": peak_memory_bytes(self.device)}
         self.metrics.write(self._last)
         print(_in_words(self._last, self.total_steps))
-        if skipped and self._last.get("loss_scale") is None:
-            message = f"the last {skipped} steps were skipped: their gradients were not finite"
+        if skipped.since_last and self._last.get("loss_scale") is None:
+            counts = {"steps": skipped.since_last, "in_a_row": skipped.in_a_row}
+            print(f"steps that were skipped, as their gradients were not finite: {skipped.since_last}")
+            self.events.write("step_skipped", step=line["step"], **counts)
+
+    def rolled_back(self, bad: range, to_step: int, skipped: Skipped, reason: str) -> None:
+        """From the end of the steps ``bad``, whose samples are passed over. ``skipped``: all that is now."""
+        if self.metrics is None:
+            return
+        print(f"{reason}\nback to step {to_step}; the samples of steps {bad.start + 1} to {bad.stop} are passed over")
+        details = {"to_step": to_step, "bad_steps": [bad.start, bad.stop], "skipped_windows": skipped.windows}
+        self.events.write("rolled_back", step=bad.stop, reason=reason, **details)
+
+    def warning(self, step: int, message: str) -> None:
+        if self.metrics is not None:
             print(message)
-            self.events.write("warning", step=line["step"], message=message)
+            self.events.write("warning", step=step, message=message)
 
     def nothing_to_do(self, step: int) -> None:
         if self.metrics is None:

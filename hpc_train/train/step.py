@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +18,6 @@ from hpc_train.train.learning_rate import peak_rate, rate
 from hpc_train.train.loss_scale import LossScale
 from hpc_train.train.optimizer import Optimizer
 
-MOST_SKIPPED = (
-    50  # steps in a row without a finite gradient until a run fails: fp16 needs about 20 from its first scale
-)
-
 
 @dataclass(frozen=True)
 class StepOutcome:
@@ -28,6 +26,14 @@ class StepOutcome:
     result: StepResult
     grad_norm: Tensor  # before clipping; the same on every rank
     learning_rate: float
+
+
+@dataclass(frozen=True)
+class SkippedSteps:
+    """Steps without an update, as their gradients were not finite."""
+
+    in_a_row: int  # up to now
+    since_last: int  # since the last time that somebody asked
 
 
 class TrainStep:
@@ -41,7 +47,7 @@ class TrainStep:
         self._config, self._mesh, self._engine, self._optimizer = config, mesh, engine, optimizer
         self._total_steps = total_steps
         self._peak = peak_rate(config.optim, config.batch.global_size)
-        self._skipped = torch.zeros((), dtype=torch.int64, device=mesh.device)  # in a row
+        self._skipped = torch.zeros(2, dtype=torch.int64, device=mesh.device)  # in a row, since the last look
         self.loss_scale = LossScale(config.precision, mesh.device) if config.precision.name == "fp16" else None
 
     def __call__(self, step: int, batch: StepBatch) -> StepOutcome:
@@ -55,19 +61,28 @@ class TrainStep:
         self._optimizer.step(learning_rate, finite)
         if self.loss_scale is not None:
             self.loss_scale.update(finite)
-        self._skipped = torch.where(finite, 0, self._skipped + 1)
+        self._skipped[0] = torch.where(finite, 0, self._skipped[0] + 1)
+        self._skipped[1] += ~finite
         return StepOutcome(result, norm, learning_rate)
 
-    def check_finite(self) -> int:
-        """The number of steps in a row, up to now, that were skipped. Waits for the device.
+    def skipped(self) -> SkippedSteps:
+        """Counts anew. Waits for the device."""
+        found = SkippedSteps(*self._skipped.tolist())
+        self._skipped[1] = 0
+        return found
 
-        Raises:
-            FloatingPointError: they are so many that nothing is learnt any more; on every rank.
-        """
-        skipped = int(self._skipped.item())
-        if skipped >= MOST_SKIPPED:
-            raise FloatingPointError(
-                f"no gradient was finite in the last {skipped} steps: the training has diverged; a smaller optim.lr, "
-                "more optim.warmup_steps, or precision=bf16 instead of fp16"
-            )
-        return skipped
+    @property
+    def skipped_in_a_row(self) -> int:
+        """Up to now. Waits for the device."""
+        return int(self._skipped[0].item())
+
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint; waits for the device."""
+        scale = self.loss_scale
+        return {"loss_scale": None if scale is None else scale.state(), "skipped_steps": self.skipped_in_a_row}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """``state`` may be of an older version or of another precision."""
+        if self.loss_scale is not None and state["loss_scale"] is not None:
+            self.loss_scale.load_state(state["loss_scale"])
+        self._skipped[0], self._skipped[1] = state.get("skipped_steps", 0), 0

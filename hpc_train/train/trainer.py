@@ -7,20 +7,22 @@ together, at the same step, after a checkpoint.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from hpc_train.checkpoint.manager import CheckpointManager, RestoredState
 from hpc_train.config.schema import Config
 from hpc_train.data.batch import StepBatch
-from hpc_train.data.feed import LocalBatch, TrainFeed
+from hpc_train.data.feed import NOTHING, LocalBatch, TrainFeed
+from hpc_train.data.skipped import Skipped
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.exits import Exit
 from hpc_train.run.heartbeat import Heartbeat, Phase
 from hpc_train.run.stop import StopFlag
 from hpc_train.train.control import Control
+from hpc_train.train.divergence import Divergence, DivergenceWatch
 from hpc_train.train.evaluation import evaluate
 from hpc_train.train.meter import Meter
 from hpc_train.train.report import Report
@@ -44,6 +46,9 @@ class Length:
         return epochs * self.samples_per_epoch + min(self.samples_per_epoch, rest * self.global_size)
 
 
+OpenFeed = Callable[[int, Skipped], TrainFeed]  # from a step on, without some of the data
+
+
 @dataclass
 class Trainer:
     """Trains from ``step`` (steps done) to ``length.total_steps``. Every method is collective."""
@@ -61,9 +66,15 @@ class Trainer:
     report: Report
     schedule: SaveSchedule
     heartbeat: Heartbeat
+    watch: DivergenceWatch
+    open_feed: OpenFeed
     step: int = 0
     tokens: int = 0  # targets that counted, over all ranks, since step 0
+    skipped: Skipped = NOTHING  # of the data
+    rollbacks: int = 0
     _control: Control = field(init=False)
+    _divergence: Divergence | None = field(default=None, init=False)
+    _save_due: bool = field(default=False, init=False)
     # at which step, with what result
     _evaluated: tuple[int, dict[str, float | None]] = field(default_factory=lambda: (-1, {}), init=False)
 
@@ -73,9 +84,10 @@ class Trainer:
     def resume(self, restored: RestoredState) -> None:
         """Takes over what a checkpoint says besides tensors."""
         self.step, self.tokens = restored.step, restored.extra["tokens"]
-        scale = restored.extra["loss_scale"]
-        if self.take_step.loss_scale is not None and scale is not None:
-            self.take_step.loss_scale.load_state(scale)
+        self.take_step.load_state(restored.extra)
+        if "losses" in restored.extra:
+            self.watch.load_state(restored.extra["losses"])
+        self.skipped, self.rollbacks = skipped_data(restored), restored.extra.get("rollbacks", 0)
 
     def run(self) -> Exit:
         """Trains to the end (``DONE``) or to a stop request (``STOPPED``); state is saved in both cases."""
@@ -98,7 +110,7 @@ class Trainer:
             following = self._next_batch() if self.step + 1 < self.length.total_steps else None
             self._announce(following)
             self._train(StepBatch(batch.micro_batches, agreed.target_count), agreed.save)
-            batch = following
+            batch = following if self._divergence is None else self._go_back(self._divergence, following)
         self.heartbeat.enter(Phase.STEP, self.step)
         self._control.read()  # nobody leaves while a message is under way
         self._save(final=True)
@@ -125,8 +137,39 @@ class Trainer:
         evaluates = self.step == self.length.total_steps or _falls_on(self.step, self.config.train.eval_every)
         if evaluates or self.step == 1 or _falls_on(self.step, self.config.telemetry.log_every):
             self._log(outcome, evaluates)
-        if save or self.schedule.falls_on(self.step):
+        self._save_due |= save or self.schedule.falls_on(self.step)
+        if self._save_due and self.watch.calm and self.take_step.skipped_in_a_row <= 1:  # else it waits for better days
             self._save()
+
+    def _go_back(self, divergence: Divergence, following: LocalBatch | None) -> LocalBatch | None:
+        """To the newest checkpoint before the run diverged; the batches since then are not taken again.
+
+        Returns:
+            The batch of the next step: ``following`` where a loss has jumped and there is no such checkpoint.
+
+        Raises:
+            FloatingPointError: there is none, or the run went back too often; on every rank.
+        """
+        self._divergence, bad, rollbacks = None, range(divergence.since, self.step), self.rollbacks + 1
+        if rollbacks > self.config.train.max_rollbacks:
+            raise FloatingPointError(f"{divergence.reason} (after {self.rollbacks} rollbacks, train.max_rollbacks)")
+        with self.meter.pausing(), self.heartbeat.during(Phase.CHECKPOINT, self.step):
+            restored = self.checkpoints.roll_back(bad.start)
+        if restored is None and divergence.fatal:
+            raise FloatingPointError(f"{divergence.reason} (and no checkpoint of step {bad.start} or before)")
+        if restored is None:
+            self.report.warning(self.step, f"{divergence.reason}; no checkpoint is from before that: training goes on")
+            return following
+        self._save_due |= self._control.read().save  # the message about a batch that is not taken
+        skipped = self.skipped.without(bad)
+        self.resume(restored)
+        self.skipped, self.rollbacks = skipped, rollbacks  # more than the checkpoint knew
+        self.feed.close()
+        self.feed = self.open_feed(self.step, skipped)
+        self.report.rolled_back(bad, self.step, skipped, divergence.reason)
+        batch = self._next_batch()
+        self._announce(batch)
+        return batch
 
     def _log(self, outcome: StepOutcome, evaluates: bool) -> None:
         """One line of metrics: the loss is that of this very step, so it is the same after any resume."""
@@ -140,7 +183,8 @@ class Trainer:
             "samples": self.length.samples(self.step),
             "tokens": self.tokens,
         }
-        skipped = self.take_step.check_finite()
+        skipped = self.take_step.skipped()
+        self._divergence = self.watch.look(self.step, numbers.loss, skipped.in_a_row)
         if self.take_step.loss_scale is not None:
             line["loss_scale"] = self.take_step.loss_scale.value.item()
         line |= self.meter.read()
@@ -153,14 +197,24 @@ class Trainer:
         self.report.line(line, skipped)
 
     def _save(self, final: bool = False) -> None:
-        scale = self.take_step.loss_scale
-        began = time.monotonic()
+        began, self._save_due = time.monotonic(), False
         with self.meter.saving(), self.heartbeat.during(Phase.CHECKPOINT, self.step):
-            extra = {"tokens": self.tokens, "loss_scale": None if scale is None else scale.state()}
+            extra = {
+                "tokens": self.tokens,
+                "losses": self.watch.state(),
+                "skipped_windows": self.skipped.windows,
+                "rollbacks": self.rollbacks,
+                **self.take_step.state(),
+            }
             step, found = self._evaluated
             metrics = {name: value for name, value in found.items() if value is not None} if step == self.step else {}
             self.checkpoints.save(self.step, extra, metrics, final=final)
         self.schedule.saved(time.monotonic() - began, self.checkpoints.durable_s)
+
+
+def skipped_data(restored: RestoredState) -> Skipped:
+    """What of the data a checkpoint says is passed over."""
+    return Skipped.parse(restored.extra.get("skipped_windows", ()))
 
 
 def _falls_on(step: int, every: int) -> bool:

@@ -16,7 +16,8 @@ from hpc_train.config.freeze import load
 from hpc_train.config.save_every import parse_save_every
 from hpc_train.config.schema import Config
 from hpc_train.data.build import build_dataset
-from hpc_train.data.feed import EvalFeed, TrainFeed
+from hpc_train.data.feed import NOTHING, EvalFeed, TrainFeed
+from hpc_train.data.skipped import Skipped
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.directory import RunDirectory
@@ -26,6 +27,7 @@ from hpc_train.run.frozen_code import check_imports
 from hpc_train.run.heartbeat import Heartbeat, Phase
 from hpc_train.run.stop import StopFlag
 from hpc_train.run.worker_spec import WorkerSpec
+from hpc_train.train.divergence import DivergenceWatch
 from hpc_train.train.flight_recorder import answer_questions
 from hpc_train.train.learning_rate import peak_rate
 from hpc_train.train.meter import make_meter
@@ -34,7 +36,7 @@ from hpc_train.train.processes import join, leave
 from hpc_train.train.report import open_report
 from hpc_train.train.save_schedule import PRIOR_PER_GPU_HOUR, SaveSchedule, failure_rate
 from hpc_train.train.step import TrainStep
-from hpc_train.train.trainer import Length, Trainer
+from hpc_train.train.trainer import Length, Trainer, skipped_data
 
 
 def train(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
@@ -83,7 +85,12 @@ def _build(
     restored = checkpoints.restore()
     start = 0 if restored is None else restored.step
     _check_agreement(mesh, {"config": _digest(run.config), "step": start, "samples": len(training)})
-    feed = TrainFeed(training, config.batch, mesh.layout, mesh.dp_rank, seed, mesh.device, start, local_ranks)
+
+    def open_feed(step: int, skipped: Skipped) -> TrainFeed:
+        place = (mesh.layout, mesh.dp_rank, seed, mesh.device)
+        return TrainFeed(training, config.batch, *place, step, local_ranks, skipped)
+
+    feed = open_feed(start, NOTHING if restored is None else skipped_data(restored))
     length = _length(config, feed, len(training))
     report = open_report(config, run, mesh, events, start, length.total_steps)
     trainer = Trainer(
@@ -100,6 +107,8 @@ def _build(
         report=report,
         schedule=_save_schedule(config, run, mesh),
         heartbeat=heartbeat,
+        watch=DivergenceWatch(config.train),
+        open_feed=open_feed,
     )
     if restored is not None:
         trainer.resume(restored)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.exits import RESPONSES, Action, Failure, classify
 from hpc_train.run.stop import StopFlag
 from hpc_train.run.worker_spec import WorkerSpec
 from tests.checkpoint.tensors import assert_same_bits
@@ -48,3 +50,102 @@ def test_kills_stops_and_4_2_1_3_4_ranks_leave_no_bit_changed(tmp_path: Path) ->
     assert_same_bits(run.checkpoints / "step-00000012", whole.checkpoints / "step-00000012")
     losses = [(line["step"], line["loss"], line["grad_norm"]) for line in run.read_metrics()]
     assert losses == [(line["step"], line["loss"], line["grad_norm"]) for line in whole.read_metrics()]
+
+
+def poison(kind: str, batches: range, spec: WorkerSpec, stop: StopFlag) -> None:
+    """The global batches at these positions of the data hold one bad sample, in whichever step they are taken.
+
+    ``nan``: no gradient of the rank that reads it is finite. ``spike``: the loss of the batch is 100 times as high.
+    """
+    import torch
+
+    from hpc_train.data.order import Order
+    from hpc_train.data.synthetic import SyntheticDataset
+    from hpc_train.parallel.engine import StepResult
+    from hpc_train.parallel.pipeline_engine import PipelineEngine
+    from hpc_train.parallel.replica_engine import ReplicaEngine
+    from hpc_train.train import divergence
+
+    divergence.LEAST = 4
+    order = Order(SAMPLES, 8, drop_last=True, seed=0)
+    bad = {int(order.slots(position, 6, 7)[0]) for position in batches if position < order.steps_per_epoch}
+    read = SyntheticDataset.sample
+
+    def marked(self, index, epoch):  # type: ignore[no-untyped-def]
+        sample = read(self, index, epoch)
+        if index in bad:
+            sample.inputs[:] = 31
+        return sample
+
+    SyntheticDataset.sample = marked  # type: ignore[method-assign]
+    for engine in (PipelineEngine, ReplicaEngine):
+        compute = engine.train_step
+
+        def poisoned(self, step, batch, loss_scale=None, compute=compute):  # type: ignore[no-untyped-def]
+            hit = any(bool((micro.inputs == 31).all(dim=1).any()) for micro in batch.micro_batches)
+            result = compute(self, step, batch, torch.tensor(float("nan")) if hit and kind == "nan" else loss_scale)
+            return StepResult(result.loss_sum * 100, result.target_count) if hit and kind == "spike" else result
+
+        engine.train_step = poisoned  # type: ignore[method-assign]
+
+
+def poison_and_stop(kind: str, batches: range, step: int, spec: WorkerSpec, stop: StopFlag) -> None:
+    poison(kind, batches, spec, stop)
+    in_step(step, False, spec, stop)
+
+
+SAMPLES = 512  # 64 steps of an epoch
+GOES_BACK = [f"data.samples={SAMPLES}", "train.nonfinite_limit=3", "train.spike_mads=20", "train.steps=16"]
+
+
+def rollbacks(run: RunDirectory) -> list[tuple[int, int, list[list[int]]]]:
+    events = [event for event in run.read_events() if event["event"] == "rolled_back"]
+    return [(event["step"], event["to_step"], event["skipped_windows"]) for event in events]
+
+
+def test_gradients_that_stay_nan_take_the_run_back_past_the_samples(tmp_path: Path) -> None:
+    """And a resume, which knows of the samples from the checkpoint only, takes the same order."""
+    runs = []
+    for name, prepare, ends in (
+        ("whole", partial(poison, "nan", range(5, 8)), 0),
+        ("stopped", partial(poison_and_stop, "nan", range(5, 8), 11), 75),
+    ):
+        run = frozen(tmp_path / name, "+strategy=dp", *GOES_BACK, "checkpoint.every=2")
+        assert run_attempt(run, 2, prepare) == [ends] * 2
+        runs.append(run)
+    assert run_attempt(runs[1], 2, partial(poison, "nan", range(5, 8))) == [0, 0]
+    for run in runs:
+        assert rollbacks(run) == [(8, 4, [[5, 8]])]
+        events = run.read_events()
+        assert [event["step"] for event in events if event["event"] == "step_skipped"] == [6, 7, 8]
+        assert [event["step"] for event in events if event["event"] == "checkpoint_set_aside"] == [6]
+        lines = run.read_metrics()
+        assert [line["step"] for line in lines] == list(range(1, 17))
+        assert None not in [line["grad_norm"] for line in lines]
+    assert_same_bits(runs[0].checkpoints / "step-00000016", runs[1].checkpoints / "step-00000016")
+
+
+@pytest.mark.parametrize(
+    ("kind", "batches", "expected"),
+    [("nan", range(5, 8), (8, 4, [[5, 8]])), ("spike", range(10, 13), (13, 8, [[10, 13]]))],
+)
+def test_a_pipeline_goes_back_too(tmp_path: Path, kind: str, batches: range, expected: object) -> None:
+    run = frozen(tmp_path / "run", "+strategy=pp", *GOES_BACK, "checkpoint.every=4")
+    assert run_attempt(run, 2, partial(poison, kind, batches)) == [0, 0]
+    assert rollbacks(run) == [expected]
+    assert max(line["loss"] for line in run.read_metrics()) < 10
+
+
+def test_a_run_that_diverges_again_and_again_is_given_up(tmp_path: Path) -> None:
+    run = frozen(tmp_path / "run", "+strategy=zero3", *GOES_BACK, "checkpoint.every=2", "train.max_rollbacks=2")
+    with pytest.raises(AssertionError, match=r"FloatingPointError: no gradient was finite.*\(after 2 rollbacks"):
+        run_attempt(run, 2, partial(poison, "nan", range(5, SAMPLES)))
+    assert rollbacks(run) == [(8, 4, [[5, 8]]), (8, 5, [[5, 8], [8, 11]])], "the save that was due came after step 5"
+    assert classify(FloatingPointError()) is Failure.NAN
+    assert RESPONSES[Failure.NAN].action is Action.GIVE_UP
+
+
+def test_a_jump_before_the_first_checkpoint_is_told(tmp_path: Path) -> None:
+    run = frozen(tmp_path / "run", "+strategy=dp", *GOES_BACK, "checkpoint.every=0")
+    assert run_attempt(run, 2, partial(poison, "spike", range(10, 13))) == [0, 0]
+    assert [event["step"] for event in run.read_events() if event["event"] == "warning"] == [13]

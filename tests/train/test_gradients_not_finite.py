@@ -22,9 +22,6 @@ def poison_step_two_on_rank_one(spec: WorkerSpec, stop: StopFlag) -> None:
 
 
 def poison_every_step(spec: WorkerSpec, stop: StopFlag) -> None:
-    from hpc_train.train import step
-
-    step.MOST_SKIPPED = 3
     _poison(spec, set(range(100)))
 
 
@@ -56,11 +53,11 @@ def test_all_ranks_skip_the_step(tmp_path: Path, workers: int, overrides: list[s
     moved = [name for name in states[0] if not torch.equal(states[1][name], states[2][name])]
     assert len(moved) == len(states[0]), "step 3 did not change everything"
     assert [line["grad_norm"] is None for line in run.read_metrics()] == [False, False, True, False, False]
-    assert [event["step"] for event in run.read_events() if event["event"] == "warning"] == [3]
+    assert [event["step"] for event in run.read_events() if event["event"] == "step_skipped"] == [3]
 
 
 def test_a_run_that_only_skips_ends_with_an_error(tmp_path: Path) -> None:
-    run = frozen(tmp_path / "run", "+strategy=dp")
+    run = frozen(tmp_path / "run", "+strategy=dp", "train.nonfinite_limit=3")
     with pytest.raises(AssertionError, match=r"FloatingPointError: no gradient was finite in the last 3 steps"):
         run_attempt(run, 2, poison_every_step)
 
