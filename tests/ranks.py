@@ -33,14 +33,20 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         for _, sender in pipes:
             sender.close()
         try:
-            return _collect([receiver for receiver, _ in pipes], timeout)
+            return collect([receiver for receiver, _ in pipes], timeout)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _collect(receivers: list[Connection], timeout: float) -> list[Any]:
+def collect(receivers: list[Connection], timeout: float) -> list[Any]:
+    """What each rank sends through its pipe as ``(True, value)``.
+
+    Raises:
+        AssertionError: a rank sent ``(False, traceback)``, or died before it sent anything.
+        TimeoutError: one sent nothing in ``timeout`` seconds.
+    """
     results: dict[int, Any] = {}
     errors: list[str] = []
     waiting = {receiver: rank for rank, receiver in enumerate(receivers)}

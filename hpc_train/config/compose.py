@@ -19,6 +19,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hpc_train.config.debug import for_debugging
 from hpc_train.config.directory import default_root, run_directory
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.kinds import check_kinds
@@ -102,7 +103,7 @@ def typed(node: DictConfig) -> Config:
         OmegaConf.set_struct(node, False)
         del node["hydra"]
     refuse_secrets(node)
-    return converted(node)
+    return for_debugging(converted(node))
 
 
 def converted(node: DictConfig) -> Config:

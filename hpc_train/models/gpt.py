@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import GPTConfig
 from hpc_train.models.attention import Attention
-from hpc_train.models.losses import count_correct, cross_entropy
-from hpc_train.models.model import Head, Model
+from hpc_train.models.layer import CrossEntropyHead, PreNormLayer
+from hpc_train.models.model import Model
 from hpc_train.models.rotary import RotaryCache, rotary_tables
 
 
@@ -47,23 +48,13 @@ class SwiGLU(nn.Module):
         return self.w2(F.silu(self.w1(hidden)) * self.w3(hidden))
 
 
-class GPTLayer(nn.Module):
-    """Attention and feed-forward, each a normalised branch added to the hidden states ``[micro, seq, dim]``."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.attention = Attention(config.dim, config.n_heads, config.n_kv_heads, causal=True, bias=False)
-        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.ffn = SwiGLU(config.dim, config.ffn_dim)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Tensor:
-        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), context))
-        return hidden + self.dropout(self.ffn(self.ffn_norm(hidden)))
+def gpt_layer(config: GPTConfig) -> PreNormLayer:
+    attention = Attention(config.dim, config.n_heads, config.n_kv_heads, causal=True, bias=False)
+    norm = partial(nn.RMSNorm, config.dim, eps=config.norm_eps)
+    return PreNormLayer(norm, attention, SwiGLU(config.dim, config.ffn_dim), config.dropout)
 
 
-class GPTHead(Head):
+class GPTHead(CrossEntropyHead):
     """Hidden states to logits ``[micro, seq, vocab]`` of the next token."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -73,16 +64,6 @@ class GPTHead(Head):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.output(self.norm(hidden))
-
-    def loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return cross_entropy(self(hidden), targets)
-
-    def correct(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return count_correct(self(hidden), targets)
-
-    def evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = self(hidden)
-        return (*cross_entropy(logits, targets), count_correct(logits, targets))
 
 
 class GPT(Model):
@@ -96,7 +77,7 @@ class GPT(Model):
         _check(config)
         self.config = config
         self.stem = GPTStem(config)
-        self.layers = nn.ModuleDict({str(index): GPTLayer(config) for index in range(config.n_layers)})
+        self.layers = nn.ModuleDict({str(index): gpt_layer(config) for index in range(config.n_layers)})
         self.head = GPTHead(config)
         if config.tied_embeddings:
             self.tied = {"head.output.weight": "stem.embedding.weight"}

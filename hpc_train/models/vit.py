@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import ViTConfig
 from hpc_train.models.attention import Attention
-from hpc_train.models.losses import count_correct, cross_entropy
-from hpc_train.models.model import Head, Model
+from hpc_train.models.layer import CrossEntropyHead, PreNormLayer
+from hpc_train.models.model import Model
 
 
 class ViTStem(nn.Module):
@@ -44,23 +45,13 @@ class MLP(nn.Module):
         return self.w2(F.gelu(self.w1(hidden)))
 
 
-class ViTLayer(nn.Module):
-    """Attention and feed-forward, each a normalised branch added to the hidden states ``[micro, tokens, dim]``."""
-
-    def __init__(self, config: ViTConfig) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
-        self.attention = Attention(config.dim, config.n_heads, config.n_heads, causal=False, bias=True)
-        self.ffn_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
-        self.ffn = MLP(config.dim, config.mlp_dim)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Tensor:
-        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), context))
-        return hidden + self.dropout(self.ffn(self.ffn_norm(hidden)))
+def vit_layer(config: ViTConfig) -> PreNormLayer:
+    attention = Attention(config.dim, config.n_heads, config.n_heads, causal=False, bias=True)
+    norm = partial(nn.LayerNorm, config.dim, eps=config.norm_eps)
+    return PreNormLayer(norm, attention, MLP(config.dim, config.mlp_dim), config.dropout)
 
 
-class ViTHead(Head):
+class ViTHead(CrossEntropyHead):
     """The class token's hidden state to logits ``[micro, classes]``."""
 
     def __init__(self, config: ViTConfig) -> None:
@@ -70,16 +61,6 @@ class ViTHead(Head):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.output(self.norm(hidden)[:, 0])
-
-    def loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return cross_entropy(self(hidden), targets)
-
-    def correct(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return count_correct(self(hidden), targets)
-
-    def evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = self(hidden)
-        return (*cross_entropy(logits, targets), count_correct(logits, targets))
 
 
 class ViT(Model):
@@ -93,7 +74,7 @@ class ViT(Model):
         _check(config)
         self.config = config
         self.stem = ViTStem(config)
-        self.layers = nn.ModuleDict({str(index): ViTLayer(config) for index in range(config.n_layers)})
+        self.layers = nn.ModuleDict({str(index): vit_layer(config) for index in range(config.n_layers)})
         self.head = ViTHead(config)
 
     @property

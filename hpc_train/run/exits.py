@@ -103,7 +103,7 @@ def classify(error: BaseException) -> Failure:
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, ConfigError):
         return Failure.REFUSED
-    if isinstance(error, MemoryError) or "OutOfMemoryError" in text or "out of memory" in text:
+    if isinstance(error, MemoryError) or any(mark in text for mark in _OUT_OF_MEMORY):
         return Failure.OUT_OF_MEMORY
     if isinstance(error, OSError) and error.errno in (28, 122):  # ENOSPC, EDQUOT
         return Failure.DISK_FULL
@@ -114,6 +114,8 @@ def classify(error: BaseException) -> Failure:
     return Failure.USER_ERROR
 
 
+# torch's allocator on the CPU says "[enforce fail at alloc_cpu.cpp ...] ... can't allocate memory".
+_OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory", "not enough memory")
 _COMMUNICATION = (
     "DistBackendError",
     "DistNetworkError",

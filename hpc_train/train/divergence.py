@@ -35,6 +35,7 @@ class DivergenceWatch:
 
     def __init__(self, config: TrainConfig) -> None:
         self._limit, self._mads = config.nonfinite_limit, config.spike_mads
+        self.max_rollbacks = config.max_rollbacks
         self._losses: deque[float] = deque(maxlen=WINDOW)
         self._high = 0  # losses in a row
         self._calm_at = 0  # the last logged step before them

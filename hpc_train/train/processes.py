@@ -25,6 +25,8 @@ def join(spec: WorkerSpec, config: Config, listen_fd: int | None) -> Mesh:
     torch.set_num_threads(_threads(spec, config.train))
     if config.train.reproducible is not None:
         _use_deterministic()
+    if config.train.debug:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)  # each collective is compared over all ranks before it runs
     device = _device(spec)
     timeout = timedelta(seconds=config.elastic.collective_timeout_s)
     _join(spec, device, timeout, listen_fd)

@@ -151,7 +151,7 @@ class Trainer:
             FloatingPointError: there is none, or the run went back too often; on every rank.
         """
         self._divergence, bad, rollbacks = None, range(divergence.since, self.step), self.rollbacks + 1
-        if rollbacks > self.config.train.max_rollbacks:
+        if rollbacks > self.watch.max_rollbacks:
             raise FloatingPointError(f"{divergence.reason} (after {self.rollbacks} rollbacks, train.max_rollbacks)")
         with self.meter.pausing(), self.heartbeat.during(Phase.CHECKPOINT, self.step):
             restored = self.checkpoints.roll_back(bad.start)

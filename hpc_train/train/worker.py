@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed.checkpoint  # slow to import: the warm parent has it, f
 import torch.distributed.pipelining  # noqa: F401
 
 from hpc_train.checkpoint.manager import CheckpointManager, RestoredState
+from hpc_train.config.debug import DEBUG_STEPS
 from hpc_train.config.freeze import load
 from hpc_train.config.save_every import parse_save_every
 from hpc_train.config.schema import Config
@@ -27,11 +29,13 @@ from hpc_train.run.frozen_code import check_imports
 from hpc_train.run.heartbeat import Heartbeat, Phase
 from hpc_train.run.stop import StopFlag
 from hpc_train.run.worker_spec import WorkerSpec
+from hpc_train.train.debug import DebuggedEngine
 from hpc_train.train.divergence import DivergenceWatch
 from hpc_train.train.flight_recorder import answer_questions
 from hpc_train.train.learning_rate import peak_rate
 from hpc_train.train.meter import make_meter
 from hpc_train.train.optimizer import Optimizer
+from hpc_train.train.out_of_memory import explained
 from hpc_train.train.processes import join, leave
 from hpc_train.train.report import open_report
 from hpc_train.train.save_schedule import PRIOR_PER_GPU_HOUR, SaveSchedule, failure_rate
@@ -55,12 +59,13 @@ def train(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
     answer_questions(spec.heartbeat)
     mesh = join(spec, config, listen_fd)
     events = EventLog.open(run, f"rank-{spec.rank:04d}", spec.attempt, spec.rank)
-    trainer = _build(config, run, mesh, events, stop, spec.local_world_size, heartbeat)
-    check_imports(run)  # the user's model and data are imported by now
-    try:
-        code = trainer.run()
-    finally:
-        trainer.feed.close()
+    with explained(config, mesh):
+        trainer = _build(config, run, mesh, events, stop, spec.local_world_size, heartbeat)
+        check_imports(run)  # the user's model and data are imported by now
+        try:
+            code = trainer.run()
+        finally:
+            trainer.feed.close()
     heartbeat.enter(Phase.STOPPING, trainer.step)
     leave(mesh)
     trainer.report.close()
@@ -80,6 +85,8 @@ def _build(
     training = build_dataset(config.data, "train", seed)
     validation = build_dataset(config.data, "validation", seed)
     engine = build_engine(config, mesh)
+    if config.train.debug:
+        engine = DebuggedEngine(engine, mesh.rank)
     optimizer = Optimizer(config.optim, engine.named_parameters())
     checkpoints = CheckpointManager(run, engine, optimizer, mesh, config, events)
     restored = checkpoints.restore()
@@ -102,7 +109,9 @@ def _build(
         eval_feed=EvalFeed(validation, config.batch, mesh.layout, mesh.dp_rank, mesh.device, local_ranks),
         checkpoints=checkpoints,
         stop=stop,
-        length=length,
+        length=replace(length, total_steps=min(length.total_steps, start + DEBUG_STEPS))
+        if config.train.debug
+        else length,
         meter=make_meter(config, mesh, training),
         report=report,
         schedule=_save_schedule(config, run, mesh),

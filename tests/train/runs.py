@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import traceback
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from hpc_train.config.compose import compose, typed
@@ -15,7 +15,7 @@ from hpc_train.config.layout import resolve_layout
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.stop import StopFlag
 from hpc_train.run.worker_spec import WorkerSpec
-from tests.ranks import CONTEXT
+from tests.ranks import CONTEXT, collect
 
 TINY = [
     "model.vocab_size=32",
@@ -86,34 +86,12 @@ def run_attempt(run: RunDirectory, workers: int = 4, prepare: Prepare | None = N
             process.start()
         for _, sender in pipes:
             sender.close()
-        return _collect([receiver for receiver, _ in pipes], timeout)
+        return collect([receiver for receiver, _ in pipes], timeout)
     finally:
         listener.close()
         for process in processes:
             process.kill()
             process.join()
-
-
-def _collect(receivers: Sequence[Connection], timeout: float) -> list[int]:
-    codes: dict[int, int] = {}
-    errors: list[str] = []
-    waiting = {receiver: rank for rank, receiver in enumerate(receivers)}
-    while waiting:
-        ready = wait(list(waiting), timeout if not errors else 2)
-        if not ready:
-            break
-        for receiver in ready:
-            rank = waiting.pop(receiver)  # type: ignore[call-overload]
-            try:
-                code, text = receiver.recv()  # type: ignore[union-attr]
-                codes[rank] = code
-                errors += [f"rank {rank}: {text}"] if text else []
-            except EOFError:
-                errors.append(f"rank {rank} died without a word")
-    if errors:
-        raise AssertionError("\n".join(errors))
-    assert not waiting, f"ranks {sorted(waiting.values())} did not end in {timeout} s"
-    return [codes[rank] for rank in range(len(receivers))]
 
 
 def _rank(spec: WorkerSpec, listener: socket.socket | None, sender: Connection, prepare: Prepare | None) -> None:
@@ -126,9 +104,9 @@ def _rank(spec: WorkerSpec, listener: socket.socket | None, sender: Connection, 
     try:
         if prepare is not None:
             prepare(spec, stop)
-        sender.send((int(train(spec, stop, None if listener is None else listener.detach())), ""))
+        sender.send((True, int(train(spec, stop, None if listener is None else listener.detach()))))
     except BaseException:
-        sender.send((1, traceback.format_exc()))
+        sender.send((False, traceback.format_exc()))
     finally:
         sender.close()
         os._exit(0)
