@@ -277,6 +277,11 @@ class ElasticConfig:
     stop_grace_s: float | int | str = "auto"  # from a stop request until workers that still run are killed; also
     # how long before its time limit a job is asked to stop; auto: by the time of a save
     max_requeues: int = 10  # of one Slurm job, each with a new checkpoint since the one before; then it is given up
+    spares: int = 0  # nodes on top of cluster.nodes, idle until one of the others is lost
+    min_nodes: int | None = None  # fewer nodes go on when one is lost, down to these; null: the job is requeued
+    heartbeat_s: float = 3.0  # a node that is silent for so long is lost
+    join_timeout_s: float = 300.0  # from the start of the job until a node that has not joined is done without
+    exclude_hours: float = 24.0  # for which the failures of a node count; one that failed twice is avoided
 
 
 @dataclass

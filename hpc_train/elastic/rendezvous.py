@@ -1,17 +1,20 @@
-"""Where the workers of an attempt meet: a port that the agent of node 0 has bound before anybody hears of it.
+"""Where agents and workers meet: ports that the hub has bound before anybody hears of them.
 
-The port is derived from the launch, so that a restarted attempt does not fall on its predecessor's port, and the next
-candidate is taken where another process listens already. The listening socket itself is handed to rank 0: there is no
-moment in which somebody else could take the port.
+A port is derived from the launch and the attempt, so that an attempt does not fall on its predecessor's port, and the
+next candidate is taken where another process listens already. The listening socket of the workers' store is handed to
+the store itself: there is no moment in which somebody else could take the port.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import socket
-import time
-from collections.abc import Callable, Iterator
+import stat
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from hpc_train.cluster.allocation import LOOPBACK, Allocation
@@ -21,7 +24,6 @@ from hpc_train.run.files import read_json, write_json
 
 FIRST_PORT, PORTS = 15000, 15000  # below the range from which kernels hand out ephemeral ports
 CANDIDATES = 200
-POLL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Meeting:
     order: tuple[int, ...]
 
     def publish(self, run: RunDirectory) -> None:
+        """For readers; the agents are told by the hub."""
         write_json(run.attempts / f"{self.attempt:03d}.json", asdict(self))
 
     @classmethod
@@ -78,18 +81,43 @@ def candidate_ports(seed: str) -> Iterator[int]:
         yield FIRST_PORT + int.from_bytes(digest[:4], "big") % PORTS
 
 
-def wait_for_meeting(run: RunDirectory, launch_id: str, give_up: Callable[[], bool], timeout: float) -> Meeting | None:
-    """The meeting that node 0 publishes for this launch; None when ``give_up`` says so first.
+@dataclass(frozen=True)
+class HubAddress:
+    """Where the hub of a launch listens, and the word without which it takes nobody in.
 
-    Raises:
-        TimeoutError: node 0 has published nothing in ``timeout`` seconds.
+    Agents of other nodes find it in ``attempts/hub-<launch>.json``, which only the run's user, or group, can read.
     """
-    until = time.monotonic() + timeout
-    while time.monotonic() < until:
-        for path in sorted(run.attempts.glob("[0-9]*.json"), reverse=True):
-            if path.stat().st_size and (value := read_json(path))["launch_id"] == launch_id:
-                return Meeting.parse(value)
-        if give_up():
-            return None
-        time.sleep(POLL_S)
-    raise TimeoutError(f"the agent of node 0 has not said where to meet in {timeout:.0f} s")
+
+    host: str
+    port: int
+    token: str
+
+    def publish(self, run: RunDirectory, launch_id: str) -> None:
+        path = _hub_file(run, launch_id)
+        temporary = path.with_suffix(".new")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o660 if _for_group(run) else 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(asdict(self), file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+
+    @classmethod
+    def find(cls, run: RunDirectory, launch_id: str) -> HubAddress | None:
+        """None where the hub has not published it yet."""
+        # listed, not looked up: a network file system remembers for long that a name was not there
+        path = _hub_file(run, launch_id)
+        return cls(**read_json(path)) if path in set(run.attempts.glob("hub-*.json")) else None
+
+
+def withdraw(run: RunDirectory, launch_id: str) -> None:
+    """The hub of a launch takes nobody in any more."""
+    _hub_file(run, launch_id).unlink(missing_ok=True)
+
+
+def _hub_file(run: RunDirectory, launch_id: str) -> Path:
+    return run.attempts / f"hub-{launch_id}.json"
+
+
+def _for_group(run: RunDirectory) -> bool:
+    return bool(run.path.stat().st_mode & stat.S_ISGID)

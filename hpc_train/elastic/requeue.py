@@ -7,29 +7,34 @@ of node 0 decides and leaves a marker; the batch script, which outlives the agen
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 from hpc_train.checkpoint.store import CheckpointStore
-from hpc_train.config.schema import ElasticConfig
+from hpc_train.config.schema import Config
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.job_end import JobEnd
 
 
-def request(end: JobEnd, config: ElasticConfig, events: EventLog) -> Exit:
+def request(end: JobEnd, config: Config, events: EventLog, reason: str) -> Exit:
     """Leaves the marker for the batch script (75), or says why the job is given up (93)."""
     newest = CheckpointStore(end.run.checkpoints).newest()
-    step = 0 if newest is None else newest.step
-    before = end.requeues()
-    refusal = None
-    if len(before) >= config.max_requeues:
-        refusal = f"it was requeued {len(before)} times (elastic.max_requeues)"
-    elif before and step <= before[-1]["step"]:
-        refusal = f"no step was saved since the requeue before, at step {before[-1]['step']}: the job does not get on"
+    step, before = 0 if newest is None else newest.step, end.requeues()
+    refusal = _refusal(config, step, before)
     if refusal is None:
         end.ask_for_requeue(step)
-        events.write("requeued", step=step, requeues=len(before) + 1)
+        events.write("requeued", step=step, requeues=len(before) + 1, reason=reason)
         return Exit.STOPPED
     message = f"given up, not requeued: {refusal}"
     events.write("gave_up", step=step, exit_code=int(Exit.GAVE_UP), message=message)
     print(message, file=sys.stderr)
     return Exit.GAVE_UP
+
+
+def _refusal(config: Config, step: int, before: Sequence[dict[str, Any]]) -> str | None:
+    if len(before) >= config.elastic.max_requeues:
+        return f"it was requeued {len(before)} times (elastic.max_requeues)"
+    if before and step <= before[-1]["step"]:
+        return f"no step was saved since the requeue before, at step {before[-1]['step']}: the job does not get on"
+    return None

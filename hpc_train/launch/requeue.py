@@ -15,7 +15,7 @@ END = """\
 # How it ended, from the agents; srun's own code tells no more than that something failed.
 end="$RUN/attempts/end-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
 [ "$status" -eq 0 ] || status=1
-for known in 1 2 93 75; do
+for known in 1 2 93 75 0; do
   if grep -qsx "$known" "$end".node-*; then status=$known; break; fi
 done
 """.rstrip()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,10 +12,9 @@ from typing import Any
 from hpc_train.launch.job import Job
 from hpc_train.launch.standing import Standing
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.exits import Exit, Failure
+from hpc_train.run.exits import Exit
 from hpc_train.run.files import last_line, read_json, read_lines
 
-CAUSE_TOLD_S = 8.0  # a failure that may be the echo of another node's: by then that one has been told
 WISHES = ("SIGUSR1", "SIGINT", "SIGHUP")  # signals that people send; others may have the scheduler run the job again
 
 STATES = {Exit.DONE: "done", Exit.STOPPED: "stopped", Exit.REFUSED: "refused", Exit.GAVE_UP: "given up"}
@@ -103,7 +101,7 @@ def view_of(
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """How an attempt ended. ``final`` is False while it may go on by itself, or a better account of it may come."""
+    """How the last attempt of a job ended. ``final`` is False while it may go on by itself."""
 
     event: dict[str, Any]
     state: str
@@ -111,26 +109,19 @@ class AttemptEnd:
 
 
 def attempt_end(run: RunDirectory, attempt: int) -> AttemptEnd | None:
-    """The end that the agents of an attempt have told; None while they are at work."""
+    """The end that the hub has told; None while the job is at work."""
     events = [event for path in run.events.glob(f"agent-*-{attempt:03d}.jsonl") for event in read_lines(path)]
-    ends = sorted((event for event in events if "exit_code" in event), key=_weight)
+    ends = sorted((event for event in events if "exit_code" in event), key=lambda event: event["time"])
     if not ends:
         return None
-    end, all_nodes = ends[0], len(ends) >= _meeting(run, attempt).get("nodes", 1)
+    end = ends[-1]
     if end["event"] == "failed":
-        echo = end.get("class") == Failure.COMMUNICATION
-        return AttemptEnd(end, "failing", not echo or all_nodes or time.time() - end["time"] > CAUSE_TOLD_S)
+        return AttemptEnd(end, "failing", True)
     if any(event["event"] == "requeued" for event in events):
         return AttemptEnd(end, "requeued", False)
     if end["event"] == "stopped":
-        return AttemptEnd(end, "stopping", all_nodes and end.get("reason") in WISHES)
-    return AttemptEnd(end, "finishing", all_nodes or end["event"] == "gave_up")
-
-
-def _weight(event: dict[str, Any]) -> tuple[bool, bool, bool, float]:
-    """The end that counts comes first: given up; a failure, before those that are its echo on other nodes."""
-    failed = event["event"] == "failed"
-    return event["event"] != "gave_up", not failed, event.get("class") == Failure.COMMUNICATION, event["time"]
+        return AttemptEnd(end, "stopping", end.get("reason") in WISHES)
+    return AttemptEnd(end, "finishing", True)
 
 
 def _meeting(run: RunDirectory, attempt: int) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 The batch script stands outside of any container and may know no Python: these are files whose names a shell can compute
 from ``SLURM_JOB_ID`` and ``SLURM_RESTART_COUNT``, in ``attempts/`` of the run directory:
 
-    end-<job>.<restart>.node-<N>    the exit code of the agent of node N
+    end-<job>.<restart>.node-<N>    the exit code of all agents, by that of node 0, or of who acts for it
+    end-<job>.<restart>.succession  node 0 is lost, and another acts for it
     end-<job>.<restart>.requeue     the job is to run again; what it had reached, as JSON
 """
 
@@ -17,8 +18,6 @@ from typing import Any
 
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json, write_json, write_text
-
-POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -50,14 +49,17 @@ class JobEnd:
         self.run.attempts.mkdir(parents=True, exist_ok=True)
         write_text(self.run.attempts / f"{self._name}.node-{self.node_rank}", f"{int(code)}\n")
 
-    def wait_for_all(self, nodes: int, seconds: float) -> None:
-        """Waits until the agents of all ``nodes`` have told their end, for ``seconds`` at most.
+    def told(self) -> bool:
+        """Whether the agent of node 0 has told its end."""
+        return (self.run.attempts / f"{self._name}.node-0") in set(self.run.attempts.glob(f"{self._name}.node-*"))
 
-        srun ends all tasks when the first one leaves with another code than 0.
-        """
-        until = time.monotonic() + seconds
-        while len(list(self.run.attempts.glob(f"{self._name}.node-*"))) < nodes and time.monotonic() < until:
-            time.sleep(POLL_S)
+    def claim_succession(self) -> bool:
+        """True for one agent of those that are left without the one of node 0: it acts for the job."""
+        try:
+            os.close(os.open(self.run.attempts / f"{self._name}.succession", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            return False
+        return True
 
     def requeues(self) -> list[dict[str, Any]]:
         """What earlier starts of this job had reached when they asked to run again, in their order."""

@@ -20,7 +20,8 @@ def join(spec: WorkerSpec, config: Config, listen_fd: int | None) -> Mesh:
     """Sets threads and device of this process and meets the other ranks. Collective.
 
     Args:
-        listen_fd: on rank 0, the socket that already listens on ``spec.master_port``.
+        listen_fd: the socket that already listens on ``spec.master_port``, where this rank is to serve the store;
+            None where another process does.
     """
     torch.set_num_threads(_threads(spec, config.train))
     if config.train.reproducible is not None:
@@ -55,15 +56,14 @@ def _device(spec: WorkerSpec) -> torch.device:
 
 def _join(spec: WorkerSpec, device: torch.device, timeout: timedelta, listen_fd: int | None) -> None:
     world_size = spec.layout.world_size
-    first = spec.rank == 0
     store = dist.TCPStore(
         spec.master_address,
         spec.master_port,
         world_size,
-        is_master=first,
+        is_master=listen_fd is not None,
         timeout=timeout,
         wait_for_workers=False,
-        master_listen_fd=listen_fd if first else None,
+        master_listen_fd=listen_fd,
     )
     cuda = device.type == "cuda"
     dist.init_process_group(

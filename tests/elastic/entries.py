@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -28,7 +30,7 @@ def _wait_for_stop(stop: StopFlag, seconds: float = 30) -> Exit:
 
 def finish(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
     print(f"hello from {spec.rank} of {spec.layout.world_size}")
-    _mark(spec, f"{spec.master_port} {os.environ['OMP_NUM_THREADS']} {listener is not None}")
+    _mark(spec, f"{spec.master_port} {os.environ['OMP_NUM_THREADS']}")
     return Exit.DONE
 
 
@@ -73,18 +75,23 @@ def never_stops(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
     return _wait_for_stop(StopFlag())
 
 
-def listens(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
-    """Rank 0 accepts on the socket it was given what rank 1 connects to."""
-    import socket
+def serve(listener: socket.socket) -> threading.Thread:
+    """A store that welcomes whoever connects."""
 
-    if listener is not None:
-        with socket.socket(fileno=listener) as server:
-            connection, _ = server.accept()
+    def welcome() -> None:
+        while True:
+            connection, _ = listener.accept()
             connection.sendall(b"welcome")
             connection.close()
-    elif spec.rank == 1:
-        with socket.create_connection((spec.master_address, spec.master_port)) as client:
-            assert client.recv(7) == b"welcome"
+
+    thread = threading.Thread(target=welcome, daemon=True)
+    thread.start()
+    return thread
+
+
+def connects(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
+    with socket.create_connection((spec.master_address, spec.master_port)) as client:
+        assert client.recv(7) == b"welcome"
     return Exit.DONE
 
 
@@ -102,7 +109,7 @@ def start_agent(run: Path, entry: str, **environment: str) -> subprocess.Popen[s
         "import sys; from pathlib import Path\n"
         "from hpc_train.elastic.agent import run_agent\n"
         "from hpc_train.run.directory import RunDirectory\n"
-        f"code = run_agent(RunDirectory(Path({str(run)!r})), entry={module!r})\n"
+        f"code = run_agent(RunDirectory(Path({str(run)!r})), entry={module!r}, store='tests.elastic.entries:serve')\n"
         "assert 'torch' not in sys.modules\n"
         "sys.exit(code)\n"
     )

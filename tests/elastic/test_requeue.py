@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config.schema import ElasticConfig
+from hpc_train.config.schema import Config, ElasticConfig
 from hpc_train.elastic.requeue import request
 from hpc_train.launch.requeue import lines_before, script_lines
 from hpc_train.run.directory import RunDirectory
@@ -29,7 +29,7 @@ def start(run: RunDirectory, restart: int, step: int | None, **elastic: int) -> 
     if step is not None:
         (run.checkpoints / f"step-{step:08d}").mkdir(exist_ok=True)
     end = JobEnd(run, "7", restart, 0)
-    return request(end, ElasticConfig(**elastic), EventLog.open(run, "agent-n0", restart))
+    return request(end, Config(elastic=ElasticConfig(**elastic)), EventLog.open(run, "agent-n0", restart), "")
 
 
 def test_a_requeue_needs_progress_since_the_one_before(run: RunDirectory) -> None:
@@ -42,8 +42,9 @@ def test_a_requeue_needs_progress_since_the_one_before(run: RunDirectory) -> Non
 def test_requeues_have_a_ceiling(run: RunDirectory) -> None:
     assert start(run, 0, 1, max_requeues=1) == Exit.STOPPED
     assert start(run, 1, 2, max_requeues=1) == Exit.GAVE_UP
-    assert request(JobEnd(run, "8", 0, 0), ElasticConfig(max_requeues=1), EventLog.open(run, "agent-n0", 2)) == 75, (
-        "another job of the run begins anew"
+    other = Config(elastic=ElasticConfig(max_requeues=1))
+    assert request(JobEnd(run, "8", 0, 0), other, EventLog.open(run, "agent-n0", 2), "") == 75, (
+        "another job begins anew"
     )
 
 

@@ -27,7 +27,6 @@ def test_the_states_of_a_job(tmp_path: Path) -> None:
     assert item.view(PRESENT) == View("starting", {}, steps=100)
     append_line(run.metrics_file(0), {"step": 3, "loss": 2.5})
     assert item.view(PRESENT) == View("running", {"step": 3, "loss": 2.5}, steps=100)
-    EventLog.open(run, "agent-n0", 0).write("stopped", exit_code=75)
     assert (item.view(None).state, item.view(None).exit) == ("stopped", 75)
 
 
@@ -47,7 +46,6 @@ def test_a_failure_carries_the_traceback_of_the_node_that_caused_it(tmp_path: Pa
     cause = {"rank": 5, "node": "n1", "class": "user_error", "message": "no"}
     events.write("worker_failed", traceback="Traceback …\nArithmeticError: no\n", **cause)
     events.write("failed", exit_code=1, **cause)
-    EventLog.open(run, "agent-n0", 0).write("stopped", exit_code=75)
     view = item.view(None)
     assert (view.state, view.exit) == ("failed", 1)
     assert view.message == "rank 5 on n1 failed (user_error):\nTraceback …\nArithmeticError: no"

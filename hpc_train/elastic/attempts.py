@@ -1,0 +1,149 @@
+"""The attempts of a job in the run directory: each is claimed and published, and what happened between them is told."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psutil
+
+from hpc_train.cluster.allocation import Allocation
+from hpc_train.cluster.topology import mapping
+from hpc_train.config.schema import Config
+from hpc_train.elastic.channel import Message
+from hpc_train.elastic.coordinator import Cause, Leave, Start
+from hpc_train.elastic.failures import is_echo
+from hpc_train.elastic.rendezvous import Meeting, bind, withdraw
+from hpc_train.elastic.requeue import request
+from hpc_train.elastic.store import Stores
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from hpc_train.run.exits import EXITS, Action, Exit, Failure
+from hpc_train.run.job_end import JobEnd
+
+
+@dataclass
+class Attempts:
+    """Kept by the hub."""
+
+    run: RunDirectory
+    config: Config
+    allocation: Allocation
+    end: JobEnd | None
+    stores: Stores
+
+    def begin(self, start: Start) -> Message:
+        """Prepares the next attempt; returns what the agents are told of it."""
+        if start.cause is not None:
+            self._tell_failure(start.cause, self._events())
+        attempt = self.run.claim_attempt()
+        listener = bind(self.allocation, f"{self.allocation.job_id or self.run.path}:{attempt}")
+        meeting = self._meeting(attempt, start, listener.getsockname()[1])
+        meeting.publish(self.run)
+        self.stores.offer(attempt, listener)
+        self._tell_start(start, meeting)
+        return asdict(meeting)
+
+    def leave(self, leave: Leave) -> int:
+        """Tells how the job ended; returns the exit code of its agents."""
+        events, action = self._events(), leave.decision.action
+        if leave.cause is not None:
+            self._tell_failure(leave.cause, events, refused=action is Action.REFUSE)
+        code = EXITS[action]
+        if action is Action.REQUEUE and self.end is not None:
+            code = request(self.end, self.config, events, leave.decision.reason)
+        if code is not Exit.GAVE_UP or action is Action.GIVE_UP:
+            self._tell_end(leave, code, events)
+        withdraw(self.run, self.allocation.launch_id)
+        if self.end is not None:
+            self.end.tell(code)
+        return code
+
+    def _events(self) -> EventLog:
+        return EventLog.open(self.run, f"agent-{self.allocation.node_name}", max(0, self.run.newest_attempt()))
+
+    def _meeting(self, attempt: int, start: Start, port: int) -> Meeting:
+        return Meeting(
+            attempt=attempt,
+            launch_id=self.allocation.launch_id,
+            job_id=self.allocation.job_id,
+            node=self.allocation.node_name,
+            pid=os.getpid(),
+            started=time.time(),
+            address=self.allocation.address,
+            port=port,
+            nodes=len(start.nodes),
+            gpus_per_node=min(node.gpus for node in start.nodes),
+            workers_per_node=min(node.workers for node in start.nodes),
+            layout=start.layout,
+            order=tuple(node.number for node in start.nodes),
+        )
+
+    def _tell_start(self, start: Start, meeting: Meeting) -> None:
+        events = self._events()
+        gpus = self.allocation.nodes * meeting.gpus_per_node  # those that the job holds
+        began = psutil.Process().create_time()
+        events.write(
+            "started", layout=str(meeting.layout), world_size=meeting.layout.world_size, gpus=gpus, began=began,
+            job_id=meeting.job_id, launch=meeting.launch_id, nodes=[node.name for node in start.nodes],
+        )  # fmt: skip
+        if start.before:
+            self._tell_change(start, events)
+        names = [f"{node.name} ({node.switch})" for node in start.nodes if node.switch is not None]
+        if len(names) == len(start.nodes) > 1:
+            print("ranks by node:", *mapping(meeting.layout, names, meeting.workers_per_node), sep="\n  ", flush=True)
+
+    def _tell_change(self, start: Start, events: EventLog) -> None:
+        assert start.cause is not None
+        seconds = round(time.monotonic() - start.cause.noticed, 3)
+        reason, before, now = start.cause.failure.failure, set(start.before), set(start.nodes)
+        added, gone = [[node.name for node in nodes] for nodes in (now - before, before - now)]
+        if added:
+            events.write("spare_used", nodes=added, instead_of=gone)
+        if len(now) < len(before):
+            events.write("shrunk", nodes=len(now), before=len(before), without=gone)
+        events.write("restarted", reason=reason, seconds=seconds, world_size=start.layout.world_size)
+        on = f"on {len(now)} of {len(before)} nodes" if len(now) < len(before) else "in place"
+        on = f"{on}, {', '.join(added)} for {', '.join(gone)}" if added else on
+        print(f"restarted {on} as attempt {events.attempt}", file=sys.stderr, flush=True)
+
+    def _tell_failure(self, cause: Cause, events: EventLog, refused: bool = False) -> None:
+        """Writes a failure where people and programs look: the event log and standard error."""
+        failure = cause.failure
+        name = "node_lost" if failure.failure is Failure.NODE_LOST else "worker_failed"
+        events.write(name, traceback=failure.traceback, **_details(cause))
+        print(failure.message if refused else _text(cause, self.run, events.attempt), file=sys.stderr, flush=True)
+
+    def _tell_end(self, leave: Leave, code: Exit, events: EventLog) -> None:
+        action, reason = leave.decision.action, leave.decision.reason
+        details = {} if leave.cause is None else _details(leave.cause)
+        if action is Action.GIVE_UP:
+            events.write("gave_up", exit_code=int(code), **details | {"message": reason})
+            print(f"given up: {reason}", file=sys.stderr)
+        elif action in (Action.FAIL, Action.REFUSE):
+            events.write("failed", exit_code=int(code), **{"message": reason} | details)
+            if reason and (action is Action.FAIL or leave.cause is None):  # a refusal holds its own advice
+                print(reason, file=sys.stderr)
+        else:
+            events.write(
+                "finished" if action is Action.FINISH else "stopped", exit_code=int(code), reason=leave.stop or reason
+            )
+
+
+def _details(cause: Cause) -> dict[str, Any]:
+    failure = cause.failure
+    return {"node": cause.node, "rank": failure.rank, "class": failure.failure, "message": failure.message}
+
+
+def _text(cause: Cause, run: RunDirectory, attempt: int) -> str:
+    failure = cause.failure
+    if failure.failure is Failure.NODE_LOST:
+        return failure.message
+    head = f"rank {failure.rank} on {cause.node} failed ({failure.failure}):"
+    if is_echo(failure):
+        head += " most likely the echo of a failure that left no trace"
+    log = run.logs / f"{cause.node}-{attempt:03d}.log"
+    return f"{head}\n{failure.traceback.rstrip()}\nall output of this node: {log}"

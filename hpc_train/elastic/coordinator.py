@@ -1,0 +1,219 @@
+"""Who takes part in the next attempt, when an attempt is over, and what follows: the hub's head, without sockets.
+
+It is told what happens, with the time, and asked for the next order. It opens no connection, starts no process and
+looks at no clock, so that a test can lead it through any course of events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.layout import Layout, resolve_layout
+from hpc_train.config.schema import Config
+from hpc_train.elastic.decision import Decision, Ended, History, decide
+from hpc_train.elastic.failures import WorkerFailure, is_echo
+from hpc_train.elastic.nodes import Node, NodeFailures, in_order_of_rank
+from hpc_train.run.exits import Action, Exit, Failure
+
+ECHO_S = 2.0  # from the echo of a failure until the attempt is ended: time for the true cause to arrive
+SETTLE_S = 1.0  # from the loss of a node until it is decided: others may go down with it
+UNANSWERED_S = 60.0  # an agent that cannot end its workers is as good as lost
+NODE_MAY_BE_TO_BLAME = (Failure.NODE_LOST, Failure.KILLED, Failure.EXITED, Failure.HANG)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an agent says of the end of an attempt on its node; ``step``: the furthest of its workers."""
+
+    exit: Exit
+    failure: WorkerFailure | None
+    step: int
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why an attempt ended; ``noticed`` on the coordinator's clock."""
+
+    failure: WorkerFailure
+    node: str
+    noticed: float
+
+
+@dataclass(frozen=True)
+class Start:
+    """The next attempt, on ``nodes`` in the order of rank; ``cause`` ended the one before, which had ``before``."""
+
+    nodes: tuple[Node, ...]
+    layout: Layout
+    before: tuple[Node, ...] = ()
+    cause: Cause | None = None
+
+
+@dataclass(frozen=True)
+class End:
+    """The attempt cannot go on: its workers are to be killed."""
+
+
+@dataclass(frozen=True)
+class Leave:
+    """The job has nothing more to do. ``stop``: the signal that asked the run to stop."""
+
+    decision: Decision
+    cause: Cause | None = None
+    stop: str | None = None
+
+
+Order = Start | End | Leave
+
+
+@dataclass
+class Coordinator:
+    """Of one start of a job on ``expected`` nodes, spares among them; the last of them has until ``join_until``."""
+
+    config: Config
+    expected: int
+    history: History
+    node_failures: NodeFailures
+    join_until: float
+    stop: str | None = None  # the signal that asked the run to stop
+    present: dict[int, Node] = field(default_factory=dict, init=False)
+    _verdict: Decision | None = field(default=None, init=False)  # on the whole job, by a single node
+    _team: tuple[Node, ...] = field(default=(), init=False)  # of the attempt that runs
+    _working: set[int] = field(default_factory=set, init=False)  # those of the team that have not reported its end
+    _reports: list[Report] = field(default_factory=list, init=False)
+    _causes: list[Cause] = field(default_factory=list, init=False)
+    _told_at: float | None = field(default=None, init=False)  # when the order to end was given
+
+    def joined(self, node: Node) -> None:
+        self.present[node.number] = node
+
+    def left(self, number: int, why: str, now: float) -> None:
+        """The agent of a node is gone."""
+        node = self.present.pop(number, None)
+        if node is not None and number in self._working:
+            message = f"node {node.name} is lost: {why}"
+            rank = self._team.index(node) * node.workers
+            self._working.discard(number)
+            self._fail(WorkerFailure(rank, Failure.NODE_LOST, message, message, 0.0), node, now)
+
+    def reported(self, number: int, report: Report, now: float) -> None:
+        """The workers of a node have ended."""
+        self._working.discard(number)
+        self._reports.append(report)
+        if report.failure is not None:
+            self._fail(report.failure, self.present[number], now)
+
+    def refused(self, message: str) -> None:
+        """A node cannot take part, by a mistake in the config."""
+        self._verdict = Decision(Action.REFUSE, message)
+
+    def quit(self, why: str) -> None:
+        """The workers of a node were killed by somebody who does not want to wait."""
+        self._verdict = Decision(Action.FAIL, why)
+
+    def store_lost(self, now: float) -> None:
+        message = "the store of the attempt was killed"
+        node = self.present.get(0, self._team[0])
+        self._fail(WorkerFailure(0, Failure.COMMUNICATION, message, message, 0.0, -9), node, now)
+
+    def next(self, now: float) -> Order | None:
+        """What is to be done now; each order is given once."""
+        if self._verdict is not None:
+            return Leave(self._verdict, stop=self.stop)
+        if not self._team:
+            return self._gather(now)
+        if self._told_at is None and self._is_lost(now):
+            self._told_at = now
+            return End()
+        if self._told_at is not None and now - self._told_at > UNANSWERED_S:
+            for number in tuple(self._working):
+                self.left(number, "its agent cannot end its workers", now)
+        lost_at = max((cause.noticed for cause in self._causes if _is_loss(cause)), default=None)
+        if self._working or (lost_at is not None and now - lost_at < SETTLE_S):
+            return None
+        return self._conclude()
+
+    def _fail(self, failure: WorkerFailure, node: Node, now: float) -> None:
+        self._causes.append(Cause(failure, node.name, now))
+
+    def _is_lost(self, now: float) -> bool:
+        """Whether the attempt is beyond help, and why is known or has had the time to be."""
+        if not self._working or not self._causes:
+            return False
+        known = any(not is_echo(cause.failure) or cause.failure.exit_code == -9 for cause in self._causes)
+        return known or now - self._causes[0].noticed > ECHO_S
+
+    def _gather(self, now: float) -> Order | None:
+        if self.stop is not None:
+            return Leave(Decision(Action.STOP), stop=self.stop)
+        if len(self.present) < self.expected and now < self.join_until:
+            return None
+        try:
+            start = self._choose()
+        except ConfigError as error:
+            return Leave(Decision(Action.REFUSE, str(error)))
+        missing = f"the agents of {self.expected - len(self.present)} of {self.expected} nodes have not joined"
+        return self._begin(start) if start is not None else Leave(Decision(Action.REQUEUE, missing))
+
+    def _conclude(self) -> Order:
+        cause = _root(self._causes)
+        stopped = any(report.exit is Exit.STOPPED for report in self._reports)
+        exit_code = Exit.FAILED if cause else Exit.STOPPED if stopped else Exit.DONE
+        step = max((report.step for report in self._reports), default=0)
+        ended = Ended(exit_code, cause.failure.failure if cause else None, step, self.stop)
+        decision, self.history = decide(self.history, ended), self.history.after(step)
+        if cause is not None and cause.failure.failure in NODE_MAY_BE_TO_BLAME:
+            self.node_failures.note(cause.node, cause.failure.failure)
+        if decision.action not in (Action.RESTART, Action.REPLACE):
+            return Leave(decision, cause, self.stop)
+        try:
+            start = self._choose()
+        except ConfigError as error:
+            start, why = None, str(error)
+        else:
+            why = f"{len(self.present)} nodes are left"
+        if start is None:
+            return Leave(Decision(Action.REQUEUE, why), cause)
+        return self._begin(replace(start, before=self._team, cause=cause))
+
+    def _begin(self, start: Start) -> Start:
+        self._team = start.nodes
+        self._working = {node.number for node in start.nodes}
+        self._reports, self._causes, self._told_at = [], [], None
+        return start
+
+    def _choose(self) -> Start | None:
+        """The nodes of the next attempt: as many as the run asks for, fewer where it is elastic and they are not there.
+
+        None: too few are there. Nodes that have failed too often are taken where there are no others.
+
+        Raises:
+            ConfigError: the run cannot be laid out on them.
+        """
+        size = self.expected - self.config.elastic.spares
+        fewest = min(self.config.elastic.min_nodes or size, size)
+        failing = self.node_failures.too_often()
+        nodes = sorted(self.present.values(), key=lambda node: (node.name in failing, node.number))
+        sound = sum(node.name not in failing for node in nodes)
+        most = min(size, sound if sound >= fewest else len(nodes))
+        refusal: ConfigError | None = None
+        for count in range(most, fewest - 1, -1):
+            chosen = in_order_of_rank(nodes[:count])
+            try:
+                return Start(chosen, resolve_layout(self.config, count, min(node.workers for node in chosen)))
+            except ConfigError as error:
+                refusal = refusal or error
+        if refusal is not None:
+            raise refusal
+        return None
+
+
+def _root(causes: Sequence[Cause]) -> Cause | None:
+    """A lost node comes before all: whatever failed, the attempt could not have gone on."""
+    return min(causes, key=lambda cause: (not _is_loss(cause), is_echo(cause.failure), cause.noticed), default=None)
+
+
+def _is_loss(cause: Cause) -> bool:
+    return cause.failure.failure is Failure.NODE_LOST

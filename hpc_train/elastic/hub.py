@@ -1,0 +1,203 @@
+"""The hub: a thread in the agent of the batch host to which the agents of all nodes hold a connection.
+
+It alone decides (``coordinator.py``) and tells all: the next attempt, its end, or that the job is over. A node whose
+connection closes or that is silent for ``elastic.heartbeat_s`` is lost.
+"""
+
+from __future__ import annotations
+
+import hmac
+import selectors
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hpc_train.elastic.channel import Channel, Message
+from hpc_train.elastic.coordinator import Coordinator, End, Leave, Order, Report, Start
+from hpc_train.elastic.failures import WorkerFailure
+from hpc_train.elastic.nodes import Node
+from hpc_train.run.exits import Action, Exit, Failure
+
+BEATS = 3  # in elastic.heartbeat_s
+LEAVE_S = 10.0  # for the agents to take leave
+TICK_S = 0.1
+
+
+@dataclass
+class Member:
+    """A connection; ``node`` is None until its agent has introduced itself."""
+
+    channel: Channel
+    heard: float
+    node: Node | None = None
+
+
+class Hub:
+    """Serves until the job is over.
+
+    Args:
+        listener: where agents connect.
+        token: what an agent must say to be taken in.
+        begin: prepares an attempt: what its agents are told.
+        leave: says how the job ended; returns the exit code of all agents.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        listener: socket.socket,
+        token: str,
+        heartbeat_s: float,
+        begin: Callable[[Start], Message],
+        leave: Callable[[Leave], int],
+    ) -> None:
+        self._coordinator = coordinator
+        self._listener = listener
+        self._token = token
+        self._heartbeat_s = heartbeat_s
+        self._begin, self._leave = begin, leave
+        self._members: dict[int, Member] = {}  # by file descriptor
+        self._selector = selectors.DefaultSelector()
+        self._attempt: int | None = None
+        self._over = False
+        self._thread = threading.Thread(target=self._serve, name="hub", daemon=True)
+
+    def start(self) -> None:
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join(LEAVE_S)
+
+    def _serve(self) -> None:
+        try:
+            self._coordinate()
+        except Exception:  # a disk that is gone, say: nobody is to wait for a hub that is dead
+            traceback.print_exc()
+            self._tell_all({"kind": "leave", "action": Action.FAIL, "code": int(Exit.FAILED)})
+        self._say_goodbye()
+
+    def _coordinate(self) -> None:
+        next_beat = 0.0
+        while not self._over:
+            for key, _ in self._selector.select(TICK_S):
+                key.data()
+            now = time.monotonic()
+            self._drop_silent(now)
+            if now >= next_beat:
+                next_beat = now + self._heartbeat_s / BEATS
+                self._tell_all({"kind": "beat"})
+            while not self._over and (order := self._coordinator.next(now)) is not None:
+                self._give(order)
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            connection, _ = self._listener.accept()
+            channel = Channel(connection)
+            member = Member(channel, time.monotonic())
+            self._members[channel.fileno()] = member
+            self._selector.register(channel, selectors.EVENT_READ, lambda: self._read(member))
+
+    def _read(self, member: Member) -> None:
+        try:
+            for message in member.channel.read():
+                member.heard = time.monotonic()
+                self._take(member, message)
+        except (ConnectionError, LookupError, TypeError, ValueError) as error:
+            self._drop(member, str(error))
+
+    def _take(self, member: Member, message: Message) -> None:
+        kind = message["kind"]
+        if member.node is None:
+            self._introduce(member, message)
+        elif kind == "stop":
+            self._coordinator.stop = self._coordinator.stop or message["reason"]
+        elif kind == "refuse":
+            self._coordinator.refused(message["message"])
+        elif kind == "quit":
+            self._coordinator.quit(message["message"])
+        elif kind == "store_lost" and message["attempt"] == self._attempt:
+            self._coordinator.store_lost(member.heard)
+        elif kind == "ended" and message["attempt"] == self._attempt:
+            self._coordinator.reported(member.node.number, _report(message), member.heard)
+
+    def _introduce(self, member: Member, message: Message) -> None:
+        if not hmac.compare_digest(str(message.get("token")), self._token):
+            raise ConnectionError("a stranger")
+        node = Node(**message["node"])
+        for other in [one for one in self._members.values() if one.node is not None]:
+            if other.node is not None and other.node.number == node.number:
+                self._drop(other, "its agent has joined again")
+        member.node = node
+        self._coordinator.joined(node)
+
+    def _drop_silent(self, now: float) -> None:
+        for member in list(self._members.values()):
+            if now - member.heard > self._heartbeat_s:
+                self._drop(member, f"silent for {self._heartbeat_s:g} s (elastic.heartbeat_s)")
+
+    def _drop(self, member: Member, why: str) -> None:
+        if self._members.pop(member.channel.fileno(), None) is None:
+            return
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(member.channel)
+        member.channel.close()
+        if member.node is not None:
+            self._coordinator.left(member.node.number, why, time.monotonic())
+
+    def _give(self, order: Order) -> None:
+        if isinstance(order, Start):
+            message = self._begin(order)
+            self._attempt = message["attempt"]
+            self._tell_all({"kind": "start", "meeting": message})
+        elif isinstance(order, End):
+            self._tell_all({"kind": "end", "attempt": self._attempt})
+        else:
+            self._tell_all({"kind": "leave", "action": order.decision.action, "code": self._leave(order)})
+            self._over = True
+
+    def _tell_all(self, message: Message) -> None:
+        for member in list(self._members.values()):
+            if member.node is not None:
+                member.channel.send(message)
+
+    def _say_goodbye(self) -> None:
+        """All agents leave together: Slurm may end the others when the first is gone. Each closes its connection's
+        other half by saying bye, and waits until it is closed here."""
+        until = time.monotonic() + LEAVE_S
+        waited = {fd for fd, member in self._members.items() if member.node is not None}
+        while waited and time.monotonic() < until:
+            for key, _ in self._selector.select(TICK_S):
+                member = self._members.get(key.fd)
+                if member is not None and _said_bye(member.channel):
+                    waited.discard(key.fd)
+                    self._selector.unregister(key.fileobj)
+        for member in self._members.values():
+            member.channel.close()
+        self._listener.close()
+        self._selector.close()
+
+
+def _said_bye(channel: Channel) -> bool:
+    try:
+        return any(message.get("kind") == "bye" for message in channel.read())
+    except ConnectionError:
+        return True
+
+
+def _report(message: Message) -> Report:
+    failure: dict[str, Any] | None = message["failure"]
+    told = None if failure is None else WorkerFailure(**failure | {"failure": Failure(failure["failure"])})
+    return Report(Exit(message["exit"]), told, message["step"])
+
+
+def report_message(attempt: int, report: Report) -> Message:
+    """What an agent sends when the workers of its node have ended."""
+    failure = None if report.failure is None else asdict(report.failure)
+    return {"kind": "ended", "attempt": attempt, "exit": int(report.exit), "failure": failure, "step": report.step}

@@ -1,0 +1,144 @@
+"""An agent's connection to the hub: it says each second that it lives, and hands on what the hub says."""
+
+from __future__ import annotations
+
+import queue
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+
+from hpc_train.elastic.channel import Channel, Message
+from hpc_train.elastic.coordinator import Report
+from hpc_train.elastic.hub import BEATS, report_message
+from hpc_train.elastic.nodes import Node
+from hpc_train.elastic.rendezvous import HubAddress
+from hpc_train.run.directory import RunDirectory
+
+# A hub that dies closes its connections, unless its whole node is cut off. It may be busy with a slow file system, so
+# it is given more time than a node.
+HUB_SILENT = 10  # times elastic.heartbeat_s
+CONNECT_S = 5.0
+AGAIN_S = 0.2
+
+
+class HubLost(ConnectionError):
+    """The hub is gone: its node, or its agent."""
+
+
+class Link:
+    """Made by ``connect``. Its thread reads and says that this agent lives, whatever the agent is busy with."""
+
+    def __init__(self, channel: Channel, heartbeat_s: float) -> None:
+        self._channel = channel
+        self._heartbeat_s = heartbeat_s
+        self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._ended = -1  # the last attempt that is to end
+        self._stop_told = False
+        self.lost = False
+        threading.Thread(target=self._serve, name="link", daemon=True).start()
+
+    @classmethod
+    def connect(cls, hub: HubAddress, node: Node, heartbeat_s: float, patience_s: float = CONNECT_S) -> Link:
+        """Joins the hub as ``node``.
+
+        Raises:
+            HubLost: nobody answers in ``patience_s``.
+        """
+        until = time.monotonic() + patience_s
+        while True:
+            try:
+                channel = Channel(socket.create_connection((hub.host, hub.port), timeout=CONNECT_S))
+                break
+            except OSError as error:
+                if time.monotonic() > until:
+                    raise HubLost(f"the hub at {hub.host}:{hub.port} does not answer: {error}") from error
+                time.sleep(AGAIN_S)
+        channel.send({"kind": "hello", "token": hub.token, "node": asdict(node)})
+        return cls(channel, heartbeat_s)
+
+    def order(self, timeout: float) -> Message | None:
+        """The next order (start or leave); None when none came in ``timeout`` seconds.
+
+        Raises:
+            HubLost: no order will come any more.
+        """
+        try:
+            return self._orders.get(timeout=timeout)
+        except queue.Empty:
+            if self.lost:
+                raise HubLost("the hub is gone") from None
+            return None
+
+    def is_to_end(self, attempt: int) -> bool:
+        """Whether the workers of ``attempt`` are to be killed."""
+        return self.lost or self._ended >= attempt
+
+    def tell_stop(self, reason: str) -> bool:
+        """Whether the hub did not know it yet from here."""
+        if self._stop_told:
+            return False
+        self._stop_told = True
+        self._channel.send({"kind": "stop", "reason": reason})
+        return True
+
+    def refuse(self, message: str) -> None:
+        """This node cannot take part, by a mistake in the config."""
+        self._channel.send({"kind": "refuse", "message": message})
+
+    def quit(self, message: str) -> None:
+        """The workers of this node were killed by somebody who does not want to wait."""
+        self._channel.send({"kind": "quit", "message": message})
+
+    def tell_store_lost(self, attempt: int) -> None:
+        self._channel.send({"kind": "store_lost", "attempt": attempt})
+
+    def tell_end(self, attempt: int, report: Report) -> None:
+        self._channel.send(report_message(attempt, report))
+
+    def leave(self, seconds: float) -> None:
+        """Says bye, and waits until the hub lets all agents go."""
+        self._channel.send({"kind": "bye"})
+        until = time.monotonic() + seconds
+        while not self.lost and time.monotonic() < until:
+            time.sleep(0.02)
+        self._channel.close()
+
+    def _serve(self) -> None:
+        heard, next_beat = time.monotonic(), 0.0
+        with suppress(ConnectionError, OSError, ValueError):
+            while (now := time.monotonic()) - heard < HUB_SILENT * self._heartbeat_s:
+                if now >= next_beat:
+                    next_beat = now + self._heartbeat_s / BEATS
+                    self._channel.send({"kind": "beat"})
+                if select.select([self._channel], [], [], max(0.0, next_beat - now))[0]:
+                    for message in self._channel.read():
+                        self._take(message)
+                    heard = time.monotonic()
+        self.lost = True
+        self._channel.close()
+
+    def _take(self, message: Message) -> None:
+        if message["kind"] == "end":
+            self._ended = message["attempt"]
+        elif message["kind"] in ("start", "leave"):
+            self._orders.put(message)
+
+
+def wait_for_hub(run: RunDirectory, launch_id: str, give_up: Callable[[], bool], timeout: float) -> HubAddress | None:
+    """Where the hub of a launch is; None when ``give_up`` says so first.
+
+    Raises:
+        TimeoutError: nothing was published in ``timeout`` seconds.
+    """
+    until = time.monotonic() + timeout
+    while (found := HubAddress.find(run, launch_id)) is None:
+        if give_up():
+            return None
+        if time.monotonic() > until:
+            raise TimeoutError(f"the agent of node 0 has not said where to meet in {timeout:.0f} s")
+        time.sleep(AGAIN_S)
+    return found

@@ -1,0 +1,66 @@
+"""The nodes of a job: what each agent says of its own when it joins, and which of them have failed often."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train.cluster.topology import node_order
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.files import append_line, read_lines
+
+TOO_OFTEN = 2  # failures after which a node is done without where others are there
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node of the job.
+
+    Attributes:
+        number: Slurm's, 0 for the batch host, whose agent is the hub.
+        address: where the other nodes reach it.
+        switch: its place in the tree of switches; None where the site describes none.
+    """
+
+    number: int
+    name: str
+    address: str
+    switch: str | None
+    gpus: int
+    workers: int
+
+
+def in_order_of_rank(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """Neighbours in the network next to each other, where the site describes it; else in Slurm's order."""
+    ordered = sorted(nodes, key=lambda node: node.number)
+    switches = [node.switch for node in ordered if node.switch is not None]
+    if len(switches) < len(ordered):
+        return tuple(ordered)
+    return tuple(ordered[index] for index in node_order(switches))
+
+
+@dataclass(frozen=True)
+class NodeFailures:
+    """Which node failed when, over all jobs of a run: one line per failure in ``attempts/node-failures.jsonl``.
+
+    ``expiry_s``: after that a failure does not count any more.
+    """
+
+    run: RunDirectory
+    expiry_s: float
+
+    @property
+    def _path(self) -> Path:
+        return self.run.attempts / "node-failures.jsonl"
+
+    def note(self, node: str, failure: str) -> None:
+        append_line(self._path, {"time": time.time(), "node": node, "class": failure})
+
+    def too_often(self) -> frozenset[str]:
+        """The names of nodes that have failed ``TOO_OFTEN`` times lately."""
+        since = time.time() - self.expiry_s
+        counts = Counter(line["node"] for line in read_lines(self._path) if line["time"] > since)
+        return frozenset(name for name, count in counts.items() if count >= TOO_OFTEN)

@@ -1,0 +1,70 @@
+"""What the agents do whose hub is gone: one of them asks Slurm to run the job again.
+
+With ``--no-kill`` a job whose batch host is lost stays RUNNING on the other nodes, with nothing in it, until its time
+limit: its batch script died with its host.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from hpc_train.cluster.allocation import Allocation
+from hpc_train.config.schema import Config
+from hpc_train.elastic.link import HubLost
+from hpc_train.elastic.requeue import request
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from hpc_train.run.exits import Exit, Failure
+from hpc_train.run.job_end import JobEnd
+
+TIMEOUT_S = 30.0  # of one command
+AGAIN_S = 5.0
+PATIENCE_S = 600.0  # for a Slurm controller that is away
+
+
+def after_the_hub(run: RunDirectory, config: Config, allocation: Allocation, end: JobEnd | None, lost: HubLost) -> Exit:
+    """Called by every agent that is left, with no worker alive; returns its exit code."""
+    print(f"{lost}: the job is to run again", file=sys.stderr)
+    if end is None or not end.claim_succession():
+        return Exit.STOPPED
+    events = EventLog.open(run, f"agent-{allocation.node_name}", max(0, run.newest_attempt()))
+    details: dict[str, Any] = {"class": Failure.NODE_LOST, "message": str(lost), "rank": None}
+    events.write("node_lost", **details)
+    code = request(end, config, events, "the batch host is lost")
+    end.tell(code)
+    verb = ["requeue", _job()] if code is Exit.STOPPED else None
+    _ask_slurm(["scontrol", *verb] if verb else ["scancel", _job()])
+    return code
+
+
+def _job(environment: Mapping[str, str] = os.environ) -> str:
+    """As Slurm's commands want it: a task of an array by the array's id and its number."""
+    array = environment.get("SLURM_ARRAY_JOB_ID")
+    return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}" if array else environment["SLURM_JOB_ID"]
+
+
+def _ask_slurm(command: list[str]) -> None:
+    """Until Slurm has taken it. Not where the job is being cancelled, is held, or is requeued by Slurm itself."""
+    until = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until:
+        state = _call(["squeue", "--noheader", f"--jobs={os.environ['SLURM_JOB_ID']}", "--format=%T %Q"])
+        if state is not None and (not state.startswith("RUNNING") or state.endswith(" 0")):
+            return
+        if state is not None and _call(command) is not None:
+            return
+        time.sleep(AGAIN_S)
+    print(f"Slurm does not answer; somebody has to call: {' '.join(command)}", file=sys.stderr)
+
+
+def _call(command: list[str]) -> str | None:
+    """What it prints; None where it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

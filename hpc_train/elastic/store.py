@@ -1,0 +1,59 @@
+"""The store of an attempt: a small process beside the hub's agent, so that it outlives any single worker.
+
+The ranks meet there. Each attempt has its own, on a port of its own that was bound before anybody heard of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import socket
+from multiprocessing.process import BaseProcess
+
+from hpc_train.elastic import warm_parent
+
+
+class Stores:
+    """Of the attempts of a job, one at a time.
+
+    The hub ``offer``s the listening socket of an attempt; the agent beside it ``serve``s there. Forking waits for the
+    imports of the warm parent, and the hub must never wait.
+
+    Args:
+        entry: what serves, as "module:function"; it returns an object that serves as long as it lives.
+    """
+
+    def __init__(self, warm_parent_pid: int, entry: str) -> None:
+        self._warm_parent_pid = warm_parent_pid
+        self._entry = entry
+        self._offered: dict[int, socket.socket] = {}
+        self._process: BaseProcess | None = None
+
+    def offer(self, attempt: int, listener: socket.socket) -> None:
+        self._offered[attempt] = listener
+
+    def serve(self, attempt: int) -> None:
+        """Starts the store of ``attempt``; that of the one before is ended."""
+        self.stop()
+        with self._offered.pop(attempt) as listener:
+            self._process = warm_parent.fork(_main, self._warm_parent_pid, listener, self._entry)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the store was killed."""
+        return self._process is not None and self._process.exitcode is not None
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process = None
+
+
+def _main(warm_parent_pid: int, listener: socket.socket, entry: str) -> None:
+    """Signals stay blocked as they are in the warm parent: a Ctrl-C is the agent's to judge."""
+    warm_parent.die_with(warm_parent_pid)
+    module, function = entry.split(":")
+    kept = getattr(importlib.import_module(module), function)(listener)
+    while kept is not None:
+        signal.pause()
