@@ -85,7 +85,6 @@ def test_the_first_real_failure_is_reported_and_no_attempt_is_wasted(
     frozen: Freeze, entry: str, failure: str, text: str, attempts: int
 ) -> None:
     run = frozen()
-    started = time.monotonic()
     code, error = end(start_agent(run.path, entry))
     assert code == (1 if attempts == 1 else 93)
     assert text in error
@@ -96,7 +95,6 @@ def test_the_first_real_failure_is_reported_and_no_attempt_is_wasted(
     assert text in event["traceback"]
     assert last_event(run, "failed" if attempts == 1 else "gave_up")["exit_code"] == code
     assert run.newest_attempt() == attempts - 1
-    assert time.monotonic() - started < 20
 
 
 def test_a_mistake_found_by_a_worker_is_refused_without_a_traceback(frozen: Freeze) -> None:

@@ -27,6 +27,7 @@ def test_the_states_of_a_job(tmp_path: Path) -> None:
     assert item.view(PRESENT) == View("starting", {}, steps=100)
     append_line(run.metrics_file(0), {"step": 3, "loss": 2.5})
     assert item.view(PRESENT) == View("running", {"step": 3, "loss": 2.5}, steps=100)
+    EventLog.open(run, "agent-n0", 0).write("stopped", exit_code=75)
     assert (item.view(None).state, item.view(None).exit) == ("stopped", 75)
 
 
