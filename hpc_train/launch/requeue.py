@@ -22,14 +22,15 @@ done
 
 AFTER = """\
 # Stopped ahead of the time limit or by a preemption: ask Slurm, once, to run the job again. Not where it is being
-# cancelled, is held (priority 0), or where Slurm requeues it by itself: then it is no longer RUNNING.
+# cancelled (`incomplete` sees that too, should it happen now), is held (priority 0), or where Slurm requeues it itself.
 if [ "$status" -eq 75 ] && [ -e "$end.requeue" ] && [ -z "$cancelled" ]; then
   for wait in 0 5 10 20; do
     sleep "$wait"
     state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format='%T %Q') && break
   done
   if [[ "$state" == RUNNING* && "$state" != *" 0" && -z "$cancelled" ]]; then
-    scontrol requeue "${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}" || true
+    job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
+    scontrol requeue incomplete "$job" || true
   fi
 fi
 exit "$status"

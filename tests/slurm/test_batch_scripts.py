@@ -14,6 +14,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json
 from tests.doors.command import REPOSITORY, TINY
 from tests.slurm.cluster import Cluster, wait_for
+from tests.slurm.runs import detail
 
 SCRIPTS = REPOSITORY / "slurm"
 SLOW = [
@@ -181,6 +182,21 @@ def test_a_preemptible_job_that_is_told_to_leave_comes_back_and_loses_no_step(sh
     finish(shell, job, tmp_path)
     assert sorted(losses(run)) == list(range(1, 13))
     assert events(run).count("requeued") == 1
+
+
+def test_a_scancel_in_the_moment_before_the_requeue_counts(shell: Cluster, tmp_path: Path) -> None:
+    """The end of a script that has looked whether its job runs, and whose job is cancelled just then."""
+    before = [
+        "#!/bin/bash",
+        "trap '' TERM",
+        "status=75 cancelled= RUN=.",
+        'mkdir attempts; touch "attempts/end-$SLURM_JOB_ID.0.requeue"; echo 75 > "attempts/end-$SLURM_JOB_ID.0.node-0"',
+        'squeue() { command squeue "$@"; scancel "$SLURM_JOB_ID"; }',
+    ]
+    (tmp_path / "job.sbatch").write_text("\n".join([*before, *script_lines()]))
+    job = shell.call("sbatch", "--parsable", "--requeue", "job.sbatch", cwd=tmp_path).stdout.strip()
+    assert shell.wait_for_state(job, "CANCELLED", "COMPLETED", "FAILED") == "CANCELLED"
+    assert detail(shell, job, "Restarts") == "0"
 
 
 def test_interactive(shell: Cluster, tmp_path: Path) -> None:
