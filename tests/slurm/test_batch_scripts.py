@@ -134,10 +134,10 @@ def test_a_submitted_job_in_a_container_is_requeued_from_outside(with_apptainer:
     run, image = tmp_path / "outputs" / "run", tmp_path / "image.sif"
     arguments = ["+strategy=dp", *SLOW, "train.steps=25", "cluster=slurm", "cluster.cpu_workers=2", "run.name=run"]
     process = with_apptainer.start(*arguments, f"cluster.container.image={image}", "-m", cwd=tmp_path)
-    wait_for("step 3", lambda: len(losses(run)) >= 3, 90)
+    wait_for("step 3", lambda: len(losses(run)) >= 3, 200)
     job = RunDirectory(run).record()["submissions"][-1]["job_id"]
     with_apptainer.call("scancel", "--signal=USR2", job)
-    output, _ = process.communicate(timeout=150)
+    output, _ = process.communicate(timeout=250)
     assert process.returncode == 0, output
     assert sorted(losses(run)) == list(range(1, 26))
     assert events(run).count("requeued") == 1
