@@ -20,7 +20,7 @@ Event = dict[str, Any]
 
 FAILURES = ("worker_failed", "hang_detected", "node_lost", "failed")
 CLOSING = ("finished", "stopped")  # of rank 0: with the keys of a metrics line, for the steps since the last one
-BEGINNINGS = ("resumed", "rolled_back")  # training goes on from the ``step`` of a checkpoint
+BEGINNINGS = {"resumed": "step", "rolled_back": "to_step"}  # the key with the step that training goes on from
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class _Attempt:
         stretches: list[_Stretch] = []
         for point in sorted([*lines, *beginnings, *closing], key=lambda point: point["time"]):
             if point.get("event") in BEGINNINGS:
-                stretches.append(_Stretch(point["step"], point["time"]))
+                stretches.append(_Stretch(point[BEGINNINGS[point["event"]]], point["time"]))
                 continue
             if not stretches:
                 stretches.append(_Stretch(0, point["time"]))

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.commands import why
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.exits import RESPONSES
 from tests.doors.command import TINY, environment, hpc_train, start
 
 FAULTY = [
@@ -45,6 +47,12 @@ def test_foreground_multirun_and_agent_give_identical_losses(tmp_path: Path) -> 
     assert len(expected) == 6
     assert losses(tmp_path / "outputs" / "multirun") == expected
     assert losses(tmp_path / "outputs" / "script") == expected
+    for name in ("foreground", "multirun", "script"):
+        ends = [event for event in RunDirectory(tmp_path / "outputs" / name).read_events() if "ledger" in event]
+        assert [end["event"] for end in ends] == ["finished"]
+        spent = ends[0]["ledger"]
+        assert min(spent["start_up_s"], spent["steps_s"], spent["evaluation_s"], spent["checkpoint_s"]) > 0
+        assert spent["rank_s"] == pytest.approx(4 * spent["held_s"], abs=0.01)
 
 
 def test_sweep_runs_every_job_and_exits_zero(tmp_path: Path) -> None:
@@ -56,7 +64,9 @@ def test_sweep_runs_every_job_and_exits_zero(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("how", "code", "attempts"), [("raise", 1, 2), ("kill", 93, 4), ("exit", 93, 4)])
-def test_a_failing_rank_is_named_with_its_own_traceback(tmp_path: Path, how: str, code: int, attempts: int) -> None:
+def test_a_failing_rank_is_named_with_its_own_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str, code: int, attempts: int
+) -> None:
     """It fails at step 3 of every attempt, and no checkpoint is there: only the first attempt makes new steps."""
     done = hpc_train("+strategy=dp", *FAULTY, f"+model.args.how={how}", "run.name=run", "-m", cwd=tmp_path)
     output = done.stdout + done.stderr
@@ -68,6 +78,10 @@ def test_a_failing_rank_is_named_with_its_own_traceback(tmp_path: Path, how: str
     events = RunDirectory(tmp_path / "outputs" / "run").read_events()
     failed = [event for event in events if event["event"] == "worker_failed"]
     assert [event["rank"] for event in failed] == [1] * attempts
+    assert why.main([str(tmp_path / "outputs" / "run")]) == 0
+    page = capsys.readouterr().out
+    assert f"what failed\n  {failed[-1]['class']}, rank 1 on " in page
+    assert RESPONSES[failed[-1]["class"]].advice in page
 
 
 def test_a_sweep_with_one_failing_job_exits_non_zero(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_going_back_to_a_checkpoint_inside_an_attempt() -> None:
     log.started(100.0)
     log.line(101.0, 1)
     log.line(110.0, 10)
-    log.event(110.0, "rolled_back", step=6)
+    log.event(110.0, "rolled_back", step=10, to_step=6, bad_steps=[9, 10])
     log.line(114.0, 10)
     log.event(114.0, "finished", step=10, step_s=0.1, save_s=0.0)
     assert seconds(log.ledger().total) == {"steps_s": 10.0, "lost_s": 4.0}
