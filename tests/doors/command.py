@@ -36,7 +36,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def hpc_train(
-    *arguments: str, cwd: Path, timeout: float = 120, env: dict[str, str] | None = None
+    *arguments: str, cwd: Path, timeout: float = 300, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """One call of the command line, to its end."""
     return subprocess.run(
