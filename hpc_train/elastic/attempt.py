@@ -58,6 +58,9 @@ def _start(workers: Workers, specs: Sequence[WorkerSpec], listener: socket | Non
     try:
         for spec in specs:
             workers.start(pid, spec, listener if spec.rank == 0 else None, entry)
+    except (EOFError, ConnectionError) as error:  # the warm parent is gone, and its workers with it
+        message = f"the warm parent ended while it started rank {spec.rank}: {error!r}; its words are above"
+        workers.fail(WorkerFailure(spec.rank, Failure.KILLED, message, message, time.time()))
     finally:
         if listener is not None:
             listener.close()  # rank 0 has it now, and the port is to close with it

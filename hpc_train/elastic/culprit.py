@@ -15,10 +15,19 @@ CONTROL = "control"  # the description of the group of ``train/control.py``: its
 
 @dataclass(frozen=True)
 class GroupState:
-    """One rank in one process group: collectives entered so far, and whether it is inside one."""
+    """One rank in one process group.
+
+    Attributes:
+        entered: collectives so far.
+        inside: whether it is inside one.
+        operation: the last one, as its kind and the shapes of its inputs.
+        before: how often it had entered the same before, as far back as is recorded.
+    """
 
     entered: int
     inside: bool
+    operation: str = ""
+    before: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,14 +61,20 @@ class RankState:
 
 def group_states(dump: bytes) -> dict[str, GroupState]:
     """From torch's flight recorder (version 2.x of its JSON)."""
-    found: dict[str, GroupState] = {}
+    collectives: dict[str, list[dict[str, Any]]] = {}
     for entry in json.loads(dump or b"{}").get("entries", []):
         name, description = entry["process_group"]
         if description != CONTROL and not entry["is_p2p"]:
-            before = found.get(name, GroupState(0, False))
-            entered = max(before.entered, entry["collective_seq_id"])
-            found[name] = GroupState(entered, before.inside or not entry["retired"])
-    return found
+            collectives.setdefault(name, []).append(entry)
+    return {name: _group_state(entries) for name, entries in collectives.items()}
+
+
+def _group_state(entries: Sequence[Mapping[str, Any]]) -> GroupState:
+    last = max(entries, key=lambda entry: entry["collective_seq_id"])
+    operations = [f"{entry['profiling_name']} {entry['input_sizes']}" for entry in entries]
+    own = f"{last['profiling_name']} {last['input_sizes']}"
+    inside = not all(entry["retired"] for entry in entries)
+    return GroupState(last["collective_seq_id"], inside, own, operations.count(own) - 1)
 
 
 def culprit(states: Sequence[RankState]) -> tuple[int | None, str]:
@@ -69,6 +84,7 @@ def culprit(states: Sequence[RankState]) -> tuple[int | None, str]:
         ("does not run its interpreter, while others do", _minority(states, [s for s in states if not s.answered])),
         ("is behind the other ranks", _minority(states, _behind(states))),
         ("did not enter the collective that the others are in", _outside(states)),
+        ("entered another collective than the others", _elsewhere(states)),
         ("waits for storage", _minority(states, [state for state in states if state.process == "D"])),
     ):
         if suspects:
@@ -93,3 +109,15 @@ def _outside(states: Sequence[RankState]) -> list[RankState]:
             furthest[name] = max(furthest.get(name, 0), group.entered)
     behind = [s for s in states if any(group.entered < furthest[name] for name, group in s.groups.items())]
     return [state for state in behind if not any(group.inside for group in state.groups.values())] or behind
+
+
+def _elsewhere(states: Sequence[RankState]) -> list[RankState]:
+    """Where the same collective of a group is another one on some rank: that for which it is the least usual."""
+    operations: dict[tuple[str, int], list[tuple[int, str, RankState]]] = {}
+    for state in states:
+        for name, group in state.groups.items():
+            operations.setdefault((name, group.entered), []).append((group.before, group.operation, state))
+    for found in operations.values():
+        if len({operation for _, operation, _ in found}) > 1:
+            return [min(found, key=lambda one: one[0])[2]]
+    return []

@@ -8,12 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from hpc_train.elastic.culprit import RankState, group_states
 from hpc_train.elastic.worker_process import SHOW_STACKS
 from hpc_train.elastic.workers import Worker, Workers
 from hpc_train.run.heartbeat import Beat
+from hpc_train.run.process_state import process_state
 
 ANSWER_S = 5.0  # a worker looks for questions twice per second
 SETTLED_S = 0.1  # stacks that have not grown for so long are whole
@@ -90,11 +90,3 @@ def _of(question: _Question, node: str) -> Evidence:
         groups=group_states(answer or b""),
     )
     return Evidence(state, pid, worker.block.stacks() or "(no stacks)", answer)
-
-
-def process_state(pid: int) -> str:
-    """The letter of the kernel: R runs, S sleeps, D waits for storage, T is stopped; empty where it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""

@@ -47,13 +47,10 @@ def _echo(failure: WorkerFailure) -> int:
     return 1 if failure.exit_code == -signal.SIGABRT else 0
 
 
-def ended_without_report(rank: int, exit_code: int, tail: list[str], noticed: float) -> WorkerFailure:
-    """The failure of a worker whose process is gone and that had not said that it was done."""
-    if exit_code < 0:
-        name = signal.Signals(-exit_code).name
-        hint = " (out of memory?)" if exit_code == -signal.SIGKILL else ""
-        failure, message = Failure.KILLED, f"killed by {name}{hint}"
-    else:
-        failure, message = Failure.EXITED, f"exited early with code {exit_code}, without an exception"
+def ended_without_report(
+    rank: int, exit_code: int, end: tuple[Failure, str], tail: list[str], noticed: float
+) -> WorkerFailure:
+    """The failure of a worker whose process is gone and that had not said that it was done (``process_end``)."""
+    failure, message = end
     output = "\n".join(["last output:", *tail]) if tail else "it printed nothing"
     return WorkerFailure(rank, failure, message, f"{message}\n{output}", noticed, exit_code)

@@ -15,7 +15,7 @@ from typing import Any
 
 from hpc_train.elastic.workers import Worker
 
-EVERY_S = 20.0  # between two questions; each costs a worker some milliseconds
+FIRST_S, MOST_S = 5.0, 60.0  # between two questions, doubling: each costs a worker some ten milliseconds
 LEAST_SHARE = 0.2  # of the time, that the others wait for it
 LEAST_BLAME = 0.75  # of all waiting, that is for this rank: on a busy machine every rank is late at times
 FEWEST = 20  # collectives
@@ -41,9 +41,9 @@ class Straggler:
 
 @dataclass
 class StragglerWatch:
-    """Asks the workers of a node for their collectives every ``every_s`` seconds and compares the answers."""
+    """Asks the workers of a node for their collectives now and then, and compares the answers."""
 
-    every_s: float = EVERY_S
+    _pause: float = field(default=FIRST_S, init=False)
     _pipeline: bool = field(default=False, init=False)
     _next: float | None = field(default=None, init=False)
     _asked: dict[int, int] = field(default_factory=dict, init=False)
@@ -54,18 +54,19 @@ class StragglerWatch:
     def begin(self, pipeline: bool) -> None:
         """A new attempt, with pipeline stages or without."""
         self._pipeline = pipeline
-        self._next, self._since, self._suspect = None, 0.0, (-1, 0)
+        self._next, self._pause, self._since, self._suspect = None, FIRST_S, 0.0, (-1, 0)
         self._asked.clear()
         self._named.clear()
 
     def look(self, workers: Sequence[Worker], now: float) -> list[Straggler]:
         """A straggler that is seen for sure now and was not named before."""
         if self._next is None:
-            self._next = now + self.every_s
+            self._next = now + self._pause
         if self._asked:
             return self._read(workers)
         if now >= self._next and len(workers) > 1:
-            self._next = now + self.every_s
+            self._pause = min(2 * self._pause, MOST_S)
+            self._next = now + self._pause
             self._asked = {worker.rank: worker.block.ask() for worker in workers}
         return []
 

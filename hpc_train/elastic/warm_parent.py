@@ -15,6 +15,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from hpc_train.run.parent_death import die_with_parent
+from hpc_train.run.process_state import process_state
 
 CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -34,6 +35,12 @@ def start(preload: Sequence[str]) -> int:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+
+
+def lives() -> bool:
+    """Whether the warm parent that was started last is alive."""
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return pid is not None and process_state(pid) not in ("", "Z")
 
 
 def fork(target: Callable[..., None], *args: Any) -> BaseProcess:

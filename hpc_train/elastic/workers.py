@@ -13,9 +13,11 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from hpc_train.cluster.oom_kills import OomKills
 from hpc_train.elastic import warm_parent
 from hpc_train.elastic.failures import WorkerFailure, ended_without_report
 from hpc_train.elastic.logs import WorkerLog
+from hpc_train.elastic.process_end import class_of_end
 from hpc_train.elastic.worker_process import main
 from hpc_train.run.exits import Failure
 from hpc_train.run.heartbeat import SharedBlock
@@ -60,6 +62,7 @@ class Workers:
         self._log = log
         self._workers: list[Worker] = []
         self._failures: dict[int, WorkerFailure] = {}
+        self._killed_before = OomKills.now()
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers)
@@ -138,7 +141,8 @@ class Workers:
         if worker.end is None and not worker.ended_by_agent:
             tail = self._log.tail(worker.rank)
             code = worker.process.exitcode or 0
-            self._failures[worker.rank] = ended_without_report(worker.rank, code, tail, time.time())
+            end = class_of_end(code, OomKills.now() - self._killed_before, warm_parent.lives())
+            self._failures[worker.rank] = ended_without_report(worker.rank, code, end, tail, time.time())
         worker.output.close()
         worker.reports.close()
         worker.block.close()

@@ -100,33 +100,46 @@ def classify(error: BaseException) -> Failure:
     """The class of an exception that ended a worker. Looks at types and messages; needs no torch."""
     from hpc_train.config.errors import ConfigError
 
-    text = f"{type(error).__name__}: {error}"
     if isinstance(error, ConfigError):
         return Failure.REFUSED
-    if isinstance(error, MemoryError) or any(mark in text for mark in _OUT_OF_MEMORY):
-        return Failure.OUT_OF_MEMORY
-    if isinstance(error, OSError) and error.errno in (28, 122):  # ENOSPC, EDQUOT
-        return Failure.DISK_FULL
-    if isinstance(error, FloatingPointError):
-        return Failure.NAN
-    if any(mark in text for mark in _COMMUNICATION):
-        return Failure.COMMUNICATION
-    return Failure.USER_ERROR
+    for type_, failure in _TYPES.items():
+        if isinstance(error, type_):
+            return failure
+    text = f"{type(error).__name__}: {error}"
+    found = (failure for failure, words in _WORDS.items() if any(word in text for word in words))
+    return next(found, Failure.USER_ERROR)
 
 
-# torch's allocator on the CPU says "[enforce fail at alloc_cpu.cpp ...] ... can't allocate memory".
-_OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory", "not enough memory")
-_COMMUNICATION = (
-    "DistBackendError",
-    "DistNetworkError",
-    "DistStoreError",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Connection refused",
-    "Broken pipe",
-    "Socket Timeout",
-    "[enforce fail at",
-    "gloo/transport",
-    "NCCL error",
-    "Timed out waiting",
-)
+_TYPES: dict[type[BaseException], Failure] = {MemoryError: Failure.OUT_OF_MEMORY, FloatingPointError: Failure.NAN}
+# Words of the operating system and of torch, also where another exception quotes them; the first that fits counts.
+_WORDS: dict[Failure, tuple[str, ...]] = {
+    Failure.OUT_OF_MEMORY: (
+        "OutOfMemoryError",
+        "out of memory",
+        "can't allocate memory",  # torch's allocator on the CPU, after "[enforce fail at"
+        "not enough memory",
+        "Cannot allocate memory",
+    ),
+    Failure.DISK_FULL: (
+        "No space left on device",
+        "Disk quota exceeded",
+        "[Errno 28]",
+        "[Errno 122]",
+        "out of shared memory",
+    ),
+    Failure.KILLED: ("a data loader process died", "DataLoader worker (pid"),
+    Failure.COMMUNICATION: (
+        "DistBackendError",
+        "DistNetworkError",
+        "DistStoreError",
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Connection refused",
+        "Broken pipe",
+        "Socket Timeout",
+        "[enforce fail at",
+        "gloo/transport",
+        "NCCL error",
+        "Timed out waiting",
+    ),
+}

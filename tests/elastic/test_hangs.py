@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 
@@ -127,7 +128,7 @@ def state(rank: int, **known: object) -> RankState:
     return RankState(rank=rank, node="n0", **{**usual, "answered": True, **known})  # type: ignore[arg-type]
 
 
-def groups(**entered: tuple[int, bool]) -> dict[str, object]:
+def groups(**entered: tuple[Any, ...]) -> dict[str, object]:
     return {"groups": {name: GroupState(*value) for name, value in entered.items()}}
 
 
@@ -149,6 +150,7 @@ def groups(**entered: tuple[int, bool]) -> dict[str, object]:
             ],
             0,
         ),
+        ([state(0, **groups(dp=(9, True, "all_reduce", 30))), state(1, **groups(dp=(9, True, "barrier", 0)))], 1),
         ([state(0), state(1, process="D")], 1),
         ([state(0), state(1)], None),
     ],
@@ -165,6 +167,8 @@ def dump(times: Iterator[float], description: str = "mesh_dp", retired: bool = T
             "process_group": ["5", description],
             "collective_seq_id": number,
             "is_p2p": False,
+            "profiling_name": "gloo:all_reduce",
+            "input_sizes": [[3]],
             "retired": retired,
             "time_created_ns": int(time * 1e9),
         }
@@ -175,7 +179,9 @@ def dump(times: Iterator[float], description: str = "mesh_dp", retired: bool = T
 
 def test_the_messages_of_the_control_group_are_not_waited_for() -> None:
     assert group_states(dump(iter([1.0, 2.0]), "control", retired=False)) == {}
-    assert group_states(dump(iter([1.0, 2.0]), "mesh_dp", retired=False)) == {"5": GroupState(1, True)}
+    assert group_states(dump(iter([1.0, 2.0]), "mesh_dp", retired=False)) == {
+        "5": GroupState(1, True, "gloo:all_reduce [[3]]", 1)
+    }
     assert group_states(b"") == {}
 
 

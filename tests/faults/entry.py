@@ -1,13 +1,15 @@
-"""A worker that fails as it is told: ``hpc_train.train.worker:train`` with a fault in one of its steps.
+"""A worker that fails as it is told (``tests.faults.plan``): ``hpc_train.train.worker:train`` with faults in its steps.
 
-The fault is ``FAULT=name:rank:step``; it comes once per run. The product knows nothing of it.
+The product knows nothing of it. Each fault strikes once per run.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import multiprocessing
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -21,12 +23,15 @@ from hpc_train.run.stop import StopFlag
 from hpc_train.run.worker_spec import WorkerSpec
 from hpc_train.train import worker
 from hpc_train.train.step import TrainStep
+from tests.faults.plan import RECOVERY, Fault, happened, read_plan
 
 FOR_EVER = 10_000
+SLOW_S = 0.1
 
 
-def _kill_self(number: signal.Signals) -> Callable[[], None]:
-    return lambda: os.kill(os.getpid(), number)
+def _kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    os.kill(pid, number)
+    time.sleep(1)  # until it arrives
 
 
 def _segfault() -> None:
@@ -49,49 +54,56 @@ def _bus_error() -> None:
     memory[mmap.PAGESIZE] = 1
 
 
+def _kill_loader() -> None:
+    """The step goes on; a later one misses its data."""
+    process = multiprocessing.active_children()[0]
+    os.kill(process.pid or 0, signal.SIGKILL)
+
+
 def _too_much_memory() -> None:
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
-    torch.empty(1 << 40)
-
-
-def _full_disk() -> None:
-    raise OSError(28, "No space left on device")
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 40, hard))
+    torch.empty(1 << 42, dtype=torch.uint8)
 
 
 FAULTS: dict[str, Callable[[], None]] = {
-    "kill": _kill_self(signal.SIGKILL),
+    "kill": lambda: _kill(os.getpid()),
+    "store": lambda: _kill(os.getpid()),  # on rank 0, which keeps the store
     "segfault": _segfault,
     "abort": os.abort,
     "bus": _bus_error,
+    "memory": _too_much_memory,
     "exit": lambda: os._exit(0),
-    "stop": _kill_self(signal.SIGSTOP),
+    "warm_parent": lambda: _kill(os.getppid()),
+    "loader": _kill_loader,
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "gil": _hold_the_gil,
     "sleep": lambda: time.sleep(FOR_EVER),
-    "memory": _too_much_memory,
-    "disk": _full_disk,
     "collective": dist.barrier,  # that no other rank enters
 }
 
 
 def train(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
-    torch.manual_seed(0)
-    name, rank, step = os.environ["FAULT"].split(":")
-    if spec.rank == int(rank):
-        _arm(name, int(step), Path(spec.run_dir) / "fault-happened")
-    return worker.train(spec, stop, listen_fd)
-
-
-def _arm(name: str, step: int, happened: Path) -> None:
+    with Path(spec.run_dir, "pids").open("a") as pids:
+        pids.write(f"{os.getpid()}\n")
+    own = [(number, fault) for number, fault in enumerate(read_plan()) if fault.rank == spec.rank]
+    if spec.attempt > 0:
+        _strike(spec, RECOVERY, own)
     take = TrainStep.__call__
 
     def faulty(self, index, batch):  # type: ignore[no-untyped-def]
-        if name == "slow":
-            time.sleep(0.05)
-        elif index == step and not happened.exists():
-            happened.touch()
-            FAULTS[name]()
+        _strike(spec, index, own)
         return take(self, index, batch)
 
     TrainStep.__call__ = faulty  # type: ignore[method-assign]
+    return worker.train(spec, stop, listen_fd)
+
+
+def _strike(spec: WorkerSpec, step: int, faults: list[tuple[int, Fault]]) -> None:
+    for number, fault in faults:
+        due = fault.step == step and all(happened(spec.run_dir, earlier).exists() for earlier in range(number))
+        if fault.kind == "slow":
+            time.sleep(SLOW_S)
+        elif due and not (mark := happened(spec.run_dir, number)).exists():
+            mark.write_text(str(time.time()))
+            FAULTS[fault.kind]()

@@ -1,0 +1,43 @@
+"""What became of a worker that is gone without a word: from its exit code, and from what the kernel counts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from hpc_train.cluster.oom_kills import OomKills
+from hpc_train.run.exits import Failure
+
+LOST = 255  # what multiprocessing says of a process whose warm parent has died: the kernel kills it then
+SHARED_MEMORY = Path("/dev/shm")
+FULL = 0.01  # of it is left
+
+
+def class_of_end(exit_code: int, killed: OomKills, parent_lives: bool = True) -> tuple[Failure, str]:
+    """The class and one line.
+
+    Args:
+        exit_code: negative for a signal.
+        killed: processes that the kernel has killed for memory while the worker ran.
+    """
+    if exit_code == LOST and not parent_lives:
+        return Failure.KILLED, "killed by the kernel when the warm parent of the node's workers ended"
+    if exit_code >= 0:
+        return Failure.EXITED, f"exited early with code {exit_code}, without an exception"
+    name = f"killed by {signal.Signals(-exit_code).name}"
+    if exit_code == -signal.SIGKILL:
+        if killed.group > 0:
+            return Failure.OUT_OF_MEMORY, f"{name}: out of host memory, as the kernel counts (--mem, or a container's)"
+        return Failure.KILLED, name + (" (the kernel killed for memory on this node)" if killed.node > 0 else "")
+    if exit_code == -signal.SIGBUS and _is_full(SHARED_MEMORY):
+        return Failure.DISK_FULL, f"{name}: {SHARED_MEMORY} is full (batch.loader_workers=0 does without it)"
+    return Failure.KILLED, name
+
+
+def _is_full(path: Path) -> bool:
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return False
+    return found.f_blocks > 0 and found.f_bavail < FULL * found.f_blocks
