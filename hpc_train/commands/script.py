@@ -21,7 +21,7 @@ from hpc_train.config.validate import validate
 from hpc_train.launch.container import container_of
 from hpc_train.launch.job import Job
 from hpc_train.launch.place import controller_answers
-from hpc_train.launch.sbatch import NO_SITE, options, stop_note
+from hpc_train.launch.sbatch import NO_SITE, goes_on_without_a_node, options, stop_note
 from hpc_train.launch.script import Script, freezing, render
 from hpc_train.run.directory import RunDirectory
 
@@ -69,4 +69,8 @@ def _text(config: Config, line: CommandLine) -> str:
     container = container_of(config, gpus)
     run = freezing(cluster, overrides, container)
     title = f"hpc_train, {config.strategy.name}: {layout}"
-    return render(Script(title, cluster, run, header, container=container, notes=[stop_note(job)]))
+    goes_on = goes_on_without_a_node(config.elastic)
+    script = Script(
+        title, cluster, run, header, container=container, notes=[stop_note(job)], goes_on_without_a_node=goes_on
+    )
+    return render(script)

@@ -14,7 +14,7 @@ from hpc_train.checkpoint.stop_time import StopTime, stop_time
 from hpc_train.cluster.site import NodeKind, Partition, Site, gpus_of, seconds
 from hpc_train.config.cluster_size import node_range
 from hpc_train.config.errors import ConfigError
-from hpc_train.config.schema import ClusterConfig
+from hpc_train.config.schema import ClusterConfig, ElasticConfig
 from hpc_train.launch.job import Job
 
 Options = Mapping[str, str | None]  # by sbatch's long names without dashes; None: an option without a value
@@ -30,7 +30,8 @@ def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
     """
     cluster = job.config.cluster
     partition = site.partition(cluster.partition)
-    fewest, most = node_range(cluster)
+    spares = job.config.elastic.spares
+    fewest, most = (nodes + spares for nodes in node_range(cluster))
     asked: dict[str, Any] = {
         "clusters": cluster.clusters,
         "partition": cluster.partition,
@@ -58,11 +59,17 @@ def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
         "mail-type": cluster.mail_type,
         "signal": f"USR2@{signal_lead(job).seconds:g}",
         "no-requeue" if job.config.launch.chain > 1 else "requeue": True,
+        "no-kill": goes_on_without_a_node(job.config.elastic),
         "open-mode": "append",
     }
     _check_extra(cluster, asked)
     given = {**asked, **cluster.extra}
     return {name: _text(value) for name, value in given.items() if value is not None and value is not False}
+
+
+def goes_on_without_a_node(elastic: ElasticConfig) -> bool:
+    """Whether a job is to keep its other nodes when one is lost: Slurm and srun are to let it."""
+    return elastic.spares > 0 or elastic.min_nodes is not None
 
 
 def identity(jobs: Sequence[Job], directory: Path, output: Path) -> dict[str, str | None]:

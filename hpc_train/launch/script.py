@@ -32,6 +32,7 @@ class Script:
         code: the snapshot from which the agents start; None where none was taken.
         chain: the file with the ids of the chain that the job is part of; None where it may be requeued.
         notes: further lines of comment below the title.
+        goes_on_without_a_node: whether the agents of the other nodes outlive the loss of one.
     """
 
     title: str
@@ -42,6 +43,7 @@ class Script:
     chain: Path | None = None
     container: Container | None = None
     notes: Sequence[str] = ()
+    goes_on_without_a_node: bool = False
 
 
 def render(script: Script) -> str:
@@ -55,7 +57,7 @@ def render(script: Script) -> str:
         script.run,
         requeue.lines_before(),
         [] if script.chain is None else chain.lines_before(script.chain),
-        _step(cluster, script.container),
+        _step(cluster, script.container, script.goes_on_without_a_node),
         ["# teardown", *cluster.teardown] if cluster.teardown else [],
         requeue.script_lines() if script.chain is None else [*requeue.lines_of_end(), *chain.script_lines()],
     ]
@@ -126,15 +128,24 @@ def _frozen(code: FrozenCode | None) -> list[str]:
     ]
 
 
-def _step(cluster: ClusterConfig, container: Container | None) -> list[str]:
+def _step(cluster: ClusterConfig, container: Container | None, goes_on: bool) -> list[str]:
     options = [] if container is None else container.srun_options(IN_SHELL)
     command = [] if container is None else container.command(IN_SHELL)
-    around = [f"    {quoted(parts)} \\" for parts in (options, command) if parts]
+    around = [f"      {quoted(parts)} \\" for parts in (options, command) if parts]
+    losses, survival = ("go on without it", "--no-kill --kill-on-bad-exit=0") if goes_on else _ENDS_WITH_A_NODE
     return [
-        "# one task per node, the agent; it starts a worker per GPU. A node whose agent fails takes the others with it",
-        'srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \\',
-        "    --kill-on-bad-exit=1 --unbuffered \\",
+        f"# one task per node, the agent; it starts a worker per GPU. Where a node is lost, the others {losses}.",
+        "# Agents that were all killed by a signal have told no end: another step of the same job takes over.",
+        "for step in 1 2 3; do",
+        '  srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \\',
+        f"      {survival} --unbuffered \\",
         *around,
-        f'    {shlex.quote(python(cluster, container))} -m hpc_train agent "$RUN"',
-        "status=$?",
+        f'      {shlex.quote(python(cluster, container))} -m hpc_train agent "$RUN"',
+        "  status=$?",
+        '  told=$(ls "$RUN/attempts/end-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}".node-* 2> /dev/null)',
+        '  if [ "$status" -le 128 ] || [ -n "$told$cancelled" ]; then break; fi',
+        "done",
     ]
+
+
+_ENDS_WITH_A_NODE = ("end with it", "--kill-on-bad-exit=1")

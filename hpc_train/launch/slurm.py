@@ -26,7 +26,7 @@ from hpc_train.launch.container import container_of
 from hpc_train.launch.inherited import without_inherited
 from hpc_train.launch.job import Job
 from hpc_train.launch.limits import check_limits, check_queue
-from hpc_train.launch.sbatch import Options, arguments, array, identity, options, stop_note
+from hpc_train.launch.sbatch import Options, arguments, array, goes_on_without_a_node, identity, options, stop_note
 from hpc_train.launch.script import Script, one_run, render, run_of_task
 from hpc_train.launch.standing import SlurmStandings, Standing, on_clusters
 from hpc_train.launch.storage import check_room, check_shared
@@ -193,6 +193,7 @@ class SlurmSubmitter:
             chain=file,
             container=container_of(same[0].config, same[0].gpus),
             notes=[stop_note(same[0])],
+            goes_on_without_a_node=goes_on_without_a_node(same[0].config.elastic),
         )
         return " \\\n    ".join(["sbatch", *arguments(asked), "job.sbatch"]), render(script), asked
 
