@@ -6,6 +6,7 @@ said once.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from contextlib import suppress
@@ -84,10 +85,13 @@ def sync(descriptor: int) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Forces the names in a directory to disk."""
+    """Forces the names in a directory to disk, where the file system knows of such a thing."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         sync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 
@@ -106,6 +110,12 @@ def rename(source: Path, target: Path) -> None:
     """Renames, for good, within one directory."""
     source.rename(target)
     sync_directory(target.parent)
+
+
+def unlink(path: Path) -> None:
+    """Removes a file, for good."""
+    path.unlink()
+    sync_directory(path.parent)
 
 
 def remove(path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hpc_train.checkpoint.archive import Archive
 from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest, read_manifest, verify
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
 from hpc_train.config.errors import ConfigError
+from hpc_train.config.freeze import load
 from hpc_train.run.directory import RunDirectory
 
 
@@ -19,6 +21,7 @@ class Listed:
     checkpoint: Checkpoint
     manifest: Manifest | None  # None: it could not be read
     problem: str | None
+    archived: bool = False  # a copy in ``checkpoint.archive``
 
 
 def list_checkpoints(run: RunDirectory) -> list[Listed]:
@@ -34,6 +37,14 @@ def list_set_aside(run: RunDirectory) -> list[Listed]:
         manifest = look(Checkpoint(step, path), full=False).manifest
         found.append(Listed(Checkpoint(step, path), manifest, f"damaged, set aside as {path.name}"))
     return found
+
+
+def list_archived(run: RunDirectory) -> list[Listed]:
+    """The copies in the archive of ``run``, oldest first."""
+    archive = Archive.of(run, load(run)) if run.config.exists() else None
+    if archive is None:
+        return []
+    return [replace(look(found, full=False), archived=True) for found in archive.store.committed()]
 
 
 def look(found: Checkpoint, *, full: bool, on_bytes: Callable[[int], None] | None = None) -> Listed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hpc_train.checkpoint import disk
+from hpc_train.checkpoint.archive import Archive
+from hpc_train.checkpoint.archiver import Archiver
 from hpc_train.checkpoint.manifest import BadCheckpoint, FileEntry, Manifest
 from hpc_train.checkpoint.reader import SafeReader
 from hpc_train.checkpoint.retention import Retention
@@ -35,8 +37,9 @@ from hpc_train.checkpoint.state import (
     training_state,
 )
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
-from hpc_train.checkpoint.verified import Found, VerifiedSearch, on_first
+from hpc_train.checkpoint.verified import Found, NoneGood, VerifiedSearch, on_first
 from hpc_train.checkpoint.writer import SaveFailed, quiet, write_tensors
+from hpc_train.cluster.storage import renames_by_copying
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import Config
 from hpc_train.parallel.engine import Engine
@@ -93,10 +96,13 @@ class CheckpointManager:
     _saved_step: int | None = field(default=None, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
     _error: Exception | None = field(default=None, init=False)
+    _archiver: Archiver = field(init=False)
     _copies: HostCopies = field(default_factory=HostCopies, init=False)
     _group: dist.ProcessGroup = field(init=False)
 
     def __post_init__(self) -> None:
+        kept_elsewhere = self.config.checkpoint.archive is not None and self.mesh.rank == 0
+        self._archiver = Archiver(self.run, self.events.attempt, kept_elsewhere)
         self._group = self.mesh.control
         if self.config.checkpoint.asynchronous:
             timeout = timedelta(seconds=self.config.elastic.collective_timeout_s)
@@ -104,7 +110,9 @@ class CheckpointManager:
 
     @property
     def store(self) -> CheckpointStore:
-        return CheckpointStore(self.run.checkpoints, self._check_claim)
+        how = self.config.checkpoint.commit
+        by_marker = renames_by_copying(self.run.checkpoints) if how == "auto" else how == "marker"
+        return CheckpointStore(self.run.checkpoints, self._check_claim, by_marker)
 
     def save(
         self, step: int, extra: Mapping[str, Any], metrics: Mapping[str, float] | None = None, *, final: bool = False
@@ -140,6 +148,11 @@ class CheckpointManager:
         """At a step boundary: tells of a background save that has failed since the last one. Does not wait."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
+        self._archiver.poll()
+
+    def close(self, give_up: Callable[[], bool]) -> None:
+        """At the end of the run, on each rank by itself: until the archive is complete, unless ``give_up`` says so."""
+        self._archiver.finish(give_up)
 
     def wait(self) -> None:
         """Until no save is under way."""
@@ -155,10 +168,16 @@ class CheckpointManager:
             ConfigError: the checkpoint is of another model or optimizer, or there are some and none is good.
         """
         on_first(partial(self.store.revoke, self.events.attempt), self._group)
-        found = self._search(self.store, own=True)
+        found = self._newest()
         source, forked = self.run.record().get("forked_from"), False
         if found is None and source is not None:
             found, forked = self._search(CheckpointStore(RunDirectory(Path(source)).checkpoints), own=False), True
+        if found is None and source is not None:
+            raise ConfigError(
+                "what the run was forked from has no checkpoint any more",
+                where=str(source),
+                mend="put one back there, or take another run.name to begin at step 0",
+            )
         if found is None:
             return None
         path = found.checkpoint.path
@@ -172,8 +191,9 @@ class CheckpointManager:
             state = {name: tensor for name, tensor in state.items() if name in wanted}
         check_match(stored, wanted, where=str(path))
         self._load(state, reader)
-        if not forked:
+        if path.parent == self.store.root:
             self._saved_step = found.checkpoint.step
+            self._archiver.wake()
         return RestoredState(found.checkpoint.step, found.manifest.extra, path, with_optimizer)
 
     def roll_back(self, step: int) -> RestoredState | None:
@@ -195,6 +215,28 @@ class CheckpointManager:
                 message = f"the run goes back to step {step} or before"
                 self._event("checkpoint_set_aside", step=checkpoint.step, path=moved, message=message)
         return True
+
+    def _newest(self) -> Found | None:
+        """The run's own; the archive's where the run has none, or none that is good."""
+        archive = Archive.of(self.run, self.config)
+        archived = archive is not None and on_first(lambda: bool(archive.store.committed()), self._group)
+        try:
+            found = self._search(self.store, own=True)
+        except NoneGood as error:
+            if not archived:
+                raise
+            found = None
+            if self.mesh.rank == 0:
+                print(error, flush=True)
+        if found is not None or archive is None or not archived:
+            return found
+        found = self._search(archive.store, own=False)
+        if self.mesh.rank == 0 and found is not None:
+            message = f"the run directory has no good checkpoint: the archive's is taken, {found.checkpoint.path}"
+            print(message, flush=True)
+            self._event("warning", step=found.checkpoint.step, message=message)
+            archive.adopt()
+        return found
 
     def _search(self, store: CheckpointStore, own: bool) -> Found | None:
         settings = self.config.checkpoint
@@ -225,6 +267,7 @@ class CheckpointManager:
             self._error = error
         else:
             self._saved_step = save.step
+            self._archiver.wake()
             self.durable_s = time.monotonic() - save.began
 
     def _surface(self, final: bool) -> None:

@@ -1,7 +1,8 @@
 """``manifest.json``: what a checkpoint consists of, so that it can be told from a damaged one. No torch.
 
 It names every file with its size and xxh3-128 digest, and itself with a digest of its own. It is written last; whether
-a checkpoint exists is decided by the rename after that. Reading and verifying write nothing.
+a checkpoint exists is decided by the rename after that, or by the file ``COMMITTED`` with the manifest's digest (see
+``store``). Reading and verifying write nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ import xxhash
 
 FORMAT = 2
 NAME = "manifest.json"
+COMMITTED = "COMMITTED"
 METADATA = ".metadata"
 MAX_BYTES = 256 << 20  # of a manifest; 100,000 ranks need 15 MB
+MARKER_BYTES = 64
 _CHUNK = 4 << 20
 _TRANSIENT = (errno.ENOENT, errno.ESTALE)
 _NOT_THE_FILES_FAULT = (errno.EACCES, errno.EPERM, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
@@ -110,10 +113,33 @@ def read_manifest(checkpoint: Path, settle_s: float = 0.0) -> Manifest:
             content: bytes = file.readall()  # read(MAX_BYTES) would take that much memory first
             return content
 
-    manifest = decode(settled(read, settle_s, f"{checkpoint / NAME}"))
-    if checkpoint.name.startswith("step-") and checkpoint.name != f"step-{manifest.step:08d}":
+    data = settled(read, settle_s, f"{checkpoint / NAME}")
+    manifest, name = decode(data), checkpoint.name.partition(".")[0]
+    if name.startswith("step-") and name != f"step-{manifest.step:08d}":
         raise BadCheckpoint(f"{NAME}: of step {manifest.step}, in {checkpoint.name}")
+    if name.startswith("step-") and name != checkpoint.name and marker(data) != _read_marker(checkpoint):
+        raise BadCheckpoint(f"{COMMITTED}: not of this {NAME}")
     return manifest
+
+
+def marker(manifest: bytes) -> bytes:
+    """The content of ``COMMITTED`` beside the file ``manifest``."""
+    return f"{xxhash.xxh3_128(manifest).hexdigest()}\n".encode()
+
+
+def has_marker(checkpoint: Path) -> bool:
+    """Whether a whole ``COMMITTED`` is there, of whatever manifest."""
+    data = _read_marker(checkpoint)
+    return len(data) == len(marker(b"")) and data.endswith(b"\n")
+
+
+def _read_marker(checkpoint: Path) -> bytes:
+    try:
+        with _open(checkpoint, COMMITTED, range(MARKER_BYTES + 1)) as file:
+            data: bytes = file.readall()
+            return data
+    except (OSError, BadCheckpoint):
+        return b""
 
 
 def verify(
@@ -175,7 +201,7 @@ def settled(action: Callable[[], T], settle_s: float, what: str) -> T:
 
 def _check_listing(checkpoint: Path, manifest: Manifest) -> None:
     found = {path.name for path in checkpoint.iterdir() if not path.name.startswith(".nfs")}  # removed, still open
-    foreign = sorted(found - {*manifest.files, NAME})
+    foreign = sorted(found - {*manifest.files, NAME, COMMITTED})
     if foreign:
         raise BadCheckpoint(f"{foreign[0]}: not in the manifest")
 
@@ -216,7 +242,7 @@ def _hash(file: Any, on_bytes: Callable[[int], None] | None) -> str:
 
 
 def _plain(name: str) -> str:
-    if name in ("", ".", "..", NAME) or "/" in name or "\0" in name or len(name.encode()) > 255:
+    if name in ("", ".", "..", NAME, COMMITTED) or "/" in name or "\0" in name or len(name.encode()) > 255:
         raise BadCheckpoint(f"{NAME}: {name!r} is not a file of a checkpoint")
     return name
 

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import errno
-import os
 from pathlib import Path
 
 from hpc_train.checkpoint.manifest import BadCheckpoint
 from hpc_train.checkpoint.store import CheckpointStore
+from hpc_train.cluster.storage import FILE_SYSTEM, room_in
 
 MARGIN = 1.02  # archives and metadata beside the tensors
 PER_FILE = 64 << 10
 
 
 def check_space(directory: Path, store: CheckpointStore, tensor_bytes: int, files: int, keep: int) -> None:
-    """Asks the file system of ``directory``; a file system that enforces a quota on a directory answers with that.
+    """Asks the file system of ``directory`` and, where it tells, the user's quota there.
 
     Raises:
-        OSError: ENOSPC, with what is needed, what is free and what would help.
+        OSError: ENOSPC or EDQUOT, with what is needed, what is free and what would help.
     """
-    found = os.statvfs(directory)
-    needed, free = int(tensor_bytes * MARGIN) + files * PER_FILE, found.f_bavail * found.f_frsize
-    if needed > free:
-        mend = _fitting_keep(store, needed - free, keep)
-        raise OSError(
-            errno.ENOSPC, f"the checkpoint needs {amount(needed)}, {amount(free)} free{mend}", str(store.root)
-        )
-    if found.f_files > 0 and found.f_favail < files:
-        raise OSError(errno.ENOSPC, f"the checkpoint needs {files} inodes, {found.f_favail} free", str(store.root))
+    needed = int(tensor_bytes * MARGIN) + files * PER_FILE
+    for room in room_in(directory):
+        code, whose = (errno.ENOSPC, "") if room.whose == FILE_SYSTEM else (errno.EDQUOT, f" ({room.whose})")
+        if needed > room.free:
+            mend = _fitting_keep(store, needed - room.free, keep)
+            what = f"the checkpoint needs {amount(needed)}, {amount(room.free)} free{whose}{mend}"
+            raise OSError(code, what, str(store.root))
+        if room.inodes is not None and room.inodes < files:
+            raise OSError(code, f"the checkpoint needs {files} inodes, {room.inodes} free{whose}", str(store.root))
 
 
 def _fitting_keep(store: CheckpointStore, lacking: int, keep: int) -> str:

@@ -1,8 +1,10 @@
-"""Which checkpoints of a run exist: committed directories, told from all else by their name alone. No torch.
+"""Which checkpoints of a run exist: committed directories, told from all else without reading them. No torch.
 
 A save writes into ``.step-00000100.attempt-003.0``, a directory of its own; the rename to ``step-00000100`` is the
-commit. ``bad.step-00000100.attempt-003`` was committed and did not verify. Whatever else lies there was never finished
-or is being removed. No directory is ever written into a second time.
+commit. Where directories are renamed by copying (buckets that are mounted), it writes into
+``step-00000100.attempt-003.0``, and the file ``COMMITTED`` in it is the commit. Both are found, whichever is in force.
+``bad.step-00000100.attempt-003`` was committed and did not verify. Whatever else lies there was never finished or is
+being removed. No directory is ever written into a second time.
 """
 
 from __future__ import annotations
@@ -15,11 +17,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.checkpoint import disk
-from hpc_train.checkpoint.manifest import NAME, BadCheckpoint, Manifest, read_manifest, verify
+from hpc_train.checkpoint.manifest import (
+    COMMITTED,
+    NAME,
+    BadCheckpoint,
+    Manifest,
+    has_marker,
+    marker,
+    read_manifest,
+    verify,
+)
 from hpc_train.checkpoint.retention import Kept, Retention, removable
 
-_COMMITTED = re.compile(r"step-(\d{8,})")
-_UNFINISHED = re.compile(r"\.(?:bad\.)?step-\d{8,}\.(?:attempt-(\d+).*|removed.*)")
+_COMMITTED = re.compile(r"step-(\d{8,})(\.attempt-\d+\.\d+)?")
+_UNFINISHED = re.compile(r"(?:\.(?:bad\.)?)?step-\d{8,}\.(?:attempt-(\d+).*|removed.*)")
 _REMOVED = re.compile(r"\.removed(\.\d+)?$")
 _BAD = re.compile(r"bad\.step-(\d{8,})\.attempt-(\d+)(\.\d+)?")
 
@@ -54,17 +65,20 @@ class CheckpointStore:
 
     Attributes:
         guard: called before anything is committed, set aside or removed; raises where another process has taken over.
+        by_marker: commits by the file ``COMMITTED``, for no directory can be renamed in one step.
     """
 
     root: Path
     guard: Callable[[], None] = lambda: None
+    by_marker: bool = False
 
     def committed(self) -> list[Checkpoint]:
         """All committed checkpoints, oldest first."""
         if not self.root.is_dir():
             return []
-        found = ((_COMMITTED.fullmatch(path.name), path) for path in self.root.iterdir())
-        return sorted((Checkpoint(int(match[1]), path) for match, path in found if match), key=lambda c: c.step)
+        found = ((_COMMITTED.fullmatch(path.name), path) for path in sorted(self.root.iterdir()))
+        steps = {int(match[1]): path for match, path in found if match and (match[2] is None or has_marker(path))}
+        return [Checkpoint(step, path) for step, path in sorted(steps.items())]
 
     def newest(self) -> Checkpoint | None:
         return next(reversed(self.committed()), None)
@@ -83,10 +97,10 @@ class CheckpointStore:
         """
         self.guard()
         self.root.mkdir(parents=True, exist_ok=True)
-        self._refuse_again(self._final(step))
-        serial = 0
+        self._refuse_again(step)
+        hidden, serial = "" if self.by_marker else ".", 0
         while True:
-            writing = self.root / f".step-{step:08d}.attempt-{attempt:03d}.{serial}"
+            writing = self.root / f"{hidden}step-{step:08d}.attempt-{attempt:03d}.{serial}"
             try:
                 disk.make_directory(writing)
                 return writing
@@ -96,16 +110,14 @@ class CheckpointStore:
     def commit(self, writing: Path, manifest: Manifest) -> Checkpoint:
         """Makes ``writing`` the checkpoint of ``manifest.step``. One process calls this, after all others have synced
         what they wrote. The commit is on disk when this returns."""
-        file = disk.HashedFile(writing / NAME)
-        try:
-            file.write(manifest.encode())
-            file.close()
-        finally:
-            file.abandon()
+        data = manifest.encode()
+        _write(writing / NAME, data)
         disk.sync_directory(writing)
-        final, written = self._final(manifest.step), writing.stat().st_ino
+        if self.by_marker:
+            return self._mark(writing, manifest.step, data)
+        final, written = self.root / f"step-{manifest.step:08d}", writing.stat().st_ino
         self.guard()
-        self._refuse_again(final)
+        self._refuse_again(manifest.step)
         try:
             disk.rename(writing, final)
         except FileNotFoundError:
@@ -117,6 +129,19 @@ class CheckpointStore:
                     final.rename(writing)
             raise
         return Checkpoint(manifest.step, final)
+
+    def _mark(self, writing: Path, step: int, manifest: bytes) -> Checkpoint:
+        self.guard()
+        self._refuse_again(step)
+        try:
+            _write(writing / COMMITTED, marker(manifest))
+            disk.sync_directory(writing)
+        except OSError:
+            with suppress(OSError):  # it is perhaps not there for good: it was not a commit
+                disk.unlink(writing / COMMITTED)
+            self.guard()
+            raise
+        return Checkpoint(step, writing)
 
     def revoke(self, attempt: int) -> None:
         """Takes from earlier attempts what they have begun: one that wakes up later finds nothing to commit.
@@ -130,10 +155,12 @@ class CheckpointStore:
 
     def set_aside(self, checkpoint: Checkpoint, attempt: int) -> Path:
         """Renames a checkpoint that did not verify, so that nobody takes it and an operator can look at it."""
-        target, serial = self.root / f"bad.{checkpoint.path.name}.attempt-{attempt:03d}", 0
+        name = checkpoint.path.name.partition(".")[0]
+        target, serial = self.root / f"bad.{name}.attempt-{attempt:03d}", 0
         while target.exists():
             serial += 1
-            target = self.root / f"bad.{checkpoint.path.name}.attempt-{attempt:03d}.{serial}"
+            target = self.root / f"bad.{name}.attempt-{attempt:03d}.{serial}"
+        self._unmark(checkpoint.path)
         self._move(checkpoint.path, target)
         return target
 
@@ -152,18 +179,39 @@ class CheckpointStore:
         if not self.root.is_dir():
             return []
         found = ((path, _UNFINISHED.fullmatch(path.name)) for path in self.root.iterdir())
-        return [path for path, match in found if match and (match[1] is None or int(match[1]) < attempt)]
+        old = (path for path, match in found if match and (match[1] is None or int(match[1]) < attempt))
+        return [path for path in old if not has_marker(path)]
 
     def _remove(self, path: Path) -> None:
-        """Renames first, so that a removal that is cut short does not look like a checkpoint."""
+        """Hides it first, so that a removal that is cut short does not look like a checkpoint."""
+        if _COMMITTED.fullmatch(path.name) and "." in path.name:
+            self._unmark(path)
+        elif not _REMOVED.search(path.name):
+            path = self._hide(path)
+        disk.remove(path)
+
+    def _hide(self, path: Path) -> Path:
         name, serial = path.name.lstrip("."), 0
-        hidden = path if _REMOVED.search(name) else self.root / f".{name}.removed"
-        while hidden != path and hidden.exists():
+        hidden = self.root / f".{name}.removed"
+        while hidden.exists():
             serial += 1
             hidden = self.root / f".{name}.removed.{serial}"
-        if hidden != path:
-            self._move(path, hidden)
-        disk.remove(hidden)
+        self._move(path, hidden)
+        return hidden
+
+    def _unmark(self, path: Path) -> None:
+        """Takes a commit by marker back, as ``_move`` does with one by rename."""
+        self.guard()
+        if not (path / COMMITTED).exists():
+            return
+        data = (path / COMMITTED).read_bytes()
+        disk.unlink(path / COMMITTED)
+        try:
+            self.guard()
+        except BaseException:
+            with suppress(OSError):
+                _write(path / COMMITTED, data)
+            raise
 
     def _move(self, source: Path, target: Path) -> None:
         """Renames for an attempt that was the newest before and after; else everything is as it was."""
@@ -176,10 +224,17 @@ class CheckpointStore:
                 disk.rename(target, source)
             raise
 
-    def _final(self, step: int) -> Path:
-        return self.root / f"step-{step:08d}"
-
-    def _refuse_again(self, final: Path) -> None:
-        if final.exists() or final.is_symlink():
+    def _refuse_again(self, step: int) -> None:
+        final = self.root / f"step-{step:08d}"
+        if final.is_symlink() or any(found.step == step for found in self.committed()):
             self.guard()
             raise FileExistsError(errno.EEXIST, "this checkpoint is committed already", str(final))
+
+
+def _write(path: Path, data: bytes) -> None:
+    file = disk.HashedFile(path)
+    try:
+        file.write(data)
+        file.close()
+    finally:
+        file.abandon()

@@ -26,6 +26,10 @@ MEMORY = ".verified.json"  # in the store's directory: what this job has verifie
 _NETWORK = ("nfs", "lustre", "gpfs", "beegfs", "cifs", "smb", "ceph", "fuse", "9p", "panfs", "afs", "gfs", "ocfs")
 
 
+class NoneGood(ConfigError):
+    """There are checkpoints, and all of them are damaged."""
+
+
 @dataclass(frozen=True)
 class Found:
     """A checkpoint that all ranks agree on."""
@@ -57,7 +61,8 @@ class VerifiedSearch:
         """The newest good checkpoint; None where no checkpoint was ever committed.
 
         Raises:
-            ConfigError: there were some and none is good, or this process may not read them.
+            NoneGood: there were some and none is good.
+            ConfigError: this process may not read them.
         """
         while True:
             found = self._propose()
@@ -85,7 +90,7 @@ class VerifiedSearch:
                 self._refuse(checkpoint, str(error))
         if self._refused or self.store.bad():
             bad = [f"step {step}: {why}" for step, why in sorted(self._refused.items(), reverse=True)]
-            raise ConfigError(
+            raise NoneGood(
                 "no checkpoint of this run is good:\n  " + "\n  ".join(bad or [p.name for p in self.store.bad()]),
                 where=str(self.store.root),
                 mend="put a good checkpoint there; or take another run.name to begin at step 0",

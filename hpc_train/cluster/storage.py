@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import re
 import subprocess
@@ -14,6 +13,9 @@ MOUNTS = Path("/proc/self/mountinfo")
 EXPORTS = Path("/var/lib/nfs/etab")  # what this host lets others mount
 MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 DISKS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "reiserfs", "bcachefs", "overlay"})
+# buckets that are mounted: to rename a directory is to copy and delete what is in it, object by object
+BUCKETS = frozenset({"s3fs", "gcsfuse", "goofys", "geesefs", "rclone", "blobfuse", "blobfuse2", "ossfs", "cosfs"})
+FILE_SYSTEM = "the file system"  # whose limit it is
 QUOTA_TIMEOUT_S = 5.0
 KIB = 1024
 
@@ -38,6 +40,11 @@ class FileSystem:
         """A kind that one host mounts; another host sees it only where this one exports it."""
         return self.kind in DISKS
 
+    @property
+    def copies_to_rename(self) -> bool:
+        """A directory is not renamed in one step."""
+        return self.kind.removeprefix("fuse.") in BUCKETS
+
 
 @dataclass(frozen=True)
 class Room:
@@ -60,6 +67,12 @@ def file_system_of(path: Path, mounts: Path = MOUNTS) -> FileSystem | None:
     return max(enumerate(found), key=lambda item: (len(item[1].mount_point.parts), item[0]))[1] if found else None
 
 
+def renames_by_copying(path: Path) -> bool:
+    """Whether a directory below ``path`` is not renamed in one step; False where that is not known."""
+    system = file_system_of(path)
+    return system is not None and system.copies_to_rename
+
+
 def is_exported(path: Path, exports: Path = EXPORTS) -> bool:
     """Whether this host is an NFS server for ``path``."""
     try:
@@ -74,7 +87,7 @@ def room_in(path: Path, ask: Ask | None = None) -> list[Room]:
     """The limits on what may still be written below ``path``: the file system's, and this user's quota where told."""
     there = next(parent for parent in (path, *path.parents) if parent.exists())
     found = os.statvfs(there)
-    rooms = [Room(found.f_bavail * found.f_frsize, found.f_favail if found.f_files else None, "the file system")]
+    rooms = [Room(found.f_bavail * found.f_frsize, found.f_favail if found.f_files else None, FILE_SYSTEM)]
     system = file_system_of(there)
     quota = None if system is None else _quota(system, ask or _output)
     return rooms if quota is None else [*rooms, quota]
@@ -96,7 +109,7 @@ def _plain(escaped: str) -> str:
 def _quota(system: FileSystem, ask: Ask) -> Room | None:
     """This user's, as ``lfs`` or ``quota`` tells it; None where neither does."""
     if system.kind == "lustre":
-        words = ask(["lfs", "quota", "-q", "-u", getpass.getuser(), str(system.mount_point)]).split()
+        words = ask(["lfs", "quota", "-q", "-u", str(os.getuid()), str(system.mount_point)]).split()
         return _room(words[-8:])
     lines = ask(["quota", "-w", "-p"]).splitlines()
     return next((_room(words[1:]) for line in lines if (words := line.split())[:1] == [system.source]), None)

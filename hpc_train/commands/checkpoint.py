@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from hpc_train.checkpoint.listing import Listed, choose, find_run, list_checkpoints, list_set_aside, look
+from hpc_train.checkpoint.listing import Listed, choose, find_run, list_archived, list_checkpoints, list_set_aside, look
 from hpc_train.checkpoint.space import amount
 from hpc_train.config.directory import default_root
 from hpc_train.config.layout import Layout
@@ -79,7 +79,7 @@ def _root() -> Path:
 
 def _list(options: argparse.Namespace) -> int:
     run = find_run(options.run, _root())
-    _show(list_checkpoints(run) + list_set_aside(run), "sizes", options.json)
+    _show(list_checkpoints(run) + list_set_aside(run) + list_archived(run), "sizes", options.json)
     return Exit.DONE
 
 
@@ -148,6 +148,7 @@ def _row(item: Listed, compared: str) -> dict[str, Any]:
         "layout": None if manifest is None else dict(manifest.layout),
         "compared": compared,
         "problem": item.problem,
+        "archived": item.archived,
     }
 
 
@@ -160,6 +161,7 @@ def _table(found: list[Listed], compared: str) -> Table:
     for item in found:
         manifest = item.manifest
         state = f"whole ({compared} compared)" if item.problem is None else item.problem
+        state = f"in the archive, {state}" if item.archived else state
         if manifest is None:
             table.add_row(str(item.checkpoint.step), "", "", "", state)
         else:

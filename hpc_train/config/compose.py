@@ -160,4 +160,6 @@ def _absolute(config: Config) -> Config:
     if path is not None:
         config.data.path = str(Path(path).expanduser().absolute())
     config.run.root = str(Path(config.run.root).expanduser().absolute())
+    if config.checkpoint.archive is not None:
+        config.checkpoint.archive = str(Path(config.checkpoint.archive).expanduser().absolute())
     return config

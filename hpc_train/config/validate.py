@@ -34,6 +34,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "train.reproducible": (ANY_WORLD_SIZE,),
     "train.activation_checkpointing": ("none", "full", "selective"),
     "checkpoint.verify": ("full", "sizes"),
+    "checkpoint.commit": ("auto", "rename", "marker"),
     "checkpoint.keep_best": ("val_loss", "val_accuracy"),
     "telemetry.wandb.mode": ("auto", "online", "offline", "disabled"),
 }

@@ -21,6 +21,8 @@ EVENTS = (
     "checkpoint_saved",
     "checkpoint_failed",
     "checkpoint_set_aside",
+    "checkpoint_archived",
+    "archive_failed",
     "stop_requested",
     "worker_failed",
     "node_lost",

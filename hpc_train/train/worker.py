@@ -68,6 +68,7 @@ def train(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
             trainer.feed.close()
     heartbeat.enter(Phase.STOPPING, trainer.step)
     leave(mesh)
+    trainer.checkpoints.close(lambda: stop.requested or code is not Exit.DONE)
     trainer.report.close()
     return code
 

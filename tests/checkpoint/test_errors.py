@@ -224,7 +224,7 @@ def test_the_space_is_looked_at_first(tmp_path: Path, monkeypatch: pytest.Monkey
     for step in (1, 2, 3):
         commit(store, step)
     found = os.statvfs_result((4096, 4096, 100, 100, 100_000_000, 9, 9, 9, 0, 255))
-    monkeypatch.setattr(space.os, "statvfs", lambda path: found)
+    monkeypatch.setattr(os, "statvfs", lambda path: found)
     space.check_space(tmp_path, store, 400_000_000_000, 2, keep=3)
     with pytest.raises(OSError, match="needs 510 GB, 410 GB free") as caught:
         space.check_space(tmp_path, store, 500_000_000_000, 2, keep=3)
