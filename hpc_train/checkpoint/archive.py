@@ -12,6 +12,7 @@ import os
 import shutil
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,8 @@ class Archive:
         while (checkpoint := self._missing()) is not None:
             with suppress(FileExistsError):  # another process has copied it
                 copied.append(self._copy(checkpoint, attempt, parent))
+        for found in self._gone_back_behind():
+            self.store.remove(found)
         self.store.prune(Retention(1, best=self.metric), attempt)
         return copied
 
@@ -107,18 +110,26 @@ class Archive:
 
     def _missing(self) -> Checkpoint | None:
         """The newest checkpoint that is to be kept and is not there."""
-        there = {found.step for found in self.store.committed()}
         own = CheckpointStore(self.run.checkpoints).committed()
-        metrics: dict[int, Kept] = {}
-        for found in [*self.store.committed(), *own]:
-            with suppress(BadCheckpoint, OSError):  # removed meanwhile, or damaged: the next load tells
-                metrics[found.step] = Kept(found.step, found.manifest().metrics)
-        dropped = removable(list(metrics.values()), Retention(1, best=self.metric))
-        missing = (c for c in reversed(own) if c.step in metrics and c.step not in dropped and c.step not in there)
-        return next(missing, None)
+        if not own:
+            return None
+        there = _manifests([found for found in self.store.committed() if found.step <= own[-1].step])
+        here = _manifests(own)
+        kept = [Kept(step, manifest.metrics) for step, manifest in (there | here).items()]
+        dropped = removable(kept, Retention(1, best=self.metric))
+        missing = (c for c in reversed(own) if c.step in here and c.step not in dropped)
+        return next((c for c in missing if here[c.step] != there.get(c.step)), None)
+
+    def _gone_back_behind(self) -> list[Checkpoint]:
+        """Copies of steps after the run's newest: it has gone back and takes another way."""
+        newest = CheckpointStore(self.run.checkpoints).newest()
+        return [] if newest is None else [found for found in self.store.committed() if found.step > newest.step]
 
     def _copy(self, checkpoint: Checkpoint, attempt: int, parent: int) -> Checkpoint:
         manifest = checkpoint.manifest()
+        for found in self.store.committed():
+            if found.step == checkpoint.step:  # of the way that the run took before it went back
+                self.store.remove(found)
         earlier = self._interrupted(checkpoint.step)
         writing = self.store.begin(checkpoint.step, attempt)
         check_space(writing, self.store, manifest.size, len(manifest.files), keep=1)
@@ -134,6 +145,15 @@ class Archive:
         """What earlier processes have begun to copy."""
         found = self.copy.checkpoints.glob(f"*step-{step:08d}.attempt-*")
         return [path for path in found if not (path.name.startswith("bad.") or has_marker(path))]
+
+
+def _manifests(checkpoints: Sequence[Checkpoint]) -> dict[int, Manifest]:
+    """By step, of those that can be read: one may be removed meanwhile, or damaged, which the next load tells."""
+    found = {}
+    for checkpoint in checkpoints:
+        with suppress(BadCheckpoint, OSError):
+            found[checkpoint.step] = checkpoint.manifest()
+    return found
 
 
 def _taken_over(earlier: list[Path], writing: Path, name: str, manifest: Manifest) -> bool:

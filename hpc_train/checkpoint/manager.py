@@ -255,9 +255,17 @@ class CheckpointManager:
         writing: Path | None = None
         try:
             writing = on_first(partial(self.store.begin, save.step, self.events.attempt), self._group)
-            files = write_tensors(save.state, writing, self._group, partial(self._check_space, writing), save.host)
+            files = write_tensors(
+                save.state,
+                writing,
+                self._group,
+                partial(self._check_space, writing),
+                save.host,
+                on_plan=partial(self._copies.planned, save.state.keys()),
+            )
             on_first(partial(self._commit, writing, save, files), self._group)
         except (SaveFailed, OSError) as error:
+            self._copies.forget_plan()
             self._error = error if isinstance(error, SaveFailed) else SaveFailed(f"{type(error).__name__}: {error}")
             if self.mesh.rank == 0:
                 self._event("checkpoint_failed", step=save.step, message=str(self._error))

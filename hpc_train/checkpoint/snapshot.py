@@ -1,8 +1,12 @@
-"""Copies of a rank's tensors in host memory, so that training goes on while they are written. The memory is reused."""
+"""Copies of a rank's tensors in host memory, so that training goes on while they are written. The memory is reused.
+
+Of what several ranks hold one of them writes it, as the save's plan says. The plan is made in the background, after the
+copies; it is the same for the same tensors, so from the second save on a rank copies only what it will write.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -14,18 +18,34 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+        self._planned: tuple[frozenset[str], frozenset[str]] | None = None  # of which names, this rank writes which
 
     def take(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies what this rank holds of ``state``, of a DTensor its shard. The copies are complete on return."""
-        devices = set()
-        for name, tensor in state.items():
+        """Copies what this rank holds of ``state`` and will write, of a DTensor its shard; complete on return."""
+        devices, names = set(), self._names(state)
+        self._buffers = {name: buffer for name, buffer in self._buffers.items() if name in names}
+        for name in names:
+            tensor = state[name]
             local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
             self._buffer(name, local).copy_(local, non_blocking=True)
             if local.is_cuda:
                 devices.add(local.device)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
-        return {name: self._buffers[name] for name in state}
+        return dict(self._buffers)
+
+    def planned(self, state: Iterable[str], written: Iterable[str]) -> None:
+        """Of a save of the names in ``state``, this rank writes ``written``."""
+        self._planned = frozenset(state), frozenset(written)
+
+    def forget_plan(self) -> None:
+        """After a save that failed: perhaps other ranks hold other tensors now."""
+        self._planned = None
+
+    def _names(self, state: Mapping[str, Tensor]) -> Collection[str]:
+        if self._planned is None or self._planned[0] != state.keys():
+            return state.keys()
+        return self._planned[1]
 
     def _buffer(self, name: str, local: Tensor) -> Tensor:
         buffer = self._buffers.get(name)

@@ -164,6 +164,10 @@ class CheckpointStore:
         self._move(checkpoint.path, target)
         return target
 
+    def remove(self, checkpoint: Checkpoint) -> None:
+        """Removes one that is not wanted any more."""
+        self._remove(checkpoint.path)
+
     def prune(self, retention: Retention, attempt: int) -> None:
         """Removes the checkpoints that ``retention`` does not keep, all bad ones but the newest, and what earlier
         attempts left unfinished. Never the newest whole one; those that are not whole do not count as kept."""

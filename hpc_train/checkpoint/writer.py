@@ -46,12 +46,14 @@ def write_tensors(
     check_space: Callable[[int, int], None],
     host: Mapping[str, Tensor] | None = None,
     one_file: bool = True,
+    on_plan: Callable[[set[str]], None] = lambda names: None,
 ) -> dict[str, FileEntry]:
     """Writes ``state`` into the new directory ``writing``. Collective over ``group``; one process without it.
 
     Args:
         check_space: called on the first rank with the bytes and the number of files to come, before any is written.
         host: by name, local copies of what this rank holds; ``state`` then gives names and shapes only.
+        on_plan: told the names that this rank writes, before it does.
         one_file: of each rank; else one of each tensor. DCP keeps all tensors of a file until the file is whole.
 
     Returns:
@@ -66,7 +68,7 @@ def write_tensors(
             dcp.save(
                 dict(state),
                 storage_writer=writer,
-                planner=SnapshotPlanner(host),
+                planner=SnapshotPlanner(host, on_plan),
                 process_group=group,
                 no_dist=group is None,
             )
@@ -78,9 +80,14 @@ def write_tensors(
 class SnapshotPlanner(dcp.DefaultSavePlanner):
     """Plans by the live tensors' names, shapes and shards; takes the values from copies where there are any."""
 
-    def __init__(self, host: Mapping[str, Tensor] | None) -> None:
+    def __init__(self, host: Mapping[str, Tensor] | None, on_plan: Callable[[set[str]], None]) -> None:
         super().__init__()
-        self._host = host
+        self._host, self._on_plan = host, on_plan
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan = super().finish_plan(new_plan)
+        self._on_plan({item.index.fqn for item in plan.items})
+        return plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         return super().lookup_object(index) if self._host is None else self._host[index.fqn]

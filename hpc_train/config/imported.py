@@ -32,7 +32,13 @@ def imported_model(directory: RunDirectory) -> GPTConfig | None:
 
 def model_overrides(model: GPTConfig) -> list[str]:
     """The overrides that make the model of a run this one, whatever file of ``conf/model`` it starts from."""
-    return [f"model.{key}={_text(value)}" for key, value in asdict(model).items() if key not in ("kind", *_FREE)]
+    overrides = []
+    for key, value in asdict(model).items():
+        if isinstance(value, dict):
+            overrides += [f"++model.{key}.{name}={_text(item)}" for name, item in value.items()]
+        elif key not in ("kind", *_FREE):
+            overrides.append(f"model.{key}={_text(value)}")
+    return overrides
 
 
 def check_start(config: Config, source: RunDirectory) -> None:

@@ -94,6 +94,8 @@ class GPTConfig:
     n_kv_heads: int = MISSING
     ffn_dim: int = MISSING
     rope_theta: float = 10000.0
+    # Llama 3.1's: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings; empty: none
+    rope_scaling: dict[str, float] = field(default_factory=dict)
     norm_eps: float = 1e-5
     tied_embeddings: bool = False
     dropout: float = 0.0

@@ -175,6 +175,7 @@ def _check_model(config: Config) -> None:
                 where="model.dim, model.n_heads",
                 mend="a dim that is an even multiple of n_heads",
             )
+        _check_rope_scaling(model.rope_scaling)
         vocabulary = getattr(data, "vocab_size", None)
         if vocabulary is not None and model.vocab_size < vocabulary:
             raise ConfigError(
@@ -186,6 +187,24 @@ def _check_model(config: Config) -> None:
         _divides(model.n_heads, model.dim, "model.n_heads", "the width model.dim")
         _divides(model.patch_size, model.image_size, "model.patch_size", "model.image_size")
         _check_images(model, data)
+
+
+def _check_rope_scaling(scaling: dict[str, float]) -> None:
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    if not scaling:
+        return
+    if set(scaling) != set(names) or min(scaling.values()) <= 0:
+        raise ConfigError(
+            f"model.rope_scaling is {dict(scaling)}",
+            where="model.rope_scaling",
+            mend=f"{', '.join(names)}, all above 0",
+        )
+    if scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+        raise ConfigError(
+            f"low_freq_factor is {scaling['low_freq_factor']:g}, high_freq_factor {scaling['high_freq_factor']:g}",
+            where="model.rope_scaling",
+            mend="a high_freq_factor above low_freq_factor; Llama 3.1 has 4 and 1",
+        )
 
 
 def _check_images(model: ViTConfig, data: Any) -> None:

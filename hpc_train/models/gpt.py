@@ -20,7 +20,7 @@ from hpc_train.config.schema import GPTConfig
 from hpc_train.models.attention import Attention
 from hpc_train.models.layer import CrossEntropyHead, PreNormLayer
 from hpc_train.models.model import Model
-from hpc_train.models.rotary import RotaryCache, rotary_tables
+from hpc_train.models.rotary import RotaryCache, RotaryScaling, rotary_tables
 
 
 class GPTStem(nn.Module):
@@ -82,7 +82,8 @@ class GPT(Model):
         if config.tied_embeddings:
             self.tied = {"head.output.weight": "stem.embedding.weight"}
             self.head.output.weight = self.stem.embedding.weight
-        self._rotary = RotaryCache(config.dim // config.n_heads, config.rope_theta)
+        self._scaling = RotaryScaling(**config.rope_scaling) if config.rope_scaling else None
+        self._rotary = RotaryCache(config.dim // config.n_heads, config.rope_theta, self._scaling)
 
     def prepare(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Adds the rotary tables, and the mask where there are documents.
@@ -92,7 +93,7 @@ class GPT(Model):
         """
         if "positions" in context:
             head_dim = self.config.dim // self.config.n_heads
-            cosine, sine = rotary_tables(context["positions"], head_dim, self.config.rope_theta)
+            cosine, sine = rotary_tables(context["positions"], head_dim, self.config.rope_theta, self._scaling)
         else:
             shards = 1 if self.stem is not None else self.sequence_shards
             cosine, sine = self._rotary.tables(hidden.shape[1] * shards, hidden.device)

@@ -30,6 +30,7 @@ _OF_A_LAYER = {
     "ffn.w2.weight": "mlp.down_proj.weight",
     "ffn.w3.weight": "mlp.up_proj.weight",
 }
+_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _SUPPORTED: dict[str, Any] = {  # what our model has no key for, with the one value it computes
     "model_type": "llama",
@@ -70,7 +71,7 @@ def hf_config(config: GPTConfig, positions: int, dtype: str) -> dict[str, Any]:
         "max_position_embeddings": positions,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": None,
+        "rope_scaling": _scaling_there(config),
         "tie_word_embeddings": config.tied_embeddings,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -100,7 +101,8 @@ def gpt_config(values: Mapping[str, Any], where: str) -> GPTConfig:
             n_heads=heads,
             n_kv_heads=int(values.get("num_key_value_heads") or heads),
             ffn_dim=int(values["intermediate_size"]),
-            rope_theta=_theta(values, where),
+            rope_theta=_theta(values),
+            rope_scaling=_scaling(values, where),
             norm_eps=float(values.get("rms_norm_eps", 1e-6)),
             tied_embeddings=bool(values.get("tie_word_embeddings", False)),
         )
@@ -114,17 +116,34 @@ def _refuse_unsupported(values: Mapping[str, Any], where: str) -> None:
             raise _unsupported(f"{key} {values[key]!r}", where)
 
 
-def _theta(values: Mapping[str, Any], where: str) -> float:
+def _rotary(values: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """``rope_parameters`` is transformers 5, ``rope_theta`` beside ``rope_scaling`` the one before."""
     rotary = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    kind = rotary.get("rope_type", rotary.get("type", "default"))
+    return rotary.get("rope_type", rotary.get("type", "default")), rotary
+
+
+def _theta(values: Mapping[str, Any]) -> float:
+    return float(_rotary(values)[1].get("rope_theta", values.get("rope_theta", 10000.0)))
+
+
+def _scaling(values: Mapping[str, Any], where: str) -> dict[str, float]:
+    kind, rotary = _rotary(values)
+    if kind == "llama3":
+        return {name: float(rotary[name]) for name in _SCALING}
     if kind != "default":
         raise ConfigError(
             f"{where} scales its rotary positions ({kind}), which our model does not",
             where=where,
             mend="rope_scaling: null in it trains the weights without scaling; they then compute something else",
         )
-    return float(rotary.get("rope_theta", values.get("rope_theta", 10000.0)))
+    return {}
+
+
+def _scaling_there(config: GPTConfig) -> dict[str, Any] | None:
+    if not config.rope_scaling:
+        return None
+    last = _SCALING[-1]  # a count there
+    return {"rope_type": "llama3", **config.rope_scaling, last: int(config.rope_scaling[last])}
 
 
 def _unsupported(what: str, where: str) -> ConfigError:

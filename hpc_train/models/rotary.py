@@ -6,11 +6,38 @@ own code: so published weights in HF's layout load without a permutation.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 
-def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class RotaryScaling:
+    """Slower low frequencies, for sequences longer than those of the pre-training, as Llama 3.1 has it.
+
+    A frequency that makes fewer than ``low_freq_factor`` turns over the original length is divided by ``factor``, one
+    that makes more than ``high_freq_factor`` is kept, those between are interpolated. The formula is that of Meta's
+    ``apply_scaling`` (github.com/meta-llama/llama-models); the names are those of Hugging Face.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: float
+
+    def of(self, frequencies: Tensor) -> Tensor:
+        """What each of ``frequencies``, in radians per position, is multiplied by."""
+        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = kept.clamp(0, 1)
+        return kept + (1 - kept) / self.factor
+
+
+def rotary_tables(
+    positions: Tensor, head_dim: int, theta: float, scaling: RotaryScaling | None = None
+) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every position's angles.
 
     Args:
@@ -22,7 +49,10 @@ def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tenso
         Two tensors ``[..., head_dim]`` in float32, also under fp64: the table is part of the model's definition.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
-    angles = positions.unsqueeze(-1).float() / theta**exponents
+    periods = theta**exponents
+    angles = positions.unsqueeze(-1).float() / periods
+    if scaling is not None:
+        angles = angles * scaling.of(1 / periods)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 
@@ -45,9 +75,10 @@ class RotaryCache:
     sequence length. It is read outside of compiled layers.
     """
 
-    def __init__(self, head_dim: int, theta: float) -> None:
+    def __init__(self, head_dim: int, theta: float, scaling: RotaryScaling | None = None) -> None:
         self._head_dim = head_dim
         self._theta = theta
+        self._scaling = scaling
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -55,6 +86,7 @@ class RotaryCache:
         known = self._tables.get(device)
         if known is None or known[0].shape[0] < length:
             with torch.inference_mode(False), torch.no_grad():
-                known = rotary_tables(torch.arange(length, device=device), self._head_dim, self._theta)
+                positions = torch.arange(length, device=device)
+                known = rotary_tables(positions, self._head_dim, self._theta, self._scaling)
             self._tables[device] = known
         return known[0][:length], known[1][:length]

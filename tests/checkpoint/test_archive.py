@@ -80,6 +80,20 @@ def test_an_interrupted_copy_is_gone_on_with(archive: Archive) -> None:
     assert sorted(path.name for path in archive.copy.checkpoints.iterdir()) == ["step-00000002", "step-00000004"]
 
 
+def test_a_run_that_has_gone_back(archive: Archive) -> None:
+    """After step 3, say: the copy of step 4 is of the way that it left, and a step 4 of the new way replaces it."""
+    archive.update(0, PARENT)
+    shutil.rmtree(archive.run.checkpoints / "step-00000004")
+    archive.update(0, PARENT)
+    assert steps(archive) == [2, 3]
+    commit(archive.run, 4, {"val_loss": 2.2})
+    archive.update(0, PARENT)
+    shutil.rmtree(archive.run.checkpoints / "step-00000004")
+    commit(archive.run, 4, {"val_loss": 1.2})
+    archive.update(0, PARENT)
+    assert [found.manifest().metrics["val_loss"] for found in archive.store.committed()] == [1.2]
+
+
 def test_what_is_damaged_or_anothers_is_not_taken(archive: Archive) -> None:
     archive.update(0, PARENT)
     commit(archive.run, 7, {})
