@@ -16,7 +16,7 @@ from hpc_train.config.compose import typed
 from hpc_train.config.directory import job_directory, run_directory
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.freeze import check_freeze, freeze
-from hpc_train.config.schema import ClusterConfig, Config
+from hpc_train.config.schema import Config
 from hpc_train.config.snapshot import take
 from hpc_train.config.validate import validate
 from hpc_train.launch.place import choose
@@ -70,15 +70,15 @@ def _job(jobs: list[list[str]], task: int | None, multirun: bool) -> list[str]:
 
 
 def _freeze(config: Config, run: RunDirectory, parent: Path) -> None:
-    validate(config, *_nodes_and_workers(config.cluster))
+    validate(config, *_nodes_and_workers(config))
     check_freeze(config, run)
     freeze(config, run, code=take([config], parent / "code"))
 
 
-def _nodes_and_workers(cluster: ClusterConfig) -> tuple[int, int]:
-    """Of the Slurm job that the script runs in; outside of one, of where the run would be submitted."""
+def _nodes_and_workers(config: Config) -> tuple[int, int]:
+    """Of the Slurm job that the script runs in, spares left out; outside of one, of where it would be submitted."""
     nodes = os.environ.get("SLURM_JOB_NUM_NODES")
     if nodes is not None:
-        return int(nodes), workers_per_node(cluster)[1]
-    asked, _, workers = choose(cluster).shape(cluster)
+        return max(1, int(nodes) - config.elastic.spares), workers_per_node(config.cluster)[1]
+    asked, _, workers = choose(config.cluster).shape(config.cluster)
     return asked, workers

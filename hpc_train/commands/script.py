@@ -12,7 +12,7 @@ from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.cluster.site import read_site
 from hpc_train.commands.train import register_launcher
 from hpc_train.config.arguments import CommandLine, expand, with_right_plus
-from hpc_train.config.cluster_size import node_range
+from hpc_train.config.cluster_size import fewest_nodes, node_range
 from hpc_train.config.compose import typed
 from hpc_train.config.directory import run_directory
 from hpc_train.config.errors import ConfigError
@@ -54,7 +54,7 @@ def _text(config: Config, line: CommandLine) -> str:
         raise ConfigError("a chain is several jobs", where="launch.chain", mend="-m submits it; launch.chain=1 here")
     asked = cluster.gpus_per_node
     gpus, workers = workers_per_node(cluster, visible=asked if isinstance(asked, int) else 0)
-    layout, *_ = [validate(config, nodes, workers) for nodes in reversed(node_range(cluster))]
+    layout, *_ = [validate(config, nodes, workers) for nodes in (node_range(cluster)[1], fewest_nodes(config))]
     directory = RunDirectory(Path(run_directory(config.run.root, config.run.name, config.run.fork)))
     job = Job(0, line.overrides, config, layout, gpus, workers, directory)
     name = config.run.name or config.strategy.name

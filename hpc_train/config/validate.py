@@ -78,7 +78,7 @@ RANGES: dict[Range, tuple[str, ...]] = {
         "cluster.gpus_per_node", "optim.weight_decay", "optim.clip_norm", "optim.warmup_steps", "train.eval_every",
         "train.seed", "train.spike_mads", "train.max_rollbacks",
         "batch.loader_workers", "checkpoint.keep_every", "checkpoint.settle_s",
-        "launch.confirm_gpu_hours",
+        "launch.confirm_gpu_hours", "elastic.spares",
     ),
     AT_LEAST_ONE: (
         "cluster.cpu_workers", "cluster.cpus_per_gpu", "strategy.dp", "strategy.pp", "strategy.tp", "strategy.shard",
@@ -88,7 +88,7 @@ RANGES: dict[Range, tuple[str, ...]] = {
         "data.channels", "data.n_classes", "data.samples", "data.validation_samples", "optim.base_batch",
         "train.steps", "train.threads", "batch.global_size", "batch.micro_size", "batch.micro_batches",
         "batch.logical_micro_batches", "checkpoint.keep", "telemetry.log_every", "launch.array_parallelism",
-        "launch.chain", "train.nonfinite_limit", "precision.loss_scale_growth_every",
+        "launch.chain", "elastic.min_nodes", "train.nonfinite_limit", "precision.loss_scale_growth_every",
     ),
     SHARE: ("optim.min_lr_ratio", "optim.decay_share"),
     BELOW_ONE: ("model.dropout", "optim.momentum"),

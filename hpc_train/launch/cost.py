@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from hpc_train.cluster.site import Association, Site, seconds
-from hpc_train.config.cluster_size import node_range
+from hpc_train.config.cluster_size import asked_nodes
 from hpc_train.config.errors import ConfigError
 from hpc_train.launch.job import Job
 from hpc_train.launch.sbatch import cores, memory
@@ -16,7 +16,7 @@ from hpc_train.launch.terminal import can_ask
 
 def gpu_hours(jobs: Sequence[Job]) -> float:
     """The upper bound: every job on its most nodes until its time limit, and so again for each requeue."""
-    return sum(node_range(job.config.cluster)[1] * job.gpus * hours(job) for job in jobs)
+    return sum(asked_nodes(job.config)[1] * job.gpus * hours(job) for job in jobs)
 
 
 def hours(job: Job) -> float:
@@ -72,7 +72,9 @@ def _line(job: Job, site: Site) -> str:
     default: Association | None = next((found for found in site.associations or () if found.default), None)
     account = cluster.account or (default.account if default else "the site's default")
     name = cluster.partition or (partition.name if partition else "the site's default")
-    nodes = f"{cluster.nodes} node{'' if str(cluster.nodes) == '1' else 's'}"
+    spares = job.config.elastic.spares
+    extra = f" and {spares} spare" if spares else ""
+    nodes = f"{cluster.nodes}{extra} node{'' if str(cluster.nodes) == '1' and not spares else 's'}"
     amount = memory(job, partition)
     per_node = [f"{job.gpus} GPUs"] if job.gpus else []
     count = cores(job, partition)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hpc_train.cluster.site import Association, Limits, Partition, Site, seconds
-from hpc_train.config.cluster_size import node_range
+from hpc_train.config.cluster_size import asked_nodes
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.wording import nearest
 from hpc_train.launch.job import Job
@@ -121,7 +121,7 @@ def _check_access(job: Job, partition: Partition, association: Association | Non
 
 
 def _check_nodes(job: Job, partition: Partition) -> None:
-    fewest = node_range(job.config.cluster)[0]
+    fewest = asked_nodes(job.config)[0]
     most = min(limit for limit in (partition.max_nodes, partition.nodes or None, 10**9) if limit is not None)
     if fewest > most:
         owns = "has" if most == partition.nodes else "allows"
@@ -169,7 +169,7 @@ def _check_time(job: Job, site: Site, partition: Partition | None, association: 
                 mend=f"cluster.time={clock(limit)} or less: a run goes on in its next job; or another partition or QOS",
             )
     for whose, limits in _limits(job, site, association):
-        fewest = node_range(cluster)[0]
+        fewest = asked_nodes(job.config)[0]
         wants = (("nodes", fewest, limits.max_nodes), ("GPUs", fewest * job.gpus, limits.max_gpus))
         for what, count, most in wants:
             if most is not None and count > most:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from omegaconf import DictConfig
 from rich.console import Console
 
-from hpc_train.config.cluster_size import node_range
+from hpc_train.config.cluster_size import fewest_nodes
 from hpc_train.config.compose import typed
 from hpc_train.config.validate import validate
 from hpc_train.launch.job import Job
@@ -25,9 +25,9 @@ def prepare(node: DictConfig, run: RunDirectory, number: int = 0, overrides: Seq
     config = typed(node)
     nodes, gpus, workers = choose(config.cluster).shape(config.cluster)
     layout = validate(config, nodes, workers)
-    fewest = node_range(config.cluster)[0]
+    fewest = fewest_nodes(config)
     if fewest < nodes:
-        validate(config, fewest, workers)  # what it gets is known when it starts, and must do in any case
+        validate(config, fewest, workers)  # what it gets, or is left with, must do in any case
     return Job(number, tuple(overrides), config, layout, gpus, workers, run)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from hpc_train.checkpoint.stop_time import StopTime, stop_time
 from hpc_train.cluster.site import NodeKind, Partition, Site, gpus_of, seconds
-from hpc_train.config.cluster_size import node_range
+from hpc_train.config.cluster_size import asked_nodes, node_range
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import ClusterConfig, ElasticConfig
 from hpc_train.launch.job import Job
@@ -30,8 +30,7 @@ def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
     """
     cluster = job.config.cluster
     partition = site.partition(cluster.partition)
-    spares = job.config.elastic.spares
-    fewest, most = (nodes + spares for nodes in node_range(cluster))
+    fewest, most = asked_nodes(job.config)
     asked: dict[str, Any] = {
         "clusters": cluster.clusters,
         "partition": cluster.partition,

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from hpc_train.cluster.site import Association, Limits, NodeKind, Partition, Site
+from hpc_train.config.cluster_size import fewest_nodes
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.launch import cost
@@ -101,6 +102,18 @@ def test_the_cost_is_said_and_asked_about(tmp_path: Path, monkeypatch: pytest.Mo
     cost.confirm(jobs, site(), terminal)
     jobs[0].config.launch.yes = True
     cost.confirm(jobs, site(), Console(force_terminal=False))
+
+
+def test_spare_nodes_count(tmp_path: Path) -> None:
+    job = make_job(tmp_path / "sweep", cluster=asked(nodes="2-4"), gpus=4)
+    job.config.elastic.spares = 1
+    assert cost.gpu_hours([job]) == 5 * 4 * 11
+    assert "2-4 and 1 spare nodes" in cost.lines([job], site())[0]
+    with pytest.raises(ConfigError, match="3 nodes are asked for"):
+        check_limits(job, site(Partition("gpu", default=True, max_nodes=2)))
+    job.config.elastic.spares, job.config.elastic.min_nodes = 0, 3
+    with pytest.raises(ConfigError, match="starts with 2"):
+        fewest_nodes(job.config)
 
 
 class Terminal(io.StringIO):
