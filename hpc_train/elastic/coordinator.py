@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.layout import Layout, resolve_layout
 from hpc_train.config.schema import Config
+from hpc_train.elastic.culprit import settle
 from hpc_train.elastic.decision import Decision, Ended, History, decide
 from hpc_train.elastic.failures import WorkerFailure, is_echo
 from hpc_train.elastic.nodes import Node, NodeFailures, in_order_of_rank
@@ -158,7 +159,7 @@ class Coordinator:
         return self._begin(start) if start is not None else Leave(Decision(Action.REQUEUE, missing))
 
     def _conclude(self) -> Order:
-        cause = _root(self._causes)
+        cause = root(self._causes)
         stopped = any(report.exit is Exit.STOPPED for report in self._reports)
         exit_code = Exit.FAILED if cause else Exit.STOPPED if stopped else Exit.DONE
         step = max((report.step for report in self._reports), default=0)
@@ -210,8 +211,11 @@ class Coordinator:
         return None
 
 
-def _root(causes: Sequence[Cause]) -> Cause | None:
-    """A lost node comes before all: whatever failed, the attempt could not have gone on."""
+def root(causes: Sequence[Cause]) -> Cause | None:
+    """A lost node comes before all: whatever failed, the attempt could not have gone on. Of a hang, all nodes' word."""
+    if len(causes) > 1 and all(cause.failure.states for cause in causes):
+        hang = settle([cause.failure for cause in causes])
+        return next(replace(cause, failure=hang) for cause in causes if cause.failure.states == hang.states)
     return min(causes, key=lambda cause: (not _is_loss(cause), is_echo(cause.failure), cause.noticed), default=None)
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from hpc_train.elastic.failures import WorkerFailure
 
 CONTROL = "control"  # the description of the group of ``train/control.py``: its messages are posted, not waited for
 
@@ -90,6 +92,21 @@ def culprit(states: Sequence[RankState]) -> tuple[int | None, str]:
         if suspects:
             return min(suspects, key=lambda state: state.rank).rank, word
     return None, "no rank is behind the others"
+
+
+def settle(hangs: Sequence[WorkerFailure]) -> WorkerFailure:
+    """Of a hang that the agents of several nodes noticed: the failure of the rank that all wait for."""
+    states = [RankState.parse(state) for hang in hangs for state in hang.states]
+    rank, reason = culprit(states)
+    for hang in hangs:
+        if rank is not None and rank in (state["rank"] for state in hang.states):
+            return hang if hang.rank == rank and not hang.waits else _named(hang, rank, reason)
+    return min(hangs, key=lambda hang: (hang.waits, hang.noticed))
+
+
+def _named(hang: WorkerFailure, rank: int, reason: str) -> WorkerFailure:
+    message = f"{hang.message.partition(';')[0]}; rank {rank} {reason}"
+    return replace(hang, rank=rank, message=message, traceback=f"{message}\n{hang.traceback}", waits=False)
 
 
 def _minority(states: Sequence[RankState], found: list[RankState]) -> list[RankState]:

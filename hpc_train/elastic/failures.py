@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from hpc_train.run.exits import Failure
 
@@ -19,6 +20,7 @@ class WorkerFailure:
         noticed: seconds since the epoch: the worker's own time where it could tell.
         exit_code: negative for a signal, None where the worker reported before it ended.
         waits: of a hang: no rank of this node is behind, so all of them wait for another node's.
+        states: of a hang: what is known of each rank of this node (``culprit.RankState``), as plain data.
     """
 
     rank: int
@@ -28,6 +30,7 @@ class WorkerFailure:
     noticed: float
     exit_code: int | None = None
     waits: bool = False
+    states: tuple[dict[str, Any], ...] = ()
 
 
 def root_cause(failures: Iterable[WorkerFailure]) -> WorkerFailure:

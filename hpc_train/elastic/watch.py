@@ -82,13 +82,15 @@ class Watch:
         message = f"no sign of life for {seconds} (elastic.hang_timeout_s allows {hang.bound:.1f}); " + (
             reason if rank is None else f"rank {rank} {reason}"
         )
-        path = self._keep(found)
+        path, plain = self._keep(found), tuple(asdict(state) for state in states)
         self._event(
             "hang_detected", step=of.state.step, rank=rank, phase=of.state.phase, seconds=round(hang.seconds, 1),
-            message=message, stacks=str(path), ranks=[asdict(state) for state in states],
+            message=message, stacks=str(path), ranks=plain,
         )  # fmt: skip
         text = f"{message}\nthe stacks of all ranks of this node: {path}\n{of.text()}"
-        return WorkerFailure(of.state.rank, Failure.HANG, message, text, time.time(), waits=rank is None)
+        return WorkerFailure(
+            of.state.rank, Failure.HANG, message, text, time.time(), waits=rank is None, states=plain
+        )  # fmt: skip
 
     def _keep(self, found: Sequence[Evidence]) -> Path:
         folder = self.run.logs / "stacks"

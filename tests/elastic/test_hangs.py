@@ -12,9 +12,12 @@ import pytest
 
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.hang_timeout import parse_hang_timeout
+from hpc_train.elastic.coordinator import Cause, root
 from hpc_train.elastic.culprit import GroupState, RankState, culprit, group_states
+from hpc_train.elastic.failures import WorkerFailure
 from hpc_train.elastic.hangs import COLD_S, FACTOR, SEEN_S, START_S, UNSEEN_S, Hang, HangWatch
 from hpc_train.elastic.stragglers import arrivals_of, find_straggler
+from hpc_train.run.exits import Failure
 from hpc_train.run.heartbeat import Beat, Phase
 
 TICK = 0.25
@@ -159,6 +162,33 @@ def test_the_rank_that_the_others_wait_for(states: list[RankState], rank: int | 
     assert culprit(states)[0] == rank
     again = [RankState.parse(json.loads(json.dumps(asdict(one)))) for one in states]
     assert again == states, "agents can tell each other"
+
+
+def hang(*states: RankState) -> WorkerFailure:
+    """As the agent of a node with these ranks tells it."""
+    rank, reason = culprit(states)
+    message = "no sign of life for 4.0 s in step after step 7; " + (reason if rank is None else f"rank {rank} {reason}")
+    plain = tuple(asdict(one) for one in states)
+    first = states[0].rank if rank is None else rank
+    return WorkerFailure(first, Failure.HANG, message, message, 1.0, waits=rank is None, states=plain)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "rank"),
+    [
+        # one worker per node: alone, none of them is behind anybody
+        ([hang(state(0, **groups(dp=(9, True)))), hang(state(1, **groups(dp=(8, False))))], 1),
+        ([hang(state(0, answered=False)), hang(state(1, **groups(dp=(9, True))))], 0),
+        ([hang(state(0), state(1)), hang(state(2), state(3, process="T"))], 3),
+        ([hang(state(0), state(1)), hang(state(2), state(3))], 0),
+    ],
+)
+def test_the_nodes_settle_whose_rank_it_is(nodes: list[WorkerFailure], rank: int) -> None:
+    causes = [Cause(failure, f"n{number}", 5.0 + number) for number, failure in enumerate(nodes)]
+    found = root(causes)
+    assert found is not None
+    assert found.failure.rank == rank
+    assert rank in [one["rank"] for one in nodes[int(found.node[1:])].states]
 
 
 def dump(times: Iterator[float], description: str = "mesh_dp", retired: bool = True) -> bytes:

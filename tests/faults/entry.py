@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,6 @@ from hpc_train.train import worker
 from hpc_train.train.step import TrainStep
 from tests.faults.plan import RECOVERY, Fault, happened, read_plan
 
-FOR_EVER = 10_000
 SLOW_S = 0.1
 
 
@@ -66,6 +66,12 @@ def _too_much_memory() -> None:
     torch.empty(1 << 42, dtype=torch.uint8)
 
 
+def _read_what_never_comes() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.mkfifo(f"{folder}/pipe")
+        Path(folder, "pipe").read_bytes()
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "kill": lambda: _kill(os.getpid()),
     "store": lambda: _kill(os.getpid()),  # on rank 0, which keeps the store
@@ -78,7 +84,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "loader": _kill_loader,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "gil": _hold_the_gil,
-    "sleep": lambda: time.sleep(FOR_EVER),
+    "storage": _read_what_never_comes,
     "collective": dist.barrier,  # that no other rank enters
 }
 

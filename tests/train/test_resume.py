@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.stop import StopFlag
@@ -66,6 +67,46 @@ def stop_in_the_last_step(spec: WorkerSpec, stop: StopFlag) -> None:
     _stop_in(9, spec, stop)
 
 
+def stop_in_an_evaluation(spec: WorkerSpec, stop: StopFlag) -> None:
+    from hpc_train.train import trainer
+
+    evaluate = trainer.evaluate
+
+    def requested(*args):  # type: ignore[no-untyped-def]
+        stop.request("test")
+        return evaluate(*args)
+
+    trainer.evaluate = requested  # type: ignore[assignment]
+
+
+def stop_in_a_save(spec: WorkerSpec, stop: StopFlag) -> None:
+    """Twice, and on one rank only."""
+    from hpc_train.checkpoint import disk
+
+    sync = disk.sync
+
+    def requested(descriptor: int) -> None:
+        if spec.rank == 1:
+            stop.request("test")
+            stop.request("again")
+        sync(descriptor)
+
+    disk.sync = requested
+
+
+def stop_at_the_end(spec: WorkerSpec, stop: StopFlag) -> None:
+    """After the last message of the ranks to each other."""
+    from hpc_train.train import worker
+
+    leave = worker.leave
+
+    def requested(mesh: Mesh) -> None:
+        stop.request("test")
+        leave(mesh)
+
+    worker.leave = requested  # type: ignore[assignment]
+
+
 def _stop_in(step: int, spec: WorkerSpec, stop: StopFlag) -> None:
     from hpc_train.train.step import TrainStep
 
@@ -101,6 +142,21 @@ def test_a_stop_request_loses_no_step(
     assert run_attempt(run, 2) == [0, 0]
     assert_same_bits(run.checkpoints / "step-00000010", uninterrupted.checkpoints / "step-00000010")
     assert told(run) == told(uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "code", "stopped_at"),
+    [(stop_in_an_evaluation, Exit.STOPPED, 5), (stop_in_a_save, Exit.STOPPED, 5), (stop_at_the_end, Exit.DONE, 10)],
+)
+def test_a_stop_request_beside_the_steps(
+    tmp_path: Path, uninterrupted: RunDirectory, prepare: object, code: Exit, stopped_at: int
+) -> None:
+    """What is under way is done; what is saved is whole; one step more is taken where its message was under way."""
+    run = frozen(tmp_path / "run", "+strategy=pp", "checkpoint.every=4", "train.eval_every=4")
+    assert run_attempt(run, 2, prepare) == [code, code]  # type: ignore[arg-type]
+    assert [line["step"] for line in run.read_metrics()] == list(range(1, stopped_at + 1))
+    assert run_attempt(run, 2) == [0, 0]
+    assert_same_bits(run.checkpoints / "step-00000010", uninterrupted.checkpoints / "step-00000010")
 
 
 def test_a_finished_run_goes_on_with_more_steps_and_another_layout(tmp_path: Path) -> None:
