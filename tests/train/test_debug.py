@@ -1,0 +1,85 @@
+"""``train.debug=true``: what is wrong is named, with its rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hpc_train.config.debug import DEBUG_STEPS
+from hpc_train.run.stop import StopFlag
+from hpc_train.run.worker_spec import WorkerSpec
+from tests.train.runs import frozen, run_attempt
+
+
+def third_layer_of_the_second_step(spec: WorkerSpec, stop: StopFlag) -> None:
+    """On rank 1 the feed-forward of ``layers.2`` gives NaN."""
+    from hpc_train.models.gpt import SwiGLU
+
+    compute, calls = SwiGLU.forward, 0
+
+    def broken(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        wrong = spec.rank == 1 and calls == 4 + 3
+        return compute(self, hidden) * (float("nan") if wrong else 1.0)
+
+    SwiGLU.forward = broken  # type: ignore[method-assign]
+
+
+def root_of_zero(spec: WorkerSpec, stop: StopFlag) -> None:
+    """The loss is finite and its gradient is not."""
+    from hpc_train.models.gpt import GPTHead
+
+    compute = GPTHead.loss
+
+    def broken(self: Any, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total, count = compute(self, hidden, targets)
+        return total + (hidden * 0).abs().sum().sqrt(), count
+
+    GPTHead.loss = broken  # type: ignore[method-assign]
+
+
+def a_collective_of_its_own(spec: WorkerSpec, stop: StopFlag) -> None:
+    from hpc_train.parallel.replica_engine import ReplicaEngine
+
+    compute = ReplicaEngine.train_step
+
+    def broken(self: Any, *args: Any) -> Any:
+        if spec.rank == 1:
+            dist.all_reduce(torch.zeros(3), group=self._mesh.group("dp"))
+        return compute(self, *args)
+
+    ReplicaEngine.train_step = broken  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "prepare", "message"),
+    [
+        (
+            "zero3",
+            third_layer_of_the_second_step,
+            r"FloatingPointError: rank 1, step 2: the output of layers\.2\.ffn \(\w*SwiGLU\) is not finite; "
+            "its inputs were; its parameters are",
+        ),
+        ("dp", root_of_zero, r"FloatingPointError: rank \d, step 1: in the backward: Function '\w+' returned nan"),
+        ("dp", a_collective_of_its_own, "Detected mismatch between collectives on ranks"),
+    ],
+)
+def test_the_mistake_is_named(tmp_path: Path, strategy: str, prepare: Any, message: str) -> None:
+    run = frozen(tmp_path / "run", f"+strategy={strategy}", "train.debug=true")
+    with pytest.raises(AssertionError, match=message):
+        run_attempt(run, 2, prepare, timeout=400)
+
+
+def test_without_a_mistake_it_ends_after_a_few_steps_of_the_same_run(tmp_path: Path) -> None:
+    steps = ["train.steps=50", "telemetry.log_every=7", "checkpoint.every=3", "batch.micro_batches=2"]
+    debugged = frozen(tmp_path / "debugged", "+strategy=pp", "train.debug=true", *steps)
+    assert run_attempt(debugged, 2, timeout=400) == [0, 0]
+    lines = debugged.read_metrics()
+    assert [line["step"] for line in lines] == list(range(1, DEBUG_STEPS + 1))
+    assert lines[-1]["lr"] > lines[0]["lr"] * 1.2, "the learning rate is that of 50 steps: far from its end"
+    assert [path.name for path in debugged.checkpoints.iterdir()] == [f"step-{DEBUG_STEPS:08d}"]
