@@ -100,6 +100,8 @@ class PipelineEngine:
         schedule = self._schedule_for(batch.micro_batches)
         factor = next(iter(self._replicas.values())).loss_factor
         self._loss.begin(factor / max(1, batch.target_count), loss_scale)
+        for replicas in self._replicas.values():
+            replicas.begin(len(batch.micro_batches))
         schedule.step(batch.micro_batches)
         for replicas in self._replicas.values():
             replicas.finish()

@@ -1,12 +1,15 @@
-"""Our own reduction of gradients over the data axis, after the backward of the last micro-batch.
+"""Our own reduction of gradients over the data axis, during the backward of the last micro-batch and after it.
 
-It does not hook into autograd, so it is right for every pipeline schedule, also for those that split the backward.
+A bucket is sent once every backward of the step has added to all of its gradients, while the backward goes on with
+earlier layers. It does not rely on being told of them: a schedule that splits the backward adds to gradients without
+autograd's hooks, and then the buckets are sent at the end. So it is right for every schedule.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,25 +24,57 @@ class GradientReduction:
 
     Args:
         parameters: the same on all ranks of ``group`` and in the same order; of a DTensor the local shard is summed.
+        overlap: buckets may be sent before ``reduce`` is called. Not where another reduction shares ``group``: the
+            ranks would not agree on an order.
+
+    Attributes:
+        sent: buckets of this step that are on their way or done.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, bucket_cap_mb: float) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, bucket_cap_mb: float, overlap: bool = False
+    ) -> None:
         self._group = group
         self._buckets = _plan(list(parameters), int(bucket_cap_mb * 2**20))
+        self._pending: deque[tuple[dist.Work, list[Tensor], Tensor]] = deque()
+        self._to_come: list[dict[nn.Parameter, int]] = [{} for _ in self._buckets]  # backwards that have not added yet
+        self.sent = 0
+        for index, bucket in enumerate(self._buckets):
+            for parameter in bucket if overlap else ():
+                parameter.register_post_accumulate_grad_hook(partial(self._added, index))
+
+    def begin(self, backwards: int) -> None:
+        """Before the backwards of a step."""
+        self.sent = 0
+        self._to_come = [dict.fromkeys(bucket, backwards) for bucket in self._buckets]
 
     def reduce(self) -> None:
         """Collective. Afterwards every ``.grad`` holds the sum; one that was None somewhere counts as zero there."""
-        pending: deque[tuple[dist.Work, list[Tensor], Tensor]] = deque()
-        for bucket in self._buckets:
-            gradients = [local_gradient(parameter) for parameter in bucket]
-            single = len(gradients) == 1 and gradients[0].is_contiguous()
-            flat = gradients[0] if single else torch.cat([gradient.reshape(-1) for gradient in gradients])
-            work = dist.all_reduce(flat, group=self._group, async_op=True)
-            pending.append((work, [] if single else gradients, flat))
-            if len(pending) == IN_FLIGHT:
-                _finish(*pending.popleft())
-        while pending:
-            _finish(*pending.popleft())
+        while self.sent < len(self._buckets):
+            self._send_next()
+        while self._pending:
+            _finish(*self._pending.popleft())
+
+    def _added(self, index: int, parameter: nn.Parameter) -> None:
+        to_come = self._to_come[index]
+        if parameter not in to_come:
+            raise RuntimeError("a gradient was added to after all backwards of the step")
+        to_come[parameter] -= 1
+        if to_come[parameter] == 0:
+            del to_come[parameter]
+        while self.sent < len(self._buckets) and not self._to_come[self.sent]:  # in the same order on all ranks
+            self._send_next()
+
+    @torch.no_grad()
+    def _send_next(self) -> None:
+        gradients = [local_gradient(parameter) for parameter in self._buckets[self.sent]]
+        single = len(gradients) == 1 and gradients[0].is_contiguous()
+        flat = gradients[0] if single else torch.cat([gradient.reshape(-1) for gradient in gradients])
+        work = dist.all_reduce(flat, group=self._group, async_op=True)
+        self.sent += 1
+        self._pending.append((work, [] if single else gradients, flat))
+        if len(self._pending) == IN_FLIGHT:
+            _finish(*self._pending.popleft())
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:

@@ -54,6 +54,7 @@ class ReplicaEngine:
         for parameter in self._parameters.values():
             parameter.grad = None
         factor = self._replicas.loss_factor / max(1, batch.target_count)
+        self._replicas.begin(len(batch.micro_batches))
         sums: list[tuple[Tensor, Tensor]] = []
         for index, micro in enumerate(batch.micro_batches):
             with self._replicas.micro_batch(last=index == len(batch.micro_batches) - 1):

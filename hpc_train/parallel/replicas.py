@@ -27,6 +27,9 @@ class Replicas(Protocol):
     module: nn.Module
     loss_factor: int
 
+    def begin(self, backwards: int) -> None:
+        """Before a step of so many backwards."""
+
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of one micro-batch."""
 
@@ -38,24 +41,34 @@ class Replicas(Protocol):
 
 
 class Reduced:
-    """Bare modules whose gradients we sum ourselves after the last backward; also a single rank."""
+    """Bare modules whose gradients we sum ourselves; also a single rank.
+
+    They are sent during the last backward where this is the rank's only stage. Of tensor parallelism the gradients of
+    norms are sums in parts until the backward is through.
+    """
 
     loss_factor = 1
 
     def __init__(self, module: nn.Module, mesh: Mesh, bucket_cap_mb: float) -> None:
         self.module = module
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self._reduction = (
-            GradientReduction(self._parameters, mesh.group("dp"), bucket_cap_mb) if mesh.layout.dp > 1 else None
-        )
+        layout = mesh.layout
+        self.reduction: GradientReduction | None = None
+        if layout.dp > 1 and layout.data_parallel == "reduce":
+            overlap = layout.tp == 1 and layout.stages_per_rank == 1
+            self.reduction = GradientReduction(self._parameters, mesh.group("dp"), bucket_cap_mb, overlap)
+
+    def begin(self, backwards: int) -> None:
+        if self.reduction is not None:
+            self.reduction.begin(backwards)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
     def finish(self) -> None:
         settle_partial(self._parameters)
-        if self._reduction is not None:
-            self._reduction.reduce()
+        if self.reduction is not None:
+            self.reduction.reduce()
 
     def evaluated(self) -> None:
         pass
@@ -71,6 +84,9 @@ class Replicated:
         # A static graph is learnt in the first backward, which fails inside no_sync (an assertion of torch's reducer).
         # Reducing after every micro-batch of the first step gives the same sums.
         self._sync_always = strategy.static_graph
+
+    def begin(self, backwards: int) -> None:
+        pass
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         return ddp.accumulating(self._wrapped, last or self._sync_always)
@@ -89,6 +105,9 @@ class Sharded:
         self.module = module
         self.loss_factor = mesh.layout.dp
         self._data_parallel = data_parallel
+
+    def begin(self, backwards: int) -> None:
+        pass
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         fsdp.begin_backward(self.module, self._data_parallel, last)

@@ -27,7 +27,7 @@ def test_the_message_says_what_helps_in_this_run(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", "+strategy=dp")
     message = (
         r"OutOfMemory: out of memory on rank \d, which had used \d\.\d+ GiB of the host: .*allocate.* In this run "
-        r"would help: batch\.micro_size=2 \(now 4; .*\); train\.activation_checkpointing=full; strategy=zero3; fewer ranks"
+        r"would help: batch\.micro_size=2 \(now 4; .*\); train\.activation_checkpointing=full; strategy=zero3; fewer"
     )
     with pytest.raises(AssertionError, match=message):
         run_attempt(run, 2, too_large)
