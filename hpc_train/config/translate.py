@@ -21,10 +21,8 @@ def translate(error: BaseException) -> ConfigError | None:
     for link in chain:
         if isinstance(link, ConfigError):
             return link
-    if isinstance(error, ValueError) and str(error).startswith("Config group override"):  # Hydra's own: group=null
-        return ConfigError(str(error), where="the command line", mend="GROUP=NAME of a file in conf/GROUP")
     if not isinstance(error, HydraException | OmegaConfBaseException):
-        return None
+        return _of_python(error)
     for link in chain:
         if isinstance(link, MissingConfigException) and link.options:
             return _unknown_option(link)
@@ -32,6 +30,15 @@ def translate(error: BaseException) -> ConfigError | None:
             return _of_omegaconf(link)
     where = str(error.override) if isinstance(error, OverrideParseException) else "the command line or conf/"
     return ConfigError(str(error).strip(), where=where, mend="python -m hpc_train --help lists groups and keys")
+
+
+def _of_python(error: BaseException) -> ConfigError | None:
+    if isinstance(error, ValueError) and str(error).startswith("Config group override"):  # Hydra's own: group=null
+        return ConfigError(str(error), where="the command line", mend="GROUP=NAME of a file in conf/GROUP")
+    if isinstance(error, PermissionError) and error.filename:
+        mend = "a directory of your own as run.root; of a run that is shared, run.group= of who made it"
+        return ConfigError(f"you may not use {error.filename}", where="its permissions", mend=mend)
+    return None
 
 
 def _of_omegaconf(error: OmegaConfBaseException) -> ConfigError:

@@ -19,7 +19,7 @@ from hpc_train.config.schema import Config
 from hpc_train.launch.chain import folded
 from hpc_train.launch.job import Job
 from hpc_train.launch.place import choose
-from hpc_train.launch.standing import PRESENT, SlurmStandings, Standing, ask
+from hpc_train.launch.standing import PRESENT, SlurmStandings, Standing, ask, standing_of
 from hpc_train.launch.watch import View, view_of
 from hpc_train.run import processes
 from hpc_train.run.directory import RunDirectory
@@ -129,7 +129,7 @@ def find_mine() -> list[Found]:
         path = comment.removeprefix(COMMENT)
         with suppress(ConfigError):  # the directory is gone
             found = find(path if Path(path).exists() else path.partition(" ")[0])
-            runs |= {item.run.path: item for item in found if standings.keys() & item.job_ids}
+            runs |= {item.run.path: item for item in found if any(standing_of(i, standings) for i in item.job_ids)}
     return list(runs.values())
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 ASK_EVERY_S = 30.0
@@ -78,7 +78,7 @@ class SlurmStandings:
         """
         pause = ASK_MANY_EVERY_S if len(ids) > MANY else ASK_EVERY_S
         known = self._known.get(clusters, {})
-        new = {job_id: PRESENT for job_id in ids if job_id not in known}
+        new = {job_id: PRESENT for job_id in ids if standing_of(job_id, known) is None}
         if ids and time.monotonic() - self._asked_at.get(clusters, float("-inf")) >= pause:
             self._asked_at[clusters] = time.monotonic()
             jobs = sorted({job_id.partition("_")[0] for job_id in ids})
@@ -86,7 +86,16 @@ class SlurmStandings:
             found = ask([f"--jobs={','.join(jobs)}", *on_clusters(clusters), *(["--me"] if clusters else [])])
             if found is not None:
                 self._known[clusters], known, new = found, found, {}
-        return {job_id: standing for job_id, standing in (known | new).items() if job_id in ids}
+        standings = {job_id: new.get(job_id) or standing_of(job_id, known) for job_id in ids}
+        return {job_id: standing for job_id, standing in standings.items() if standing is not None}
+
+
+def standing_of(job_id: str, known: Mapping[str, Standing]) -> Standing | None:
+    """That of a job in squeue's answer; None where it is not there.
+
+    The tasks of an array that were cancelled before they started stand there as one, under the id of the array.
+    """
+    return known.get(job_id) or known.get(job_id.partition("_")[0])
 
 
 def on_clusters(clusters: str | None) -> list[str]:

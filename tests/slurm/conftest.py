@@ -1,30 +1,105 @@
-"""One real cluster for all tests of this folder."""
+"""Real clusters for the tests of this folder, and the tests that run beside the others."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hpc_train.run.directory import RunDirectory
+from tests.doors import command
+from tests.slurm.beside import MARK, Beside, is_beside
 from tests.slurm.cluster import Cluster, running
+
+CLUSTERS = ("cluster", "plain", "contended", "network")
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    with running(_state_directory()) as started:
+    with running() as started:
         yield started
 
 
-@pytest.fixture(scope="module")
-def cluster_without_accounting() -> Iterator[Cluster]:
-    with running(_state_directory(), "--no-accounting") as started:
+@pytest.fixture(scope="session")
+def plain() -> Iterator[Cluster]:
+    with running("--no-accounting") as started:
         yield started
 
 
-def _state_directory() -> Path:
-    """A short path, since the sockets below it may have 107 characters, that munge finds open enough."""
-    path = Path(tempfile.mkdtemp(prefix="hpc_train-slurm-"))
-    path.chmod(0o755)
-    return path
+@pytest.fixture(scope="session")
+def contended() -> Iterator[Cluster]:
+    """A cluster where a test takes the nodes of its own jobs away, and of nobody else's."""
+    with running("--no-accounting") as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def local_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The loss of each step of the small hybrid run on this machine; with other layouts it is the same."""
+    directory = tmp_path_factory.mktemp("local")
+    asked = ["+strategy=hybrid", *command.TINY, "cluster=local", "cluster.cpu_workers=2", "run.name=run"]
+    done = command.hpc_train(*asked, cwd=directory, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line["loss"] for line in RunDirectory(directory / "outputs" / "run").read_metrics()]
+
+
+@pytest.fixture(scope="session")
+def network() -> Iterator[Cluster]:
+    """A cluster whose nodes have a network between them."""
+    with running("--network", "--no-accounting") as started:
+        yield started
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", f"{MARK}: mostly waits, and runs beside the other tests of tests/slurm")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those that run beside the others come last of this folder."""
+    mine = [place for place, item in enumerate(items) if item.path.is_relative_to(__file__.rpartition("/")[0])]
+    ordered = sorted((items[place] for place in mine), key=is_beside)
+    for place, item in zip(mine, ordered, strict=True):
+        items[place] = item
+        if is_beside(item):
+            item.add_marker(pytest.mark.timeout(900))  # it may wait for those before it in its thread
+
+
+@pytest.fixture(scope="session", autouse=True)
+def beside(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Beside:
+    """Starts the tests that run beside the others, a thread for each file of them and each cluster."""
+    results = Beside()
+    marked = [item for item in request.session.items if isinstance(item, pytest.Function) and is_beside(item)]
+    shared: dict[str, Any] = {}
+    for name in {*CLUSTERS, "local_losses"} & {used for item in marked for used in item.fixturenames}:
+        with suppress(pytest.skip.Exception):  # each test that needs it is skipped when its turn comes
+            shared[name] = request.getfixturevalue(name)
+    for name, path in dict.fromkeys((_cluster_of(item), item.path) for item in marked):
+        items = [item for item in marked if (_cluster_of(item), item.path) == (name, path)]
+        if name in shared:
+            results.start(items, shared[name], shared, lambda test: tmp_path_factory.mktemp(test[:30].rstrip("]")))
+    return results
+
+
+def _cluster_of(item: pytest.Function) -> str:
+    return next(name for name in CLUSTERS if name in item.fixturenames)
+
+
+@pytest.fixture(autouse=True)
+def no_jobs_left(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
+    yield
+    for name in {*CLUSTERS} & {*request.fixturenames}:
+        request.getfixturevalue(name).cancel_below(tmp_path)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """The result of a test that runs beside the others stands for its call."""
+    if not is_beside(pyfuncitem):
+        return None
+    results = pyfuncitem.funcargs["beside"]
+    assert isinstance(results, Beside)
+    results.wait_for(pyfuncitem)
+    return True

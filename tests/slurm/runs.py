@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,19 @@ FAULTY = [*_CASE, "model._target_=tests.doors.faulty.Faulty", "train.steps=6", "
 SLOW = [*_CASE, "model._target_=tests.doors.faulty.Slow", "telemetry.wandb.mode=disabled"]  # 0.2 s per step
 
 
+def with_python(cluster: Cluster) -> Cluster:
+    """``cluster`` with this interpreter as ``python``, which is what batch scripts call."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{cluster.environment['PATH']}"
+    return replace(cluster, environment={**cluster.environment, "PATH": path})
+
+
+def status(cluster: Cluster, cwd: Path, *target: str) -> list[dict[str, Any]]:
+    """What ``status`` says of each run."""
+    done = cluster.hpc_train("status", *target, "--json", cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
 def job_id(run: Path) -> str:
     return RunDirectory(run).record()["submissions"][-1]["job_id"]
 
@@ -38,7 +54,12 @@ def steps(run: Path) -> list[int]:
     return [line["step"] for line in RunDirectory(run).read_metrics()]
 
 
-def wait_for_step(run: Path, step: int, seconds: float = 150) -> None:
+def losses(run: Path) -> list[float]:
+    """The loss of each step."""
+    return [line["loss"] for line in RunDirectory(run).read_metrics()]
+
+
+def wait_for_step(run: Path, step: int, seconds: float = 240) -> None:
     wait_for(f"step {step} of {run}", lambda: any(done >= step for done in steps(run)), seconds)
 
 

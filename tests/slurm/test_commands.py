@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.slurm.cluster import Cluster
-from tests.slurm.runs import FAULTY, ONE_NODE, SLOW, events, every_step, job_id, wait_for_step
-
-
-def status(cluster: Cluster, cwd: Path, *target: str) -> list[dict[str, Any]]:
-    done = cluster.hpc_train("status", *target, "--json", cwd=cwd)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+from tests.slurm.runs import FAULTY, ONE_NODE, SLOW, events, every_step, job_id, status, steps, wait_for_step
 
 
 def test_a_detached_run_is_found_watched_stopped_and_resumed(cluster: Cluster, tmp_path: Path) -> None:
@@ -38,6 +30,20 @@ def test_a_detached_run_is_found_watched_stopped_and_resumed(cluster: Cluster, t
     log = cluster.hpc_train("logs", str(run), "--rank", "all", "--attempt", "0", cwd=tmp_path).stdout.splitlines()
     assert log == sorted(log, key=lambda line: line[:23])
     assert any(f"step {stopped_at}/30" in line for line in log)
+
+
+def test_the_log_of_a_live_run_is_followed_to_its_end(cluster: Cluster, tmp_path: Path) -> None:
+    case = [*SLOW, *ONE_NODE, "train.steps=20", "launch.detach=true"]
+    assert cluster.hpc_train(*case, "run.name=run", "-m", cwd=tmp_path).returncode == 0
+    run = tmp_path / "outputs" / "run"
+    wait_for_step(run, 2)
+    following = cluster.start("logs", "-f", "run", cwd=tmp_path)
+    assert following.stdout is not None
+    seen = next(line for line in following.stdout if "step 2/20" in line)
+    assert 20 not in steps(run), "it is shown while the run is at work"
+    rest, _ = following.communicate(timeout=240)
+    assert following.returncode == 0, seen + rest
+    assert "step 20/20" in rest
 
 
 def test_the_failed_runs_of_a_sweep_are_tried_again(cluster: Cluster, tmp_path: Path) -> None:
@@ -62,7 +68,7 @@ def test_who_leaves_a_waiting_submission_leaves_the_job_alone(
     run = tmp_path / "outputs" / "run"
     wait_for_step(run, 2)
     os.killpg(process.pid, how)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 130, output
     assert "hpc_train status outputs/run" in output
     waited = cluster.hpc_train("wait", "run", cwd=tmp_path)

@@ -35,7 +35,7 @@ def test_a_job_that_is_stopped_by_a_person_is_not_requeued(cluster: Cluster, tmp
     run = tmp_path / "outputs" / "run"
     wait_for_step(run, 2)
     cluster.call("scancel", "--signal=USR1", job_id(run))
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 75, output
     assert "run.name=run" in output, "how to go on"
     assert cluster.wait_for_state(job_id(run), "FAILED") == "FAILED"

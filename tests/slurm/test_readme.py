@@ -33,6 +33,6 @@ def test_the_commands_of_the_readme(cluster: Cluster, tmp_path: Path) -> None:
     on_cluster = Cluster(environment)
     for line in commands():
         trains = any("strategy=" in part for part in line)
-        done = on_cluster.call(*line, *(SHORT if trains else []), cwd=tmp_path, timeout=180)
+        done = on_cluster.call(*line, *(SHORT if trains else []), cwd=tmp_path, timeout=240)
         assert done.returncode == 0, f"{shlex.join(line)}\n{done.stdout}{done.stderr}"
     assert "2/2" in on_cluster.call("python", "-m", "hpc_train", "status", "far", cwd=tmp_path).stdout

@@ -11,6 +11,7 @@ import pytest
 from hpc_train.run.directory import RunDirectory
 from tests.doors.command import TINY
 from tests.slurm.cluster import Cluster
+from tests.slurm.runs import status
 
 WORKERS = ["cluster.cpu_workers=2", "batch.global_size=24"]
 HYBRID = ["+strategy=hybrid", *TINY, *WORKERS]
@@ -60,7 +61,7 @@ def test_training_on_the_login_node_is_refused(cluster: Cluster, tmp_path: Path)
 
 
 def test_a_sweep_of_two_shapes_is_two_arrays_and_its_losses_are_those_of_this_machine(
-    cluster: Cluster, tmp_path: Path
+    cluster: Cluster, tmp_path: Path, local_losses: list[float]
 ) -> None:
     """The strategies ask for their own nodes; inherited variables do not reach the jobs; export=NONE does no harm."""
     (tmp_path / "experiment").mkdir()
@@ -69,7 +70,7 @@ def test_a_sweep_of_two_shapes_is_two_arrays_and_its_losses_are_those_of_this_ma
         (tmp_path / "experiment" / f"{name}.yaml").write_text(text)
     environment = cluster.environment | {"SBATCH_PARTITION": "nowhere", "SBATCH_NODES": "4", "SBATCH_TIMELIMIT": "1"}
     shared = ["strategy=hybrid", "cluster=slurm", "cluster.partition=gpu", "+cluster.extra.export=NONE", *TINY]
-    sweep = ["-cd", str(tmp_path), "+experiment=wide,narrow", "train.seed=1,2", "run.name=sweep", "-m"]
+    sweep = ["-cd", str(tmp_path), "+experiment=wide,narrow", "train.seed=0,1", "run.name=sweep", "-m"]
     here = Cluster(environment)
     done = here.hpc_train(*shared, *sweep, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -78,13 +79,58 @@ def test_a_sweep_of_two_shapes_is_two_arrays_and_its_losses_are_those_of_this_ma
     arrays = [job_id.split("_")[0] for job_id in ids]
     assert arrays[0] == arrays[1] != arrays[2] == arrays[3]
     worlds = [event["world_size"] for run in runs for event in run.read_events() if event["event"] == "started"]
-    assert sorted(worlds) == [2, 2, 4, 4, 4, 4]  # each agent tells
-    local = ["cluster=local", "cluster.cpu_workers=4", "train.seed=1", "run.name=local"]
-    assert cluster.hpc_train("strategy=hybrid", *TINY, *local, cwd=tmp_path).returncode == 0
-    expected = [line["loss"] for line in RunDirectory(tmp_path / "outputs" / "local").read_metrics()]
-    assert [line["loss"] for line in runs[0].read_metrics()] == pytest.approx(expected, rel=1e-5)
+    assert sorted(worlds) == [2, 2, 4, 4]
+    assert [line["loss"] for line in runs[0].read_metrics()] == pytest.approx(local_losses, rel=1e-5)
     for run in runs:
         assert "srun" in (run.path / "job.sbatch").read_text()
+
+
+def test_four_nodes_give_the_losses_of_this_machine(
+    cluster: Cluster, tmp_path: Path, local_losses: list[float]
+) -> None:
+    wanted = ["cluster=slurm", "cluster.nodes=4", "cluster.cpu_workers=2", "run.name=wide", "-m"]
+    done = cluster.hpc_train("+strategy=hybrid", *TINY, *wanted, cwd=tmp_path, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = RunDirectory(tmp_path / "outputs" / "wide")
+    meeting = json.loads((run.attempts / "000.json").read_text())
+    assert (meeting["nodes"], meeting["layout"]["pp"], meeting["layout"]["dp"]) == (4, 4, 2)
+    assert [line["loss"] for line in run.read_metrics()] == pytest.approx(local_losses, rel=1e-5)
+
+
+def test_a_sweep_larger_than_an_array_may_be_becomes_several(plain: Cluster, tmp_path: Path) -> None:
+    conf = Path(plain.environment["SLURM_CONF"])
+    as_it_was = conf.read_text()
+    conf.write_text(f"{as_it_was}\nMaxArraySize=2\n")
+    try:
+        plain.call("scontrol", "reconfigure")
+        options = ["cluster.begin=now+1hour", "launch.detach=true", "launch.array_parallelism=2", "run.name=sweep"]
+        done = plain.hpc_train(*HYBRID, *options, "train.seed=1,2,3,4,5", "-m", cwd=tmp_path)
+    finally:
+        conf.write_text(as_it_was)
+        plain.call("scontrol", "reconfigure")
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = [RunDirectory(tmp_path / "outputs" / "sweep" / str(number)) for number in range(5)]
+    ids = [run.record()["submissions"][-1]["job_id"] for run in runs]
+    arrays = list(dict.fromkeys(job_id.partition("_")[0] for job_id in ids))
+    assert ids == [f"{arrays[0]}_0", f"{arrays[0]}_1", f"{arrays[1]}_0", f"{arrays[1]}_1", arrays[2]]
+    plain.call("scancel", *arrays)
+    assert {row["state"] for row in status(plain, tmp_path, "sweep")} == {"cancelled"}, "though none of them began"
+
+
+def test_a_full_queue_is_refused_and_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    """Others of the user's jobs fill it: only sbatch itself knows."""
+    limit = ["sacctmgr", "-iQ", "modify", "account", "research", "set"]
+    waiting = cluster.call("sbatch", "--parsable", "--begin=now+1hour", "--wrap=true", cwd=tmp_path).stdout.strip()
+    queued = len(cluster.call("squeue", "--noheader", "--array", "--me").stdout.splitlines())
+    cluster.call(*limit, f"MaxSubmitJobs={queued}")
+    try:
+        done = cluster.hpc_train(*HYBRID, "run.name=full", "-m", cwd=tmp_path)
+    finally:
+        cluster.call(*limit, "MaxSubmitJobs=-1")
+        cluster.call("scancel", waiting)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "limit" in done.stderr
+    assert not (tmp_path / "outputs").exists()
 
 
 def test_a_script_of_its_own_trains_the_same_run(cluster: Cluster, tmp_path: Path) -> None:
@@ -95,7 +141,7 @@ def test_a_script_of_its_own_trains_the_same_run(cluster: Cluster, tmp_path: Pat
     (tmp_path / "job.sbatch").write_text(script.stdout)
     submitted = cluster.call("sbatch", "--parsable", "job.sbatch", cwd=tmp_path)
     job_id = submitted.stdout.strip()
-    ended = cluster.wait_for_state(job_id, "COMPLETED", "FAILED", "CANCELLED", seconds=90)
+    ended = cluster.wait_for_state(job_id, "COMPLETED", "FAILED", "CANCELLED", seconds=240)
     assert ended == "COMPLETED", "".join(path.read_text() for path in tmp_path.glob("*.out"))
     (job,) = RunDirectory(tmp_path / "outputs" / "alone").record()["submissions"]
     assert job["job_id"] == job_id
@@ -105,7 +151,7 @@ def test_a_script_of_its_own_trains_the_same_run(cluster: Cluster, tmp_path: Pat
 def test_inside_an_allocation_jobs_run_in_it(cluster: Cluster, tmp_path: Path) -> None:
     python = [sys.executable, "-m", "hpc_train"]
     run = [*HYBRID, "cluster.nodes=2", "run.name=inside", "-m"]
-    done = cluster.call("salloc", "--nodes=2", "--cpus-per-task=2", *python, *run, cwd=tmp_path, timeout=90)
+    done = cluster.call("salloc", "--nodes=2", "--cpus-per-task=2", *python, *run, cwd=tmp_path, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "inside the allocation" in done.stdout
     attempts = (tmp_path / "outputs" / "inside" / "attempts").glob("[0-9]*.json")

@@ -1,0 +1,47 @@
+"""Jobs whose nodes others take: they save, wait, and go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.doors.command import REPOSITORY
+from tests.slurm.cluster import Cluster
+from tests.slurm.runs import SLOW, TWO_BY_TWO, detail, events, every_step, job_id, wait_for_step, wandb_ids, with_python
+
+SCRIPT = REPOSITORY / "slurm" / "preemptible.sbatch"
+TAKE_ALL = ["sbatch", "--parsable", "--nodes=4", "--exclusive", "--wrap=sleep 2"]
+
+
+@pytest.mark.beside
+def test_preemption_loses_no_step_and_keeps_the_wandb_run(contended: Cluster, tmp_path: Path) -> None:
+    case = [*SLOW, *TWO_BY_TWO, "train.steps=40", "telemetry.wandb.mode=offline", "cluster.partition=preempt"]
+    process = contended.start(*case, "run.name=run", "-m", cwd=tmp_path)
+    run = tmp_path / "outputs" / "run"
+    wait_for_step(run, 3)
+    urgent = contended.call(*TAKE_ALL, cwd=tmp_path)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert contended.state(urgent.stdout.strip()) == "COMPLETED"
+    assert every_step(run) == list(range(1, 41)), "each step was taken once"
+    assert len(set(wandb_ids(run))) == 1
+    assert len(wandb_ids(run)) == 2
+    assert detail(contended, job_id(run), "Restarts") == "1"
+
+
+@pytest.mark.beside
+def test_so_does_one_of_the_batch_script(contended: Cluster, tmp_path: Path) -> None:
+    cluster = with_python(contended)
+    run = tmp_path / "outputs" / "run"
+    options = ["--parsable", "--partition=preempt", "--nodes=1-2", str(SCRIPT)]
+    arguments = [*SLOW, "train.steps=30", "cluster.cpu_workers=2", "run.name=run"]
+    job = cluster.call("sbatch", *options, *arguments, cwd=tmp_path).stdout.strip()
+    wait_for_step(run, 3)
+    urgent = cluster.call(*TAKE_ALL, cwd=tmp_path)
+    ended = cluster.wait_for_state(job, "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", seconds=240)
+    assert ended == "COMPLETED", "".join(path.read_text() for path in tmp_path.glob("*.log"))
+    assert cluster.state(urgent.stdout.strip()) == "COMPLETED"
+    assert every_step(run) == list(range(1, 31)), "each step was taken once"
+    assert {event["attempt"] for event in events(run, "started")} == {0, 1}
+    assert detail(cluster, job, "Restarts") == "1"
