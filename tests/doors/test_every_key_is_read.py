@@ -46,15 +46,16 @@ def runs(folder: Path) -> list[list[str]]:
     gpt = [argument for argument in TINY if not argument.startswith("data")]
     short = ["train.steps=2", "batch.global_size=8", "telemetry.log_every=1", "telemetry.wandb.mode=disabled"]
     vit = ["model=vit_tiny", "model.n_layers=4", "model.patch_size=8", *short]
+    pictures = ["data=synthetic", "data.task=images", "data.validation_samples=8"]
     custom = ["model=custom", "model._target_=hpc_train.models.resnet.resnet18", *short]
     return [
-        ["+strategy=hybrid", *gpt, "data=text", "cluster=local", "telemetry.tensorboard=true", "checkpoint.every=2",
-         "telemetry.wandb.mode=offline"],
+        ["+strategy=hybrid", *gpt, "data=text", "data.pattern=json/*.py", "cluster=local", "telemetry.tensorboard=true",
+         "checkpoint.every=2", "telemetry.wandb.mode=offline"],
         ["+strategy=zero2", *TINY, "precision=fp16", "optim.lr_scaling=linear", "optim.schedule=wsd", "run.name=base"],
-        ["+strategy=dp", *vit, "data=synthetic", "data.task=images", "optim=sgd"],
+        ["+strategy=dp", *vit, *pictures, "optim=sgd"],
         ["+strategy=single", *vit, "data=images", f"data.path={folder}/images", "data.n_classes=2",
          "data.image_size=32"],
-        ["+strategy=dp", *custom, "data=synthetic", "data.task=images", "+model.args.n_classes=10", "-m"],
+        ["+strategy=dp", *custom, *pictures, "+model.args.n_classes=10", "-m"],
         ["+strategy=single", *gpt, "data=tokens", f"data.path={folder}/tokens", "data.vocab_size=256",
          "data.sequence_length=16", "train.steps=null", "train.epochs=0.2"],
         ["+strategy=single", *gpt, "data=custom", "data._target_=tests.doors.custom_data.Counting",

@@ -11,7 +11,11 @@ import pytest
 from tests.doors.command import REPOSITORY, hpc_train
 
 SHORT = ["train.steps=2", "telemetry.wandb.mode=disabled"]
-TINY_GPT = ["model.dim=16", "model.ffn_dim=32", "data.sequence_length=32", "batch.global_size=8"]
+TINY_GPT = ["model.dim=16", "model.ffn_dim=32", "data.sequence_length=64", "batch.global_size=8"]
+FEW = {  # the evaluation at the end takes all of the validation part
+    "text": ["data.pattern=json/*.py"],
+    "synthetic": ["data.validation_samples=8", "batch.global_size=8"],
+}
 
 
 def commands() -> list[str]:
@@ -25,13 +29,11 @@ def shortened(line: str) -> list[str]:
     arguments = shlex.split(line)[3:]
     if arguments[0] in ("prepare", "checkpoint", "status", "logs", "why") or "--cfg" in arguments:
         return arguments
+    data = FEW.get(next((part.partition("=")[2] for part in arguments if part.startswith("data=")), "text"), [])
     if arguments[0] == "bench":
-        return [*arguments, *TINY_GPT, "--steps", "2", "--pairs", "2"]
-    own = (
-        SHORT
-        if any(part.startswith(("model=", "experiment", "+experiment")) for part in arguments)
-        else SHORT + TINY_GPT
-    )
+        return [*arguments, *TINY_GPT, *data, "--steps", "2", "--pairs", "2"]
+    own_model = any(part.startswith(("model=", "experiment", "+experiment")) for part in arguments)
+    own = SHORT + data if own_model else SHORT + TINY_GPT + data
     given = {part.partition("=")[0] for part in arguments}
     return [*arguments, *(part for part in own if part.partition("=")[0] not in given - {"train.steps"})]
 
