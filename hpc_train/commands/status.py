@@ -6,11 +6,13 @@ import argparse
 import json
 import os
 import time
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from hpc_train.launch.avoided import avoided
 from hpc_train.launch.found import Found, find, find_mine, standings_of
 from hpc_train.launch.standing import SlurmStandings, Standing
 from hpc_train.launch.watch import time_left
@@ -37,6 +39,9 @@ def main(arguments: list[str]) -> int:
         for _, spent in rows:
             if spent is not None and (spent.held_s or spent.queue_s):
                 console.print(spent_line(spent), highlight=False, soft_wrap=True)
+        for item in found if len(found) == 1 else []:
+            for node in avoided(item.run, item.config.elastic.exclude_hours):
+                console.print(node.words, highlight=False, soft_wrap=True)
     else:
         print("no job of yours is in Slurm's queue; status RUN_DIR tells of a run")
     return Exit.DONE
@@ -63,6 +68,7 @@ def _row(item: Found, standings: dict[str, Standing], with_ledger: bool) -> tupl
         "time_left_s": time_left(view),
         "restarts": view.restarts,
         "message": view.message,
+        "avoided": [asdict(node) for node in avoided(item.run, item.config.elastic.exclude_hours)],
         "ledger": None if spent is None else spent.as_json(),
     }
     return row, spent

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hpc_train.cluster.topology import node_order
 from hpc_train.run.directory import RunDirectory
@@ -61,6 +62,10 @@ class NodeFailures:
 
     def too_often(self) -> frozenset[str]:
         """The names of nodes that have failed ``TOO_OFTEN`` times lately."""
-        since = time.time() - self.expiry_s
-        counts = Counter(line["node"] for line in read_lines(self._path) if line["time"] > since)
+        counts = Counter(line["node"] for line in self.lately())
         return frozenset(name for name, count in counts.items() if count >= TOO_OFTEN)
+
+    def lately(self) -> list[dict[str, Any]]:
+        """The failures that count: ``time``, ``node`` and ``class`` of each."""
+        since = time.time() - self.expiry_s
+        return [line for line in read_lines(self._path) if line["time"] > since]

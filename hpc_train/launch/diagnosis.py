@@ -12,6 +12,7 @@ from typing import Any
 
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.launch import pending
+from hpc_train.launch.avoided import Avoided, avoided
 from hpc_train.launch.found import Found, standings_of
 from hpc_train.launch.slurm_facts import JobFacts, read_facts
 from hpc_train.launch.standing import SlurmStandings, Standing
@@ -96,6 +97,7 @@ class Diagnosis:
     peak_memory_bytes: int | None
     checkpoint: LastCheckpoint
     done: tuple[Event, ...]
+    avoided: tuple[Avoided, ...]
     advice: tuple[str, ...]
     ledger: Account
 
@@ -122,6 +124,7 @@ def diagnose(found: Found) -> Diagnosis:
         peak_memory_bytes=max((line.get("peak_memory_bytes") or 0 for line in of_attempt), default=0) or None,
         checkpoint=_checkpoint(found.run, cause, events, of_attempt),
         done=tuple(event for event in events if event["event"] in (*TOLD, *STEPS))[-LAST_STEPS:],
+        avoided=tuple(avoided(found.run, found.config.elastic.exclude_hours)),
         advice=tuple(_advice(view, cause, facts, found.run)),
         ledger=read_ledger(found.run, None if view.exit is not None else time.time()).total,
     )

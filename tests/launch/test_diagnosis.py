@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from hpc_train.commands import why
+from hpc_train.commands import status, why
 from hpc_train.config.freeze import freeze
+from hpc_train.elastic.nodes import NodeFailures
+from hpc_train.launch.avoided import avoided
 from hpc_train.launch.diagnosis import find_cause
 from hpc_train.run import submissions
 from hpc_train.run.directory import RunDirectory
@@ -101,6 +103,23 @@ def test_what_was_done_stands_in_its_order(run: RunDirectory, capsys: pytest.Cap
     done = text.partition("what was done\n")[2].partition("\n\n")[0].splitlines()
     assert [line.split("  ")[3] for line in done] == ["node_lost", "shrunk", "resumed"]
     assert "what to do" not in text
+
+
+def test_a_node_that_failed_twice_is_shown_with_the_command_for_the_staff(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures = NodeFailures(run, 3600)
+    failures.note("n3", "node_lost")
+    failures.note("n4", "killed")
+    failures.note("n4", "hang")
+    (node,) = avoided(run, exclude_hours=1)
+    assert (node.node, node.failures) == ("n4", ("killed", "hang"))
+    assert abs(node.until - time.time() - 3600) < 600
+    drain = "scontrol update nodename=n4 state=drain reason='2 failures: killed, hang'"
+    assert drain in page(run, capsys).partition("nodes that are avoided\n")[2]
+    assert status.main([str(run.path)]) == 0
+    assert drain in capsys.readouterr().out
+    assert avoided(run, exclude_hours=0) == []
 
 
 def test_a_run_that_is_fine_says_so(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
