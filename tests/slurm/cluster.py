@@ -21,7 +21,7 @@ from tests.doors import command
 
 DEVCLUSTER = command.REPOSITORY / "slurm" / "devcluster" / "devcluster.py"
 PORTS = 20  # that a devcluster takes
-PREFIX = "hpc_train-slurm-"  # of state directories
+PREFIX = "hpc_train-tests-"  # of state directories
 
 
 @dataclass(frozen=True)
