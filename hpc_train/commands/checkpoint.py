@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +20,7 @@ from rich.table import Table
 from hpc_train.checkpoint.listing import Listed, choose, find_run, list_archived, list_checkpoints, list_set_aside, look
 from hpc_train.checkpoint.space import amount
 from hpc_train.config.directory import default_root
+from hpc_train.config.freeze import load
 from hpc_train.config.layout import Layout
 from hpc_train.run.exits import Exit
 from hpc_train.telemetry.progress import duration
@@ -28,6 +32,7 @@ examples:
   python -m hpc_train checkpoint export mine --to llama --dtype bfloat16
   python -m hpc_train checkpoint export mine --to mine.pt --format pt
   python -m hpc_train checkpoint import Llama-2-7b-hf --to llama2
+  python -m hpc_train checkpoint export mine --to llama --submit --sbatch '--partition=cpu --time=2:00:00'
 """
 DTYPES = ["float64", "float32", "bfloat16", "float16"]
 
@@ -35,6 +40,8 @@ DTYPES = ["float64", "float32", "bfloat16", "float16"]
 def main(arguments: list[str]) -> int:
     """Runs one of the four; returns an exit code."""
     options = _parser().parse_args(arguments)
+    if getattr(options, "submit", False):
+        return _submit(arguments, options)
     actions: dict[str, Callable[[argparse.Namespace], int]] = {
         "list": _list,
         "verify": _verify,
@@ -68,9 +75,27 @@ def _parser() -> argparse.ArgumentParser:
     imported.add_argument(
         "--dtype", choices=DTYPES[:2], default="float32", help="float64 for runs with precision=fp64 (default: float32)"
     )
+    for action in (verified, exported, imported):
+        action.add_argument("--submit", action="store_true", help="as a Slurm job, where the run's cluster config says")
+        action.add_argument("--sbatch", default="", metavar="OPTIONS", help="further options of sbatch for that job")
     for action in (listed, verified, exported, imported):
         action.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
+
+
+def _submit(arguments: list[str], options: argparse.Namespace) -> int:
+    """The same command without ``--submit``, in a job; its output is followed to its end."""
+    from hpc_train.config.compose import compose, typed
+    from hpc_train.launch.command_job import follow, submit
+
+    words = [word for word in arguments if word != "--submit"]
+    for place in [index for index, word in enumerate(words) if word == "--sbatch"]:
+        words[place : place + 2] = []
+    words = [word for word in words if not word.startswith("--sbatch=")]
+    run = None if options.action == "import" else find_run(options.run, _root())
+    config = load(run) if run is not None and run.config.exists() else typed(compose([]))
+    folder = _root() if run is None else run.logs
+    return follow(submit(["checkpoint", *words], config, folder / "slurm", shlex.split(options.sbatch)))
 
 
 def _root() -> Path:
@@ -121,12 +146,29 @@ def _import(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, where that is a terminal; gives the function that is told of bytes done."""
+    """A bar on standard error, in a job a line now and then; gives the function that is told of bytes done."""
+    if "SLURM_JOB_ID" in os.environ and not sys.stderr.isatty():
+        yield _Lines(what, total)
+        return
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     console = Console(stderr=True)
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bars:
         task = bars.add_task(what, total=total)
         yield lambda count: bars.advance(task, count)
+
+
+class _Lines:
+    """A line for each tenth of ``total`` bytes."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total, self._done, self._tenths = what, total, 0, 0
+
+    def __call__(self, count: int) -> None:
+        self._done += count
+        tenths = 10 * self._done // max(1, self._total)
+        if tenths > self._tenths:
+            self._tenths = tenths
+            print(f"{self._what}: {amount(self._done)} of {amount(self._total)}", file=sys.stderr, flush=True)
 
 
 def _show(found: list[Listed], compared: str, as_json: bool) -> None:

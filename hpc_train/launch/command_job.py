@@ -1,0 +1,149 @@
+"""A command of this program as a Slurm job of one CPU task: for what takes long on a login node and needs no ranks."""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.schema import Config
+from hpc_train.launch.container import IN_SHELL, container_of, quoted
+from hpc_train.launch.inherited import without_inherited
+from hpc_train.launch.script import python
+from hpc_train.run.exits import Exit
+from hpc_train.run.slurm_jobs import ENDED, job_state
+
+CORES = 2  # one hashes, one reads and writes
+PATIENCE_S = 120.0  # sbatch at a controller under load
+SETTLE_S = 75.0  # until a file of another node is seen here: attribute caches
+_WAITS_OR_RUNS = (None, "PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING")
+_POLL_S, _ASK_EVERY_S = 0.5, 15.0
+
+
+@dataclass(frozen=True)
+class CommandJob:
+    """A submitted command; ``code`` is the file that gets its exit code, at its end."""
+
+    job_id: str
+    log: Path
+    code: Path
+
+
+def submit(words: Sequence[str], config: Config, folder: Path, extra: Sequence[str] = ()) -> CommandJob:
+    """Submits ``python -m hpc_train WORDS``.
+
+    Args:
+        config: says partition, account, time limit, environment and container.
+        folder: where the job's output goes.
+        extra: further options of sbatch, which win.
+
+    Raises:
+        ConfigError: there is no Slurm here, or it refuses the job.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder.absolute() / f"{'-'.join(words[:2])}-{secrets.token_hex(3)}.out"
+    code = log.with_suffix(".code")
+    command = [*without_inherited(), "sbatch", "--parsable", *_options(config), f"--output={log}", *extra]
+    script = _script(words, config, code)
+    try:
+        done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"sbatch: {error}", where="--submit", mend="leave --submit out to do it here") from error
+    if done.returncode != 0:
+        mend = "--sbatch='--partition=NAME --time=1:00:00', as Slurm would have it"
+        raise ConfigError(f"Slurm refuses the job: {done.stderr.strip()}", where="--submit", mend=mend)
+    return CommandJob(done.stdout.strip().partition(";")[0], log, code)
+
+
+def follow(job: CommandJob) -> int:
+    """Copies the job's output to standard output until its end; returns its exit code.
+
+    Ctrl-C leaves it alone.
+    """
+    print(f"Slurm job {job.job_id}, output in {job.log}", flush=True)
+    try:
+        return _follow(job)
+    except KeyboardInterrupt:
+        print(f"job {job.job_id} goes on; scancel {job.job_id} ends it")
+        return Exit.DETACHED
+
+
+def _follow(job: CommandJob) -> int:
+    shown, asked, gone = 0, time.monotonic(), None
+    while True:
+        code = _code(job)
+        shown += _show(job.log, shown)
+        if code is not None:
+            return code
+        now = time.monotonic()
+        if now - asked > _ASK_EVERY_S:
+            asked, state = now, job_state(job.job_id)
+            if state in _WAITS_OR_RUNS:
+                gone = None
+            else:
+                gone = gone or now
+                if now - gone > SETTLE_S or state not in (ENDED, "COMPLETED", "FAILED"):
+                    print(f"job {job.job_id} has ended: {state}")
+                    return Exit.FAILED
+        time.sleep(_POLL_S)
+
+
+def _show(log: Path, shown: int) -> int:
+    with suppress(FileNotFoundError), log.open("rb") as file:
+        file.seek(shown)
+        data = file.read()
+        sys.stdout.write(data.decode(errors="replace"))
+        sys.stdout.flush()
+        return len(data)
+    return 0
+
+
+def _code(job: CommandJob) -> int | None:
+    try:
+        return int(job.code.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _options(config: Config) -> list[str]:
+    cluster = config.cluster
+    asked = {
+        "job-name": "hpc_train-checkpoint",
+        "clusters": cluster.clusters,
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "reservation": cluster.reservation,
+        "wckey": cluster.wckey,
+        "time": cluster.time,
+        "nodes": 1,
+        "ntasks": 1,
+        "cpus-per-task": CORES,
+    }
+    return [*(f"--{name}={value}" for name, value in asked.items() if value is not None), "--no-requeue"]
+
+
+def _script(words: Sequence[str], config: Config, code: Path) -> str:
+    cluster, container = config.cluster, container_of(config, 0)
+    options = [] if container is None else container.srun_options(IN_SHELL)
+    inside = [] if container is None else container.command(IN_SHELL)
+    command = ["srun", "--ntasks=1", "--unbuffered", *options, *inside, python(cluster, container), "-m", "hpc_train"]
+    lines = [
+        "#!/bin/bash",
+        "export SLURM_EXPORT_ENV=ALL",
+        *(f"export {name}={shlex.quote(value)}" for name, value in cluster.env.items()),
+        *cluster.setup,
+        *([] if container is None else container.lines()),
+        quoted([*command, *words]),
+        "status=$?",
+        f'echo "$status" > {shlex.quote(str(code))}',
+        'exit "$status"',
+    ]
+    return "\n".join(lines) + "\n"
