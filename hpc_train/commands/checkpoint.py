@@ -32,7 +32,7 @@ examples:
   python -m hpc_train checkpoint export mine --to llama --dtype bfloat16
   python -m hpc_train checkpoint export mine --to mine.pt --format pt
   python -m hpc_train checkpoint import Llama-2-7b-hf --to llama2
-  python -m hpc_train checkpoint export mine --to llama --submit --sbatch '--partition=cpu --time=2:00:00'
+  python -m hpc_train checkpoint export mine --to llama --submit --sbatch='--partition=cpu --time=2:00:00'
 """
 DTYPES = ["float64", "float32", "bfloat16", "float16"]
 

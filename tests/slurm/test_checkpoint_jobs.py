@@ -23,7 +23,7 @@ def test_verify_and_export_as_jobs(cluster: Cluster, tmp_path: Path) -> None:
     run = frozen(tmp_path / "outputs/mine", "+strategy=single", "cluster=slurm")
     commit(run, 3, {"model.weight": torch.ones(40, 10)})
     exported = cluster.hpc_train(
-        "checkpoint", "export", "mine", "--to", "mine.pt", "--format", "pt", "--submit", "--sbatch", "--time=5",
+        "checkpoint", "export", "mine", "--to", "mine.pt", "--format", "pt", "--submit", "--sbatch=--time=5",
         cwd=tmp_path,
     )  # fmt: skip
     assert exported.returncode == 0, exported.stdout + exported.stderr
