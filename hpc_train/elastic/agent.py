@@ -34,6 +34,7 @@ from hpc_train.elastic.logs import WorkerLog
 from hpc_train.elastic.nodes import Node, NodeFailures
 from hpc_train.elastic.orphans import after_the_hub
 from hpc_train.elastic.rendezvous import HubAddress, Meeting, bind
+from hpc_train.elastic.requeue import over_budget
 from hpc_train.elastic.stop_requests import StopRequests, watch_signals
 from hpc_train.elastic.store import Stores
 from hpc_train.elastic.watch import Watch
@@ -172,6 +173,7 @@ def _start_hub(run: RunDirectory, config: Config, allocation: Allocation, attemp
         history=History(furthest=0 if newest is None else newest.step),
         node_failures=NodeFailures(run, elastic.exclude_hours * 3600),
         join_until=time.monotonic() + elastic.join_timeout_s,
+        refusal=lambda: over_budget(run, config),
     )
     hub = Hub(coordinator, listener, address.token, elastic.heartbeat_s, attempts.begin, attempts.leave)
     hub.start()

@@ -6,7 +6,7 @@ looks at no clock, so that a test can lead it through any course of events.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from hpc_train.config.errors import ConfigError
@@ -78,6 +78,7 @@ class Coordinator:
     history: History
     node_failures: NodeFailures
     join_until: float
+    refusal: Callable[[], str | None] = lambda: None  # why the run is not to be restarted, whatever failed
     stop: str | None = None  # the signal that asked the run to stop
     present: dict[int, Node] = field(default_factory=dict, init=False)
     _verdict: Decision | None = field(default=None, init=False)  # on the whole job, by a single node
@@ -169,6 +170,8 @@ class Coordinator:
             self.node_failures.note(cause.node, cause.failure.failure)
         if decision.action not in (Action.RESTART, Action.REPLACE):
             return Leave(decision, cause, self.stop)
+        if (refusal := self.refusal()) is not None:
+            return Leave(Decision(Action.GIVE_UP, refusal), cause, self.stop)
         try:
             start = self._choose()
         except ConfigError as error:

@@ -37,8 +37,9 @@ def after_the_hub(run: RunDirectory, config: Config, allocation: Allocation, end
     events.write("node_lost", **details)
     code = request(end, config, events, "the batch host is lost")
     end.tell(code)
-    verb = ["requeue", _job()] if code is Exit.STOPPED else None
-    _ask_slurm(["scontrol", *verb] if verb else ["scancel", _job()])
+    _ask_slurm(["scontrol", "requeue", "incomplete", _job()] if code is Exit.STOPPED else ["scancel", _job()])
+    if code is Exit.STOPPED and end.exclude_file.exists():
+        _call(["scontrol", "update", f"JobId={_job()}", f"ExcNodeList={end.exclude_file.read_text()}"])
     return code
 
 

@@ -7,24 +7,32 @@ of node 0 decides and leaves a marker; the batch script, which outlives the agen
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.config.schema import Config
+from hpc_train.elastic.nodes import NodeFailures
+from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.job_end import JobEnd
+from hpc_train.run.ledger import read_ledger
+
+LEAST_USEFUL = 0.2
+SAYS_MUCH_S = 600.0  # of a shorter job the start takes most of the time anyway
 
 
 def request(end: JobEnd, config: Config, events: EventLog, reason: str) -> Exit:
     """Leaves the marker for the batch script (75), or says why the job is given up (93)."""
     newest = CheckpointStore(end.run.checkpoints).newest()
     step, before = 0 if newest is None else newest.step, end.requeues()
-    refusal = _refusal(config, step, before)
+    refusal = _refusal(config, step, before) or over_budget(end.run, config) or _useless(end.run)
     if refusal is None:
-        end.ask_for_requeue(step)
-        events.write("requeued", step=step, requeues=len(before) + 1, reason=reason)
+        exclude = _excluded(end.run, config)
+        end.ask_for_requeue(step, exclude)
+        events.write("requeued", step=step, requeues=len(before) + 1, reason=reason, exclude=exclude)
         return Exit.STOPPED
     message = f"given up, not requeued: {refusal}"
     events.write("gave_up", step=step, exit_code=int(Exit.GAVE_UP), message=message)
@@ -38,3 +46,27 @@ def _refusal(config: Config, step: int, before: Sequence[dict[str, Any]]) -> str
     if before and step <= before[-1]["step"]:
         return f"no step was saved since the requeue before, at step {before[-1]['step']}: the job does not get on"
     return None
+
+
+def over_budget(run: RunDirectory, config: Config) -> str | None:
+    """Words for a run that has used up its GPU-hours, over all of its jobs; None where it may go on."""
+    most = config.run.max_gpu_hours
+    if most is None:
+        return None
+    used = read_ledger(run, time.time()).total.gpu_hours
+    return f"it has used {used:.1f} GPU-hours (run.max_gpu_hours={most:g})" if used >= most else None
+
+
+def _useless(run: RunDirectory) -> str | None:
+    """Words for a run whose last two jobs have spent their time on other things than steps."""
+    jobs = [job for job in read_ledger(run, time.time()).jobs if job.held_s >= SAYS_MUCH_S][-2:]
+    if len(jobs) < 2 or any(job.useful_share >= LEAST_USEFUL for job in jobs):
+        return None
+    shares = " and ".join(f"{job.useful_share:.0%}" for job in jobs)
+    return f"of its last two jobs only {shares} of the time went into steps that were kept"
+
+
+def _excluded(run: RunDirectory, config: Config) -> list[str]:
+    """The nodes that the user excludes and those that have failed too often lately; none where none of these have."""
+    failing = sorted(NodeFailures(run, config.elastic.exclude_hours * 3600).too_often())
+    return [*filter(None, [config.cluster.exclude]), *failing]

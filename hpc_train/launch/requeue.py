@@ -31,6 +31,8 @@ if [ "$status" -eq 75 ] && [ -e "$end.requeue" ] && [ -z "$cancelled" ]; then
   if [[ "$state" == RUNNING* && "$state" != *" 0" && -z "$cancelled" ]]; then
     job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
     scontrol requeue incomplete "$job" || true
+    # nodes that have failed more than once; Slurm takes the list as soon as the job waits again
+    [ ! -e "$end.exclude" ] || scontrol update JobId="$job" ExcNodeList="$(cat "$end.exclude")" || true
   fi
 fi
 exit "$status"

@@ -5,6 +5,7 @@ from ``SLURM_JOB_ID`` and ``SLURM_RESTART_COUNT``, in ``attempts/`` of the run d
 
     end-<job>.<restart>.node-<N>    the exit code of all agents, by that of node 0, or of who acts for it
     end-<job>.<restart>.succession  node 0 is lost, and another acts for it
+    end-<job>.<restart>.exclude     nodes on which it is not to run again
     end-<job>.<restart>.requeue     the job is to run again; what it had reached, as JSON
 """
 
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hpc_train.run.directory import RunDirectory
@@ -61,11 +63,22 @@ class JobEnd:
             return False
         return True
 
+    @property
+    def exclude_file(self) -> Path:
+        """Names of nodes, separated by commas, as Slurm wants them; there where a requeue sets or lifts the list."""
+        return self.run.attempts / f"{self._name}.exclude"
+
     def requeues(self) -> list[dict[str, Any]]:
         """What earlier starts of this job had reached when they asked to run again, in their order."""
         earlier = (self.run.attempts / f"end-{self.job_id}.{number}.requeue" for number in range(self.restart))
         return [read_json(path) for path in earlier if path.exists()]
 
-    def ask_for_requeue(self, step: int) -> None:
-        """Has the batch script ask Slurm to run this job again; ``step`` is that of the newest checkpoint."""
+    def ask_for_requeue(self, step: int, exclude: Sequence[str] = ()) -> None:
+        """Has the batch script ask Slurm to run this job again, elsewhere than on the nodes ``exclude``.
+
+        Args:
+            step: that of the newest checkpoint.
+        """
+        if exclude or any(self.run.attempts.glob(f"end-{self.job_id}.*.exclude")):  # an empty list lifts the one before
+            write_text(self.exclude_file, ",".join(exclude))
         write_json(self.run.attempts / f"{self._name}.requeue", {"step": step, "time": time.time()})

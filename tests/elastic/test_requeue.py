@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
-from hpc_train.config.schema import Config, ElasticConfig
-from hpc_train.elastic.requeue import request
+from hpc_train.config.schema import Config, ElasticConfig, RunConfig
+from hpc_train.elastic.nodes import NodeFailures
+from hpc_train.elastic.requeue import over_budget, request
 from hpc_train.launch.requeue import lines_before, script_lines
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -24,7 +26,7 @@ def run(tmp_path: Path) -> RunDirectory:
     return run
 
 
-def start(run: RunDirectory, restart: int, step: int | None, **elastic: int) -> Exit:
+def start(run: RunDirectory, restart: int, step: int | None, **elastic: float) -> Exit:
     """One start of job 7 that was stopped when ``step`` was the newest checkpoint."""
     if step is not None:
         (run.checkpoints / f"step-{step:08d}").mkdir(exist_ok=True)
@@ -51,7 +53,7 @@ def test_requeues_have_a_ceiling(run: RunDirectory) -> None:
 @pytest.mark.parametrize(
     ("state", "srun", "ends", "marker", "code", "asked"),
     [
-        ("RUNNING 100", 75, {0: 75, 1: 75}, True, 75, ["requeue 7"]),
+        ("RUNNING 100", 75, {0: 75, 1: 75}, True, 75, ["requeue incomplete 7"]),
         ("RUNNING 100", 75, {0: 75, 1: 75}, False, 75, []),
         ("COMPLETING 100", 75, {0: 75}, True, 75, []),  # being cancelled, or requeued by Slurm itself
         ("RUNNING 0", 75, {0: 75}, True, 75, []),  # held
@@ -85,3 +87,21 @@ def test_the_end_of_the_batch_script(
     done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], env=environment, check=False)
     assert done.returncode == code
     assert (calls.read_text().splitlines() if calls.exists() else []) == asked
+
+
+def test_a_node_that_failed_twice_is_excluded_at_the_requeue_and_only_for_a_time(run: RunDirectory) -> None:
+    failures = NodeFailures(run, expiry_s=3600)
+    for node in ("n2", "n3", "n3"):
+        failures.note(node, "killed")
+    assert start(run, 0, 1) == Exit.STOPPED
+    assert JobEnd(run, "7", 0, 0).exclude_file.read_text() == "n3"
+    assert start(run, 1, 2, exclude_hours=0) == Exit.STOPPED
+    assert JobEnd(run, "7", 1, 0).exclude_file.read_text() == "", "the list is lifted"
+
+
+def test_a_run_has_a_ceiling_of_gpu_hours_over_all_of_its_jobs(run: RunDirectory) -> None:
+    events = EventLog.open(run, "agent-n0", 0)
+    began = time.time() - 7200
+    events.write("started", world_size=4, gpus=4, launch="7.0.0", job_id="7", began=began, layout="")
+    assert over_budget(run, Config(run=RunConfig(max_gpu_hours=9))) is None
+    assert "8.0 GPU-hours" in str(over_budget(run, Config(run=RunConfig(max_gpu_hours=7))))
