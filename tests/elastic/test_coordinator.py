@@ -1,0 +1,216 @@
+"""Who takes part in the next attempt, led through courses of events without sockets or clocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_train.config.schema import BatchConfig, ClusterConfig, Config, ElasticConfig, StrategyConfig
+from hpc_train.elastic.coordinator import ECHO_S, SETTLE_S, Coordinator, End, Leave, Report, Start
+from hpc_train.elastic.decision import History
+from hpc_train.elastic.failures import WorkerFailure
+from hpc_train.elastic.nodes import Node, NodeFailures
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.exits import Action, Exit, Failure
+from tests.elastic.conftest import TINY
+
+JOIN_UNTIL = 100.0
+DONE = Report(Exit.DONE, None, 9)
+
+
+def failed(failure: Failure, step: int = 9, rank: int = 0) -> Report:
+    return Report(Exit.FAILED, WorkerFailure(rank, failure, "no", "no", 0.0), step)
+
+
+class Course:
+    """A job of ``nodes`` nodes with two workers each; the time goes on by itself as far as orders ask for it."""
+
+    def __init__(self, folder: Path, nodes: int, joined: int | None = None, **elastic: Any) -> None:
+        run = RunDirectory(folder)
+        run.create()
+        config = Config(
+            cluster=ClusterConfig(gpus_per_node=0, cpu_workers=2),
+            strategy=StrategyConfig(name="dp", dp="fill"),
+            model=TINY,
+            batch=BatchConfig(global_size=4096),
+            elastic=ElasticConfig(**elastic),
+        )
+        self.head = Coordinator(config, nodes, History(0), NodeFailures(run, 3600), JOIN_UNTIL)
+        self.now = 0.0
+        for number in range(nodes if joined is None else joined):
+            self.join(number)
+
+    def join(self, number: int) -> None:
+        self.head.joined(Node(number, f"n{number}", f"n{number}", None, 0, 2))
+
+    def lose(self, *numbers: int) -> None:
+        for number in numbers:
+            self.head.left(number, "gone", self.now)
+
+    def report(self, report: Report, *numbers: int) -> None:
+        for number in numbers:
+            self.head.reported(number, report, self.now)
+
+    def next(self, after: float = 0.0) -> Any:
+        self.now += after
+        return self.head.next(self.now)
+
+    def started(self, after: float = 0.0) -> list[int]:
+        """The numbers of the nodes of the next attempt, in the order of rank."""
+        order = self.next(after)
+        assert isinstance(order, Start), order
+        return [node.number for node in order.nodes]
+
+
+def action(order: Any) -> Action:
+    assert isinstance(order, Leave), order
+    return order.decision.action
+
+
+def test_an_attempt_begins_when_all_have_joined_and_ends_when_all_are_done(tmp_path: Path) -> None:
+    course = Course(tmp_path, 3, joined=2)
+    assert course.next() is None
+    course.join(2)
+    assert course.started() == [0, 1, 2]
+    course.report(DONE, 0, 1)
+    assert course.next() is None
+    course.report(DONE, 2)
+    assert action(course.next()) is Action.FINISH
+
+
+def test_a_failure_ends_the_attempt_everywhere_and_the_same_nodes_start_again(tmp_path: Path) -> None:
+    course = Course(tmp_path, 3)
+    course.started()
+    course.report(failed(Failure.KILLED), 1)
+    assert isinstance(course.next(), End)
+    assert course.next() is None, "the order is given once, and the others have not answered"
+    course.report(Report(Exit.FAILED, None, 9), 0, 2)
+    assert course.started() == [0, 1, 2]
+
+
+def test_an_echo_waits_for_its_cause(tmp_path: Path) -> None:
+    course = Course(tmp_path, 3)
+    course.started()
+    course.report(failed(Failure.COMMUNICATION), 0)
+    assert course.next() is None
+    course.report(failed(Failure.USER_ERROR, step=0, rank=5), 2)
+    assert isinstance(course.next(), End)
+    course.report(failed(Failure.COMMUNICATION), 1)
+    cause = course.next().cause
+    assert (cause.node, cause.failure.rank) == ("n2", 5)
+    course = Course(tmp_path / "alone", 2)
+    course.started()
+    course.report(failed(Failure.COMMUNICATION), 0)
+    assert isinstance(course.next(ECHO_S + 0.1), End), "no cause has come"
+
+
+def test_a_spare_takes_over_and_then_fewer_nodes_go_on(tmp_path: Path) -> None:
+    course = Course(tmp_path, 4, spares=1, min_nodes=2)
+    assert course.started() == [0, 1, 2], "the last is the spare"
+    course.lose(1)
+    assert isinstance(course.next(), End)
+    course.report(failed(Failure.COMMUNICATION), 0, 2)
+    assert course.next() is None, "others may go down with it"
+    assert course.started(SETTLE_S) == [0, 2, 3]
+    course.lose(3)
+    course.next()
+    course.report(failed(Failure.COMMUNICATION, step=20), 0, 2)
+    assert course.started(SETTLE_S) == [0, 2]
+    course.lose(2)
+    course.next()
+    course.report(failed(Failure.COMMUNICATION, step=30), 0)
+    assert action(course.next(SETTLE_S)) is Action.REQUEUE, "fewer than elastic.min_nodes"
+
+
+def test_three_nodes_at_once_are_one_decision(tmp_path: Path) -> None:
+    course = Course(tmp_path, 4, min_nodes=1)
+    course.started()
+    course.lose(1)
+    assert isinstance(course.next(), End)
+    course.report(failed(Failure.COMMUNICATION), 0)
+    course.now += SETTLE_S / 2
+    course.lose(2, 3)
+    assert course.next(SETTLE_S / 2) is None
+    assert course.started(SETTLE_S / 2) == [0]
+
+
+def test_a_run_that_is_not_elastic_is_requeued_when_a_node_is_lost(tmp_path: Path) -> None:
+    course = Course(tmp_path, 2)
+    course.started()
+    course.lose(1)
+    course.next()
+    course.report(failed(Failure.COMMUNICATION), 0)
+    assert action(course.next(SETTLE_S)) is Action.REQUEUE
+
+
+def test_a_lost_node_that_comes_back_is_a_spare(tmp_path: Path) -> None:
+    course = Course(tmp_path, 2, min_nodes=1)
+    course.started()
+    course.lose(1)
+    course.next()
+    course.join(1)
+    course.report(failed(Failure.COMMUNICATION), 0)
+    assert course.started(SETTLE_S) == [0, 1]
+
+
+def test_a_node_that_fails_at_every_start_is_done_without(tmp_path: Path) -> None:
+    course = Course(tmp_path, 3, min_nodes=2)
+    for _ in range(2):
+        assert course.started() == [0, 1, 2]
+        course.report(failed(Failure.KILLED, step=0), 1)
+        course.next()
+        course.report(Report(Exit.FAILED, None, 0), 0, 2)
+    assert course.started() == [0, 2]
+    course.report(DONE, 0, 2)
+    assert action(course.next()) is Action.FINISH
+
+
+def test_nodes_that_never_join_are_done_without_where_the_run_is_elastic(tmp_path: Path) -> None:
+    course = Course(tmp_path / "elastic", 3, joined=2, min_nodes=2)
+    assert course.next(JOIN_UNTIL - 1) is None
+    assert course.started(2) == [0, 1]
+    assert action(Course(tmp_path / "fixed", 3, joined=2).next(JOIN_UNTIL + 1)) is Action.REQUEUE
+
+
+def test_an_agent_that_cannot_end_its_workers_is_lost(tmp_path: Path) -> None:
+    course = Course(tmp_path, 2, min_nodes=1)
+    course.started()
+    course.report(failed(Failure.KILLED), 0)
+    course.next()
+    assert course.next(61) is None
+    assert course.started(SETTLE_S) == [0]
+
+
+@pytest.mark.parametrize(("signal", "expected"), [("SIGTERM", Action.STOP), ("SIGUSR2", Action.REQUEUE)])
+def test_stop_requests(tmp_path: Path, signal: str, expected: Action) -> None:
+    course = Course(tmp_path, 2)
+    course.started()
+    course.head.stop = signal
+    course.report(Report(Exit.STOPPED, None, 9), 0, 1)
+    assert action(course.next()) is expected
+    waiting = Course(tmp_path / "waiting", 2, joined=1)
+    waiting.head.stop = signal
+    assert action(waiting.next()) is Action.STOP, "nothing was started"
+
+
+def test_a_crash_loop_takes_three_attempts(tmp_path: Path) -> None:
+    course, attempts = Course(tmp_path, 2), 0
+    order = course.next()
+    while isinstance(order, Start):
+        attempts += 1
+        course.report(failed(Failure.HANG, step=0), 0)
+        course.next()
+        course.report(Report(Exit.FAILED, None, 0), 1)
+        order = course.next()
+    assert (attempts, action(order)) == (3, Action.GIVE_UP)
+
+
+def test_a_killed_store_is_restarted_in_place(tmp_path: Path) -> None:
+    course = Course(tmp_path, 2)
+    course.started()
+    course.head.store_lost(course.now)
+    assert isinstance(course.next(), End)
+    course.report(Report(Exit.FAILED, None, 9), 0, 1)
+    assert course.started() == [0, 1]

@@ -1,0 +1,177 @@
+"""The hub and its links over real sockets: joining, silence, strangers, and leaving together."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_train.elastic.channel import Channel
+from hpc_train.elastic.coordinator import Coordinator, Leave, Report, Start
+from hpc_train.elastic.hub import Hub
+from hpc_train.elastic.link import HubLost, Link
+from hpc_train.elastic.nodes import Node
+from hpc_train.elastic.rendezvous import HubAddress
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.exits import EXITS, Exit
+from tests.elastic.test_agent import until
+from tests.elastic.test_coordinator import DONE, Course
+
+TOKEN = "secret"
+HEARTBEAT_S = 2.0
+
+
+class Served:
+    """A hub of ``nodes`` nodes; ``starts`` and ``left`` are what it decided."""
+
+    def __init__(self, folder: Path, nodes: int, **elastic: Any) -> None:
+        self.head: Coordinator = Course(folder, nodes, joined=0, **elastic).head
+        self.head.join_until = time.monotonic() + 60
+        self.starts: list[list[int]] = []
+        self.left: list[Leave] = []
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.address = HubAddress("127.0.0.1", listener.getsockname()[1], TOKEN)
+        self.hub = Hub(self.head, listener, TOKEN, HEARTBEAT_S, self._begin, self._leave)
+        self.hub.start()
+
+    def _begin(self, start: Start) -> dict[str, Any]:
+        self.starts.append([node.number for node in start.nodes])
+        return {"attempt": len(self.starts) - 1, "order": self.starts[-1]}
+
+    def _leave(self, leave: Leave) -> int:
+        self.left.append(leave)
+        return EXITS[leave.decision.action]
+
+    def link(self, number: int) -> Link:
+        return Link.connect(self.address, Node(number, f"n{number}", f"n{number}", None, 0, 2), HEARTBEAT_S)
+
+
+def order_of(link: Link) -> dict[str, Any]:
+    found = until(lambda: link.order(0.5), timeout=60)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_agents_start_and_leave_together(tmp_path: Path) -> None:
+    served = Served(tmp_path, 3)
+    links = [served.link(number) for number in range(3)]
+    assert [order_of(link)["meeting"]["attempt"] for link in links] == [0, 0, 0]
+    for link in links:
+        link.tell_end(0, DONE)
+    assert [order_of(link)["code"] for link in links] == [0, 0, 0]
+    gone: list[int] = []
+    threads = [threading.Thread(target=lambda n=n: (links[n].leave(30), gone.append(n))) for n in (1, 2)]
+    for thread in threads:
+        thread.start()
+    assert gone == []
+    links[0].leave(30)
+    for thread in threads:
+        thread.join()
+    assert sorted(gone) == [1, 2]
+    served.hub.join()
+
+
+def test_a_stop_at_one_node_reaches_the_hub(tmp_path: Path) -> None:
+    served = Served(tmp_path, 2)
+    link = served.link(0)
+    assert link.tell_stop("SIGTERM")
+    assert not link.tell_stop("SIGTERM"), "told once"
+    assert order_of(link)["code"] == Exit.STOPPED
+
+
+def test_reports_of_another_attempt_are_ignored(tmp_path: Path) -> None:
+    served = Served(tmp_path, 1)
+    link = served.link(0)
+    order_of(link)
+    link.tell_end(7, DONE)
+    link.tell_end(-1, DONE)
+    assert link.order(1.0) is None
+    link.tell_end(0, DONE)
+    assert order_of(link)["code"] == 0
+
+
+def test_a_silent_node_is_lost_and_its_agent_may_join_again(tmp_path: Path) -> None:
+    served = Served(tmp_path, 2, min_nodes=1)
+    first = served.link(0)
+    mute = Channel(socket.create_connection((served.address.host, served.address.port)))
+    node = {"number": 1, "name": "n1", "address": "n1", "switch": None, "gpus": 0, "workers": 2}
+    mute.send({"kind": "hello", "token": TOKEN, "node": node})  # and no beat after that, as a node without power
+    assert order_of(first)["meeting"]["order"] == [0, 1]
+    until(lambda: first.is_to_end(0), timeout=60)
+    first.tell_end(0, Report(Exit.FAILED, None, 9))
+    assert order_of(first)["meeting"]["order"] == [0]
+    assert not first.is_to_end(1)
+    again = served.link(1)
+    until(lambda: 1 in served.head.present, timeout=60)
+    assert again.order(0.5) is None, "it waits as a spare"
+    first.tell_end(1, DONE)
+    assert order_of(again)["code"] == 0
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"kind": "hello", "token": "wrong", "node": {}},
+        {"kind": "hello"},
+        {"kind": "hello", "token": TOKEN, "node": {"number": 1}},
+        {"kind": "stop", "reason": "SIGTERM", "token": None},
+        [],
+    ],
+)
+def test_strangers_are_not_taken_in(tmp_path: Path, said: Any) -> None:
+    served = Served(tmp_path, 1)
+    with socket.create_connection((served.address.host, served.address.port)) as stranger:
+        stranger.sendall(json.dumps(said).encode() + b"\n")
+        stranger.settimeout(60)
+        assert stranger.recv(1) == b"", "the hub closes"
+    link = served.link(0)
+    assert order_of(link)["meeting"]["order"] == [0]
+    assert served.head.stop is None
+    link.tell_end(0, DONE)
+    order_of(link)
+
+
+def test_an_agent_notices_that_the_hub_is_gone(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = HubAddress("127.0.0.1", server.getsockname()[1], TOKEN)
+        link = Link.connect(address, Node(0, "n0", "n0", None, 0, 2), HEARTBEAT_S)
+        server.accept()[0].close()
+        with pytest.raises(HubLost):
+            until(lambda: link.order(0.2), timeout=60)
+        assert link.is_to_end(0)
+    with pytest.raises(HubLost):
+        Link.connect(address, Node(0, "n0", "n0", None, 0, 2), HEARTBEAT_S, patience_s=0.5)
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Iterator[Served]:
+    yield Served(tmp_path, 200)
+
+
+def test_two_hundred_nodes(many: Served) -> None:
+    channels = []
+    for number in range(200):
+        channel = Channel(socket.create_connection((many.address.host, many.address.port)))
+        node = {"number": number, "name": f"n{number}", "address": "", "switch": None, "gpus": 0, "workers": 2}
+        channel.send({"kind": "hello", "token": TOKEN, "node": node})
+        channel.send({"kind": "beat"})
+        channels.append(channel)
+    until(lambda: many.starts, timeout=60)
+    assert many.starts[0] == list(range(200))
+    for channel in channels:
+        channel.close()
+
+
+def test_the_token_is_not_for_everybody(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    HubAddress("n0", 7, TOKEN).publish(run, "7.0.0")
+    assert (run.attempts / "hub-7.0.0.json").stat().st_mode & 0o077 == 0
+    assert HubAddress.find(run, "7.0.0") == HubAddress("n0", 7, TOKEN)
+    assert HubAddress.find(run, "7.0.1") is None
