@@ -68,7 +68,12 @@ def train(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
             trainer.feed.close()
     heartbeat.enter(Phase.STOPPING, trainer.step)
     leave(mesh)
-    trainer.checkpoints.close(lambda: stop.requested or code is not Exit.DONE)
+
+    def enough() -> bool:
+        heartbeat.enter(Phase.STOPPING, trainer.step)  # a sign of life: to complete the archive may take long
+        return stop.requested or code is not Exit.DONE
+
+    trainer.checkpoints.close(enough)
     trainer.report.close()
     return code
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from tests.checkpoint.tensors import read_tensors
-from tests.checkpoint.test_layouts import make_manager
+from tests.checkpoint.training import make_manager
 from tests.ranks import run_ranks
 from tests.train.runs import frozen
 
