@@ -181,7 +181,7 @@ class CheckpointManager:
         if found is None:
             return None
         path = found.checkpoint.path
-        reader = SafeReader(path, found.manifest)
+        reader = SafeReader(path, found.manifest, found.settle_s)
         state = training_state(self.engine, self.optimizer)
         stored = self._stored_shapes(reader, path)
         wanted = self._of_all_ranks(shapes(state))
@@ -306,7 +306,7 @@ class CheckpointManager:
         settings = self.config.checkpoint
         try:
             store.prune(Retention(settings.keep, settings.keep_every, settings.keep_best), self.events.attempt)
-        except OSError as error:
+        except (OSError, BadCheckpoint) as error:
             self._event("warning", step=save.step, message=f"old checkpoints cannot be removed: {error}")
 
     def _check_space(self, writing: Path, tensor_bytes: int, files: int) -> None:
@@ -338,6 +338,8 @@ class CheckpointManager:
             raise RuntimeError(f"the checkpoint in {reader.path} could not be loaded: {error}") from error
 
     def _of_all_ranks(self, own: Mapping[str, TensorShape]) -> dict[str, TensorShape]:
+        """Replicas and tensor-parallel ranks hold the same names: of thousands of ranks one per stage tells them."""
+        own = own if self.mesh.dp_rank == 0 and self.mesh.tp_rank == 0 else {}
         gathered: list[Any] = [None] * self.mesh.layout.world_size
         dist.all_gather_object(gathered, own, group=self._group)
         return {name: shape for part in gathered for name, shape in part.items()}

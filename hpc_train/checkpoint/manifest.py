@@ -27,7 +27,8 @@ MAX_BYTES = 256 << 20  # of a manifest; 100,000 ranks need 15 MB
 MARKER_BYTES = 64
 _CHUNK = 4 << 20
 _TRANSIENT = (errno.ENOENT, errno.ESTALE)
-_NOT_THE_FILES_FAULT = (errno.EACCES, errno.EPERM, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+_AWAY = (errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.EKEYEXPIRED)
+_NOT_THE_FILES_FAULT = (errno.EACCES, errno.EPERM, errno.ENOMEM, errno.EMFILE, errno.ENFILE, *_AWAY)
 T = TypeVar("T")
 
 
@@ -163,7 +164,7 @@ def verify(
         OSError: this process may not read a file, which says nothing about the file.
     """
     if names is None:
-        _check_listing(checkpoint, manifest)
+        settled(lambda: _check_listing(checkpoint, manifest), settle_s, str(checkpoint))
     for name in manifest.files if names is None else names:
         entry = manifest.files[name]
 
@@ -174,14 +175,14 @@ def verify(
 
 
 def settled(action: Callable[[], T], settle_s: float, what: str) -> T:
-    """Repeats ``action`` while a file is missing, stale or short, for ``settle_s`` seconds at most.
+    """Repeats ``action`` while a file is missing, stale or short, or its server away, for ``settle_s`` seconds at most.
 
     Another node's client of a network file system may show an old directory or size until its attribute cache expires,
     after 60 s by default.
 
     Raises:
         BadCheckpoint: it still is, or the device does not give the bytes.
-        OSError: this process may not read, or has no memory or descriptors left.
+        OSError: this process may not read, has no memory or descriptors left, or the server is still away.
     """
     deadline, pause = time.monotonic() + settle_s, 0.05
     while True:
@@ -191,9 +192,9 @@ def settled(action: Callable[[], T], settle_s: float, what: str) -> T:
             if time.monotonic() >= deadline:
                 raise
         except OSError as error:
-            if error.errno in _NOT_THE_FILES_FAULT:
-                raise
-            if error.errno not in _TRANSIENT or time.monotonic() >= deadline:
+            if error.errno not in (*_TRANSIENT, *_AWAY) or time.monotonic() >= deadline:
+                if error.errno in _NOT_THE_FILES_FAULT:
+                    raise
                 raise BadCheckpoint(f"{what}: {error.strerror or error}") from error
         time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
         pause = min(2 * pause, 5.0)

@@ -11,6 +11,7 @@ import importlib
 import io
 import pickle
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
-from hpc_train.checkpoint.manifest import METADATA, BadCheckpoint, FileEntry, Manifest
+from hpc_train.checkpoint.manifest import METADATA, BadCheckpoint, FileEntry, Manifest, verify
 
 _DCP = "torch.distributed.checkpoint"
 _ALLOWED = {
@@ -39,17 +42,22 @@ _ARCHIVE_OVERHEAD = 64 << 10  # bytes of a one-tensor archive beside the tensor
 
 
 class SafeReader(dcp.FileSystemReader):
-    """A ``FileSystemReader`` of the checkpoint at ``path``, whose files agree with ``manifest``."""
+    """A ``FileSystemReader`` of the checkpoint at ``path``, whose files agree with ``manifest``.
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    Another rank may have verified the file that this one reads: each waits, for ``settle_s`` at most (see
+    ``manifest.settled``), until it sees its own files whole.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, settle_s: float = 0.0) -> None:
         super().__init__(path)
-        self._manifest = manifest
+        self._manifest, self._settle_s = manifest, settle_s
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """
         Raises:
             BadCheckpoint: it is damaged, is not what DCP writes, or points outside the checkpoint's files.
         """
+        self._await([METADATA])
         data = (Path(self.path) / METADATA).read_bytes()
         entry = self._manifest.files[METADATA]
         if FileEntry(len(data), xxhash.xxh3_128(data).hexdigest()) != entry:
@@ -57,6 +65,13 @@ class SafeReader(dcp.FileSystemReader):
         metadata = read_metadata(data, self._manifest)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        self._await({self.storage_data[item.storage_index].relative_path for item in plan.items})
+        return super().read_data(plan, planner)
+
+    def _await(self, names: Iterable[str]) -> None:
+        verify(Path(self.path), self._manifest, names, full=False, settle_s=self._settle_s)
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> Any:
         _check_archive(_Window(file, sinfo.offset, sinfo.length), sinfo)

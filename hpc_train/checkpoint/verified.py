@@ -5,6 +5,7 @@ Nothing is loaded here: what comes back has been verified by all ranks before an
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Callable
@@ -36,6 +37,7 @@ class Found:
 
     checkpoint: Checkpoint
     manifest: Manifest
+    settle_s: float = 0.0  # for how long a rank may not see yet what the others have verified
 
 
 @dataclass
@@ -63,6 +65,7 @@ class VerifiedSearch:
         Raises:
             NoneGood: there were some and none is good.
             ConfigError: this process may not read them.
+            OSError: they cannot be read now.
         """
         while True:
             found = self._propose()
@@ -85,9 +88,11 @@ class VerifiedSearch:
             if checkpoint.step in self._refused:
                 continue
             try:
-                return Found(checkpoint, read_manifest(checkpoint.path, settle))
+                return Found(checkpoint, read_manifest(checkpoint.path, settle), settle)
             except BadCheckpoint as error:
                 self._refuse(checkpoint, str(error))
+            except OSError as error:
+                raise _unreadable(checkpoint, 0, error) from error
         if self._refused or self.store.bad():
             bad = [f"step {step}: {why}" for step, why in sorted(self._refused.items(), reverse=True)]
             raise NoneGood(
@@ -111,11 +116,11 @@ class VerifiedSearch:
         except BadCheckpoint as error:
             outcome = f"{error} (rank {rank}, {socket.gethostname()})"
         except OSError as error:
-            outcome = ConfigError(f"rank {rank} cannot read a checkpoint: {error}", where=str(found.checkpoint.path))
+            outcome = _unreadable(found.checkpoint, rank, error)
         outcomes: list[Any] = [None] * ranks
         dist.all_gather_object(outcomes, outcome, group=self.group)
         for other in outcomes:
-            if isinstance(other, ConfigError):
+            if isinstance(other, Exception):
                 raise other
         return next((other for other in outcomes if other is not None), None)
 
@@ -148,6 +153,14 @@ class VerifiedSearch:
 
     def _on_first(self, action: Callable[[], Any]) -> Any:
         return on_first(action, self.group)
+
+
+def _unreadable(checkpoint: Checkpoint, rank: int, error: OSError) -> Exception:
+    """What to raise where that says nothing about the checkpoint: a file server that is away may be back later."""
+    words = f"rank {rank} cannot read a checkpoint: {error}"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return ConfigError(words, where=str(checkpoint.path))
+    return OSError(error.errno, words)
 
 
 def on_first(action: Callable[[], Any], group: dist.ProcessGroup) -> Any:

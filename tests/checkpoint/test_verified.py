@@ -6,20 +6,24 @@ import errno
 import os
 import threading
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from hpc_train.checkpoint import manifest, verified
 from hpc_train.checkpoint.manifest import METADATA, BadCheckpoint, read_manifest, verify
+from hpc_train.checkpoint.reader import SafeReader
 from hpc_train.checkpoint.snapshot import HostCopies
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
 from hpc_train.checkpoint.verified import VerifiedSearch, on_network
+from hpc_train.checkpoint.writer import quiet
 from tests.checkpoint.tensors import read_tensors
-from tests.checkpoint.tiny import commit
+from tests.checkpoint.tiny import commit, state_of
 from tests.checkpoint.training import make_manager
 from tests.ranks import run_ranks
 from tests.train.runs import frozen
@@ -67,6 +71,43 @@ def test_an_old_view_of_another_node_is_looked_past(
         old_views = 1
         with pytest.raises(BadCheckpoint, match=os.strerror(code)):
             look(0)
+
+
+@pytest.mark.parametrize("name", [METADATA, "__0_0.distcp"])
+def test_a_rank_waits_for_what_another_one_has_verified(checkpoint: Checkpoint, name: str) -> None:
+    found, file = checkpoint.manifest(), checkpoint.path / name
+    data = file.read_bytes()
+    file.unlink()
+    threading.Timer(0.2, file.write_bytes, (data,)).start()
+    loaded = {key: torch.full_like(tensor, -1) for key, tensor in state_of(0).items()}
+    with quiet():
+        dcp.load(loaded, storage_reader=SafeReader(checkpoint.path, found, settle_s=100), no_dist=True)
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in state_of(1).items())
+
+
+def search_in_vain(rank: int, world_size: int, folder: str, code: int) -> tuple[str, list[str]]:
+    """What a search raises where the second open of a file of a checkpoint fails, and which it called bad."""
+    opened, group, bad, opens = os.open, dist.group.WORLD, list[str](), count()
+    assert group is not None
+
+    def fails(path: Any, *args: Any) -> int:
+        if "step-" in str(path) and next(opens) >= 1:
+            raise OSError(code, os.strerror(code))
+        return opened(path, *args)
+
+    os.open = fails
+    try:
+        VerifiedSearch(CheckpointStore(Path(folder)), group, True, 0.0, lambda found, why: bad.append(why)).newest()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", bad
+    return "found one", bad
+
+
+@pytest.mark.parametrize(("code", "kind"), [(errno.EACCES, "ConfigError"), (errno.ENOTCONN, "OSError")])
+def test_a_checkpoint_that_cannot_be_read_now_is_not_called_bad(checkpoint: Checkpoint, code: int, kind: str) -> None:
+    ((told, bad),) = run_ranks(1, search_in_vain, str(checkpoint.path.parent), code)
+    assert told.startswith(kind) and "rank 0 cannot read a checkpoint" in told
+    assert bad == [] and checkpoint.is_whole()
 
 
 def test_waiting_ends(checkpoint: Checkpoint) -> None:
