@@ -118,8 +118,10 @@ def read_manifest(checkpoint: Path, settle_s: float = 0.0) -> Manifest:
     manifest, name = decode(data), checkpoint.name.partition(".")[0]
     if name.startswith("step-") and name != f"step-{manifest.step:08d}":
         raise BadCheckpoint(f"{NAME}: of step {manifest.step}, in {checkpoint.name}")
-    if name.startswith("step-") and name != checkpoint.name and marker(data) != _read_marker(checkpoint):
-        raise BadCheckpoint(f"{COMMITTED}: not of this {NAME}")
+    if name.startswith("step-") and name != checkpoint.name:
+        found = settled(lambda: _read_marker(checkpoint), settle_s, f"{checkpoint / COMMITTED}")
+        if found != marker(data):
+            raise BadCheckpoint(f"{COMMITTED}: not of this {NAME}")
     return manifest
 
 
@@ -129,18 +131,23 @@ def marker(manifest: bytes) -> bytes:
 
 
 def has_marker(checkpoint: Path) -> bool:
-    """Whether a whole ``COMMITTED`` is there, of whatever manifest."""
-    data = _read_marker(checkpoint)
+    """Whether a whole ``COMMITTED`` is there, of whatever manifest; also where that cannot be read now.
+
+    Else a file server's bad moment would make a checkpoint look as if it had never been committed.
+    """
+    try:
+        data = _read_marker(checkpoint)
+    except (FileNotFoundError, NotADirectoryError, BadCheckpoint):
+        return False
+    except OSError:
+        return True
     return len(data) == len(marker(b"")) and data.endswith(b"\n")
 
 
 def _read_marker(checkpoint: Path) -> bytes:
-    try:
-        with _open(checkpoint, COMMITTED, range(MARKER_BYTES + 1)) as file:
-            data: bytes = file.readall()
-            return data
-    except (OSError, BadCheckpoint):
-        return b""
+    with _open(checkpoint, COMMITTED, range(MARKER_BYTES + 1)) as file:
+        data: bytes = file.readall()
+        return data
 
 
 def verify(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,27 @@ def test_both_kinds_are_found_and_told_from_what_was_never_finished(tmp_path: Pa
     assert bad.name == "bad.step-00000004.attempt-001" and not (bad / COMMITTED).exists()
     renames.prune(Retention(1), attempt=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.step-00000004.attempt-001", "step-00000003"]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_marker_that_cannot_be_read_now_is_not_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    store, opened = CheckpointStore(tmp_path, by_marker=True), os.open
+    for step in (1, 2):
+        commit(store, step)
+
+    def fails(path: Any, *args: Any, **kwargs: Any) -> int:
+        if Path(path).name == COMMITTED:
+            raise OSError(code, os.strerror(code))
+        return opened(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fails)
+        store.revoke(attempt=1)
+        store.prune(Retention(1), attempt=1)
+        assert [found.step for found in store.committed()] == [1, 2]
+    assert all(found.is_whole() for found in store.committed())
 
 
 @pytest.mark.parametrize(
