@@ -14,7 +14,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 CONTEXT = mp.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch.distributed.pipelining", "torch.distributed.fsdp", "hpc_train.parallel.engine"])
+# what a rank would else import for itself, half a second each
+_PRELOAD = ["torch.distributed.pipelining", "torch.distributed.fsdp", "hpc_train.train.worker", "pytest"]
+CONTEXT.set_forkserver_preload(_PRELOAD)
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
