@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus, filter_overrides
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
@@ -77,7 +78,7 @@ class HpcTrainLauncher(Launcher):
         sweeper = self._config.hydra.sweeper
         if sweeper._target_ != SWEEPER or sweeper.max_batch_size is not None:
             count = max(count, 2)  # a sweeper that submits in batches: all of its runs are numbered
-        compose = JobComposer(self._compose)
+        compose = self._composer(count)
         jobs = []
         listed = list(enumerate(job_overrides, start=first))
         for number, overrides in _followed(listed, "composing jobs", console):
@@ -92,11 +93,22 @@ class HpcTrainLauncher(Launcher):
                 raise ConfigError(what, where=error.where, mend=error.mend) from error
         return jobs
 
+    def _composer(self, count: int) -> Callable[[Sequence[str]], DictConfig]:
+        """For a single job, what Hydra has composed to find this launcher is the job's config: a third of the work."""
+        task = OverridesParser.create().parse_overrides(list(self._config.hydra.overrides.task))
+        swept = self._config.hydra.sweeper.get("params") or any(override.is_sweep_override() for override in task)
+        if count == 1 and not swept:
+            return lambda overrides: _without_hydra(self._config.copy())
+        return JobComposer(self._compose)
+
     def _compose(self, overrides: list[str]) -> DictConfig:
-        composed = self._loader.load_sweep_config(self._config, overrides)
-        with open_dict(composed):
-            del composed["hydra"]
-        return composed
+        return _without_hydra(self._loader.load_sweep_config(self._config, overrides))
+
+
+def _without_hydra(composed: DictConfig) -> DictConfig:
+    with open_dict(composed):
+        del composed["hydra"]
+    return composed
 
 
 def _followed(items: Sequence[T], what: str, console: Console) -> Iterable[T]:
