@@ -13,9 +13,13 @@ from hpc_train.config.errors import ConfigError
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=,@-]*(/[A-Za-z0-9_][A-Za-z0-9_.+=,@-]*)*")
 
 
+SCRATCH = ("SCRATCH", "PSCRATCH", "SCRATCHDIR", "MYSCRATCH", "CINECA_SCRATCH")  # as sites call it
+
+
 def default_root() -> str:
     """Where runs lie unless ``run.root`` says: checkpoints fill a home directory, so scratch space comes before it."""
-    root, scratch = os.environ.get("HPC_TRAIN_ROOT"), os.environ.get("SCRATCH")
+    root = os.environ.get("HPC_TRAIN_ROOT")
+    scratch = next((os.environ[name] for name in SCRATCH if os.environ.get(name)), None)
     return root or (f"{scratch}/hpc_train" if scratch else "outputs")
 
 

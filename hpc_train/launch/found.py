@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hpc_train.config.directory import default_root
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.freeze import load
 from hpc_train.config.layout import resolve_layout
@@ -88,7 +89,7 @@ def find(target: str) -> list[Found]:
     Raises:
         ConfigError: there is neither.
     """
-    root = Path(os.environ.get("HPC_TRAIN_ROOT", "outputs"))
+    root = Path(default_root())
     for path in (Path(target), root / target):
         runs = [path] if (path / "config.yaml").exists() else sorted(_runs_below(path), key=_number)
         if runs:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.config.directory import SCRATCH
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.freeze import freeze
 from hpc_train.run.directory import RunDirectory
@@ -21,11 +22,12 @@ from tests.config.composing import config_of
     [
         ({}, "outputs"),
         ({"SCRATCH": "/scratch/me"}, "/scratch/me/hpc_train"),
+        ({"CINECA_SCRATCH": "/scratch/me"}, "/scratch/me/hpc_train"),
         ({"SCRATCH": "/scratch/me", "HPC_TRAIN_ROOT": "/runs"}, "/runs"),
     ],
 )
 def test_the_default_root(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str) -> None:
-    for name in ("SCRATCH", "HPC_TRAIN_ROOT"):
+    for name in (*SCRATCH, "HPC_TRAIN_ROOT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from hpc_train.config.directory import SCRATCH
+
 REPOSITORY = Path(__file__).parents[2]
 TINY = [
     "model.dim=16",
@@ -30,7 +32,7 @@ def environment(**extra: str) -> dict[str, str]:
     keep = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("WANDB_", "SLURM_", "HPC_TRAIN_")) and name != "SCRATCH"
+        if not name.startswith(("WANDB_", "SLURM_", "HPC_TRAIN_")) and name not in SCRATCH
     }
     return keep | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "160", "CUDA_VISIBLE_DEVICES": ""} | extra
 

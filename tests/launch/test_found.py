@@ -1,0 +1,27 @@
+"""Runs are found again by their names where runs lie by default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.freeze import text_of
+from hpc_train.launch.found import find
+from tests.launch.jobs import make_job
+
+
+@pytest.mark.parametrize(("variable", "below"), [("HPC_TRAIN_ROOT", ""), ("SCRATCH", "hpc_train")])
+def test_a_name_is_looked_up_where_runs_lie(
+    variable: str, below: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(tmp_path / below / "sweep", 3)
+    job.run.config.write_text(text_of(job.config))
+    monkeypatch.delenv("HPC_TRAIN_ROOT", raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    (found,) = find("sweep/3")
+    assert (found.run, found.number) == (job.run, 3)
+    assert [item.run for item in find("sweep")] == [job.run]
+    with pytest.raises(ConfigError, match="no run or sweep"):
+        find("sweep/4")
