@@ -114,10 +114,10 @@ def _run(
     with node_local_caches(f"{allocation.launch_id}-{allocation.node_name}") as caches:
         _set_environment(run, config, allocation, node, caches)
         modules = [each.partition(":")[0] for each in (entry, store)]
-        pid = warm_parent.start(["hpc_train.elastic.worker_process", *dict.fromkeys(modules)])
+        warm_parent.start(["hpc_train.elastic.worker_process", *dict.fromkeys(modules)])
         hub = stores = None
         if allocation.node_rank == 0:
-            stores = Stores(pid, store)
+            stores = Stores(store)
             hub, address = _start_hub(run, config, allocation, Attempts(run, config, allocation, end, stores))
         else:
             found = wait_for_hub(
@@ -257,7 +257,8 @@ class Agent:
 
         def tick() -> None:
             self._tick(link)
-            self._check_store(link, meeting.attempt)
+            if warm_parent.lives():  # else the workers have died as well, and tell why
+                self._check_store(link, meeting.attempt)
             if link.is_to_end(meeting.attempt):
                 raise EndedByHub
 

@@ -53,8 +53,7 @@ def run_attempt(
 
 
 def _start(workers: Workers, specs: Sequence[WorkerSpec], listener: socket | None, entry: str) -> None:
-    module = entry.partition(":")[0]
-    pid = warm_parent.start(["hpc_train.elastic.worker_process", module])
+    pid = warm_parent.ensure()
     try:
         for spec in specs:
             workers.start(pid, spec, listener if spec.rank == 0 else None, entry)

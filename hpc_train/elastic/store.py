@@ -23,8 +23,7 @@ class Stores:
         entry: what serves, as "module:function"; it returns an object that serves as long as it lives.
     """
 
-    def __init__(self, warm_parent_pid: int, entry: str) -> None:
-        self._warm_parent_pid = warm_parent_pid
+    def __init__(self, entry: str) -> None:
         self._entry = entry
         self._offered: dict[int, socket.socket] = {}
         self._process: BaseProcess | None = None
@@ -36,7 +35,7 @@ class Stores:
         """Starts the store of ``attempt``; that of the one before is ended."""
         self.stop()
         with self._offered.pop(attempt) as listener:
-            self._process = warm_parent.fork(_main, self._warm_parent_pid, listener, self._entry)
+            self._process = warm_parent.fork(_main, warm_parent.ensure(), listener, self._entry)
 
     @property
     def lost(self) -> bool:

@@ -27,6 +27,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
 def start(preload: Sequence[str]) -> int:
     """Starts the warm parent with ``preload`` imported (in the background); returns its pid."""
     CONTEXT.set_forkserver_preload(list(preload))
+    return ensure()
+
+
+def ensure() -> int:
+    """Starts it again where it was killed; returns its pid."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         resource_tracker.ensure_running()  # leaves INT and TERM unblocked

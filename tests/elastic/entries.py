@@ -102,14 +102,16 @@ def prints_much(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
     return Exit.DONE
 
 
-def start_agent(run: Path, entry: str, **environment: str) -> subprocess.Popen[str]:
+def start_agent(
+    run: Path, entry: str, store: str = "tests.elastic.entries:serve", **environment: str
+) -> subprocess.Popen[str]:
     """An agent in a process and session of its own, as a launcher starts it."""
     module = entry if ":" in entry else f"tests.elastic.entries:{entry}"
     script = (
         "import sys; from pathlib import Path\n"
         "from hpc_train.elastic.agent import run_agent\n"
         "from hpc_train.run.directory import RunDirectory\n"
-        f"code = run_agent(RunDirectory(Path({str(run)!r})), entry={module!r}, store='tests.elastic.entries:serve')\n"
+        f"code = run_agent(RunDirectory(Path({str(run)!r})), entry={module!r}, store={store!r})\n"
         "assert 'torch' not in sys.modules\n"
         "sys.exit(code)\n"
     )

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -54,6 +55,17 @@ def _bus_error() -> None:
     memory[mmap.PAGESIZE] = 1
 
 
+def _kill_store() -> None:
+    """It is the one child of the warm parent that is no worker."""
+    children = psutil.Process(os.getppid()).children()
+    store = next(child for child in children if "LISTEN" in _states(child))
+    _kill(store.pid)
+
+
+def _states(process: psutil.Process) -> set[str]:
+    return {connection.status for connection in process.net_connections()}
+
+
 def _kill_loader() -> None:
     """The step goes on; a later one misses its data."""
     process = multiprocessing.active_children()[0]
@@ -74,7 +86,7 @@ def _read_what_never_comes() -> None:
 
 FAULTS: dict[str, Callable[[], None]] = {
     "kill": lambda: _kill(os.getpid()),
-    "store": lambda: _kill(os.getpid()),  # on rank 0, which keeps the store
+    "store": _kill_store,
     "segfault": _segfault,
     "abort": os.abort,
     "bus": _bus_error,

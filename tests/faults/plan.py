@@ -14,7 +14,7 @@ RECOVERY = -1  # instead of a step: while the next attempt starts
 
 # Each kind with the class that the event log is to name. After these the run goes on by itself.
 CRASHES = {"kill": "killed", "segfault": "killed", "abort": "killed", "bus": "killed", "exit": "exited",
-           "store": "killed", "loader": "killed", "warm_parent": "killed"}  # fmt: skip
+           "store": "communication", "loader": "killed", "warm_parent": "killed"}  # fmt: skip
 HANGS = {"stop": "hang", "gil": "hang", "storage": "hang", "collective": "hang"}
 CLASSES = CRASHES | HANGS
 NO_RANK = ("warm_parent",)  # strikes all ranks of the node at once

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from hpc_train.elastic.agent import STORE
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json, read_lines
 from tests.checkpoint.tensors import assert_same_bits
@@ -63,7 +64,7 @@ def freeze(path: Path, steps: int, *overrides: str) -> RunDirectory:
 
 
 def start(run: RunDirectory, plan: Sequence[Fault] = ()) -> subprocess.Popen[str]:
-    return start_agent(run.path, "tests.faults.entry:train", **variables(plan), **{MARK: str(run.path)})
+    return start_agent(run.path, "tests.faults.entry:train", STORE, **variables(plan), **{MARK: str(run.path)})
 
 
 def finish(run: RunDirectory, agent: subprocess.Popen[str], plan: Sequence[Fault] = (), timeout: float = 240) -> Trial:
