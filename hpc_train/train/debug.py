@@ -25,7 +25,7 @@ _ANOMALY = "returned nan values"  # what autograd's message has in it
 class DebuggedEngine:
     """``engine``, with a look at everything.
 
-    Raises (from ``train_step`` and ``eval_step``):
+    Raises (from ``train_step``):
         FloatingPointError: something was not finite; names rank, step and module or parameter.
     """
 
@@ -72,7 +72,7 @@ class DebuggedEngine:
 
     def _look(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """The hook of a module runs before that of the module around it: the first to complain is the innermost."""
-        if not _not_finite(("output", leaf) for leaf in tree_leaves(output)):
+        if not module.training or not _not_finite(("output", leaf) for leaf in tree_leaves(output)):
             return
         parameters = _not_finite(module.named_parameters())
         came_in = _not_finite(("input", leaf) for leaf in tree_leaves(inputs))
