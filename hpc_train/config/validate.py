@@ -72,13 +72,14 @@ INSIDE = Range(lambda value: 0 < value < 1, "above 0 and below 1")
 RANGES: dict[Range, tuple[str, ...]] = {
     POSITIVE: (
         "strategy.bucket_cap_mb", "model.rope_theta", "model.norm_eps", "optim.lr", "optim.eps", "train.epochs",
-        "precision.loss_scale_init", "elastic.collective_timeout_s", "elastic.stop_grace_s",
+        "precision.loss_scale_init", "elastic.collective_timeout_s", "elastic.stop_grace_s", "elastic.heartbeat_s",
+        "elastic.join_timeout_s", "run.max_gpu_hours",
     ),
     NOT_NEGATIVE: (
         "cluster.gpus_per_node", "optim.weight_decay", "optim.clip_norm", "optim.warmup_steps", "train.eval_every",
         "train.seed", "train.spike_mads", "train.max_rollbacks",
         "batch.loader_workers", "checkpoint.keep_every", "checkpoint.settle_s",
-        "launch.confirm_gpu_hours", "elastic.spares",
+        "launch.confirm_gpu_hours", "elastic.spares", "elastic.exclude_hours",
     ),
     AT_LEAST_ONE: (
         "cluster.cpu_workers", "cluster.cpus_per_gpu", "strategy.dp", "strategy.pp", "strategy.tp", "strategy.shard",

@@ -268,7 +268,7 @@ class Agent:
         grace_s = stop_time(self.config, self.run, self.allocation.nodes).seconds
         try:
             outcome = run_attempt(specs, None, log, self.stop, grace_s, tick, self.entry, self.watch)
-            report = Report(outcome.exit, outcome.failure, self._furthest_step(meeting.attempt))
+            report = Report(outcome.exit, outcome.failure, max(outcome.step, self._furthest_step(meeting.attempt)))
         except EndedByHub:
             report = Report(Exit.FAILED, None, self._furthest_step(meeting.attempt))
         link.tell_end(meeting.attempt, report)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from socket import socket
 
 from hpc_train.elastic import warm_parent
@@ -25,10 +25,11 @@ REPORT_GRACE_S = 0.1  # after an exception that may be an echo with words of its
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the workers of this node ended; ``failure`` is the first real one."""
+    """How the workers of this node ended; ``failure`` is the first real one, ``step`` the furthest of them."""
 
     exit: Exit
     failure: WorkerFailure | None = None
+    step: int = 0
 
 
 def run_attempt(
@@ -49,7 +50,7 @@ def run_attempt(
     finally:
         workers.kill()
         log.close()
-    return _outcome(workers, stop_grace_s)
+    return replace(_outcome(workers, stop_grace_s), step=max((worker.step for worker in workers), default=0))
 
 
 def _start(workers: Workers, specs: Sequence[WorkerSpec], listener: socket | None, entry: str) -> None:

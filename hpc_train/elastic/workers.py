@@ -43,6 +43,7 @@ class Worker:
     ended_by_agent: bool = False
     end: dict[str, Any] | None = None
     gone: bool = False
+    step: int = 0  # that it had done when it ended
 
     @property
     def pid(self) -> int:
@@ -145,6 +146,7 @@ class Workers:
             self._failures[worker.rank] = ended_without_report(worker.rank, code, end, tail, time.time())
         worker.output.close()
         worker.reports.close()
+        worker.step = worker.block.beat().step
         worker.block.close()
         worker.gone = True
 
