@@ -159,7 +159,8 @@ def report(queue: JobQueue, console: Console) -> Exit:
         if view.message:
             print(f"job {job.number}: {view.message}\n  run directory: {job.run.path}", file=sys.stderr)
         if view.exit == Exit.STOPPED:
-            print(f"stopped after a checkpoint; this goes on:\n  {_go_on(job)}")
+            how = "cancelled" if view.state == "cancelled" else "stopped after a checkpoint"
+            print(f"{how}; this goes on:\n  {_go_on(job)}")
     return worst(queue.views)
 
 

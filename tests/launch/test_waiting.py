@@ -15,6 +15,7 @@ from hpc_train.launch import waiting
 from hpc_train.launch.job import Job
 from hpc_train.launch.queue import JobQueue
 from hpc_train.launch.standing import PRESENT, Standing
+from hpc_train.launch.watch import View
 from hpc_train.run.events import EventLog
 from tests.launch.jobs import make_job
 
@@ -151,6 +152,12 @@ def test_two_interrupts_offer_to_cancel_the_jobs_and_wait_for_them(
     assert place.order == [0, 1]
     assert waiting.report(queue, queue._console) == 75
     assert "python -m hpc_train -m run.name=sweep/0 +strategy=dp" in capsys.readouterr().out
+
+
+def test_what_is_said_of_a_cancelled_job(queue: JobQueue, capsys: pytest.CaptureFixture[str]) -> None:
+    queue._views = {job.number: View("cancelled", {}, exit=75) for job in queue.jobs}
+    assert waiting.report(queue, queue._console) == 75
+    assert capsys.readouterr().out.count("cancelled; this goes on:") == len(queue.jobs)
 
 
 @pytest.mark.parametrize("answer", ["n\n", "\n", ""])
