@@ -20,6 +20,7 @@ class HostCopies:
         self._buffers: dict[str, Tensor] = {}
         self._planned: tuple[frozenset[str], frozenset[str]] | None = None  # of which names, this rank writes which
 
+    @torch.no_grad()  # without it DTensors ask autograd for their shards
     def take(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies what this rank holds of ``state`` and will write, of a DTensor its shard; complete on return."""
         devices, names = set(), self._names(state)
