@@ -25,7 +25,7 @@ LONG = os.environ.get("HPC_TRAIN_LONG") == "1"
 long = pytest.mark.skipif(not LONG, reason="minutes on a real Slurm: HPC_TRAIN_LONG=1")
 
 CASE = [*SLOW, "cluster.cpu_workers=1", "batch.global_size=12", "checkpoint.every=5", "run.name=run"]
-PATIENCE_S = 240.0
+PATIENCE_S = 480.0  # on a machine that is busy with other tests, workers take minutes to start
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_a_job_whose_batch_host_is_lost_runs_again(cluster: Cluster, tmp_path: P
 @pytest.mark.parametrize("nodes_of_job", [1, 2])
 @long
 def test_the_agent_with_the_hub_is_killed(cluster: Cluster, tmp_path: Path, nodes_of_job: int) -> None:
-    """Of one node: another step of the job; of several that are not elastic: srun ends them all, and the same."""
+    """Of one node: the batch script starts another step of the job. Of several: one that is left has it requeued."""
     case = [*CASE, f"cluster.nodes={nodes_of_job}", "train.steps=30"]
     process, run = cluster.start(*case, "-m", cwd=tmp_path), tmp_path / "outputs" / "run"
     wait_for_step(run, 7, PATIENCE_S)
