@@ -52,7 +52,7 @@ def runs(folder: Path) -> list[list[str]]:
         ["+strategy=hybrid", *gpt, "data=text", "data.pattern=json/*.py", "cluster=local", "telemetry.tensorboard=true",
          "checkpoint.every=2", "telemetry.wandb.mode=offline"],
         ["+strategy=zero2", *TINY, "precision=fp16", "optim.lr_scaling=linear", "optim.schedule=wsd", "run.name=base"],
-        ["+strategy=dp", *vit, *pictures, "optim=sgd"],
+        ["+strategy=dp", *vit, *pictures, "optim=sgd", "train.reproducible=any_world_size"],
         ["+strategy=single", *vit, "data=images", f"data.path={folder}/images", "data.n_classes=2",
          "data.image_size=32"],
         ["+strategy=dp", *custom, *pictures, "+model.args.n_classes=10", "-m"],
