@@ -257,7 +257,7 @@ class Agent:
 
         def tick() -> None:
             self._tick(link)
-            if warm_parent.lives():  # else the workers have died as well, and tell why
+            if self.stores is None or not self.stores.went_with_warm_parent:  # else the workers did, and tell it
                 self._check_store(link, meeting.attempt)
             if link.is_to_end(meeting.attempt):
                 raise EndedByHub

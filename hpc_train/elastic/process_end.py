@@ -9,19 +9,19 @@ from pathlib import Path
 from hpc_train.cluster.oom_kills import OomKills
 from hpc_train.run.exits import Failure
 
-LOST = 255  # what multiprocessing says of a process whose warm parent has died: the kernel kills it then
 SHARED_MEMORY = Path("/dev/shm")
 FULL = 0.01  # of it is left
 
 
-def class_of_end(exit_code: int, killed: OomKills, parent_lives: bool = True) -> tuple[Failure, str]:
+def class_of_end(exit_code: int, killed: OomKills, with_warm_parent: bool = False) -> tuple[Failure, str]:
     """The class and one line.
 
     Args:
         exit_code: negative for a signal.
+        with_warm_parent: it was killed because its warm parent ended.
         killed: processes that the kernel has killed for memory while the worker ran.
     """
-    if exit_code == LOST and not parent_lives:
+    if with_warm_parent:
         return Failure.KILLED, "killed by the kernel when the warm parent of the node's workers ended"
     if exit_code >= 0:
         return Failure.EXITED, f"exited early with code {exit_code}, without an exception"

@@ -42,6 +42,10 @@ class Stores:
         """Whether the store was killed."""
         return self._process is not None and self._process.exitcode is not None
 
+    @property
+    def went_with_warm_parent(self) -> bool:
+        return self._process is not None and warm_parent.took_along(self._process.exitcode)
+
     def stop(self) -> None:
         if self._process is not None:
             self._process.kill()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
@@ -18,6 +19,7 @@ from hpc_train.run.parent_death import die_with_parent
 from hpc_train.run.process_state import process_state
 
 CONTEXT = multiprocessing.get_context("forkserver")
+LOST = 255  # multiprocessing's exit code of a process whose forkserver has died
 
 # Blocked in the warm parent and so at the birth of each worker, until the worker has its handlers: a signal to the
 # whole process group (Ctrl-C, scancel) neither kills an import nor is it lost.
@@ -42,10 +44,18 @@ def ensure() -> int:
     return forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
 
 
-def lives() -> bool:
-    """Whether the warm parent that was started last is alive."""
-    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    return pid is not None and process_state(pid) not in ("", "Z")
+def took_along(exit_code: int | None) -> bool:
+    """Whether a process that ended with ``exit_code`` went with its warm parent.
+
+    A dying parent closes its pipes before the kernel shows it as dead, so it is looked at for a second.
+    """
+    until = time.monotonic() + 1.0
+    while exit_code == LOST and time.monotonic() < until:
+        pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        if pid is None or process_state(pid) in ("", "Z"):
+            return True
+        time.sleep(0.02)
+    return False
 
 
 def fork(target: Callable[..., None], *args: Any) -> BaseProcess:

@@ -10,7 +10,7 @@ import pytest
 
 from hpc_train.cluster.oom_kills import OomKills
 from hpc_train.config.errors import ConfigError
-from hpc_train.elastic.process_end import LOST, class_of_end
+from hpc_train.elastic.process_end import class_of_end
 from hpc_train.run.exits import Failure, classify
 
 
@@ -51,7 +51,7 @@ def test_processes(code: int, killed: OomKills, failure: Failure, words: str) ->
 
 
 def test_a_worker_that_ends_with_its_warm_parent() -> None:
-    assert class_of_end(LOST, OomKills(), parent_lives=False) == (
+    assert class_of_end(255, OomKills(), with_warm_parent=True) == (
         Failure.KILLED,
         "killed by the kernel when the warm parent of the node's workers ended",
     )

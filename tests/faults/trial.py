@@ -67,7 +67,7 @@ def start(run: RunDirectory, plan: Sequence[Fault] = ()) -> subprocess.Popen[str
     return start_agent(run.path, "tests.faults.entry:train", STORE, **variables(plan), **{MARK: str(run.path)})
 
 
-def finish(run: RunDirectory, agent: subprocess.Popen[str], plan: Sequence[Fault] = (), timeout: float = 240) -> Trial:
+def finish(run: RunDirectory, agent: subprocess.Popen[str], plan: Sequence[Fault] = (), timeout: float = 800) -> Trial:
     try:
         _, error = agent.communicate(timeout=timeout)
     finally:
@@ -82,7 +82,7 @@ def undisturbed(path: Path, steps: int, *overrides: str) -> RunDirectory:
     return run
 
 
-def struck(path: Path, steps: int, plan: Sequence[Fault], *overrides: str, timeout: float = 240) -> Trial:
+def struck(path: Path, steps: int, plan: Sequence[Fault], *overrides: str, timeout: float = 800) -> Trial:
     run = freeze(path, steps, *overrides)
     return finish(run, start(run, plan), plan, timeout)
 
