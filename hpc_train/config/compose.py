@@ -98,8 +98,8 @@ def typed(node: DictConfig) -> Config:
     Raises:
         ConfigError: a missing value, an unknown key or kind, a value of the wrong type, or a secret in clear text.
     """
-    node = node.copy()
     if "hydra" in node:
+        node = node.copy()
         OmegaConf.set_struct(node, False)
         del node["hydra"]
     refuse_secrets(node)

@@ -20,7 +20,8 @@ from hpc_train.config.schema import ClusterConfig
 from hpc_train.launch.container import container_of
 from hpc_train.launch.job import Job
 from hpc_train.launch.processes import ProcessSubmitter
-from hpc_train.launch.script import python
+from hpc_train.launch.sbatch import goes_on_without_a_node
+from hpc_train.launch.script import python, when_a_node_is_lost
 from hpc_train.launch.storage import check_room
 
 
@@ -74,11 +75,11 @@ class AllocationSubmitter(ProcessSubmitter):
 
     def _command(self, job: Job) -> list[str]:
         cluster = job.config.cluster
-        nodes = self.shape(cluster)[0]
+        nodes = min(self.shape(cluster)[0] + job.config.elastic.spares, _nodes_here())
         cores = (
             [f"--cpus-per-task={cluster.cpus_per_gpu * job.workers}"] if isinstance(cluster.cpus_per_gpu, int) else []
         )
-        own = ["--kill-on-bad-exit=1", "--unbuffered", *cores]
+        own = [*when_a_node_is_lost(goes_on_without_a_node(job.config.elastic)), "--unbuffered", *cores]
         container = container_of(job.config, job.gpus)
         if container is not None:
             own += [*container.srun_options(container.seen()), *container.command(container.seen())]

@@ -128,17 +128,22 @@ def _frozen(code: FrozenCode | None) -> list[str]:
     ]
 
 
+def when_a_node_is_lost(goes_on: bool) -> tuple[str, ...]:
+    """Options of srun: the agents of the other nodes go on, or end with it."""
+    return ("--no-kill", "--kill-on-bad-exit=0") if goes_on else ("--kill-on-bad-exit=1",)
+
+
 def _step(cluster: ClusterConfig, container: Container | None, goes_on: bool) -> list[str]:
     options = [] if container is None else container.srun_options(IN_SHELL)
     command = [] if container is None else container.command(IN_SHELL)
     around = [f"      {quoted(parts)} \\" for parts in (options, command) if parts]
-    losses, survival = ("go on without it", "--no-kill --kill-on-bad-exit=0") if goes_on else _ENDS_WITH_A_NODE
+    losses = "go on without it" if goes_on else "end with it"
     return [
         f"# one task per node, the agent; it starts a worker per GPU. Where a node is lost, the others {losses}.",
         "# Agents that were all killed by a signal have told no end: another step of the same job takes over.",
         "for step in 1 2 3; do",
         '  srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \\',
-        f"      {survival} --unbuffered \\",
+        f"      {' '.join(when_a_node_is_lost(goes_on))} --unbuffered \\",
         *around,
         f'      {shlex.quote(python(cluster, container))} -m hpc_train agent "$RUN"',
         "  status=$?",
@@ -146,6 +151,3 @@ def _step(cluster: ClusterConfig, container: Container | None, goes_on: bool) ->
         '  if [ "$status" -le 128 ] || [ -n "$told$cancelled" ]; then break; fi',
         "done",
     ]
-
-
-_ENDS_WITH_A_NODE = ("end with it", "--kill-on-bad-exit=1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import psutil
@@ -22,6 +23,8 @@ def test_a_failing_rank_of_the_second_node(cluster: Cluster, tmp_path: Path, how
     if how == "raise":
         assert "ArithmeticError: the model of the test fails on purpose" in done.stderr
         assert "Connection closed by peer" not in done.stderr
+    told_s = time.time() - events(run, "worker_failed")[-1]["time"]
+    assert told_s < 15, f"the console heard of it {told_s:.0f} s late"
     assert len(events(run, "worker_failed")) == (2 if how == "raise" else 4)
     assert cluster.wait_for_state(job_id(run), "FAILED", "COMPLETED", "CANCELLED") == "FAILED"
     assert detail(cluster, job_id(run), "ExitCode") == f"{code}:0"
