@@ -128,9 +128,8 @@ class Attempts:
             if reason and (action is Action.FAIL or leave.cause is None):  # a refusal holds its own advice
                 print(reason, file=sys.stderr)
         else:
-            events.write(
-                "finished" if action is Action.FINISH else "stopped", exit_code=int(code), reason=leave.stop or reason
-            )
+            name = "finished" if action is Action.FINISH else "stopped"
+            events.write(name, exit_code=int(code), reason=leave.stop or reason, **details)
 
 
 def _details(cause: Cause) -> dict[str, Any]:

@@ -95,6 +95,8 @@ def view_of(
         waits = standing is not None and standing.state == "PENDING" and end.state == "requeued"
         return replace(known, state=f"{end.state}, {standing.words}" if waits and standing else end.state)
     code = end.event["exit_code"]
+    if code == Exit.STOPPED and "class" in end.event:  # a lost node, and Slurm would not run the job again
+        code = Exit.FAILED
     state = "cancelled" if code == Exit.STOPPED and _cancelled(standing) else STATES.get(code, "failed")
     return replace(known, state=state, exit=code, message=failure_text(run, end.event))
 
