@@ -16,7 +16,14 @@ from hpc_train.launch.terminal import can_ask
 
 def gpu_hours(jobs: Sequence[Job]) -> float:
     """The upper bound: every job on its most nodes until its time limit, and so again for each requeue."""
-    return sum(asked_nodes(job.config)[1] * job.gpus * hours(job) for job in jobs)
+    return sum(map(_gpu_hours, jobs))
+
+
+def _gpu_hours(job: Job) -> float:
+    """A run whose ``run.max_gpu_hours`` are used up is not started again, but a job at work ends as it would."""
+    most, gpus = job.config.run.max_gpu_hours, asked_nodes(job.config)[1] * job.gpus
+    unlimited = gpus * hours(job)
+    return unlimited if most is None else min(unlimited, most + gpus * hours(job) / _starts(job))
 
 
 def hours(job: Job) -> float:

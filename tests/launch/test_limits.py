@@ -90,6 +90,11 @@ def test_the_cost_is_said_and_asked_about(tmp_path: Path, monkeypatch: pytest.Mo
     cluster = asked(nodes="1-2", time="02:00:00")
     jobs = [make_job(tmp_path / "sweep", number, cluster=cluster, gpus=4) for number in range(2)]
     assert cost.gpu_hours(jobs) == 2 * 2 * 4 * 2 * 11  # jobs, nodes, GPUs, hours, the first start and ten requeues
+    for job in jobs:
+        job.config.run.max_gpu_hours = 20.0
+    assert cost.gpu_hours(jobs) == 2 * (20 + 2 * 4 * 2), "the last start begins below the limit"
+    for job in jobs:
+        job.config.run.max_gpu_hours = None
     lines = cost.lines(jobs, site())
     assert lines[0] == "2 x account lab, partition gpu, 1-2 nodes with 4 GPUs, 64 cores, 512000M memory, 02:00:00"
     assert "at most 352 GPU-hours" in lines[1]

@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 GENERIC = ("omegaconf", "dataclasses", "hpc_train.config.")
-USERS_IN_CONFIG = tuple(f"hpc_train.config.{name}" for name in ("layout", "freeze", "snapshot"))
+USERS_IN_CONFIG = tuple(f"hpc_train.config.{name}" for name in ("layout", "freeze", "reproducible", "snapshot"))
 
 folder = os.environ.get("HPC_TRAIN_RECORD_KEYS")
 
