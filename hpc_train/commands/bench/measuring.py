@@ -1,0 +1,78 @@
+"""What the benchmarks have in common: the config of a command line, and workers that measure in a run directory."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Protocol
+
+from hpc_train.cluster.allocation import current_allocation
+from hpc_train.commands.train import register_launcher
+from hpc_train.config.arguments import CommandLine, expand, with_right_plus
+from hpc_train.config.compose import typed
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.freeze import freeze
+from hpc_train.config.schema import Config
+from hpc_train.elastic.agent import run_agent
+from hpc_train.measure.request import read_progress, read_result
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.exits import Exit
+
+
+class Request(Protocol):
+    """What is to be measured."""
+
+    def write(self, run: RunDirectory) -> None: ...
+
+
+def config_of(arguments: list[str]) -> Config:
+    """The config of ``arguments``, which are those of a training.
+
+    Raises:
+        ConfigError: they are none, or of several jobs; or this is a Slurm step of several nodes.
+    """
+    if current_allocation().nodes > 1:
+        raise ConfigError(
+            "bench measures the workers of one node",
+            where="the Slurm step of several nodes",
+            mend="srun --nodes=1 python -m hpc_train bench …",
+        )
+    register_launcher()
+    line = CommandLine.parse(with_right_plus(arguments))
+    if line.multirun or len(expand(line.overrides)) > 1:
+        raise ConfigError("bench measures one job", where="the command line", mend="one value for each key, and no -m")
+    with line.composer() as compose:
+        return typed(compose(line.overrides))
+
+
+def measured(
+    config: Config, request: Request, entry: str, root: Path | None = None
+) -> tuple[int, dict[str, Any] | None]:
+    """Starts workers that do what ``request`` asks for; returns the exit code, and the result where they are done.
+
+    Args:
+        entry: what a worker calls, as "module:function".
+        root: where the run directory lies meanwhile; the place for temporary files without it.
+    """
+    if root is not None:
+        root.mkdir(parents=True, exist_ok=True)
+    run = RunDirectory(Path(tempfile.mkdtemp(prefix="hpc_train-bench-", dir=root)))
+    result = None
+    try:
+        freeze(config, run)
+        request.write(run)
+        code = run_agent(run, (lambda: _show(run)) if sys.stderr.isatty() else None, entry=entry)
+        if code == Exit.DONE:
+            result = read_result(run)
+        return code, result
+    finally:
+        if result is not None or not any(run.logs.glob("*")):  # the log of a failure stays, where its message says
+            shutil.rmtree(run.path)
+
+
+def _show(run: RunDirectory) -> None:
+    progress = read_progress(run)
+    text = "starting" if progress is None else f"{progress[0] + 1} of {progress[1]}"
+    print(f"\r{text:<30}\r", end="", file=sys.stderr, flush=True)
