@@ -1,5 +1,5 @@
 # make train   the default model on the default data, four workers, on this machine
-# make test    all tests
+# make test    all tests, two files at a time
 # make test-all  the long forms as well: 500 kills, 5,000 damaged checkpoints, all pairs of layouts; hours. Cut short, it
 #                goes on behind the cases that have passed with this code (noted in .pytest_cache/long)
 # make lint    ruff, mypy, import-linter
@@ -26,7 +26,7 @@ train: install
 	$(PY) -m hpc_train +strategy=hybrid -m
 
 test: install-dev
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadgroup
 
 test-all: install-dev
 	HPC_TRAIN_LONG=1 $(PY) -m pytest

@@ -88,6 +88,13 @@ def run_agent(
             return Exit.REFUSED
 
 
+def _preload(config: Config, entry: str, store: str) -> list[str]:
+    """What the warm parent imports: all that is slow to import, and nothing that this run does not need."""
+    modules = [each.partition(":")[0] for each in (entry, store)]
+    pipeline = [] if config.strategy.pp == 1 else ["hpc_train.parallel.pipeline_engine"]
+    return ["hpc_train.elastic.worker_process", *dict.fromkeys(modules), *pipeline]
+
+
 @contextmanager
 def _sole_agent(run: RunDirectory, allocation: Allocation, stop: StopRequests) -> Iterator[None]:
     if allocation.node_rank > 0:
@@ -113,8 +120,7 @@ def _run(
     node, refusal = _this_node(config, allocation)
     with node_local_caches(f"{allocation.launch_id}-{allocation.node_name}") as caches:
         _set_environment(run, config, allocation, node, caches)
-        modules = [each.partition(":")[0] for each in (entry, store)]
-        warm_parent.start(["hpc_train.elastic.worker_process", *dict.fromkeys(modules)])
+        warm_parent.start(_preload(config, entry, store))
         hub = stores = None
         if allocation.node_rank == 0:
             stores = Stores(store)

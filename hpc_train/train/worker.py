@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint  # slow to import: the warm parent has it, forked workers need not
-import torch.distributed.pipelining  # noqa: F401
+import torch.distributed.checkpoint  # noqa: F401  slow to import: the warm parent has it, forked workers need not
 
 from hpc_train.checkpoint.manager import CheckpointManager, RestoredState
 from hpc_train.config.debug import DEBUG_STEPS

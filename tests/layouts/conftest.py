@@ -10,12 +10,7 @@ import pytest
 from tests.layouts.cells import Refused
 from tests.layouts.oracle import Outcome, line
 
-COMPARED = pytest.StashKey[list[Outcome]]()
-REFUSED = pytest.StashKey[list[Refused]]()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[COMPARED], config.stash[REFUSED] = [], []
+COMPARED, REFUSED = "compared with one process", "refused"  # properties of a test; they come from its process with -n
 
 
 @pytest.fixture
@@ -23,24 +18,28 @@ def record(request: pytest.FixtureRequest) -> Callable[[list[Outcome], list[Refu
     """Adds outcomes and refusals to the table."""
 
     def add(outcomes: list[Outcome], refused: list[Refused]) -> None:
-        request.config.stash[COMPARED].extend(outcomes)
-        request.config.stash[REFUSED].extend(refused)
+        properties = request.node.user_properties
+        properties += [(COMPARED, line(outcome)) for outcome in outcomes]
+        properties += [(REFUSED, f"{_split(entry)}: {entry.reason}") for entry in refused]
 
     return add
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    compared, refused = config.stash[COMPARED], config.stash[REFUSED]
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
+    properties = [each for report in reports if report.when == "call" for each in report.user_properties]
+    compared = [text for name, text in properties if name == COMPARED]
+    refused = [text for name, text in properties if name == REFUSED]
     if not compared and not refused:
         return
     write = terminalreporter.write_line
     terminalreporter.section("layouts against one process")
     write("         relative errors: gradients, parameters after 5 steps, norms, losses")
-    for outcome in compared:
-        write(line(outcome))
+    for text in compared:
+        write(text)
     write(f"{len(compared)} compared, {len(refused)} refused:")
-    for (split, reason), models in Counter((_split(entry), entry.reason) for entry in refused).items():
-        write(f"  {split}: {reason} ({models} cells)")
+    for text, models in Counter(refused).items():
+        write(f"  {text} ({models} cells)")
 
 
 def _split(refused: Refused) -> str:
