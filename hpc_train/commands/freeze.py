@@ -1,6 +1,7 @@
 """Writes a run directory and prints its path: what batch scripts call before they start agents with ``srun``.
 
-Idempotent: a script that Slurm has started again finds the directory as it was, whatever has been edited since.
+Idempotent: a script that Slurm has started again finds the directory as it was, whatever has been edited since. The
+rest of the batch script lies in it as ``job.sh``: it starts the agents, and asks for a requeue where they want one.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from hpc_train.config.schema import Config
 from hpc_train.config.snapshot import take
 from hpc_train.config.validate import validate
 from hpc_train.launch.place import choose
+from hpc_train.launch.sbatch import goes_on_without_a_node
+from hpc_train.launch.script import by_hand
 from hpc_train.run import submissions
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.files import write_text
 
 
 def main(arguments: list[str]) -> int:
@@ -73,6 +77,7 @@ def _freeze(config: Config, run: RunDirectory, parent: Path) -> None:
     validate(config, *_nodes_and_workers(config))
     check_freeze(config, run)
     freeze(config, run, code=take([config], parent / "code"))
+    write_text(run.job_script, by_hand(goes_on_without_a_node(config.elastic)))
 
 
 def _nodes_and_workers(config: Config) -> tuple[int, int]:

@@ -6,6 +6,7 @@ of node 0 decides and leaves a marker; the batch script, which outlives the agen
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.job_end import JobEnd
 from hpc_train.run.ledger import read_ledger
+from hpc_train.run.slurm_jobs import may_run_again
 
 LEAST_USEFUL = 0.2
 SAYS_MUCH_S = 600.0  # of a shorter job the start takes most of the time anyway
@@ -28,7 +30,7 @@ def request(end: JobEnd, config: Config, events: EventLog, reason: str) -> Exit:
     """Leaves the marker for the batch script (75), or says why the job is given up (93)."""
     newest = CheckpointStore(end.run.checkpoints).newest()
     step, before = 0 if newest is None else newest.step, end.requeues()
-    refusal = _refusal(config, step, before) or over_budget(end.run, config) or _useless(end.run)
+    refusal = _refusal(config, step, before) or over_budget(end.run, config) or _useless(end.run) or _once(end, config)
     if refusal is None:
         exclude = _excluded(end.run, config)
         end.ask_for_requeue(step, exclude)
@@ -64,6 +66,16 @@ def _useless(run: RunDirectory) -> str | None:
         return None
     shares = " and ".join(f"{job.useful_share:.0%}" for job in jobs)
     return f"of its last two jobs only {shares} of the time went into steps that were kept"
+
+
+def _once(end: JobEnd, config: Config) -> str | None:
+    """Words for a job that Slurm runs only once; not for one of a chain, where the next job goes on."""
+    in_job = os.environ.get("SLURM_JOB_ID") == end.job_id
+    if not in_job or config.launch.chain > 1 or may_run_again(end.job_id):
+        return None
+    return (
+        f"Slurm may not run job {end.job_id} again (Requeue=0). This goes on: python -m hpc_train resume {end.run.path}"
+    )
 
 
 def _excluded(run: RunDirectory, config: Config) -> list[str]:

@@ -30,7 +30,10 @@ if [ "$status" -eq 75 ] && [ -e "$end.requeue" ] && [ -z "$cancelled" ]; then
   done
   if [[ "$state" == RUNNING* && "$state" != *" 0" && -z "$cancelled" ]]; then
     job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
-    scontrol requeue incomplete "$job" || true
+    if ! scontrol requeue incomplete "$job"; then
+      echo "Slurm refuses to run the job again. This goes on: python -m hpc_train resume $RUN" >&2
+      exit 93
+    fi
     # nodes that have failed more than once; Slurm takes the list as soon as the job waits again
     [ ! -e "$end.exclude" ] || scontrol update JobId="$job" ExcNodeList="$(cat "$end.exclude")" || true
   fi

@@ -1,7 +1,7 @@
 """The text of a batch script: one agent per node, in one step of the job, and what comes before and after.
 
-The same text serves ``-m``, whose resources stand on sbatch's command line, and ``python -m hpc_train script``, which
-writes them into the script.
+The same text serves ``-m``, whose resources stand on sbatch's command line, ``python -m hpc_train script``, which
+writes them into the script, and scripts by hand, which have it from ``freeze`` as ``job.sh`` of the run.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,18 @@ from hpc_train.launch import chain, requeue
 from hpc_train.launch.container import IN_SHELL, Container, quoted
 from hpc_train.launch.sbatch import Options, arguments
 from hpc_train.run.frozen_code import FrozenCode
+
+ENVIRONMENT = """\
+# sites that submit with --export=NONE would leave the step without this environment
+export SLURM_EXPORT_ENV=ALL
+# srun does not take over the cores per task of the job by itself; a node of its own has all of its cores
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}"
+""".rstrip()
+
+BY_HAND = """\
+# The rest of a batch script by hand whose run is frozen, as submitted jobs have it. The arguments start an agent:
+#     source "$RUN/job.sh" python -m hpc_train agent "$RUN"
+""".rstrip()
 
 
 @dataclass(frozen=True)
@@ -57,10 +69,26 @@ def render(script: Script) -> str:
         script.run,
         requeue.lines_before(),
         [] if script.chain is None else chain.lines_before(script.chain),
-        _step(cluster, script.container, script.goes_on_without_a_node),
+        _step(_agent(cluster, script.container), script.goes_on_without_a_node),
         ["# teardown", *cluster.teardown] if cluster.teardown else [],
         requeue.script_lines() if script.chain is None else [*requeue.lines_of_end(), *chain.script_lines()],
     ]
+    return _text(blocks)
+
+
+def by_hand(goes_on: bool) -> str:
+    """What a hand-written batch script sources when RUN is frozen: all that a submitted job has from there on."""
+    blocks = [
+        BY_HAND.splitlines(),
+        ENVIRONMENT.splitlines(),
+        requeue.lines_before(),
+        _step(['"$@"'], goes_on),
+        requeue.script_lines(),
+    ]
+    return _text(blocks)
+
+
+def _text(blocks: Iterable[Sequence[str]]) -> str:
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
 
@@ -110,13 +138,7 @@ def _quoted(argument: str) -> str:
 
 
 def _environment(cluster: ClusterConfig) -> list[str]:
-    return [
-        "# sites that submit with --export=NONE would leave the step without this environment",
-        "export SLURM_EXPORT_ENV=ALL",
-        "# srun does not take over the cores per task of the job by itself; a node of its own has all of its cores",
-        'export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}"',
-        *(f"export {name}={shlex.quote(value)}" for name, value in cluster.env.items()),
-    ]
+    return [*ENVIRONMENT.splitlines(), *(f"export {name}={shlex.quote(value)}" for name, value in cluster.env.items())]
 
 
 def _frozen(code: FrozenCode | None) -> list[str]:
@@ -133,10 +155,15 @@ def when_a_node_is_lost(goes_on: bool) -> tuple[str, ...]:
     return ("--no-kill", "--kill-on-bad-exit=0") if goes_on else ("--kill-on-bad-exit=1",)
 
 
-def _step(cluster: ClusterConfig, container: Container | None, goes_on: bool) -> list[str]:
+def _agent(cluster: ClusterConfig, container: Container | None) -> list[str]:
+    """The lines that end the command of ``srun``."""
     options = [] if container is None else container.srun_options(IN_SHELL)
     command = [] if container is None else container.command(IN_SHELL)
-    around = [f"      {quoted(parts)} \\" for parts in (options, command) if parts]
+    around = [f"{quoted(parts)} \\" for parts in (options, command) if parts]
+    return [*around, f'{shlex.quote(python(cluster, container))} -m hpc_train agent "$RUN"']
+
+
+def _step(agent: Sequence[str], goes_on: bool) -> list[str]:
     losses = "go on without it" if goes_on else "end with it"
     return [
         f"# one task per node, the agent; it starts a worker per GPU. Where a node is lost, the others {losses}.",
@@ -144,8 +171,7 @@ def _step(cluster: ClusterConfig, container: Container | None, goes_on: bool) ->
         "for step in 1 2 3; do",
         '  srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \\',
         f"      {' '.join(when_a_node_is_lost(goes_on))} --unbuffered \\",
-        *around,
-        f'      {shlex.quote(python(cluster, container))} -m hpc_train agent "$RUN"',
+        *(f"      {line}" for line in agent),
         "  status=$?",
         '  told=$(ls "$RUN/attempts/end-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}".node-* 2> /dev/null)',
         '  if [ "$status" -le 128 ] || [ -n "$told$cancelled" ]; then break; fi',

@@ -1,6 +1,7 @@
 """The run directory: the one interface between submitter, agents, workers, commands and notebooks.
 
 config.yaml                  the frozen config in force; earlier ones as config-NNN.yaml
+job.sh                       the rest of a batch script by hand, which sources it
 run.json                     run id, config hash, code version, W&B id, every submission
 metrics/attempt-NNN.jsonl    one object per logged step
 events/<writer>-NNN.jsonl    what happened, one file per writing process and attempt
@@ -36,6 +37,10 @@ class RunDirectory:
     @property
     def config(self) -> Path:
         return self.path / "config.yaml"
+
+    @property
+    def job_script(self) -> Path:
+        return self.path / "job.sh"
 
     @property
     def metrics(self) -> Path:

@@ -22,3 +22,14 @@ def job_state(job_id: str, clusters: str | None = None) -> str | None:
         return ENDED if "Invalid job id" in asked.stderr else None
     states = [line.strip() for line in asked.stdout.splitlines() if not line.startswith("CLUSTER:")]
     return next(filter(None, states), ENDED)
+
+
+def may_run_again(job_id: str) -> bool:
+    """Whether Slurm would requeue the job; True also where it does not say, as in a container without its commands."""
+    try:
+        asked = subprocess.run(
+            ["scontrol", "show", "job", job_id], capture_output=True, text=True, timeout=5, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return True
+    return "Requeue=0" not in asked.stdout.split()

@@ -12,7 +12,7 @@ from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import ClusterConfig, GPTConfig
 from hpc_train.launch.container import Container, container_of
 from hpc_train.launch.sbatch import arguments, options, stop_note
-from hpc_train.launch.script import Script, freezing, one_run, render, run_of_task
+from hpc_train.launch.script import Script, by_hand, freezing, one_run, render, run_of_task
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import append_line
 from tests.launch.jobs import make_job
@@ -77,6 +77,14 @@ def test_the_text(name: str, tmp_path: Path) -> None:
     text = render(scripts(tmp_path)[name])
     assert text == (GOLDEN / f"{name}.sbatch").read_text()
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_the_rest_of_a_script_by_hand() -> None:
+    text = by_hand(goes_on=True)
+    assert text == (GOLDEN / "by_hand.sh").read_text()
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    ends = text.replace("--no-kill --kill-on-bad-exit=0", "--kill-on-bad-exit=1").replace("go on without", "end with")
+    assert by_hand(goes_on=False) == ends
 
 
 def test_what_an_image_is_and_what_it_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,204 @@
+"""One run on the nodes of a real Slurm, what strikes it there, and what must hold afterwards.
+
+A lost node looks as one without power: its slurmd, its step daemons and all processes of its tasks are gone at once.
+All nodes are one machine: processes belong to a node, and to a cluster, by their environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.files import read_lines
+from tests.doors import command
+from tests.doors.command import REPOSITORY
+from tests.slurm.cluster import Cluster, wait_for
+from tests.slurm.runs import SLOW, detail, events, job_id, wait_for_step, with_python
+
+# Whatever the number of ranks, the weights are the same bit for bit.
+REPRODUCIBLE = ["train.reproducible=any_world_size", "batch.logical_micro_batches=4"]
+CASE = [
+    *SLOW, *REPRODUCIBLE, "+model.args.seconds=0.1", "cluster.cpu_workers=1", "batch.global_size=12",
+    "checkpoint.every=5", "run.name=run",
+]  # fmt: skip
+NODES = ("n1", "n2", "n3", "n4")
+PATIENCE_S = 480.0  # on a machine that is busy with other tests, workers take minutes to start
+
+
+def undisturbed(folder: Path, steps: int) -> str:
+    """The SHA-256 of the weights of the case after ``steps`` steps, trained by one process on this machine."""
+    own = [part for part in CASE if part != "cluster=slurm" and not part.startswith("+model.args.seconds")]
+    done = command.hpc_train(*own, "+model.args.seconds=0", "cluster=local", f"train.steps={steps}", cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return weights(folder / "outputs" / "run")
+
+
+def weights(run: Path) -> str:
+    return str(RunDirectory(run).record()["result"]["weights_sha256"])
+
+
+@dataclass
+class OnSlurm:
+    """A run that was submitted; ``submitter`` waits for it, or is None for a batch script by hand, job ``job``."""
+
+    cluster: Cluster
+    run: Path
+    submitter: subprocess.Popen[str] | None = None
+    job: str = ""
+    pids: set[int] = field(default_factory=set)  # of its processes, as far as they were seen
+
+    @classmethod
+    def submit(cls, cluster: Cluster, cwd: Path, *overrides: str) -> OnSlurm:
+        process = cluster.start(*CASE, *overrides, "-m", cwd=cwd)
+        return cls(cluster, cwd / "outputs" / "run", process)
+
+    @classmethod
+    def by_hand(cls, cluster: Cluster, cwd: Path, script: str, options: list[str], *overrides: str) -> OnSlurm:
+        call = ["sbatch", "--parsable", *options, str(REPOSITORY / "slurm" / script), *CASE, *overrides]
+        done = with_python(cluster).call(*call, cwd=cwd)
+        assert done.returncode == 0, done.stderr
+        return cls(cluster, cwd / "outputs" / "run", job=done.stdout.strip())
+
+    def wait_for_step(self, step: int) -> None:
+        wait_for_step(self.run, step, PATIENCE_S)
+        self.job = self.job or job_id(self.run)
+        self.pids |= {process.pid for process in processes(self.cluster, job=self.job)}
+
+    def wait_for_attempt(self, attempt: int) -> None:
+        """Until ``attempt`` has taken steps and saved one."""
+        file = RunDirectory(self.run).metrics_file(attempt)
+        seven = lambda: file.exists() and file.read_text().count("\n") > 6  # noqa: E731
+        wait_for(f"steps of attempt {attempt}", seven, PATIENCE_S)
+
+    def wait_for_event(self, event: str, count: int = 1) -> None:
+        wait_for(f"{event} in {self.run}", lambda: len(events(self.run, event)) >= count, PATIENCE_S)
+
+    def told(self, *names: str) -> list[tuple[str, int | None, str]]:
+        """Class, rank and node of each of these events, in order."""
+        return [(event["class"], event["rank"], event["node"]) for event in events(self.run, *names)]
+
+    def nodes_of(self, event: str) -> list[list[str]]:
+        return [found["nodes"] for found in events(self.run, event)]
+
+    def shown(self, field_name: str) -> str:
+        """Of ``scontrol show job``."""
+        return detail(self.cluster, self.job, field_name)
+
+    def first_step_after(self, struck: float) -> float:
+        """Seconds from ``struck`` (since 1970) to the end of the first step of an attempt after it."""
+        files = RunDirectory(self.run).metrics.glob("attempt-*.jsonl")
+        firsts = [next(iter(read_lines(file)), {"time": 0.0})["time"] for file in files]
+        return min(first for first in firsts if first > struck) - struck
+
+    def finished(self, steps: int, whole: str) -> None:
+        """It came to its end as if nothing had happened: the weights are ``whole``, and nothing is left of it."""
+        if self.submitter is not None:
+            output, _ = self.submitter.communicate(timeout=PATIENCE_S)
+            assert self.submitter.returncode == 0, output
+        assert self.ended() == "COMPLETED"
+        losses = defaultdict(set)
+        for line in RunDirectory(self.run).read_all_metrics():
+            losses[line["step"]].add(line["loss"])
+        assert sorted(losses) == list(range(1, steps + 1))
+        assert weights(self.run) == whole
+        self.nothing_left()
+
+    def ended(self) -> str:
+        """How its job has ended, in Slurm's word."""
+        states = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        return self.cluster.wait_for_state(self.job or job_id(self.run), *states, seconds=PATIENCE_S)
+
+    def nothing_left(self) -> None:
+        """No process, and so no port; no shared memory; no job that waits or runs."""
+        job = self.job or job_id(self.run)
+        wait_for("the end of all processes", lambda: not list(processes(self.cluster, job=job)), 60)
+        names = [path.name for path in Path("/dev/shm").iterdir()]
+        assert [name for name in names if {str(pid) for pid in self.pids} & set(name.split("_"))] == []
+        assert self.cluster.call("squeue", "--noheader", "--states=PENDING,RUNNING", f"--jobs={job}").stdout == ""
+
+    def why(self) -> str:
+        """What the page on its failure says."""
+        done = self.cluster.hpc_train("why", str(self.run), cwd=self.run)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+def environment_of(process: psutil.Process, cluster: Cluster) -> dict[str, str]:
+    """The environment of a process of this cluster; empty for any other process."""
+    try:
+        found = process.environ()
+    except psutil.Error:
+        return {}
+    return found if found.get("SLURM_CONF") == cluster.environment["SLURM_CONF"] else {}
+
+
+def processes(cluster: Cluster, node: str | None = None, job: str | None = None) -> Iterator[psutil.Process]:
+    """Those that a job has on ``node``, or that ``job`` has anywhere."""
+    for process in psutil.process_iter():
+        own = environment_of(process, cluster)
+        wanted = own.get("SLURMD_NODENAME") == node if node else own.get("SLURM_JOB_ID") == job
+        if own.get("SLURMD_NODENAME") and wanted:
+            yield process
+
+
+def daemons(cluster: Cluster, node: str) -> list[psutil.Process]:
+    named = [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["slurmd", "-N", node]]
+    return [process for process in named if environment_of(process, cluster)]
+
+
+def of_node(cluster: Cluster, node: str) -> list[psutil.Process]:
+    """All that dies when ``node`` loses its power."""
+    tasks = list(processes(cluster, node))
+    parents = {parent for one in tasks if (parent := one.parent()) is not None and parent.name() == "slurmstepd"}
+    return [*daemons(cluster, node), *parents, *tasks]
+
+
+def agent(cluster: Cluster, node: str) -> psutil.Process:
+    found = [one for one in processes(cluster, node) if one.name() != "srun" and "agent" in one.cmdline()]
+    return min(found, key=lambda one: one.create_time())
+
+
+def kill_node(cluster: Cluster, node: str) -> float:
+    """Returns when it was, in seconds since 1970."""
+    for process in of_node(cluster, node):
+        _kill(process.pid)
+    return time.time()
+
+
+def kill_agent(cluster: Cluster, *nodes: str) -> float:
+    for process in [agent(cluster, node) for node in nodes]:
+        _kill(process.pid)
+    return time.time()
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def restore(cluster: Cluster) -> None:
+    """All four nodes are up and idle again."""
+    for node in NODES:
+        if not daemons(cluster, node):
+            subprocess.run(["slurmd", "-N", node], env=cluster.environment, check=True, stdin=subprocess.DEVNULL)
+            cluster.call("scontrol", "update", f"nodename={node}", "state=resume")
+    wait_for("four idle nodes", lambda: len(_idle(cluster)) == len(NODES), PATIENCE_S)
+
+
+def _idle(cluster: Cluster) -> list[str]:
+    return cluster.call("sinfo", "-h", "-N", "-p", "gpu", "-t", "idle", "-o", "%N").stdout.split()
+
+
+def skip_unless_long(minutes: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(os.environ.get("HPC_TRAIN_LONG") != "1", reason=f"{minutes}: HPC_TRAIN_LONG=1")
