@@ -45,6 +45,22 @@ class CheckpointRequest:
         return cls(**read_json(run.path / REQUEST))
 
 
+@dataclass(frozen=True)
+class CollectivesRequest:
+    """Each collective at ``sizes`` bytes, for about ``seconds`` each."""
+
+    sizes: tuple[int, ...]
+    seconds: float
+
+    def write(self, run: RunDirectory) -> None:
+        write_json(run.path / REQUEST, asdict(self))
+
+    @classmethod
+    def read(cls, run: RunDirectory) -> CollectivesRequest:
+        value = read_json(run.path / REQUEST)
+        return cls(tuple(value["sizes"]), value["seconds"])
+
+
 def write_progress(run: RunDirectory, done: int, of: int) -> None:
     write_json(run.path / PROGRESS, {"done": done, "of": of})
 

@@ -27,7 +27,8 @@ def commands() -> list[str]:
 def shortened(line: str) -> list[str]:
     """The arguments of a README line, with overrides that make a run short at their end."""
     arguments = shlex.split(line)[3:]
-    if arguments[0] in ("prepare", "checkpoint", "status", "logs", "why") or "--cfg" in arguments:
+    short = ("prepare", "checkpoint", "status", "logs", "why")
+    if arguments[0] in short or "--cfg" in arguments or arguments[:2] == ["bench", "collectives"]:
         return arguments
     data = FEW.get(next((part.partition("=")[2] for part in arguments if part.startswith("data=")), "text"), [])
     if arguments[0] == "bench":

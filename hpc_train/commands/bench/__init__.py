@@ -8,6 +8,7 @@ import importlib
 BENCHMARKS = {
     "step": "training steps, also against a bare PyTorch loop",
     "checkpoint": "saves and loads, against plain DCP",
+    "collectives": "what the ranks send each other, by operation and size",
 }
 
 

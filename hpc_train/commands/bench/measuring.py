@@ -5,10 +5,11 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from hpc_train.cluster.allocation import current_allocation
+from hpc_train.cluster.allocation import Allocation, current_allocation
 from hpc_train.commands.train import register_launcher
 from hpc_train.config.arguments import CommandLine, expand, with_right_plus
 from hpc_train.config.compose import typed
@@ -16,9 +17,11 @@ from hpc_train.config.errors import ConfigError
 from hpc_train.config.freeze import freeze
 from hpc_train.config.schema import Config
 from hpc_train.elastic.agent import run_agent
-from hpc_train.measure.request import read_progress, read_result
+from hpc_train.measure.request import REQUEST, read_progress, read_result
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
+
+PREFIX = "hpc_train-bench-"  # of run directories
 
 
 class Request(Protocol):
@@ -27,13 +30,13 @@ class Request(Protocol):
     def write(self, run: RunDirectory) -> None: ...
 
 
-def config_of(arguments: list[str]) -> Config:
+def config_of(arguments: list[str], several_nodes: bool = False) -> Config:
     """The config of ``arguments``, which are those of a training.
 
     Raises:
         ConfigError: they are none, or of several jobs; or this is a Slurm step of several nodes.
     """
-    if current_allocation().nodes > 1:
+    if current_allocation().nodes > 1 and not several_nodes:
         raise ConfigError(
             "bench measures the workers of one node",
             where="the Slurm step of several nodes",
@@ -52,17 +55,25 @@ def measured(
 ) -> tuple[int, dict[str, Any] | None]:
     """Starts workers that do what ``request`` asks for; returns the exit code, and the result where they are done.
 
+    In a Slurm step of several nodes each of them calls it, and the first has the result.
+
     Args:
         entry: what a worker calls, as "module:function".
         root: where the run directory lies meanwhile; the place for temporary files without it.
     """
+    allocation = current_allocation()
+    if allocation.node_rank > 0:
+        run = _run_of_step(allocation, root)
+        _wait_for(run.path / REQUEST, config.elastic.join_timeout_s)
+        return run_agent(run, entry=entry), None
     if root is not None:
         root.mkdir(parents=True, exist_ok=True)
-    run = RunDirectory(Path(tempfile.mkdtemp(prefix="hpc_train-bench-", dir=root)))
+    several = allocation.nodes > 1
+    run = _run_of_step(allocation, root) if several else RunDirectory(Path(tempfile.mkdtemp(prefix=PREFIX, dir=root)))
     result = None
     try:
         freeze(config, run)
-        request.write(run)
+        request.write(run)  # the other nodes wait for it
         code = run_agent(run, (lambda: _show(run)) if sys.stderr.isatty() else None, entry=entry)
         if code == Exit.DONE:
             result = read_result(run)
@@ -70,6 +81,23 @@ def measured(
     finally:
         if result is not None or not any(run.logs.glob("*")):  # the log of a failure stays, where its message says
             shutil.rmtree(run.path)
+
+
+def _run_of_step(allocation: Allocation, root: Path | None) -> RunDirectory:
+    """The same on all nodes of this start of the step."""
+    return RunDirectory((root or Path()) / f"{PREFIX}{allocation.launch_id}")
+
+
+def _wait_for(path: Path, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while path not in set(path.parent.glob("*")):  # listed: a network file system remembers what was not there
+        if time.monotonic() > until:
+            raise ConfigError(
+                f"the first node has not written {path} in {seconds:g} s",
+                where="run.root",
+                mend="run.root=DIR that all nodes share",
+            )
+        time.sleep(0.2)
 
 
 def _show(run: RunDirectory) -> None:

@@ -1,0 +1,95 @@
+"""The all-reduce bus bandwidth that a fabric should give, from the facts of its nodes. No torch.
+
+What is not known stays unknown: None, and nothing is judged against it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpc_train.cluster.fabric.facts import NodeFacts
+from hpc_train.cluster.fabric.rails import match, usable_nics
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.files import read_json
+
+FABRIC = "fabric.json"  # what the agents found, in the run directory
+# Of large messages over all 8 GPUs of an NVSwitch node, in bytes/s, as the acceptance tests of GPU clouds ask for;
+# with the NVLinks of a pair
+IN_NODE = {"H200": (18, 431e9), "H100": (18, 460e9), "A100": (12, 228e9), "V100": (1, 110e9)}
+# Of the sum of a node's ports between nodes: 64 H100 on 8 x 400 Gb/s reach 373 to 386 GB/s of 400
+OF_LINE_RATE = 0.92
+WARN, FAIL = 0.9, 0.8  # of what is expected: 0.83 and 0.74 of the line rate
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Bus bandwidth in bytes/s, and where the figure comes from."""
+
+    bus: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class ExpectedBandwidths:
+    """Of an all-reduce in the node, over one rail (all rails at once), and over all ranks."""
+
+    node: Expected | None = None
+    rail: Expected | None = None
+    world: Expected | None = None
+
+
+def expected_bandwidths(nodes: Sequence[NodeFacts]) -> ExpectedBandwidths:
+    """For a job on all GPUs of ``nodes``: the slowest of them counts."""
+    inside = _slowest([_in_node(facts) for facts in nodes])
+    if len(nodes) == 1:
+        return ExpectedBandwidths(node=inside, world=inside)
+    between, rail = (
+        (_slowest(found) for found in zip(*map(_between_nodes, nodes), strict=True)) if nodes else (None,) * 2
+    )
+    world = between
+    if between is not None and inside is not None and inside.bus < between.bus:
+        world = inside
+    return ExpectedBandwidths(inside, rail, world)
+
+
+def read_fabric(run: RunDirectory) -> tuple[NodeFacts, ...]:
+    """The facts of the run's nodes; empty where nobody has written them."""
+    path = run.path / FABRIC
+    if not path.exists():
+        return ()
+    return tuple(NodeFacts.from_json(facts) for facts in read_json(path)["nodes"])
+
+
+def _in_node(facts: NodeFacts) -> Expected | None:
+    links = [facts.link(a.name, b.name) or "" for a, b in itertools.combinations(facts.gpus, 2)]
+    for model, (least, bus) in IN_NODE.items():
+        if links and all(model in (gpu.model or "") for gpu in facts.gpus):
+            whole = len(facts.gpus) == 8 and all(link.startswith("NV") and int(link[2:]) >= least for link in links)
+            return Expected(bus, f"8 {model} with NVLink") if whole else None
+    return None
+
+
+def _between_nodes(facts: NodeFacts) -> tuple[Expected | None, Expected | None]:
+    """Of all ranks, and of one rail."""
+    names = {matched.nic for matched in match(facts)}
+    rates = [_rate(facts, name) for name in names]
+    known = [rate for rate in rates if rate is not None]
+    if not known or len(known) < len(rates):
+        return None, None
+    bus = OF_LINE_RATE * sum(known) * 1e9 / 8
+    reason = f"{len(known)} cards with {sum(known):g} Gb/s together, {OF_LINE_RATE:.0%} of it"
+    return Expected(bus, reason), Expected(bus / len(facts.gpus), f"{reason}, shared by {len(facts.gpus)} GPUs")
+
+
+def _rate(facts: NodeFacts, name: str | None) -> float | None:
+    """Gb/s of the active ports of a card; None where it is not known."""
+    nic = next((nic for nic in usable_nics(facts) if nic.name == name), None)
+    rates = [port.rate_gbps for port in nic.ports if port.active] if nic is not None else []
+    return sum(rate for rate in rates if rate is not None) if rates and None not in rates else None
+
+
+def _slowest(found: Sequence[Expected | None]) -> Expected | None:
+    known = [one for one in found if one is not None]
+    return min(known, key=lambda one: one.bus) if known and len(known) == len(found) else None
