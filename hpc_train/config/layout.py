@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.reproducible import check_reproducible, divide
@@ -39,6 +40,17 @@ STAGES_PER_RANK: dict[str, tuple[int, int]] = {  # least and most stages of one 
 
 # Schedules that take the gradients of a stage's inputs and of its weights at different times.
 SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv")
+
+# What ``schedule=auto`` takes the first of that goes with the rest, and why. Zero-bubble schedules are not among them:
+# torch's run a backward as two graphs, and whether the smaller bubble pays for that is for a measurement to say.
+AUTO = "auto"
+AUTO_SCHEDULES: dict[str, str] = {
+    "interleaved_1f1b": "several stages per rank make its bubble the smallest: (p - 1) / (v m + p - 1)",
+    "1f1b": "the bubble of gpipe, (p - 1) / (m + p - 1), with the activations of at most p micro-batches",
+    "sequential": "one micro-batch leaves nothing to overlap",
+}
+
+SPLITS = ("even", "flops", "measured")  # the words of pp_split
 
 
 @dataclass(frozen=True)
@@ -100,14 +112,12 @@ def resolve_layout(config: Config, nodes: int, workers_per_node: int) -> Layout:
     dp = _data_parallel(strategy, available, pp, tp)
     _check_use(dp * pp * tp, nodes, available, notes)
     stages_per_rank = strategy.stages_per_rank if pp > 1 else 1
-    schedule = strategy.schedule
-    _check_pipeline(config, pp, dp, tp, stages_per_rank)
+    _check_tensor_parallel(strategy, dp, tp)
+    schedule, (micro_batches, micro_size) = _schedule(config, dp, pp, stages_per_rank, notes)
     reproducible, logical = config.train.reproducible is not None, 0
     if reproducible:
         check_reproducible(config, pp, tp)
         logical, micro_batches, micro_size = divide(config, dp)
-    else:
-        micro_batches, micro_size = _micro_batches(config, dp, pp, pp * stages_per_rank)
     return Layout(
         dp=dp,
         pp=pp,
@@ -199,16 +209,44 @@ def _check_use(world_size: int, nodes: int, available: int, notes: list[str]) ->
     notes.append(f"the layout uses {world_size} of {available} workers")
 
 
-def _check_pipeline(config: Config, pp: int, dp: int, tp: int, stages_per_rank: int) -> None:
-    strategy, schedule, data_parallel = config.strategy, config.strategy.schedule, config.strategy.data_parallel
-    if tp > 1 and dp > 1 and data_parallel == "ddp":
+def _check_tensor_parallel(strategy: StrategyConfig, dp: int, tp: int) -> None:
+    if tp > 1 and dp > 1 and strategy.data_parallel == "ddp":
         raise ConfigError(
             "DDP does not know tensor-parallel parameters",
             where="strategy.data_parallel",
             mend="strategy.data_parallel=reduce or zero2",
         )
-    if pp == 1:
-        return
+
+
+def _schedule(config: Config, dp: int, pp: int, stages_per_rank: int, notes: list[str]) -> tuple[str, tuple[int, int]]:
+    """The schedule, and micro-batches and samples in each; ``auto`` is the first of ``AUTO_SCHEDULES`` that goes."""
+    asked = config.strategy.schedule
+    if asked != AUTO or pp == 1:
+        schedule = "1f1b" if asked == AUTO else asked
+        return schedule, _scheduled(config, schedule, dp, pp, stages_per_rank)
+    problems: list[ConfigError] = []
+    for schedule, reason in AUTO_SCHEDULES.items():
+        least, most = STAGES_PER_RANK[schedule]
+        if not least <= stages_per_rank <= most:
+            continue
+        try:
+            found = _scheduled(config, schedule, dp, pp, stages_per_rank)
+        except ConfigError as problem:
+            problems.append(problem)
+            continue
+        notes.append(f"schedule {schedule}: {reason}")
+        return schedule, found
+    raise problems[0]
+
+
+def _scheduled(config: Config, schedule: str, dp: int, pp: int, stages_per_rank: int) -> tuple[int, int]:
+    if pp > 1:
+        _check_pipeline(config, schedule, pp, dp, stages_per_rank)
+    return _micro_batches(config, schedule, dp, pp, pp * stages_per_rank)
+
+
+def _check_pipeline(config: Config, schedule: str, pp: int, dp: int, stages_per_rank: int) -> None:
+    data_parallel = config.strategy.data_parallel
     least, most = STAGES_PER_RANK[schedule]
     if not least <= stages_per_rank <= most:
         raise ConfigError(
@@ -222,33 +260,43 @@ def _check_pipeline(config: Config, pp: int, dp: int, tp: int, stages_per_rank: 
             where="strategy.data_parallel",
             mend=f"strategy.data_parallel={' or '.join(SCHEDULES[schedule])}",
         )
-    _check_backward(config, dp)
-    layers = getattr(config.model, "n_layers", None)
-    if layers is not None and layers < pp * stages_per_rank:
-        raise ConfigError(
-            f"{layers} layers cannot be cut into {pp * stages_per_rank} stages",
-            where="strategy.pp",
-            mend=f"at most {layers} stages (pp x stages_per_rank), or a deeper model",
-        )
-    split = strategy.pp_split
-    if split == "even":
+    _check_backward(config, schedule, dp)
+    check_split(config.strategy.pp_split, getattr(config.model, "n_layers", None), pp * stages_per_rank)
+
+
+def check_split(split: Any, layers: int | None, stages: int) -> None:
+    """Whether ``strategy.pp_split`` can cut a model of ``layers`` layers (None: not known) into ``stages`` stages.
+
+    A stage may hold no layer where it holds the stem or the head: the first and the last may.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if isinstance(split, str):
+        most = None if layers is None else layers if split == "even" else layers + 2
+        if most is not None and most < stages:
+            raise ConfigError(
+                f"{layers} layers cannot be cut into {stages} stages",
+                where="strategy.pp",
+                mend=f"at most {most} stages (pp x stages_per_rank), or a deeper model",
+            )
         return
-    counts = list(split) if isinstance(split, list | tuple) else []
-    named = len(counts) == pp * stages_per_rank and all(isinstance(count, int) and count >= 1 for count in counts)
+    counts = [*split]
+    named = len(counts) == stages and min(counts) >= 0 and all(counts[1:-1])
     if not named or (layers is not None and sum(counts) != layers):
         raise ConfigError(
-            f"pp_split {split} does not name {pp * stages_per_rank} stages of {layers} layers in all",
+            f"pp_split {counts} does not name {stages} stages of {layers} layers in all",
             where="strategy.pp_split",
-            mend="even, or one number of layers (>= 1) per stage",
+            mend="even, flops, measured, or one number of layers per stage (0 at most in the first and the last)",
         )
 
 
-def _check_backward(config: Config, dp: int) -> None:
+def _check_backward(config: Config, schedule: str, dp: int) -> None:
     """What a pipeline's way of running the backward does not go with."""
     strategy = config.strategy
-    if config.train.compile and strategy.schedule in SPLIT_BACKWARD:
+    if config.train.compile and schedule in SPLIT_BACKWARD:
         raise ConfigError(
-            f"schedule {strategy.schedule} runs the backward in two parts, and a compiled layer has only one",
+            f"schedule {schedule} runs the backward in two parts, and a compiled layer has only one",
             where="train.compile",
             mend="train.compile=false, or strategy.schedule=1f1b or interleaved_1f1b",
         )
@@ -275,7 +323,7 @@ def _shard(strategy: StrategyConfig, dp: int, dp_per_node: int) -> int:
     return shard
 
 
-def _micro_batches(config: Config, dp: int, pp: int, stages: int) -> tuple[int, int]:
+def _micro_batches(config: Config, schedule: str, dp: int, pp: int, stages: int) -> tuple[int, int]:
     """Micro-batches per step and rank, and samples per micro-batch."""
     batch = config.batch
     if batch.global_size < dp:
@@ -297,12 +345,12 @@ def _micro_batches(config: Config, dp: int, pp: int, stages: int) -> tuple[int, 
     elif isinstance(batch.micro_batches, int):
         count = batch.micro_batches
         size = math.ceil(local / count)
-    elif pp == 1 or config.strategy.schedule == "sequential":
+    elif pp == 1 or schedule == "sequential":
         return 1, local
     else:
-        count = _least_padding(local, stages, config.strategy.schedule)
+        count = _least_padding(local, stages, schedule)
         size = math.ceil(local / count)
-    _check_micro_batches(config.strategy.schedule, pp, stages, count)
+    _check_micro_batches(schedule, pp, stages, count)
     return count, size
 
 

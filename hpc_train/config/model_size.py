@@ -17,10 +17,10 @@ def state_bytes(config: Config) -> int | None:
     parameters = parameter_count(config.model)
     if parameters is None:
         return None
-    return parameters * (8 if config.precision.name == "fp64" else 4) * (1 + _values_per_parameter(config.optim))
+    return parameters * (8 if config.precision.name == "fp64" else 4) * (1 + values_per_parameter(config.optim))
 
 
-def _values_per_parameter(optim: OptimConfig) -> int:
+def values_per_parameter(optim: OptimConfig) -> int:
     """AdamW keeps two moments, SGD with momentum one."""
     return 2 if optim.name == "adamw" else int(optim.momentum > 0)
 

@@ -75,9 +75,11 @@ class StrategyConfig:
     tp: int = 1  # ranks that share each layer; kept inside a node
     data_parallel: str = "ddp"  # ddp | reduce | zero1 | zero2 | zero3: how the dp ranks keep in step
     shard: int | str = "fill"  # ranks one ZeRO state is sharded over: "fill" (all of dp), "node", or a number
-    schedule: str = "1f1b"  # sequential | gpipe | 1f1b | interleaved_1f1b | interleaved_zero_bubble | zbv
+    schedule: str = "1f1b"  # auto | sequential | gpipe | 1f1b | interleaved_1f1b | interleaved_zero_bubble | zbv
     stages_per_rank: int = 1  # pipeline stages held by each pp rank
-    pp_split: Any = "even"  # "even", or the number of layers of each stage as a list
+    # even: as many layers for each stage; flops: by the model's own count; measured: by a profile of every block before
+    # the first step; or the number of layers of each stage as a list
+    pp_split: Any = "even"
     bucket_cap_mb: float = 25.0  # gradient bucket of ddp and reduce
     static_graph: bool = False  # ddp: promise that every step uses the same parameters
 

@@ -14,7 +14,7 @@ from hpc_train.config.cluster_size import node_range
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.hang_timeout import parse_hang_timeout
 from hpc_train.config.inputs import check_inputs
-from hpc_train.config.layout import DATA_PARALLEL, SCHEDULES, Layout, resolve_layout
+from hpc_train.config.layout import AUTO, DATA_PARALLEL, SCHEDULES, SPLITS, Layout, resolve_layout
 from hpc_train.config.reproducible import ANY_WORLD_SIZE
 from hpc_train.config.save_every import parse_save_every
 from hpc_train.config.schema import Config, GPTConfig, SyntheticDataConfig, ViTConfig
@@ -24,7 +24,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "cluster.kind": ("auto", "local", "slurm"),
     "cluster.container.runtime": ("auto", "apptainer", "pyxis"),
     "strategy.data_parallel": DATA_PARALLEL,
-    "strategy.schedule": tuple(SCHEDULES),
+    "strategy.schedule": (AUTO, *SCHEDULES),
     "model.loss": ("cross_entropy", "mse"),
     "data.task": ("tokens", "images"),
     "optim.name": ("adamw", "sgd"),
@@ -137,9 +137,11 @@ def _check_lists(config: Config) -> None:
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ConfigError(f"betas are {list(betas)}", where="optim.betas", mend="two numbers, 0 or more and below 1")
     numbers = isinstance(split, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in split)
-    if split != "even" and not numbers:
+    if split not in SPLITS and not numbers:
         raise ConfigError(
-            f"pp_split is {split!r}", where="strategy.pp_split", mend="even, or the layers of each stage as [1,2,…]"
+            f"pp_split is {split!r}",
+            where="strategy.pp_split",
+            mend=f"{', '.join(SPLITS)}, or the layers of each stage as [1,2,…]",
         )
     node_range(config.cluster)
     parse_save_every(config.checkpoint.every)

@@ -51,6 +51,13 @@ def loader_workers(batch: BatchConfig, dataset: Dataset, local_ranks: int) -> in
     return chosen
 
 
+def example_micro_batch(dataset: Dataset, layout: Layout, device: torch.device) -> Batch:
+    """A micro-batch as a step has them, of the first samples: for measurements before the first step."""
+    slots = tuple(index % len(dataset) for index in range(layout.micro_size))
+    inputs, targets, context, _ = next(MicroBatchReader(dataset, [Request(slots, 0, 0)], workers=0, ahead=1, pin=False))
+    return Batch(inputs, targets, context).to(device)
+
+
 class TrainFeed:
     """The training data of one data-parallel rank from ``start_step`` on, without end: the trainer counts the steps.
 

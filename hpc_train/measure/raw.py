@@ -47,13 +47,17 @@ class BareLoop:
     step: Step
 
 
-def raw_loop(kind: str, config: Config, mesh: Mesh) -> BareLoop:
-    """The bare loop ``single``, ``dp``, ``zero2`` or ``pp`` (see ``request.bare_loop``) with a model of its own."""
+def raw_loop(kind: str, config: Config, mesh: Mesh, layers: Sequence[range] | None = None) -> BareLoop:
+    """The bare loop ``single``, ``dp``, ``zero2`` or ``pp`` (see ``request.bare_loop``) with a model of its own.
+
+    Args:
+        layers: of each pipeline stage; None: as ``strategy.pp_split`` says.
+    """
     loops = {"single": _single, "dp": _data_parallel, "zero2": _zero2, "pp": _pipeline}
     model = build_model(config.model, config.train.seed)
     if kind == "pp":
         assert isinstance(model, Model)
-        layers = split_layers(len(model.layers), mesh.layout.pp, config.strategy.pp_split)
+        layers = layers or split_layers(len(model.layers), mesh.layout.pp, config.strategy.pp_split)
         model = cut(model, mesh.pp_rank, layers)
     activation_checkpointing.apply(model, config.train.activation_checkpointing)
     if config.train.compile:

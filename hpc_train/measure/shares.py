@@ -87,20 +87,20 @@ def bubble_share(step: Callable[[], None], device: torch.device, steps: int = 3)
     ``step`` is forward and backward over all micro-batches. The time inside a stage's forward and backward chunks is
     taken with the host's clock on the CPU and with events on the GPU; waiting for messages lies outside of them.
     """
-    with _timed_stages(device) as computing:
+    with timed_stages(device) as computing:
         _settle(device)
         begin = time.perf_counter()
         for _ in range(steps):
             step()
         _settle(device)
         elapsed = time.perf_counter() - begin
-    return max(0.0, 1.0 - sum(seconds() for seconds in computing) / elapsed)
+    return max(0.0, 1.0 - sum(seconds() for _, seconds in computing) / elapsed)
 
 
 @contextmanager
-def _timed_stages(device: torch.device) -> Iterator[list[Callable[[], float]]]:
-    """Notes how long each chunk of any stage takes, as functions that give seconds once the device has settled."""
-    computing: list[Callable[[], float]] = []
+def timed_stages(device: torch.device) -> Iterator[list[tuple[int, Callable[[], float]]]]:
+    """Notes the stage of each chunk of work and how long it took, a function that knows once the device has settled."""
+    computing: list[tuple[int, Callable[[], float]]] = []
     originals = {name: getattr(_PipelineStageBase, name) for name in STAGE_WORK}
     try:
         for name, original in originals.items():
@@ -111,19 +111,21 @@ def _timed_stages(device: torch.device) -> Iterator[list[Callable[[], float]]]:
             setattr(_PipelineStageBase, name, original)
 
 
-def _timed(work: Callable[..., Any], device: torch.device, computing: list[Callable[[], float]]) -> Callable[..., Any]:
-    def timed(*args: Any, **kwargs: Any) -> Any:
+def _timed(
+    work: Callable[..., Any], device: torch.device, computing: list[tuple[int, Callable[[], float]]]
+) -> Callable[..., Any]:
+    def timed(stage: _PipelineStageBase, *args: Any, **kwargs: Any) -> Any:
         if device.type == "cuda":
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             first.record()
-            result = work(*args, **kwargs)
+            result = work(stage, *args, **kwargs)
             last.record()
-            computing.append(lambda: first.elapsed_time(last) * 1e-3)
+            computing.append((stage.stage_index, lambda: first.elapsed_time(last) * 1e-3))
             return result
         begin = time.perf_counter()
-        result = work(*args, **kwargs)
+        result = work(stage, *args, **kwargs)
         elapsed = time.perf_counter() - begin
-        computing.append(lambda: elapsed)
+        computing.append((stage.stage_index, lambda: elapsed))
         return result
 
     return timed

@@ -134,6 +134,13 @@ class GPT(Model):
         parameters = config.n_layers * per_layer + config.dim + config.vocab_size * config.dim
         return float(length * (6 * parameters + 12 * config.n_layers * config.dim * length))
 
+    def block_flops(self, inputs: Tensor) -> tuple[float, ...]:
+        """The terms of ``flops_per_sample``: nothing in the stem, which looks up; the output projection in the head."""
+        config, length = self.config, inputs.shape[-1]
+        head = 6.0 * length * (config.dim + config.vocab_size * config.dim)
+        layer = (self.flops_per_sample(inputs) - head) / config.n_layers
+        return (0.0, *[layer] * config.n_layers, head)
+
 
 def _document_mask(document_ids: Tensor) -> Tensor:
     """``[micro, 1, seq, seq]``: true where the key is of the same document and not later than the query."""

@@ -87,3 +87,7 @@ class Model(nn.Module):
         Of the whole model, also when called on a pipeline stage. ``inputs`` is a micro-batch of which only the shape is
         read (it may be on ``meta``): a language model's count depends on the sequence length.
         """
+
+    def block_flops(self, inputs: Tensor) -> tuple[float, ...] | None:
+        """What ``flops_per_sample`` counts in the stem, in each layer and in the head; None where nobody has said."""
+        return None

@@ -115,6 +115,14 @@ class ViT(Model):
         attention = 12 * config.n_layers * dim * tokens
         return float(tokens * (6 * layers + attention) + 6 * (tokens - 1) * patch + 6 * classifier)
 
+    def block_flops(self, inputs: Tensor) -> tuple[float, ...]:
+        """The terms of ``flops_per_sample``: patches in the stem, the classifier in the head."""
+        config, dim = self.config, self.config.dim
+        stem = 6.0 * (self.tokens - 1) * dim * (config.channels * config.patch_size**2 + 1)
+        head = 6.0 * config.n_classes * (dim + 1)
+        layer = (self.flops_per_sample(inputs) - stem - head) / config.n_layers
+        return (stem, *[layer] * config.n_layers, head)
+
 
 def _check(config: ViTConfig) -> None:
     if config.image_size % config.patch_size:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from hpc_train.config.errors import ConfigError
@@ -15,8 +17,11 @@ from hpc_train.parallel.replica_engine import ReplicaEngine
 from hpc_train.parallel.reproducible_engine import ReproducibleEngine
 
 
-def build_engine(config: Config, mesh: Mesh) -> Engine:
+def build_engine(config: Config, mesh: Mesh, layers: Sequence[range] | None = None) -> Engine:
     """Builds the model on ``meta`` and hands it to the engine of ``mesh.layout``. Collective.
+
+    Args:
+        layers: of each pipeline stage, as ``balance.plan_split`` finds them; None: as ``strategy.pp_split`` says.
 
     Raises:
         ConfigError: the model cannot be laid out so.
@@ -33,7 +38,7 @@ def build_engine(config: Config, mesh: Mesh) -> Engine:
         return ReplicaEngine(config, mesh, whole)
     from hpc_train.parallel.pipeline_engine import PipelineEngine  # torch's pipelining takes a second to import
 
-    return PipelineEngine(config, mesh, whole)
+    return PipelineEngine(config, mesh, whole, layers)
 
 
 def _check_parts(model: nn.Module, mesh: Mesh) -> Model:

@@ -6,13 +6,12 @@ computed inside the last stage's forward, so that the hooks of FSDP and DDP see 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from hpc_train.config.layout import ZERO
 from hpc_train.config.schema import Config
 from hpc_train.data.batch import Batch, StepBatch
 from hpc_train.models.model import Model
@@ -21,7 +20,7 @@ from hpc_train.parallel.engine import StepNumbers, StepResult
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import parallelise
 from hpc_train.parallel.pipeline_eval import ForwardPass
-from hpc_train.parallel.precision import compute_dtype, parameter_dtype
+from hpc_train.parallel.precision import parameter_dtype, travelling_dtype
 from hpc_train.parallel.replicas import make_replicas
 from hpc_train.parallel.results import reduce_result
 from hpc_train.parallel.schedules import Part, Schedule
@@ -57,22 +56,23 @@ class PipelineEngine:
 
     Args:
         model: the whole model on ``meta``; it is not changed.
+        layers: of each stage, where they follow from a profile; else as ``strategy.pp_split`` says.
 
     Raises:
         ConfigError: the model cannot be cut into the stages of ``mesh.layout``.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, model: Model) -> None:
+    def __init__(self, config: Config, mesh: Mesh, model: Model, layers: Sequence[range] | None = None) -> None:
         layout = mesh.layout
         self._mesh, self._precision = mesh, config.precision.name
-        layers = split_layers(len(model.layers), layout.stages, config.strategy.pp_split)
+        layers = layers or split_layers(len(model.layers), layout.stages, config.strategy.pp_split)
         placement = place_stages(layout.pp, layout.stages_per_rank, layout.schedule)
         held = [stage for stage in range(layout.stages) if placement[stage] == mesh.pp_rank]
         models = {stage: parallelise(config, mesh, cut(model, stage, layers)) for stage in held}
         self._tied = TiedWeights(models, model.tied, layers, placement, mesh)
         self._parameters = naming.named_parameters(models.values(), model.tied)
         self._replicas = {stage: make_replicas(part, mesh, config.strategy) for stage, part in models.items()}
-        dtype = _travelling_dtype(mesh, self._precision)
+        dtype = travelling_dtype(layout, self._precision)
         self._parts = [
             Part(stage, part, self._replicas[stage].module, self._precision, dtype) for stage, part in models.items()
         ]
@@ -147,9 +147,3 @@ class PipelineEngine:
             return StepResult(torch.stack(sums).sum(), torch.stack(counts).sum())
         zero = torch.zeros((), dtype=parameter_dtype(self._precision), device=self._mesh.device)
         return StepResult(zero, zero.to(torch.int64))
-
-
-def _travelling_dtype(mesh: Mesh, precision: str) -> torch.dtype:
-    """Of hidden states between stages: FSDP gathers parameters in the compute type, autocast alone keeps them wide."""
-    sharded = mesh.layout.dp > 1 and mesh.layout.data_parallel in ZERO
-    return (compute_dtype(precision) if sharded else None) or parameter_dtype(precision)

@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from hpc_train.config.layout import ZERO, Layout
+
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -29,3 +31,9 @@ def autocast(name: str, device: torch.device) -> AbstractContextManager[object]:
     """The context of a forward pass under precision ``name``."""
     dtype = compute_dtype(name)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+def travelling_dtype(layout: Layout, precision: str) -> torch.dtype:
+    """Of hidden states between stages: FSDP gathers parameters in the compute type, autocast alone keeps them wide."""
+    sharded = layout.dp > 1 and layout.data_parallel in ZERO
+    return (compute_dtype(precision) if sharded else None) or parameter_dtype(precision)

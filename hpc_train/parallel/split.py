@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from hpc_train.config.errors import ConfigError
+from torch import nn
+
+from hpc_train.config.layout import check_split
 from hpc_train.models.model import Model
 
 
@@ -19,32 +21,18 @@ def split_layers(n_layers: int, stages: int, split: Any = "even") -> tuple[range
     weighs more than the stem (a lookup).
 
     Args:
-        split: ``even``, or the number of layers of each stage.
+        split: ``even``, or the number of layers of each stage; ``flops`` and ``measured`` are found by ``balance.py``.
 
     Raises:
         ConfigError: the layers do not suffice, or the list does not fit them.
     """
-    if split == "even":
-        counts = _even(n_layers, stages)
-    else:
-        counts = [int(count) for count in split]
-        if len(counts) != stages or sum(counts) != n_layers or min(counts) < 1:
-            raise ConfigError(
-                f"pp_split {counts} does not name {stages} stages of {n_layers} layers in all",
-                where="strategy.pp_split",
-                mend="even, or one number of layers (>= 1) per stage",
-            )
+    check_split(split, n_layers, stages)
+    counts = _even(n_layers, stages) if split == "even" else [int(count) for count in split]
     starts = [sum(counts[:stage]) for stage in range(stages + 1)]
     return tuple(range(start, end) for start, end in pairwise(starts))
 
 
 def _even(n_layers: int, stages: int) -> list[int]:
-    if n_layers < stages:
-        raise ConfigError(
-            f"{n_layers} layers cannot be cut into {stages} stages",
-            where="strategy.pp",
-            mend=f"at most {n_layers} stages (pp x stages_per_rank), or a deeper model",
-        )
     counts = [n_layers // stages] * stages
     middle = sorted(range(1, stages - 1), key=lambda stage: abs(2 * stage - (stages - 1)))
     for stage in [*middle, 0, stages - 1][: n_layers % stages]:
@@ -66,14 +54,11 @@ def cut(model: Model, stage: int, layers: Sequence[range]) -> Model:
     Args:
         layers: the layers of every stage, as ``split_layers`` gives them.
     """
-    part = copy.deepcopy(model)
-    if stage > 0:
-        part.stem = None
-    if stage < len(layers) - 1:
-        part.head = None
-    for key in list(part.layers):
-        if int(key) not in layers[stage]:
-            del part.layers[key]
+    left_out: list[nn.Module | None] = [layer for key, layer in model.layers.items() if int(key) not in layers[stage]]
+    left_out += [model.stem] * (stage > 0) + [model.head] * (stage < len(layers) - 1)
+    part = copy.deepcopy(model, {id(module): None for module in left_out})  # what is left out is copied as None
+    for key in [key for key, layer in part.layers.items() if layer is None]:
+        del part.layers[key]
     return part
 
 

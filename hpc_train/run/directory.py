@@ -7,6 +7,7 @@ metrics/attempt-NNN.jsonl    one object per logged step
 events/<writer>-NNN.jsonl    what happened, one file per writing process and attempt
 checkpoints/step-00000100/   committed by rename
 logs/<node>-NNN.log          the workers' output
+pp_split.json                what each block costs and the layers of each stage (strategy.pp_split=flops|measured)
 attempts/NNN.json            address, port and layout of an attempt; its presence claims the number
 .turns/                      who holds the run, and who changes run.json (see turns.py)
 code/HASH/                   the user's code as it was frozen; the runs of a sweep share one in the sweep's directory

@@ -28,6 +28,7 @@ from hpc_train.measure.sampling import Spread, paired_ratio
 from hpc_train.measure.shares import bubble_share, communication_share
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
+from hpc_train.parallel.balance import plan_split
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision import compute_dtype, parameter_dtype
@@ -64,10 +65,12 @@ class _Bench:
 
     def __init__(self, config: Config, mesh: Mesh, stop: StopFlag) -> None:
         self.config, self.mesh = config, mesh
-        self.engine = build_engine(config, mesh)
+        dataset = build_dataset(config.data, "train", config.train.seed)
+        plan = plan_split(config, mesh, dataset)
+        self.layers = None if plan is None else plan.layers
+        self.engine = build_engine(config, mesh, self.layers)
         optimizer = Optimizer(config.optim, self.engine.named_parameters())
         self._take_step = TrainStep(config, mesh, self.engine, optimizer, HORIZON)
-        dataset = build_dataset(config.data, "train", config.train.seed)
         self._feed = TrainFeed(dataset, config.batch, mesh.layout, mesh.dp_rank, config.train.seed, mesh.device, 0)
         self._control, self._stop = Control(mesh), stop
         self.example = self._counted(next(self._feed))
@@ -105,7 +108,7 @@ def _measure(bench: _Bench, request: StepRequest, run: RunDirectory) -> dict[str
     _repeat(bench.step, request.warmup)
     memory = peak_host_memory(), peak_device_memory(mesh.device)
     if request.raw is not None:
-        loops.append(_over(raw_loop(request.raw, config, mesh).step, raw_batches(config, mesh)))
+        loops.append(_over(raw_loop(request.raw, config, mesh, bench.layers).step, raw_batches(config, mesh)))
         _repeat(loops[1], request.warmup)
     seconds: list[list[float]] = [[] for _ in loops]
     for block in range(request.pairs * len(loops)):

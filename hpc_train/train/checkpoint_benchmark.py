@@ -28,8 +28,10 @@ from hpc_train.checkpoint.state import saved_state
 from hpc_train.checkpoint.writer import quiet
 from hpc_train.config.freeze import load
 from hpc_train.config.schema import Config
+from hpc_train.data.build import build_dataset
 from hpc_train.measure.request import CheckpointRequest, write_progress, write_result
 from hpc_train.measure.sampling import Spread, paired_ratio
+from hpc_train.parallel.balance import plan_split
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.directory import RunDirectory
@@ -70,7 +72,8 @@ class _Bench:
     def __init__(self, config: Config, run: RunDirectory, mesh: Mesh) -> None:
         settings = replace(config.checkpoint, asynchronous=True, keep=1 << 30)
         self.config, self.run, self.mesh = replace(config, checkpoint=settings), run, mesh
-        engine = build_engine(config, mesh)
+        plan = plan_split(config, mesh, build_dataset(config.data, "train", config.train.seed))
+        engine = build_engine(config, mesh, None if plan is None else plan.layers)
         optimizer = Optimizer(config.optim, engine.named_parameters())
         events = EventLog.open(run, f"rank-{mesh.rank:04d}", run.newest_attempt(), mesh.rank)
         self.manager = CheckpointManager(run, engine, optimizer, mesh, self.config, events)

@@ -19,7 +19,9 @@ from hpc_train.config.schema import Config
 from hpc_train.data.build import build_dataset
 from hpc_train.data.feed import NOTHING, EvalFeed, TrainFeed
 from hpc_train.data.skipped import Skipped
+from hpc_train.parallel.balance import SplitPlan, plan_split
 from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -35,6 +37,7 @@ from hpc_train.train.learning_rate import peak_rate
 from hpc_train.train.meter import make_meter
 from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.out_of_memory import explained
+from hpc_train.train.pipeline_balance import BalanceWatch
 from hpc_train.train.processes import join, leave
 from hpc_train.train.report import open_report
 from hpc_train.train.save_schedule import PRIOR_PER_GPU_HOUR, SaveSchedule, failure_rate
@@ -89,7 +92,10 @@ def _build(
     seed = config.train.seed
     training = build_dataset(config.data, "train", seed)
     validation = build_dataset(config.data, "validation", seed)
-    engine = build_engine(config, mesh)
+    plan = plan_split(config, mesh, training, run)
+    engine = build_engine(config, mesh, None if plan is None else plan.layers)
+    if plan is not None:
+        engine = _watch_balance(engine, mesh, plan, events)
     if config.train.debug:
         engine = DebuggedEngine(engine, mesh.rank)
     optimizer = Optimizer(config.optim, engine.named_parameters())
@@ -131,6 +137,19 @@ def _build(
     return trainer
 
 
+def _watch_balance(engine: Engine, mesh: Mesh, plan: SplitPlan, events: EventLog) -> Engine:
+    """Tells what the pipeline's split promises, and after some steps what it came to."""
+    if mesh.rank == 0:
+        print(plan.in_words())
+        events.write("pipeline_split", **plan.as_json())
+
+    def tell(words: str, found: dict[str, Any]) -> None:
+        print(words)
+        events.write("pipeline_balance", **found)
+
+    return BalanceWatch(engine, mesh, plan, tell)
+
+
 def _save_schedule(config: Config, run: RunDirectory, mesh: Mesh) -> SaveSchedule:
     every, first = parse_save_every(config.checkpoint.every), mesh.rank == 0
     rate = failure_rate(run) if first and every.auto else PRIOR_PER_GPU_HOUR
@@ -151,6 +170,8 @@ def _introduce(
     """What a reader of the log wants to know before the first step."""
     run.update_record(total_steps=length.total_steps, steps_per_epoch=length.steps_per_epoch)
     print(f"layout: {mesh.layout} on {mesh.device.type}")
+    for note in mesh.layout.notes:
+        print(f"  note: {note}")
     optim, size = config.optim, config.batch.global_size
     scaled = "" if optim.lr_scaling == "none" else f" ({optim.lr:g} x {optim.lr_scaling} {size}/{optim.base_batch})"
     print(f"learning rate: {peak_rate(optim, size):g}{scaled}, {optim.warmup_steps} steps warm-up, {optim.schedule}")

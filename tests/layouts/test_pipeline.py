@@ -57,6 +57,10 @@ def test_a_given_split_and_more_stages_and_micro_batches(record: Callable[..., N
     chosen = [
         Cell(2, "gpt-tied", strategy=pipeline("1f1b", pp_split=[1, 2])),
         Cell(2, "vit", strategy=pipeline("1f1b", pp_split=[2, 1]), batch={"micro_size": 1}),
+        Cell(2, "gpt-tied", strategy=pipeline("1f1b", pp_split=[3, 0])),
+        Cell(2, "vit", strategy=pipeline("gpipe", pp_split=[0, 3])),
+        Cell(2, "gpt-tied", strategy=pipeline("interleaved_1f1b", pp_split=[0, 1, 3, 0])),
+        Cell(2, "gpt", strategy=pipeline("zbv", pp_split=[0, 2, 2, 0])),
         Cell(2, "gpt-tied", strategy=pipeline("interleaved_1f1b", stages_per_rank=3), batch={"micro_batches": 8}),
         Cell(2, "gpt-tied", strategy=pipeline("interleaved_zero_bubble", stages_per_rank=3)),
         Cell(2, "gpt-tied", strategy=pipeline("zbv"), batch={"micro_batches": 5}),
@@ -94,8 +98,35 @@ def test_what_a_pipeline_does_not_go_with_is_refused() -> None:
         Cell(2, strategy=pipeline("zbv"), train={"compile": True}).layout()
     with pytest.raises(ConfigError, match="static graph"):
         Cell(4, strategy=pipeline("1f1b", dp=2, static_graph=True)).layout()
-    with pytest.raises(ConfigError, match="does not name 2 stages of 3 layers"):
-        Cell(2, strategy=pipeline("1f1b", pp_split=[0, 3])).layout()
+    with pytest.raises(ConfigError, match="does not name 4 stages of 4 layers"):
+        Cell(2, strategy=pipeline("interleaved_1f1b", pp_split=[2, 0, 1, 1])).layout()
+
+
+def test_stages_of_stem_or_head_alone_with_replicas_and_tensor_parallelism(record: Callable[..., None]) -> None:
+    ends, kinds = [0, 3], ("ddp", "reduce", "zero1", "zero2", "zero3")
+    chosen = [
+        Cell(4, model, strategy=pipeline("1f1b", dp=2, data_parallel=kind, pp_split=split))
+        for model, split in (("gpt-tied", ends[::-1]), ("vit", ends))
+        for kind in kinds
+    ]
+    chosen += [
+        Cell(4, model, strategy=pipeline("1f1b", tp=2, pp_split=split))
+        for model in ("gpt", "vit")
+        for split in (ends, ends[::-1])
+    ]
+    record(check_cells(chosen, timeout=250), [])
+
+
+def test_auto_takes_a_schedule_that_goes_and_says_why() -> None:
+    for fields, batch, schedule in (
+        ({}, {}, "1f1b"),
+        ({"stages_per_rank": 2}, {}, "interleaved_1f1b"),
+        ({"stages_per_rank": 1}, {"micro_batches": 1}, "sequential"),
+    ):
+        layout = Cell(2, strategy={"pp": 2, "schedule": "auto"} | fields, batch=batch).layout()
+        assert layout.schedule == schedule and f"schedule {schedule}" in layout.notes[-1]
+    with pytest.raises(ConfigError, match=r"a multiple of 2|cannot fill"):
+        Cell(2, strategy={"pp": 2, "schedule": "auto", "stages_per_rank": 2}, batch={"micro_batches": 5}).layout()
 
 
 def test_compiled_layers_in_a_pipeline(record: Callable[..., None]) -> None:

@@ -24,7 +24,7 @@ def test_an_even_split_spares_the_ends() -> None:
     assert split_layers(5, 3, [1, 3, 1]) == (range(1), range(1, 4), range(4, 5))
 
 
-@pytest.mark.parametrize("split", [[2, 2], [1, 2, 3], [0, 4, 1], [-1, 5, 1]])
+@pytest.mark.parametrize("split", [[2, 2], [1, 2, 3], [4, 0, 1], [-1, 5, 1]])
 def test_a_split_that_does_not_fit_is_refused(split: list[int]) -> None:
     with pytest.raises(ConfigError, match="does not name 3 stages of 5 layers"):
         split_layers(5, 3, split)

@@ -1,0 +1,139 @@
+"""Splits that follow from what blocks cost: found, written, told, and taken again at resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.layout import Layout
+from hpc_train.config.schema import Config, OptimConfig
+from hpc_train.models.build import build_model
+from hpc_train.models.model import Model
+from hpc_train.parallel.balance import FILE, stage_bytes
+from hpc_train.parallel.block_costs import BlockCost
+from hpc_train.parallel.mesh import join_mesh
+from hpc_train.parallel.partition import layers_of, partition
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.files import read_lines
+from tests.layouts.cells import Cell
+from tests.ranks import run_ranks
+from tests.train.runs import frozen, run_attempt
+
+# A head of 8192 x 64 against layers of 40 thousand parameters: half of a step is the head's.
+LOPSIDED = ["+strategy=pp", "model.vocab_size=8192", "model.dim=64", "model.ffn_dim=128", "data.sequence_length=32"]
+
+
+def events(run: RunDirectory, kind: str) -> list[dict[str, Any]]:
+    return [event for path in sorted(run.events.iterdir()) for event in read_lines(path) if event["event"] == kind]
+
+
+def test_a_measured_split_is_written_told_and_taken_again(tmp_path: Path) -> None:
+    overrides = [*LOPSIDED, "strategy.pp_split=measured"]
+    run = frozen(tmp_path / "run", *overrides, "train.steps=6")
+    assert run_attempt(run, 2) == [0, 0]
+    written = json.loads((run.path / FILE).read_text())
+    assert written["how"] == "measured" and written["stages"] == 2 and sum(written["layers"]) == 4
+    assert [block["name"] for block in written["blocks"]] == ["stem", *(f"layers.{n}" for n in range(4)), "head"]
+    costs = [block["seconds"] for block in written["blocks"]]
+    assert min(costs) > 0 and min(block["activation_bytes"] for block in written["blocks"]) > 0
+    best = partition(costs, 2)
+    assert best is not None and written["layers"] == [len(held) for held in layers_of(best)]
+    assert max(written["predicted"]["stage_s"]) <= max(written["even"]["stage_s"])
+    (told,), (found,) = events(run, "pipeline_split"), events(run, "pipeline_balance")
+    assert told["layers"] == written["layers"] and len(found["stage_s"]) == 2 and 0 < found["bubble_share"] < 1
+
+    frozen(run.path, *overrides, "train.steps=7")
+    assert run_attempt(run, 2) == [0, 0]
+    log = (run.logs / "rank-0-001.log").read_text()
+    assert "resumed from" in log and "of an earlier attempt" in log
+    assert json.loads((run.path / FILE).read_text()) == written
+
+    frozen(run.path, *LOPSIDED, "strategy.pp_split=flops", "train.steps=8")  # any split loads any checkpoint
+    assert run_attempt(run, 2) == [0, 0]
+    counted = json.loads((run.path / FILE).read_text())
+    assert counted["how"] == "flops" and counted["layers"] == [4, 0]
+    assert "resumed from" in (run.logs / "rank-0-002.log").read_text()
+
+
+@pytest.mark.parametrize("model", ["gpt", "gpt-tied", "vit"])
+def test_the_flops_of_blocks_are_those_of_the_model(model: str) -> None:
+    cell = Cell(1, model)
+    built = build_model(cell.config().model, 0)
+    assert isinstance(built, Model)
+    inputs = torch.empty((1, 8) if model.startswith("gpt") else (1, 3, 8, 8), device="meta")
+    flops = built.block_flops(inputs)
+    assert flops is not None and len(flops) == len(built.layers) + 2
+    assert sum(flops) == pytest.approx(built.flops_per_sample(inputs))
+
+
+def test_blocks_are_measured_under_tensor_parallelism_and_activation_checkpointing() -> None:
+    cell = Cell(4, "gpt-tied", "fp32", {"pp": 2, "tp": 2, "schedule": "1f1b"})
+    checkpointed = Cell(4, "gpt-tied", "bf16", {"pp": 2, "dp": 2}, train={"activation_checkpointing": "full"})
+    for of_rank in run_ranks(4, _costs, [cell, checkpointed]):
+        plain, frugal = of_rank
+        assert len(plain) == len(frugal) == 5
+        assert plain[1].parameters < frugal[1].parameters  # half of a layer on each of two ranks, and the norms
+        assert frugal[1].activation_bytes < plain[1].activation_bytes
+
+
+def _costs(rank: int, _: int, cells: list[Cell]) -> list[tuple[BlockCost, ...]]:
+    from hpc_train.parallel.block_costs import measure_blocks
+    from tests.layouts.oracle import local_batch
+
+    found = []
+    for cell in cells:
+        mesh = join_mesh(cell.layout(), rank, torch.device("cpu"))
+        model = build_model(cell.config().model, 0)
+        assert isinstance(model, Model)
+        found.append(measure_blocks(cell.config(), mesh, model, local_batch(cell, mesh.layout, 0, 0).micro_batches[0]))
+    return found
+
+
+def test_the_memory_of_a_stage() -> None:
+    blocks = [BlockCost("stem", 1.0, 1000, 10), BlockCost("layers.0", 1.0, 500, 7)]
+    config = Config(optim=OptimConfig(name="adamw"))
+
+    def layout(data_parallel: str, schedule: str) -> Layout:
+        return Layout(4, 2, 1, 4, data_parallel, schedule, 1, 8, 1)
+
+    assert stage_bytes(config, layout("ddp", "1f1b"), 0, blocks) == 4 * 1500 * 4 + 2 * 17
+    assert stage_bytes(config, layout("ddp", "gpipe"), 1, blocks) == 4 * 1500 * 4 + 8 * 17
+    assert stage_bytes(config, layout("zero3", "1f1b"), 1, blocks) == 1500 * 4 + 17
+    assert stage_bytes(config, layout("zero1", "1f1b"), 1, blocks) == 1500 * 4 * 2 + 1500 * 2 + 17
+
+
+def test_a_model_that_does_not_count_is_told_so(tmp_path: Path) -> None:
+    custom = ["model=custom", "model._target_=tests.train.test_pipeline_split.uncounted", "strategy.pp_split=flops"]
+    overrides = ["+strategy=pp", *custom]
+    with pytest.raises(AssertionError, match=r"block_flops.*\n.*\n.*mend: *strategy.pp_split=measured"):
+        run_attempt(_custom(tmp_path, overrides), 2)
+
+
+def _custom(path: Path, overrides: list[str]) -> RunDirectory:
+    from hpc_train.config.compose import compose, typed
+    from hpc_train.config.freeze import freeze
+    from tests.train.runs import TINY
+
+    run = RunDirectory(path / "run")
+    freeze(typed(compose([o for o in TINY if not o.startswith("model.")] + overrides)), run)
+    return run
+
+
+def uncounted() -> Model:
+    from hpc_train.config.schema import GPTConfig
+    from hpc_train.models.gpt import GPT
+
+    model = GPT(GPTConfig("gpt", 32, 4, 16, 2, 2, 32))
+    model.block_flops = lambda _: None  # type: ignore[method-assign]
+    return model
+
+
+def test_words_are_checked_before_a_submission() -> None:
+    assert Cell(2, strategy={"pp": 2, "pp_split": "measured"}).layout().pp == 2
+    with pytest.raises(ConfigError, match="even, flops, measured"):
+        Cell(2, strategy={"pp": 2, "pp_split": "best"}).layout()
