@@ -77,7 +77,9 @@ def _global_norm(counted: Mapping[float, list[Tensor]], inverse_scale: Tensor | 
             norms = norms * inverse_scale
         total += (1.0 if alone else weight) * norms.square().sum()
     if not alone:
-        dist.all_reduce(total)
+        work = dist.all_reduce(total, async_op=True)  # on NCCL's stream: what it waits for can be told from computing
+        assert work is not None
+        work.wait()
     return total.sqrt()
 
 

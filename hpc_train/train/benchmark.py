@@ -37,6 +37,7 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.stop import StopFlag
 from hpc_train.run.worker_spec import WorkerSpec
 from hpc_train.train.control import Control
+from hpc_train.train.measures import Measures
 from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.processes import join, leave
 from hpc_train.train.step import TrainStep
@@ -128,6 +129,7 @@ def _measure(bench: _Bench, request: StepRequest, run: RunDirectory) -> dict[str
         "memory": _memory(memory, mesh),
         "bubble_share": _gather(bubble_share(bench.gradients, mesh.device), mesh) if mesh.layout.pp > 1 else None,
         "communication_share": _communication(bench),
+        "measurement": _measurement_cost(bench, Spread.of(seconds[0]).median),
         "mfu": _utilisation(bench, Spread.of(speeds[0]).median),
         "against": ratio and {"loop": request.raw, **_ratio(ratio), **_rates(seconds[1], bench)},
     }
@@ -207,6 +209,14 @@ def _communication(bench: _Bench) -> list[float] | None:
     if layout.dp * layout.tp == 1:
         return None
     return _gather(communication_share(bench.gradients, bench.mesh.device), bench.mesh)
+
+
+def _measurement_cost(bench: _Bench, step_s: float) -> dict[str, float]:
+    """Of what is measured in training, on the rank where it costs most."""
+    measures = Measures(bench.config, bench.mesh, first_of_node=bench.mesh.rank == 0)
+    own = measures.cost(3, bench.step, bench.config.telemetry.log_every)
+    worst: dict[str, float] = max(_gather(own, bench.mesh), key=lambda cost: cost["seconds_per_step"])
+    return {**worst, "share": worst["seconds_per_step"] / step_s}
 
 
 def _utilisation(bench: _Bench, samples_per_s: float) -> dict[str, Any] | None:

@@ -18,6 +18,15 @@ from hpc_train.models.model import Model
 from hpc_train.parallel.mesh import Mesh
 
 
+@dataclass(frozen=True)
+class Interval:
+    """Between two lines of metrics: ``steps`` in ``seconds``, of which ``waited_s`` were spent waiting for data."""
+
+    seconds: float
+    steps: int
+    waited_s: float
+
+
 @dataclass
 class Meter:
     """Counts since ``begin``; reads the host's clock only.
@@ -25,10 +34,12 @@ class Meter:
     Attributes:
         flops_per_sample: of forward and backward; None where the model does not know.
         peak_flops: FLOP/s of all devices together; None where they are not known.
+        interval: what the last ``read`` was about.
     """
 
     flops_per_sample: float | None = None
     peak_flops: float | None = None
+    interval: Interval = Interval(0.0, 0, 0.0)
     _began: float = field(default_factory=time.perf_counter)
     _paused: float = 0.0
     _saved: float = 0.0
@@ -80,6 +91,7 @@ class Meter:
         }
         if self.flops_per_sample and self.peak_flops:
             rates["mfu"] = self.flops_per_sample * rates["samples_per_s"] / self.peak_flops
+        self.interval = Interval(seconds, self._steps, min(seconds, self._waited))
         self._all_seconds += seconds
         self._all_tokens += self._tokens
         self._began, self._paused, self._saved, self._waited = now, 0.0, 0.0, 0.0

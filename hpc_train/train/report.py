@@ -20,7 +20,6 @@ from hpc_train.telemetry.metrics import MetricsLog, Sink, finite_or_none
 from hpc_train.telemetry.progress import spent_line
 from hpc_train.telemetry.tensorboard import TensorBoard
 from hpc_train.telemetry.wandb_run import WandbIdentity, WandbRun
-from hpc_train.train.meter import peak_memory_bytes
 from hpc_train.train.step import SkippedSteps
 
 RESULT = ("loss", "val_loss", "val_accuracy", "samples", "tokens")
@@ -47,7 +46,7 @@ class Report:
         if self.metrics is None:
             return
         head = {"time": time.time(), "attempt": self.events.attempt, "world_size": self.world_size}
-        self._last = head | line | {"peak_memory_bytes": peak_memory_bytes(self.device)}
+        self._last = head | line
         self.metrics.write(self._last)
         print(_in_words(self._last, self.total_steps))
         if skipped.since_last and self._last.get("loss_scale") is None:

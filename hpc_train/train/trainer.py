@@ -24,6 +24,7 @@ from hpc_train.run.stop import StopFlag
 from hpc_train.train.control import Control
 from hpc_train.train.divergence import Divergence, DivergenceWatch
 from hpc_train.train.evaluation import evaluate
+from hpc_train.train.measures import Measures
 from hpc_train.train.meter import Meter
 from hpc_train.train.report import Report
 from hpc_train.train.save_schedule import SaveSchedule
@@ -63,6 +64,7 @@ class Trainer:
     stop: StopFlag
     length: Length
     meter: Meter
+    measures: Measures
     report: Report
     schedule: SaveSchedule
     heartbeat: Heartbeat
@@ -94,6 +96,10 @@ class Trainer:
         if self.step >= self.length.total_steps:
             self.report.nothing_to_do(self.step)
             return Exit.DONE
+        with self.measures.watching(self.engine.parts):
+            return self._run()
+
+    def _run(self) -> Exit:
         phase = Phase.FIRST_STEP
         self.heartbeat.enter(phase, self.step)
         batch: LocalBatch | None = self._next_batch()
@@ -129,7 +135,8 @@ class Trainer:
             return next(self.feed)
 
     def _train(self, batch: StepBatch, save: bool) -> None:
-        outcome = self.take_step(self.step, batch)
+        with self.measures.step():
+            outcome = self.take_step(self.step, batch)
         before = self.length.samples(self.step)
         self.step += 1
         self.tokens += batch.target_count
@@ -188,6 +195,7 @@ class Trainer:
         if self.take_step.loss_scale is not None:
             line["loss_scale"] = self.take_step.loss_scale.value.item()
         line |= self.meter.read()
+        line |= self.measures.over_ranks(self.meter.interval)
         if evaluates:
             began = time.monotonic()
             with self.meter.pausing(), self.heartbeat.during(Phase.EVALUATION, self.step):

@@ -34,6 +34,7 @@ from hpc_train.train.debug import DebuggedEngine
 from hpc_train.train.divergence import DivergenceWatch
 from hpc_train.train.flight_recorder import answer_questions
 from hpc_train.train.learning_rate import peak_rate
+from hpc_train.train.measures import Measures
 from hpc_train.train.meter import make_meter
 from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.out_of_memory import explained
@@ -62,7 +63,7 @@ def train(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
     mesh = join(spec, config, listen_fd)
     events = EventLog.open(run, f"rank-{spec.rank:04d}", spec.attempt, spec.rank)
     with explained(config, mesh):
-        trainer = _build(config, run, mesh, events, stop, spec.local_world_size, heartbeat)
+        trainer = _build(config, run, mesh, events, stop, spec, heartbeat)
         check_imports(run)  # the user's model and data are imported by now
         try:
             code = trainer.run()
@@ -86,10 +87,10 @@ def _build(
     mesh: Mesh,
     events: EventLog,
     stop: StopFlag,
-    local_ranks: int,
+    spec: WorkerSpec,
     heartbeat: Heartbeat,
 ) -> Trainer:
-    seed = config.train.seed
+    seed, local_ranks = config.train.seed, spec.local_world_size
     training = build_dataset(config.data, "train", seed)
     validation = build_dataset(config.data, "validation", seed)
     plan = plan_split(config, mesh, training, run)
@@ -124,6 +125,7 @@ def _build(
         if config.train.debug
         else length,
         meter=make_meter(config, mesh, training),
+        measures=Measures(config, mesh, first_of_node=spec.local_rank == 0),
         report=report,
         schedule=_save_schedule(config, run, mesh),
         heartbeat=heartbeat,

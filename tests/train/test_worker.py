@@ -24,6 +24,11 @@ def test_metrics_and_result(tmp_path: Path) -> None:
     assert [line["step"] for line in lines] == [1, 4, 6, 8, 10]
     assert all(line.keys() >= KEYS for line in lines)
     assert [line["step"] for line in lines if "val_loss" in line] == [6, 10]
+    for line in lines:
+        shares = [line[key] for key in ("data_wait_share", "comm_share", "bubble_share")]
+        assert all(0 <= share < 1 for share in shares) and sum(shares) < 1 and line["bubble_share"] > 0
+        assert line["memory_imbalance"] >= 1 and line["compute_imbalance"] >= 1 and line["arrival_skew_s"] > 0
+        assert not {"gpu_util", "host_share", "mfu"} & line.keys()  # not known without a GPU
     last = lines[-1]
     assert (last["samples"], last["tokens"], last["epoch"], last["world_size"]) == (80, 640, 1, 4)
     record = run.record()

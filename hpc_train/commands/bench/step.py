@@ -74,6 +74,7 @@ def report(result: dict[str, Any]) -> str:
         shares = _shares(result["communication_share"])
         lines.append(f"communication  {shares}: a collective under way and nothing computed (profiler)")
     lines.append(f"MFU            {_utilisation(result['mfu'])}")
+    lines.append(f"measuring      {_measurement(result['measurement'])}")
     if result["against"]:
         against = result["against"]
         lines.append(f"bare loop      {against['loop']}: {_speed(against)} {unit}")
@@ -101,6 +102,13 @@ def _memory(memory: dict[str, Any]) -> str:
 def _shares(shares: list[float]) -> str:
     by_rank = ", ".join(f"{100 * share:.1f}" for share in shares)
     return f"{100 * sum(shares) / len(shares):.1f} % (by rank: {by_rank})"
+
+
+def _measurement(cost: dict[str, float]) -> str:
+    return (
+        f"{100 * cost['share']:.3f} % of a step: {1e6 * cost['seconds_per_step']:.0f} µs for what training measures, "
+        f"{cost['stretches_per_step']:.0f} stretches of time, log steps shared out"
+    )
 
 
 def _utilisation(mfu: dict[str, Any] | None) -> str:
