@@ -300,6 +300,12 @@ def _check_backward(config: Config, schedule: str, dp: int) -> None:
             where="train.compile",
             mend="train.compile=false, or strategy.schedule=1f1b or interleaved_1f1b",
         )
+    if config.train.activation_checkpointing == "ops" and schedule in SPLIT_BACKWARD:
+        raise ConfigError(
+            f"schedule {schedule} runs the backward in two parts, and what ops has kept is taken once",
+            where="train.activation_checkpointing",
+            mend="full or selective, or strategy.schedule=1f1b or interleaved_1f1b",
+        )
     if strategy.static_graph and strategy.data_parallel == "ddp" and dp > 1:
         raise ConfigError(
             "DDP's static graph expects forward and backward in turns, and a pipeline runs several forwards first",

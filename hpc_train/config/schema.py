@@ -237,7 +237,8 @@ class TrainConfig:
     steps: int | None = None  # give steps or epochs
     epochs: float | None = None
     eval_every: int = 0  # steps; 0: only at the end
-    activation_checkpointing: str = "none"  # none | full | selective
+    activation_checkpointing: str = "none"  # none | full | selective | selective:N (every N-th layer) | ops
+    loss_chunks: int = 1  # gpt: the sequence is cut into so many, and only one's logits exist at a time
     compile: bool = False  # torch.compile per layer
     nonfinite_limit: int = 50  # steps in a row without a finite gradient until the run goes back to a checkpoint
     spike_mads: float = 0.0  # so many MADs above the median the loss has jumped, and the run goes back; 0: it goes on

@@ -15,6 +15,7 @@ from hpc_train.config.errors import ConfigError
 from hpc_train.config.hang_timeout import parse_hang_timeout
 from hpc_train.config.inputs import check_inputs
 from hpc_train.config.layout import AUTO, DATA_PARALLEL, SCHEDULES, SPLITS, Layout, resolve_layout
+from hpc_train.config.recomputation import parse_recomputation
 from hpc_train.config.reproducible import ANY_WORLD_SIZE
 from hpc_train.config.save_every import parse_save_every
 from hpc_train.config.schema import Config, GPTConfig, SyntheticDataConfig, ViTConfig
@@ -32,7 +33,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "optim.schedule": ("constant", "linear", "cosine", "wsd"),
     "precision.name": ("fp64", "fp32", "bf16", "fp16"),
     "train.reproducible": (ANY_WORLD_SIZE,),
-    "train.activation_checkpointing": ("none", "full", "selective"),
     "checkpoint.verify": ("full", "sizes"),
     "checkpoint.commit": ("auto", "rename", "marker"),
     "checkpoint.keep_best": ("val_loss", "val_accuracy"),
@@ -87,9 +87,10 @@ RANGES: dict[Range, tuple[str, ...]] = {
         "model.n_kv_heads", "model.ffn_dim", "model.image_size", "model.patch_size", "model.channels",
         "model.n_classes", "model.mlp_dim", "data.sequence_length", "data.vocab_size", "data.image_size",
         "data.channels", "data.n_classes", "data.samples", "data.validation_samples", "optim.base_batch",
-        "train.steps", "train.threads", "batch.global_size", "batch.micro_size", "batch.micro_batches",
-        "batch.logical_micro_batches", "checkpoint.keep", "telemetry.log_every", "launch.array_parallelism",
-        "launch.chain", "elastic.min_nodes", "train.nonfinite_limit", "precision.loss_scale_growth_every",
+        "train.steps", "train.threads", "train.loss_chunks", "batch.global_size", "batch.micro_size",
+        "batch.micro_batches", "batch.logical_micro_batches", "checkpoint.keep", "telemetry.log_every",
+        "launch.array_parallelism", "launch.chain", "elastic.min_nodes", "train.nonfinite_limit",
+        "precision.loss_scale_growth_every",
     ),
     SHARE: ("optim.min_lr_ratio", "optim.decay_share"),
     BELOW_ONE: ("model.dropout", "optim.momentum"),
@@ -111,6 +112,7 @@ def validate(config: Config, nodes: int, workers_per_node: int) -> Layout:
     layout = resolve_layout(config, nodes, workers_per_node)
     _check_tensor_parallel(config, layout)
     _check_pieces(config, layout)
+    _check_loss_chunks(config, layout)
     return layout
 
 
@@ -145,6 +147,7 @@ def _check_lists(config: Config) -> None:
         )
     node_range(config.cluster)
     parse_save_every(config.checkpoint.every)
+    parse_recomputation(config.train.activation_checkpointing)
     parse_hang_timeout(config.elastic.hang_timeout_s)
     for name in ("time", "time_min"):
         limit = getattr(config.cluster, name)
@@ -261,6 +264,23 @@ def _check_pieces(config: Config, layout: Layout) -> None:
             f"{getattr(config.data, 'samples', 0)} samples do not fill one global batch of {config.batch.global_size}",
             where="data.samples, batch.global_size",
             mend=f"data.samples={config.batch.global_size} or more, or batch.drop_last=false",
+        )
+
+
+def _check_loss_chunks(config: Config, layout: Layout) -> None:
+    chunks, length = config.train.loss_chunks, getattr(config.data, "sequence_length", None)
+    if chunks > 1 and not isinstance(config.model, GPTConfig):
+        raise ConfigError(
+            "the loss is taken in chunks of a sequence of tokens, and this model has none",
+            where="train.loss_chunks",
+            mend="train.loss_chunks=1, or a gpt",
+        )
+    most = chunks if length is None else length // layout.tp
+    if chunks > most:
+        raise ConfigError(
+            f"a rank's {most} tokens of a sequence cannot be cut into {chunks} chunks",
+            where="train.loss_chunks",
+            mend=f"train.loss_chunks={most} or fewer",
         )
 
 

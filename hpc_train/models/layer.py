@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hpc_train.models.losses import count_correct, cross_entropy
 from hpc_train.models.model import Head
@@ -31,14 +33,48 @@ class PreNormLayer(nn.Module):
 
 
 class CrossEntropyHead(Head):
-    """A head whose forward gives logits ``[..., classes]``."""
+    """A head whose forward gives logits ``[..., classes]``.
+
+    Attributes:
+        chunks: the sequence is cut into so many, one after the other: only one's logits exist at a time, and they are
+            computed again in the backward. For heads that have logits for every position.
+        sequence_shards: hidden states hold this share of the sequence, logits (gathered) all of it.
+    """
+
+    chunks: int = 1
+    sequence_shards: int = 1
 
     def loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return cross_entropy(self(hidden), targets)
+        if self.chunks == 1:
+            return self._loss(hidden, targets)
+        # RNG state is not kept: nothing in a head is random.
+        sums = [
+            checkpoint(self._loss, *chunk, use_reentrant=False, preserve_rng_state=False)
+            for chunk in self._cut(hidden, targets)
+        ]
+        loss, count = (torch.stack(column).sum() for column in zip(*sums, strict=True))
+        return loss, count
 
     def correct(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return count_correct(self(hidden), targets)
+        return torch.stack([count_correct(self(part), of) for part, of in self._cut(hidden, targets)]).sum()
 
     def evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        sums = [self._evaluate(*chunk) for chunk in self._cut(hidden, targets)]
+        loss, count, correct = (torch.stack(column).sum() for column in zip(*sums, strict=True))
+        return loss, count, correct
+
+    def _loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return cross_entropy(self(hidden), targets)
+
+    def _evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = self(hidden)
         return (*cross_entropy(logits, targets), count_correct(logits, targets))
+
+    def _cut(self, hidden: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Pieces of both along the sequence (dim 1). Of shards each rank cuts its own, and a chunk's logits are of the
+        same piece of every shard, so its targets are too."""
+        if self.chunks == 1:
+            return [(hidden, targets)]
+        of_shards = targets.unflatten(1, (self.sequence_shards, -1)).chunk(self.chunks, 2)
+        pieces = zip(hidden.chunk(self.chunks, 1), of_shards, strict=True)
+        return [(part, wanted.flatten(1, 2)) for part, wanted in pieces]

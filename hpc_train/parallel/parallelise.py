@@ -11,7 +11,7 @@ from hpc_train.config.layout import ZERO
 from hpc_train.config.schema import Config
 from hpc_train.models.model import Model
 from hpc_train.models.wrapped import WrappedModel
-from hpc_train.parallel import activation_checkpointing, batch_statistics, fsdp
+from hpc_train.parallel import activation_checkpointing, batch_statistics, chunked_loss, fsdp
 from hpc_train.parallel.compile import compile_layers
 from hpc_train.parallel.materialise import is_meta, materialise
 from hpc_train.parallel.mesh import Mesh
@@ -30,6 +30,7 @@ def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
     dtype = parameter_dtype(config.precision.name)
     if mesh.layout.tp > 1 and isinstance(model, Model):
         apply_tensor_parallel(model, mesh.device_mesh["tp"])
+    chunked_loss.apply(model, config.train.loss_chunks)
     activation_checkpointing.apply(model, config.train.activation_checkpointing)
     if config.train.compile:
         compile_layers(model)

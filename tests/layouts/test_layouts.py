@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from hpc_train.config.layout import DATA_PARALLEL
+from hpc_train.config.layout import DATA_PARALLEL, STAGES_PER_RANK
 from tests.layouts.cells import MODELS, Cell, cells
 from tests.layouts.oracle import check_cells
+
+STAGES = STAGES_PER_RANK.items()
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -28,11 +30,21 @@ def test_single_precision_and_a_batch_that_divides(record: Callable[..., None]) 
     record(check_cells(chosen), [])
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", ["full", "selective:3", "ops"])
 def test_activation_checkpointing_changes_no_gradient(mode: str, record: Callable[..., None]) -> None:
     train, batch = {"activation_checkpointing": mode}, {"micro_batches": 2}
     splits = [{"dp": 2, "data_parallel": kind} for kind in DATA_PARALLEL] + [{"tp": 2}]
     chosen = [Cell(2, model, strategy=split, batch=batch, train=train) for split in splits for model in ("gpt", "vit")]
+    record(check_cells(chosen), [])
+
+
+def test_a_loss_in_chunks_changes_no_gradient(record: Callable[..., None]) -> None:
+    train, batch = {"loss_chunks": 3}, {"micro_batches": 2}  # of 8 tokens, or of 4 under tensor parallelism
+    splits = [{"dp": 2, "data_parallel": kind} for kind in DATA_PARALLEL]
+    splits += [{"tp": 2}, *({"pp": 2, "schedule": name, "stages_per_rank": least} for name, (least, _) in STAGES)]
+    chosen = [
+        Cell(2, "gpt-tied", strategy=split, batch={} if "pp" in split else batch, train=train) for split in splits
+    ]
     record(check_cells(chosen), [])
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.config.errors import ConfigError
-from hpc_train.config.layout import SCHEDULES, STAGES_PER_RANK
+from hpc_train.config.layout import SCHEDULES, SPLIT_BACKWARD, STAGES_PER_RANK
 from hpc_train.data.batch import Batch, StepBatch
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
@@ -69,7 +69,7 @@ def test_a_given_split_and_more_stages_and_micro_batches(record: Callable[..., N
     record(check_cells(chosen), [])
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", ["full", "selective", "ops"])
 def test_activation_checkpointing_in_a_pipeline(mode: str, record: Callable[..., None]) -> None:
     train = {"activation_checkpointing": mode}
     small = {"bucket_cap_mb": 0.001}
@@ -84,6 +84,12 @@ def test_activation_checkpointing_in_a_pipeline(mode: str, record: Callable[...,
             ("zbv", "zero2"),
         )
     ]
+    if mode == "ops":
+        refused = [cell for cell in chosen if cell.strategy["schedule"] in SPLIT_BACKWARD]
+        for cell in refused:
+            with pytest.raises(ConfigError, match="what ops has kept is taken once"):
+                cell.layout()
+        chosen = [cell for cell in chosen if cell not in refused]
     record(check_cells(chosen), [])
 
 

@@ -1,0 +1,96 @@
+"""What saves memory does so, and changes no gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.schema import Config, GPTConfig, SyntheticDataConfig, TrainConfig
+from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.engine import Engine
+from hpc_train.parallel.mesh import join_mesh
+from tests.layouts.cells import Cell
+from tests.layouts.memory import Allocations
+from tests.ranks import run_ranks
+
+LAYERS, SEQUENCE, VOCABULARY, DIM = 6, 32, 512, 16
+
+
+def engine_with(**train: Any) -> Engine:
+    """A small model with a large vocabulary on one rank, in fp32."""
+    sizes = {"n_layers": LAYERS, "dim": DIM, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 64}
+    config = Config(
+        model=GPTConfig(vocab_size=VOCABULARY, **sizes),  # type: ignore[arg-type]
+        data=SyntheticDataConfig(sequence_length=SEQUENCE, vocab_size=VOCABULARY),
+        train=TrainConfig(steps=1, **train),
+    )
+    return build_engine(config, join_mesh(Cell(1).layout(), 0, torch.device("cpu")))
+
+
+def kept_after_the_layers(rank: int, world_size: int, modes: list[str]) -> list[int]:
+    """Bytes that wait for the backward."""
+    found = []
+    for mode in modes:
+        model: Any = engine_with(activation_checkpointing=mode).parts[0]
+        hidden = torch.randn(2, SEQUENCE, DIM, requires_grad=True)
+        with Allocations() as allocations:
+            context = model.prepare(hidden, {})
+            for layer in model.layers.values():
+                hidden = layer(hidden, context)
+            found.append(allocations.alive)
+    return found
+
+
+def test_activation_checkpointing_keeps_less() -> None:
+    ((none, selective, third, ops, full),) = run_ranks(
+        1, kept_after_the_layers, ["none", "selective", "selective:3", "ops", "full"]
+    )
+    hidden = 2 * SEQUENCE * DIM * 4
+    assert full < 2 * LAYERS * hidden  # inputs of layers, and the rotary tables
+    assert none > 10 * full
+    for share, found in ((1 / 2, selective), (1 / 3, third)):
+        assert found == pytest.approx(none - share * (none - full), rel=0.02)
+    # queries, keys, values, attention and its projection, a feed-forward of four widths; and attention's normaliser
+    products = LAYERS * hidden * (3 + 2 + 2 * 4 + 1)
+    assert products + full <= ops < products + full + hidden
+    assert ops < 0.6 * none
+
+
+def largest_tensor(rank: int, world_size: int, chunks: list[int]) -> list[tuple[int, float, int]]:
+    """In a training step and in an evaluation, and the loss."""
+    from hpc_train.data.batch import Batch, StepBatch
+
+    tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE) % VOCABULARY
+    batch = StepBatch((Batch(tokens, tokens.flip(1)),), tokens.numel())
+    found = []
+    for number in chunks:
+        engine = engine_with(loss_chunks=number)
+        with Allocations() as training:
+            result = engine.train_step(0, batch)
+        with Allocations() as evaluation:
+            engine.eval_step(batch)
+        found.append((training.largest, engine.reduce(result).loss, evaluation.largest))
+    return found
+
+
+def test_the_logits_of_a_loss_in_chunks_never_exist_whole() -> None:
+    (((whole, loss, evaluated), *chunked),) = run_ranks(1, largest_tensor, [1, 3, 8])
+    logits, matrix = 2 * SEQUENCE * VOCABULARY, VOCABULARY * DIM
+    assert whole == evaluated == logits
+    for chunks, (trained, its_loss, its_evaluated) in zip((3, 8), chunked, strict=True):
+        positions = -(-SEQUENCE // chunks)
+        assert trained == max(2 * positions * VOCABULARY, matrix)  # the gradient of the output matrix is whole
+        assert its_evaluated == 2 * positions * VOCABULARY
+        assert its_loss == pytest.approx(loss, rel=1e-6)
+
+
+def test_a_loss_that_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a sequence of tokens, and this model has none"):
+        Cell(1, "vit", train={"loss_chunks": 2}).layout()
+    with pytest.raises(ConfigError, match="a rank's 4 tokens of a sequence cannot be cut into 5 chunks"):
+        Cell(2, strategy={"tp": 2}, train={"loss_chunks": 5}).layout()
+    with pytest.raises(ConfigError, match=r"selective:N \(every N-th\)"):
+        Cell(1, train={"activation_checkpointing": "selective:0"}).layout()
