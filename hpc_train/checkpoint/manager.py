@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from hpc_train.checkpoint import disk
 from hpc_train.checkpoint.archive import Archive
 from hpc_train.checkpoint.archiver import Archiver
+from hpc_train.checkpoint.carried import CarriedLoad, without_carried
 from hpc_train.checkpoint.manifest import BadCheckpoint, FileEntry, Manifest
 from hpc_train.checkpoint.reader import SafeReader
 from hpc_train.checkpoint.retention import Retention
@@ -189,8 +190,10 @@ class CheckpointManager:
         if not with_optimizer:
             stored, wanted = _model_part(stored), _model_part(wanted)
             state = {name: tensor for name, tensor in state.items() if name in wanted}
-        check_match(stored, wanted, where=str(path))
-        self._load(state, reader)
+        carried = CarriedLoad(self.engine, stored if with_optimizer else {})
+        check_match(without_carried(stored), wanted, where=str(path))
+        self._load(state | carried.targets, reader)
+        carried.finish()
         if path.parent == self.store.root:
             self._saved_step = found.checkpoint.step
             self._archiver.wake()

@@ -2,7 +2,8 @@
 
 ``model.NAME`` is a parameter or a persistent buffer, ``optim.NAME.KEY`` a tensor of the optimizer's state for that
 parameter, with NAME as the whole model calls it. A rank holds the part of the names, and of each DTensor the shard,
-that its place in the layout gives it; a tied copy stands under its canonical name.
+that its place in the layout gives it; a tied copy stands under its canonical name. What gradient compression carries
+from step to step stands under ``compression.``; see ``carried.py``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from hpc_train.checkpoint.carried import carried_state
 from hpc_train.config.errors import ConfigError
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
@@ -40,7 +42,7 @@ def training_state(engine: Engine, optimizer: OptimizerState) -> dict[str, Tenso
 
 def saved_state(engine: Engine, optimizer: OptimizerState, mesh: Mesh) -> dict[str, Tensor]:
     """What this rank hands to a save. Buffers may differ between replicas, so those of one replica are taken."""
-    state = training_state(engine, optimizer)
+    state = training_state(engine, optimizer) | carried_state(engine)
     if mesh.dp_rank == 0 and mesh.tp_rank == 0:
         return state
     buffers = {f"model.{name}" for name in engine.named_buffers()}

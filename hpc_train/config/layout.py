@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from hpc_train.config.compression import check_compression
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.reproducible import check_reproducible, divide
 from hpc_train.config.schema import Config, StrategyConfig
@@ -114,6 +115,7 @@ def resolve_layout(config: Config, nodes: int, workers_per_node: int) -> Layout:
     stages_per_rank = strategy.stages_per_rank if pp > 1 else 1
     _check_tensor_parallel(strategy, dp, tp)
     schedule, (micro_batches, micro_size) = _schedule(config, dp, pp, stages_per_rank, notes)
+    kind = _kept_in_step_by(config, dp, tp, notes)
     reproducible, logical = config.train.reproducible is not None, 0
     if reproducible:
         check_reproducible(config, pp, tp)
@@ -123,7 +125,7 @@ def resolve_layout(config: Config, nodes: int, workers_per_node: int) -> Layout:
         pp=pp,
         tp=tp,
         shard=_shard(strategy, dp, workers_per_node // tp),
-        data_parallel=TREE if reproducible else strategy.data_parallel,
+        data_parallel=TREE if reproducible else kind,
         schedule=schedule,
         stages_per_rank=stages_per_rank,
         micro_batches=micro_batches,
@@ -195,6 +197,17 @@ def _data_parallel(strategy: StrategyConfig, available: int, pp: int, tp: int) -
             mend="strategy.dp=fill, or more workers (cluster.nodes, cluster.gpus_per_node, cluster.cpu_workers)",
         )
     return strategy.dp
+
+
+def _kept_in_step_by(config: Config, dp: int, tp: int, notes: list[str]) -> str:
+    """Compressed gradients go through our own reduction."""
+    kind = config.strategy.data_parallel
+    if dp > 1:
+        check_compression(config, tp)
+        if kind == "ddp" and config.strategy.compression != "none":
+            notes.append("compressed gradients are summed by our own reduction instead of DDP")
+            return "reduce"
+    return kind
 
 
 def _check_use(world_size: int, nodes: int, available: int, notes: list[str]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hpc_train.config.schema import Config, GPTConfig, ModelConfig, OptimConfig, ViTConfig
+from hpc_train.config.compression import CARRYING
+from hpc_train.config.schema import Config, GPTConfig, ModelConfig, OptimConfig, StrategyConfig, ViTConfig
 
 
 def parameter_count(model: ModelConfig) -> int | None:
@@ -12,17 +13,31 @@ def parameter_count(model: ModelConfig) -> int | None:
     return _vit(model) if isinstance(model, ViTConfig) else None
 
 
-def state_bytes(config: Config) -> int | None:
-    """Bytes of what a checkpoint holds: the parameters and the optimizer's values for each; None where not known."""
+def state_bytes(config: Config, replicas: int = 1) -> int | None:
+    """Bytes of what a checkpoint holds: the parameters and the optimizer's values for each; None where not known.
+
+    ``replicas``: each of which adds what its compressed gradients left out.
+    """
     parameters = parameter_count(config.model)
     if parameters is None:
         return None
-    return parameters * (8 if config.precision.name == "fp64" else 4) * (1 + values_per_parameter(config.optim))
+    return (
+        parameters
+        * (8 if config.precision.name == "fp64" else 4)
+        * (1 + values_per_parameter(config.optim) + _carried_per_parameter(config.strategy, replicas))
+    )
 
 
 def values_per_parameter(optim: OptimConfig) -> int:
     """AdamW keeps two moments, SGD with momentum one."""
     return 2 if optim.name == "adamw" else int(optim.momentum > 0)
+
+
+def _carried_per_parameter(strategy: StrategyConfig, replicas: int) -> int:
+    """A residual on each replica, and with momentum correction a velocity."""
+    if replicas == 1 or strategy.compression not in CARRYING:
+        return 0
+    return replicas * (2 if strategy.compression == "topk" and strategy.compression_momentum else 1)
 
 
 def _gpt(model: GPTConfig) -> int:

@@ -81,6 +81,11 @@ class StrategyConfig:
     # the first step; or the number of layers of each stage as a list
     pp_split: Any = "even"
     bucket_cap_mb: float = 25.0  # gradient bucket of ddp and reduce
+    compression: str = "none"  # none | fp16 | bf16 | powersgd | topk: of gradients, under ddp and reduce
+    compression_share: float = 0.01  # topk: of each gradient's elements, the largest
+    compression_momentum: float = 0.0  # topk: momentum correction, in place of the optimizer's momentum
+    compression_rank: int = 4  # powersgd
+    compression_warmup_steps: int = 0  # the first steps, which are not compressed
     static_graph: bool = False  # ddp: promise that every step uses the same parameters
 
 

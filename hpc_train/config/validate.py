@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_train.config.cluster_size import node_range
+from hpc_train.config.compression import COMPRESSION
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.hang_timeout import parse_hang_timeout
 from hpc_train.config.inputs import check_inputs
@@ -26,6 +27,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "cluster.container.runtime": ("auto", "apptainer", "pyxis"),
     "strategy.data_parallel": DATA_PARALLEL,
     "strategy.schedule": (AUTO, *SCHEDULES),
+    "strategy.compression": COMPRESSION,
     "model.loss": ("cross_entropy", "mse"),
     "data.task": ("tokens", "images"),
     "optim.name": ("adamw", "sgd"),
@@ -67,6 +69,7 @@ NOT_NEGATIVE = Range(lambda value: value >= 0, "0 or more")
 AT_LEAST_ONE = Range(lambda value: value >= 1, "1 or more")
 SHARE = Range(lambda value: 0 <= value <= 1, "a share between 0 and 1")
 BELOW_ONE = Range(lambda value: 0 <= value < 1, "0 or more, below 1")
+PART = Range(lambda value: 0 < value <= 1, "above 0, at most 1")
 INSIDE = Range(lambda value: 0 < value < 1, "above 0 and below 1")
 
 RANGES: dict[Range, tuple[str, ...]] = {
@@ -77,7 +80,7 @@ RANGES: dict[Range, tuple[str, ...]] = {
     ),
     NOT_NEGATIVE: (
         "cluster.gpus_per_node", "optim.weight_decay", "optim.clip_norm", "optim.warmup_steps", "train.eval_every",
-        "train.seed", "train.spike_mads", "train.max_rollbacks",
+        "train.seed", "train.spike_mads", "train.max_rollbacks", "strategy.compression_warmup_steps",
         "batch.loader_workers", "checkpoint.keep_every", "checkpoint.settle_s",
         "launch.confirm_gpu_hours", "elastic.spares", "elastic.exclude_hours",
     ),
@@ -90,10 +93,11 @@ RANGES: dict[Range, tuple[str, ...]] = {
         "train.steps", "train.threads", "train.loss_chunks", "batch.global_size", "batch.micro_size",
         "batch.micro_batches", "batch.logical_micro_batches", "checkpoint.keep", "telemetry.log_every",
         "launch.array_parallelism", "launch.chain", "elastic.min_nodes", "train.nonfinite_limit",
-        "precision.loss_scale_growth_every",
+        "precision.loss_scale_growth_every", "strategy.compression_rank",
     ),
     SHARE: ("optim.min_lr_ratio", "optim.decay_share"),
-    BELOW_ONE: ("model.dropout", "optim.momentum"),
+    BELOW_ONE: ("model.dropout", "optim.momentum", "strategy.compression_momentum"),
+    PART: ("strategy.compression_share",),
     INSIDE: ("data.validation_share",),
 }  # fmt: skip
 TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")  # minutes, minutes:seconds, hours:minutes:seconds, days-hours…

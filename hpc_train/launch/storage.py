@@ -39,7 +39,7 @@ class Checkpoints:
     def of(cls, job: Job) -> Checkpoints | None:
         """By the newest one of the run, else by the config; None where neither tells."""
         sizes = _sizes(job)
-        size = sizes[-1] if sizes else state_bytes(job.config)
+        size = sizes[-1] if sizes else state_bytes(job.config, job.layout.dp)
         return None if size is None else cls(int(size * MARGIN), job.layout.world_size + 3, sum(sizes))
 
 

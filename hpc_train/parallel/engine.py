@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from hpc_train.data.batch import StepBatch
+from hpc_train.parallel.compression.build import Compression
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,19 @@ class Engine(Protocol):
     def named_buffers(self) -> Mapping[str, Tensor]:
         """Canonical global name -> persistent buffer, of this rank."""
 
+    def compressions(self) -> tuple[Compression, ...]:
+        """What compresses the gradients of this rank, and what it carries from step to step; of each part one."""
+
     def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
         """Forward and backward over all micro-batches.
 
         Afterwards every parameter's ``.grad`` is the gradient of the mean loss over the *global* batch
         (loss sum / ``batch.target_count``), times ``loss_scale`` where given. Starts from cleared gradients.
         """
+
+    def settle(self, finite: Tensor) -> None:
+        """After a training step: what compression carries to the next one changes where the gradients of all ranks
+        were ``finite``, a scalar bool on the device."""
 
     def eval_step(self, batch: StepBatch) -> StepResult:
         """Forward only, in evaluation mode, without gradients; works under every strategy."""

@@ -16,6 +16,7 @@ from hpc_train.config.schema import Config
 from hpc_train.data.batch import Batch, StepBatch
 from hpc_train.models.model import Model
 from hpc_train.parallel import batch_statistics, gradient_norm, naming
+from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.engine import StepNumbers, StepResult
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import parallelise
@@ -71,7 +72,9 @@ class PipelineEngine:
         models = {stage: parallelise(config, mesh, cut(model, stage, layers)) for stage in held}
         self._tied = TiedWeights(models, model.tied, layers, placement, mesh)
         self._parameters = naming.named_parameters(models.values(), model.tied)
-        self._replicas = {stage: make_replicas(part, mesh, config.strategy) for stage, part in models.items()}
+        self._replicas = {
+            stage: make_replicas(part, mesh, config.strategy, model.tied) for stage, part in models.items()
+        }
         dtype = travelling_dtype(layout, self._precision)
         self._parts = [
             Part(stage, part, self._replicas[stage].module, self._precision, dtype) for stage, part in models.items()
@@ -92,6 +95,10 @@ class PipelineEngine:
     def named_buffers(self) -> Mapping[str, Tensor]:
         return naming.named_buffers(self.parts)
 
+    def compressions(self) -> tuple[Compression, ...]:
+        found = (replicas.compression for replicas in self._replicas.values())
+        return tuple(compression for compression in found if compression is not None)
+
     def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
         """See ``Engine.train_step``."""
         self._tied.refresh()
@@ -101,13 +108,18 @@ class PipelineEngine:
         factor = next(iter(self._replicas.values())).loss_factor
         self._loss.begin(factor / max(1, batch.target_count), loss_scale)
         for replicas in self._replicas.values():
-            replicas.begin(len(batch.micro_batches))
+            replicas.begin(step, len(batch.micro_batches))
         schedule.step(batch.micro_batches)
         for replicas in self._replicas.values():
             replicas.finish()
         self._tied.add_gradients()
         batch_statistics.average_(self._statistics, self._mesh)
         return self._result(self._loss.sums, self._loss.counts)
+
+    def settle(self, finite: Tensor) -> None:
+        """See ``Engine.settle``."""
+        for compression in self.compressions():
+            compression.settle(finite)
 
     def eval_step(self, batch: StepBatch) -> StepResult:
         """See ``Engine.eval_step``."""

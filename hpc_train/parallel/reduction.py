@@ -8,7 +8,7 @@ autograd's hooks, and then the buckets are sent at the end. So it is right for e
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
@@ -16,11 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hpc_train.parallel.compression.exchange import Dense, Exchange
+
 IN_FLIGHT = 4  # buckets: enough to keep the network busy, and a bound on the memory for flat copies
 
 
 class GradientReduction:
-    """Sums gradients over the ranks of ``group``, in flat buckets of at most ``bucket_cap_mb`` MiB.
+    """Sums gradients over the ranks of ``group``, in buckets of at most ``bucket_cap_mb`` MiB.
 
     Args:
         parameters: the same on all ranks of ``group`` and in the same order; of a DTensor the local shard is summed.
@@ -34,20 +36,23 @@ class GradientReduction:
     def __init__(
         self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, bucket_cap_mb: float, overlap: bool = False
     ) -> None:
-        self._group = group
+        self._dense = Dense(group)
+        self._exchange: Exchange = self._dense
         self._buckets = _plan(list(parameters), int(bucket_cap_mb * 2**20))
-        self._pending: deque[tuple[dist.Work, list[Tensor], Tensor]] = deque()
+        self._pending: deque[tuple[dist.Work, Iterator[dist.Work]]] = deque()
         self._to_come: list[dict[nn.Parameter, int]] = [{} for _ in self._buckets]  # backwards that have not added yet
         self.sent = 0
         for index, bucket in enumerate(self._buckets):
             for parameter in bucket if overlap else ():
                 parameter.register_post_accumulate_grad_hook(partial(self._added, index))
 
-    def begin(self, backwards: int) -> None:
-        """Before the backwards of a step."""
+    def begin(self, backwards: int, exchange: Exchange | None = None) -> None:
+        """Before the backwards of a step, which sums its buckets by ``exchange``; densely without it."""
         self.sent = 0
+        self._exchange = exchange or self._dense
         self._to_come = [dict.fromkeys(bucket, backwards) for bucket in self._buckets]
 
+    @torch.no_grad()
     def reduce(self) -> None:
         """Collective. Afterwards every ``.grad`` holds the sum; one that was None somewhere counts as zero there."""
         while self.sent < len(self._buckets):
@@ -67,12 +72,10 @@ class GradientReduction:
 
     @torch.no_grad()
     def _send_next(self) -> None:
-        gradients = [local_gradient(parameter) for parameter in self._buckets[self.sent]]
-        single = len(gradients) == 1 and gradients[0].is_contiguous()
-        flat = gradients[0] if single else torch.cat([gradient.reshape(-1) for gradient in gradients])
-        work = dist.all_reduce(flat, group=self._group, async_op=True)
+        bucket = self._buckets[self.sent]
+        exchange = self._exchange.run(bucket, [local_gradient(parameter) for parameter in bucket])
+        self._pending.append((next(exchange), exchange))
         self.sent += 1
-        self._pending.append((work, [] if single else gradients, flat))
         if len(self._pending) == IN_FLIGHT:
             _finish(*self._pending.popleft())
 
@@ -101,8 +104,7 @@ def _plan(parameters: list[nn.Parameter], capacity: int) -> list[list[nn.Paramet
     return buckets
 
 
-def _finish(work: dist.Work, gradients: list[Tensor], flat: Tensor) -> None:
+def _finish(work: dist.Work, rest: Iterator[dist.Work]) -> None:
     work.wait()
-    if gradients:
-        pieces = flat.split([gradient.numel() for gradient in gradients])
-        torch._foreach_copy_(gradients, [p.view_as(g) for p, g in zip(pieces, gradients, strict=True)])
+    for following in rest:
+        following.wait()

@@ -15,6 +15,7 @@ from hpc_train.data.batch import Batch, StepBatch
 from hpc_train.models.model import Model
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel import batch_statistics, gradient_norm, naming
+from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.engine import StepNumbers, StepResult
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import parallelise
@@ -35,8 +36,9 @@ class ReplicaEngine:
         self._mesh = mesh
         self._precision = config.precision.name
         self._model = parallelise(config, mesh, model)
-        self._replicas = make_replicas(self._model, mesh, config.strategy)
-        self._parameters = naming.named_parameters([self._model], getattr(self._model, "tied", {}))
+        tied = getattr(self._model, "tied", {})
+        self._replicas = make_replicas(self._model, mesh, config.strategy, tied)
+        self._parameters = naming.named_parameters([self._model], tied)
         self._statistics = batch_statistics.running_statistics(self._model)
 
     @property
@@ -49,12 +51,15 @@ class ReplicaEngine:
     def named_buffers(self) -> Mapping[str, Tensor]:
         return naming.named_buffers(self.parts)
 
+    def compressions(self) -> tuple[Compression, ...]:
+        return () if self._replicas.compression is None else (self._replicas.compression,)
+
     def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
         """See ``Engine.train_step``."""
         for parameter in self._parameters.values():
             parameter.grad = None
         factor = self._replicas.loss_factor / max(1, batch.target_count)
-        self._replicas.begin(len(batch.micro_batches))
+        self._replicas.begin(step, len(batch.micro_batches))
         sums: list[tuple[Tensor, Tensor]] = []
         for index, micro in enumerate(batch.micro_batches):
             with self._replicas.micro_batch(last=index == len(batch.micro_batches) - 1):
@@ -65,6 +70,11 @@ class ReplicaEngine:
         self._replicas.finish()
         batch_statistics.average_(self._statistics, self._mesh)
         return StepResult(*(torch.stack(column).sum(0) for column in zip(*sums, strict=True)))
+
+    def settle(self, finite: Tensor) -> None:
+        """See ``Engine.settle``."""
+        for compression in self.compressions():
+            compression.settle(finite)
 
     def eval_step(self, batch: StepBatch) -> StepResult:
         """See ``Engine.eval_step``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -12,7 +12,9 @@ from torch.distributed.tensor import DTensor
 from hpc_train.config.layout import ZERO
 from hpc_train.config.schema import StrategyConfig
 from hpc_train.parallel import ddp, fsdp
+from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.naming import canonical_name
 from hpc_train.parallel.reduction import GradientReduction
 
 
@@ -22,12 +24,14 @@ class Replicas(Protocol):
     Attributes:
         module: what a training forward is called on.
         loss_factor: what the loss is multiplied by, so that gradients come out as the sum over the dp ranks.
+        compression: of the gradients, if any.
     """
 
     module: nn.Module
     loss_factor: int
+    compression: Compression | None
 
-    def begin(self, backwards: int) -> None:
+    def begin(self, step: int, backwards: int) -> None:
         """Before a step of so many backwards."""
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
@@ -49,18 +53,22 @@ class Reduced:
 
     loss_factor = 1
 
-    def __init__(self, module: nn.Module, mesh: Mesh, bucket_cap_mb: float) -> None:
+    def __init__(self, module: nn.Module, mesh: Mesh, strategy: StrategyConfig, tied: Mapping[str, str]) -> None:
         self.module = module
-        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        layout = mesh.layout
+        named = {canonical_name(raw): p for raw, p in module.named_parameters() if p.requires_grad}
+        self._parameters = list(named.values())
+        layout, group = mesh.layout, mesh.group("dp")
         self.reduction: GradientReduction | None = None
+        self.compression: Compression | None = None
         if layout.dp > 1 and layout.data_parallel == "reduce":
             overlap = layout.tp == 1 and layout.stages_per_rank == 1
-            self.reduction = GradientReduction(self._parameters, mesh.group("dp"), bucket_cap_mb, overlap)
+            self.reduction = GradientReduction(self._parameters, group, strategy.bucket_cap_mb, overlap)
+            if strategy.compression != "none":
+                self.compression = Compression(strategy, named, group, tied, cut=layout.pp > 1)
 
-    def begin(self, backwards: int) -> None:
+    def begin(self, step: int, backwards: int) -> None:
         if self.reduction is not None:
-            self.reduction.begin(backwards)
+            self.reduction.begin(backwards, None if self.compression is None else self.compression.exchange(step))
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext()
@@ -77,6 +85,8 @@ class Reduced:
 class Replicated:
     """DistributedDataParallel."""
 
+    compression: Compression | None = None
+
     def __init__(self, module: nn.Module, mesh: Mesh, strategy: StrategyConfig) -> None:
         self._wrapped = ddp.replicate(module, mesh, strategy)
         self.module: nn.Module = self._wrapped
@@ -85,7 +95,7 @@ class Replicated:
         # Reducing after every micro-batch of the first step gives the same sums.
         self._sync_always = strategy.static_graph
 
-    def begin(self, backwards: int) -> None:
+    def begin(self, step: int, backwards: int) -> None:
         pass
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
@@ -101,12 +111,14 @@ class Replicated:
 class Sharded:
     """ZeRO; ``module`` was sharded before it got its values."""
 
+    compression: Compression | None = None
+
     def __init__(self, module: nn.Module, mesh: Mesh, data_parallel: str) -> None:
         self.module = module
         self.loss_factor = mesh.layout.dp
         self._data_parallel = data_parallel
 
-    def begin(self, backwards: int) -> None:
+    def begin(self, step: int, backwards: int) -> None:
         pass
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
@@ -120,14 +132,14 @@ class Sharded:
         fsdp.release(self.module)
 
 
-def make_replicas(module: nn.Module, mesh: Mesh, strategy: StrategyConfig) -> Replicas:
-    """``module`` holds its values, and is sharded where the strategy says so."""
+def make_replicas(module: nn.Module, mesh: Mesh, strategy: StrategyConfig, tied: Mapping[str, str]) -> Replicas:
+    """``module`` holds its values, and is sharded where the strategy says so. ``tied``: alias -> canonical name."""
     data_parallel = mesh.layout.data_parallel
     if mesh.layout.dp > 1 and data_parallel in ZERO:
         return Sharded(module, mesh, data_parallel)
     if mesh.layout.dp > 1 and data_parallel == "ddp":
         return Replicated(module, mesh, strategy)
-    return Reduced(module, mesh, strategy.bucket_cap_mb)
+    return Reduced(module, mesh, strategy, tied)
 
 
 def settle_partial(parameters: Iterable[nn.Parameter]) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from hpc_train.data.batch import StepBatch
+from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.engine import Engine, StepNumbers, StepResult
 from hpc_train.parallel.naming import canonical_name
 
@@ -60,6 +61,12 @@ class DebuggedEngine:
         if bad:
             raise FloatingPointError(self._place(f"the gradients of {_few(bad)} are not finite"))
         return result
+
+    def compressions(self) -> tuple[Compression, ...]:
+        return self._engine.compressions()
+
+    def settle(self, finite: Tensor) -> None:
+        self._engine.settle(finite)
 
     def eval_step(self, batch: StepBatch) -> StepResult:
         return self._engine.eval_step(batch)

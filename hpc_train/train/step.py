@@ -57,6 +57,7 @@ class TrainStep:
         result = self._engine.train_step(step, batch, scale)
         norm = self._engine.clip_grad_norm_(self._config.optim.clip_norm, scale)
         finite = norm.isfinite()
+        self._engine.settle(finite)
         learning_rate = rate(self._config.optim, self._peak, step, self._total_steps)
         self._optimizer.step(learning_rate, finite)
         if self.loss_scale is not None:

@@ -89,6 +89,13 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["strategy=pp", "strategy.dp=fill"], "both be fill"),
     (["cluster.nodes=2", "cluster=local"], "cluster.nodes=1"),
     (["cluster.gpus_per_node=99", "cluster=local"], "99 GPUs"),
+    (["strategy=zero2", "strategy.compression=topk"], "scatters gradients"),
+    (["strategy=tp", "strategy.compression=powersgd"], "slices of gradients"),
+    (["strategy=dp", "strategy.compression=topk", "precision=fp16"], "units of the loss scale"),
+    (["strategy=dp", "strategy.compression=bf16", "train.reproducible=any_world_size"], "how many ranks"),
+    (["strategy=dp", "optim=sgd", "strategy.compression=topk", "strategy.compression_momentum=0.9"], "count twice"),
+    (["strategy=dp", "strategy.compression=top-k"], "did you mean topk?"),
+    (["strategy=dp", "strategy.compression_share=0"], "at most 1"),
     # data that is not there
     (["data.path=nope"], "does not exist"),
     (["data.path=empty"], "no file in"),

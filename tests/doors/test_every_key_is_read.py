@@ -50,12 +50,13 @@ def runs(folder: Path) -> list[list[str]]:
     custom = ["model=custom", "model._target_=hpc_train.models.resnet.resnet18", *short]
     return [
         ["+strategy=hybrid", *gpt, "data=text", "data.pattern=json/*.py", "cluster=local", "telemetry.tensorboard=true",
-         "checkpoint.every=2", "telemetry.wandb.mode=offline"],
+         "checkpoint.every=2", "telemetry.wandb.mode=offline", "strategy.compression=powersgd"],
         ["+strategy=zero2", *TINY, "precision=fp16", "optim.lr_scaling=linear", "optim.schedule=wsd", "run.name=base"],
         ["+strategy=dp", *vit, *pictures, "optim=sgd", "train.reproducible=any_world_size"],
         ["+strategy=single", *vit, "data=images", f"data.path={folder}/images", "data.n_classes=2",
          "data.image_size=32"],
-        ["+strategy=dp", *custom, *pictures, "+model.args.n_classes=10", "-m"],
+        ["+strategy=dp", *custom, *pictures, "+model.args.n_classes=10", "strategy.compression=topk",
+         "-m"],
         ["+strategy=single", *gpt, "data=tokens", f"data.path={folder}/tokens", "data.vocab_size=256",
          "data.sequence_length=16", "train.steps=null", "train.epochs=0.2"],
         ["+strategy=single", *gpt, "data=custom", "data._target_=tests.doors.custom_data.Counting",

@@ -235,7 +235,9 @@ def train_engine(cell: Cell, mesh: Mesh, engine: Engine) -> Record:
         losses.append(numbers.loss)
         if step == 0:
             gradients = {name: whole(value.grad) / (cell.loss_scale or 1) for name, value in parameters.items()}
-        norms.append(engine.clip_grad_norm_(MAX_NORM, scale).item())
+        norm = engine.clip_grad_norm_(MAX_NORM, scale)
+        engine.settle(norm.isfinite())
+        norms.append(norm.item())
         optimizer.step()
     evaluation = engine.reduce(engine.eval_step(local_batch(cell, mesh.layout, mesh.dp_rank, STEPS)))
     final = {name: whole(value.detach()) for name, value in parameters.items()}

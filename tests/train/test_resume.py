@@ -38,8 +38,20 @@ CASES = [
     pytest.param(2, ["+strategy=model_parallel"], id="model_parallel"),
     pytest.param(2, ["+strategy=tp"], id="tp"),
     pytest.param(4, ["+strategy=hybrid"], id="hybrid"),
+    pytest.param(
+        2,
+        ["+strategy=dp", "strategy.compression=topk", "strategy.compression_share=0.1", "optim=sgd",
+         "strategy.compression_momentum=0.9", "optim.momentum=0", "strategy.compression_warmup_steps=2"],
+        id="topk-momentum",
+    ),
+    pytest.param(
+        4,
+        ["+strategy=hybrid", "strategy.compression=powersgd", "strategy.compression_rank=2",
+         "model.tied_embeddings=true"],
+        id="hybrid-powersgd",
+    ),
     pytest.param(4, ["+strategy=hybrid", "strategy.data_parallel=zero2", "precision=fp16"], id="hybrid-zero2-fp16"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("workers", "overrides"), CASES)

@@ -1,0 +1,74 @@
+"""How one bucket of gradients is summed over the data axis: as it is, or compressed by one of the files beside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class Exchange(Protocol):
+    """Sums buckets of gradients over the ranks of one group."""
+
+    def run(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> Iterator[dist.Work]:
+        """Starts collectives and yields each before it needs the result; at the end ``gradients`` hold the sum.
+
+        Every rank takes the same buckets the same way, so the order of all collectives is the same everywhere.
+
+        Args:
+            parameters: of the bucket, of one dtype.
+            gradients: this rank's, changed in place.
+        """
+
+    def settle(self, finite: Tensor) -> None:
+        """After the reduction: what is carried to the next step changes only where ``finite``, a scalar bool."""
+
+    def carried(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+        """What this rank alone carries from step to step for ``parameter``, of its shape."""
+
+    def agreed(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+        """What all ranks of the group carry, the same on each."""
+
+
+class Stateless:
+    """An exchange that carries nothing."""
+
+    def settle(self, finite: Tensor) -> None:
+        pass
+
+    def carried(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+        return {}
+
+    def agreed(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+        return {}
+
+
+class Dense(Stateless):
+    """One all-reduce of a flat copy, in ``dtype`` where given."""
+
+    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype | None = None) -> None:
+        self._group, self._dtype = group, dtype
+
+    def run(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> Iterator[dist.Work]:
+        """See ``Exchange.run``."""
+        alone = len(gradients) == 1 and gradients[0].is_contiguous() and self._dtype is None
+        flat = gradients[0] if alone else flatten(gradients)
+        if self._dtype is not None:
+            flat = flat.to(self._dtype)
+        yield dist.all_reduce(flat, group=self._group, async_op=True)
+        if not alone:
+            unflatten(flat, gradients)
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """``[elements]``: a copy of all of them, one after another."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copies the pieces of ``flat`` into ``tensors``."""
+    pieces = flat.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_([*tensors], [p.view_as(t) for p, t in zip(pieces, tensors, strict=True)])
