@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hpc_train.data.batch import StepBatch
 from hpc_train.measure.shares import timed_stages
 from hpc_train.parallel.balance import SplitPlan
+from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.engine import Engine, StepNumbers, StepResult
 from hpc_train.parallel.mesh import Mesh
 
@@ -44,6 +45,12 @@ class BalanceWatch:
 
     def named_buffers(self) -> Mapping[str, Tensor]:
         return self._engine.named_buffers()
+
+    def compressions(self) -> tuple[Compression, ...]:
+        return self._engine.compressions()
+
+    def settle(self, finite: Tensor) -> None:
+        self._engine.settle(finite)
 
     def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
         self._steps += 1
