@@ -41,6 +41,7 @@ EVENTS = (
     "pipeline_split",  # the layers of each stage, with what each block costs and what the split promises
     "pipeline_balance",  # what it came to, in the first steps
     "warning",
+    "advice",
 )
 
 

@@ -12,6 +12,7 @@ import torch
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.config.schema import Config
 from hpc_train.data.skipped import Skipped
+from hpc_train.measure.advice import AdviceWatch
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -38,6 +39,7 @@ class Report:
     wandb: WandbRun | None = None
     tensorboard: TensorBoard | None = None
     log_checkpoint: bool = False
+    advice: AdviceWatch | None = None
     _began: float = field(default_factory=time.monotonic)
     _last: dict[str, Any] = field(default_factory=dict)
 
@@ -53,6 +55,10 @@ class Report:
             counts = {"steps": skipped.since_last, "in_a_row": skipped.in_a_row}
             print(f"steps that were skipped, as their gradients were not finite: {skipped.since_last}")
             self.events.write("step_skipped", step=line["step"], **counts)
+        advice = None if self.advice is None else self.advice.look(self._last)
+        if advice is not None:
+            print(advice.message)
+            self.events.write("advice", step=line["step"], **advice.details())
 
     def rolled_back(self, bad: range, to_step: int, skipped: Skipped, reason: str) -> None:
         """From the end of the steps ``bad``, whose samples are passed over. ``skipped``: all that is now."""

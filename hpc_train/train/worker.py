@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,11 @@ from hpc_train.config.freeze import load
 from hpc_train.config.save_every import parse_save_every
 from hpc_train.config.schema import Config
 from hpc_train.data.build import build_dataset
-from hpc_train.data.feed import NOTHING, EvalFeed, TrainFeed
+from hpc_train.data.dataset import Dataset
+from hpc_train.data.feed import NOTHING, EvalFeed, TrainFeed, loader_workers
 from hpc_train.data.skipped import Skipped
+from hpc_train.measure.advice import AdviceWatch
+from hpc_train.measure.mends import Setting
 from hpc_train.parallel.balance import SplitPlan, plan_split
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
@@ -112,6 +116,7 @@ def _build(
     feed = open_feed(start, NOTHING if restored is None else skipped_data(restored))
     length = _length(config, feed, len(training))
     report = open_report(config, run, mesh, events, start, length.total_steps)
+    report.advice = _advice_watch(config, mesh, spec, training)
     trainer = Trainer(
         config=config,
         mesh=mesh,
@@ -150,6 +155,15 @@ def _watch_balance(engine: Engine, mesh: Mesh, plan: SplitPlan, events: EventLog
         events.write("pipeline_balance", **found)
 
     return BalanceWatch(engine, mesh, plan, tell)
+
+
+def _advice_watch(config: Config, mesh: Mesh, spec: WorkerSpec, dataset: Dataset) -> AdviceWatch | None:
+    """None where ranks share cores: they wait for each other whatever the config."""
+    if mesh.device.type == "cpu" and (os.cpu_count() or 1) < spec.local_world_size:
+        return None
+    cores = max(1, len(os.sched_getaffinity(0)) // spec.local_world_size)
+    workers = loader_workers(config.batch, dataset, spec.local_world_size)
+    return AdviceWatch(Setting(config, mesh.layout, spec.nodes, spec.local_world_size, workers, cores))
 
 
 def _save_schedule(config: Config, run: RunDirectory, mesh: Mesh) -> SaveSchedule:

@@ -5,10 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from hpc_train.config.freeze import load
+from hpc_train.config.layout import resolve_layout
+from hpc_train.measure.advice import AdviceWatch
+from hpc_train.measure.mends import Setting
+from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.stop import StopFlag
 from hpc_train.run.worker_spec import WorkerSpec
+from hpc_train.telemetry.metrics import MetricsLog
+from hpc_train.train.report import Report
+from hpc_train.train.step import SkippedSteps
 from tests.train.runs import frozen, run_attempt
 
 KEYS = {
@@ -64,3 +73,18 @@ def test_ranks_that_see_different_files_do_not_train(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"the ranks do not agree.*rank 1: {'config': 'an old copy'"):
         run_attempt(run, 2, see_another_config)
     assert run.read_metrics() == []
+
+
+def test_advice_goes_to_the_log_and_the_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = frozen(tmp_path / "run", "+strategy=dp")
+    config = load(run)
+    watch = AdviceWatch(Setting(config, resolve_layout(config, 1, 2), 1, 2, loader_workers=0, cores=2))
+    events = EventLog.open(run, "rank-0000", 0, 0)
+    report = Report(run, events, torch.device("cpu"), 2, 10, MetricsLog(run, 0), advice=watch)
+    for step in range(1, 6):
+        line = {"step": step, "loss": 1.0, "lr": 0.1, "grad_norm": 1.0, "tokens_per_s": 1.0, "data_wait_share": 0.7}
+        report.line(line, SkippedSteps(0, 0))
+    (event,) = run.read_events()
+    assert (event["event"], event["step"], event["limit"], event["value"]) == ("advice", 4, "data", 0.7)
+    assert event["overrides"] == [["batch.loader_workers=1"]]
+    assert event["message"] in capsys.readouterr().out.splitlines()
