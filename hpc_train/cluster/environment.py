@@ -18,19 +18,9 @@ class Variable:
     reason: str
 
 
-def worker_environment(nodes: int, gpus_per_node: int, threads: int) -> tuple[Variable, ...]:
-    """The variables of a worker on ``nodes`` nodes with ``threads`` intra-op threads per rank."""
-    variables = [
-        Variable("OMP_NUM_THREADS", str(threads), "the ranks of a node share its cores"),
-        Variable("TORCH_FR_BUFFER_SIZE", "2000", "the last collectives of each rank can be told after a hang"),
-    ]
-    if nodes == 1:
-        variables.append(
-            Variable("GLOO_SOCKET_IFNAME", "lo", "one node: the host's name may lead to an interface that is down")
-        )
-    if gpus_per_node:
-        variables.append(Variable("CUDA_DEVICE_ORDER", "PCI_BUS_ID", "GPUs are numbered as nvidia-smi numbers them"))
-    return tuple(variables)
+def own_environment(threads: int) -> tuple[Variable, ...]:
+    """The variables of this node's workers that do not depend on other nodes."""
+    return (Variable("OMP_NUM_THREADS", str(threads), "the ranks of a node share its cores"),)
 
 
 def apply(variables: Iterable[Variable], environment: MutableMapping[str, str] = os.environ) -> list[dict[str, str]]:
@@ -47,14 +37,15 @@ def apply(variables: Iterable[Variable], environment: MutableMapping[str, str] =
     return record
 
 
-def threads_per_rank(asked: int | str, local_workers: int) -> int:
-    """Intra-op threads of a rank; ``auto`` shares the cores of this process's affinity mask among the node's ranks.
+def threads_per_rank(asked: int | str, local_workers: int, bound_cores: int = 0) -> int:
+    """Intra-op threads of a rank; ``auto``: one per core that it is bound to, or where it is not bound, an equal share
+    of this process's affinity mask.
 
     Raises:
         ConfigError: neither ``auto`` nor a number of at least 1.
     """
     if asked == "auto":
-        return max(1, len(os.sched_getaffinity(0)) // local_workers)
+        return bound_cores or max(1, len(os.sched_getaffinity(0)) // local_workers)
     if not isinstance(asked, int) or asked < 1:
         raise ConfigError(f"threads is {asked!r}", where="train.threads", mend="a number >= 1, or auto")
     return asked

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
+DEVICES = Path("/dev")
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ, driver: Path = DRIVER) -> int:
@@ -29,9 +31,29 @@ def visible_devices(environment: Mapping[str, str] = os.environ, driver: Path = 
     return tuple(names) if present else ()
 
 
+def own_gpus(driver: Path = DRIVER, devices: Path = DEVICES) -> tuple[str, ...]:
+    """PCI addresses of the driver's GPUs that the job's control group lets this process open, in the order of CUDA.
+
+    CUDA counts only these, while ``/proc`` and ``/sys`` show those of other jobs on the node as well.
+    """
+    if not driver.is_dir():
+        return ()
+    return tuple(path.name for path in sorted(driver.iterdir()) if _may_open(path, devices))
+
+
+def _may_open(gpu: Path, devices: Path) -> bool:
+    try:
+        found = re.search(r"^Device Minor:\s*(\d+)", (gpu / "information").read_text(), re.MULTILINE)
+    except OSError:
+        return True
+    device = devices / f"nvidia{found[1]}" if found else None
+    # access() asks the control group too, and wakes no GPU
+    return device is None or not device.exists() or os.access(device, os.R_OK | os.W_OK)
+
+
 def _present(driver: Path) -> int:
     if driver.is_dir():
-        return len(list(driver.iterdir()))
+        return len(own_gpus(driver))
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -14,7 +14,8 @@ from hpc_train.cluster.fabric.cpu_list import format_cpu_list
 from hpc_train.cluster.fabric.decision import Job
 from hpc_train.cluster.fabric.discovery import discover, print_matrix
 from hpc_train.cluster.fabric.nccl_settings import settings
-from hpc_train.cluster.fabric.recording import FabricReport, gpus_recorded, parse_version, read_recording, report
+from hpc_train.cluster.fabric.recording import FabricReport, gpus_recorded, read_recording, report
+from hpc_train.cluster.fabric.versions import parse_version
 from hpc_train.run.exits import Exit
 
 

@@ -6,18 +6,23 @@ agent of the batch host, or of the only node, has the hub in it.
 
 from __future__ import annotations
 
+import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from hpc_train.checkpoint.stop_time import stop_time
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.cluster.allocation import LOOPBACK, Allocation, current_allocation, workers_per_node
 from hpc_train.cluster.caches import node_local_caches
-from hpc_train.cluster.environment import Variable, apply, threads_per_rank, worker_environment
+from hpc_train.cluster.environment import Variable, apply, own_environment, threads_per_rank
+from hpc_train.cluster.fabric.bindings import bindings
+from hpc_train.cluster.fabric.devices import Device, devices
+from hpc_train.cluster.fabric.node import this_node
 from hpc_train.cluster.topology import switch_address
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.freeze import load
@@ -28,6 +33,7 @@ from hpc_train.elastic.attempt import run_attempt
 from hpc_train.elastic.attempts import Attempts
 from hpc_train.elastic.coordinator import Coordinator, Report
 from hpc_train.elastic.decision import History
+from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.hub import Hub
 from hpc_train.elastic.link import HubLost, Link, wait_for_hub
 from hpc_train.elastic.logs import WorkerLog
@@ -119,12 +125,13 @@ def _run(
         write_for_group()
     node, refusal = _this_node(config, allocation)
     with node_local_caches(f"{allocation.launch_id}-{allocation.node_name}") as caches:
-        _set_environment(run, config, allocation, node, caches)
+        own = _set_environment(config, allocation, node, caches)
         warm_parent.start(_preload(config, entry, store))
         hub = stores = None
         if allocation.node_rank == 0:
             stores = Stores(store)
-            hub, address = _start_hub(run, config, allocation, Attempts(run, config, allocation, end, stores))
+            attempts = Attempts(run, config, allocation, end, stores, Fabric(run, config, own))
+            hub, address = _start_hub(run, config, allocation, attempts)
         else:
             found = wait_for_hub(
                 run, allocation.launch_id, lambda: stop.requested or _told(end), config.elastic.join_timeout_s
@@ -132,6 +139,9 @@ def _run(
             if found is None:
                 return Exit.STOPPED
             address = found
+        # while the warm parent imports
+        facts = this_node(allocation.node_name, _meeting_host(allocation, address))
+        node = replace(node, facts=facts if node.gpus else replace(facts, visible=()))
         watch = Watch.of(run, allocation.node_name, config)
         agent = Agent(run, config, allocation, node, address, stores, stop, watch, on_tick, entry)
         try:
@@ -155,17 +165,21 @@ def _this_node(config: Config, allocation: Allocation) -> tuple[Node, str | None
     return Node(allocation.node_rank, name, address, switch_address(), gpus, workers), refusal
 
 
+def _meeting_host(allocation: Allocation, hub: HubAddress) -> str | None:
+    if allocation.nodes == 1:
+        return None
+    return allocation.address if allocation.node_rank == 0 else hub.host
+
+
 def _set_environment(
-    run: RunDirectory, config: Config, allocation: Allocation, node: Node, caches: Iterable[Variable]
-) -> None:
-    """What the warm parent, and so all workers, inherit."""
+    config: Config, allocation: Allocation, node: Node, caches: Iterable[Variable]
+) -> list[dict[str, str]]:
+    """What the warm parent, and so all workers, inherit; returns it with reasons."""
     workers = node.workers
     if allocation.nodes == 1 and workers:
         workers = min(workers, resolve_layout(config, 1, workers).world_size)
     threads = threads_per_rank(config.train.threads, max(1, workers))
-    environment = apply([*worker_environment(allocation.nodes, node.gpus, threads), *caches])
-    if allocation.node_rank == 0:
-        run.update_record(environment=environment)
+    return apply([*own_environment(threads), *caches])
 
 
 def _start_hub(run: RunDirectory, config: Config, allocation: Allocation, attempts: Attempts) -> tuple[Hub, HubAddress]:
@@ -287,6 +301,8 @@ class Agent:
     def _specs(self, meeting: Meeting) -> list[WorkerSpec]:
         local_workers = min(meeting.workers_per_node, meeting.layout.world_size)
         position = meeting.order.index(self.node.number)
+        bound = bindings(self.node.facts, local_workers)
+        visible = devices(self.node.facts)
         return [
             WorkerSpec(
                 run_dir=str(self.run.path),
@@ -300,10 +316,21 @@ class Agent:
                 master_address=meeting.address,
                 master_port=meeting.port,
                 gpus_per_node=meeting.gpus_per_node,
-                threads=threads_per_rank(self.config.train.threads, local_workers),
+                threads=threads_per_rank(self.config.train.threads, local_workers, bound[local_rank].cores),
+                **_place(local_rank, visible, meeting.environment),
+                cpus=bound[local_rank].cpus,
             )
             for local_rank in range(local_workers)
         ]
+
+
+def _place(local_rank: int, visible: Sequence[Device], environment: Mapping[str, str]) -> dict[str, Any]:
+    """The rank's device and the variables of its own: what the user has set wins, and of MIG slices CUDA shows a
+    process only one."""
+    own = {name: value for name, value in environment.items() if name not in os.environ}
+    if local_rank < len(visible) and visible[local_rank].is_slice:
+        return {"cuda_device": 0, "environment": own | {"CUDA_VISIBLE_DEVICES": visible[local_rank].name}}
+    return {"cuda_device": local_rank, "environment": own}
 
 
 def _nothing() -> None:

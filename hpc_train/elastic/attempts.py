@@ -15,6 +15,7 @@ from hpc_train.cluster.topology import mapping
 from hpc_train.config.schema import Config
 from hpc_train.elastic.channel import Message
 from hpc_train.elastic.coordinator import Cause, Leave, Start
+from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.failures import is_echo
 from hpc_train.elastic.rendezvous import Meeting, bind, withdraw
 from hpc_train.elastic.requeue import request
@@ -34,6 +35,7 @@ class Attempts:
     allocation: Allocation
     end: JobEnd | None
     stores: Stores
+    fabric: Fabric
 
     def begin(self, start: Start) -> Message:
         """Prepares the next attempt; returns what the agents are told of it."""
@@ -41,7 +43,8 @@ class Attempts:
             self._tell_failure(start.cause, self._events())
         attempt = self.run.claim_attempt()
         listener = bind(self.allocation, f"{self.allocation.job_id or self.run.path}:{attempt}")
-        meeting = self._meeting(attempt, start, listener.getsockname()[1])
+        environment = self.fabric.decide(start, self._events())
+        meeting = self._meeting(attempt, start, listener.getsockname()[1], environment)
         meeting.publish(self.run)
         self.stores.offer(attempt, listener)
         self._tell_start(start, meeting)
@@ -65,7 +68,7 @@ class Attempts:
     def _events(self) -> EventLog:
         return EventLog.open(self.run, f"agent-{self.allocation.node_name}", max(0, self.run.newest_attempt()))
 
-    def _meeting(self, attempt: int, start: Start, port: int) -> Meeting:
+    def _meeting(self, attempt: int, start: Start, port: int, environment: dict[str, str]) -> Meeting:
         return Meeting(
             attempt=attempt,
             launch_id=self.allocation.launch_id,
@@ -80,6 +83,7 @@ class Attempts:
             workers_per_node=min(node.workers for node in start.nodes),
             layout=start.layout,
             order=tuple(node.number for node in start.nodes),
+            environment=environment,
         )
 
     def _tell_start(self, start: Start, meeting: Meeting) -> None:

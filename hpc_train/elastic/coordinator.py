@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from hpc_train.cluster.fabric.devices import refuse_slices_of_one_gpu
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.layout import Layout, resolve_layout
 from hpc_train.config.schema import Config
@@ -206,7 +207,11 @@ class Coordinator:
         for count in range(most, fewest - 1, -1):
             chosen = in_order_of_rank(nodes[:count])
             try:
-                return Start(chosen, resolve_layout(self.config, count, min(node.workers for node in chosen)))
+                workers = min(node.workers for node in chosen)
+                layout = resolve_layout(self.config, count, workers)
+                for node in chosen:
+                    refuse_slices_of_one_gpu(node.facts, min(workers, layout.world_size))
+                return Start(chosen, layout)
             except ConfigError as error:
                 refusal = refusal or error
         if refusal is not None:

@@ -130,7 +130,7 @@ class Hub:
     def _introduce(self, member: Member, message: Message) -> None:
         if not hmac.compare_digest(str(message.get("token")), self._token):
             raise ConnectionError("a stranger")
-        node = Node(**message["node"])
+        node = Node.from_json(message["node"])
         for other in [one for one in self._members.values() if one.node is not None]:
             if other.node is not None and other.node.number == node.number:
                 self._drop(other, "its agent has joined again")

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 
 from hpc_train.elastic.channel import Channel, Message
 from hpc_train.elastic.coordinator import Report
@@ -57,7 +56,7 @@ class Link:
                 if time.monotonic() > until:
                     raise HubLost(f"the hub at {hub.host}:{hub.port} does not answer: {error}") from error
                 time.sleep(AGAIN_S)
-        channel.send({"kind": "hello", "token": hub.token, "node": asdict(node)})
+        channel.send({"kind": "hello", "token": hub.token, "node": node.to_json()})
         return cls(channel, heartbeat_s)
 
     def order(self, timeout: float) -> Message | None:

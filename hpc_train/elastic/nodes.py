@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpc_train.cluster.fabric.facts import NodeFacts
 from hpc_train.cluster.topology import node_order
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import append_line, read_lines
@@ -24,6 +25,7 @@ class Node:
         number: Slurm's, 0 for the batch host, whose agent is the hub.
         address: where the other nodes reach it.
         switch: its place in the tree of switches; None where the site describes none.
+        facts: what it is made of; found once per job.
     """
 
     number: int
@@ -32,6 +34,14 @@ class Node:
     switch: str | None
     gpus: int
     workers: int
+    facts: NodeFacts = field(default_factory=NodeFacts, compare=False, repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Node:
+        return cls(**value | {"facts": NodeFacts.from_json(value["facts"])})
 
 
 def in_order_of_rank(nodes: Sequence[Node]) -> tuple[Node, ...]:

@@ -30,7 +30,7 @@ CANDIDATES = 200
 class Meeting:
     """What all agents of an attempt must agree on, as ``attempts/NNN.json`` holds it.
 
-    ``order`` holds Slurm's numbers of the nodes in the order of rank.
+    ``order`` holds Slurm's numbers of the nodes in the order of rank, ``environment`` what all workers export.
     """
 
     attempt: int
@@ -46,6 +46,7 @@ class Meeting:
     workers_per_node: int
     layout: Layout
     order: tuple[int, ...]
+    environment: dict[str, str]
 
     def publish(self, run: RunDirectory) -> None:
         """For readers; the agents are told by the hub."""

@@ -6,6 +6,7 @@ The child dies with the agent, writes its output into the agent's pipe, turns si
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import os
@@ -45,6 +46,7 @@ def main(
     ``listener`` is the listening socket of the attempt's store, for rank 0.
     """
     warm_parent.die_with(warm_parent_pid)
+    _settle(spec)
     _no_core_files()
     _redirect(output)
     faulthandler.register(SHOW_STACKS, block.descriptor, all_threads=True)
@@ -55,6 +57,14 @@ def main(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # no exit handlers: after a failure they may wait for peers that are gone
+
+
+def _settle(spec: WorkerSpec) -> None:
+    """Environment and CPUs, before CUDA starts and before any thread or loader: they inherit both."""
+    os.environ.update(spec.environment)
+    if spec.cpus is not None:
+        with contextlib.suppress(OSError):  # the job's CPUs were taken away meanwhile: it runs where it may
+            os.sched_setaffinity(0, spec.cpus)
 
 
 def _no_core_files() -> None:

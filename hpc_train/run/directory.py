@@ -9,6 +9,7 @@ checkpoints/step-00000100/   committed by rename
 logs/<node>-NNN.log          the workers' output
 pp_split.json                what each block costs and the layers of each stage (strategy.pp_split=flops|measured)
 attempts/NNN.json            address, port and layout of an attempt; its presence claims the number
+fabric.json                  what the nodes of the newest attempt are made of, and the environment that follows
 .turns/                      who holds the run, and who changes run.json (see turns.py)
 code/HASH/                   the user's code as it was frozen; the runs of a sweep share one in the sweep's directory
 wandb/
@@ -70,6 +71,10 @@ class RunDirectory:
     @property
     def wandb(self) -> Path:
         return self.path / "wandb"
+
+    @property
+    def fabric(self) -> Path:
+        return self.path / "fabric.json"
 
     def create(self) -> None:
         """Makes the directory and its folders; idempotent."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hpc_train.config.layout import Layout
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """One worker of one attempt. ``layout`` is the effective one, derived by the agent of node 0."""
+    """One worker of one attempt. ``layout`` is the effective one, derived by the agent of node 0.
+
+    ``environment`` and ``cpus`` are applied as soon as the worker is forked; ``cpus`` None leaves it unbound.
+    """
 
     run_dir: str
     attempt: int
@@ -23,4 +26,7 @@ class WorkerSpec:
     master_port: int
     gpus_per_node: int  # 0: this attempt runs on the CPU with gloo
     threads: int  # intra-op CPU threads
+    cuda_device: int = 0  # among those that the worker sees
+    environment: dict[str, str] = field(default_factory=dict)
+    cpus: tuple[int, ...] | None = None
     heartbeat: int | None = None  # in the worker: the open file of its heartbeat

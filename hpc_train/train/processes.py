@@ -49,7 +49,7 @@ def _use_deterministic() -> None:
 def _device(spec: WorkerSpec) -> torch.device:
     if spec.gpus_per_node == 0:
         return torch.device("cpu")
-    device = torch.device("cuda", spec.local_rank)
+    device = torch.device("cuda", spec.cuda_device)
     torch.cuda.set_device(device)
     return device
 

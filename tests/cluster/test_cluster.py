@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.cluster.allocation import LOOPBACK, current_allocation, workers_per_node
-from hpc_train.cluster.environment import Variable, apply, threads_per_rank, worker_environment
+from hpc_train.cluster.environment import Variable, apply, own_environment, threads_per_rank
 from hpc_train.cluster.gpus import visible_devices, visible_gpus
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import ClusterConfig
@@ -75,12 +75,11 @@ def test_more_gpus_than_there_are() -> None:
 
 def test_the_users_environment_wins() -> None:
     environment = {"OMP_NUM_THREADS": "3"}
-    record = apply(worker_environment(nodes=1, gpus_per_node=2, threads=8), environment)
-    assert environment["OMP_NUM_THREADS"] == "3"
-    assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    record = apply([*own_environment(threads=8), Variable("CUDA_CACHE_PATH", "/tmp/x", "near")], environment)
+    assert environment == {"OMP_NUM_THREADS": "3", "CUDA_CACHE_PATH": "/tmp/x"}
     rows = {row["name"]: row for row in record}
     assert rows["OMP_NUM_THREADS"] == {"name": "OMP_NUM_THREADS", "value": "3", "reason": "set by the user"}
-    assert all(row["reason"] for row in record)
+    assert rows["CUDA_CACHE_PATH"]["reason"] == "near"
     assert apply([Variable("OMP_NUM_THREADS", "3", "why")], environment)[0]["reason"] == "why"
 
 
@@ -88,4 +87,5 @@ def test_threads_share_the_cores() -> None:
     cores = len(os.sched_getaffinity(0))
     assert threads_per_rank("auto", 1) == cores
     assert threads_per_rank("auto", 10 * cores) == 1
-    assert threads_per_rank(3, 2) == 3
+    assert threads_per_rank("auto", 2, bound_cores=5) == 5
+    assert threads_per_rank(3, 2, bound_cores=5) == 3

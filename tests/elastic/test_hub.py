@@ -100,7 +100,7 @@ def test_a_silent_node_is_lost_and_its_agent_may_join_again(tmp_path: Path) -> N
     served = Served(tmp_path, 2, min_nodes=1)
     first = served.link(0)
     mute = Channel(socket.create_connection((served.address.host, served.address.port)))
-    node = {"number": 1, "name": "n1", "address": "n1", "switch": None, "gpus": 0, "workers": 2}
+    node = Node(1, "n1", "n1", None, 0, 2).to_json()
     mute.send({"kind": "hello", "token": TOKEN, "node": node})  # and no beat after that, as a node without power
     assert order_of(first)["meeting"]["order"] == [0, 1]
     until(lambda: first.is_to_end(0), timeout=60)
@@ -158,7 +158,7 @@ def test_two_hundred_nodes(many: Served) -> None:
     channels = []
     for number in range(200):
         channel = Channel(socket.create_connection((many.address.host, many.address.port)))
-        node = {"number": number, "name": f"n{number}", "address": "", "switch": None, "gpus": 0, "workers": 2}
+        node = Node(number, f"n{number}", "", None, 0, 2).to_json()
         channel.send({"kind": "hello", "token": TOKEN, "node": node})
         channel.send({"kind": "beat"})
         channels.append(channel)

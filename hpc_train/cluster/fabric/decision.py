@@ -13,8 +13,7 @@ from hpc_train.cluster.environment import Variable
 from hpc_train.cluster.fabric.facts import NodeFacts
 from hpc_train.cluster.fabric.nccl_settings import Setting
 from hpc_train.cluster.fabric.rails import FLAPS, PortVerdict, judge_ports
-
-Version = tuple[int, ...]
+from hpc_train.cluster.fabric.versions import Version
 
 LARGE_JOB_GPUS = 1000  # from here on some link always flaps
 GID_CHOSEN_BY_NCCL: Version = (2, 21)  # -1, the default since, chooses per connection
@@ -35,16 +34,12 @@ class Job:
     Attributes:
         nccl: its version; None where it is not known.
         profile: variables that the named profile of a site asks for, and their reasons.
-        route: the network interface that leads to the node where ranks meet, where the automatic choice would be wrong.
-        topology_file: of the virtual machine's kind, where it exists.
     """
 
     nodes: int
     gpus_per_node: int
     nccl: Version | None = None
     profile: tuple[Variable, ...] = ()
-    route: str | None = None
-    topology_file: str | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +55,7 @@ class Decision:
 def decide(nodes: Sequence[NodeFacts], job: Job, found: Mapping[str, Setting]) -> Decision:
     """The environment of all ranks, from the facts of all nodes: different lists of cards hang when they connect."""
     fabric = _fabric(nodes, job)
-    wanted = [*job.profile, *_general(job), *_of_fabric(fabric, nodes, job)]
+    wanted = [*job.profile, *_of_fabric(fabric, nodes, job), *_general(nodes, job)]
     variables: dict[str, Variable] = {}
     left: dict[str, LeftAlone] = {}
     for variable in wanted:
@@ -97,17 +92,40 @@ def _between_nodes(nodes: Sequence[NodeFacts]) -> str:
     return next((name for name, there in found.items() if there), "unknown")
 
 
-def _general(job: Job) -> Iterator[Variable]:
-    if job.route is not None:
-        reason = "the way to the node where ranks meet; the automatic choice is another"
-        names = ["GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"] + (["NCCL_SOCKET_IFNAME"] if job.gpus_per_node else [])
-        for name in names:
-            yield Variable(name, f"={job.route}" if name.startswith("NCCL") else job.route, reason)
+def _general(nodes: Sequence[NodeFacts], job: Job) -> Iterator[Variable]:
+    yield from _interfaces(nodes, job)
+    yield Variable("TORCH_FR_BUFFER_SIZE", "2000", "the last collectives of each rank can be told after a hang")
     if job.gpus_per_node:
         yield Variable("CUDA_DEVICE_ORDER", "PCI_BUS_ID", "GPUs are numbered as nvidia-smi numbers them")
         yield Variable("NCCL_DEBUG", "WARN", "NCCL says why it failed, and nothing else")
-        yield Variable("TORCH_FR_BUFFER_SIZE", "2000", "the last collectives of each rank can be told after a hang")
         yield Variable("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "they are written down when a collective times out")
+
+
+def _interfaces(nodes: Sequence[NodeFacts], job: Job) -> Iterator[Variable]:
+    """Only where the automatic choice would be wrong on some node, and one name is right on all."""
+    if job.nodes == 1:
+        yield Variable("GLOO_SOCKET_IFNAME", "lo", "one node: the host's name may lead to an interface that is down")
+        return
+    route = _route(nodes)
+    wrong = [f"{facts.automatic or 'none'} on {facts.node}" for facts in nodes if facts.automatic != route]
+    if route is None or not wrong:
+        return
+    reason = f"the way to the node where ranks meet; that of the host's name is {', '.join(wrong[:4])}"
+    yield Variable("GLOO_SOCKET_IFNAME", route, reason)
+    yield Variable("TP_SOCKET_IFNAME", route, reason)
+    if job.gpus_per_node:
+        yield Variable("NCCL_SOCKET_IFNAME", f"={route}", reason)
+
+
+def _route(nodes: Sequence[NodeFacts]) -> str | None:
+    """The interface that leads to the other nodes, where it is called the same on all. The node where ranks meet may
+    reach itself over the loopback."""
+    routes = _routes(nodes)
+    return routes.pop() if len(routes) == 1 else None
+
+
+def _routes(nodes: Sequence[NodeFacts]) -> set[str]:
+    return {facts.route for facts in nodes if facts.route not in (None, "lo")}
 
 
 def _of_fabric(fabric: str, nodes: Sequence[NodeFacts], job: Job) -> Iterator[Variable]:
@@ -121,8 +139,9 @@ def _of_fabric(fabric: str, nodes: Sequence[NodeFacts], job: Job) -> Iterator[Va
         yield Variable("NCCL_SOCKET_IFNAME", "hsn", "the high-speed interfaces, and not the management network")
     if fabric == "ethernet":
         yield from _sockets(nodes)
-    if job.topology_file is not None and job.nodes > 1:
-        yield Variable("NCCL_TOPO_FILE", job.topology_file, "this virtual machine hides its PCI tree; the file has it")
+    files = {facts.topology_file for facts in nodes}
+    if job.nodes > 1 and len(files) == 1 and (file := files.pop()) is not None:
+        yield Variable("NCCL_TOPO_FILE", file, "this virtual machine hides its PCI tree; the file has it")
 
 
 def _list_of_cards(nodes: Sequence[NodeFacts]) -> Iterator[Variable]:
@@ -227,6 +246,8 @@ def _unknown(nodes: Sequence[NodeFacts], fabric: str, job: Job) -> Iterator[str]
         yield "NCCL's version: before 2.21 NCCL_IB_GID_INDEX would be needed"
     if fabric == "unknown":
         yield "what connects the nodes: no port's state is known"
+    if job.nodes > 1 and len(_routes(nodes)) > 1:
+        yield "one network interface for all nodes: the way to the others is called differently"
     if fabric == "efa":
         yield "whether the plugin aws-ofi-nccl is loaded: without it NCCL silently falls back to TCP"
     lists = {_cards(judge_ports(facts)) for facts in nodes}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hpc_train.cluster.fabric.facts import Gpu, Interface, Link, Nic, NodeFacts
 from hpc_train.cluster.fabric.matrix import parse_matrix
-from hpc_train.cluster.fabric.numa import near_cpus, physical_cores
+from hpc_train.cluster.fabric.numa import near_cpus, numa_cpus, physical_cores
 from hpc_train.cluster.fabric.pci import device_path, way_between
 from hpc_train.cluster.fabric.rdma import read_rdma, read_text
 
@@ -50,6 +50,7 @@ def read_tree(sysfs: Path, proc: Path) -> NodeFacts:
         interfaces=_interfaces(sysfs, proc),
         links=links,
         cores=physical_cores(sysfs),
+        numa=tuple(cpus for cpus in numa_cpus(sysfs).values() if cpus),
         site=_site(sysfs),
         unknown=tuple(unknown),
     )

@@ -6,8 +6,10 @@ None and empty tuples mean "not known"; nothing here is guessed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from hpc_train.cluster.fabric.nccl_settings import Setting
 
 # distances between two devices, the nearest first: NVLink, then nvidia-smi's names for ways over PCI
 LINKS = ("NVLINK", "PIX", "PXB", "PHB", "NODE", "SYS")
@@ -20,6 +22,7 @@ class Gpu:
     Attributes:
         cpus: the CPUs near it, as the machine says.
         numa_nodes: NUMA nodes whose CPUs those are; several where one socket is cut into more.
+        slices: the UUIDs of its MIG slices.
     """
 
     index: int
@@ -28,6 +31,7 @@ class Gpu:
     uuid: str | None = None
     numa_nodes: tuple[int, ...] = ()
     cpus: tuple[int, ...] = ()
+    slices: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -111,6 +115,14 @@ class NodeFacts:
         allowed: CPUs that this process may use; empty where it is not known.
         site: what the firmware says of where the machine stands: ``azure``, ``aws``, ``gcp``, ``oci``.
         unknown: what could not be seen or was contradictory, in words.
+        numa: the CPUs of each NUMA node that has some.
+        allocated_cpus: how many CPUs Slurm gave to the job here; None outside of a job.
+        visible: the GPUs of the job as CUDA_VISIBLE_DEVICES names them, in the order of local rank.
+        route: the network interface that leads to the node where ranks meet.
+        automatic: the interface that gloo takes by itself: the one with the address of the host's name.
+        topology_file: that the image of a virtual machine has for NCCL.
+        versions: of what must be the same on all nodes, by name.
+        settings: what the user and the administrator have set here of what concerns communication.
     """
 
     node: str | None = None
@@ -121,7 +133,15 @@ class NodeFacts:
     cores: tuple[tuple[int, ...], ...] = ()
     allowed: tuple[int, ...] = ()
     site: str | None = None
-    unknown: tuple[str, ...] = field(default=())
+    unknown: tuple[str, ...] = ()
+    numa: tuple[tuple[int, ...], ...] = ()
+    allocated_cpus: int | None = None
+    visible: tuple[str, ...] = ()
+    route: str | None = None
+    automatic: str | None = None
+    topology_file: str | None = None
+    versions: tuple[tuple[str, str], ...] = ()
+    settings: tuple[Setting, ...] = ()
 
     def link(self, a: str, b: str) -> str | None:
         """The way between the devices ``a`` and ``b``; None where it is not known."""
@@ -136,23 +156,33 @@ class NodeFacts:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> NodeFacts:
         return cls(
-            node=value["node"],
             gpus=tuple(Gpu(**_tuples(gpu)) for gpu in value["gpus"]),
             nics=tuple(
                 Nic(**_tuples(nic) | {"ports": tuple(Port(**p) for p in nic["ports"])}) for nic in value["nics"]
             ),
             interfaces=tuple(Interface(**interface) for interface in value["interfaces"]),
             links=tuple(Link(**link) for link in value["links"]),
-            cores=tuple(tuple(core) for core in value["cores"]),
+            cores=_nested(value["cores"]),
+            numa=_nested(value["numa"]),
+            versions=_nested(value["versions"]),
+            settings=tuple(Setting(**setting) for setting in value["settings"]),
             allowed=tuple(value["allowed"]),
-            site=value["site"],
+            visible=tuple(value["visible"]),
             unknown=tuple(value["unknown"]),
+            **{name: value[name] for name in _PLAIN},
         )
+
+
+_PLAIN = ("node", "allocated_cpus", "route", "automatic", "site", "topology_file")
 
 
 def distance(way: str) -> int:
     """0 for NVLink and rising with the way; the order of ``LINKS``."""
     return 0 if way.startswith("NV") else LINKS.index(way)
+
+
+def _nested(value: Any) -> tuple[Any, ...]:
+    return tuple(tuple(item) for item in value)
 
 
 def _tuples(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,10 +6,14 @@ administrator's file: keys of all three places count as set.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+# what is told to the other nodes: of communication and threads, and nothing that could be a secret
+_OF_COMMUNICATION = re.compile(r"(NCCL|TORCH_NCCL|TORCH_FR|GLOO|TP|FI|UCX|OMP|GOMP|KMP|MKL)_\w+|CUDA_DEVICE_ORDER")
 
 SYSTEM_FILE = Path("/etc/nccl.conf")
 
@@ -52,6 +56,31 @@ def settings(
         for name, value in read_conf(path).items():
             found.setdefault(name, Setting(name, value, str(path)))
     return found
+
+
+def settings_of_communication(environment: Mapping[str, str] = os.environ) -> tuple[Setting, ...]:
+    """Those of ``settings`` that the decision on the environment looks at."""
+    found = settings(environment)
+    return tuple(found[name] for name in sorted(found) if _OF_COMMUNICATION.fullmatch(name))
+
+
+def merged(nodes: Mapping[str, Sequence[Setting]]) -> tuple[dict[str, Setting], list[str]]:
+    """What counts as set for a job: all that is set on any of its nodes. With a line for what is not the same on all.
+
+    ``nodes``: the settings of each node, by its name.
+    """
+    found: dict[str, Setting] = {}
+    values: dict[str, dict[str, str]] = {}
+    for node, settings_there in nodes.items():
+        for setting in settings_there:
+            found.setdefault(setting.name, setting)
+            values.setdefault(setting.name, {})[node] = setting.value
+    told = []
+    for name, by_node in values.items():
+        if len(by_node) < len(nodes) or len(set(by_node.values())) > 1:
+            here = [f"{by_node.get(node, 'not set')} on {node}" for node in nodes]
+            told.append(f"{name} is not the same on all nodes: {', '.join(here[:4])}")
+    return found, told
 
 
 def read_conf(path: Path) -> dict[str, str]:

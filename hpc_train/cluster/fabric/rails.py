@@ -86,6 +86,13 @@ def usable_nics(facts: NodeFacts) -> tuple[Nic, ...]:
     return tuple(sorted((nic for nic in facts.nics if nic.name in chosen), key=lambda nic: natural(nic.name)))
 
 
+def rate_gbps(facts: NodeFacts) -> float | None:
+    """What the usable ports of a node carry together, in Gb/s each way; None where that cannot be seen."""
+    rates = [verdict.port.rate_gbps for verdict in judge_ports(facts) if verdict.usable]
+    known = [rate for rate in rates if rate is not None]
+    return sum(known) if known and len(known) == len(rates) else None
+
+
 def match(facts: NodeFacts) -> tuple[Match, ...]:
     """The card of each GPU: near pairs first, a card shared only when every one has a GPU as near, in PCI order.
 

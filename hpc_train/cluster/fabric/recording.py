@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hpc_train.cluster.fabric.cpu_list import format_cpu_list
-from hpc_train.cluster.fabric.decision import Decision, Job, Version, decide
+from hpc_train.cluster.fabric.decision import Decision, Job, decide
 from hpc_train.cluster.fabric.discovery import merge, read_tree, recorded_tree
 from hpc_train.cluster.fabric.facts import NodeFacts
 from hpc_train.cluster.fabric.masks import Mask, cpu_masks
@@ -106,15 +105,3 @@ def _read(path: Path, where: str, mend: str) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}", where=where, mend=mend) from None
-
-
-def parse_version(text: str) -> Version:
-    """``2.21.5``, also with a suffix such as ``+cuda12.4``.
-
-    Raises:
-        ConfigError: not a version.
-    """
-    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(?!\d)", text.strip())
-    if found is None:
-        raise ConfigError(f"{text!r} is not a version", where="--nccl", mend="a version of NCCL, like 2.21.5")
-    return tuple(int(part) for part in found.groups() if part is not None)

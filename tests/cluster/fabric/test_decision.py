@@ -12,7 +12,8 @@ from hpc_train.cluster.environment import Variable
 from hpc_train.cluster.fabric.decision import Decision, Job, decide
 from hpc_train.cluster.fabric.discovery import read_tree
 from hpc_train.cluster.fabric.facts import NodeFacts
-from hpc_train.cluster.fabric.nccl_settings import read_conf, settings, warnings
+from hpc_train.cluster.fabric.nccl_settings import merged, read_conf, settings, settings_of_communication, warnings
+from hpc_train.cluster.fabric.node import topology_file
 from tests.cluster.fabric.machines import Machine, hgx, switch
 
 GENERAL = {
@@ -121,19 +122,47 @@ def test_golden(
     assert len(names) == len(set(names)) and not set(names) & set(exported(decision))
     assert any("NCCL's version" in note for note in decision.unknown) == (nccl is None)
     one_node = decide([facts], Job(1, len(facts.gpus), nccl), {})
-    assert exported(one_node) == GENERAL and one_node.fabric == "one_node"
+    assert exported(one_node) == GENERAL | {"GLOO_SOCKET_IFNAME": "lo"} and one_node.fabric == "one_node"
 
 
 def test_without_gpus_nothing_of_nccl(tmp_path: Path) -> None:
-    decision = decide([facts_of(cpu_only, tmp_path)], Job(2, 0, route="ens1"), {})
-    assert exported(decision) == {"GLOO_SOCKET_IFNAME": "ens1", "TP_SOCKET_IFNAME": "ens1"}
+    facts = facts_of(cpu_only, tmp_path)
+    right = replace(facts, node="n1", route="ens1", automatic="ens1")
+    assert exported(decide([right, right], Job(2, 0), {})) == {"TORCH_FR_BUFFER_SIZE": "2000"}
+    assert [alone.name for alone in decide([right, right], Job(2, 0), {}).left_alone] == ["NCCL_*"]
+
+
+def test_the_interface_is_named_where_the_host_name_leads_elsewhere(tmp_path: Path) -> None:
+    facts = replace(facts_of(cpu_only, tmp_path), node="n1", route="ens1", automatic="ens1")
+    first = replace(facts, node="n0", route="lo", automatic="lo")  # 127.0.1.1 in its /etc/hosts
+    decision = decide([first, facts], Job(2, 0), {})
+    assert exported(decision) == {
+        "GLOO_SOCKET_IFNAME": "ens1",
+        "TP_SOCKET_IFNAME": "ens1",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+    }
+    assert "lo on n0" in decision.variables[0].reason
+    gpus = decide([first, facts], Job(2, 4), {})
+    assert exported(gpus)["NCCL_SOCKET_IFNAME"] == "=ens1"
+    other = replace(facts, route="eth7")
+    differs = decide([first, facts, other], Job(3, 0), {})
+    assert "GLOO_SOCKET_IFNAME" not in exported(differs)
+    assert any("called differently" in note for note in differs.unknown)
+    same_machine = replace(facts, route="lo", automatic="ens1")
+    assert "GLOO_SOCKET_IFNAME" not in exported(decide([same_machine] * 2, Job(2, 0), {}))
 
 
 def test_the_topology_file_of_a_virtual_machine(tmp_path: Path) -> None:
     facts = facts_of(azure, tmp_path)
     assert facts.site == "azure"
-    decision = decide([facts], Job(2, 8, (2, 26), topology_file="/opt/site/topo.xml"), {})
-    assert exported(decision)["NCCL_TOPO_FILE"] == "/opt/site/topo.xml"
+    assert topology_file(facts, tmp_path) is None
+    file = tmp_path / "opt/microsoft/ndv4-topo.xml"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    facts = replace(facts, topology_file=topology_file(facts, tmp_path))
+    assert exported(decide([facts], Job(2, 8, (2, 26)), {}))["NCCL_TOPO_FILE"] == "/opt/microsoft/ndv4-topo.xml"
+    without = replace(facts, topology_file=None)
+    assert "NCCL_TOPO_FILE" not in exported(decide([facts, without], Job(2, 8, (2, 26)), {}))
 
 
 def test_large_jobs_and_flapping_links_get_patience(tmp_path: Path) -> None:
@@ -145,7 +174,8 @@ def test_large_jobs_and_flapping_links_get_patience(tmp_path: Path) -> None:
     flapping = read_tree(machine.root / "sys", machine.root / "proc")
     decision = decide([facts, flapping], Job(2, 8, (2, 26)), {})
     assert exported(decision) == GENERAL | patience
-    assert "mlx5_3 went down 255 times" in decision.variables[-1].reason
+    reasons = {variable.name: variable.reason for variable in decision.variables}
+    assert "mlx5_3 went down 255 times" in reasons["NCCL_IB_TIMEOUT"]
 
 
 def test_nodes_with_different_cards_get_no_list(tmp_path: Path) -> None:
@@ -175,6 +205,17 @@ def test_the_user_wins_at_each_of_three_places(tmp_path: Path) -> None:
     other.write_text("NCCL_IB_HCA=mlx5\n")
     chosen = settings({"NCCL_CONF_FILE": str(other)}, home, system)
     assert chosen["NCCL_IB_HCA"].value == "mlx5" and chosen["NCCL_DEBUG"].value == "TRACE"
+
+
+def test_what_is_set_on_any_node_counts_for_all(tmp_path: Path) -> None:
+    home = {"HOME": str(tmp_path)}
+    one = settings_of_communication(home | {"NCCL_IB_HCA": "=mlx5_0", "WANDB_API_KEY": "secret", "OMP_PLACES": "cores"})
+    assert [setting.name for setting in one] == ["NCCL_IB_HCA", "OMP_PLACES"]
+    other = settings_of_communication(home | {"OMP_PLACES": "cores"})
+    found, told = merged({"n1": one, "n2": other})
+    assert told == ["NCCL_IB_HCA is not the same on all nodes: =mlx5_0 on n1, not set on n2"]
+    decision = decide([facts_of(hgx, tmp_path)] * 2, Job(2, 8, (2, 26)), found)
+    assert "NCCL_IB_HCA" not in exported(decision)
 
 
 def test_only_a_profile_sets_what_is_for_debugging(tmp_path: Path) -> None:

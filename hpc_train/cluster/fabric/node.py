@@ -1,0 +1,73 @@
+"""The facts of the node of this process, for the agent and for ``doctor``. Needs no privilege; nothing is fatal."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from hpc_train.cluster.fabric.discovery import discover, print_matrix
+from hpc_train.cluster.fabric.facts import NodeFacts
+from hpc_train.cluster.fabric.mig import print_listing, with_slices
+from hpc_train.cluster.fabric.nccl_settings import settings_of_communication
+from hpc_train.cluster.fabric.route import automatic_interface, interface_to
+from hpc_train.cluster.fabric.versions import read_versions
+from hpc_train.cluster.gpus import own_gpus, visible_devices
+
+AZURE_TOPOLOGIES = (("A100", "/opt/microsoft/ndv4-topo.xml"), ("H100", "/opt/microsoft/ndv5-topo.xml"))
+
+
+def this_node(name: str, meeting_host: str | None, environment: Mapping[str, str] = os.environ) -> NodeFacts:
+    """All that the other nodes and the decision need to know.
+
+    Args:
+        name: of the node, as Slurm knows it.
+        meeting_host: where ranks meet; None where the job has one node.
+    """
+    visible = visible_devices(environment)
+    facts = _own(discover(matrix=print_matrix() if visible else None))
+    if any(name.startswith("MIG-") for name in visible):
+        facts = replace(facts, gpus=with_slices(facts.gpus, print_listing()))
+    return replace(
+        facts,
+        node=name,
+        visible=visible,
+        allocated_cpus=_allocated_cpus(environment),
+        route=None if meeting_host is None else interface_to(meeting_host),
+        automatic=None if meeting_host is None else automatic_interface(),
+        topology_file=topology_file(facts),
+        versions=read_versions(),
+        settings=settings_of_communication(environment),
+    )
+
+
+def topology_file(facts: NodeFacts, root: Path = Path("/")) -> str | None:
+    """The file that Azure's images have for this kind of machine; None elsewhere, or where it is missing."""
+    models = {gpu.model or "" for gpu in facts.gpus} if facts.site == "azure" else set()
+    for model, path in AZURE_TOPOLOGIES:
+        if any(model in found for found in models) and (root / path.lstrip("/")).is_file():
+            return path
+    return None
+
+
+def _own(facts: NodeFacts) -> NodeFacts:
+    """Without the GPUs of other jobs, numbered as CUDA counts what is left."""
+    own = own_gpus()
+    gpus = [gpu for gpu in facts.gpus if not own or gpu.pci is None or gpu.pci in own]
+    if len(gpus) == len(facts.gpus):
+        return facts
+    names = {gpu.name: f"GPU{index}" for index, gpu in enumerate(gpus)}
+    gone = {gpu.name for gpu in facts.gpus} - set(names)
+    links = [
+        replace(link, a=names.get(link.a, link.a), b=names.get(link.b, link.b))
+        for link in facts.links
+        if not {link.a, link.b} & gone
+    ]
+    numbered = tuple(replace(gpu, index=index) for index, gpu in enumerate(gpus))
+    return replace(facts, gpus=numbered, links=tuple(links))
+
+
+def _allocated_cpus(environment: Mapping[str, str]) -> int | None:
+    text = environment.get("SLURM_CPUS_ON_NODE", "")
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,108 @@
+"""The environment of all workers of a job, decided by the hub from the facts of all nodes, and told to all alike.
+
+``fabric.json`` in the run directory holds what it was decided from, for workers and for people:
+
+    fabric        what carries the traffic: cpu, one_node, efa, slingshot, infiniband, roce, ethernet, unknown
+    gpus_per_node, nodes
+        for each node in the order of rank: ``name``; ``facts`` (``NodeFacts.to_json``); ``matching``: for each GPU its
+        card, the way there and the rail; ``bindings``: for each local rank its CPUs as a list like 0-3,8 or null, and
+        why; ``rate_gbps``: the sum over its usable ports, null where unknown
+    environment   the variables that all workers export: name, value, reason
+    left_alone    those that are often set, and were not: name, reason
+    warnings, unknown
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hpc_train.cluster.fabric.bindings import bindings
+from hpc_train.cluster.fabric.cpu_list import format_cpu_list
+from hpc_train.cluster.fabric.decision import Decision, Job, decide
+from hpc_train.cluster.fabric.facts import NodeFacts
+from hpc_train.cluster.fabric.nccl_settings import Setting, merged, warnings
+from hpc_train.cluster.fabric.rails import different_rails, match, port_warnings, rate_gbps
+from hpc_train.cluster.fabric.versions import different_versions, lowest_nccl
+from hpc_train.config.schema import Config
+from hpc_train.elastic.coordinator import Start
+from hpc_train.elastic.nodes import Node
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from hpc_train.run.files import write_json
+
+
+@dataclass
+class Fabric:
+    """Kept by the hub. ``own``: the variables that node 0 has set for its own workers, with reasons."""
+
+    run: RunDirectory
+    config: Config
+    own: Sequence[dict[str, str]]
+    _told: tuple[Decision, tuple[str, ...]] | None = field(default=None, init=False)
+
+    def decide(self, start: Start, events: EventLog) -> dict[str, str]:
+        """What all workers of an attempt export; told and written down where it is new."""
+        facts = [node.facts for node in start.nodes]
+        found, told = merged({node.name: node.facts.settings for node in start.nodes})
+        gpus = min(node.gpus for node in start.nodes)
+        decision = decide(facts, Job(len(facts), gpus, lowest_nccl(facts)), found)
+        told = [*told, *warnings(found), *(_warnings(facts) if gpus else ()), *different_versions(facts)]
+        now = decision, (*told, *(node.name for node in start.nodes))
+        if now != self._told:
+            self._told = now
+            self._write(start, gpus, decision, told, found)
+            self._tell(decision, told, events, quiet=len(facts) == 1 and not gpus)
+        return {variable.name: variable.value for variable in decision.variables}
+
+    def _write(self, start: Start, gpus: int, decision: Decision, told: list[str], found: dict[str, Setting]) -> None:
+        ranks = min(start.layout.world_size, *(node.workers for node in start.nodes))
+        common = asdict(decision)
+        environment = common.pop("variables")
+        nodes = [_node(node, ranks) for node in start.nodes]
+        write_json(
+            self.run.fabric,
+            {"gpus_per_node": gpus, "nodes": nodes, "environment": environment, "warnings": told} | common,
+        )
+        set_already = [
+            {"name": name, "value": setting.value, "reason": f"set by {setting.place}"}
+            for name, setting in found.items()
+            if name not in {row["name"] for row in self.own}
+        ]
+        self.run.update_record(
+            environment=[*self.own, *environment, *set_already], left_alone=common["left_alone"], fabric=decision.fabric
+        )
+
+    def _tell(self, decision: Decision, told: list[str], events: EventLog, quiet: bool) -> None:
+        for message in told:
+            events.write("warning", message=message)
+            print(f"warning: {message}", flush=True)
+        if quiet:  # run.json has it
+            return
+        print(f"network between nodes: {decision.fabric}")
+        for variable in decision.variables:
+            print(f"  set {variable.name}={variable.value}: {variable.reason}")
+        for alone in decision.left_alone:
+            print(f"  not set {alone.name}: {alone.reason}")
+        for note in decision.unknown:
+            print(f"  unknown: {note}", flush=True)
+
+
+def _node(node: Node, ranks: int) -> dict[str, Any]:
+    bound = [
+        {"cpus": None if binding.cpus is None else format_cpu_list(binding.cpus), "reason": binding.reason}
+        for binding in bindings(node.facts, ranks)
+    ]
+    return {
+        "name": node.name,
+        "facts": node.facts.to_json(),
+        "matching": [asdict(matched) for matched in match(node.facts)],
+        "bindings": bound,
+        "rate_gbps": rate_gbps(node.facts),
+    }
+
+
+def _warnings(nodes: Sequence[NodeFacts]) -> list[str]:
+    ports = [f"{facts.node}: {warning}" for facts in nodes for warning in port_warnings(facts)]
+    return [*ports, *(f"GPUs and cards do not match alike: {line}" for line in different_rails(nodes))]
