@@ -23,6 +23,15 @@ class ContainerConfig:
 
 
 @dataclass
+class FabricConfig:
+    """A site profile (``cluster/fabric=NAME``): what nobody can see of a network from its nodes."""
+
+    name: str = "none"
+    source: str | None = None  # where the values come from
+    variables: dict[str, str] = field(default_factory=dict)  # {NCCL_CROSS_NIC: "0"}: of all workers, unless set already
+
+
+@dataclass
 class ClusterConfig:
     """Where a run goes."""
 
@@ -62,6 +71,7 @@ class ClusterConfig:
     setup: list[str] = field(default_factory=list)  # lines of bash before training: module load, conda activate
     teardown: list[str] = field(default_factory=list)  # lines of bash after it
     python: str | None = None  # the interpreter on the nodes; null: the one that submits
+    fabric: FabricConfig = field(default_factory=FabricConfig)
     container: ContainerConfig = field(default_factory=ContainerConfig)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from hpc_train.config.cluster_size import node_range
 from hpc_train.config.compression import COMPRESSION
 from hpc_train.config.errors import ConfigError
+from hpc_train.config.fabric_profile import check_profile
 from hpc_train.config.hang_timeout import parse_hang_timeout
 from hpc_train.config.inputs import check_inputs
 from hpc_train.config.layout import AUTO, DATA_PARALLEL, SCHEDULES, SPLITS, Layout, resolve_layout
@@ -150,6 +151,7 @@ def _check_lists(config: Config) -> None:
             mend=f"{', '.join(SPLITS)}, or the layers of each stage as [1,2,…]",
         )
     node_range(config.cluster)
+    check_profile(config.cluster.fabric)
     parse_save_every(config.checkpoint.every)
     parse_recomputation(config.train.activation_checkpointing)
     parse_hang_timeout(config.elastic.hang_timeout_s)

@@ -125,6 +125,7 @@ def _run(
         write_for_group()
     node, refusal = _this_node(config, allocation)
     with node_local_caches(f"{allocation.launch_id}-{allocation.node_name}") as caches:
+        users = dict(os.environ)
         own = _set_environment(config, allocation, node, caches)
         warm_parent.start(_preload(config, entry, store))
         hub = stores = None
@@ -140,7 +141,7 @@ def _run(
                 return Exit.STOPPED
             address = found
         # while the warm parent imports
-        facts = this_node(allocation.node_name, _meeting_host(allocation, address))
+        facts = this_node(allocation.node_name, _meeting_host(allocation, address), users)
         node = replace(node, facts=facts if node.gpus else replace(facts, visible=()))
         watch = Watch.of(run, allocation.node_name, config)
         agent = Agent(run, config, allocation, node, address, stores, stop, watch, on_tick, entry)

@@ -23,6 +23,7 @@ from hpc_train.cluster.fabric.cpu_list import format_cpu_list
 from hpc_train.cluster.fabric.decision import Decision, Job, decide
 from hpc_train.cluster.fabric.facts import NodeFacts
 from hpc_train.cluster.fabric.nccl_settings import Setting, merged, warnings
+from hpc_train.cluster.fabric.profile import site_profile
 from hpc_train.cluster.fabric.rails import different_rails, match, port_warnings, rate_gbps
 from hpc_train.cluster.fabric.versions import different_versions, lowest_nccl
 from hpc_train.config.schema import Config
@@ -47,7 +48,8 @@ class Fabric:
         facts = [node.facts for node in start.nodes]
         found, told = merged({node.name: node.facts.settings for node in start.nodes})
         gpus = min(node.gpus for node in start.nodes)
-        decision = decide(facts, Job(len(facts), gpus, lowest_nccl(facts)), found)
+        profile = site_profile(self.config.cluster.fabric)
+        decision = decide(facts, Job(len(facts), gpus, lowest_nccl(facts), profile), found)
         told = [*told, *warnings(found), *(_warnings(facts) if gpus else ()), *different_versions(facts)]
         now = decision, (*told, *(node.name for node in start.nodes))
         if now != self._told:

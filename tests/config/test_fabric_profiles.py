@@ -1,0 +1,53 @@
+"""The profiles of conf/cluster/fabric: each composes, is valid, and reaches the environment of the workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_train.cluster.fabric.decision import Job, decide
+from hpc_train.cluster.fabric.facts import Gpu, NodeFacts
+from hpc_train.cluster.fabric.nccl_settings import RENAMED, Setting
+from hpc_train.cluster.fabric.profile import site_profile
+from hpc_train.config.compose import config_directory
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.validate import check_values
+from tests.config.composing import config_of
+
+PROFILES = sorted(path.stem for path in (config_directory() / "cluster" / "fabric").glob("*.yaml"))
+NODE = NodeFacts(gpus=(Gpu(0),))
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_every_profile_reaches_the_environment_and_the_user_wins(name: str) -> None:
+    config = config_of("cluster=slurm", f"cluster/fabric={name}")
+    check_values(config)
+    asked = dict(config.cluster.fabric.variables)
+    assert config.cluster.fabric.name == name and (name == "none") == (not asked)
+    assert name == "none" or (config.cluster.fabric.source or "").startswith("https://")
+    assert not set(asked) & set(RENAMED)
+    job = Job(2, 1, profile=site_profile(config.cluster.fabric))
+    decided = {variable.name: variable for variable in decide([NODE, NODE], job, {}).variables}
+    assert {key: decided[key].value for key in asked} == asked
+    assert all(f"the site profile {name}" in decided[key].reason for key in asked)
+    users = {key: Setting(key, "7", "/etc/nccl.conf") for key in asked}
+    assert not set(asked) & {variable.name for variable in decide([NODE, NODE], job, users).variables}
+
+
+def test_a_sites_own_file_chooses_its_profile(tmp_path: Path) -> None:
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster" / "ours.yaml").write_text(
+        "defaults:\n  - slurm\n  - override fabric: separate_rails\n  - _self_\npartition: gpu\n"
+    )
+    search = f"hydra.searchpath=[file://{tmp_path}]"
+    config = config_of("cluster=ours", search)
+    assert (config.cluster.partition, config.cluster.fabric.name) == ("gpu", "separate_rails")
+    assert config_of("cluster=ours", "cluster/fabric=none", search).cluster.fabric.variables == {}
+
+
+@pytest.mark.parametrize(("variable", "mend"), [("LD_PRELOAD=x", "cluster.env"), ("NCCL_DEBUG=", "leave it out")])
+def test_what_is_no_profile_is_refused(variable: str, mend: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_values(config_of(f"+cluster.fabric.variables.{variable}"))
+    assert mend in refused.value.mend and "cluster.fabric.variables" in refused.value.where
