@@ -47,6 +47,7 @@ WORDS: dict[str, tuple[str, ...]] = {  # keys that hold a number or one of these
     "strategy.dp": ("fill",),
     "strategy.pp": ("auto", "fill"),
     "strategy.shard": ("fill", "node"),
+    "strategy.bucket_cap_mb": ("auto",),
     "train.threads": ("auto",),
     "batch.micro_size": ("auto",),
     "batch.micro_batches": ("auto",),
@@ -263,6 +264,12 @@ def _check_pieces(config: Config, layout: Layout) -> None:
             f"static_graph is DDP's; the replicas here are kept in step by {layout.data_parallel}",
             where="strategy.static_graph",
             mend="strategy.static_graph=false, or strategy.data_parallel=ddp",
+        )
+    if config.strategy.bucket_cap_mb == "auto" and layout.pp > 1 and layout.data_parallel == "ddp":
+        raise ConfigError(
+            "the buckets of DDP cannot change once a pipeline's schedule holds it",
+            where="strategy.bucket_cap_mb",
+            mend="strategy.data_parallel=reduce, or strategy.bucket_cap_mb=25",
         )
     short = isinstance(config.data, SyntheticDataConfig) and config.data.samples < config.batch.global_size
     if short and config.batch.drop_last:

@@ -61,6 +61,10 @@ def _communication(setting: Setting) -> Iterator[Mend]:
         yield Mend({"strategy.data_parallel": "zero2"}, "parameters stay gathered; takes memory")
     if layout.data_parallel in ZERO and setting.nodes > 1 and layout.shard == layout.dp:
         yield Mend({"strategy.shard": "node"}, "state is sharded inside a node; takes memory")
+    if layout.data_parallel in ("ddp", "reduce"):
+        yield Mend({"strategy.bucket_cap_mb": "auto"}, "the fastest of a few sizes of gradient buckets")
+        if setting.config.strategy.compression == "none":
+            yield Mend({"strategy.compression": "bf16"}, "half the bytes; powersgd and topk send far less")
     if layout.tp > 1:
         yield Mend({"strategy.tp": layout.tp // 2}, "fewer ranks exchange activations in every layer")
     if layout.dp > 1 and layout.pp == 1:

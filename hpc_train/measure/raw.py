@@ -30,6 +30,7 @@ from hpc_train.data.feed import loader_workers
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel import activation_checkpointing
+from hpc_train.parallel.bucket_search import first_cap
 from hpc_train.parallel.compile import compile_layers
 from hpc_train.parallel.materialise import is_meta, materialise
 from hpc_train.parallel.mesh import Mesh
@@ -121,7 +122,7 @@ def _data_parallel(model: nn.Module, config: Config, mesh: Mesh) -> Step:
     _fill(model, config, mesh)
     optimizer = _optimizer(model, config)
     ranks = dist.get_world_size()
-    replica = DistributedDataParallel(model, bucket_cap_mb=config.strategy.bucket_cap_mb, gradient_as_bucket_view=True)
+    replica = DistributedDataParallel(model, bucket_cap_mb=first_cap(config.strategy), gradient_as_bucket_view=True)
 
     def backward(batch: Batch, target_count: int) -> None:
         with autocast(config.precision.name, mesh.device):

@@ -11,17 +11,21 @@ from hpc_train.config.schema import Config
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel import batch_statistics
+from hpc_train.parallel.bucket_search import Tell
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.replica_engine import ReplicaEngine
 from hpc_train.parallel.reproducible_engine import ReproducibleEngine
 
 
-def build_engine(config: Config, mesh: Mesh, layers: Sequence[range] | None = None) -> Engine:
+def build_engine(
+    config: Config, mesh: Mesh, layers: Sequence[range] | None = None, tell_buckets: Tell | None = None
+) -> Engine:
     """Builds the model on ``meta`` and hands it to the engine of ``mesh.layout``. Collective.
 
     Args:
         layers: of each pipeline stage, as ``balance.plan_split`` finds them; None: as ``strategy.pp_split`` says.
+        tell_buckets: called on every rank with what ``strategy.bucket_cap_mb=auto`` finds.
 
     Raises:
         ConfigError: the model cannot be laid out so.
@@ -32,13 +36,13 @@ def build_engine(config: Config, mesh: Mesh, layers: Sequence[range] | None = No
     if mesh.layout.logical_micro_batches:
         return ReproducibleEngine(config, mesh, model)
     if mesh.layout.pp == 1 and mesh.layout.tp == 1:
-        return ReplicaEngine(config, mesh, model)
+        return ReplicaEngine(config, mesh, model, tell_buckets)
     whole = _check_parts(model, mesh)
     if mesh.layout.pp == 1:
-        return ReplicaEngine(config, mesh, whole)
+        return ReplicaEngine(config, mesh, whole, tell_buckets)
     from hpc_train.parallel.pipeline_engine import PipelineEngine  # torch's pipelining takes a second to import
 
-    return PipelineEngine(config, mesh, whole, layers)
+    return PipelineEngine(config, mesh, whole, layers, tell_buckets)
 
 
 def _check_parts(model: nn.Module, mesh: Mesh) -> Model:

@@ -19,7 +19,7 @@ _RENAMED = "forward_sync_buffers" in signature(DistributedDataParallel.__init__)
 _KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
 
-def replicate(model: nn.Module, mesh: Mesh, strategy: StrategyConfig) -> DistributedDataParallel:
+def replicate(model: nn.Module, mesh: Mesh, strategy: StrategyConfig, bucket_cap_mb: float) -> DistributedDataParallel:
     """Wraps ``model``, which holds its values already, for the dp ranks.
 
     The gradients come out averaged over the dp ranks: scale the loss by their number where a sum is wanted. Buffers
@@ -28,7 +28,7 @@ def replicate(model: nn.Module, mesh: Mesh, strategy: StrategyConfig) -> Distrib
     return DistributedDataParallel(
         model,
         process_group=mesh.group("dp"),
-        bucket_cap_mb=strategy.bucket_cap_mb,
+        bucket_cap_mb=bucket_cap_mb,
         gradient_as_bucket_view=True,
         static_graph=strategy.static_graph,
         **_KEEP_BUFFERS,

@@ -16,6 +16,7 @@ from hpc_train.config.schema import Config
 from hpc_train.data.batch import Batch, StepBatch
 from hpc_train.models.model import Model
 from hpc_train.parallel import batch_statistics, gradient_norm, naming
+from hpc_train.parallel.bucket_search import Tell
 from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.engine import StepNumbers, StepResult
 from hpc_train.parallel.mesh import Mesh
@@ -58,12 +59,20 @@ class PipelineEngine:
     Args:
         model: the whole model on ``meta``; it is not changed.
         layers: of each stage, where they follow from a profile; else as ``strategy.pp_split`` says.
+        tell_buckets: called with what ``strategy.bucket_cap_mb=auto`` finds.
 
     Raises:
         ConfigError: the model cannot be cut into the stages of ``mesh.layout``.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, model: Model, layers: Sequence[range] | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        model: Model,
+        layers: Sequence[range] | None = None,
+        tell_buckets: Tell | None = None,
+    ) -> None:
         layout = mesh.layout
         self._mesh, self._precision = mesh, config.precision.name
         layers = layers or split_layers(len(model.layers), layout.stages, config.strategy.pp_split)
@@ -73,7 +82,8 @@ class PipelineEngine:
         self._tied = TiedWeights(models, model.tied, layers, placement, mesh)
         self._parameters = naming.named_parameters(models.values(), model.tied)
         self._replicas = {
-            stage: make_replicas(part, mesh, config.strategy, model.tied) for stage, part in models.items()
+            stage: make_replicas(part, mesh, config.strategy, model.tied, tell_buckets if stage == held[0] else None)
+            for stage, part in models.items()
         }
         dtype = travelling_dtype(layout, self._precision)
         self._parts = [

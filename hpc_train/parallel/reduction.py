@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from hpc_train.parallel.compression.exchange import Dense, Exchange
 
@@ -41,10 +42,16 @@ class GradientReduction:
         self._buckets = _plan(list(parameters), int(bucket_cap_mb * 2**20))
         self._pending: deque[tuple[dist.Work, Iterator[dist.Work]]] = deque()
         self._to_come: list[dict[nn.Parameter, int]] = [{} for _ in self._buckets]  # backwards that have not added yet
+        self._hooks: list[RemovableHandle] = []
         self.sent = 0
         for index, bucket in enumerate(self._buckets):
             for parameter in bucket if overlap else ():
-                parameter.register_post_accumulate_grad_hook(partial(self._added, index))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._added, index)))
+
+    def close(self) -> None:
+        """Between steps: another reduction takes over."""
+        for hook in self._hooks:
+            hook.remove()
 
     def begin(self, backwards: int, exchange: Exchange | None = None) -> None:
         """Before the backwards of a step, which sums its buckets by ``exchange``; densely without it."""

@@ -15,6 +15,7 @@ from hpc_train.data.batch import Batch, StepBatch
 from hpc_train.models.model import Model
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel import batch_statistics, gradient_norm, naming
+from hpc_train.parallel.bucket_search import Tell
 from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.engine import StepNumbers, StepResult
 from hpc_train.parallel.mesh import Mesh
@@ -30,14 +31,17 @@ class ReplicaEngine:
 
     Args:
         model: on ``meta``, or with values (then those of dp rank 0 count).
+        tell_buckets: called with what ``strategy.bucket_cap_mb=auto`` finds.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, model: Model | WrappedModel) -> None:
+    def __init__(
+        self, config: Config, mesh: Mesh, model: Model | WrappedModel, tell_buckets: Tell | None = None
+    ) -> None:
         self._mesh = mesh
         self._precision = config.precision.name
         self._model = parallelise(config, mesh, model)
         tied = getattr(self._model, "tied", {})
-        self._replicas = make_replicas(self._model, mesh, config.strategy, tied)
+        self._replicas = make_replicas(self._model, mesh, config.strategy, tied, tell_buckets)
         self._parameters = naming.named_parameters([self._model], tied)
         self._statistics = batch_statistics.running_statistics(self._model)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from hpc_train.config.layout import ZERO
 from hpc_train.config.schema import StrategyConfig
 from hpc_train.parallel import ddp, fsdp
+from hpc_train.parallel.bucket_search import SearchedReplicas, Tell, first_cap
 from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.naming import canonical_name
@@ -27,9 +29,14 @@ class Replicas(Protocol):
         compression: of the gradients, if any.
     """
 
-    module: nn.Module
-    loss_factor: int
-    compression: Compression | None
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def loss_factor(self) -> int: ...
+
+    @property
+    def compression(self) -> Compression | None: ...
 
     def begin(self, step: int, backwards: int) -> None:
         """Before a step of so many backwards."""
@@ -61,14 +68,21 @@ class Reduced:
         self.reduction: GradientReduction | None = None
         self.compression: Compression | None = None
         if layout.dp > 1 and layout.data_parallel == "reduce":
-            overlap = layout.tp == 1 and layout.stages_per_rank == 1
-            self.reduction = GradientReduction(self._parameters, group, strategy.bucket_cap_mb, overlap)
+            self._overlap = layout.tp == 1 and layout.stages_per_rank == 1
+            self._group = group
+            self.rebucket(first_cap(strategy))
             if strategy.compression != "none":
                 self.compression = Compression(strategy, named, group, tied, cut=layout.pp > 1)
 
     def begin(self, step: int, backwards: int) -> None:
         if self.reduction is not None:
             self.reduction.begin(backwards, None if self.compression is None else self.compression.exchange(step))
+
+    def rebucket(self, cap_mb: float) -> None:
+        """Between steps: buckets of another size."""
+        if self.reduction is not None:
+            self.reduction.close()
+        self.reduction = GradientReduction(self._parameters, self._group, cap_mb, self._overlap)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext()
@@ -88,12 +102,22 @@ class Replicated:
     compression: Compression | None = None
 
     def __init__(self, module: nn.Module, mesh: Mesh, strategy: StrategyConfig) -> None:
-        self._wrapped = ddp.replicate(module, mesh, strategy)
-        self.module: nn.Module = self._wrapped
+        self._bare, self._mesh, self._strategy = module, mesh, strategy
         self.loss_factor = mesh.layout.dp
+        self._wrap(first_cap(strategy))
+
+    def _wrap(self, cap_mb: float) -> None:
+        self._wrapped = ddp.replicate(self._bare, self._mesh, self._strategy, cap_mb)
+        self.module: nn.Module = self._wrapped
         # A static graph is learnt in the first backward, which fails inside no_sync (an assertion of torch's reducer).
         # Reducing after every micro-batch of the first step gives the same sums.
-        self._sync_always = strategy.static_graph
+        self._sync_always = self._strategy.static_graph
+
+    def rebucket(self, cap_mb: float) -> None:
+        """Between steps: buckets of another size. The one before has to be gone by then, or both would reduce."""
+        del self._wrapped, self.module
+        gc.collect()
+        self._wrap(cap_mb)
 
     def begin(self, step: int, backwards: int) -> None:
         pass
@@ -132,14 +156,22 @@ class Sharded:
         fsdp.release(self.module)
 
 
-def make_replicas(module: nn.Module, mesh: Mesh, strategy: StrategyConfig, tied: Mapping[str, str]) -> Replicas:
-    """``module`` holds its values, and is sharded where the strategy says so. ``tied``: alias -> canonical name."""
-    data_parallel = mesh.layout.data_parallel
-    if mesh.layout.dp > 1 and data_parallel in ZERO:
+def make_replicas(
+    module: nn.Module, mesh: Mesh, strategy: StrategyConfig, tied: Mapping[str, str], tell: Tell | None = None
+) -> Replicas:
+    """``module`` holds its values, and is sharded where the strategy says so.
+
+    Args:
+        tied: alias -> canonical name.
+        tell: of the size of buckets that was found.
+    """
+    layout, data_parallel = mesh.layout, mesh.layout.data_parallel
+    if layout.dp > 1 and data_parallel in ZERO:
         return Sharded(module, mesh, data_parallel)
-    if mesh.layout.dp > 1 and data_parallel == "ddp":
-        return Replicated(module, mesh, strategy)
-    return Reduced(module, mesh, strategy, tied)
+    ddp = layout.dp > 1 and data_parallel == "ddp"
+    replicas = Replicated(module, mesh, strategy) if ddp else Reduced(module, mesh, strategy, tied)
+    searches = strategy.bucket_cap_mb == "auto" and layout.dp > 1 and data_parallel in ("ddp", "reduce")
+    return SearchedReplicas(replicas, mesh, tell) if searches else replicas
 
 
 def settle_partial(parameters: Iterable[nn.Parameter]) -> None:

@@ -42,6 +42,7 @@ EVENTS = (
     "pipeline_balance",  # what it came to, in the first steps
     "warning",
     "advice",
+    "bucket_size_chosen",
 )
 
 

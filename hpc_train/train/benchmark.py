@@ -29,6 +29,7 @@ from hpc_train.measure.shares import bubble_share, communication_share
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.balance import plan_split
+from hpc_train.parallel.bucket_search import MOST_STEPS
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision import compute_dtype, parameter_dtype
@@ -106,7 +107,7 @@ def _measure(bench: _Bench, request: StepRequest, run: RunDirectory) -> dict[str
     """The result; None where a stop was requested before the last block."""
     config, mesh = bench.config, bench.mesh
     loops = [bench.step]
-    _repeat(bench.step, request.warmup)
+    _repeat(bench.step, request.warmup + (MOST_STEPS if config.strategy.bucket_cap_mb == "auto" else 0))
     memory = peak_host_memory(), peak_device_memory(mesh.device)
     if request.raw is not None:
         loops.append(_over(raw_loop(request.raw, config, mesh, bench.layers).step, raw_batches(config, mesh)))

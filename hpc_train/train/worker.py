@@ -34,6 +34,7 @@ from hpc_train.run.frozen_code import check_imports
 from hpc_train.run.heartbeat import Heartbeat, Phase
 from hpc_train.run.stop import StopFlag
 from hpc_train.run.worker_spec import WorkerSpec
+from hpc_train.train.bucket_choice import teller, with_known_buckets
 from hpc_train.train.debug import DebuggedEngine
 from hpc_train.train.divergence import DivergenceWatch
 from hpc_train.train.flight_recorder import answer_questions
@@ -98,7 +99,8 @@ def _build(
     training = build_dataset(config.data, "train", seed)
     validation = build_dataset(config.data, "validation", seed)
     plan = plan_split(config, mesh, training, run)
-    engine = build_engine(config, mesh, None if plan is None else plan.layers)
+    known = with_known_buckets(config, run, mesh)
+    engine = build_engine(known, mesh, None if plan is None else plan.layers, teller(run, mesh, events))
     if plan is not None:
         engine = _watch_balance(engine, mesh, plan, events)
     if config.train.debug:

@@ -1,0 +1,149 @@
+"""``strategy.bucket_cap_mb=auto``: sizes of gradient buckets, each for some of the first steps; the fastest is kept.
+
+Whatever the size, the gradients are the same sums: the steps of the search are steps of the training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hpc_train.config.schema import StrategyConfig
+from hpc_train.parallel.compression.build import Compression
+from hpc_train.parallel.mesh import Mesh
+
+SIZES_MB = (1.0, 5.0, 25.0, 100.0)
+START_MB = 25.0  # before the search, and where there is nothing to search: torch's own size
+WARM_UP = 2  # steps of each size that do not count: DDP lays its buckets out anew after the first
+COUNTED = 3  # steps of each size that do
+MOST_STEPS = WARM_UP + len(SIZES_MB) * (WARM_UP + COUNTED)
+
+
+@dataclass(frozen=True)
+class BucketChoice:
+    """``seconds``: of forward, backward and reduction by size, the median over steps of the slowest rank."""
+
+    cap_mb: float
+    seconds: Mapping[float, float]
+
+    def __str__(self) -> str:
+        tried = ", ".join(f"{size:g} MiB {1e3 * seconds:.1f} ms" for size, seconds in self.seconds.items())
+        return f"gradient buckets: {self.cap_mb:g} MiB, the fastest of {tried}"
+
+
+Tell = Callable[[BucketChoice], None]
+
+
+class Bucketed(Protocol):
+    """Replicas (see ``replicas.Replicas``) whose buckets can change between two steps."""
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def loss_factor(self) -> int: ...
+
+    @property
+    def compression(self) -> Compression | None: ...
+
+    def begin(self, step: int, backwards: int) -> None: ...
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]: ...
+
+    def finish(self) -> None: ...
+
+    def evaluated(self) -> None: ...
+
+    def rebucket(self, cap_mb: float) -> None: ...
+
+
+def first_cap(strategy: StrategyConfig) -> float:
+    """The size to begin with, in MiB."""
+    return START_MB if isinstance(strategy.bucket_cap_mb, str) else float(strategy.bucket_cap_mb)
+
+
+class SearchedReplicas:
+    """``replicas`` with one size after the other, and in the end the fastest; the same on all ranks at every step.
+
+    Args:
+        tell: called on every rank, once.
+    """
+
+    def __init__(self, replicas: Bucketed, mesh: Mesh, tell: Tell | None) -> None:
+        self._replicas, self._mesh, self._tell = replicas, mesh, tell
+        self._sizes = _sizes(replicas.module, mesh)
+        self._seconds: list[list[float]] = [[] for _ in self._sizes]
+        self._steps = -WARM_UP  # of the search
+        self._began = 0.0
+
+    @property
+    def module(self) -> nn.Module:
+        return self._replicas.module
+
+    @property
+    def loss_factor(self) -> int:
+        return self._replicas.loss_factor
+
+    @property
+    def compression(self) -> Compression | None:
+        return self._replicas.compression
+
+    @property
+    def _searching(self) -> bool:
+        return self._steps < len(self._sizes) * (WARM_UP + COUNTED)
+
+    def begin(self, step: int, backwards: int) -> None:
+        if self._searching and self._steps >= 0 and self._steps % (WARM_UP + COUNTED) == 0:
+            self._replicas.rebucket(self._sizes[self._steps // (WARM_UP + COUNTED)])
+        if self._searching:
+            self._began = self._now()
+        self._replicas.begin(step, backwards)
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        return self._replicas.micro_batch(last)
+
+    def finish(self) -> None:
+        self._replicas.finish()
+        if not self._searching:
+            return
+        size, step = divmod(self._steps, WARM_UP + COUNTED)
+        if self._steps >= 0 and step >= WARM_UP:
+            self._seconds[size].append(self._now() - self._began)
+        self._steps += 1
+        if not self._searching:
+            self._conclude()
+
+    def evaluated(self) -> None:
+        self._replicas.evaluated()
+
+    def _conclude(self) -> None:
+        slowest = torch.tensor(self._seconds, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._mesh.control)
+        seconds = dict(zip(self._sizes, map(median, slowest.tolist()), strict=True))
+        choice = BucketChoice(min(seconds, key=lambda size: seconds[size]), seconds)
+        self._replicas.rebucket(choice.cap_mb)
+        if self._tell is not None:
+            self._tell(choice)
+
+    def _now(self) -> float:
+        """These few steps wait for the device: the host runs ahead of it."""
+        if self._mesh.device.type == "cuda":
+            torch.cuda.synchronize(self._mesh.device)
+        return time.perf_counter()
+
+
+def _sizes(module: nn.Module, mesh: Mesh) -> list[float]:
+    """Those below the gradients' total, and one that holds them all; by the largest stage of a pipeline."""
+    own = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    total: Any = torch.tensor(own / mesh.layout.tp)
+    dist.all_reduce(total, dist.ReduceOp.MAX, group=mesh.control)
+    below = [size for size in SIZES_MB if size * 2**20 < total.item()]
+    return list(SIZES_MB[: len(below) + 1])
