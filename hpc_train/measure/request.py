@@ -61,6 +61,21 @@ class CollectivesRequest:
         return cls(tuple(value["sizes"]), value["seconds"])
 
 
+@dataclass(frozen=True)
+class NoiseRequest:
+    """So many ``estimates`` of the gradient noise, each from ``times`` global batches and from all of them as one."""
+
+    estimates: int
+    times: int
+
+    def write(self, run: RunDirectory) -> None:
+        write_json(run.path / REQUEST, asdict(self))
+
+    @classmethod
+    def read(cls, run: RunDirectory) -> NoiseRequest:
+        return cls(**read_json(run.path / REQUEST))
+
+
 def write_progress(run: RunDirectory, done: int, of: int) -> None:
     write_json(run.path / PROGRESS, {"done": done, "of": of})
 

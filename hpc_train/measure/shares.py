@@ -98,13 +98,19 @@ def bubble_share(step: Callable[[], None], device: torch.device, steps: int = 3)
 
 
 @contextmanager
-def timed_stages(device: torch.device) -> Iterator[list[tuple[int, Callable[[], float]]]]:
-    """Notes the stage of each chunk of work and how long it took, a function that knows once the device has settled."""
+def timed_stages(
+    device: torch.device, clock: Callable[[], float] = time.perf_counter
+) -> Iterator[list[tuple[int, Callable[[], float]]]]:
+    """Notes the stage of each chunk of work and how long it took, a function that knows once the device has settled.
+
+    Args:
+        clock: of the host; GPUs are timed by events.
+    """
     computing: list[tuple[int, Callable[[], float]]] = []
     originals = {name: getattr(_PipelineStageBase, name) for name in STAGE_WORK}
     try:
         for name, original in originals.items():
-            setattr(_PipelineStageBase, name, _timed(original, device, computing))
+            setattr(_PipelineStageBase, name, _timed(original, device, clock, computing))
         yield computing
     finally:
         for name, original in originals.items():
@@ -112,7 +118,10 @@ def timed_stages(device: torch.device) -> Iterator[list[tuple[int, Callable[[], 
 
 
 def _timed(
-    work: Callable[..., Any], device: torch.device, computing: list[tuple[int, Callable[[], float]]]
+    work: Callable[..., Any],
+    device: torch.device,
+    clock: Callable[[], float],
+    computing: list[tuple[int, Callable[[], float]]],
 ) -> Callable[..., Any]:
     def timed(stage: _PipelineStageBase, *args: Any, **kwargs: Any) -> Any:
         if device.type == "cuda":
@@ -122,9 +131,9 @@ def _timed(
             last.record()
             computing.append((stage.stage_index, lambda: first.elapsed_time(last) * 1e-3))
             return result
-        begin = time.perf_counter()
+        begin = clock()
         result = work(stage, *args, **kwargs)
-        elapsed = time.perf_counter() - begin
+        elapsed = clock() - begin
         computing.append((stage.stage_index, lambda: elapsed))
         return result
 

@@ -37,7 +37,8 @@ class BlockCost:
     """One block, for one micro-batch.
 
     Attributes:
-        seconds: of forward and backward; under ``pp_split=flops`` FLOP.
+        seconds: of forward and backward, on the CPU those of the process, so that whatever else runs on its cores does
+            not count; under ``pp_split=flops`` FLOP.
         parameters: their number, on one rank of a tensor-parallel group.
         activation_bytes: kept from the forward to the backward, its input among it.
     """
@@ -100,13 +101,13 @@ def _visit(config: Config, mesh: Mesh, model: Model, block: int, example: Batch)
         dtype = travelling_dtype(mesh.layout, config.precision.name)
         hidden = torch.randn(shape, dtype=dtype, device=mesh.device, requires_grad=True)
     kept = _pass(part, hidden, example, config.precision.name)  # also warms up: the allocator, compiled code
-    seconds = []
+    seconds, clock = [], time.perf_counter if mesh.device.type == "cuda" else time.process_time
     for _ in range(PASSES):
         _settle(mesh.device)
-        begin = time.perf_counter()
+        begin = clock()
         _pass(part, hidden, example, config.precision.name, look=False)
         _settle(mesh.device)
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(clock() - begin)
     return _Visit(block, tuple(seconds), sum(_local(p).numel() for p in part.parameters()), kept)
 
 

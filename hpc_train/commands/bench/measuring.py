@@ -20,6 +20,7 @@ from hpc_train.elastic.agent import run_agent
 from hpc_train.measure.request import REQUEST, read_progress, read_result
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
+from hpc_train.run.files import read_lines
 
 PREFIX = "hpc_train-bench-"  # of run directories
 
@@ -51,7 +52,7 @@ def config_of(arguments: list[str], several_nodes: bool = False) -> Config:
 
 
 def measured(
-    config: Config, request: Request, entry: str, root: Path | None = None
+    config: Config, request: Request, entry: str, root: Path | None = None, failures: list[str] | None = None
 ) -> tuple[int, dict[str, Any] | None]:
     """Starts workers that do what ``request`` asks for; returns the exit code, and the result where they are done.
 
@@ -60,6 +61,7 @@ def measured(
     Args:
         entry: what a worker calls, as "module:function".
         root: where the run directory lies meanwhile; the place for temporary files without it.
+        failures: gets the class of each failure, and nothing of a failure stays; without it the log does.
     """
     allocation = current_allocation()
     if allocation.node_rank > 0:
@@ -77,9 +79,14 @@ def measured(
         code = run_agent(run, (lambda: _show(run)) if sys.stderr.isatty() else None, entry=entry)
         if code == Exit.DONE:
             result = read_result(run)
+        if failures is not None:
+            lines = (line for path in run.events.glob("*.jsonl") for line in read_lines(path))
+            failures += [line["class"] for line in lines if line["event"] == "worker_failed"]
         return code, result
     finally:
-        if result is not None or not any(run.logs.glob("*")):  # the log of a failure stays, where its message says
+        if (
+            failures is not None or result is not None or not any(run.logs.glob("*"))
+        ):  # the log of a failure stays, where its message says
             shutil.rmtree(run.path)
 
 
