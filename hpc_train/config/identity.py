@@ -15,7 +15,7 @@ def identity(config: Config) -> dict[str, Any]:
     nested = {
         "model": asdict(config.model),
         "data": asdict(config.data),
-        "optim": {key: value for key, value in asdict(config.optim).items() if key != "moments"},  # a format
+        "optim": asdict(config.optim),
         "batch": {
             "global_size": config.batch.global_size,
             "logical_micro_batches": config.batch.logical_micro_batches,

@@ -39,6 +39,8 @@ class ClusterConfig:
     nodes: int | str = 1  # on Slurm also a range, "2-4": starts with what is free
     gpus_per_node: int | str = "auto"  # auto: the GPUs that are visible, none on Slurm; 0: train on the CPU
     cpu_workers: int = 4  # ranks per node where there is no GPU
+    preflight: str = "quick"  # quick | full | off: checks of several nodes before the first step; full: also in pairs
+    preflight_action: str = "warn"  # warn | stop: what a preflight does about what it finds
     # the rest is for Slurm; most keys are sbatch's options, and null leaves them to the site
     partition: str | None = None
     account: str | None = None
@@ -97,7 +99,6 @@ class StrategyConfig:
     compression_rank: int = 4  # powersgd
     compression_warmup_steps: int = 0  # the first steps, which are not compressed
     static_graph: bool = False  # ddp: promise that every step uses the same parameters
-    offload: str = "none"  # none | optimizer | all (with parameters and gradients: zero2, zero3): kept in host memory
 
 
 @dataclass
@@ -228,7 +229,6 @@ class OptimConfig:
     weight_decay: float = 0.1
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # adamw
     eps: float = 1e-8  # adamw
-    moments: str = "fp32"  # adamw: fp32 | bf16 | 8bit: how its two moments are kept; fp64 under precision fp64
     momentum: float = 0.9  # sgd
     clip_norm: float = 1.0  # global gradient norm; 0: no clipping
     schedule: str = "cosine"  # constant | linear | cosine | wsd

@@ -143,7 +143,7 @@ def _details(cause: Cause) -> dict[str, Any]:
 
 def _text(cause: Cause, run: RunDirectory, attempt: int) -> str:
     failure = cause.failure
-    if failure.failure is Failure.NODE_LOST:
+    if failure.failure in (Failure.NODE_LOST, Failure.UNFIT_NODE):
         return failure.message
     head = f"rank {failure.rank} on {cause.node} failed ({failure.failure}):"
     if is_echo(failure):

@@ -173,12 +173,13 @@ class Coordinator:
             return Leave(decision, cause, self.stop)
         if (refusal := self.refusal()) is not None:
             return Leave(Decision(Action.GIVE_UP, refusal), cause, self.stop)
+        unfit = cause is not None and cause.failure.failure is Failure.UNFIT_NODE
         try:
-            start = self._choose()
+            start = self._choose(only_sound=unfit)
         except ConfigError as error:
             start, why = None, str(error)
         else:
-            why = f"{len(self.present)} nodes are left"
+            why = "too few nodes are fit" if unfit else f"{len(self.present)} nodes are left"
         if start is None:
             return Leave(Decision(Action.REQUEUE, why), cause)
         return self._begin(replace(start, before=self._team, cause=cause))
@@ -189,10 +190,11 @@ class Coordinator:
         self._reports, self._causes, self._told_at = [], [], None
         return start
 
-    def _choose(self) -> Start | None:
+    def _choose(self, only_sound: bool = False) -> Start | None:
         """The nodes of the next attempt: as many as the run asks for, fewer where it is elastic and they are not there.
 
-        None: too few are there. Nodes that have failed too often are taken where there are no others.
+        None: too few are there. Nodes that have failed too often are taken where there are no others, unless
+        ``only_sound``.
 
         Raises:
             ConfigError: the run cannot be laid out on them.
@@ -202,7 +204,7 @@ class Coordinator:
         failing = self.node_failures.too_often()
         nodes = sorted(self.present.values(), key=lambda node: (node.name in failing, node.number))
         sound = sum(node.name not in failing for node in nodes)
-        most = min(size, sound if sound >= fewest else len(nodes))
+        most = min(size, sound if sound >= fewest or only_sound else len(nodes))
         refusal: ConfigError | None = None
         for count in range(most, fewest - 1, -1):
             chosen = in_order_of_rank(nodes[:count])

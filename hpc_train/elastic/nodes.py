@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,8 @@ def in_order_of_rank(nodes: Sequence[Node]) -> tuple[Node, ...]:
 class NodeFailures:
     """Which node failed when, over all jobs of a run: one line per failure in ``attempts/node-failures.jsonl``.
 
+    A node that a preflight has found slow has failed once with each of the partners with whom it was slow.
+
     ``expiry_s``: after that a failure does not count any more.
     """
 
@@ -78,4 +80,12 @@ class NodeFailures:
     def lately(self) -> list[dict[str, Any]]:
         """The failures that count: ``time``, ``node`` and ``class`` of each."""
         since = time.time() - self.expiry_s
-        return [line for line in read_lines(self._path) if line["time"] > since]
+        return [line for line in [*read_lines(self._path), *self._slow()] if line["time"] > since]
+
+    def _slow(self) -> Iterator[dict[str, Any]]:
+        """Rank 0 tells of them in the event log."""
+        for path in self.run.events.glob("rank-0000-*.jsonl"):
+            for line in read_lines(path):
+                if line["event"] == "slow_node":
+                    for partner in line["partners"]:
+                        yield {"time": line["time"], "node": line["node"], "class": f"slow with {partner}"}

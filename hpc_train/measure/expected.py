@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpc_train.cluster.fabric.facts import NodeFacts
 from hpc_train.cluster.fabric.rails import match, usable_nics
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json
 
-FABRIC = "fabric.json"  # what the agents found, in the run directory
 # Of large messages over all 8 GPUs of an NVSwitch node, in bytes/s, as the acceptance tests of GPU clouds ask for;
 # with the NVLinks of a pair
 IN_NODE = {"H200": (18, 431e9), "H100": (18, 460e9), "A100": (12, 228e9), "V100": (1, 110e9)}
@@ -40,14 +39,14 @@ class ExpectedBandwidths:
     world: Expected | None = None
 
 
-def expected_bandwidths(nodes: Sequence[NodeFacts]) -> ExpectedBandwidths:
-    """For a job on all GPUs of ``nodes``: the slowest of them counts."""
+def expected_bandwidths(nodes: Sequence[NodeFacts], gpus_per_node: int) -> ExpectedBandwidths:
+    """For a job on all GPUs of ``nodes``: the slowest of them counts. On fewer GPUs nothing is known."""
+    if not nodes or gpus_per_node == 0 or any(len(facts.gpus) != gpus_per_node for facts in nodes):
+        return ExpectedBandwidths()
     inside = _slowest([_in_node(facts) for facts in nodes])
     if len(nodes) == 1:
         return ExpectedBandwidths(node=inside, world=inside)
-    between, rail = (
-        (_slowest(found) for found in zip(*map(_between_nodes, nodes), strict=True)) if nodes else (None,) * 2
-    )
+    between, rail = (_slowest(found) for found in zip(*map(_between_nodes, nodes), strict=True))
     world = between
     if between is not None and inside is not None and inside.bus < between.bus:
         world = inside
@@ -56,10 +55,10 @@ def expected_bandwidths(nodes: Sequence[NodeFacts]) -> ExpectedBandwidths:
 
 def read_fabric(run: RunDirectory) -> tuple[NodeFacts, ...]:
     """The facts of the run's nodes; empty where nobody has written them."""
-    path = run.path / FABRIC
-    if not path.exists():
+    if not run.fabric.exists():
         return ()
-    return tuple(NodeFacts.from_json(facts) for facts in read_json(path)["nodes"])
+    nodes = read_json(run.fabric)["nodes"]
+    return tuple(replace(NodeFacts.from_json(node["facts"]), node=node["name"]) for node in nodes)
 
 
 def _in_node(facts: NodeFacts) -> Expected | None:

@@ -18,14 +18,14 @@ from collections.abc import Iterator
 from functools import partial
 
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hpc_train.models.model import Model
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision import compute_dtype, parameter_dtype
 
 
-def shard(model: nn.Module, mesh: Mesh, data_parallel: str, precision: str, offload: bool = False) -> None:
+def shard(model: nn.Module, mesh: Mesh, data_parallel: str, precision: str) -> None:
     """Shards ``model`` in place: each layer is one group, stem and head another; a model without parts is one group.
 
     The gradients come out averaged over the dp ranks: scale the loss by their number where a sum is wanted.
@@ -34,7 +34,6 @@ def shard(model: nn.Module, mesh: Mesh, data_parallel: str, precision: str, offl
         model: whole or a stage, before it is materialised; layers already wrapped and compiled.
         data_parallel: ``zero1``, ``zero2`` or ``zero3``.
         precision: of the config; under bf16 and fp16 parameters are gathered in that type, gradients reduced in fp32.
-        offload: shards of parameters and gradients are in host memory.
     """
     layout = mesh.layout
     axes = ("dp_shard",) if layout.shard == layout.dp else ("dp_replicate", "dp_shard")
@@ -43,8 +42,7 @@ def shard(model: nn.Module, mesh: Mesh, data_parallel: str, precision: str, offl
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=parameter_dtype(precision) if dtype else None, cast_forward_inputs=False
     )
-    home = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offload else OffloadPolicy()
-    wrap = partial(fully_shard, mesh=mesh.device_mesh[axes], mp_policy=policy, offload_policy=home)
+    wrap = partial(fully_shard, mesh=mesh.device_mesh[axes], mp_policy=policy)
     if isinstance(model, Model):
         for layer in model.layers.values():
             wrap(layer, reshard_after_forward=data_parallel == "zero3")

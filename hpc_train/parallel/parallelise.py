@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -28,7 +27,7 @@ def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
     Args:
         model: on ``meta``, or with values (then those of dp rank 0 count).
     """
-    dtype, offload = parameter_dtype(config.precision.name), config.strategy.offload == "all"
+    dtype = parameter_dtype(config.precision.name)
     if mesh.layout.tp > 1 and isinstance(model, Model):
         apply_tensor_parallel(model, mesh.device_mesh["tp"])
     chunked_loss.apply(model, config.train.loss_chunks)
@@ -41,10 +40,9 @@ def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
         model.to(device=mesh.device, dtype=dtype)
         _take_first_replica(model, mesh)
     if mesh.layout.dp > 1 and mesh.layout.data_parallel in ZERO:
-        fsdp.shard(model, mesh, mesh.layout.data_parallel, config.precision.name, offload)
+        fsdp.shard(model, mesh, mesh.layout.data_parallel, config.precision.name)
     if meta and isinstance(model, Model):
-        home = torch.device("cpu") if offload else mesh.device
-        materialise(model, mesh.device, config.train.seed, dtype, home)
+        materialise(model, mesh.device, config.train.seed, dtype)
     model.train()
     return model
 

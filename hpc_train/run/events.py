@@ -28,6 +28,8 @@ EVENTS = (
     "node_lost",
     "hang_detected",
     "straggler",
+    "preflight",
+    "slow_node",
     "restarted",
     "shrunk",
     "spare_used",

@@ -30,6 +30,7 @@ class Failure(StrEnum):
     HANG = "hang"  # no step for much longer than a step takes
     NAN = "nan"  # the loss or the gradients stay without finite values, however often they were skipped
     NODE_LOST = "node_lost"  # its agent is gone or silent
+    UNFIT_NODE = "unfit_node"  # the preflight has named a slow or broken one
 
 
 class Action(StrEnum):
@@ -81,6 +82,9 @@ RESPONSES: dict[Failure, Response] = {
         Action.RESTART, "the stacks show the line that the named rank stands at, and what it waits for"
     ),
     Failure.NODE_LOST: Response(Action.REPLACE, "a node that is lost again: cluster.exclude=NODE, and tell the staff"),
+    Failure.UNFIT_NODE: Response(
+        Action.REPLACE, "cluster.exclude=NODE, and tell the staff; cluster.preflight_action=warn trains with it"
+    ),
     # A wrong line fails again at the same step: that is told at once. A flaky file system or a rare sample is not.
     Failure.USER_ERROR: Response(
         Action.RESTART_IF_FURTHER,
@@ -94,6 +98,10 @@ RESPONSES: dict[Failure, Response] = {
     Failure.DISK_FULL: Response(Action.FAIL, "make room, or take another run.root; the last checkpoint is whole"),
     Failure.NAN: Response(Action.GIVE_UP, "a lower optim.lr, more optim.warmup_steps, or look at the data"),
 }
+
+
+class UnfitNode(Exception):
+    """A node is slow or broken, as the message says. It stands in the event log; the run is to go on without it."""
 
 
 def classify(error: BaseException) -> Failure:
@@ -110,7 +118,11 @@ def classify(error: BaseException) -> Failure:
     return next(found, Failure.USER_ERROR)
 
 
-_TYPES: dict[type[BaseException], Failure] = {MemoryError: Failure.OUT_OF_MEMORY, FloatingPointError: Failure.NAN}
+_TYPES: dict[type[BaseException], Failure] = {
+    MemoryError: Failure.OUT_OF_MEMORY,
+    FloatingPointError: Failure.NAN,
+    UnfitNode: Failure.UNFIT_NODE,
+}
 # Words of the operating system and of torch, also where another exception quotes them; the first that fits counts.
 _WORDS: dict[Failure, tuple[str, ...]] = {
     Failure.OUT_OF_MEMORY: (

@@ -61,7 +61,7 @@ def _row(group: str, rate: Rate) -> dict[str, Any]:
 
 def _what(mesh: Mesh, spec: WorkerSpec, run: RunDirectory) -> dict[str, Any]:
     cuda = mesh.device.type == "cuda"
-    expected = expected_bandwidths(read_fabric(run)).world if cuda else None
+    expected = expected_bandwidths(read_fabric(run), spec.gpus_per_node).world
     return {
         "world_size": mesh.layout.world_size,
         "nodes": spec.nodes,

@@ -44,6 +44,7 @@ from hpc_train.train.meter import make_meter
 from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.out_of_memory import explained
 from hpc_train.train.pipeline_balance import BalanceWatch
+from hpc_train.train.preflight import nccl_log, preflight
 from hpc_train.train.processes import join, leave
 from hpc_train.train.report import open_report
 from hpc_train.train.save_schedule import PRIOR_PER_GPU_HOUR, SaveSchedule, failure_rate
@@ -65,8 +66,10 @@ def train(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
     config = load(run)
     heartbeat = Heartbeat.of(spec.heartbeat)
     answer_questions(spec.heartbeat)
+    log = nccl_log(spec, config)
     mesh = join(spec, config, listen_fd)
     events = EventLog.open(run, f"rank-{spec.rank:04d}", spec.attempt, spec.rank)
+    preflight(spec, config, run, mesh, events, log)
     with explained(config, mesh):
         trainer = _build(config, run, mesh, events, stop, spec, heartbeat)
         check_imports(run)  # the user's model and data are imported by now
@@ -105,7 +108,7 @@ def _build(
         engine = _watch_balance(engine, mesh, plan, events)
     if config.train.debug:
         engine = DebuggedEngine(engine, mesh.rank)
-    optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")
+    optimizer = Optimizer(config.optim, engine.named_parameters())
     checkpoints = CheckpointManager(run, engine, optimizer, mesh, config, events)
     restored = checkpoints.restore()
     start = 0 if restored is None else restored.step

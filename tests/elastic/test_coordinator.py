@@ -13,6 +13,7 @@ from hpc_train.elastic.decision import History
 from hpc_train.elastic.failures import WorkerFailure
 from hpc_train.elastic.nodes import Node, NodeFailures
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Action, Exit, Failure
 from tests.elastic.conftest import TINY
 
@@ -88,6 +89,19 @@ def test_a_failure_ends_the_attempt_everywhere_and_the_same_nodes_start_again(tm
     assert course.next() is None, "the order is given once, and the others have not answered"
     course.report(Report(Exit.FAILED, None, 9), 0, 2)
     assert course.started() == [0, 1, 2]
+
+
+def test_a_node_that_a_preflight_names_is_left_out_or_the_job_asks_for_another(tmp_path: Path) -> None:
+    for name, spares in (("spare", 1), ("none", 0)):
+        course = Course(tmp_path / name, 3 + spares, spares=spares)
+        assert course.started() == [0, 1, 2]
+        events = EventLog.open(RunDirectory(tmp_path / name), "rank-0000", 0, 0)
+        events.write("slow_node", node="n1", partners=["n0", "n2"])
+        course.report(failed(Failure.UNFIT_NODE, step=0), 0, 1, 2)
+        if spares:
+            assert course.started() == [0, 2, 3]
+        else:
+            assert action(course.next()) is Action.REQUEUE
 
 
 def test_an_echo_waits_for_its_cause(tmp_path: Path) -> None:

@@ -79,16 +79,16 @@ def test_what_a_fabric_should_give(tmp_path: Path) -> None:
     """Eight rails of 400 Gb/s are 400 GB/s; storage ports do not count; what is not known stays unknown."""
     root = hgx(tmp_path).root
     facts = with_nvlink(read_tree(root / "sys", root / "proc"), "NV18")
-    two = expected_bandwidths([facts, facts])
+    two = expected_bandwidths([facts, facts], 8)
     assert two.node is not None and two.node.bus == 460e9
     assert two.world is not None and two.world.bus == pytest.approx(368e9)
     assert two.rail is not None and two.rail.bus == pytest.approx(46e9)
     slow = replace(facts.nics[0], ports=(replace(facts.nics[0].ports[0], rate_gbps=None),))
     unknown = replace(facts, nics=(slow, *facts.nics[1:]))
-    assert expected_bandwidths([facts, unknown]).world is None
-    assert expected_bandwidths([with_nvlink(facts, "NV4")] * 2).node is None
-    assert expected_bandwidths([NodeFacts(), NodeFacts()]) == ExpectedBandwidths()
-    assert expected_bandwidths([]) == ExpectedBandwidths()
+    assert expected_bandwidths([facts, unknown], 8).world is None
+    assert expected_bandwidths([with_nvlink(facts, "NV4")] * 2, 8).node is None
+    assert expected_bandwidths([facts, facts], 4) == ExpectedBandwidths()
+    assert expected_bandwidths([], 8) == ExpectedBandwidths()
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ if [ "$status" -eq 75 ] && [ -e "$end.requeue" ] && [ -z "$cancelled" ]; then
   done
   if [[ "$state" == RUNNING* && "$state" != *" 0" && -z "$cancelled" ]]; then
     job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
+    trap '' TERM # Slurm ends this script when it takes the job back: scontrol is not to die of that
     if ! scontrol requeue incomplete "$job"; then
       echo "Slurm refuses to run the job again. This goes on: python -m hpc_train resume $RUN" >&2
       exit 93

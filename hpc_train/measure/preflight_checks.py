@@ -1,0 +1,226 @@
+"""What follows from the numbers of a preflight: findings, each with the mend. No torch; nothing is measured here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from hpc_train.measure.expected import FAIL, WARN, ExpectedBandwidths
+from hpc_train.measure.nccl_log import Transport
+from hpc_train.measure.paired_test import SlowNode
+
+WARNING, ERROR = "warning", "error"
+SKEW_WARN_S, SKEW_ERROR_S = 0.1, 1.0  # munge refuses more than 300 s
+GEMM_WARN, GEMM_ERROR = 0.95, 0.90  # of the median of GPUs of one model
+GEMM_CPU = 0.5  # cores of one model run at different clocks, and other processes use them too
+MAY_DIFFER = ("driver",)  # it is compatible within a major version of CUDA
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What one rank says of itself.
+
+    Attributes:
+        versions: of python, torch, nccl, driver and hpc_train, as far as there are such.
+        device: the model of its GPU, or of the CPU.
+        gpu: the UUID of its GPU; None on the CPU.
+        gemm: FLOP/s of a matrix product.
+        transport: as NCCL's log says; None without NCCL, or where its log goes elsewhere.
+    """
+
+    rank: int
+    node: str
+    config_hash: str
+    versions: Mapping[str, str]
+    device: str
+    gpu: str | None
+    gemm: float
+    transport: Transport | None = None
+
+
+@dataclass(frozen=True)
+class ClockOffset:
+    """How far the clock of ``node`` is ahead of rank 0's, in seconds; the error is half the round trip at most."""
+
+    node: str
+    offset_s: float
+    round_trip_s: float
+
+
+@dataclass(frozen=True)
+class Bandwidths:
+    """All-reduce bus bandwidths in bytes/s: in each node, over each rail with all rails at once, over all ranks."""
+
+    nodes: Mapping[str, float] = field(default_factory=dict)
+    rails: tuple[float, ...] = ()
+    world: float | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is not as it should be. ``unfit``: a node that the run is better off without."""
+
+    level: str
+    message: str
+    mend: str
+    unfit: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.level}: {self.message}: {self.mend}"
+
+
+def check_config(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    usual, others = _minority(ranks, lambda rank: rank.config_hash)
+    for value, nodes in others.items():
+        yield Finding(
+            ERROR,
+            f"the config on {nodes} is another one ({value[:12]}) than on the other nodes ({usual[:12]})",
+            "its file system shows an old copy of config.yaml: a run.root that all nodes share, and submit again",
+        )
+
+
+def check_versions(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    for name in dict.fromkeys(name for rank in ranks for name in rank.versions):
+        usual, others = _minority(ranks, lambda rank, name=name: rank.versions.get(name, "absent"))  # type: ignore[misc]
+        for value, nodes in others.items():
+            yield Finding(
+                WARNING if name in MAY_DIFFER else ERROR,
+                f"{name} is {value} on {nodes}, and {usual} on the other nodes",
+                "one environment for all nodes (cluster.python, cluster.container.image), or "
+                f"cluster.exclude={nodes.replace(', ', ',')}",
+            )
+
+
+def check_own_gpu(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    """Each rank has a GPU for itself."""
+    users: dict[str, list[int]] = {}
+    for rank in ranks:
+        if rank.gpu is not None:
+            users.setdefault(f"{rank.gpu} on {rank.node}", []).append(rank.rank)
+    for gpu, numbers in users.items():
+        if len(numbers) > 1:
+            yield Finding(
+                ERROR,
+                f"ranks {', '.join(map(str, numbers))} share the GPU {gpu}",
+                "cluster.gpus_per_node=the GPUs that the job has; --gpus-per-task and --gpu-bind hide GPUs: drop them",
+            )
+
+
+def check_transport(ranks: Sequence[RankFacts], rdma: Mapping[str, bool]) -> Iterator[Finding]:
+    """``rdma``: by node, whether an active port for training was found; nodes of which nothing is known are absent."""
+    known = [rank for rank in ranks if rank.transport is not None]
+    sockets = _nodes(rank for rank in known if rank.transport and rank.transport.over_sockets and rdma.get(rank.node))
+    if sockets:
+        yield Finding(
+            ERROR,
+            f"NCCL sends over TCP (NET/Socket) on {sockets}, although RDMA ports are active there",
+            "doctor on that node; NCCL_IB_DISABLE or NCCL_NET in the environment, a missing plugin (aws-ofi-nccl) or "
+            "libibverbs, a container without /dev/infiniband, or a small memlock limit are the usual reasons",
+        )
+    staged = _nodes(rank for rank in known if rank.transport and rank.transport.gpu_direct is False
+                    and not rank.transport.over_sockets)  # fmt: skip
+    if staged:
+        yield Finding(
+            WARNING,
+            f"NCCL copies through host memory on {staged}: its log has no GDRDMA",
+            "the staff loads nvidia_peermem, or a driver and kernel with DMA-BUF; up to 3 times faster",
+        )
+
+
+def check_gemm(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    """Each rank against the median of its model."""
+    for model, own in _by(ranks, lambda rank: rank.device).items():
+        usual = median(rank.gemm for rank in own)
+        for rank in own:
+            share, gpu = rank.gemm / usual, rank.gpu is not None
+            if share >= (GEMM_WARN if gpu else GEMM_CPU):
+                continue
+            yield Finding(
+                ERROR if gpu and share < GEMM_ERROR else WARNING,
+                f"rank {rank.rank} on {rank.node} multiplies matrices at {rank.gemm / 1e12:.3g} TFLOP/s, {share:.0%} of"
+                f" the median of {model}",
+                f"look at its clocks and temperature (nvidia-smi -q -d PERFORMANCE), and {drain(rank.node, 'slow GPU')}"
+                if gpu
+                else "other processes use its cores, or the job has fewer of them there: cluster.exclusive=true",
+            )
+
+
+def check_models(ranks: Sequence[RankFacts], features: Mapping[str, frozenset[str]]) -> Iterator[Finding]:
+    """One model for all ranks: the slowest sets the pace. ``features``: of the nodes, as Slurm knows them."""
+    nodes = {model: {rank.node for rank in own} for model, own in _by(ranks, lambda rank: rank.device).items()}
+    if len(nodes) < 2:
+        return
+    told = "; ".join(f"{model} on {', '.join(sorted(names))}" for model, names in nodes.items())
+    most = max(nodes, key=lambda model: len(nodes[model]))
+    yield Finding(WARNING, f"the ranks are of different models: {told}", _constraint(nodes[most], features))
+
+
+def _constraint(nodes: set[str], features: Mapping[str, frozenset[str]]) -> str:
+    """A feature that all of ``nodes`` have and none of the others."""
+    own = [features.get(node, frozenset()) for node in nodes]
+    others = [found for node, found in features.items() if node not in nodes]
+    common = frozenset.intersection(*own).difference(*others) if own else frozenset()
+    if common:
+        return f"cluster.constraint={min(common)}"
+    return "cluster.constraint=FEATURE or cluster.gpu_type=MODEL; sinfo -o '%N %f %G' shows what the nodes have"
+
+
+def check_clocks(offsets: Sequence[ClockOffset]) -> Iterator[Finding]:
+    for found in offsets:
+        certain = abs(found.offset_s) - found.round_trip_s / 2
+        if certain > SKEW_WARN_S:
+            yield Finding(
+                ERROR if certain > SKEW_ERROR_S else WARNING,
+                f"the clock of {found.node} is {abs(found.offset_s):.3g} s "
+                f"{'ahead of' if found.offset_s > 0 else 'behind'} that of rank 0's node",
+                f"times in logs and of files mislead; the staff mends chrony there, cluster.exclude={found.node} till "
+                "then",
+            )
+
+
+def check_bandwidths(found: Bandwidths, expected: ExpectedBandwidths) -> Iterator[Finding]:
+    """Where it is known what the fabric should give."""
+    measured = [
+        *((f"in {node}", bus, expected.node) for node, bus in found.nodes.items()),
+        *((f"over rail {rail}", bus, expected.rail) for rail, bus in enumerate(found.rails)),
+        *([] if found.world is None else [("over all ranks", found.world, expected.world)]),
+    ]
+    for where, bus, wanted in measured:
+        if wanted is not None and bus < WARN * wanted.bus:
+            yield Finding(
+                ERROR if bus < FAIL * wanted.bus else WARNING,
+                f"an all-reduce {where} reaches {bus / 1e9:.3g} GB/s (bus bandwidth), {bus / wanted.bus:.0%} of what "
+                f"{wanted.reason} should give",
+                "bench collectives shows all sizes and operations, doctor the links",
+            )
+
+
+def check_slow_nodes(slow: Sequence[SlowNode]) -> Iterator[Finding]:
+    for one in slow:
+        mend = drain(one.node, f"slow with {' and '.join(one.partners)}")
+        yield Finding(ERROR, f"the network of {one.words}", f"cluster.exclude={one.node}; {mend}", one.node)
+
+
+def drain(node: str, reason: str) -> str:
+    """What the staff can do, with the command."""
+    return f"for the staff: scontrol update nodename={node} state=drain reason='{reason}'"
+
+
+def _minority(ranks: Sequence[RankFacts], value: Callable[[RankFacts], str]) -> tuple[str, dict[str, str]]:
+    """What most ranks say, and the nodes by each other value."""
+    usual = Counter(value(rank) for rank in ranks).most_common(1)[0][0]
+    others = _by([rank for rank in ranks if value(rank) != usual], value)
+    return usual, {one: _nodes(own) for one, own in others.items()}
+
+
+def _by(ranks: Sequence[RankFacts], value: Callable[[RankFacts], str]) -> dict[str, list[RankFacts]]:
+    found: dict[str, list[RankFacts]] = {}
+    for rank in ranks:
+        found.setdefault(value(rank), []).append(rank)
+    return found
+
+
+def _nodes(ranks: Sequence[RankFacts] | Iterator[RankFacts]) -> str:
+    return ", ".join(dict.fromkeys(rank.node for rank in ranks))

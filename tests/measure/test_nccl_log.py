@@ -1,0 +1,71 @@
+"""What NCCL uses, read from lines as its versions print them."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_train.measure.nccl_log import Transport, parse_transport
+
+INFINIBAND = """\
+n1:31842:31905 [0] NCCL INFO cudaDriverVersion 12080
+NCCL version 2.27.3+cuda12.9
+n1:31842:31905 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [2]mlx5_10:1/IB [RO]; OOB eth0:10.0.4.19<0>
+n1:31842:31905 [0] NCCL INFO Initialized NET plugin IB
+n1:31842:31905 [0] NCCL INFO Using network IB
+n1:31842:31905 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM
+n1:31842:31905 [0] NCCL INFO Channel 00/0 : 15[7] -> 0[0] [receive] via NET/IB/0/GDRDMA
+n1:31842:31905 [0] NCCL INFO Channel 00/0 : 3[3] -> 8[0] [send] via NET/IB/0(1)/GDRDMA(PCI)/Shared
+"""
+STAGED = """\
+n1:7:19 [0] NCCL INFO Using network IB
+n1:7:19 [0] NCCL INFO Channel 00/0 : 7[7] -> 8[0] [send] via NET/IB/0/GDRDMA
+n1:7:19 [0] NCCL INFO Channel 01/0 : 7[7] -> 8[0] [send] via NET/IB/1
+"""
+SOCKETS = """\
+n1:1482:1482 [0] NCCL INFO NCCL version 2.22.3+cuda12.5
+n1:1482:1482 [0] NCCL INFO NET/IB : No device found.
+n1:1482:1482 [0] NCCL INFO NET/IB : Using [RO]; OOB eth0:10.0.4.51<0>
+n1:1482:1482 [0] NCCL INFO NET/Socket : Using [0]eno1:172.22.116.89<0> [1]eno2:192.168.193.155<0>
+n1:1482:1482 [0] NCCL INFO Using network Socket
+n1:1482:1482 [0] NCCL INFO Channel 00/0 : 17[1] -> 0[0] [receive] via NET/Socket/0
+"""
+EFA = """\
+[1,4]<stdout>:w-0:30:70 [4] NCCL INFO NET/OFI Selected Provider is efa (found 4 nics)
+[1,4]<stdout>:w-0:30:70 [4] NCCL INFO Using network AWS Libfabric
+[1,4]<stdout>:w-0:30:70 [4] NCCL INFO Channel 03 : 4[901c0] -> 7[a01d0] via P2P/IPC/read
+[1,6]<stdout>:w-0:33:73 [6] NCCL INFO Channel 03 : 15[a01d0] -> 6[a01c0] [receive] via NET/AWS Libfabric/3/GDRDMA
+"""
+OLD = """\
+tesla:1481:2165 [3] NCCL INFO Channel 00 : 3[b1000] -> 4[18000] [send] via NET/Socket/0
+tesla:1480:2169 [2] NCCL INFO Channel 00 : 2[af000] -> 1[1a000] via direct shared memory
+tesla:1475:2146 [0] NCCL INFO Channel 00 : 0[18000] -> 1[1a000] via P2P/IPC
+"""
+BEFORE_IT_CONNECTS = """\
+w:172:172 [0] NCCL INFO NET/Plugin: Loaded net plugin Libfabric (v11)
+w:172:172 [0] NCCL INFO Using network Libfabric
+"""
+ONE_NODE = "n1:7:19 [0] NCCL INFO Channel 00 : 0[0] -> 4[4] via SHM/direct/direct\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "transport"),
+    [
+        (INFINIBAND, Transport("2.27.3", ("IB",), True, ("P2P",), ("mlx5_0:1", "mlx5_1:1", "mlx5_10:1"))),
+        (STAGED, Transport(None, ("IB",), False)),
+        (SOCKETS, Transport("2.22.3", ("Socket",), False)),
+        (EFA, Transport(None, ("AWS Libfabric",), True, ("P2P",))),
+        (OLD, Transport(None, ("Socket",), False, ("SHM", "P2P"))),
+        (BEFORE_IT_CONNECTS, Transport(None, ("Libfabric",))),
+        (ONE_NODE, Transport(inside=("SHM",))),
+        ("", Transport()),
+    ],
+)
+def test_a_log(log: str, transport: Transport) -> None:
+    assert parse_transport(log) == transport
+    assert parse_transport(log).over_sockets == ("Socket" in transport.networks)
+
+
+def test_the_channels_tell_more_than_the_choice() -> None:
+    """A communicator that was refused the card: chosen is IB, and TCP is what carries the data."""
+    assert parse_transport(f"{INFINIBAND}{OLD}").networks == ("IB", "Socket")
+    assert parse_transport("n1:7:19 [0] NCCL INFO Using network IB\n" + OLD).over_sockets

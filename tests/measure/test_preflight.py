@@ -1,0 +1,210 @@
+"""The preflight's verdicts from numbers, and its measuring on real ranks that stand for nodes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hpc_train.cluster.features import parse_features
+from hpc_train.config.layout import Layout
+from hpc_train.measure.expected import Expected, ExpectedBandwidths
+from hpc_train.measure.nccl_log import Transport
+from hpc_train.measure.paired_test import PairRate, best_of, rounds, slow_nodes
+from hpc_train.measure.preflight import Crew, Effort, measure_all, paired_test
+from hpc_train.measure.preflight_checks import (
+    Bandwidths,
+    ClockOffset,
+    Finding,
+    RankFacts,
+    check_bandwidths,
+    check_clocks,
+    check_config,
+    check_gemm,
+    check_models,
+    check_own_gpu,
+    check_slow_nodes,
+    check_transport,
+    check_versions,
+)
+from hpc_train.parallel.mesh import join_mesh
+from tests.ranks import run_ranks
+
+LITTLE = Effort(gemm_s=0.01, gemm_size=64, stage_s=0.05, bytes=1 << 20, limit_s=60)
+
+
+def gpus(nodes: int = 3, each: int = 2) -> list[RankFacts]:
+    """Ranks as they should be."""
+    return [
+        RankFacts(rank, f"n{rank // each}", "abc", {"torch": "2.9.0", "driver": "570"}, "H100", f"GPU-{rank}", 7e14)
+        for rank in range(nodes * each)
+    ]
+
+
+def only(findings: Iterable[Finding]) -> Finding:
+    (found,) = findings
+    return found
+
+
+def test_ranks_as_they_should_be_give_no_finding() -> None:
+    ranks = gpus()
+    for check in (check_config, check_versions, check_own_gpu, check_gemm):
+        assert not list(check(ranks))
+    assert not list(check_models(ranks, {}))
+    assert not list(check_transport(ranks, {"n0": True}))
+
+
+def test_what_differs_is_named_with_its_node_and_the_mend() -> None:
+    ranks = gpus()
+    ranks[4:] = [replace(rank, config_hash="def", versions={"torch": "2.8.0", "driver": "580"}) for rank in ranks[4:]]
+    found = only(check_config(ranks))
+    assert found.level == "error" and "n2" in found.message and "run.root" in found.mend
+    torch_found, driver = check_versions(ranks)
+    assert torch_found.level == "error" and "2.8.0 on n2" in torch_found.message and "exclude=n2" in torch_found.mend
+    assert driver.level == "warning"
+    ranks[1] = replace(ranks[1], gpu="GPU-0")
+    assert "ranks 0, 1 share the GPU GPU-0 on n0" in only(check_own_gpu(ranks)).message
+    ranks[3] = replace(ranks[3], gpu="GPU-0")  # of another node
+    assert len(list(check_own_gpu(ranks))) == 1
+
+
+def test_a_slow_gpu_is_told_against_its_own_model() -> None:
+    ranks = gpus()
+    ranks[3] = replace(ranks[3], gemm=6.5e14)
+    found = only(check_gemm(ranks))
+    assert (found.level, "rank 3 on n1" in found.message) == ("warning", True)
+    ranks[3] = replace(ranks[3], gemm=6e14)
+    assert only(check_gemm(ranks)).level == "error"
+    others = [replace(rank, device="A100", gemm=2.5e14) for rank in ranks[4:]]
+    assert only(check_gemm([*ranks[:4], *others])).level == "error", "the A100 are as fast as each other"
+    cpus = [replace(rank, gpu=None, device="a CPU") for rank in ranks]
+    assert not list(check_gemm(cpus))
+    cpus[0] = replace(cpus[0], gemm=3e14)
+    assert only(check_gemm(cpus)).level == "warning"
+
+
+def test_mixed_models_come_with_the_constraint() -> None:
+    ranks = gpus()
+    ranks[4:] = [replace(rank, device="A100") for rank in ranks[4:]]
+    shown = (
+        "NodeName=n0 Arch=x86_64 AvailableFeatures=ib,h100 ActiveFeatures=ib,h100 Gres=gpu:8\n"
+        "NodeName=n1 Arch=x86_64 AvailableFeatures=h100,ib ActiveFeatures=h100,ib Gres=gpu:8\n"
+        "NodeName=n2 Arch=x86_64 AvailableFeatures=ib,a100 ActiveFeatures=ib,a100 Gres=gpu:8\n"
+    )
+    found = only(check_models(ranks, parse_features(shown)))
+    assert "A100 on n2" in found.message and found.mend == "cluster.constraint=h100"
+    assert "sinfo" in only(check_models(ranks, parse_features("NodeName=n0 ActiveFeatures=(null)\n"))).mend
+
+
+def test_tcp_beside_an_active_rdma_port_is_an_error_and_a_copy_through_the_host_a_warning() -> None:
+    tcp, staged = Transport(networks=("Socket",)), Transport(networks=("IB",), gpu_direct=False)
+    ranks = [replace(rank, transport=tcp if rank.node == "n1" else Transport(networks=("IB",))) for rank in gpus()]
+    found = only(check_transport(ranks, {"n0": True, "n1": True}))
+    assert found.level == "error" and "on n1," in found.message
+    assert not list(check_transport(ranks, {"n0": True, "n1": False})), "no RDMA there"
+    assert not list(check_transport(ranks, {})), "nothing is known"
+    assert only(check_transport([replace(rank, transport=staged) for rank in ranks], {})).level == "warning"
+
+
+def test_bandwidths_are_judged_where_it_is_known_what_to_expect() -> None:
+    expected = ExpectedBandwidths(node=Expected(460e9, "8 H100 with NVLink"), world=Expected(368e9, "8 cards"))
+    found = Bandwidths({"n0": 455e9, "n1": 300e9}, (10e9, 11e9), 320e9)
+    node, world = check_bandwidths(found, expected)
+    assert (node.level, "in n1 " in node.message, "65%" in node.message) == ("error", True, True)
+    assert (world.level, "over all ranks" in world.message) == ("warning", True)
+    assert not list(check_bandwidths(found, ExpectedBandwidths()))
+
+
+@pytest.mark.parametrize(("offset", "level"), [(0.05, None), (-0.5, "warning"), (3.0, "error")])
+def test_clocks(offset: float, level: str | None) -> None:
+    found = list(check_clocks([ClockOffset("n1", offset, 0.01)]))
+    assert [one.level for one in found] == ([] if level is None else [level])
+    assert not list(check_clocks([ClockOffset("n1", offset, 2 * abs(offset))])), "the round trip may explain it"
+
+
+@pytest.mark.parametrize("count", range(2, 12))
+def test_each_node_meets_two_others_in_three_rounds(count: int) -> None:
+    found = rounds(count)
+    pairs = [frozenset(pair) for one in found for pair in one]
+    assert len(found) <= 3 and len(set(pairs)) == len(pairs)
+    for one in found:
+        assert len({node for pair in one for node in pair}) == 2 * len(one)
+    for node in range(count):
+        assert sum(node in pair for pair in pairs) >= min(2, count - 1)
+
+
+@pytest.mark.parametrize("count", range(3, 12))
+def test_the_slow_node_is_named_and_no_other(count: int) -> None:
+    for slow in range(count):
+        pairs = [
+            PairRate((f"n{a}", f"n{b}"), (2.0 if slow in (a, b) else 10.0) + 0.1 * ((a + b) % 3))
+            for one in rounds(count)
+            for a, b in one
+        ]
+        (found,) = slow_nodes(pairs)
+        assert found.node == f"n{slow}" and len(set(found.partners)) >= 2
+        finding = only(check_slow_nodes([found]))
+        assert finding.unfit == f"n{slow}" and f"nodename=n{slow} state=drain" in finding.mend
+
+
+def test_one_slow_pair_names_nobody_and_the_better_pass_counts() -> None:
+    fast = [PairRate((a, b), 10.0) for a, b in combinations("abcd", 2)]
+    assert slow_nodes([*fast[1:], PairRate(("a", "b"), 1.0)]) == ()
+    assert slow_nodes([PairRate(("a", "b"), 1.0)]) == ()
+    slow = [replace(pair, rate=1.0) if "a" in pair.nodes else pair for pair in fast]
+    assert [one.node for one in slow_nodes(slow)] == ["a"]
+    assert slow_nodes(best_of(slow, fast)) == ()
+
+
+def of_four_nodes(rank: int, world_size: int, each: int) -> tuple[object, object]:
+    """The node n2 is slow to exchange, the clock of n1 is five seconds ahead."""
+    layout = Layout(world_size, 1, 1, 1, "ddp", "1f1b", 1, 1, 1)
+    mesh = join_mesh(layout, rank, torch.device("cpu"))
+    names = tuple(f"n{number}" for number in range(world_size // each))
+    crew, node = Crew(mesh, names, each), names[rank // each]
+    plain = dist.batch_isend_irecv
+
+    def slow(operations: list[dist.P2POp]) -> list[dist.Work]:
+        time.sleep(0.3)
+        return plain(operations)
+
+    if node == "n2":
+        dist.batch_isend_irecv = slow
+    own = RankFacts(rank, node, "abc", {}, "cpu", None, 0.0)
+    ahead = 5.0 if node == "n1" else 0.0
+    found = measure_all(crew, own, LITTLE, lambda: Transport(nccl=str(rank)), lambda: time.time() + ahead)
+    return found, paired_test(crew, 1e8, LITTLE)
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_measuring_on_ranks_that_stand_for_nodes(each: int) -> None:
+    nodes = 4 if each == 1 else 3
+    results = run_ranks(nodes * each, of_four_nodes, each)
+    found, pairs = results[0]
+    assert [rank.rank for rank in found.ranks] == list(range(nodes * each))
+    assert all(rank.gemm > 0 and rank.transport == Transport(nccl=str(rank.rank)) for rank in found.ranks)
+    assert found.bandwidths.world > 0 and found.left_out == ()
+    assert list(found.bandwidths.nodes) == ([] if each == 1 else ["n0", "n1", "n2"])
+    assert len(found.bandwidths.rails) == (0 if each == 1 else 2)
+    offsets = {one.node: one for one in found.clocks}
+    for node, ahead in (("n1", 5.0), ("n2", 0.0)):
+        assert abs(offsets[node].offset_s - ahead) <= offsets[node].round_trip_s / 2 + 1e-3
+    assert [one.node for one in slow_nodes(pairs)] == ["n2"]
+    assert all(result[1] == pairs for result in results), "all ranks know the same"
+
+
+def test_what_takes_too_long_is_left_out() -> None:
+    found, _ = run_ranks(2, left_out)[0]
+    assert found == ("in the node", "over each rail", "over all ranks")
+
+
+def left_out(rank: int, world_size: int) -> tuple[object, object]:
+    mesh = join_mesh(Layout(2, 1, 1, 1, "ddp", "1f1b", 1, 1, 1), rank, torch.device("cpu"))
+    own = RankFacts(rank, f"n{rank}", "abc", {}, "cpu", None, 0.0)
+    found = measure_all(Crew(mesh, ("n0", "n1"), 1), own, replace(LITTLE, limit_s=0.0), lambda: None, time.time)
+    return found.left_out, found.bandwidths

@@ -1,0 +1,35 @@
+"""A worker whose node differs from the others in what a preflight looks at; the product knows nothing of it.
+
+It says another hash of the config on n3, another torch on n4, and its clock is five seconds ahead there.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from hpc_train.cluster.allocation import current_allocation
+from hpc_train.elastic.agent import run_agent
+from hpc_train.measure import rank_facts
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.exits import Exit
+from hpc_train.run.stop import StopFlag
+from hpc_train.run.worker_spec import WorkerSpec
+from hpc_train.train import preflight, worker
+
+AHEAD_S = 5.0
+
+
+def train(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
+    node, plain = current_allocation().node_name, rank_facts.versions
+    if node == "n3":
+        preflight.config_hash = lambda run: "another"
+    if node == "n4":
+        rank_facts.versions = lambda cuda: plain(cuda) | {"torch": "1.0"}
+        preflight.clock = lambda: time.time() + AHEAD_S
+    return worker.train(spec, stop, listen_fd)
+
+
+if __name__ == "__main__":
+    sys.exit(run_agent(RunDirectory(Path(sys.argv[1])), entry="tests.slurm.preflight_entry:train"))

@@ -1,0 +1,79 @@
+"""The preflight and ``bench collectives`` on four nodes with a network between them, the link of one of them slow."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpc_train.elastic.nodes import NodeFailures
+from hpc_train.run.directory import RunDirectory
+from tests.doors.command import TINY
+from tests.slurm.cluster import DEVCLUSTER, Cluster, running
+from tests.slurm.runs import detail, events, job_id
+
+CASE = [*TINY, "+strategy=dp", "cluster=slurm", "cluster.cpu_workers=1", "batch.global_size=12", "train.steps=2"]
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Cluster]:
+    """A cluster of its own, whose node n2 has a slow link."""
+    with running("--network", "--no-accounting") as started:
+        state = Path(started.environment["SLURM_CONF"]).parents[1]
+        call = [sys.executable, str(DEVCLUSTER), "link", "n2", "200mbit", f"--state={state}"]
+        subprocess.run(call, env=started.environment, check=True, timeout=60)
+        yield started
+
+
+def srun(network: Cluster, nodes: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    count = len(nodes.split(","))
+    step = ["srun", f"--nodelist={nodes}", f"--nodes={count}", "--ntasks-per-node=1", sys.executable, *arguments]
+    return network.call(*step, cwd=cwd, timeout=280)
+
+
+def test_nodes_that_differ_are_named_with_the_mend(network: Cluster, tmp_path: Path) -> None:
+    """n2 has a slow link, n3 another config, n4 another torch and a wrong clock; the job is warned, and trains."""
+    asked = [*CASE, "cluster.nodes=4", "cluster.preflight=full", "run.name=run"]
+    run = RunDirectory(Path(network.hpc_train("freeze", *asked, cwd=tmp_path).stdout.strip()))
+    done = srun(network, "n1,n2,n3,n4", "-m", "tests.slurm.preflight_entry", str(run.path), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = events(run.path, "preflight")
+    assert found["nodes"] == ["n1", "n2", "n3", "n4"] and len(found["pairs_gb_per_s"]) == 6
+    told = {one["message"]: one for one in found["findings"] if one["level"] == "error"}
+    for words, mend in (
+        ("the config on n3", "run.root"),
+        ("torch is 1.0 on n4", "cluster.exclude=n4"),
+        ("the clock of n4 is 5 s ahead", "chrony"),
+        ("the network of n2", "scontrol update nodename=n2 state=drain"),
+    ):
+        assert [one["mend"] for message, one in told.items() if words in message and mend in one["mend"]], told
+    slow = next(event for event in events(run.path, "slow_node") if event["node"] == "n2")
+    assert slow["rate"] < slow["usual"] and set(slow["partners"]) == {"n1", "n3", "n4"}
+    assert "n2" in NodeFailures(run, 3600).too_often(), "the next requeue excludes it"
+    assert "the network of n2" in "".join(path.read_text() for path in run.logs.glob("*.log"))
+
+
+def test_a_job_that_is_to_stop_goes_on_without_the_slow_node(network: Cluster, tmp_path: Path) -> None:
+    asked = ["cluster.nodes=3", "cluster.preflight=full", "cluster.preflight_action=stop", "run.name=run"]
+    done = network.hpc_train(*CASE, *asked, "-m", cwd=tmp_path)
+    run = tmp_path / "outputs" / "run"
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [event["nodes"] for event in events(run, "preflight")] == [["n1", "n2", "n3"], ["n1", "n3", "n4"]]
+    assert [event["class"] for event in events(run, "worker_failed")] == ["unfit_node"]
+    assert [event["exclude"] for event in events(run, "requeued")] == [["n2"]]
+    assert detail(network, job_id(run), "Restarts") == "1"
+    assert len(events(run, "finished")) >= 1
+
+
+def test_bench_collectives_over_two_nodes(network: Cluster, tmp_path: Path) -> None:
+    command = ["-m", "hpc_train", "bench", "collectives", "cluster.cpu_workers=1", "--sizes", "64K", "--json"]
+    done = srun(network, "n3,n4", *command, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["nodes"] == 2 and {row["ranks"] for row in result["rates"]} == {2}
+    assert all(row["wrong"] == 0 and row["bus_gb_per_s"] > 0 for row in result["rates"])
+    assert not list((tmp_path / "outputs").iterdir())
