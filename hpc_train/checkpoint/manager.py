@@ -194,6 +194,7 @@ class CheckpointManager:
         check_match(without_carried(stored), wanted, where=str(path))
         self._load(state | carried.targets, reader)
         carried.finish()
+        self.optimizer.loaded()
         if path.parent == self.store.root:
             self._saved_step = found.checkpoint.step
             self._archiver.wake()

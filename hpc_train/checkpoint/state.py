@@ -28,7 +28,10 @@ class OptimizerState(Protocol):
     """What a checkpoint needs of an optimizer."""
 
     def named_state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Canonical parameter name -> key -> tensor that shares memory with the optimizer."""
+        """Canonical parameter name -> key -> tensor; what is loaded into these counts after ``loaded``."""
+
+    def loaded(self) -> None:
+        """After a checkpoint was loaded into the parameters, and perhaps into ``named_state``."""
 
 
 def training_state(engine: Engine, optimizer: OptimizerState) -> dict[str, Tensor]:
@@ -83,7 +86,7 @@ def check_match(stored: Mapping[str, TensorShape], wanted: Mapping[str, TensorSh
     different = [
         f"{name}: {stored[name]} in the checkpoint, {wanted[name]} in the run"
         for name in wanted
-        if name in stored and stored[name] != wanted[name]
+        if name in stored and not _loads_into(stored[name], wanted[name], converts=name.startswith("optim."))
     ]
     problems = [
         *_listed("missing in the checkpoint", [name for name in wanted if name not in stored]),
@@ -96,6 +99,12 @@ def check_match(stored: Mapping[str, TensorShape], wanted: Mapping[str, TensorSh
             where=where,
             mend="the model and optimizer that it was saved with, or another run.name to begin at step 0",
         )
+
+
+def _loads_into(stored: TensorShape, wanted: TensorShape, converts: bool) -> bool:
+    """Moments may be kept in another format than the one they were saved in; parameters may not."""
+    numbers = stored.dtype.is_floating_point and wanted.dtype.is_floating_point
+    return stored == wanted or (converts and numbers and stored.shape == wanted.shape)
 
 
 def _listed(kind: str, names: Iterable[str]) -> list[str]:

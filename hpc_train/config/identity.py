@@ -15,7 +15,7 @@ def identity(config: Config) -> dict[str, Any]:
     nested = {
         "model": asdict(config.model),
         "data": asdict(config.data),
-        "optim": asdict(config.optim),
+        "optim": {key: value for key, value in asdict(config.optim).items() if key != "moments"},  # a format
         "batch": {
             "global_size": config.batch.global_size,
             "logical_micro_batches": config.batch.logical_micro_batches,

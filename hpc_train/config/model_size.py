@@ -21,11 +21,10 @@ def state_bytes(config: Config, replicas: int = 1) -> int | None:
     parameters = parameter_count(config.model)
     if parameters is None:
         return None
-    return (
-        parameters
-        * (8 if config.precision.name == "fp64" else 4)
-        * (1 + values_per_parameter(config.optim) + _carried_per_parameter(config.strategy, replicas))
-    )
+    width = 8 if config.precision.name == "fp64" else 4
+    moment = 2 if config.optim.moments == "bf16" else width
+    values = width + moment * values_per_parameter(config.optim)
+    return parameters * (values + width * _carried_per_parameter(config.strategy, replicas))
 
 
 def values_per_parameter(optim: OptimConfig) -> int:

@@ -99,6 +99,7 @@ class StrategyConfig:
     compression_rank: int = 4  # powersgd
     compression_warmup_steps: int = 0  # the first steps, which are not compressed
     static_graph: bool = False  # ddp: promise that every step uses the same parameters
+    offload: str = "none"  # none | optimizer | all (with parameters and gradients: zero2, zero3): kept in host memory
 
 
 @dataclass
@@ -229,6 +230,7 @@ class OptimConfig:
     weight_decay: float = 0.1
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # adamw
     eps: float = 1e-8  # adamw
+    moments: str = "fp32"  # adamw: fp32 | bf16 | 8bit: how its two moments are kept; fp64 under precision fp64
     momentum: float = 0.9  # sgd
     clip_norm: float = 1.0  # global gradient norm; 0: no clipping
     schedule: str = "cosine"  # constant | linear | cosine | wsd

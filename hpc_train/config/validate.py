@@ -20,6 +20,7 @@ from hpc_train.config.layout import AUTO, DATA_PARALLEL, SCHEDULES, SPLITS, Layo
 from hpc_train.config.recomputation import parse_recomputation
 from hpc_train.config.reproducible import ANY_WORLD_SIZE
 from hpc_train.config.save_every import parse_save_every
+from hpc_train.config.savers import check_savers
 from hpc_train.config.schema import Config, GPTConfig, SyntheticDataConfig, ViTConfig
 from hpc_train.config.wording import nearest
 
@@ -34,6 +35,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "model.loss": ("cross_entropy", "mse"),
     "data.task": ("tokens", "images"),
     "optim.name": ("adamw", "sgd"),
+    "optim.moments": ("fp32", "bf16", "8bit"),
+    "strategy.offload": ("none", "optimizer", "all"),
     "optim.lr_scaling": ("none", "linear", "sqrt"),
     "optim.schedule": ("constant", "linear", "cosine", "wsd"),
     "precision.name": ("fp64", "fp32", "bf16", "fp16"),
@@ -120,7 +123,7 @@ def validate(config: Config, nodes: int, workers_per_node: int) -> Layout:
     layout = resolve_layout(config, nodes, workers_per_node)
     _check_tensor_parallel(config, layout)
     _check_pieces(config, layout)
-    _check_loss_chunks(config, layout)
+    check_savers(config, layout)
     return layout
 
 
@@ -279,23 +282,6 @@ def _check_pieces(config: Config, layout: Layout) -> None:
             f"{getattr(config.data, 'samples', 0)} samples do not fill one global batch of {config.batch.global_size}",
             where="data.samples, batch.global_size",
             mend=f"data.samples={config.batch.global_size} or more, or batch.drop_last=false",
-        )
-
-
-def _check_loss_chunks(config: Config, layout: Layout) -> None:
-    chunks, length = config.train.loss_chunks, getattr(config.data, "sequence_length", None)
-    if chunks > 1 and not isinstance(config.model, GPTConfig):
-        raise ConfigError(
-            "the loss is taken in chunks of a sequence of tokens, and this model has none",
-            where="train.loss_chunks",
-            mend="train.loss_chunks=1, or a gpt",
-        )
-    most = chunks if length is None else length // layout.tp
-    if chunks > most:
-        raise ConfigError(
-            f"a rank's {most} tokens of a sequence cannot be cut into {chunks} chunks",
-            where="train.loss_chunks",
-            mend=f"train.loss_chunks={most} or fewer",
         )
 
 

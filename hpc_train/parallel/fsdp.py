@@ -18,14 +18,14 @@ from collections.abc import Iterator
 from functools import partial
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from hpc_train.models.model import Model
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision import compute_dtype, parameter_dtype
 
 
-def shard(model: nn.Module, mesh: Mesh, data_parallel: str, precision: str) -> None:
+def shard(model: nn.Module, mesh: Mesh, data_parallel: str, precision: str, offload: bool = False) -> None:
     """Shards ``model`` in place: each layer is one group, stem and head another; a model without parts is one group.
 
     The gradients come out averaged over the dp ranks: scale the loss by their number where a sum is wanted.
@@ -34,6 +34,7 @@ def shard(model: nn.Module, mesh: Mesh, data_parallel: str, precision: str) -> N
         model: whole or a stage, before it is materialised; layers already wrapped and compiled.
         data_parallel: ``zero1``, ``zero2`` or ``zero3``.
         precision: of the config; under bf16 and fp16 parameters are gathered in that type, gradients reduced in fp32.
+        offload: shards of parameters and gradients are in host memory.
     """
     layout = mesh.layout
     axes = ("dp_shard",) if layout.shard == layout.dp else ("dp_replicate", "dp_shard")
@@ -42,7 +43,8 @@ def shard(model: nn.Module, mesh: Mesh, data_parallel: str, precision: str) -> N
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=parameter_dtype(precision) if dtype else None, cast_forward_inputs=False
     )
-    wrap = partial(fully_shard, mesh=mesh.device_mesh[axes], mp_policy=policy)
+    home = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offload else OffloadPolicy()
+    wrap = partial(fully_shard, mesh=mesh.device_mesh[axes], mp_policy=policy, offload_policy=home)
     if isinstance(model, Model):
         for layer in model.layers.values():
             wrap(layer, reshard_after_forward=data_parallel == "zero3")

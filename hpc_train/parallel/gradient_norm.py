@@ -74,8 +74,8 @@ def _global_norm(counted: Mapping[float, list[Tensor]], inverse_scale: Tensor | 
     for weight, gradients in counted.items():
         norms = torch.stack([norm.to(dtype) for norm in torch._foreach_norm(gradients)])
         if inverse_scale is not None:  # before squaring: the square of a scaled gradient may overflow
-            norms = norms * inverse_scale
-        total += (1.0 if alone else weight) * norms.square().sum()
+            norms = norms * inverse_scale.to(norms.device)
+        total += (1.0 if alone else weight) * norms.square().sum().to(total.device)
     if not alone:
         work = dist.all_reduce(total, async_op=True)  # on NCCL's stream: what it waits for can be told from computing
         assert work is not None
@@ -98,4 +98,4 @@ def _multiply(gradients: list[Tensor], factor: Tensor | None) -> None:
     for gradient in gradients:
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
     for dtype, group in by_dtype.items():
-        torch._foreach_mul_(group, factor.to(dtype))
+        torch._foreach_mul_(group, factor.to(group[0].device, dtype))  # offloaded gradients are on the host

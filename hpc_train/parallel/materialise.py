@@ -29,30 +29,33 @@ def parameter_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def materialise(module: Model, device: torch.device, seed: int, dtype: torch.dtype) -> None:
-    """Allocates ``module`` (whole or a stage, plain or sharded) on ``device`` and fills it.
+def materialise(
+    module: Model, device: torch.device, seed: int, dtype: torch.dtype, home: torch.device | None = None
+) -> None:
+    """Allocates ``module`` (whole or a stage, plain or sharded) and fills it with values that ``device`` draws.
 
     Args:
         module: on ``meta``; a tied copy (``module.tied``) gets the values of its canonical name.
         seed: of the run.
         dtype: of the floating-point parameters.
+        home: where the parameters are, if not on ``device``; they are sharded then.
     """
     with keep_shared(module):
-        module.to_empty(device=device)
+        module.to_empty(device=home or device)
         module.to(dtype=dtype)
     with torch.no_grad():
         for raw, parameter in module.named_parameters():
             name = canonical_name(raw)
-            _fill(module, module.tied.get(name, name), parameter, seed)
+            _fill(module, module.tied.get(name, name), parameter, seed, device)
     module.init_buffers(device)
 
 
-def _fill(model: Model, name: str, parameter: Tensor, seed: int) -> None:
-    generator = torch.Generator(parameter.device).manual_seed(parameter_seed(seed, name))
+def _fill(model: Model, name: str, parameter: Tensor, seed: int, device: torch.device) -> None:
+    generator = torch.Generator(device).manual_seed(parameter_seed(seed, name))
     if not isinstance(parameter, DTensor):
         model.init_parameter(name, parameter, generator)
         return
-    full = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
     model.init_parameter(name, full, generator)
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):

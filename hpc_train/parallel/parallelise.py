@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -27,7 +28,7 @@ def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
     Args:
         model: on ``meta``, or with values (then those of dp rank 0 count).
     """
-    dtype = parameter_dtype(config.precision.name)
+    dtype, offload = parameter_dtype(config.precision.name), config.strategy.offload == "all"
     if mesh.layout.tp > 1 and isinstance(model, Model):
         apply_tensor_parallel(model, mesh.device_mesh["tp"])
     chunked_loss.apply(model, config.train.loss_chunks)
@@ -40,9 +41,10 @@ def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
         model.to(device=mesh.device, dtype=dtype)
         _take_first_replica(model, mesh)
     if mesh.layout.dp > 1 and mesh.layout.data_parallel in ZERO:
-        fsdp.shard(model, mesh, mesh.layout.data_parallel, config.precision.name)
+        fsdp.shard(model, mesh, mesh.layout.data_parallel, config.precision.name, offload)
     if meta and isinstance(model, Model):
-        materialise(model, mesh.device, config.train.seed, dtype)
+        home = torch.device("cpu") if offload else mesh.device
+        materialise(model, mesh.device, config.train.seed, dtype, home)
     model.train()
     return model
 

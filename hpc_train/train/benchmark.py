@@ -71,7 +71,7 @@ class _Bench:
         plan = plan_split(config, mesh, dataset)
         self.layers = None if plan is None else plan.layers
         self.engine = build_engine(config, mesh, self.layers)
-        optimizer = Optimizer(config.optim, self.engine.named_parameters())
+        optimizer = Optimizer(config.optim, self.engine.named_parameters(), config.strategy.offload == "optimizer")
         self._take_step = TrainStep(config, mesh, self.engine, optimizer, HORIZON)
         self._feed = TrainFeed(dataset, config.batch, mesh.layout, mesh.dp_rank, config.train.seed, mesh.device, 0)
         self._control, self._stop = Control(mesh), stop

@@ -74,7 +74,7 @@ class _Bench:
         self.config, self.run, self.mesh = replace(config, checkpoint=settings), run, mesh
         plan = plan_split(config, mesh, build_dataset(config.data, "train", config.train.seed))
         engine = build_engine(config, mesh, None if plan is None else plan.layers)
-        optimizer = Optimizer(config.optim, engine.named_parameters())
+        optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")
         events = EventLog.open(run, f"rank-{mesh.rank:04d}", run.newest_attempt(), mesh.rank)
         self.manager = CheckpointManager(run, engine, optimizer, mesh, self.config, events)
         self.state = saved_state(engine, optimizer, mesh)

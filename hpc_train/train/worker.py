@@ -108,7 +108,7 @@ def _build(
         engine = _watch_balance(engine, mesh, plan, events)
     if config.train.debug:
         engine = DebuggedEngine(engine, mesh.rank)
-    optimizer = Optimizer(config.optim, engine.named_parameters())
+    optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")
     checkpoints = CheckpointManager(run, engine, optimizer, mesh, config, events)
     restored = checkpoints.restore()
     start = 0 if restored is None else restored.step

@@ -41,7 +41,7 @@ class Training:
     def of(cls, run: RunDirectory, config: Config, mesh: Mesh) -> Training:
         run.create()
         engine = build_engine(config, mesh)
-        optimizer = Optimizer(config.optim, engine.named_parameters())
+        optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")
         events = EventLog.open(run, f"rank-{mesh.rank}", 0, mesh.rank)
         return cls(config, mesh, engine, optimizer, CheckpointManager(run, engine, optimizer, mesh, config, events))
 

@@ -1,0 +1,139 @@
+"""AdamW whose moments take less memory: bf16 (4 bytes per parameter instead of 8) or 8 bits in blocks (2 bytes).
+
+The update itself is computed in fp32, in pieces of a few million elements. bf16 has so few digits that a second moment
+under a large beta2 would never change: its additions are smaller than half a digit. So moments are rounded up or down
+at random such that they are right in the mean. The randomness is a hash of the gradient and the step: the same on
+replicas, under every layout, and after a resume. 8 bits are Dettmers et al.'s (2021, arXiv:2110.02861): blocks of 256
+with a scale each, in which values are near to one of 256 dynamic codes, as torchao has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpc_train.config.errors import ConfigError
+
+BLOCK = 256
+LEAST = 4096  # elements; smaller tensors, and those that are no multiple of BLOCK, keep full moments
+PIECE = 2**22  # elements; a multiple of BLOCK
+
+
+class CompactAdamW(torch.optim.Optimizer):
+    """AdamW, gated by ``found_inf`` (a scalar on the parameters' device) as torch's fused optimizers are.
+
+    Args:
+        moments: ``bf16`` or ``8bit``.
+
+    Raises:
+        ConfigError: torchao is not installed.
+    """
+
+    found_inf: Tensor
+
+    def __init__(
+        self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, moments: str
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self._zeros = _zeros_of(moments)
+
+    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        return {"step": step, "exp_avg": self._zeros(parameter, True), "exp_avg_sq": self._zeros(parameter, False)}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        finite = self.found_inf == 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    _update(parameter, self.state[parameter], group, finite)
+
+
+def _update(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any], finite: Tensor) -> None:
+    """One step of one parameter; nothing changes where ``finite`` is false."""
+    state["step"] += finite
+    step = state["step"].to(parameter.dtype)
+    (beta1, beta2), rate = group["betas"], group["lr"]
+    root = (1 - beta2**step).sqrt()
+    pieces = zip(
+        _pieces(parameter.detach()), _pieces(parameter.grad), _pieces(state["exp_avg"]), _pieces(state["exp_avg_sq"]),
+        strict=True,
+    )  # fmt: skip
+    for value, gradient, first, second in pieces:
+        mean = wide(first, value.dtype).lerp_(gradient, 1 - beta1)
+        square = wide(second, value.dtype).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        change = mean / (square.sqrt() / root + group["eps"]) * (rate / (1 - beta1**step))
+        changed = value * (1 - rate * group["weight_decay"]) - change
+        value.copy_(torch.where(finite, changed, value))
+        _store(first, mean, finite, gradient, step)
+        _store(second, square, finite, gradient, -step)
+
+
+def wide(moment: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values of ``moment``, a copy."""
+    return moment.dequantize().to(dtype) if is_8bit(moment) else moment.to(dtype, copy=True)
+
+
+def is_8bit(moment: Tensor) -> bool:
+    return hasattr(moment, "codes")
+
+
+def _store(moment: Any, value: Tensor, finite: Tensor, gradient: Tensor, salt: Tensor) -> None:
+    if is_8bit(moment):
+        fresh = type(moment)(torch.empty_like(moment.codes), torch.empty_like(moment.scale), moment.qmap, moment.signed)
+        fresh.copy_(value.float())
+        moment.codes.copy_(torch.where(finite, fresh.codes, moment.codes))
+        moment.scale.copy_(torch.where(finite, fresh.scale, moment.scale))
+        return
+    rounded = _bf16(value.float(), gradient.float(), salt) if moment.dtype is torch.bfloat16 else value
+    moment.copy_(torch.where(finite, rounded, moment))
+
+
+def _bf16(value: Tensor, gradient: Tensor, salt: Tensor) -> Tensor:
+    """Rounded up or down by a hash of ``gradient`` and ``salt``: the mean of many roundings is ``value``."""
+    mixed = gradient.view(torch.int32) ^ (salt.to(torch.int32) * 0x165667B1)
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):  # the finaliser of a 32-bit hash
+        mixed = (mixed ^ ((mixed >> shift) & (2 ** (32 - shift) - 1))) * factor
+    noise = (mixed >> 15) & 0xFFFF
+    return ((value.view(torch.int32) + noise) & ~0xFFFF).view(torch.float32).bfloat16()
+
+
+def _pieces(tensor: Any) -> Sequence[Any]:
+    """Flat views."""
+    if not is_8bit(tensor):
+        return tensor.view(-1).split(PIECE)
+    codes, scales = tensor.codes.view(-1).split(PIECE), tensor.scale.split(PIECE // BLOCK)
+    return [type(tensor)(code, scale, tensor.qmap, tensor.signed) for code, scale in zip(codes, scales, strict=True)]
+
+
+def _zeros_of(moments: str) -> Callable[[Tensor, bool], Tensor]:
+    if moments == "bf16":
+        return lambda parameter, signed: torch.zeros_like(parameter, dtype=torch.bfloat16)
+    state_8bit = _state_8bit()
+
+    def zeros(parameter: Tensor, signed: bool) -> Tensor:
+        if parameter.numel() < LEAST or parameter.numel() % BLOCK:
+            return torch.zeros_like(parameter)
+        state: Any = state_8bit.zeros(parameter.shape, signed, BLOCK, parameter.device)
+        if signed:
+            state.qmap[0] = -1.0  # as 1.0 above: a block's largest value is kept, and what is read is stored as it was
+        state.codes.fill_(int((state.qmap == 0).nonzero()))
+        return state
+
+    return zeros
+
+
+def _state_8bit() -> Any:
+    try:
+        from torchao.optim.subclass_8bit import OptimState8bit
+    except ImportError as error:
+        raise ConfigError(
+            f"optim.moments=8bit is done with torchao, which cannot be imported: {error}",
+            where="optim.moments",
+            mend="pip install 'hpc_train[8bit]', or optim.moments=bf16, which needs nothing",
+        ) from error
+    return OptimState8bit

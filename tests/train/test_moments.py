@@ -1,0 +1,186 @@
+"""Moments in bf16 and 8 bits: how far from fp32 they lead, what a step that is not finite does, and checkpoints."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.identity import check_identity
+from hpc_train.config.schema import OptimConfig
+from hpc_train.run.directory import RunDirectory
+from hpc_train.train.optimizer import Optimizer
+from tests.checkpoint.training import Training, join
+from tests.layouts.oracle import whole
+from tests.ranks import run_ranks
+from tests.train.runs import frozen
+
+STEPS = 200
+# Relative to fp32 after STEPS noisy steps: distance of the parameters, of both moments, and the bias of the second.
+BOUNDS = {"bf16": (0.01, 0.01, 0.05, 0.002), "8bit": (0.02, 0.04, 0.04, 0.01)}
+State = tuple[Tensor, Tensor, Tensor]
+
+
+def trained(moments: str, beta2: float) -> State:
+    """Parameters and both moments; the gradients fall to a tenth, so the second moment has to fall a hundredfold."""
+    noise = torch.Generator().manual_seed(0)
+    target = torch.randn(64, 128, generator=noise) / 10
+    parameter = nn.Parameter(torch.zeros(64, 128))
+    config = OptimConfig(lr=1e-3, weight_decay=0.0, betas=[0.9, beta2], moments=moments)
+    optimizer = Optimizer(config, {"w": parameter})
+    for step in range(STEPS):
+        gradient = parameter.detach() - target + 0.3 * torch.randn(64, 128, generator=noise)
+        parameter.grad = gradient if step < STEPS / 3 else gradient / 10
+        optimizer.step(config.lr, torch.tensor(True))
+    state = optimizer.named_state()["w"]
+    return parameter.detach(), state["exp_avg"].float(), state["exp_avg_sq"].float()
+
+
+def distances(rank: int, world_size: int) -> dict[tuple[str, float], tuple[float, ...]]:
+    found = {}
+    for moments, beta2 in product(BOUNDS, (0.95, 0.999)):
+        ours, exact = trained(moments, beta2), trained("fp32", beta2)
+        distance = [float((one - other).norm() / other.norm()) for one, other in zip(ours, exact, strict=True)]
+        found[moments, beta2] = (*distance, abs(float((ours[2] / exact[2]).mean()) - 1))
+    return found
+
+
+def test_the_distance_from_full_moments_is_bounded() -> None:
+    """Also under a beta2 whose steps are smaller than half a digit of bf16."""
+    (found,) = run_ranks(1, distances)
+    for (moments, beta2), values in found.items():
+        for value, bound in zip(values, BOUNDS[moments], strict=True):
+            assert 0 < value < bound, (moments, beta2, values)
+
+
+def skipped_step(rank: int, world_size: int, moments: str) -> None:
+    parameter = nn.Parameter(torch.randn(64, 128))
+    optimizer = Optimizer(OptimConfig(moments=moments), {"w": parameter})
+    for finite in (True, False):
+        before = [parameter.detach().clone(), *(value.clone() for value in optimizer.named_state()["w"].values())]
+        parameter.grad = torch.randn(64, 128) if finite else torch.full((64, 128), torch.nan)
+        optimizer.step(1e-2, torch.tensor(finite))
+        after = [parameter.detach(), *optimizer.named_state()["w"].values()]
+        same = [torch.equal(one, other) for one, other in zip(before, after, strict=True)]
+        assert same == [not finite] * 4
+
+
+@pytest.mark.parametrize("moments", ["bf16", "8bit"])
+def test_a_step_that_is_not_finite_changes_nothing(moments: str) -> None:
+    run_ranks(1, skipped_step, moments)
+
+
+FORMATS = ("fp32", "bf16", "8bit")
+LARGE = ("model.dim=64", "model.ffn_dim=128", "model.n_layers=2", "train.steps=6", "data.samples=48")
+
+
+def save_each(rank: int, world_size: int, runs: dict[str, RunDirectory]) -> None:
+    from hpc_train.config.freeze import load
+
+    for run in runs.values():
+        config = load(run)
+        training = Training.of(run, config, join(config, rank, world_size))
+        training.steps(0, 3)
+        training.manager.save(3, {})
+
+
+def load_each(rank: int, world_size: int, saved: dict[str, RunDirectory], runs: dict[str, RunDirectory]) -> None:
+    """Every format's checkpoint into every format, two steps further, and the same without the detour."""
+    from hpc_train.config.freeze import load
+
+    for (source, of), (target, run) in product(saved.items(), runs.items()):
+        run.update_record(forked_from=str(of.path))
+        config = load(run)
+        training = Training.of(run, config, join(config, rank, world_size))
+        restored = training.manager.restore()
+        assert restored is not None and restored.with_optimizer and restored.step == 3
+        if source == target:
+            save = training.manager
+            save.save(3, {})
+            first, second = read(of), read(run)
+            assert first.keys() == second.keys()
+            assert all(torch.equal(first[name], second[name]) for name in first), (source, world_size)
+        (loss,) = training.steps(3, 4)
+        assert loss == pytest.approx(3.4, abs=0.3)
+
+
+def read(run: RunDirectory) -> dict[str, Tensor]:
+    from tests.checkpoint.tensors import read_tensors
+
+    return dict(read_tensors(run.checkpoints / "step-00000003"))
+
+
+def test_checkpoints_load_into_every_format_and_layout(tmp_path: Path) -> None:
+    def runs(folder: str, strategy: str) -> dict[str, RunDirectory]:
+        return {
+            moments: frozen(tmp_path / folder / moments, f"+strategy={strategy}", *LARGE, f"optim.moments={moments}")
+            for moments in FORMATS
+        }
+
+    saved = runs("saved", "zero2")
+    run_ranks(2, save_each, saved)
+    # the blocks of 8 bits are those of the shards: only there a load and a save give the same bits
+    run_ranks(2, load_each, saved, runs("sharded", "zero3"))
+    run_ranks(1, load_each, {name: saved[name] for name in ("fp32", "bf16")}, runs("single", "single"))
+
+
+def test_the_format_of_moments_is_no_identity(tmp_path: Path) -> None:
+    from hpc_train.config.compose import compose, typed
+
+    one, other = (typed(compose(["optim.lr=1", f"optim.moments={name}"])) for name in ("bf16", "8bit"))
+    check_identity(one, other)
+
+
+def without_torchao(rank: int, world_size: int) -> str:
+    import sys
+
+    sys.modules["torchao"] = None  # type: ignore[assignment]  # importing it fails
+    try:
+        Optimizer(OptimConfig(moments="8bit"), {"w": nn.Parameter(torch.zeros(4))})
+    except ConfigError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def test_a_missing_library_is_told() -> None:
+    assert all("pip install 'hpc_train[8bit]'" in answer for answer in run_ranks(1, without_torchao))
+
+
+def offloaded(rank: int, world_size: int, runs: list[tuple[RunDirectory, RunDirectory]]) -> None:
+    """Three steps, a checkpoint, three more in a new engine; against six steps that were never offloaded."""
+    from hpc_train.config.freeze import load
+
+    for plain, on_host in runs:
+        config = load(plain)
+        mesh = join(config, rank, world_size)
+        expected = Training.of(plain, config, mesh)
+        losses = expected.steps(0, 6)
+        config = load(on_host)
+        training = Training.of(on_host, config, mesh)
+        found = training.steps(0, 3)
+        training.manager.save(3, {})
+        training = Training.of(on_host, config, mesh)
+        assert training.manager.restore() is not None
+        found += training.steps(3, 6)
+        assert found == losses, plain.path.name
+        theirs = expected.state()
+        for name, value in training.state().items():
+            assert torch.equal(whole(value), whole(theirs[name])), name
+
+
+def test_steps_on_the_host_are_the_same_steps(tmp_path: Path) -> None:
+    """On the CPU the copy is a copy all the same; FSDP's own offload does nothing there but take the same road."""
+    kinds = [("dp", "optimizer"), ("zero2", "optimizer"), ("tp", "optimizer"), ("zero2", "all"), ("zero3", "all")]
+    runs = []
+    for strategy, offload in kinds:
+        common = (f"+strategy={strategy}", "train.steps=6", *(["strategy.tp=2"] if strategy == "tp" else []))
+        name = f"{strategy}-{offload}"
+        runs.append((
+            frozen(tmp_path / "plain" / name, *common),
+            frozen(tmp_path / "host" / name, *common, f"strategy.offload={offload}"),
+        ))  # fmt: skip
+    run_ranks(2, offloaded, runs)
