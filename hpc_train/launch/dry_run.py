@@ -7,10 +7,12 @@ from pathlib import Path
 from omegaconf import DictConfig
 from rich.console import Console
 
+from hpc_train.cluster.gpu_memory import gpu_memory
 from hpc_train.config.arguments import CommandLine, expand
 from hpc_train.config.directory import job_directory, run_directory
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.freeze import check_freeze
+from hpc_train.config.memory import GIB, estimate
 from hpc_train.launch.job import Job
 from hpc_train.launch.place import choose
 from hpc_train.launch.prepare import prepare
@@ -79,7 +81,23 @@ def _plan(job: Job) -> str:
         f"  world: {layout.world_size} workers on {nodes} node{'' if nodes in (1, '1') else 's'} ({device})",
         f"  batch: {samples} samples per step = {layout.dp} replicas x {layout.micro_batches} micro-batches x "
         f"{layout.micro_size}{padding}",
+        *_memory(job),
         *(f"  note: {note}" for note in layout.notes),
         "  verdict: can be submitted",
     ]
     return "\n".join(lines)
+
+
+def _memory(job: Job) -> list[str]:
+    """What a rank is estimated to need, and whether a GPU has it where that is known."""
+    needed = estimate(job.config, job.layout)
+    if needed is None:
+        return []
+    kind, local = job.config.cluster.gpu_type, choose(job.config.cluster).name == "this machine"
+    there = gpu_memory(kind) if job.gpus and (kind is not None or local) else None
+    fits = (
+        ""
+        if there is None
+        else f", {'more than' if needed.total > there else 'of'} the {there / GIB:.0f} GiB there are"
+    )
+    return [f"  memory: a rank needs about {needed}{fits}"]

@@ -10,7 +10,7 @@ gradients come there, the host takes the step, and the new parameters go back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +105,12 @@ class Optimizer:
             name: {key: self._shared(name, key, value) for key, value in self._inner.state[held.local].items()}
             for name, held in self._held.items()
         }
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All of the state, as it is kept; of moments of 8 bits the codes and scales."""
+        for state in self._inner.state.values():
+            for value in state.values():
+                yield from (value.codes, value.scale) if is_8bit(value) else (value,)
 
     @torch.no_grad()
     def loaded(self) -> None:

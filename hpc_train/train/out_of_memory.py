@@ -1,18 +1,24 @@
-"""An error of memory, told with what was asked for and what would help in this very run."""
+"""An error of memory, told with what was asked for, where memory goes, and what would help in this very run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.layout import resolve_layout
+from hpc_train.config.memory import GIB, estimate
 from hpc_train.config.schema import Config
 from hpc_train.measure.memory import peak_device_memory, peak_host_memory
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.exits import Failure, classify
 
-GIB = 2**30
+TOLD = 3  # mends, where their savings are known
+WORTH = 0.02  # of all the memory: a mend that saves less is not told
 
 
 class OutOfMemory(MemoryError):
@@ -38,25 +44,74 @@ def _message(error: Exception, config: Config, mesh: Mesh) -> str:
     used = peak_device_memory(mesh.device) or peak_host_memory()
     first_line = str(error).strip().partition("\n")[0] or type(error).__name__
     told = f"out of memory on rank {mesh.rank}, which had used {used / GIB:.2f} GiB of the {_place(mesh.device)}"
-    return f"{told}: {first_line}. In this run would help: {'; '.join(remedies(config, mesh)) or 'a larger machine'}"
+    needed = estimate(config, mesh.layout)
+    parts = "" if needed is None else f" Estimated need of a rank: {needed}; most of it {needed.largest}."
+    helps = "; ".join(str(mend) for mend in mends(config, mesh)) or "a larger machine"
+    return f"{told}: {first_line}.{parts} In this run would help: {helps}"
 
 
-def remedies(config: Config, mesh: Mesh) -> list[str]:
-    """What is not in use yet, the cheapest first."""
-    layout, found = mesh.layout, []
+@dataclass(frozen=True)
+class Mend:
+    """A change of the config, in words, and the bytes per rank that it is estimated to save."""
+
+    words: str
+    saves: float | None
+
+    def __str__(self) -> str:
+        return self.words if self.saves is None else f"{self.words} saves {self.saves / GIB:.2f} GiB"
+
+
+def mends(config: Config, mesh: Mesh) -> list[Mend]:
+    """What is not in use yet, the cheapest in speed first; of those with known savings the first that are worth it."""
+    before = estimate(config, mesh.layout)
+    if before is None:
+        return [Mend(words, None) for words, _ in _candidates(config, mesh)]
+    found = []
+    for words, changed in _candidates(config, mesh):
+        saves = None if changed is None else before.total - _total(changed, mesh, before.total)
+        if saves is None or saves > WORTH * before.total:
+            found.append(Mend(words, saves))
+    return found[:TOLD]
+
+
+def _candidates(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config | None]]:
+    """Overrides, and the config with them; the cheapest first."""
+    layout, train, gpu = mesh.layout, config.train, mesh.device.type == "cuda"
     if layout.logical_micro_batches and layout.micro_size > 1:
-        found.append(f"batch.logical_micro_batches={2 * layout.logical_micro_batches}, from the first step on")
+        yield f"batch.logical_micro_batches={2 * layout.logical_micro_batches}, from the first step on", None
     elif layout.micro_size > 1:
-        found.append(f"batch.micro_size={layout.micro_size // 2} (now {layout.micro_size}; the steps stay the same)")
-    if config.precision.name == "fp32" and mesh.device.type == "cuda":
-        found.append("precision=bf16")
-    if config.train.activation_checkpointing == "none":
-        found.append("train.activation_checkpointing=full")
+        half = layout.micro_size // 2
+        smaller = replace(config, batch=replace(config.batch, micro_size=half, micro_batches="auto"))
+        yield f"batch.micro_size={half} (now {layout.micro_size}; the steps stay the same)", smaller
+    if config.precision.name == "fp32" and gpu:
+        yield "precision=bf16", replace(config, precision=replace(config.precision, name="bf16"))
+    recomputes = train.activation_checkpointing != "none"
+    ops, full = (replace(config, train=replace(train, activation_checkpointing=mode)) for mode in ("ops", "full"))
+    if not recomputes:
+        yield "train.activation_checkpointing=ops", ops
+    if train.loss_chunks == 1 and config.model.kind == "gpt":
+        yield "train.loss_chunks=8", replace(config, train=replace(train, loss_chunks=8))
+    if not recomputes:
+        yield "train.activation_checkpointing=full", full
     if layout.dp > 1 and layout.data_parallel != "zero3" and not layout.logical_micro_batches:
-        found.append("strategy=zero3")
-    if mesh.device.type == "cpu" and layout.world_size > 1:
-        found.append("fewer ranks per node (cluster.cpu_workers)")
-    return found
+        sharded: dict[str, Any] = {"data_parallel": "zero3", "compression": "none"}
+        yield "strategy=zero3", replace(config, strategy=replace(config.strategy, **sharded))
+    if config.optim.name == "adamw" and config.optim.moments == "fp32":
+        yield "optim.moments=bf16", replace(config, optim=replace(config.optim, moments="bf16"))
+    if gpu and config.strategy.offload == "none":
+        yield "strategy.offload=optimizer", replace(config, strategy=replace(config.strategy, offload="optimizer"))
+    if not gpu and layout.world_size > 1:
+        yield "fewer ranks per node (cluster.cpu_workers)", None
+
+
+def _total(config: Config, mesh: Mesh, otherwise: float) -> float:
+    """Of the changed config on the same ranks; ``otherwise`` where it is refused there."""
+    try:
+        changed = estimate(config, resolve_layout(config, 1, mesh.layout.world_size))
+    except ConfigError:
+        return otherwise
+    assert changed is not None
+    return changed.total
 
 
 def _place(device: torch.device) -> str:

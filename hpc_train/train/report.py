@@ -21,6 +21,7 @@ from hpc_train.telemetry.metrics import MetricsLog, Sink, finite_or_none
 from hpc_train.telemetry.progress import spent_line
 from hpc_train.telemetry.tensorboard import TensorBoard
 from hpc_train.telemetry.wandb_run import WandbIdentity, WandbRun
+from hpc_train.train.memory_report import MemoryReport
 from hpc_train.train.step import SkippedSteps
 
 RESULT = ("loss", "val_loss", "val_accuracy", "samples", "tokens")
@@ -85,7 +86,9 @@ class Report:
             print(f"stopped on request after step {step} of {self.total_steps}, after a checkpoint")
             self._close("stopped", step, {}, rates)
 
-    def finished(self, step: int, tokens_per_s: float, rates: dict[str, float], weights_sha256: str | None) -> None:
+    def finished(
+        self, step: int, tokens_per_s: float, rates: dict[str, float], weights_sha256: str | None, memory: MemoryReport
+    ) -> None:
         """The result, to the log and to ``run.json``.
 
         Args:
@@ -100,7 +103,8 @@ class Report:
         result["tokens_per_s"] = tokens_per_s
         if weights_sha256 is not None:
             result["weights_sha256"] = weights_sha256
-        self.run.update_record(result=result)
+        self.run.update_record(result=result, memory=memory.as_json())
+        print(memory)
         print("finished: " + ", ".join(f"{key} {_short(value)}" for key, value in result.items() if key != "attempt"))
         self._close("finished", step, result, rates)
 

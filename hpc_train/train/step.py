@@ -40,11 +40,12 @@ class TrainStep:
     """Takes ``engine`` and ``optimizer`` through the steps of a run of ``total_steps``.
 
     Attributes:
+        optimizer: of the engine's parameters.
         loss_scale: with precision fp16, else None.
     """
 
     def __init__(self, config: Config, mesh: Mesh, engine: Engine, optimizer: Optimizer, total_steps: int) -> None:
-        self._config, self._mesh, self._engine, self._optimizer = config, mesh, engine, optimizer
+        self._config, self._mesh, self._engine, self.optimizer = config, mesh, engine, optimizer
         self._total_steps = total_steps
         self._peak = peak_rate(config.optim, config.batch.global_size)
         self._skipped = torch.zeros(2, dtype=torch.int64, device=mesh.device)  # in a row, since the last look
@@ -59,7 +60,7 @@ class TrainStep:
         finite = norm.isfinite()
         self._engine.settle(finite)
         learning_rate = rate(self._config.optim, self._peak, step, self._total_steps)
-        self._optimizer.step(learning_rate, finite)
+        self.optimizer.step(learning_rate, finite)
         if self.loss_scale is not None:
             self.loss_scale.update(finite)
         self._skipped[0] = torch.where(finite, 0, self._skipped[0] + 1)

@@ -25,6 +25,7 @@ from hpc_train.train.control import Control
 from hpc_train.train.divergence import Divergence, DivergenceWatch
 from hpc_train.train.evaluation import evaluate
 from hpc_train.train.measures import Measures
+from hpc_train.train.memory_report import report_memory
 from hpc_train.train.meter import Meter
 from hpc_train.train.report import Report
 from hpc_train.train.save_schedule import SaveSchedule
@@ -122,7 +123,8 @@ class Trainer:
         self._save(final=True)
         whole = self.mesh.rank == 0 and self.config.train.reproducible is not None
         weights = weights_sha256(self.engine) if whole else None
-        self.report.finished(self.step, self.meter.mean_tokens_per_s, self.meter.read(), weights)
+        memory = report_memory(self.config, self.mesh, self.engine, self.take_step.optimizer)
+        self.report.finished(self.step, self.meter.mean_tokens_per_s, self.meter.read(), weights, memory)
         return Exit.DONE
 
     def _announce(self, batch: LocalBatch | None) -> None:

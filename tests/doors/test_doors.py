@@ -134,6 +134,7 @@ def test_dry_run_writes_nothing_and_imports_neither_torch_nor_wandb(tmp_path: Pa
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "pp 2" in done.stdout
+    assert "memory: a rank needs about" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from hpc_train.config.errors import ConfigError
-from hpc_train.config.schema import Config, GPTConfig, SyntheticDataConfig, TrainConfig
+from hpc_train.config.layout import resolve_layout
+from hpc_train.config.memory import estimate
+from hpc_train.config.schema import BatchConfig, Config, GPTConfig, SyntheticDataConfig, TrainConfig
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import join_mesh
@@ -19,22 +21,26 @@ from tests.ranks import run_ranks
 LAYERS, SEQUENCE, VOCABULARY, DIM = 6, 32, 512, 16
 
 
-def engine_with(**train: Any) -> Engine:
-    """A small model with a large vocabulary on one rank, in fp32."""
-    sizes = {"n_layers": LAYERS, "dim": DIM, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 64}
-    config = Config(
+def config_of(layers: int = LAYERS, **train: Any) -> Config:
+    """A small model with a large vocabulary, in fp32."""
+    sizes = {"n_layers": layers, "dim": DIM, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 64}
+    return Config(
         model=GPTConfig(vocab_size=VOCABULARY, **sizes),  # type: ignore[arg-type]
         data=SyntheticDataConfig(sequence_length=SEQUENCE, vocab_size=VOCABULARY),
+        batch=BatchConfig(global_size=2),
         train=TrainConfig(steps=1, **train),
     )
-    return build_engine(config, join_mesh(Cell(1).layout(), 0, torch.device("cpu")))
 
 
-def kept_after_the_layers(rank: int, world_size: int, modes: list[str]) -> list[int]:
-    """Bytes that wait for the backward."""
+def engine_of(config: Config) -> Engine:
+    return build_engine(config, join_mesh(resolve_layout(config, 1, 1), 0, torch.device("cpu")))
+
+
+def kept_by(rank: int, world_size: int, cases: list[tuple[int, str]]) -> list[int]:
+    """Bytes that wait for the backward after so many layers."""
     found = []
-    for mode in modes:
-        model: Any = engine_with(activation_checkpointing=mode).parts[0]
+    for layers, mode in cases:
+        model: Any = engine_of(config_of(layers, activation_checkpointing=mode)).parts[0]
         hidden = torch.randn(2, SEQUENCE, DIM, requires_grad=True)
         with Allocations() as allocations:
             context = model.prepare(hidden, {})
@@ -46,7 +52,7 @@ def kept_after_the_layers(rank: int, world_size: int, modes: list[str]) -> list[
 
 def test_activation_checkpointing_keeps_less() -> None:
     ((none, selective, third, ops, full),) = run_ranks(
-        1, kept_after_the_layers, ["none", "selective", "selective:3", "ops", "full"]
+        1, kept_by, [(LAYERS, mode) for mode in ("none", "selective", "selective:3", "ops", "full")]
     )
     hidden = 2 * SEQUENCE * DIM * 4
     assert full < 2 * LAYERS * hidden  # inputs of layers, and the rotary tables
@@ -59,6 +65,18 @@ def test_activation_checkpointing_keeps_less() -> None:
     assert ops < 0.6 * none
 
 
+@pytest.mark.parametrize("mode", ["none", "selective:3", "ops"])
+def test_the_estimate_is_what_the_layers_keep(mode: str) -> None:
+    def estimated(layers: int) -> float:
+        config = config_of(layers, activation_checkpointing=mode)
+        found = estimate(config, resolve_layout(config, 1, 1))
+        assert found is not None
+        return found.activations
+
+    ((few, many),) = run_ranks(1, kept_by, [(LAYERS, mode), (2 * LAYERS, mode)])
+    assert estimated(2 * LAYERS) - estimated(LAYERS) == pytest.approx(many - few, rel=0.02)
+
+
 def largest_tensor(rank: int, world_size: int, chunks: list[int]) -> list[tuple[int, float, int]]:
     """In a training step and in an evaluation, and the loss."""
     from hpc_train.data.batch import Batch, StepBatch
@@ -67,7 +85,7 @@ def largest_tensor(rank: int, world_size: int, chunks: list[int]) -> list[tuple[
     batch = StepBatch((Batch(tokens, tokens.flip(1)),), tokens.numel())
     found = []
     for number in chunks:
-        engine = engine_with(loss_chunks=number)
+        engine = engine_of(config_of(loss_chunks=number))
         with Allocations() as training:
             result = engine.train_step(0, batch)
         with Allocations() as evaluation:

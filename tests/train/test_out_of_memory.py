@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from hpc_train.config.compose import compose, typed
+from hpc_train.config.layout import resolve_layout
+from hpc_train.config.schema import Config
 from hpc_train.run.exits import Failure, classify
 from hpc_train.run.stop import StopFlag
 from hpc_train.run.worker_spec import WorkerSpec
+from hpc_train.train.out_of_memory import mends
 from tests.train.runs import frozen, run_attempt
 
 
@@ -26,11 +31,41 @@ def too_large(spec: WorkerSpec, stop: StopFlag) -> None:
 def test_the_message_says_what_helps_in_this_run(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", "+strategy=dp")
     message = (
-        r"OutOfMemory: out of memory on rank \d, which had used \d\.\d+ GiB of the host: .*allocate.* In this run "
-        r"would help: batch\.micro_size=2 \(now 4; .*\); train\.activation_checkpointing=full; strategy=zero3; fewer"
+        r"OutOfMemory: out of memory on rank \d, which had used \d\.\d+ GiB of the host: .*allocate.* "
+        r"Estimated need of a rank: 0\.00 GiB \(parameters .*\); most of it activations\. In this run would help: "
+        r"batch\.micro_size=2 \(now 4; .*\) saves 0\.00 GiB; train\.activation_checkpointing=ops saves .*; "
+        r"train\.loss_chunks=8 saves"
     )
     with pytest.raises(AssertionError, match=message):
         run_attempt(run, 2, too_large)
+
+
+def rank_of(*overrides: str, device: str = "cuda", ranks: int = 8) -> tuple[Config, Any]:
+    """A config, and what of its mesh is looked at."""
+    config = typed(compose(["data=synthetic", *overrides]))
+    return config, SimpleNamespace(layout=resolve_layout(config, 1, ranks), device=torch.device(device))
+
+
+def told(*overrides: str, device: str = "cuda") -> list[str]:
+    return [mend.words.partition(" ")[0] for mend in mends(*rank_of(*overrides, device=device))]
+
+
+def test_the_three_cheapest_mends_that_are_worth_it_are_told_with_what_they_save() -> None:
+    one_billion = ("model=llama_1b", "data.vocab_size=128256", "data.sequence_length=2048", "precision=bf16")
+    few_samples = ("+strategy=dp", *one_billion, "batch.global_size=8")
+    again = "train.activation_checkpointing"
+    assert told(*few_samples) == [f"{again}=ops", "train.loss_chunks=8", f"{again}=full"]
+    spared = (*few_samples, "train.activation_checkpointing=full", "train.loss_chunks=16")
+    assert told(*spared) == ["strategy=zero3", "optim.moments=bf16", "strategy.offload=optimizer"]
+    config, mesh = rank_of(*spared)
+    sharded, halved, offloaded = mends(config, mesh)
+    parameters = 1_235_814_400
+    # fp32 parameters, gradients and two moments, of which an eighth stays
+    assert sharded.saves == pytest.approx(parameters * 16 * 7 / 8, rel=0.15)
+    assert (halved.saves, offloaded.saves) == (4 * parameters, 8 * parameters)
+    custom = rank_of("+strategy=dp", "model=custom", "model._target_=hpc_train.models.resnet.resnet18",
+                     "data.task=images", "batch.global_size=16", device="cpu", ranks=2)  # fmt: skip
+    assert [mend.saves for mend in mends(*custom)] == [None] * len(mends(*custom))
 
 
 def test_torch_says_it_in_several_ways() -> None:

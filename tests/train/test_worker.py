@@ -41,6 +41,11 @@ def test_metrics_and_result(tmp_path: Path) -> None:
     last = lines[-1]
     assert (last["samples"], last["tokens"], last["epoch"], last["world_size"]) == (80, 640, 1, 4)
     record = run.record()
+    memory = record["memory"]
+    assert len(memory["ranks"]) == 4 and memory["estimated"] > 0
+    for rank in memory["ranks"]:
+        assert rank["optimizer"] > 2 * rank["parameters"] == 2 * rank["gradients"] > 0  # and the steps
+        assert rank["peak"] == sum(rank[part] for part in ("parameters", "gradients", "optimizer", "activations"))
     assert record["total_steps"] == 10
     result = record["result"]
     assert (result["steps"], result["loss"], result["val_loss"]) == (10, last["loss"], last["val_loss"])
