@@ -349,7 +349,7 @@ class RunConfig:
     name: str | None = None  # makes the directory stable across calls, so that the run resumes
     fork: str | None = None  # the name of a new run, with other identity keys, from run.name's newest checkpoint
     group: str | None = None  # a Unix group that may read, resume and remove the run; null: as the umask says
-    max_gpu_hours: float | None = None  # over all jobs of the run; looked at before a restart or a requeue
+    max_gpu_hours: float | None = None  # over all jobs of the run, which then saves, stops and is given up
     snapshot: bool = True  # copy the code of the current git work tree, so that edits do not reach jobs that wait
 
 

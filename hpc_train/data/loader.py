@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -198,6 +199,7 @@ def _as_it_is(stacked: Any) -> Any:
 
 def _begin_loader_process(parent: int, number: int) -> None:
     die_with_parent(parent)
+    Queue._on_queue_feeder_error = _send_the_error  # type: ignore[method-assign, assignment]
     for name in _LEFT_TO_THE_PARENT:
         signal.signal(name, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -216,3 +218,9 @@ def _end(iterator: Iterator[Stacked | Exception], processes: tuple[BaseProcess, 
         if process.is_alive():
             process.kill()
         process.join()
+
+
+def _send_the_error(queue: Queue[Any], error: Exception, lost: Any) -> None:
+    """Instead of a micro-batch for which there is no shared memory: else it is dropped, and waited for for ever."""
+    words = f"a micro-batch cannot be handed over by its loader process (batch.loader_workers=0 does without): {error}"
+    queue.put((lost[0], SampleError(words)))

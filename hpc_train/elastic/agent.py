@@ -31,6 +31,7 @@ from hpc_train.config.schema import Config
 from hpc_train.elastic import warm_parent
 from hpc_train.elastic.attempt import run_attempt
 from hpc_train.elastic.attempts import Attempts
+from hpc_train.elastic.budget import OVER_BUDGET, Budget, over_budget
 from hpc_train.elastic.coordinator import Coordinator, Report
 from hpc_train.elastic.decision import History
 from hpc_train.elastic.fabric import Fabric
@@ -40,7 +41,6 @@ from hpc_train.elastic.logs import WorkerLog
 from hpc_train.elastic.nodes import Node, NodeFailures
 from hpc_train.elastic.orphans import after_the_hub
 from hpc_train.elastic.rendezvous import HubAddress, Meeting, bind
-from hpc_train.elastic.requeue import over_budget
 from hpc_train.elastic.stop_requests import StopRequests, watch_signals
 from hpc_train.elastic.store import Stores
 from hpc_train.elastic.watch import Watch
@@ -144,7 +144,8 @@ def _run(
         facts = this_node(allocation.node_name, _meeting_host(allocation, address), users)
         node = replace(node, facts=facts if node.gpus else replace(facts, visible=()))
         watch = Watch.of(run, allocation.node_name, config)
-        agent = Agent(run, config, allocation, node, address, stores, stop, watch, on_tick, entry)
+        budget = Budget(run, config.run.max_gpu_hours, allocation.nodes * node.gpus)
+        agent = Agent(run, config, allocation, node, address, stores, stop, watch, budget, on_tick, entry)
         try:
             return agent.work(refusal)
         except HubLost as lost:
@@ -224,6 +225,7 @@ class Agent:
     stores: Stores | None  # with the agent that has the hub
     stop: StopRequests
     watch: Watch
+    budget: Budget
     on_tick: Callable[[], None]
     entry: str
 
@@ -258,6 +260,8 @@ class Agent:
 
     def _tick(self, link: Link) -> None:
         self.on_tick()
+        if self.stores is not None and self.budget.is_used_up:
+            self.stop.request(OVER_BUDGET)
         if self.stop.reason is not None and link.tell_stop(self.stop.reason):
             self._events(max(0, self.run.newest_attempt())).write("stop_requested", reason=self.stop.reason)
 

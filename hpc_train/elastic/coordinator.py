@@ -13,6 +13,7 @@ from hpc_train.cluster.fabric.devices import refuse_slices_of_one_gpu
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.layout import Layout, resolve_layout
 from hpc_train.config.schema import Config
+from hpc_train.elastic.budget import OVER_BUDGET
 from hpc_train.elastic.culprit import settle
 from hpc_train.elastic.decision import Decision, Ended, History, decide
 from hpc_train.elastic.failures import WorkerFailure, is_echo
@@ -150,7 +151,7 @@ class Coordinator:
 
     def _gather(self, now: float) -> Order | None:
         if self.stop is not None:
-            return Leave(Decision(Action.STOP), stop=self.stop)
+            return Leave(self._stopped(), stop=self.stop)
         if len(self.present) < self.expected and now < self.join_until:
             return None
         try:
@@ -169,6 +170,8 @@ class Coordinator:
         decision, self.history = decide(self.history, ended), self.history.after(step)
         if cause is not None and cause.failure.failure in NODE_MAY_BE_TO_BLAME:
             self.node_failures.note(cause.node, cause.failure.failure)
+        if decision.action is Action.STOP:
+            decision = self._stopped()
         if decision.action not in (Action.RESTART, Action.REPLACE):
             return Leave(decision, cause, self.stop)
         if (refusal := self.refusal()) is not None:
@@ -183,6 +186,12 @@ class Coordinator:
         if start is None:
             return Leave(Decision(Action.REQUEUE, why), cause)
         return self._begin(replace(start, before=self._team, cause=cause))
+
+    def _stopped(self) -> Decision:
+        """What a stop on request is: that by the run's own ceiling is for good."""
+        if self.stop != OVER_BUDGET:
+            return Decision(Action.STOP)
+        return Decision(Action.GIVE_UP, self.refusal() or OVER_BUDGET)
 
     def _begin(self, start: Start) -> Start:
         self._team = start.nodes

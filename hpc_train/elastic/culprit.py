@@ -41,7 +41,7 @@ class RankState:
         arrived_step: before which step it last posted its message to the others.
         process: the state letter of the kernel (R, S, D, T, …); empty for a process that is gone.
         answered: whether its interpreter could say what collectives it has entered.
-        groups: by the name of the process group; without that of the control messages.
+        groups: by the name of the process group; that of the control messages only in a save.
     """
 
     rank: int
@@ -61,12 +61,16 @@ class RankState:
         return cls(**{**value, "groups": groups})
 
 
-def group_states(dump: bytes) -> dict[str, GroupState]:
-    """From torch's flight recorder (version 2.x of its JSON)."""
+def group_states(dump: bytes, saves: bool = False) -> dict[str, GroupState]:
+    """From torch's flight recorder (version 2.x of its JSON).
+
+    Args:
+        saves: the rank is in a save, whose collectives are those of the group of the control messages.
+    """
     collectives: dict[str, list[dict[str, Any]]] = {}
     for entry in json.loads(dump or b"{}").get("entries", []):
         name, description = entry["process_group"]
-        if description != CONTROL and not entry["is_p2p"]:
+        if (saves or description != CONTROL) and not entry["is_p2p"]:
             collectives.setdefault(name, []).append(entry)
     return {name: _group_state(entries) for name, entries in collectives.items()}
 

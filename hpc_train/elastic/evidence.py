@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hpc_train.elastic.culprit import RankState, group_states
 from hpc_train.elastic.worker_process import SHOW_STACKS
 from hpc_train.elastic.workers import Worker, Workers
-from hpc_train.run.heartbeat import Beat
+from hpc_train.run.heartbeat import Beat, Phase
 from hpc_train.run.process_state import process_state
 
 ANSWER_S = 5.0  # a worker looks for questions twice per second
@@ -87,6 +87,6 @@ def _of(question: _Question, node: str) -> Evidence:
         arrived_step=beat.arrived_step,
         process=process_state(pid),
         answered=answer is not None,
-        groups=group_states(answer or b""),
+        groups=group_states(answer or b"", saves=beat.phase is Phase.CHECKPOINT),
     )
     return Evidence(state, pid, worker.block.stacks() or "(no stacks)", answer)

@@ -14,6 +14,7 @@ from typing import Any
 
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.config.schema import Config
+from hpc_train.elastic.budget import over_budget
 from hpc_train.elastic.nodes import NodeFailures
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -48,15 +49,6 @@ def _refusal(config: Config, step: int, before: Sequence[dict[str, Any]]) -> str
     if before and step <= before[-1]["step"]:
         return f"no step was saved since the requeue before, at step {before[-1]['step']}: the job does not get on"
     return None
-
-
-def over_budget(run: RunDirectory, config: Config) -> str | None:
-    """Words for a run that has used up its GPU-hours, over all of its jobs; None where it may go on."""
-    most = config.run.max_gpu_hours
-    if most is None:
-        return None
-    used = read_ledger(run, time.time()).total.gpu_hours
-    return f"it has used {used:.1f} GPU-hours (run.max_gpu_hours={most:g})" if used >= most else None
 
 
 def _useless(run: RunDirectory) -> str | None:

@@ -27,6 +27,7 @@ class Stores:
         self._entry = entry
         self._offered: dict[int, socket.socket] = {}
         self._process: BaseProcess | None = None
+        self._lost_at_start = False
 
     def offer(self, attempt: int, listener: socket.socket) -> None:
         self._offered[attempt] = listener
@@ -35,12 +36,20 @@ class Stores:
         """Starts the store of ``attempt``; that of the one before is ended."""
         self.stop()
         with self._offered.pop(attempt) as listener:
-            self._process = warm_parent.fork(_main, warm_parent.ensure(), listener, self._entry)
+            self._process = self._fork(listener) or self._fork(listener)
+        self._lost_at_start = self._process is None
+
+    def _fork(self, listener: socket.socket) -> BaseProcess | None:
+        """None where the warm parent ended meanwhile; the next call starts another."""
+        try:
+            return warm_parent.fork(_main, warm_parent.ensure(), listener, self._entry)
+        except (EOFError, ConnectionError):
+            return None
 
     @property
     def lost(self) -> bool:
-        """Whether the store was killed."""
-        return self._process is not None and self._process.exitcode is not None
+        """Whether the store was killed, or never began."""
+        return self._lost_at_start or (self._process is not None and self._process.exitcode is not None)
 
     @property
     def went_with_warm_parent(self) -> bool:
@@ -51,6 +60,7 @@ class Stores:
             self._process.kill()
             self._process.join()
             self._process = None
+        self._lost_at_start = False
 
 
 def _main(warm_parent_pid: int, listener: socket.socket, entry: str) -> None:

@@ -20,10 +20,9 @@ def gpu_hours(jobs: Sequence[Job]) -> float:
 
 
 def _gpu_hours(job: Job) -> float:
-    """A run whose ``run.max_gpu_hours`` are used up is not started again, but a job at work ends as it would."""
-    most, gpus = job.config.run.max_gpu_hours, asked_nodes(job.config)[1] * job.gpus
-    unlimited = gpus * hours(job)
-    return unlimited if most is None else min(unlimited, most + gpus * hours(job) / _starts(job))
+    """A run that has used up its ``run.max_gpu_hours`` is stopped."""
+    most, unlimited = job.config.run.max_gpu_hours, asked_nodes(job.config)[1] * job.gpus * hours(job)
+    return unlimited if most is None else min(unlimited, most)
 
 
 def hours(job: Job) -> float:

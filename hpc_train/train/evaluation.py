@@ -10,18 +10,33 @@ from torch import Tensor
 from hpc_train.data.batch import StepBatch
 from hpc_train.data.feed import LocalBatch
 from hpc_train.parallel.engine import Engine, StepNumbers, StepResult
+from hpc_train.run.stop import StopFlag
+from hpc_train.train.control import Control
 
 
-def evaluate(engine: Engine, feed: Iterable[LocalBatch]) -> StepNumbers:
+def evaluate(
+    engine: Engine, feed: Iterable[LocalBatch], control: Control | None = None, stop: StopFlag | None = None
+) -> StepNumbers | None:
     """Mean loss (and accuracy) over all targets that ``feed`` brings to all ranks. Collective.
 
     Sums are added up over batches and ranks, in fp64, and divided once: padding and short batches weigh nothing.
+
+    Args:
+        control: by which the ranks agree on a stop request after each batch; without it there is no heed of one.
+        stop: of this rank.
+
+    Returns:
+        None where it was cut short by a stop request.
     """
     total: StepResult | None = None
     for batch in feed:
+        if control is not None:
+            control.post(stop is not None and stop.requested, 0)
         result = engine.eval_step(StepBatch(batch.micro_batches, max(1, batch.local_count)))
         result = StepResult(_wide(result.loss_sum), result.target_count, result.correct)
         total = result if total is None else _add(total, result)
+        if control is not None and control.read().stop:
+            return None
     if total is None:
         raise ValueError("the validation feed brought no batch")
     return engine.reduce(total)

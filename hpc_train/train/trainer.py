@@ -199,12 +199,18 @@ class Trainer:
         line |= self.meter.read()
         line |= self.measures.over_ranks(self.meter.interval)
         if evaluates:
-            began = time.monotonic()
-            with self.meter.pausing(), self.heartbeat.during(Phase.EVALUATION, self.step):
-                found = evaluate(self.engine, self.eval_feed)
-            self._evaluated = self.step, {"val_loss": found.loss, "val_accuracy": found.accuracy}
-            line |= self._evaluated[1] | {"eval_s": time.monotonic() - began}
+            line |= self._evaluate()
         self.report.line(line, skipped)
+
+    def _evaluate(self) -> dict[str, float | None]:
+        """What it adds to a line. A stop request cuts it short, but for the last one, which is the run's result."""
+        began, last = time.monotonic(), self.step == self.length.total_steps
+        with self.meter.pausing(), self.heartbeat.during(Phase.EVALUATION, self.step):
+            found = evaluate(self.engine, self.eval_feed, None if last else Control(self.mesh), self.stop)
+        if found is not None:
+            self._evaluated = self.step, {"val_loss": found.loss, "val_accuracy": found.accuracy}
+        numbers = {} if found is None else self._evaluated[1]
+        return numbers | {"eval_s": time.monotonic() - began}
 
     def _save(self, final: bool = False) -> None:
         began, self._save_due = time.monotonic(), False

@@ -1,7 +1,7 @@
 """Long forms that go on where they were cut short: cases that passed are noted in a file and skipped by the next run.
 
-The notes are of the code they were made with: after a change to the package or to ``tests/checkpoint`` all cases count
-as open again. They lie in ``$HPC_TRAIN_LONG_STATE``, or else in ``.pytest_cache``.
+The notes are of the code they were made with: after a change to the package or to these tests all cases count as open
+again. They lie in ``$HPC_TRAIN_LONG_STATE``, or else in ``.pytest_cache``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Progress:
 
 def _code() -> str:
     digest = hashlib.sha256()
-    for folder in ("hpc_train", "tests/checkpoint"):
+    for folder in ("hpc_train", "tests/checkpoint", "tests/faults"):
         for path in sorted((_TOP / folder).rglob("*.py")):
             digest.update(path.relative_to(_TOP).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()[:16]

@@ -29,7 +29,9 @@ TINY = GPTConfig(vocab_size=256, n_layers=2, dim=16, n_heads=2, n_kv_heads=2, ff
 def frozen(tmp_path: Path) -> Freeze:
     """Freezes a run of ``workers`` data-parallel CPU workers under ``tmp_path``."""
 
-    def make(name: str = "run", workers: int = 2, stop_grace_s: float = 30) -> RunDirectory:
+    def make(
+        name: str = "run", workers: int = 2, stop_grace_s: float = 30, max_gpu_hours: float | None = None
+    ) -> RunDirectory:
         config = Config(
             cluster=ClusterConfig(kind="local", gpus_per_node=0, cpu_workers=workers),
             strategy=StrategyConfig(name="dp", dp="fill"),
@@ -38,7 +40,7 @@ def frozen(tmp_path: Path) -> Freeze:
             train=TrainConfig(steps=1),
             batch=BatchConfig(global_size=12),
             elastic=ElasticConfig(stop_grace_s=stop_grace_s),
-            run=RunConfig(root=str(tmp_path), name=name),
+            run=RunConfig(root=str(tmp_path), name=name, max_gpu_hours=max_gpu_hours),
         )
         run = RunDirectory(tmp_path / name)
         freeze(config, run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from hpc_train.elastic.stop_requests import ECHO_S
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
 from hpc_train.run.files import read_json
 from tests.elastic.conftest import Freeze
 from tests.elastic.entries import start_agent
@@ -75,6 +77,28 @@ def test_all_workers_finish(frozen: Freeze) -> None:
 
 def test_the_store_listens_where_the_workers_are_told(frozen: Freeze) -> None:
     assert end(start_agent(frozen().path, "connects")) == (0, "")
+
+
+def test_a_warm_parent_that_dies_while_it_forks_the_store_is_started_again() -> None:
+    """It has taken the request, and never answers."""
+    script = """if True:
+        import os, signal, socket, threading
+        from hpc_train.elastic import warm_parent
+        from hpc_train.elastic.store import Stores
+        parent, stores = warm_parent.start([]), Stores("tests.elastic.entries:serve")
+        listener = socket.create_server(("127.0.0.1", 0))
+        address = listener.getsockname()
+        os.kill(parent, signal.SIGSTOP)
+        threading.Timer(0.5, os.kill, (parent, signal.SIGKILL)).start()
+        stores.offer(0, listener)
+        stores.serve(0)
+        with socket.create_connection(address) as client:
+            assert client.recv(7) == b"welcome"
+        assert not stores.lost
+        assert warm_parent.ensure() != parent
+        stores.stop()
+    """
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +191,16 @@ def test_workers_that_do_not_stop_are_killed_after_the_grace(frozen: Freeze) -> 
     code, error = end(agent)
     assert code == 1
     assert "had not stopped 0.5 s after the request" in error
+
+
+def test_a_run_that_has_used_up_its_gpu_hours_is_asked_to_stop_and_given_up(frozen: Freeze) -> None:
+    run = frozen(max_gpu_hours=7)
+    before = EventLog.open(run, "agent-n0", run.claim_attempt())
+    before.write("started", world_size=4, gpus=4, launch="7.0.0", job_id="7", began=time.time() - 7200, layout="")
+    code, error = end(start_agent(run.path, "until_stopped"))
+    assert code == 93
+    assert error.startswith("given up: it has used 8.0 GPU-hours (run.max_gpu_hours=7)")
+    assert last_event(run, "stop_requested")["reason"] == "run.max_gpu_hours"
 
 
 def test_agents_at_the_same_time_never_share_a_port(frozen: Freeze) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hpc_train.config.schema import BatchConfig, ClusterConfig, Config, ElasticConfig, StrategyConfig
+from hpc_train.elastic.budget import OVER_BUDGET
 from hpc_train.elastic.coordinator import ECHO_S, SETTLE_S, Coordinator, End, Leave, Report, Start
 from hpc_train.elastic.decision import History
 from hpc_train.elastic.failures import WorkerFailure
@@ -197,7 +198,10 @@ def test_an_agent_that_cannot_end_its_workers_is_lost(tmp_path: Path) -> None:
     assert course.started(SETTLE_S) == [0]
 
 
-@pytest.mark.parametrize(("signal", "expected"), [("SIGTERM", Action.STOP), ("SIGUSR2", Action.REQUEUE)])
+@pytest.mark.parametrize(
+    ("signal", "expected"),
+    [("SIGTERM", Action.STOP), ("SIGUSR2", Action.REQUEUE), (OVER_BUDGET, Action.GIVE_UP)],
+)
 def test_stop_requests(tmp_path: Path, signal: str, expected: Action) -> None:
     course = Course(tmp_path, 2)
     course.started()
@@ -206,7 +210,8 @@ def test_stop_requests(tmp_path: Path, signal: str, expected: Action) -> None:
     assert action(course.next()) is expected
     waiting = Course(tmp_path / "waiting", 2, joined=1)
     waiting.head.stop = signal
-    assert action(waiting.next()) is Action.STOP, "nothing was started"
+    nothing_was_started = Action.GIVE_UP if signal == OVER_BUDGET else Action.STOP
+    assert action(waiting.next()) is nothing_was_started
 
 
 def test_a_crash_loop_takes_three_attempts(tmp_path: Path) -> None:

@@ -209,6 +209,8 @@ def dump(times: Iterator[float], description: str = "mesh_dp", retired: bool = T
 
 def test_the_messages_of_the_control_group_are_not_waited_for() -> None:
     assert group_states(dump(iter([1.0, 2.0]), "control", retired=False)) == {}
+    [saving] = group_states(dump(iter([1.0, 2.0]), "control", retired=False), saves=True).values()
+    assert saving.inside, "a save has no other group"
     assert group_states(dump(iter([1.0, 2.0]), "mesh_dp", retired=False)) == {
         "5": GroupState(1, True, "gloo:all_reduce [[3]]", 1)
     }

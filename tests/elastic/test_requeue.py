@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from hpc_train.config.schema import Config, ElasticConfig, RunConfig
+from hpc_train.elastic.budget import Budget, over_budget
 from hpc_train.elastic.nodes import NodeFailures
-from hpc_train.elastic.requeue import over_budget, request
+from hpc_train.elastic.requeue import request
 from hpc_train.launch.requeue import lines_before, script_lines
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -103,5 +104,7 @@ def test_a_run_has_a_ceiling_of_gpu_hours_over_all_of_its_jobs(run: RunDirectory
     events = EventLog.open(run, "agent-n0", 0)
     began = time.time() - 7200
     events.write("started", world_size=4, gpus=4, launch="7.0.0", job_id="7", began=began, layout="")
+    assert not Budget(run, 9, gpus=4).is_used_up
+    assert Budget(run, 7, gpus=4).is_used_up
     assert over_budget(run, Config(run=RunConfig(max_gpu_hours=9))) is None
     assert "8.0 GPU-hours" in str(over_budget(run, Config(run=RunConfig(max_gpu_hours=7))))

@@ -1,127 +1,107 @@
 """A worker that fails as it is told (``tests.faults.plan``): ``hpc_train.train.worker:train`` with faults in its steps.
 
-The product knows nothing of it. Each fault strikes once per run.
+The product knows nothing of it. Each fault strikes once per run; bad batches are bad whenever they are read.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import multiprocessing
 import os
-import resource
-import signal
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import psutil
 import torch
-import torch.distributed as dist
 
+from hpc_train.data.skipped import Skipped
+from hpc_train.parallel.engine import StepResult
 from hpc_train.run.exits import Exit
 from hpc_train.run.stop import StopFlag
 from hpc_train.run.worker_spec import WorkerSpec
-from hpc_train.train import worker
-from hpc_train.train.step import TrainStep
-from tests.faults.plan import RECOVERY, Fault, happened, read_plan
+from hpc_train.train import divergence, worker
+from hpc_train.train.trainer import Trainer
+from tests.faults.agent import shift_clock
+from tests.faults.plan import RECOVERY, Fault, bad_windows, happened, read_plan
+from tests.faults.strikes import STRIKES
 
 SLOW_S = 0.1
-
-
-def _kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
-    os.kill(pid, number)
-    time.sleep(1)  # until it arrives
-
-
-def _segfault() -> None:
-    ctypes.string_at(0)
-
-
-def _hold_the_gil() -> None:
-    """A C function that never returns, called without giving up the interpreter's lock; a signal does not wake it."""
-    mutex = ctypes.create_string_buffer(64)
-    ctypes.PyDLL(None).pthread_mutex_lock(mutex)
-    ctypes.PyDLL(None).pthread_mutex_lock(mutex)
-
-
-def _bus_error() -> None:
-    """Memory mapped from a file that has become shorter, as when /dev/shm is full."""
-    descriptor = os.memfd_create("short")
-    os.ftruncate(descriptor, 2 * mmap.PAGESIZE)
-    memory = mmap.mmap(descriptor, 2 * mmap.PAGESIZE)
-    os.ftruncate(descriptor, 0)
-    memory[mmap.PAGESIZE] = 1
-
-
-def _kill_store() -> None:
-    """It is the one child of the warm parent that is no worker."""
-    children = psutil.Process(os.getppid()).children()
-    store = next(child for child in children if "LISTEN" in _states(child))
-    _kill(store.pid)
-
-
-def _states(process: psutil.Process) -> set[str]:
-    return {connection.status for connection in process.net_connections()}
-
-
-def _kill_loader() -> None:
-    """The step goes on; a later one misses its data."""
-    process = multiprocessing.active_children()[0]
-    os.kill(process.pid or 0, signal.SIGKILL)
-
-
-def _too_much_memory() -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 40, hard))
-    torch.empty(1 << 42, dtype=torch.uint8)
-
-
-def _read_what_never_comes() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        os.mkfifo(f"{folder}/pipe")
-        Path(folder, "pipe").read_bytes()
-
-
-FAULTS: dict[str, Callable[[], None]] = {
-    "kill": lambda: _kill(os.getpid()),
-    "store": _kill_store,
-    "segfault": _segfault,
-    "abort": os.abort,
-    "bus": _bus_error,
-    "memory": _too_much_memory,
-    "exit": lambda: os._exit(0),
-    "warm_parent": lambda: _kill(os.getppid()),
-    "loader": _kill_loader,
-    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "gil": _hold_the_gil,
-    "storage": _read_what_never_comes,
-    "collective": dist.barrier,  # that no other rank enters
-}
+NOT_A_NUMBER = torch.tensor(float("nan"))
 
 
 def train(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
+    shift_clock()
     with Path(spec.run_dir, "pids").open("a") as pids:
         pids.write(f"{os.getpid()}\n")
-    own = [(number, fault) for number, fault in enumerate(read_plan()) if fault.rank == spec.rank]
+    plan = read_plan()
     if spec.attempt > 0:
-        _strike(spec, RECOVERY, own)
-    take = TrainStep.__call__
+        _strike(plan, spec, RECOVERY, stop)
+    divergence.LEAST = 4
+    take = Trainer._train
 
-    def faulty(self, index, batch):  # type: ignore[no-untyped-def]
-        _strike(spec, index, own)
-        return take(self, index, batch)
+    def faulty(self: Trainer, batch: Any, save: bool) -> None:
+        _strike(plan, spec, self.step, stop)
+        with _Bad(self, plan, spec):
+            take(self, batch, save)
 
-    TrainStep.__call__ = faulty  # type: ignore[method-assign]
+    Trainer._train = faulty  # type: ignore[method-assign]
     return worker.train(spec, stop, listen_fd)
 
 
-def _strike(spec: WorkerSpec, step: int, faults: list[tuple[int, Fault]]) -> None:
-    for number, fault in faults:
+def train_past(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
+    """The undisturbed run: it passes over the bad batches of the plan from the beginning."""
+    pass_over(bad_windows(read_plan()))
+    with Path(spec.run_dir, "pids").open("a") as pids:
+        pids.write(f"{os.getpid()}\n")
+    return worker.train(spec, stop, listen_fd)
+
+
+def pass_over(windows: Sequence[tuple[int, int]]) -> None:
+    """A run of this process takes none of these batches."""
+    past, prepare = Skipped(tuple(windows)), Trainer.__post_init__
+
+    def begin(self: Trainer) -> None:
+        prepare(self)
+        self.skipped = past
+
+    worker.NOTHING, Trainer.__post_init__ = past, begin  # type: ignore[method-assign, attr-defined]
+
+
+def _strike(plan: Sequence[Fault], spec: WorkerSpec, step: int, stop: StopFlag) -> None:
+    for number, fault in enumerate(plan):
+        if fault.rank != spec.rank or fault.leads_to.bad_batches:
+            continue
         due = fault.step == step and all(happened(spec.run_dir, earlier).exists() for earlier in range(number))
         if fault.kind == "slow":
             time.sleep(SLOW_S)
         elif due and not (mark := happened(spec.run_dir, number)).exists():
             mark.write_text(str(time.time()))
-            FAULTS[fault.kind]()
+            STRIKES[fault.kind](stop)
+
+
+class _Bad:
+    """Around a step: where its batch is bad, its loss is 10,000 times as high on one rank, or its gradients are NaN."""
+
+    def __init__(self, trainer: Trainer, plan: Sequence[Fault], spec: WorkerSpec) -> None:
+        position, bad = trainer.skipped.position(trainer.step), [one for one in plan if one.leads_to.bad_batches]
+        struck = [
+            fault
+            for fault, (first, last) in zip(bad, bad_windows(plan), strict=True)
+            if first <= position < last and fault.rank == spec.rank
+        ]
+        self._kind = struck[0].kind if struck else None
+        self._engine: Any = trainer.take_step._engine
+        if struck:
+            happened(spec.run_dir, plan.index(struck[0])).write_text(str(time.time()))
+
+    def __enter__(self) -> None:
+        compute, kind = self._engine.train_step, self._kind
+
+        def poisoned(step: int, batch: Any, loss_scale: Any = None) -> StepResult:
+            result: StepResult = compute(step, batch, NOT_A_NUMBER if kind == "nan" else loss_scale)
+            return result if kind == "nan" else StepResult(result.loss_sum * 10_000, result.target_count)
+
+        if kind is not None:
+            self._engine.train_step = poisoned
+
+    def __exit__(self, *exception: object) -> None:
+        vars(self._engine).pop("train_step", None)

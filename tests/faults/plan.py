@@ -12,12 +12,46 @@ from pathlib import Path
 VARIABLE = "HPC_TRAIN_TEST_FAULTS"
 RECOVERY = -1  # instead of a step: while the next attempt starts
 
-# Each kind with the class that the event log is to name. After these the run goes on by itself.
-CRASHES = {"kill": "killed", "segfault": "killed", "abort": "killed", "bus": "killed", "exit": "exited",
-           "store": "communication", "loader": "killed", "warm_parent": "killed"}  # fmt: skip
-HANGS = {"stop": "hang", "gil": "hang", "storage": "hang", "collective": "hang"}
-CLASSES = CRASHES | HANGS
-NO_RANK = ("warm_parent",)  # strikes all ranks of the node at once
+
+@dataclass(frozen=True)
+class Kind:
+    """What a fault leads to.
+
+    Attributes:
+        failure: the class that the event log is to name; None where nothing fails.
+        end: the exit code of the agent, which is then started again; None where the run goes on by itself.
+        names_rank: whether the event log is to name the rank that was struck.
+        bad_batches: so many batches of the data are bad from the step on; the run is to pass over them.
+    """
+
+    failure: str | None = None
+    end: int | None = None
+    names_rank: bool = True
+    bad_batches: int = 0
+
+
+CRASHES = {
+    **dict.fromkeys(("kill", "segfault", "abort", "bus", "loader"), Kind("killed")),
+    "exit": Kind("exited"),
+    "store": Kind("communication", names_rank=False),
+    "warm_parent": Kind("killed", names_rank=False),  # strikes all ranks of the node at once
+}
+HANGS = dict.fromkeys(("stop", "gil", "storage", "collective", "storage_in_save"), Kind("hang"))
+ENDS = {
+    "memory": Kind("out_of_memory", end=1),
+    "agent": Kind(end=-9),
+    "request": Kind(end=75),  # somebody asks the run to stop
+    "grace": Kind("killed", end=1, names_rank=False),  # and the save takes longer than it may
+}
+PASSING = {"disk": Kind(), "nan": Kind(bad_batches=1), "spike": Kind(bad_batches=3)}
+# These need a surrounding that only root can make (tests/faults/surroundings.py).
+IN_SURROUNDINGS = {
+    "memory_limit": Kind("out_of_memory", end=1),
+    "shared_memory": Kind("disk_full", end=1, names_rank=False),  # all ranks share it
+}
+# Not drawn: a rank that is slow in every step, and the whole node asleep until somebody wakes it.
+SPECIAL = {"slow": Kind(), "asleep": Kind()}
+KINDS = CRASHES | HANGS | ENDS | PASSING | IN_SURROUNDINGS | SPECIAL
 
 
 @dataclass(frozen=True)
@@ -29,8 +63,8 @@ class Fault:
     step: int
 
     @property
-    def failure(self) -> str:
-        return CLASSES[self.kind]
+    def leads_to(self) -> Kind:
+        return KINDS[self.kind]
 
 
 def variables(plan: Sequence[Fault]) -> dict[str, str]:
@@ -46,13 +80,23 @@ def happened(run_dir: str | Path, number: int) -> Path:
     return Path(run_dir) / f"fault-{number:03d}"
 
 
+def bad_windows(plan: Sequence[Fault]) -> list[tuple[int, int]]:
+    """The bad batches of each fault as [first, last) positions in the data; those before it are passed over by then."""
+    found: list[tuple[int, int]] = []
+    for fault in plan:
+        first = fault.step + sum(last - first for first, last in found)
+        if fault.leads_to.bad_batches:
+            found.append((first, first + fault.leads_to.bad_batches))
+    return found
+
+
 def draw(seed: int, count: int, kinds: Sequence[str], first_step: int, spacing: int) -> list[Fault]:
-    """``count`` faults, one every ``spacing`` steps; a fifth of the crashes strikes again during the recovery."""
+    """``count`` faults, one every ``spacing`` steps, no kind much more often than another; after a fifth of those that
+    end an attempt another one strikes during the recovery."""
     choose = random.Random(seed)
     plan: list[Fault] = []
-    while len(plan) < count:
-        step = first_step + spacing * len(plan)
-        plan.append(Fault(choose.choice(kinds), choose.randrange(2), step))
-        if len(plan) < count and choose.random() < 0.2:
+    for place, kind in enumerate(choose.sample([*kinds] * -(-count // len(kinds)), count)):
+        plan.append(Fault(kind, choose.randrange(2), first_step + spacing * place))
+        if choose.random() < 0.2 and kind not in PASSING:
             plan.append(Fault("kill", choose.randrange(2), RECOVERY))
     return plan

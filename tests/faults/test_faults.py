@@ -1,41 +1,48 @@
 """The fault matrix of one machine: whatever strikes, the run ends as if nothing had, and says what it was.
 
-The short form strikes one run with all crashes and one with all hangs; the long one (``HPC_TRAIN_LONG=1``) has 20
-trials of each kind, 200 kills, and a soak of 200 faults drawn at random. It prints what it measured.
+The short form strikes one run with each kind once, in a random order; the long one (``HPC_TRAIN_LONG=1``) has a soak of
+200 faults and 20 trials of each kind, 200 kills. It prints what it measured, and goes on where it was cut short
+(``tests/checkpoint/progress.py``).
 """
 
 from __future__ import annotations
 
-import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from hpc_train.run.directory import RunDirectory
-from tests.faults.plan import CLASSES, CRASHES, HANGS, RECOVERY, Fault, draw
-from tests.faults.trial import assert_nothing_left, assert_survived, finish, freeze, start, struck, undisturbed
+from hpc_train.elastic.rendezvous import candidate_ports
+from tests.checkpoint.progress import LONG, Progress
+from tests.faults.plan import CRASHES, ENDS, HANGS, IN_SURROUNDINGS, KINDS, PASSING, SPECIAL, Fault, draw
+from tests.faults.surroundings import Surroundings, surroundings
+from tests.faults.trial import Trial, assert_nothing_left, assert_survived, finish, freeze, start, struck, undisturbed
 
-LONG = os.environ.get("HPC_TRAIN_LONG") == "1"
-STEPS = 44
+STEPS = 12
 EVERY = "checkpoint.every=4"
-LOADER = "batch.loader_workers=1"
+COMMON = [
+    EVERY,
+    "batch.loader_workers=1",
+    "elastic.stop_grace_s=6",
+    "train.nonfinite_limit=1",
+    "train.spike_mads=1000",
+    "train.max_rollbacks=1000",
+]
 
 pytestmark = pytest.mark.timeout(6 * 3600 if LONG else 900)
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    return undisturbed(tmp_path_factory.mktemp("reference") / "run", STEPS, EVERY)
-
-
-def spaced(kinds: Sequence[str], spacing: int) -> list[Fault]:
-    return [Fault(kind, 0 if kind == "store" else 1, 3 + spacing * place) for place, kind in enumerate(kinds)]
+def around() -> Iterator[Surroundings]:
+    with surroundings() as made:
+        yield made
 
 
 def until(found: Callable[[], object], seconds: float = 240) -> None:
@@ -45,23 +52,6 @@ def until(found: Callable[[], object], seconds: float = 240) -> None:
         time.sleep(0.2)
 
 
-def test_every_kind_of_crash_in_one_run(tmp_path: Path, reference: RunDirectory) -> None:
-    plan = [*spaced(list(CRASHES), spacing=4), Fault("kill", 0, RECOVERY)]
-    assert_survived(struck(tmp_path / "run", STEPS, plan, EVERY, LOADER), reference)
-
-
-def test_every_kind_of_hang_in_one_run(tmp_path: Path, reference: RunDirectory) -> None:
-    plan = spaced(list(HANGS), spacing=10)
-    trial = struck(tmp_path / "run", STEPS, plan, EVERY)
-    assert_survived(trial, reference)
-    hangs = trial.events("hang_detected")
-    assert [(hang["rank"], hang["step"], hang["phase"]) for hang in hangs] == [(1, one.step, "step") for one in plan]
-    for hang in hangs:
-        stacks = Path(hang["stacks"]).read_text()
-        assert "--- rank 0 on" in stacks
-        assert "trainer.py" in stacks
-
-
 def test_three_attempts_without_a_step_are_enough(tmp_path: Path) -> None:
     plan = [Fault("kill", 1, 0)] * 4
     trial = struck(tmp_path / "run", STEPS, plan, EVERY)
@@ -69,24 +59,6 @@ def test_three_attempts_without_a_step_are_enough(tmp_path: Path) -> None:
     assert trial.told == [("killed", 1)] * 3
     assert len(trial.events("gave_up")) == 1
     assert_nothing_left(trial.run)
-
-
-def test_out_of_memory_is_told_and_not_tried_again(tmp_path: Path) -> None:
-    trial = struck(tmp_path / "run", STEPS, [Fault("memory", 1, 3)], EVERY)
-    assert trial.code == 1
-    assert trial.told == [("out_of_memory", 1)]
-    assert "batch.micro_size" in trial.error
-    assert_nothing_left(trial.run)
-
-
-def test_a_run_whose_agent_is_killed_goes_on_when_it_is_started_again(tmp_path: Path, reference: RunDirectory) -> None:
-    run = freeze(tmp_path / "run", STEPS, EVERY)
-    agent = start(run)
-    until(lambda: list(run.checkpoints.glob("step-*")))
-    agent.kill()
-    agent.wait()
-    assert_nothing_left(run)
-    assert_survived(finish(run, start(run)), reference)
 
 
 def test_a_slow_rank_is_named_and_a_live_run_shows_its_stacks(tmp_path: Path) -> None:
@@ -107,33 +79,67 @@ def test_a_slow_rank_is_named_and_a_live_run_shows_its_stacks(tmp_path: Path) ->
     assert trial.events("worker_failed", "restarted") == []
 
 
-def test_faults_drawn_at_random(tmp_path: Path) -> None:
-    """The soak."""
-    runs, faults = (20, 10) if LONG else (1, 8)
-    kinds = [kind for kind in CLASSES if LONG or kind not in HANGS]
-    steps = 4 * faults + 8
-    whole = undisturbed(tmp_path / "undisturbed", steps, EVERY)
-    for seed in range(runs):
-        plan = draw(seed, faults, kinds, first_step=3, spacing=4)
-        assert_survived(struck(tmp_path / f"run-{seed}", steps, plan, EVERY, LOADER), whole)
+def test_faults_of_all_kinds_drawn_at_random(tmp_path: Path, around: Surroundings) -> None:
+    """The soak. The first port of each attempt is taken."""
+    kinds = [*CRASHES, *HANGS, *ENDS, *PASSING, *around.kinds]
+    runs, faults = (20, 10) if LONG else (1, len(kinds))
+    progress = Progress.of("soak")
+    for seed in map(int, progress.open(range(runs))):
+        plan = draw(seed, faults, kinds, first_step=7, spacing=4)
+        assert_survives(tmp_path / f"run-{seed}", plan, around)
+        progress.passed(seed)
+
+
+def assert_survives(path: Path, plan: Sequence[Fault], around: Surroundings, *overrides: str) -> Trial:
+    steps = plan[-1].step + 9
+    whole = undisturbed(path.with_name(f"{path.name}-undisturbed"), steps, *COMMON, *overrides, plan=plan)
+    with ports_taken(path, attempts=4 * len(plan)):
+        trial = struck(path, steps, plan, *COMMON, *overrides, around=around)
+    assert_survived(trial, whole)
+    assert_hangs_are_told(trial)
+    return trial
+
+
+def assert_hangs_are_told(trial: Trial) -> None:
+    """With the rank, the step, what it was at, and the stacks of all ranks."""
+    expected = [fault for fault in trial.plan if fault.kind in HANGS]
+    hangs = trial.events("hang_detected")
+    told = [(hang["rank"], hang["phase"]) for hang in hangs]
+    assert told == [(one.rank, "checkpoint" if one.kind == "storage_in_save" else "step") for one in expected]
+    for hang in hangs:
+        stacks = Path(hang["stacks"]).read_text()
+        assert "--- rank 0 on" in stacks
+        assert "trainer.py" in stacks
+
+
+@contextmanager
+def ports_taken(run: Path, attempts: int) -> Iterator[None]:
+    """Somebody listens where the first of ``attempts`` of ``run`` would."""
+    with ExitStack() as listening:
+        for attempt in range(attempts):
+            with suppress(OSError):  # two attempts of the same port
+                listening.enter_context(socket.create_server(("127.0.0.1", next(candidate_ports(f"{run}:{attempt}")))))
+        yield
 
 
 @pytest.mark.skipif(not LONG, reason="20 trials of each kind: HPC_TRAIN_LONG=1")
-@pytest.mark.parametrize("kind", CLASSES)
-def test_twenty_trials(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in SPECIAL])
+def test_twenty_trials(tmp_path: Path, around: Surroundings, kind: str) -> None:
     """200 kills, 20 of each other kind: ten in a run."""
-    steps, recoveries = 4 * 10 + 8, []
-    whole = undisturbed(tmp_path / "undisturbed", steps, EVERY)
-    for number in range(20 if kind == "kill" else 2):
-        trial = struck(tmp_path / f"run-{number}", steps, spaced([kind] * 10, 4), EVERY, LOADER, timeout=900)
-        assert_survived(trial, whole)
-        recoveries += trial.recoveries()
+    if kind in IN_SURROUNDINGS and kind not in around.kinds:
+        pytest.skip("only root can make its surroundings")
+    progress, recoveries = Progress.of(f"twenty-{kind}"), list[float]()
+    for number in progress.open(range(20 if kind == "kill" else 2)):
+        plan = [Fault(kind, 1, 7 + 4 * place) for place in range(10)]
+        recoveries += assert_survives(tmp_path / f"run-{number}", plan, around).recoveries()
+        progress.passed(number)
     tell(kind, recoveries)
 
 
 def tell(kind: str, seconds: list[float]) -> None:
+    if not seconds:  # it stops nothing
+        return
     ordered = sorted(seconds)
     last = ordered[int(0.95 * (len(ordered) - 1))]
-    print(
-        f"{kind}: {len(ordered)} trials, first step after {statistics.median(ordered):.2f} s (median), {last:.2f} (p95)"
-    )
+    words = f"first step after {statistics.median(ordered):.2f} s (median), {last:.2f} (p95)"
+    print(f"{kind}: {len(ordered)} trials, {words}")

@@ -94,6 +94,12 @@ def poison_and_stop(kind: str, batches: range, step: int, spec: WorkerSpec, stop
     in_step(step, False, spec, stop)
 
 
+def pass_over(windows: list[tuple[int, int]], spec: WorkerSpec, stop: StopFlag) -> None:
+    from tests.faults import entry
+
+    entry.pass_over(windows)
+
+
 SAMPLES = 512  # 64 steps of an epoch
 GOES_BACK = [f"data.samples={SAMPLES}", "train.nonfinite_limit=3", "train.spike_mads=20", "train.steps=16"]
 
@@ -104,15 +110,19 @@ def rollbacks(run: RunDirectory) -> list[tuple[int, int, list[list[int]]]]:
 
 
 def test_gradients_that_stay_nan_take_the_run_back_past_the_samples(tmp_path: Path) -> None:
-    """And a resume, which knows of the samples from the checkpoint only, takes the same order."""
+    """And a resume, which knows of the samples from the checkpoint only, takes the same order, saved in the background
+    or not; and both end as a run that has never seen these samples."""
     runs = []
-    for name, prepare, ends in (
-        ("whole", partial(poison, "nan", range(5, 8)), 0),
-        ("stopped", partial(poison_and_stop, "nan", range(5, 8), 11), 75),
+    for name, prepare, ends, background in (
+        ("whole", partial(poison, "nan", range(5, 8)), 0, "false"),
+        ("stopped", partial(poison_and_stop, "nan", range(5, 8), 11), 75, "true"),
     ):
-        run = frozen(tmp_path / name, "+strategy=dp", *GOES_BACK, "checkpoint.every=2")
+        saves = ["checkpoint.every=2", f"checkpoint.asynchronous={background}"]
+        run = frozen(tmp_path / name, "+strategy=dp", *GOES_BACK, *saves)
         assert run_attempt(run, 2, prepare) == [ends] * 2
         runs.append(run)
+    past = frozen(tmp_path / "past", "+strategy=dp", *GOES_BACK, "checkpoint.every=0")
+    assert run_attempt(past, 2, partial(pass_over, [(5, 8)])) == [0, 0]
     assert run_attempt(runs[1], 2, partial(poison, "nan", range(5, 8))) == [0, 0]
     for run in runs:
         assert rollbacks(run) == [(8, 4, [[5, 8]])]
@@ -122,17 +132,20 @@ def test_gradients_that_stay_nan_take_the_run_back_past_the_samples(tmp_path: Pa
         lines = run.read_metrics()
         assert [line["step"] for line in lines] == list(range(1, 17))
         assert None not in [line["grad_norm"] for line in lines]
-    assert_same_bits(runs[0].checkpoints / "step-00000016", runs[1].checkpoints / "step-00000016")
+        assert_same_bits(run.checkpoints / "step-00000016", past.checkpoints / "step-00000016")
 
 
 @pytest.mark.parametrize(
-    ("kind", "batches", "expected"),
-    [("nan", range(5, 8), (8, 4, [[5, 8]])), ("spike", range(10, 13), (13, 8, [[10, 13]]))],
+    ("kind", "batches", "steps"),
+    [("nan", range(5, 8), (8, 4)), ("spike", range(10, 13), (13, 8))],
 )
-def test_a_pipeline_goes_back_too(tmp_path: Path, kind: str, batches: range, expected: object) -> None:
+def test_a_pipeline_goes_back_too(tmp_path: Path, kind: str, batches: range, steps: tuple[int, int]) -> None:
     run = frozen(tmp_path / "run", "+strategy=pp", *GOES_BACK, "checkpoint.every=4")
     assert run_attempt(run, 2, partial(poison, kind, batches)) == [0, 0]
-    assert rollbacks(run) == [expected]
+    assert rollbacks(run) == [(*steps, [[batches.start, batches.stop]])]
+    past = frozen(tmp_path / "past", "+strategy=pp", *GOES_BACK, "checkpoint.every=0")
+    assert run_attempt(past, 2, partial(pass_over, [(batches.start, batches.stop)])) == [0, 0]
+    assert_same_bits(run.checkpoints / "step-00000016", past.checkpoints / "step-00000016")
     assert max(line["loss"] for line in run.read_metrics()) < 10
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from hpc_train.elastic.agent import STORE
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json, read_lines
 from tests.checkpoint.tensors import assert_same_bits
-from tests.elastic.entries import start_agent
-from tests.faults.plan import NO_RANK, Fault, happened, variables
+from tests.faults.plan import PASSING, Fault, bad_windows, happened
+from tests.faults.plan import variables as plan_variables
+from tests.faults.surroundings import Surroundings
 from tests.train.runs import frozen
 
 TWO_REPLICAS = [
@@ -31,17 +32,22 @@ TWO_REPLICAS = [
     "optim.schedule=constant",
     "elastic.hang_timeout_s=4",
 ]
+NONE = Surroundings()
 MARK = "HPC_TRAIN_TEST_TRIAL"  # in the environment of every process of a trial
 
 
 @dataclass(frozen=True)
 class Trial:
-    """How a run ended that was struck by ``plan``."""
+    """How a run ended that was struck by ``plan``; ``codes``: of its agents, one after the other."""
 
     run: RunDirectory
     plan: Sequence[Fault]
-    code: int
+    codes: Sequence[int]
     error: str
+
+    @property
+    def code(self) -> int:
+        return self.codes[-1]
 
     def events(self, *names: str) -> list[dict[str, Any]]:
         return [event for event in self.run.read_events() if event["event"] in names]
@@ -52,9 +58,10 @@ class Trial:
         return [(event["class"], event["rank"]) for event in self.events("worker_failed")]
 
     def recoveries(self) -> list[float]:
-        """Seconds from each fault to the end of the first step of an attempt after it."""
+        """Seconds from each fault that ended an attempt to the end of the first step of an attempt after it."""
         lines = [line for path in self.run.metrics.glob("*.jsonl") for line in _lines(path)]
-        struck = [float(happened(self.run.path, number).read_text()) for number in range(len(self.plan))]
+        ended = [number for number, fault in enumerate(self.plan) if fault.kind not in PASSING]
+        struck = [float(happened(self.run.path, number).read_text()) for number in ended]
         firsts = sorted(min(times) for times in _by_attempt(lines).values())
         return [min(first for first in firsts if first > at) - at for at in struck]
 
@@ -63,8 +70,21 @@ def freeze(path: Path, steps: int, *overrides: str) -> RunDirectory:
     return frozen(path, *TWO_REPLICAS, f"train.steps={steps}", *overrides)
 
 
-def start(run: RunDirectory, plan: Sequence[Fault] = ()) -> subprocess.Popen[str]:
-    return start_agent(run.path, "tests.faults.entry:train", STORE, **variables(plan), **{MARK: str(run.path)})
+def start(
+    run: RunDirectory, plan: Sequence[Fault] = (), around: Surroundings = NONE, entry: str = "train", **variables: str
+) -> subprocess.Popen[str]:
+    """An agent in a session of its own, as a launcher starts it."""
+    environment = dict(around.variables) | variables | plan_variables(plan) | {MARK: str(run.path)}
+    # not by -m: forked workers would run the module again
+    script = "import sys; from tests.faults.agent import main; sys.exit(main(*sys.argv[1:]))"
+    return subprocess.Popen(
+        [*around.prefix, sys.executable, "-c", script, str(run.path), f"tests.faults.entry:{entry}"],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def finish(run: RunDirectory, agent: subprocess.Popen[str], plan: Sequence[Fault] = (), timeout: float = 800) -> Trial:
@@ -72,30 +92,43 @@ def finish(run: RunDirectory, agent: subprocess.Popen[str], plan: Sequence[Fault
         _, error = agent.communicate(timeout=timeout)
     finally:
         agent.kill()
-    return Trial(run, plan, agent.returncode, error)
+    return Trial(run, plan, [agent.returncode], error)
 
 
-def undisturbed(path: Path, steps: int, *overrides: str) -> RunDirectory:
+def undisturbed(path: Path, steps: int, *overrides: str, plan: Sequence[Fault] = ()) -> RunDirectory:
+    """A run that nothing strikes; it passes over the bad batches of ``plan``."""
     run = freeze(path, steps, *overrides)
-    trial = finish(run, start(run))
+    trial = finish(run, start(run, plan, entry="train_past"))
     assert trial.code == 0, trial.error
     return run
 
 
-def struck(path: Path, steps: int, plan: Sequence[Fault], *overrides: str, timeout: float = 800) -> Trial:
-    run = freeze(path, steps, *overrides)
-    return finish(run, start(run, plan), plan, timeout)
+def struck(
+    path: Path, steps: int, plan: Sequence[Fault], *overrides: str, around: Surroundings = NONE, timeout: float = 800,
+    **variables: str,
+) -> Trial:  # fmt: skip
+    """A run that is started again after each fault of ``plan`` that ends its agent."""
+    run, codes, error = freeze(path, steps, *overrides), list[int](), ""
+    while not codes or codes == [fault.leads_to.end for fault in plan if fault.leads_to.end is not None][: len(codes)]:
+        trial = finish(run, start(run, plan, around, **variables), plan, timeout)
+        codes, error = [*codes, trial.code], error + trial.error
+    return Trial(run, plan, codes, error)
 
 
 def assert_survived(trial: Trial, reference: RunDirectory) -> None:
     """The run ended as the undisturbed one did, bit for bit, told what had happened, and left nothing behind."""
-    assert trial.code == 0, trial.error
+    leads_to = [fault.leads_to for fault in trial.plan]
+    assert trial.codes == [*(one.end for one in leads_to if one.end is not None), 0], trial.error
     for number, fault in enumerate(trial.plan):
         assert happened(trial.run.path, number).exists(), f"{fault} never struck"
-    assert len(trial.told) == len(trial.plan), trial.error
-    for fault, (failure, rank) in zip(trial.plan, trial.told, strict=True):
-        assert failure == fault.failure, f"{fault}\n{trial.error}"
-        assert rank == fault.rank or fault.kind in NO_RANK, f"{fault}\n{trial.error}"
+    failing = [fault for fault in trial.plan if fault.leads_to.failure is not None]
+    assert len(trial.told) == len(failing), trial.error
+    for fault, (failure, rank) in zip(failing, trial.told, strict=True):
+        assert failure == fault.leads_to.failure, f"{fault}\n{trial.error}"
+        assert rank == fault.rank or not fault.leads_to.names_rank, f"{fault}\n{trial.error}"
+    assert len(trial.events("checkpoint_failed")) == sum(fault.kind == "disk" for fault in trial.plan)
+    if windows := sorted(bad_windows(trial.plan)):
+        assert trial.events("rolled_back")[-1]["skipped_windows"] == [list(window) for window in windows]
     last = sorted(reference.checkpoints.glob("step-*"))[-1].name
     assert_same_bits(trial.run.checkpoints / last, reference.checkpoints / last)
     assert_nothing_left(trial.run)
@@ -104,7 +137,7 @@ def assert_survived(trial: Trial, reference: RunDirectory) -> None:
 def assert_nothing_left(run: RunDirectory) -> None:
     """No process, no port, no shared memory of the run."""
     until = time.monotonic() + 10
-    while (left := _processes(run)) and time.monotonic() < until:
+    while (left := processes(run)) and time.monotonic() < until:
         time.sleep(0.1)
     assert left == []
     for path in run.attempts.glob("[0-9]*.json"):
@@ -115,7 +148,7 @@ def assert_nothing_left(run: RunDirectory) -> None:
     assert shared == []
 
 
-def _processes(run: RunDirectory) -> list[int]:
+def processes(run: RunDirectory) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:

@@ -163,12 +163,14 @@ def test_a_stop_request_loses_no_step(
 def test_a_stop_request_beside_the_steps(
     tmp_path: Path, uninterrupted: RunDirectory, prepare: object, code: Exit, stopped_at: int
 ) -> None:
-    """What is under way is done; what is saved is whole; one step more is taken where its message was under way."""
+    """What is saved is whole, an evaluation is cut short; one step more is taken where its message was under way."""
     run = frozen(tmp_path / "run", "+strategy=pp", "checkpoint.every=4", "train.eval_every=4")
     assert run_attempt(run, 2, prepare) == [code, code]  # type: ignore[arg-type]
     assert [line["step"] for line in run.read_metrics()] == list(range(1, stopped_at + 1))
     assert run_attempt(run, 2) == [0, 0]
     assert_same_bits(run.checkpoints / "step-00000010", uninterrupted.checkpoints / "step-00000010")
+    evaluated = [line["step"] for line in run.read_metrics() if "val_loss" in line]
+    assert evaluated == ([8, 10] if prepare is stop_in_an_evaluation else [4, 8, 10])
 
 
 def test_a_finished_run_goes_on_with_more_steps_and_another_layout(tmp_path: Path) -> None:

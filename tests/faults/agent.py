@@ -1,0 +1,36 @@
+"""The agent of a trial. It is the product's, in a hurry.
+
+A save that hangs is found within seconds instead of minutes, and the surroundings of ``surroundings.py`` are entered.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+SHIFT = "HPC_TRAIN_TEST_CLOCK_SHIFT"  # seconds by which the clock of a node is ahead
+SAVE_S = 8.0  # that take longer hang
+
+
+def shift_clock() -> None:
+    """Of this process; the monotonic clock goes on as it does."""
+    if shift := float(os.environ.get(SHIFT, "0")):
+        right = time.time
+        time.time = lambda: right() + shift
+
+
+def main(run: str, entry: str) -> int:
+    """Works on ``run``; its workers call ``entry``."""
+    shift_clock()
+    from hpc_train.elastic import hangs
+    from hpc_train.elastic.agent import run_agent
+    from hpc_train.run.directory import RunDirectory
+    from tests.faults.surroundings import enter_memory_group
+
+    enter_memory_group()
+    hangs.COLD_S = hangs.UNSEEN_S = SAVE_S
+    code = run_agent(RunDirectory(Path(run)), entry=entry)
+    assert "torch" not in sys.modules
+    return code

@@ -1,0 +1,166 @@
+"""How each kind of fault strikes: called in a worker, in the middle of its training."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import multiprocessing
+import os
+import resource
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from hpc_train.checkpoint import disk
+from hpc_train.run.stop import StopFlag
+
+SHARED_MEMORY = Path("/dev/shm")
+PIECE = 64 << 20
+MOST_PIECES = 128
+
+
+def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    os.kill(pid, number)
+    time.sleep(10)  # until it arrives
+
+
+def segfault() -> None:
+    ctypes.string_at(0)
+
+
+def hold_the_gil() -> None:
+    """A C function that never returns, called without giving up the interpreter's lock; a signal does not wake it."""
+    mutex = ctypes.create_string_buffer(64)
+    ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+    ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+
+
+def bus_error() -> None:
+    """Memory mapped from a file that has become shorter, as when /dev/shm is full."""
+    descriptor = os.memfd_create("short")
+    os.ftruncate(descriptor, 2 * mmap.PAGESIZE)
+    memory = mmap.mmap(descriptor, 2 * mmap.PAGESIZE)
+    os.ftruncate(descriptor, 0)
+    memory[mmap.PAGESIZE] = 1
+
+
+def kill_store() -> None:
+    """It is the one child of the warm parent that is no worker."""
+    children = psutil.Process(os.getppid()).children()
+    store = next(child for child in children if "LISTEN" in _states(child))
+    kill(store.pid)
+
+
+def _states(process: psutil.Process) -> set[str]:
+    return {connection.status for connection in process.net_connections()}
+
+
+def kill_loader() -> None:
+    """The step goes on; a later one misses its data."""
+    process = multiprocessing.active_children()[0]
+    os.kill(process.pid or 0, signal.SIGKILL)
+
+
+def too_much_memory() -> None:
+    """More than the process may have: an exception tells."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 40, hard))
+    torch.empty(1 << 42, dtype=torch.uint8)
+
+
+def more_than_the_group_may_have() -> None:
+    """The kernel kills for it, without a word."""
+    taken = [bytearray(os.urandom(1)) * PIECE for _ in range(MOST_PIECES)]
+    raise AssertionError(f"no limit on {len(taken) * PIECE} bytes")
+
+
+def fill_shared_memory() -> None:
+    """And whatever is freed from now on."""
+    threading.Thread(target=_fill, args=(SHARED_MEMORY / "ballast",), daemon=True).start()
+
+
+def _fill(ballast: Path) -> None:
+    with ballast.open("wb", buffering=0) as file:
+        while True:
+            try:
+                file.write(bytes(mmap.PAGESIZE if file.tell() > PIECE // 4 else PIECE // 4))
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+                time.sleep(0.001)
+
+
+def read_what_never_comes() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.mkfifo(f"{folder}/pipe")
+        Path(folder, "pipe").read_bytes()
+
+
+def hang_in_the_next_save() -> None:
+    disk.sync = lambda descriptor: read_what_never_comes()
+
+
+def full_disk_in_the_next_save() -> None:
+    write = disk.write
+
+    def full(file: object, data: memoryview) -> None:
+        disk.write = write
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    disk.write = full  # type: ignore[assignment]
+
+
+def agent() -> int:
+    return psutil.Process(os.getppid()).ppid()
+
+
+def ask_to_stop(stop: StopFlag) -> None:
+    """The next fault is not to come before the request has arrived."""
+    os.kill(agent(), signal.SIGTERM)
+    while not stop.requested:
+        time.sleep(0.01)
+
+
+def ask_to_stop_and_hang(stop: StopFlag) -> None:
+    ask_to_stop(stop)
+    hang_in_the_next_save()
+
+
+def put_all_to_sleep() -> None:
+    node = psutil.Process(agent())
+    for process in [node, *node.children(recursive=True)]:
+        if process.pid != os.getpid():
+            process.suspend()
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+STRIKES: dict[str, Callable[[StopFlag], None]] = {
+    "kill": lambda stop: kill(os.getpid()),
+    "store": lambda stop: kill_store(),
+    "segfault": lambda stop: segfault(),
+    "abort": lambda stop: os.abort(),
+    "bus": lambda stop: bus_error(),
+    "memory": lambda stop: too_much_memory(),
+    "memory_limit": lambda stop: more_than_the_group_may_have(),
+    "shared_memory": lambda stop: fill_shared_memory(),
+    "exit": lambda stop: os._exit(0),
+    "warm_parent": lambda stop: kill(os.getppid()),
+    "agent": lambda stop: kill(agent()),
+    "loader": lambda stop: kill_loader(),
+    "stop": lambda stop: os.kill(os.getpid(), signal.SIGSTOP),
+    "gil": lambda stop: hold_the_gil(),
+    "storage": lambda stop: read_what_never_comes(),
+    "storage_in_save": lambda stop: hang_in_the_next_save(),
+    "collective": lambda stop: dist.barrier(),  # that no other rank enters
+    "asleep": lambda stop: put_all_to_sleep(),
+    "disk": lambda stop: full_disk_in_the_next_save(),
+    "request": ask_to_stop,
+    "grace": ask_to_stop_and_hang,
+}

@@ -1,0 +1,91 @@
+"""Faults of what a run depends on: a service that is away, the clock of a node, an agent of before that wakes up."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc_train.run.process_state import process_state
+from tests.checkpoint.tensors import assert_same_bits
+from tests.checkpoint.test_commands import everything
+from tests.faults.agent import SHIFT
+from tests.faults.plan import RECOVERY, Fault, happened
+from tests.faults.surroundings import Surroundings
+from tests.faults.test_faults import EVERY, until
+from tests.faults.trial import (
+    assert_nothing_left,
+    finish,
+    freeze,
+    processes,
+    start,
+    struck,
+    undisturbed,
+)
+
+STEPS = 12
+LAST = f"step-{STEPS:08d}"
+# As on another machine. The first process of a namespace cannot be put to sleep: that is not to be the agent.
+OTHER_PIDS = Surroundings(prefix=("unshare", "--pid", "--fork", "--mount-proc", "sh", "-c", '"$@"; exit $?', "sh"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return undisturbed(tmp_path_factory.mktemp("runs") / "whole", STEPS, EVERY).checkpoints / LAST
+
+
+def test_training_goes_on_without_wandb(tmp_path: Path, whole: Path) -> None:
+    nobody = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "WANDB_INIT_TIMEOUT": "2"}
+    trial = struck(tmp_path / "run", STEPS, [], EVERY, "telemetry.wandb.mode=online", **nobody)
+    assert trial.codes == [0], trial.error
+    assert_same_bits(trial.run.checkpoints / LAST, whole)
+    log = next(trial.run.logs.glob("*-000.log")).read_text()
+    assert log.count("the run goes on without it") == 1
+    assert_nothing_left(trial.run)
+
+
+def test_nothing_depends_on_equal_clocks(tmp_path: Path, whole: Path) -> None:
+    """Two nodes, as far as their agents can tell; the clock of the second is an hour ahead."""
+    plan = [Fault("kill", 1, 5), Fault("kill", 0, RECOVERY), Fault("stop", 1, 7)]
+    run = freeze(tmp_path / "run", STEPS, EVERY, "cluster.cpu_workers=1")
+    step = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2"}
+    agents = [
+        start(run, plan, **step, SLURM_NODEID=str(node), SLURMD_NODENAME=f"127.0.0.{node + 1}", **{SHIFT: shift})
+        for node, shift in ((0, "0"), (1, "3600"))
+    ]
+    ends = [finish(run, agent, plan) for agent in agents]
+    assert [end.code for end in ends] == [0, 0], ends[0].error + ends[1].error
+    assert sorted(ends[0].told) == [("hang", 1), ("killed", 0), ("killed", 1)], ends[0].error
+    assert_same_bits(run.checkpoints / LAST, whole)
+    asked = [sys.executable, "-m", "hpc_train", "why", str(run.path), "--json"]
+    shown = subprocess.run(asked, capture_output=True, text=True, check=True)
+    cause = json.loads(shown.stdout)["cause"]
+    assert (cause["kind"], cause["rank"], cause["node"]) == ("hang", 1, "127.0.0.2")
+    assert_nothing_left(run)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make a process namespace")
+def test_an_agent_that_slept_while_another_did_its_work_changes_nothing(tmp_path: Path, whole: Path) -> None:
+    """A job that Slurm has requeued, as its node was away; it comes back when the run is done."""
+    run = freeze(tmp_path / "run", STEPS, EVERY)
+    asleep = start(run, [Fault("asleep", 1, 6)], OTHER_PIDS, SLURM_JOB_ID="77")
+    until(lambda: happened(run.path, 0).exists())
+    sleepers = processes(run)
+    until(lambda: sum(process_state(pid) == "T" for pid in sleepers) == len(sleepers) - 2)  # unshare and sh wait
+    other = finish(run, start(run, SLURM_JOB_ID="77", SLURM_RESTART_COUNT="1"))
+    assert other.code == 0, other.error
+    assert_same_bits(run.checkpoints / LAST, whole)
+    before, record = everything(run.checkpoints), run.record()
+    for pid in sleepers:
+        os.kill(pid, signal.SIGCONT)
+    woken = finish(run, asleep)
+    assert woken.code != 0, woken.error
+    assert everything(run.checkpoints) == before
+    assert run.record() == record
+    assert run.newest_attempt() == 1
+    assert_nothing_left(run)
