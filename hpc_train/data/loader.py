@@ -199,7 +199,7 @@ def _as_it_is(stacked: Any) -> Any:
 
 def _begin_loader_process(parent: int, number: int) -> None:
     die_with_parent(parent)
-    Queue._on_queue_feeder_error = _send_the_error  # type: ignore[method-assign, assignment]
+    Queue._on_queue_feeder_error = _send_the_error  # type: ignore[attr-defined]
     for name in _LEFT_TO_THE_PARENT:
         signal.signal(name, signal.SIG_IGN)
     torch.set_num_threads(1)

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_train.checkpoint.stop_time import stop_time
@@ -228,6 +228,7 @@ class Agent:
     budget: Budget
     on_tick: Callable[[], None]
     entry: str
+    _attempt: int | None = field(default=None, init=False)  # the newest of which it was told
 
     def work(self, refusal: str | None) -> int:
         """Does what the hub says until it lets the agent go; returns the exit code.
@@ -263,7 +264,8 @@ class Agent:
         if self.stores is not None and self.budget.is_used_up:
             self.stop.request(OVER_BUDGET)
         if self.stop.reason is not None and link.tell_stop(self.stop.reason):
-            self._events(max(0, self.run.newest_attempt())).write("stop_requested", reason=self.stop.reason)
+            attempt = max(0, self.run.newest_attempt()) if self._attempt is None else self._attempt
+            self._events(attempt).write("stop_requested", reason=self.stop.reason)
 
     def _check_store(self, link: Link, attempt: int) -> None:
         if self.stores is not None and self.stores.lost:
@@ -275,6 +277,7 @@ class Agent:
 
     def _take_part(self, link: Link, meeting: Meeting) -> None:
         """Runs this node's workers in one attempt, unless it is a spare."""
+        self._attempt = meeting.attempt
         if self.stores is not None:
             self.stores.serve(meeting.attempt)
         if self.node.number not in meeting.order:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import psutil
@@ -36,12 +36,13 @@ class Attempts:
     end: JobEnd | None
     stores: Stores
     fabric: Fabric
+    _newest: int | None = field(default=None, init=False)  # of this job; an agent that wakes up may find later ones
 
     def begin(self, start: Start) -> Message:
         """Prepares the next attempt; returns what the agents are told of it."""
         if start.cause is not None:
             self._tell_failure(start.cause, self._events())
-        attempt = self.run.claim_attempt()
+        self._newest = attempt = self.run.claim_attempt()
         listener = bind(self.allocation, f"{self.allocation.job_id or self.run.path}:{attempt}")
         environment = self.fabric.decide(start, self._events())
         meeting = self._meeting(attempt, start, listener.getsockname()[1], environment)
@@ -66,7 +67,8 @@ class Attempts:
         return code
 
     def _events(self) -> EventLog:
-        return EventLog.open(self.run, f"agent-{self.allocation.node_name}", max(0, self.run.newest_attempt()))
+        attempt = max(0, self.run.newest_attempt()) if self._newest is None else self._newest
+        return EventLog.open(self.run, f"agent-{self.allocation.node_name}", attempt)
 
     def _meeting(self, attempt: int, start: Start, port: int, environment: dict[str, str]) -> Meeting:
         return Meeting(

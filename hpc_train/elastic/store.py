@@ -8,9 +8,13 @@ from __future__ import annotations
 import importlib
 import signal
 import socket
+import time
 from multiprocessing.process import BaseProcess
 
 from hpc_train.elastic import warm_parent
+
+
+PATIENCE_S = 5.0  # with a warm parent that dies
 
 
 class Stores:
@@ -36,15 +40,18 @@ class Stores:
         """Starts the store of ``attempt``; that of the one before is ended."""
         self.stop()
         with self._offered.pop(attempt) as listener:
-            self._process = self._fork(listener) or self._fork(listener)
+            self._process = self._fork(listener)
         self._lost_at_start = self._process is None
 
     def _fork(self, listener: socket.socket) -> BaseProcess | None:
-        """None where the warm parent ended meanwhile; the next call starts another."""
-        try:
-            return warm_parent.fork(_main, warm_parent.ensure(), listener, self._entry)
-        except (EOFError, ConnectionError):
-            return None
+        """None where the warm parent ends again and again. One that dies is not seen as dead at once."""
+        until = time.monotonic() + PATIENCE_S
+        while time.monotonic() < until:
+            try:
+                return warm_parent.fork(_main, warm_parent.ensure(), listener, self._entry)
+            except (EOFError, ConnectionError):
+                time.sleep(0.02)
+        return None
 
     @property
     def lost(self) -> bool:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 GROUP = "HPC_TRAIN_TEST_MEMORY_GROUP"
@@ -22,9 +22,9 @@ SMALL_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=32m shm /
 class Surroundings:
     """``prefix`` goes before the command of an agent, ``variables`` into its environment."""
 
-    kinds: tuple[str, ...] = ()
     prefix: tuple[str, ...] = ()
-    variables: tuple[tuple[str, str], ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    kinds: tuple[str, ...] = ()
 
 
 @contextmanager
@@ -33,9 +33,9 @@ def surroundings() -> Iterator[Surroundings]:
     shm = subprocess.run([*SMALL_SHM, "true"], check=False, capture_output=True).returncode == 0
     with _memory_group() as group:
         yield Surroundings(
-            (*(["memory_limit"] if group else []), *(["shared_memory"] if shm else [])),
             tuple(SMALL_SHM) if shm else (),
-            ((GROUP, str(group)),) if group else (),
+            {GROUP: str(group)} if group else {},
+            (*(["memory_limit"] if group else []), *(["shared_memory"] if shm else [])),
         )
 
 

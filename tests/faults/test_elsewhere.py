@@ -31,7 +31,7 @@ from tests.faults.trial import (
 STEPS = 12
 LAST = f"step-{STEPS:08d}"
 # As on another machine. The first process of a namespace cannot be put to sleep: that is not to be the agent.
-OTHER_PIDS = Surroundings(prefix=("unshare", "--pid", "--fork", "--mount-proc", "sh", "-c", '"$@"; exit $?', "sh"))
+OTHER_PIDS = ("unshare", "--pid", "--fork", "--mount-proc", "sh", "-c", '"$@"; exit $?', "sh")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_training_goes_on_without_wandb(tmp_path: Path, whole: Path) -> None:
     nobody = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "WANDB_INIT_TIMEOUT": "2"}
-    trial = struck(tmp_path / "run", STEPS, [], EVERY, "telemetry.wandb.mode=online", **nobody)
+    trial = struck(
+        tmp_path / "run", STEPS, [], EVERY, "telemetry.wandb.mode=online", around=Surroundings(variables=nobody)
+    )
     assert trial.codes == [0], trial.error
     assert_same_bits(trial.run.checkpoints / LAST, whole)
     log = next(trial.run.logs.glob("*-000.log")).read_text()
@@ -55,8 +57,11 @@ def test_nothing_depends_on_equal_clocks(tmp_path: Path, whole: Path) -> None:
     run = freeze(tmp_path / "run", STEPS, EVERY, "cluster.cpu_workers=1")
     step = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2"}
     agents = [
-        start(run, plan, **step, SLURM_NODEID=str(node), SLURMD_NODENAME=f"127.0.0.{node + 1}", **{SHIFT: shift})
-        for node, shift in ((0, "0"), (1, "3600"))
+        start(run, plan, Surroundings(variables=step | own))
+        for own in (
+            {"SLURM_NODEID": "0", "SLURMD_NODENAME": "127.0.0.1"},
+            {"SLURM_NODEID": "1", "SLURMD_NODENAME": "127.0.0.2", SHIFT: "3600"},
+        )
     ]
     ends = [finish(run, agent, plan) for agent in agents]
     assert [end.code for end in ends] == [0, 0], ends[0].error + ends[1].error
@@ -73,11 +78,12 @@ def test_nothing_depends_on_equal_clocks(tmp_path: Path, whole: Path) -> None:
 def test_an_agent_that_slept_while_another_did_its_work_changes_nothing(tmp_path: Path, whole: Path) -> None:
     """A job that Slurm has requeued, as its node was away; it comes back when the run is done."""
     run = freeze(tmp_path / "run", STEPS, EVERY)
-    asleep = start(run, [Fault("asleep", 1, 6)], OTHER_PIDS, SLURM_JOB_ID="77")
+    asleep = start(run, [Fault("asleep", 1, 6)], Surroundings(OTHER_PIDS, {"SLURM_JOB_ID": "77"}))
     until(lambda: happened(run.path, 0).exists())
     sleepers = processes(run)
     until(lambda: sum(process_state(pid) == "T" for pid in sleepers) == len(sleepers) - 2)  # unshare and sh wait
-    other = finish(run, start(run, SLURM_JOB_ID="77", SLURM_RESTART_COUNT="1"))
+    again = Surroundings(variables={"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"})
+    other = finish(run, start(run, around=again))
     assert other.code == 0, other.error
     assert_same_bits(run.checkpoints / LAST, whole)
     before, record = everything(run.checkpoints), run.record()
@@ -88,4 +94,6 @@ def test_an_agent_that_slept_while_another_did_its_work_changes_nothing(tmp_path
     assert everything(run.checkpoints) == before
     assert run.record() == record
     assert run.newest_attempt() == 1
+    told = [event["event"] for event in run.read_events() if event["attempt"] == 1]
+    assert not {"failed", "node_lost", "worker_failed", "stop_requested"} & set(told)
     assert_nothing_left(run)

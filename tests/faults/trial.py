@@ -17,8 +17,7 @@ import pytest
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json, read_lines
 from tests.checkpoint.tensors import assert_same_bits
-from tests.faults.plan import PASSING, Fault, bad_windows, happened
-from tests.faults.plan import variables as plan_variables
+from tests.faults.plan import PASSING, Fault, bad_windows, happened, variables
 from tests.faults.surroundings import Surroundings
 from tests.train.runs import frozen
 
@@ -71,10 +70,10 @@ def freeze(path: Path, steps: int, *overrides: str) -> RunDirectory:
 
 
 def start(
-    run: RunDirectory, plan: Sequence[Fault] = (), around: Surroundings = NONE, entry: str = "train", **variables: str
+    run: RunDirectory, plan: Sequence[Fault] = (), around: Surroundings = NONE, entry: str = "train"
 ) -> subprocess.Popen[str]:
     """An agent in a session of its own, as a launcher starts it."""
-    environment = dict(around.variables) | variables | plan_variables(plan) | {MARK: str(run.path)}
+    environment = dict(around.variables) | variables(plan) | {MARK: str(run.path)}
     # not by -m: forked workers would run the module again
     script = "import sys; from tests.faults.agent import main; sys.exit(main(*sys.argv[1:]))"
     return subprocess.Popen(
@@ -104,13 +103,12 @@ def undisturbed(path: Path, steps: int, *overrides: str, plan: Sequence[Fault] =
 
 
 def struck(
-    path: Path, steps: int, plan: Sequence[Fault], *overrides: str, around: Surroundings = NONE, timeout: float = 800,
-    **variables: str,
-) -> Trial:  # fmt: skip
+    path: Path, steps: int, plan: Sequence[Fault], *overrides: str, around: Surroundings = NONE, timeout: float = 800
+) -> Trial:
     """A run that is started again after each fault of ``plan`` that ends its agent."""
     run, codes, error = freeze(path, steps, *overrides), list[int](), ""
     while not codes or codes == [fault.leads_to.end for fault in plan if fault.leads_to.end is not None][: len(codes)]:
-        trial = finish(run, start(run, plan, around, **variables), plan, timeout)
+        trial = finish(run, start(run, plan, around), plan, timeout)
         codes, error = [*codes, trial.code], error + trial.error
     return Trial(run, plan, codes, error)
 
