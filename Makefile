@@ -1,7 +1,8 @@
 # make train   the default model on the default data, four workers, on this machine
 # make test    all tests, two files at a time
-# make test-all  the long forms as well: 500 kills, 5,000 damaged checkpoints, all pairs of layouts; hours. Cut short, it
-#                goes on behind the cases that have passed with this code (noted in .pytest_cache/long)
+# make test-all  the long forms as well: 500 kills in saves, 20 faults of each kind and 200 drawn at random, 5,000
+#                damaged checkpoints, all pairs of layouts; hours. Cut short, it goes on behind the cases that have
+#                passed with this code (noted in .pytest_cache/long)
 # make lint    ruff, mypy, import-linter
 #
 # An active environment (virtualenv or conda) that has torch is used; otherwise .venv is made here.

@@ -13,7 +13,6 @@ from multiprocessing.process import BaseProcess
 
 from hpc_train.elastic import warm_parent
 
-
 PATIENCE_S = 5.0  # with a warm parent that dies
 
 
