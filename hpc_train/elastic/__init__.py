@@ -6,7 +6,7 @@ How to read it:
    ``worker_process`` is the shell around each, ``workers`` sees to their pipes and ends, ``logs`` keeps their output;
    ``store`` is the small process in which the ranks meet, ``stop_requests`` the signals.
 2. All nodes: the ``hub``, in the agent of the batch host, talks to a ``link`` in every agent, over a ``channel`` each;
-   ``rendezvous`` has the addresses, ``nodes`` what each node brings in.
+   ``rendezvous`` has the addresses, ``nodes`` what each node brings in, ``fabric`` the one environment for all of them.
 3. What follows: the ``coordinator`` decides who takes part in the next attempt, by ``decision`` (the table of
    ``run/exits.py``, and when it is enough); ``attempts`` tells it in the run directory. ``requeue`` asks Slurm,
    ``budget`` has the ceiling of GPU-hours, ``orphans`` is what agents do without a hub.
