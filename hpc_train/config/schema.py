@@ -321,12 +321,21 @@ class WandbConfig:
 
 
 @dataclass
+class ProfileConfig:
+    """A profile of some steps, into profile/ of the run directory."""
+
+    steps: str | None = None  # 10, or 10-12; null: none
+    ranks: Any = 0  # a rank, [0,3] or all
+
+
+@dataclass
 class TelemetryConfig:
     """What is measured and where it goes."""
 
     log_every: int = 10  # steps
     wandb: WandbConfig = field(default_factory=WandbConfig)
     tensorboard: bool = False
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
 @dataclass

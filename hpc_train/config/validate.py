@@ -17,6 +17,7 @@ from hpc_train.config.fabric_profile import check_profile
 from hpc_train.config.hang_timeout import parse_hang_timeout
 from hpc_train.config.inputs import check_inputs
 from hpc_train.config.layout import AUTO, DATA_PARALLEL, SCHEDULES, SPLITS, Layout, resolve_layout
+from hpc_train.config.profiled_steps import check_profiled_steps
 from hpc_train.config.recomputation import parse_recomputation
 from hpc_train.config.reproducible import ANY_WORLD_SIZE
 from hpc_train.config.save_every import parse_save_every
@@ -124,6 +125,7 @@ def validate(config: Config, nodes: int, workers_per_node: int) -> Layout:
     _check_tensor_parallel(config, layout)
     _check_pieces(config, layout)
     check_savers(config, layout)
+    check_profiled_steps(config.telemetry.profile, layout.world_size)
     return layout
 
 

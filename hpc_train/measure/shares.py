@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,33 +37,47 @@ def communication_share(step: Callable[[], None], device: torch.device, steps: i
             torch.cuda.synchronize(device)
         elapsed = time.perf_counter() - begin
     events = profiler.events() or []
-    communication, computation = _gpu_intervals(events) if on_gpu else _cpu_intervals(events)
-    return uncovered(communication, computation) * 1e-6 / elapsed
+    found = gpu_intervals(events) if on_gpu else cpu_intervals(events)
+    return uncovered(found.communication, found.computation) * 1e-6 / elapsed
 
 
-def _cpu_intervals(events: Iterable[Any]) -> tuple[list[Interval], list[Interval]]:
-    communication, computation = [], []
+@dataclass(frozen=True)
+class Intervals:
+    """Beginnings and ends, in microseconds: of computing, of collectives, of messages between pipeline stages."""
+
+    computation: list[Interval] = field(default_factory=list)
+    communication: list[Interval] = field(default_factory=list)
+    messages: list[Interval] = field(default_factory=list)
+
+
+def cpu_intervals(events: Iterable[Any]) -> Intervals:
+    """By the names of gloo's operations, aten's operators and compiled regions."""
+    found = Intervals()
     for event in events:
         interval = (event.time_range.start, event.time_range.end)
-        if event.name.startswith("gloo:"):
-            if not event.name.startswith(("gloo:send", "gloo:recv")):
-                communication.append(interval)
+        if event.name.startswith(("gloo:send", "gloo:recv")):
+            found.messages.append(interval)
+        elif event.name.startswith("gloo:"):
+            found.communication.append(interval)
         elif event.name.startswith(("aten::", "Torch-Compiled", "CompiledFx")):
-            computation.append(interval)
-    return communication, computation
+            found.computation.append(interval)
+    return found
 
 
-def _gpu_intervals(events: Iterable[Any]) -> tuple[list[Interval], list[Interval]]:
-    communication, computation = [], []
+def gpu_intervals(events: Iterable[Any]) -> Intervals:
+    """By the names of kernels."""
+    found = Intervals()
     for event in events:
         if event.device_type != torch.autograd.DeviceType.CUDA or event.is_user_annotation:
             continue
         interval = (event.time_range.start, event.time_range.end)
         if "nccl" not in event.name:
-            computation.append(interval)
-        elif "SendRecv" not in event.name:
-            communication.append(interval)
-    return communication, computation
+            found.computation.append(interval)
+        elif "SendRecv" in event.name:
+            found.messages.append(interval)
+        else:
+            found.communication.append(interval)
+    return found
 
 
 def uncovered(intervals: Iterable[Interval], covers: Iterable[Interval]) -> float:

@@ -10,6 +10,7 @@ logs/<node>-NNN.log          the workers' output
 pp_split.json                what each block costs and the layers of each stage (strategy.pp_split=flops|measured)
 attempts/NNN.json            address, port and layout of an attempt; its presence claims the number
 fabric.json                  what the nodes of the newest attempt are made of, and the environment that follows
+profile/                     traces of chosen steps and ranks, and what the steps are made of (telemetry.profile)
 .turns/                      who holds the run, and who changes run.json (see turns.py)
 code/HASH/                   the user's code as it was frozen; the runs of a sweep share one in the sweep's directory
 wandb/
@@ -59,6 +60,10 @@ class RunDirectory:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile"
 
     @property
     def attempts(self) -> Path:

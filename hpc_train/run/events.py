@@ -44,6 +44,7 @@ EVENTS = (
     "pipeline_balance",  # what it came to, in the first steps
     "warning",
     "advice",
+    "profiled",
     "bucket_size_chosen",
 )
 

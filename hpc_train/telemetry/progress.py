@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.files import read_lines
+from hpc_train.run.files import read_json, read_lines
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.telemetry.loss_chart import TRAIN, VALIDATION, loss_chart
 
@@ -131,12 +131,22 @@ def summary(run: RunDirectory, go_on: str | None = None) -> str:
         f"done: {result.get('steps', 0)} steps{speed}; {', '.join(part for part in losses if part)}",
         *([f"\n{chart}", f"{'':>10}{TRAIN} training loss  {VALIDATION} validation loss\n"] if chart else []),
         *([f"time:            {spent_line(spent)}"] if spent.held_s else []),
+        *([f"profile:         {_profiled(run)}"] if (run.profile / "summary.json").exists() else []),
         f"run directory:   {run.path}",
         f"W&B:             {_wandb(run, record)}",
         f"go on training:  {twice_as_long(command, result.get('steps', 0))}",
         "what next:       +strategy=dp,pp,hybrid optim.lr=1e-3,3e-4 -m   sweeps; --cfg job shows every setting",
     ]
     return "\n".join(lines)
+
+
+def _profiled(run: RunDirectory) -> str:
+    """What the profiled steps were made of, over their ranks."""
+    found = read_json(run.profile / "summary.json")
+    ranks = list(found["ranks"].values())
+    shares = {name: sum(rank[name] for rank in ranks) / len(ranks) for name in ranks[0]}
+    told = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+    return f"steps {found['first']} to {found['last']}: {told}; traces in {run.profile}"
 
 
 def twice_as_long(command: str, steps: int) -> str:

@@ -35,6 +35,7 @@ class Meter:
         flops_per_sample: of forward and backward; None where the model does not know.
         peak_flops: FLOP/s of all devices together; None where they are not known.
         interval: what the last ``read`` was about.
+        waited_s: for data, since the start.
     """
 
     flops_per_sample: float | None = None
@@ -47,6 +48,7 @@ class Meter:
     _steps: int = 0
     _samples: int = 0
     _tokens: int = 0
+    waited_s: float = 0.0
     _all_seconds: float = 0.0
     _all_tokens: int = 0
 
@@ -55,7 +57,9 @@ class Meter:
         """Around a wait for data."""
         began = time.perf_counter()
         yield
-        self._waited += time.perf_counter() - began
+        waited = time.perf_counter() - began
+        self._waited += waited
+        self.waited_s += waited
 
     @contextmanager
     def pausing(self) -> Iterator[None]:

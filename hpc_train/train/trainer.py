@@ -27,6 +27,7 @@ from hpc_train.train.evaluation import evaluate
 from hpc_train.train.measures import Measures
 from hpc_train.train.memory_report import report_memory
 from hpc_train.train.meter import Meter
+from hpc_train.train.profiler import Profiler
 from hpc_train.train.report import Report
 from hpc_train.train.save_schedule import SaveSchedule
 from hpc_train.train.step import StepOutcome, TrainStep
@@ -66,6 +67,7 @@ class Trainer:
     length: Length
     meter: Meter
     measures: Measures
+    profiler: Profiler
     report: Report
     schedule: SaveSchedule
     heartbeat: Heartbeat
@@ -108,18 +110,22 @@ class Trainer:
         while batch is not None:
             self.heartbeat.enter(phase, self.step)
             phase = Phase.STEP
+            self.profiler.begin(self.step + 1, self.meter.waited_s)
             agreed = self._control.read()
             self.checkpoints.poll()
             if agreed.stop:
+                self.profiler.end(self.step, self.meter.waited_s, last=True)
                 self._save(final=True)
                 self.report.stopped(self.step, self.meter.read())
                 return Exit.STOPPED
             following = self._next_batch() if self.step + 1 < self.length.total_steps else None
             self._announce(following)
             self._train(StepBatch(batch.micro_batches, agreed.target_count), agreed.save)
+            self.profiler.end(self.step, self.meter.waited_s)
             batch = following if self._divergence is None else self._go_back(self._divergence, following)
         self.heartbeat.enter(Phase.STEP, self.step)
         self._control.read()  # nobody leaves while a message is under way
+        self.profiler.end(self.step, self.meter.waited_s, last=True)
         self._save(final=True)
         whole = self.mesh.rank == 0 and self.config.train.reproducible is not None
         weights = weights_sha256(self.engine) if whole else None

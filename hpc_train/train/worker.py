@@ -15,6 +15,7 @@ import torch.distributed.checkpoint  # noqa: F401  slow to import: the warm pare
 from hpc_train.checkpoint.manager import CheckpointManager, RestoredState
 from hpc_train.config.debug import DEBUG_STEPS
 from hpc_train.config.freeze import load
+from hpc_train.config.profiled_steps import parse_profile
 from hpc_train.config.save_every import parse_save_every
 from hpc_train.config.schema import Config
 from hpc_train.data.build import build_dataset
@@ -46,6 +47,7 @@ from hpc_train.train.out_of_memory import explained
 from hpc_train.train.pipeline_balance import BalanceWatch
 from hpc_train.train.preflight import nccl_log, preflight
 from hpc_train.train.processes import join, leave
+from hpc_train.train.profiler import Profiler
 from hpc_train.train.report import open_report
 from hpc_train.train.save_schedule import PRIOR_PER_GPU_HOUR, SaveSchedule, failure_rate
 from hpc_train.train.step import TrainStep
@@ -136,6 +138,7 @@ def _build(
         else length,
         meter=make_meter(config, mesh, training),
         measures=Measures(config, mesh, first_of_node=spec.local_rank == 0),
+        profiler=Profiler(parse_profile(config.telemetry.profile), run, mesh, events),
         report=report,
         schedule=_save_schedule(config, run, mesh),
         heartbeat=heartbeat,

@@ -1,0 +1,92 @@
+"""``telemetry.profile``: traces of some steps on some ranks, memory snapshots, and what the steps are made of.
+
+Profiled steps are slower than others, in what the host does most of all: the shares say where to look.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from hpc_train.config.profiled_steps import Profiled
+from hpc_train.measure.composition import Composition, composition, summary
+from hpc_train.parallel.mesh import Mesh
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from hpc_train.run.files import write_json
+
+MEMORY_EVENTS = 100_000  # of the allocator, in a snapshot
+
+
+@dataclass(frozen=True)
+class _Begun:
+    profiler: Any  # None on ranks that are not profiled
+    at: float
+    waited_s: float
+
+
+class Profiler:
+    """Profiles the steps that were asked for; all ranks call ``begin`` and ``end`` around each step."""
+
+    def __init__(self, asked: Profiled | None, run: RunDirectory, mesh: Mesh, events: EventLog) -> None:
+        self._asked, self._run, self._mesh, self._events = asked, run, mesh, events
+        self._begun: _Begun | None = None
+
+    def begin(self, step: int, waited_s: float) -> None:
+        """Before ``step``, counted from 1. ``waited_s``: for data, so far."""
+        if self._asked is None or step != self._asked.first or self._begun is not None:
+            return
+        profiler = self._start() if self._asked.has(self._mesh.rank) else None
+        self._begun = _Begun(profiler, time.perf_counter(), waited_s)
+
+    def end(self, step: int, waited_s: float, last: bool = False) -> None:
+        """After ``step``. Collective after the last one that was asked for, and after the ``last`` of the attempt."""
+        if self._asked is None or self._begun is None or not (last or step == self._asked.last):
+            return
+        self._asked = replace(self._asked, last=step)
+        begun, self._begun = self._begun, None
+        own = None if begun.profiler is None else self._stop(begun, waited_s)
+        gathered: list[Composition | None] = [None] * self._mesh.layout.world_size
+        dist.all_gather_object(gathered, own, group=self._mesh.control)
+        if self._mesh.rank == 0:
+            self._tell({rank: found for rank, found in enumerate(gathered) if found is not None}, self._asked)
+
+    def _start(self) -> profile:
+        self._run.profile.mkdir(exist_ok=True)
+        on_gpu = self._mesh.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+            torch.cuda.synchronize(self._mesh.device)
+        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])
+        profiler = profile(activities=activities, profile_memory=True)
+        profiler.start()
+        return profiler
+
+    def _stop(self, begun: _Begun, waited_s: float) -> Composition:
+        assert self._asked is not None
+        device = self._mesh.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        elapsed = time.perf_counter() - begun.at
+        begun.profiler.stop()
+        name = self._run.profile / f"{self._asked.name}-rank-{self._mesh.rank:04d}"
+        begun.profiler.export_chrome_trace(f"{name}.json.gz")
+        if device.type == "cuda":
+            torch.cuda.memory._dump_snapshot(f"{name}-memory.pickle")
+            torch.cuda.memory._record_memory_history(enabled=None)
+        return composition(begun.profiler.events() or [], elapsed, waited_s - begun.waited_s, device)
+
+    def _tell(self, found: dict[int, Composition], asked: Profiled) -> None:
+        steps = max(1, asked.last - asked.first + 1)
+        text = f"profile of the steps {asked.first} to {asked.last}, in {self._run.profile}\n{summary(found, steps)}"
+        print(text)
+        shares = {str(rank): made_of.shares() for rank, made_of in found.items()}
+        self._run.profile.mkdir(exist_ok=True)
+        (self._run.profile / "summary.txt").write_text(f"{text}\n", encoding="utf-8")
+        write_json(self._run.profile / "summary.json", {"first": asked.first, "last": asked.last, "ranks": shares})
+        self._events.write("profiled", step=asked.last, first=asked.first, ranks=shares)
