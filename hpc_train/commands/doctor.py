@@ -1,28 +1,71 @@
-"""``python -m hpc_train doctor``: what this node is made of, and the environment that training would set here."""
+"""``python -m hpc_train doctor [OVERRIDES]``: whether training can run here, what is wrong, and the mend.
+
+Looks at this machine; inside an allocation at all of its nodes; with ``--submit`` at the nodes of a short job with the
+resources of the run that the overrides describe. Exit code 1 where something is an error.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from hpc_train.cluster.fabric.cpu_list import format_cpu_list
-from hpc_train.cluster.fabric.decision import Job
-from hpc_train.cluster.fabric.discovery import discover, print_matrix
-from hpc_train.cluster.fabric.nccl_settings import settings
+from hpc_train.cluster.fabric.decision import Job, decide
+from hpc_train.cluster.fabric.nccl_settings import merged, settings
+from hpc_train.cluster.fabric.profile import site_profile
 from hpc_train.cluster.fabric.recording import FabricReport, gpus_recorded, read_recording, report
-from hpc_train.cluster.fabric.versions import parse_version
+from hpc_train.cluster.fabric.versions import Version, lowest_nccl, parse_version
+from hpc_train.config.schema import Config
+from hpc_train.launch.doctor.finding import ERROR, OK, Finding, worst
+from hpc_train.launch.doctor.node import NodeReport, examine
 from hpc_train.run.exits import Exit
+from hpc_train.run.files import write_json
+
+SHORT = "00:10:00"
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m hpc_train doctor", description=__doc__)
+    options, overrides = _parser().parse_known_args(arguments)
+    nccl = None if options.nccl is None else parse_version(options.nccl)
+    if options.sysfs is not None or options.topo is not None or options.ibstat is not None:
+        return _of_recording(options, nccl)
+    from hpc_train.launch.doctor.job import composed
+
+    asked = composed(overrides)
+    if options.submit:
+        return _submit(asked.config, overrides, options)
+    own = _examine(asked.config)
+    if options.node is not None:
+        write_json(options.node / f"{own.name}.json", own.to_json())
+        return Exit.DONE
+    from hpc_train.launch.doctor.job import check_place
+    from hpc_train.launch.doctor.nodes import examine_all, nodes_of_allocation
+
+    count = nodes_of_allocation()
+    reports, between = examine_all(count, asked.config, overrides) if count > 1 else ([own], [])
+    seen = Seen.of(reports or [own], asked.config, max(count, options.nodes), nccl)
+    findings = [*check_place(asked, submits=count == 0), *between, *seen.environment]
+    _show_live(seen, findings, options.json)
+    told = [*findings, *(finding for node in seen.nodes for finding in node.findings)]
+    return Exit.FAILED if worst(told) == ERROR else Exit.DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m hpc_train doctor", description=__doc__, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--nodes", type=int, default=2, metavar="N", help="of the job to judge for; default: 2")
+    parser.add_argument("--submit", action="store_true", help="on the nodes of a short Slurm job")
+    parser.add_argument("--sbatch", default="", metavar="OPTIONS", help="further options of sbatch for that job")
+    parser.add_argument("--node", type=Path, help=argparse.SUPPRESS)  # a task of it: where the node's report goes
     recorded = parser.add_argument_group("instead of this machine, recordings of another one")
     recorded.add_argument("--sysfs", type=Path, metavar="ROOT", help="a copy of /sys, or of /sys/class/infiniband")
     recorded.add_argument("--topo", type=Path, metavar="FILE", help="what nvidia-smi topo -m printed")
@@ -30,16 +73,12 @@ def main(arguments: list[str]) -> int:
         "--ibstat", type=Path, metavar="FILE", help="what ibstat, ibstatus, ibv_devinfo or ibdev2netdev printed"
     )
     recorded.add_argument("--nccl", metavar="VERSION", help="the version of NCCL there")
-    options = parser.parse_args(arguments)
-    found = settings(os.environ)
-    nccl = None if options.nccl is None else parse_version(options.nccl)
-    if options.sysfs is None and options.topo is None and options.ibstat is None:
-        facts = discover(matrix=print_matrix())
-        gpus = len(facts.gpus)
-    else:
-        facts = read_recording(options.sysfs, options.topo, options.ibstat)
-        gpus = gpus_recorded(facts, options.sysfs)
-    outcome = report(facts, Job(options.nodes, gpus, nccl), found)
+    return parser
+
+
+def _of_recording(options: argparse.Namespace, nccl: Version | None) -> int:
+    facts = read_recording(options.sysfs, options.topo, options.ibstat)
+    outcome = report(facts, Job(options.nodes, gpus_recorded(facts, options.sysfs), nccl), settings(os.environ))
     if options.json:
         print(json.dumps(outcome.to_json(), indent=2))
     else:
@@ -47,21 +86,76 @@ def main(arguments: list[str]) -> int:
     return Exit.DONE
 
 
+def _submit(config: Config, overrides: Sequence[str], options: argparse.Namespace) -> int:
+    """The same command in a job with the run's resources; its output is followed to its end."""
+    from hpc_train.launch.command_job import follow, submit
+    from hpc_train.launch.doctor.job import resources
+
+    words = ["doctor", *(["--json"] if options.json else []), *overrides]
+    extra = [*resources(config, overrides), f"--time={SHORT}", *shlex.split(options.sbatch)]
+    return follow(submit(words, config, Path(config.run.root) / "doctor", extra))
+
+
+def _examine(config: Config) -> NodeReport:
+    from hpc_train.cluster.allocation import current_allocation
+    from hpc_train.cluster.fabric.node import this_node
+
+    return examine(this_node(current_allocation().node_name, None), config)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the nodes say, and what follows for a job on them."""
+
+    nodes: tuple[NodeReport, ...]
+    fabric: FabricReport
+    environment: tuple[Finding, ...]
+
+    @classmethod
+    def of(cls, reports: Sequence[NodeReport], config: Config, nodes: int, nccl: Version | None) -> Seen:
+        from hpc_train.launch.doctor.network import check_environment
+
+        facts = [found.facts for found in reports]
+        gpus = min(len(found.visible or found.gpus) for found in facts)
+        job = Job(nodes, gpus, nccl or lowest_nccl(facts), site_profile(config.cluster.fabric))
+        found, _ = merged({one.name: one.facts.settings for one in reports})
+        decision = decide(facts, job, found)
+        fabric = replace(report(facts[0], job, found), decision=decision)
+        return cls(tuple(reports), fabric, tuple(check_environment(facts[0], decision)))
+
+    def to_json(self) -> dict[str, Any]:
+        return self.fabric.to_json() | {"nodes": {node.name: node.to_json() for node in self.nodes}}
+
+
+def _show_live(seen: Seen, findings: Sequence[Finding], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(seen.to_json() | {"findings": [finding.to_json() for finding in findings]}, indent=2))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    for finding in findings:
+        _line(console, finding)
+    alike = len(seen.nodes) > 1
+    for node in seen.nodes:
+        console.print(f"\n{node.name}:")
+        for finding in node.findings:
+            if finding.level != OK or not alike:
+                _line(console, finding)
+    if seen.fabric.facts.gpus:
+        console.print("")
+        _table(console, seen.fabric)
+
+
+def _line(console: Console, finding: Finding) -> None:
+    console.print(f"{finding.level:<8}{finding.subject}: {finding.text}", markup=False)
+    if finding.mend:
+        console.print(f"        mend: {finding.mend}", markup=False)
+
+
 def _show(outcome: FabricReport) -> None:
     console = Console(highlight=False)
     console.print(f"between nodes: {outcome.decision.fabric}")
-    table = Table("GPU", "near CPUs", "card", "way", "rail", "CPUs of its rank", box=None, pad_edge=False)
-    for gpu, matched, mask in zip(outcome.facts.gpus, outcome.matching, outcome.masks, strict=True):
-        table.add_row(
-            f"{gpu.name} {gpu.model or ''}".strip(),
-            format_cpu_list(gpu.cpus),
-            matched.nic or f"- ({matched.reason})",
-            matched.way or "",
-            "" if matched.rail is None else str(matched.rail),
-            f"- ({mask.reason})" if mask.cpus is None else format_cpu_list(mask.cpus),
-        )
     if outcome.facts.gpus:
-        console.print(table)
+        _table(console, outcome)
     for verdict in outcome.ports:
         rate = "" if verdict.port.rate_gbps is None else f" {verdict.port.rate_gbps:g} Gb/s"
         taken = {True: "used", False: "left out", None: "unknown"}[verdict.usable]
@@ -76,3 +170,17 @@ def _show(outcome: FabricReport) -> None:
         console.print(f"unknown: {note}")
     for warning in outcome.warnings:
         console.print(f"warning: {warning}")
+
+
+def _table(console: Console, outcome: FabricReport) -> None:
+    table = Table("GPU", "near CPUs", "card", "way", "rail", "CPUs of its rank", box=None, pad_edge=False)
+    for gpu, matched, mask in zip(outcome.facts.gpus, outcome.matching, outcome.masks, strict=True):
+        table.add_row(
+            f"{gpu.name} {gpu.model or ''}".strip(),
+            format_cpu_list(gpu.cpus),
+            matched.nic or f"- ({matched.reason})",
+            matched.way or "",
+            "" if matched.rail is None else str(matched.rail),
+            f"- ({mask.reason})" if mask.cpus is None else format_cpu_list(mask.cpus),
+        )
+    console.print(table)

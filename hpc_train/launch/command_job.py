@@ -50,7 +50,7 @@ def submit(words: Sequence[str], config: Config, folder: Path, extra: Sequence[s
     folder.mkdir(parents=True, exist_ok=True)
     log = folder.absolute() / f"{'-'.join(words[:2])}-{secrets.token_hex(3)}.out"
     code = log.with_suffix(".code")
-    command = [*without_inherited(), "sbatch", "--parsable", *_options(config), f"--output={log}", *extra]
+    command = [*without_inherited(), "sbatch", "--parsable", *_options(words[0], config), f"--output={log}", *extra]
     script = _script(words, config, code)
     try:
         done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
@@ -112,10 +112,10 @@ def _code(job: CommandJob) -> int | None:
         return None
 
 
-def _options(config: Config) -> list[str]:
+def _options(command: str, config: Config) -> list[str]:
     cluster = config.cluster
     asked = {
-        "job-name": "hpc_train-checkpoint",
+        "job-name": f"hpc_train-{command}",
         "clusters": cluster.clusters,
         "partition": cluster.partition,
         "account": cluster.account,

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_train.cluster.fabric.wording import who_has_what
+
 # what is told to the other nodes: of communication and threads, and nothing that could be a secret
 _OF_COMMUNICATION = re.compile(r"(NCCL|TORCH_NCCL|TORCH_FR|GLOO|TP|FI|UCX|OMP|GOMP|KMP|MKL)_\w+|CUDA_DEVICE_ORDER")
 
@@ -78,8 +80,8 @@ def merged(nodes: Mapping[str, Sequence[Setting]]) -> tuple[dict[str, Setting], 
     told = []
     for name, by_node in values.items():
         if len(by_node) < len(nodes) or len(set(by_node.values())) > 1:
-            here = [f"{by_node.get(node, 'not set')} on {node}" for node in nodes]
-            told.append(f"{name} is not the same on all nodes: {', '.join(here[:4])}")
+            here = who_has_what({node: by_node.get(node, "not set") for node in nodes})
+            told.append(f"{name} is not the same on all nodes: {here}")
     return found, told
 
 

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from hpc_train.cluster.fabric.facts import NodeFacts
+from hpc_train.cluster.fabric.wording import who_has_what
 from hpc_train.config.errors import ConfigError
 
 Version = tuple[int, ...]
@@ -64,15 +65,11 @@ def _of_wheels() -> Iterator[tuple[str, str]]:
 
 def different_versions(nodes: Sequence[NodeFacts]) -> list[str]:
     """What is not the same on all nodes: a line for each, with the nodes."""
-    values: dict[str, dict[str, list[str]]] = {}
-    for facts in nodes:
-        for name, text in facts.versions:
-            values.setdefault(name, {}).setdefault(text, []).append(facts.node or "?")
+    versions = {facts.node or "?": dict(facts.versions) for facts in nodes}
+    names = sorted({name for own in versions.values() for name in own})
+    found = ((name, {node: own.get(name, "none") for node, own in versions.items()}) for name in names)
     return [
-        f"{name} is not the same on all nodes: "
-        + ", ".join(f"{text} on {', '.join(names[:4])}{' …' if len(names) > 4 else ''}" for text, names in by.items())
-        for name, by in sorted(values.items())
-        if len(by) > 1
+        f"{name} is not the same on all nodes: {who_has_what(by)}" for name, by in found if len(set(by.values())) > 1
     ]
 
 

@@ -1,0 +1,27 @@
+"""One line of the doctor's report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+OK, WARNING, ERROR = "ok", "warning", "error"
+_ORDER = (OK, WARNING, ERROR)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``level`` is ``ok``, ``warning`` or ``error``; the last two have a ``mend``."""
+
+    subject: str
+    level: str
+    text: str
+    mend: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def worst(findings: Iterable[Finding]) -> str:
+    return max((finding.level for finding in findings), key=_ORDER.index, default=OK)

@@ -1,0 +1,101 @@
+"""What the doctor finds, and that each finding that is not ok has its mend."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpc_train.cluster.fabric.facts import Gpu, Nic, NodeFacts, Port
+from hpc_train.cluster.fabric.nccl_settings import Setting
+from hpc_train.launch.doctor.disk import check_skew
+from hpc_train.launch.doctor.finding import ERROR, OK, WARNING, worst
+from hpc_train.launch.doctor.limits import check_shared_memory
+from hpc_train.launch.doctor.network import check_gpus, check_ports
+from hpc_train.launch.doctor.node import NodeReport
+from hpc_train.launch.doctor.nodes import compare
+from hpc_train.launch.doctor.software import check_software
+from tests.doors.command import environment
+
+SMALL_AND_FULL = """
+mount -t tmpfs -o size=16m tmpfs /dev/shm &&
+mount -t tmpfs -o size=64k tmpfs "$ROOT" && head -c 64k /dev/zero > "$ROOT/file"
+exec "$0" -m hpc_train doctor --json cluster=local "run.root=$ROOT/runs"
+"""
+
+
+def report(node: str, skew: float = 0.0, torch: str = "2.13.0", python: str = "/env/python") -> NodeReport:
+    facts = NodeFacts(node=node, versions=(("torch", torch),))
+    return NodeReport(facts, (), (("python", python),), skew)
+
+
+def test_nodes_that_differ_are_named_with_the_mend() -> None:
+    alike = [report("n1"), report("n2", skew=0.03)]
+    assert worst(compare(alike)) == OK
+    others = [*alike, report("n3", torch="2.12.0"), report("n4", skew=2.5), report("n5", python="/usr/bin/python")]
+    found = {finding.subject: finding for finding in compare(others)}
+    assert "2.12.0 on n3" in found["versions"].text
+    assert "/usr/bin/python on n5" in found["nodes"].text
+    assert "n4 are 2.50 s apart" in found["clock"].text
+    assert all(finding.level == ERROR and finding.mend for finding in found.values())
+    late = [report("n1"), report("n2", skew=0.4)]
+    assert [finding.level for finding in compare(late)] == [WARNING]
+    setting = replace(report("n6").facts, settings=(Setting("NCCL_DEBUG", "INFO", "/etc/nccl.conf"),))
+    assert "NCCL_DEBUG" in next(compare([report("n1"), replace(report("n6"), facts=setting)])).text
+
+
+def test_a_report_goes_through_json() -> None:
+    own = replace(report("n1"), findings=(check_skew(0.5),))
+    assert NodeReport.from_json(json.loads(json.dumps(own.to_json()))) == own
+
+
+def test_clocks_and_shared_memory(tmp_path: Path) -> None:
+    assert [check_skew(skew).level for skew in (0.0, -0.05, 0.5, -2.0)] == [OK, OK, WARNING, ERROR]
+    assert "0.50 s behind" in check_skew(0.5).text
+    assert check_shared_memory(1, tmp_path).level == OK
+    missing = check_shared_memory(1, tmp_path / "shm")
+    assert missing.level == ERROR and "No such file" in missing.text and missing.mend
+    assert check_shared_memory(10**9, tmp_path).level == ERROR
+
+
+def test_gpus_ports_and_versions() -> None:
+    port = Port(1, "ACTIVE", "LINKUP", "InfiniBand", 200.0)
+    down = Nic("mlx5_1", "mellanox", "MT4129", ports=(Port(1, "INIT", "LINKUP", "InfiniBand", 10.0),))
+    facts = NodeFacts(
+        gpus=(Gpu(0, model="H100"), Gpu(1, model="H200")),
+        nics=(Nic("mlx5_0", "mellanox", "MT4129", ports=(port,)), down),
+        visible=("0", "1"),
+        versions=(("torch", "2.13.0+cpu"),),
+    )
+    assert "the slowest sets the pace" in next(check_gpus(facts, "auto")).text
+    assert next(check_gpus(NodeFacts(), 8)).level == ERROR
+    assert next(check_gpus(NodeFacts(), "auto")).level == OK
+    told = [finding.text for finding in check_ports(facts)]
+    assert "mlx5_0:1 200 Gb/s InfiniBand: used, active" in told
+    assert any("came up at 200 Gb/s, its card can do 400" in text for text in told)
+    assert any("no subnet manager" in text for text in told)
+    assert "200 Gb/s between nodes, each way" in told
+    assert [finding.level for finding in check_software(facts)] == [OK, ERROR]
+    assert [finding.level for finding in check_software(NodeFacts())] == [OK, ERROR]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="mounting small file systems needs root")
+def test_a_full_disk_and_a_small_shared_memory_are_errors(tmp_path: Path) -> None:
+    command = ["unshare", "--mount", "bash", "-c", SMALL_AND_FULL, sys.executable]
+    done = subprocess.run(
+        command, env=environment(ROOT=str(tmp_path)), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    node = next(iter(found["nodes"].values()))
+    errors = {
+        finding["subject"]: finding for finding in found["findings"] + node["findings"] if finding["level"] == ERROR
+    }
+    assert set(errors) == {"job", "shared memory", "space", "run directory"}
+    assert all(finding["mend"] for finding in errors.values())
+    assert "No space left" in errors["run directory"]["text"]

@@ -1,0 +1,23 @@
+"""``doctor`` on the nodes of a real cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster
+
+
+@pytest.mark.beside
+def test_the_doctor_asks_every_node_of_a_job(cluster: Cluster, tmp_path: Path) -> None:
+    asked = ["+strategy=dp", "cluster=slurm", "cluster.nodes=2", "cluster.cpu_workers=1", "batch.global_size=8"]
+    done = cluster.hpc_train("doctor", "--submit", *asked, cwd=tmp_path)
+    text = done.stdout + done.stderr
+    assert done.returncode in (0, 1), text  # 1: a small /dev/shm of this machine, say
+    assert "nodes agree within 0.1 s" in text and "have not told" not in text
+    assert "partition:" not in text  # it looked from inside the job
+    here = cluster.hpc_train("doctor", *asked, "cluster.partition=none", cwd=tmp_path)
+    assert here.returncode == 1
+    assert "the controller answers" in here.stdout and "accounting: answers" in here.stdout
+    assert "there is no partition 'none'" in here.stdout
