@@ -120,7 +120,7 @@ def _activations(config: Config, layout: Layout, pp_rank: int, narrow: int) -> f
 
 
 def _tokens(config: Config) -> int:
-    """Of one sample."""
+    """Of one sample; 1024 where custom data does not say."""
     model = config.model
     if isinstance(model, ViTConfig):
         return 1 + (model.image_size // model.patch_size) ** 2

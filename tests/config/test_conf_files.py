@@ -11,8 +11,10 @@ import yaml
 from hpc_train.config.compose import config_directory
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.layout import resolve_layout
+from hpc_train.config.memory import estimate
 from hpc_train.config.schema import Config
-from hpc_train.config.validate import ALLOWED, RANGES, WORDS, check_values
+from hpc_train.config.validate import ALLOWED, RANGES, WORDS, check_values, validate
+from tests.benchmarks.savers import ROWS
 from tests.config.composing import config_of
 
 CONF = config_directory()
@@ -32,7 +34,7 @@ def needed(file: Path) -> list[str]:
     group, name = file.parts
     if group == "model" and name.startswith("vit"):
         return ["data=synthetic", "data.task=images", "data.image_size=112"]
-    if group == "experiment" and "hybrid" not in name:
+    if group == "experiment" and "hybrid" not in name and not name.startswith("gpt"):
         return ["data.path=/data"]
     return NEEDED.get(str(file), [])
 
@@ -95,6 +97,10 @@ def test_the_experiments_are_the_cases_they_are_named_for() -> None:
     }
     llama = config_of("experiment=llama7b_4xa100", "data.path=/data")
     assert (llama.strategy.data_parallel, llama.train.activation_checkpointing) == ("zero3", "full")
+    for switched in ROWS.values():
+        config = config_of("experiment=gpt1b_h200", *switched)
+        memory = estimate(config, validate(config, 1, 1))
+        assert memory is not None and memory.total < 0.9 * 141e9
     hybrid = resolve_layout(config_of("experiment=hybrid_8gpu"), 1, 8)
     assert (hybrid.pp, hybrid.dp) == (4, 2)
 

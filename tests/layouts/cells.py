@@ -6,7 +6,7 @@ schedule, number of micro-batches and model, and ``config.validate`` says which 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,6 +108,38 @@ def cells(world_size: int, pipelines: bool) -> tuple[list[Cell], list[Refused]]:
                     allowed.append(cell)
                 except ConfigError as error:
                     refused.append(Refused(cell, error.what))
+    return allowed, refused
+
+
+SAVERS: dict[str, dict[str, dict[str, Any]]] = {
+    "full": {"train": {"activation_checkpointing": "full"}},
+    "selective:3": {"train": {"activation_checkpointing": "selective:3"}},
+    "ops": {"train": {"activation_checkpointing": "ops"}},
+    "loss_chunks": {"train": {"loss_chunks": 3}},
+    "offload": {"strategy": {"offload": "all"}},
+    "several": {"train": {"activation_checkpointing": "selective", "loss_chunks": 2}},
+    "all at once": {"train": {"activation_checkpointing": "ops", "loss_chunks": 2}, "strategy": {"offload": "all"}},
+}
+
+
+def saver_cells(world_size: int, savers: Collection[str]) -> tuple[list[Cell], list[Refused]]:
+    """Each of ``savers`` under every strategy of ``world_size`` ranks that is allowed without it."""
+    allowed: list[Cell] = []
+    refused: list[Refused] = []
+    for strategy in _strategies(world_size):
+        batch = _batches(strategy)[-1]
+        try:
+            Cell(world_size, "gpt-tied", strategy=strategy, batch=batch).layout()
+        except ConfigError:
+            continue
+        for saver in (SAVERS[name] for name in savers):
+            split = strategy | saver.get("strategy", {})
+            cell = Cell(world_size, "gpt-tied", strategy=split, batch=batch, train=saver.get("train", {}))
+            try:
+                cell.layout()
+                allowed.append(cell)
+            except ConfigError as error:
+                refused.append(Refused(cell, error.what))
     return allowed, refused
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -50,6 +52,8 @@ def test_half_precision_stays_near_single_precision(precision: str, scale: float
     chosen = [Cell(2, "gpt-tied", precision, split, batch) for split in SPLITS] + [
         Cell(2, "vit", precision, split, batch) for split in SPLITS[::5]
     ]
+    savers = {"activation_checkpointing": "ops", "loss_chunks": 2}
+    chosen += [Cell(2, "gpt-tied", precision, split, batch, savers) for split in SPLITS[::4]]
     near = {model: train_plainly(Cell(1, model, "fp32")) for model in ("gpt-tied", "vit")}
     for ranks in run_ranks(2, losses_and_norms, chosen, scale):
         for cell, (loss, norm) in zip(chosen, ranks, strict=True):
@@ -182,21 +186,30 @@ def test_ddp_says_how_to_train_a_model_with_unused_parameters() -> None:
     assert all("strategy.static_graph=true" in answer for answer in run_ranks(2, forgotten_parameter))
 
 
-def compiled(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[float, float, list[str]]]:
+def compiled(rank: int, world_size: int, cells: list[Cell], cache: str) -> list[tuple[float, float, list[str], int]]:
+    """Losses, norms, names, and the graphs that this rank compiled because the cache had none."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    from torch._dynamo.utils import counters
+
     found = []
     for cell in cells:
         mesh = join(cell, rank)
         engine = build_engine(cell.config(), mesh)
         loss = engine.reduce(engine.train_step(0, local_batch(cell, mesh.layout, mesh.dp_rank, 0))).loss
-        found.append((loss, engine.clip_grad_norm_(0.0).item(), list(engine.named_parameters())))
+        misses = counters["inductor"]["fxgraph_cache_miss"]
+        found.append((loss, engine.clip_grad_norm_(0.0).item(), list(engine.named_parameters()), misses))
+        counters.clear()
     return found
 
 
-def test_compiled_layers_keep_names_and_gradients() -> None:
-    train = {"compile": True, "activation_checkpointing": "selective"}
+def test_compiled_layers_keep_names_and_gradients_and_are_compiled_by_one_rank(tmp_path: Path) -> None:
+    train = {"compile": True, "activation_checkpointing": "ops"}
     chosen = [Cell(2, "gpt", "fp32", {"dp": 2, "data_parallel": "zero2"}, train=train)]
     expected = train_plainly(Cell(1, "gpt", "fp32"))
-    for loss, norm, names in run_ranks(2, compiled, chosen, timeout=250)[0]:
+    ranks = run_ranks(2, compiled, chosen, str(tmp_path), timeout=250)
+    # all layers are one graph, with a forward and a backward
+    assert sum(cell[3] for rank in ranks for cell in rank) == 2
+    for loss, norm, names, _ in ranks[0]:
         assert loss == pytest.approx(expected.losses[0], rel=1e-5)
         assert norm == pytest.approx(expected.norms[0], rel=1e-4)
         assert set(names) == set(expected.parameters)

@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from hpc_train.config.layout import DATA_PARALLEL, STAGES_PER_RANK
-from tests.layouts.cells import MODELS, Cell, cells
+from hpc_train.config.layout import DATA_PARALLEL
+from tests.checkpoint.progress import LONG
+from tests.layouts.cells import MODELS, SAVERS, Cell, cells, saver_cells
 from tests.layouts.oracle import check_cells
-
-STAGES = STAGES_PER_RANK.items()
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -38,14 +37,14 @@ def test_activation_checkpointing_changes_no_gradient(mode: str, record: Callabl
     record(check_cells(chosen), [])
 
 
-def test_a_loss_in_chunks_changes_no_gradient(record: Callable[..., None]) -> None:
-    train, batch = {"loss_chunks": 3}, {"micro_batches": 2}  # of 8 tokens, or of 4 under tensor parallelism
-    splits = [{"dp": 2, "data_parallel": kind} for kind in DATA_PARALLEL]
-    splits += [{"tp": 2}, *({"pp": 2, "schedule": name, "stages_per_rank": least} for name, (least, _) in STAGES)]
-    chosen = [
-        Cell(2, "gpt-tied", strategy=split, batch={} if "pp" in split else batch, train=train) for split in splits
-    ]
-    record(check_cells(chosen), [])
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world_size", [1, 2, 4] if LONG else [2])
+def test_what_saves_memory_changes_no_gradient(world_size: int, record: Callable[..., None]) -> None:
+    """Under every strategy; the short form in combinations, on two ranks."""
+    savers = SAVERS if LONG else ("several", "all at once")
+    allowed, refused = saver_cells(world_size, savers)
+    record(check_cells(allowed, timeout=840 if LONG else 280), refused)
+    assert allowed and all(entry.cell.strategy.get("offload") or "taken once" in entry.reason for entry in refused)
 
 
 def test_a_module_without_parts_trains_under_every_data_parallelism(record: Callable[..., None]) -> None:
