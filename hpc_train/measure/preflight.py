@@ -22,6 +22,7 @@ from hpc_train.measure.preflight_checks import Bandwidths, ClockOffset, RankFact
 from hpc_train.parallel.mesh import Mesh
 
 FIRST_BYTES, GROWTH = 256 << 10, 16  # of the all-reduces, as far as the time of a stage allows
+COPIES = 8  # of a message that have to fit into the memory of a GPU
 EXCHANGES = 3  # of a pair in a round; the fastest counts
 LEAST_EXCHANGE = 1 << 20  # bytes: more than what a link buffers
 
@@ -71,6 +72,14 @@ class Crew:
         gathered: list[Any] = [None] * self.mesh.layout.world_size
         dist.all_gather_object(gathered, value, group=self.mesh.control)
         return gathered
+
+
+def fitting(wanted: Effort, crew: Crew) -> Effort:
+    """With messages that all GPUs have room for: a measurement holds a few copies of one. Collective."""
+    if crew.mesh.device.type != "cuda":
+        return wanted
+    free, _ = torch.cuda.mem_get_info(crew.mesh.device)
+    return replace(wanted, bytes=min(wanted.bytes, int(-crew.world.largest(-float(free))) // COPIES))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from hpc_train.config.freeze import config_hash
 from hpc_train.config.schema import Config
 from hpc_train.measure.expected import Expected, ExpectedBandwidths, expected_bandwidths, read_fabric
 from hpc_train.measure.paired_test import PairRate, SlowNode, slow_nodes
-from hpc_train.measure.preflight import Crew, Measured, effort, measure_all, paired_test
+from hpc_train.measure.preflight import Crew, Measured, effort, fitting, measure_all, paired_test
 from hpc_train.measure.preflight_checks import (
     ERROR,
     Finding,
@@ -75,10 +75,10 @@ def preflight(
         return
     allocation = current_allocation()
     crew = _crew(spec, mesh, allocation.node_name)
-    if _once(crew, mesh.rank == 0 and _seen(run, allocation.launch_id, crew.nodes)):
+    if _once(crew, mesh.rank == 0 and seen(run, allocation.launch_id, crew.nodes)):
         return
     began = time.monotonic()
-    wanted, facts = effort(mode, mesh.device.type == "cuda"), read_fabric(run)
+    wanted, facts = fitting(effort(mode, mesh.device.type == "cuda"), crew), read_fabric(run)
     expected = expected_bandwidths(facts, spec.gpus_per_node)
     own = rank_facts(mesh.rank, allocation.node_name, config_hash(run), mesh.device)
     found = measure_all(crew, own, wanted, lambda: logged_transport(log), clock)
@@ -91,7 +91,7 @@ def preflight(
         head = {"launch": allocation.launch_id, "mode": mode, "seconds": round(time.monotonic() - began, 3)}
         _tell(events, head, findings, found, slow, _numbers(found, pairs, expected))
     if stop:
-        _stop([finding for finding in findings if finding.level == ERROR])
+        stop_for(findings)
 
 
 def _crew(spec: WorkerSpec, mesh: Mesh, node: str) -> Crew:
@@ -107,7 +107,7 @@ def _once(crew: Crew, value: Any) -> Any:
     return said[0]
 
 
-def _seen(run: RunDirectory, launch: str, nodes: Sequence[str]) -> bool:
+def seen(run: RunDirectory, launch: str, nodes: Sequence[str]) -> bool:
     """Whether an earlier attempt of this start of the job has looked at all of ``nodes``."""
     lines = (line for path in run.events.glob("rank-0000-*.jsonl") for line in read_lines(path))
     looks = [line for line in lines if line["event"] == "preflight" and line["launch"] == launch]
@@ -158,7 +158,8 @@ def _tell(
     for one in slow:
         command = drain(one.node, f"slow with {' and '.join(one.partners)}")
         events.write(
-            "slow_node", node=one.node, rate=one.rate, usual=one.usual, partners=one.partners, drain=command
+            "slow_node", node=one.node, message=one.words, rate=one.rate, usual=one.usual,
+            partners=one.partners, drain=command,
         )  # fmt: skip
 
 
@@ -185,7 +186,9 @@ def _numbers(found: Measured, pairs: Sequence[PairRate], expected: ExpectedBandw
     }
 
 
-def _stop(errors: Sequence[Finding]) -> None:
+def stop_for(findings: Sequence[Finding]) -> None:
+    """Raises for errors, as ``preflight`` says; warnings stop nothing."""
+    errors = [finding for finding in findings if finding.level == ERROR]
     if not errors:
         return
     message = "the preflight has found what training would suffer from:\n" + "\n".join(map(str, errors))

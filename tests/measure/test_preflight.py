@@ -6,12 +6,14 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from hpc_train.cluster.features import parse_features
+from hpc_train.config.errors import ConfigError
 from hpc_train.config.layout import Layout
 from hpc_train.measure.expected import Expected, ExpectedBandwidths
 from hpc_train.measure.nccl_log import Transport
@@ -33,6 +35,10 @@ from hpc_train.measure.preflight_checks import (
     check_versions,
 )
 from hpc_train.parallel.mesh import join_mesh
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from hpc_train.run.exits import RESPONSES, Action, UnfitNode, classify
+from hpc_train.train.preflight import seen, stop_for
 from tests.ranks import run_ranks
 
 LITTLE = Effort(gemm_s=0.01, gemm_size=64, stage_s=0.05, bytes=1 << 20, limit_s=60)
@@ -208,3 +214,23 @@ def left_out(rank: int, world_size: int) -> tuple[object, object]:
     own = RankFacts(rank, f"n{rank}", "abc", {}, "cpu", None, 0.0)
     found = measure_all(Crew(mesh, ("n0", "n1"), 1), own, replace(LITTLE, limit_s=0.0), lambda: None, time.time)
     return found.left_out, found.bandwidths
+
+
+def test_nodes_are_looked_at_once_per_start_of_a_job(tmp_path: Path) -> None:
+    """Not after a restart in place or with fewer of them; again with another node, and in the next start."""
+    run = RunDirectory(tmp_path)
+    run.create()
+    EventLog.open(run, "rank-0000", 0, 0).write("preflight", launch="7.0.0", nodes=["n1", "n2", "n3"])
+    assert seen(run, "7.0.0", ["n1", "n2", "n3"]) and seen(run, "7.0.0", ["n3", "n1"])
+    assert not seen(run, "7.0.0", ["n1", "n2", "n4"])
+    assert not seen(run, "7.0.1", ["n1", "n2", "n3"])
+
+
+def test_what_stops_a_job() -> None:
+    error, warning = Finding("error", "the clocks differ", "mend it"), Finding("warning", "mixed", "choose")
+    stop_for([warning])
+    with pytest.raises(ConfigError, match="the clocks differ: mend it"):
+        stop_for([warning, error])
+    with pytest.raises(UnfitNode, match="n2 is slow"):
+        stop_for([error, Finding("error", "n2 is slow", "without it", "n2")])
+    assert RESPONSES[classify(UnfitNode("n2"))].action is Action.REPLACE
