@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpc_train.cluster.gpus import visible_gpus
+from hpc_train.cluster.hostlist import expand
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import ClusterConfig
 
@@ -22,6 +23,7 @@ class Allocation:
         job_id: of the scheduler; None without one.
         launch_id: the same for all nodes of one start of a job, different at the next start.
         address: where the other nodes reach this one; loopback where there is only one.
+        node_names: of all nodes, in the order of their numbers.
     """
 
     nodes: int
@@ -30,6 +32,7 @@ class Allocation:
     job_id: str | None
     launch_id: str
     address: str
+    node_names: tuple[str, ...] = ()
 
 
 def current_allocation(environment: Mapping[str, str] = os.environ) -> Allocation:
@@ -48,13 +51,14 @@ def current_allocation(environment: Mapping[str, str] = os.environ) -> Allocatio
         job_id=job_id,
         launch_id=".".join(parts),
         address=LOOPBACK if nodes == 1 else name,
+        node_names=tuple(expand(environment.get("SLURM_STEP_NODELIST", name))),
     )
 
 
 def _one_node(environment: Mapping[str, str]) -> Allocation:
     name = socket.gethostname()
     job_id = environment.get("SLURM_JOB_ID") or environment.get("SUBMITIT_LOCAL_JOB_ID")
-    return Allocation(1, 0, name, job_id, f"{name}.{os.getpid()}", LOOPBACK)
+    return Allocation(1, 0, name, job_id, f"{name}.{os.getpid()}", LOOPBACK, (name,))
 
 
 def workers_per_node(cluster: ClusterConfig, visible: int | None = None) -> tuple[int, int]:

@@ -38,7 +38,7 @@ from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.hub import Hub
 from hpc_train.elastic.link import HubLost, Link, wait_for_hub
 from hpc_train.elastic.logs import WorkerLog
-from hpc_train.elastic.nodes import Node, NodeFailures
+from hpc_train.elastic.nodes import TOO_OFTEN, Node, NodeFailures
 from hpc_train.elastic.orphans import after_the_hub
 from hpc_train.elastic.rendezvous import HubAddress, Meeting, bind
 from hpc_train.elastic.stop_requests import StopRequests, watch_signals
@@ -134,9 +134,12 @@ def _run(
             attempts = Attempts(run, config, allocation, end, stores, Fabric(run, config, own))
             hub, address = _start_hub(run, config, allocation, attempts)
         else:
-            found = wait_for_hub(
-                run, allocation.launch_id, lambda: stop.requested or _told(end), config.elastic.join_timeout_s
-            )
+            try:
+                found = wait_for_hub(
+                    run, allocation.launch_id, lambda: stop.requested or _told(end), config.elastic.join_timeout_s
+                )
+            except HubLost as lost:
+                return after_the_hub(run, config, allocation, end, lost, TOO_OFTEN)
             if found is None:
                 return Exit.STOPPED
             address = found
@@ -196,6 +199,8 @@ def _start_hub(run: RunDirectory, config: Config, allocation: Allocation, attemp
         node_failures=NodeFailures(run, elastic.exclude_hours * 3600),
         join_until=time.monotonic() + elastic.join_timeout_s,
         refusal=lambda: over_budget(run, config),
+        names=allocation.node_names,
+        elsewhere=attempts.end is not None,
     )
     hub = Hub(coordinator, listener, address.token, elastic.heartbeat_s, attempts.begin, attempts.leave)
     hub.start()
@@ -288,6 +293,8 @@ class Agent:
             if self.stores is None or not self.stores.went_with_warm_parent:  # else the workers did, and tell it
                 self._check_store(link, meeting.attempt)
             if link.is_to_end(meeting.attempt):
+                if link.hung:
+                    self.watch.keep_stacks()
                 raise EndedByHub
 
         specs = self._specs(meeting)

@@ -98,6 +98,9 @@ class Attempts:
         )  # fmt: skip
         if start.before:
             self._tell_change(start, events)
+        elif self.end is not None and self.end.unasked():
+            reason = "somebody (scontrol requeue), or Slurm itself: a preemption, nodes that were lost"
+            events.write("requeued_unasked", reason=reason)
         names = [f"{node.name} ({node.switch})" for node in start.nodes if node.switch is not None]
         if len(names) == len(start.nodes) > 1:
             print("ranks by node:", *mapping(meeting.layout, names, meeting.workers_per_node), sep="\n  ", flush=True)

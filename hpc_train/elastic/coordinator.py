@@ -17,12 +17,13 @@ from hpc_train.elastic.budget import OVER_BUDGET
 from hpc_train.elastic.culprit import settle
 from hpc_train.elastic.decision import Decision, Ended, History, decide
 from hpc_train.elastic.failures import WorkerFailure, is_echo
-from hpc_train.elastic.nodes import Node, NodeFailures, in_order_of_rank
+from hpc_train.elastic.nodes import TOO_OFTEN, Node, NodeFailures, in_order_of_rank
 from hpc_train.run.exits import Action, Exit, Failure
 
 ECHO_S = 2.0  # from the echo of a failure until the attempt is ended: time for the true cause to arrive
 SETTLE_S = 1.0  # from the loss of a node until it is decided: others may go down with it
 UNANSWERED_S = 60.0  # an agent that cannot end its workers is as good as lost
+FRUITLESS = 2  # attempts in a row on a node that fails at every start, until the job is to run elsewhere
 NODE_MAY_BE_TO_BLAME = (Failure.NODE_LOST, Failure.KILLED, Failure.EXITED, Failure.HANG)
 
 
@@ -56,7 +57,9 @@ class Start:
 
 @dataclass(frozen=True)
 class End:
-    """The attempt cannot go on: its workers are to be killed."""
+    """The attempt cannot go on: its workers are to be killed. ``hang``: what they are at is to be kept first."""
+
+    hang: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ class Coordinator:
     node_failures: NodeFailures
     join_until: float
     refusal: Callable[[], str | None] = lambda: None  # why the run is not to be restarted, whatever failed
+    names: Sequence[str] = ()  # of all nodes, by their number
+    elsewhere: bool = False  # whether a requeue may bring other nodes
     stop: str | None = None  # the signal that asked the run to stop
     present: dict[int, Node] = field(default_factory=dict, init=False)
     _verdict: Decision | None = field(default=None, init=False)  # on the whole job, by a single node
@@ -88,6 +93,7 @@ class Coordinator:
     _working: set[int] = field(default_factory=set, init=False)  # those of the team that have not reported its end
     _reports: list[Report] = field(default_factory=list, init=False)
     _causes: list[Cause] = field(default_factory=list, init=False)
+    _has_stepped: bool = field(default=False, init=False)  # whether an attempt has got further than those before
     _told_at: float | None = field(default=None, init=False)  # when the order to end was given
 
     def joined(self, node: Node) -> None:
@@ -130,7 +136,7 @@ class Coordinator:
             return self._gather(now)
         if self._told_at is None and self._is_lost(now):
             self._told_at = now
-            return End()
+            return End(any(cause.failure.failure is Failure.HANG for cause in self._causes))
         if self._told_at is not None and now - self._told_at > UNANSWERED_S:
             for number in tuple(self._working):
                 self.left(number, "its agent cannot end its workers", now)
@@ -154,12 +160,25 @@ class Coordinator:
             return Leave(self._stopped(), stop=self.stop)
         if len(self.present) < self.expected and now < self.join_until:
             return None
+        absent = [number for number in range(self.expected) if number not in self.present]
+        cause = self._note_absent(absent, now) if absent else None
         try:
             start = self._choose()
         except ConfigError as error:
             return Leave(Decision(Action.REFUSE, str(error)))
-        missing = f"the agents of {self.expected - len(self.present)} of {self.expected} nodes have not joined"
-        return self._begin(start) if start is not None else Leave(Decision(Action.REQUEUE, missing))
+        if start is not None:
+            return self._begin(replace(start, cause=cause))
+        return Leave(Decision(Action.REQUEUE, cause.failure.message if cause else ""), cause)
+
+    def _note_absent(self, numbers: Sequence[int], now: float) -> Cause:
+        """Nodes whose agents have not come are avoided from now on, unless it is most of them: then it is not they."""
+        names = [self.names[number] if self.names else f"node {number}" for number in numbers]
+        if 2 * len(numbers) <= self.expected:
+            for name in names:
+                self.node_failures.note(name, Failure.NODE_LOST, TOO_OFTEN)
+        message = f"no agent came from {', '.join(names)} in time (elastic.join_timeout_s)"
+        rank = numbers[0] * max((node.workers for node in self.present.values()), default=0)
+        return Cause(WorkerFailure(rank, Failure.NODE_LOST, message, message, 0.0), names[0], now)
 
     def _conclude(self) -> Order:
         cause = root(self._causes)
@@ -167,7 +186,8 @@ class Coordinator:
         exit_code = Exit.FAILED if cause else Exit.STOPPED if stopped else Exit.DONE
         step = max((report.step for report in self._reports), default=0)
         ended = Ended(exit_code, cause.failure.failure if cause else None, step, self.stop)
-        decision, self.history = decide(self.history, ended), self.history.after(step)
+        decision, before, self.history = decide(self.history, ended), self.history, self.history.after(step)
+        self._has_stepped |= self.history.furthest > before.furthest
         if cause is not None and cause.failure.failure in NODE_MAY_BE_TO_BLAME:
             self.node_failures.note(cause.node, cause.failure.failure)
         if decision.action is Action.STOP:
@@ -176,7 +196,7 @@ class Coordinator:
             return Leave(decision, cause, self.stop)
         if (refusal := self.refusal()) is not None:
             return Leave(Decision(Action.GIVE_UP, refusal), cause, self.stop)
-        unfit = cause is not None and cause.failure.failure is Failure.UNFIT_NODE
+        unfit = (cause is not None and cause.failure.failure is Failure.UNFIT_NODE) or self._fails_at_every_start(cause)
         try:
             start = self._choose(only_sound=unfit)
         except ConfigError as error:
@@ -198,6 +218,12 @@ class Coordinator:
         self._working = {node.number for node in start.nodes}
         self._reports, self._causes, self._told_at = [], [], None
         return start
+
+    def _fails_at_every_start(self, cause: Cause | None) -> bool:
+        """Whether a requeue is to bring another node. What fails after some steps fails the same way elsewhere."""
+        if not self.elsewhere or cause is None or self._has_stepped or self.history.fruitless < FRUITLESS:
+            return False
+        return cause.node in self.node_failures.too_often()
 
     def _choose(self, only_sound: bool = False) -> Start | None:
         """The nodes of the next attempt: as many as the run asks for, fewer where it is elastic and they are not there.

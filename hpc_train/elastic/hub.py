@@ -157,7 +157,7 @@ class Hub:
             self._attempt = message["attempt"]
             self._tell_all({"kind": "start", "meeting": message})
         elif isinstance(order, End):
-            self._tell_all({"kind": "end", "attempt": self._attempt})
+            self._tell_all({"kind": "end", "attempt": self._attempt, "hang": order.hang})
         else:
             self._tell_all({"kind": "leave", "action": order.decision.action, "code": self._leave(order)})
             self._over = True

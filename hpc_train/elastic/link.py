@@ -38,6 +38,7 @@ class Link:
         self._ended = -1  # the last attempt that is to end
         self._stop_told = False
         self.lost = False
+        self.hung = False  # why the last attempt is to end
         threading.Thread(target=self._serve, name="link", daemon=True).start()
 
     @classmethod
@@ -122,6 +123,7 @@ class Link:
 
     def _take(self, message: Message) -> None:
         if message["kind"] == "end":
+            self.hung = message["hang"]
             self._ended = message["attempt"]
         elif message["kind"] in ("start", "leave"):
             self._orders.put(message)
@@ -131,13 +133,13 @@ def wait_for_hub(run: RunDirectory, launch_id: str, give_up: Callable[[], bool],
     """Where the hub of a launch is; None when ``give_up`` says so first.
 
     Raises:
-        TimeoutError: nothing was published in ``timeout`` seconds.
+        HubLost: nothing was published in ``timeout`` seconds.
     """
     until = time.monotonic() + timeout
     while (found := HubAddress.find(run, launch_id)) is None:
         if give_up():
             return None
         if time.monotonic() > until:
-            raise TimeoutError(f"the agent of node 0 has not said where to meet in {timeout:.0f} s")
+            raise HubLost(f"the agent of node 0 has not said where to meet in {timeout:.0f} s")
         time.sleep(AGAIN_S)
     return found

@@ -69,12 +69,15 @@ class NodeFailures:
     def _path(self) -> Path:
         return self.run.attempts / "node-failures.jsonl"
 
-    def note(self, node: str, failure: str) -> None:
-        append_line(self._path, {"time": time.time(), "node": node, "class": failure})
+    def note(self, node: str, failure: str, times: int = 1) -> None:
+        """``times``: as how many failures it counts."""
+        append_line(self._path, {"time": time.time(), "node": node, "class": failure, "times": times})
 
     def too_often(self) -> frozenset[str]:
         """The names of nodes that have failed ``TOO_OFTEN`` times lately."""
-        counts = Counter(line["node"] for line in self.lately())
+        counts: Counter[str] = Counter()
+        for line in self.lately():
+            counts[line["node"]] += line.get("times", 1)
         return frozenset(name for name, count in counts.items() if count >= TOO_OFTEN)
 
     def lately(self) -> list[dict[str, Any]]:

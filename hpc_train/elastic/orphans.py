@@ -7,6 +7,7 @@ limit: its batch script died with its host.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from typing import Any
 from hpc_train.cluster.allocation import Allocation
 from hpc_train.config.schema import Config
 from hpc_train.elastic.link import HubLost
+from hpc_train.elastic.nodes import NodeFailures
 from hpc_train.elastic.requeue import request
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -24,20 +26,30 @@ from hpc_train.run.job_end import JobEnd
 
 TIMEOUT_S = 30.0  # of one command
 AGAIN_S = 5.0
+REFUSALS = 3
 PATIENCE_S = 600.0  # for a Slurm controller that is away
 
 
-def after_the_hub(run: RunDirectory, config: Config, allocation: Allocation, end: JobEnd | None, lost: HubLost) -> Exit:
-    """Called by every agent that is left, with no worker alive; returns its exit code."""
+def after_the_hub(
+    run: RunDirectory, config: Config, allocation: Allocation, end: JobEnd | None, lost: HubLost, times: int = 1
+) -> Exit:
+    """Called by every agent that is left, with no worker alive; returns its exit code.
+
+    Args:
+        times: as how many failures of the batch host this counts.
+    """
     print(f"{lost}: the job is to run again", file=sys.stderr)
     if end is None or not end.claim_succession():
         return Exit.STOPPED
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # for Slurm's commands: with the requeue Slurm ends this job's tasks
     events = EventLog.open(run, f"agent-{allocation.node_name}", max(0, run.newest_attempt()))
-    details: dict[str, Any] = {"class": Failure.NODE_LOST, "message": str(lost), "rank": None}
+    host = allocation.node_names[0]
+    details: dict[str, Any] = {"class": Failure.NODE_LOST, "message": str(lost), "rank": None, "node": host}
     events.write("node_lost", **details)
+    NodeFailures(run, config.elastic.exclude_hours * 3600).note(host, Failure.NODE_LOST, times)
     code = request(end, config, events, "the batch host is lost")
     end.tell(code)
-    _ask_slurm(["scontrol", "requeue", "incomplete", _job()] if code is Exit.STOPPED else ["scancel", _job()])
+    _ask_slurm(_end_of_job(code, config))
     if code is Exit.STOPPED and end.exclude_file.exists():
         _call(["scontrol", "update", f"JobId={_job()}", f"ExcNodeList={end.exclude_file.read_text()}"])
     return code
@@ -49,15 +61,28 @@ def _job(environment: Mapping[str, str] = os.environ) -> str:
     return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}" if array else environment["SLURM_JOB_ID"]
 
 
+def _end_of_job(code: Exit, config: Config) -> list[str]:
+    """What ends the job, which is empty from now on."""
+    if code is not Exit.STOPPED:
+        return ["scancel", _job()]
+    if config.launch.chain > 1:  # the next job goes on: not where this one was cancelled, but where its time is up
+        return ["scontrol", "update", f"JobId={_job()}", "TimeLimit=1"]
+    return ["scontrol", "requeue", "incomplete", _job()]
+
+
 def _ask_slurm(command: list[str]) -> None:
-    """Until Slurm has taken it. Not where the job is being cancelled, is held, or is requeued by Slurm itself."""
-    until = time.monotonic() + PATIENCE_S
+    """Until Slurm has taken it. Not where the job is being cancelled, is held, or is requeued by Slurm itself.
+
+    What Slurm refuses again and again it is not asked for any longer: the job ends.
+    """
+    until, refused = time.monotonic() + PATIENCE_S, 0
     while time.monotonic() < until:
         state = _call(["squeue", "--noheader", f"--jobs={os.environ['SLURM_JOB_ID']}", "--format=%T %Q"])
         if state is not None and (not state.startswith("RUNNING") or state.endswith(" 0")):
             return
-        if state is not None and _call(command) is not None:
+        if state is not None and _call(command if refused < REFUSALS else ["scancel", _job()]) is not None:
             return
+        refused += state is not None
         time.sleep(AGAIN_S)
     print(f"Slurm does not answer; somebody has to call: {' '.join(command)}", file=sys.stderr)
 

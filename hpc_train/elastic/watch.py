@@ -36,6 +36,7 @@ class Watch:
     _events: EventLog | None = field(default=None, init=False)
     _next_request: float = field(default=0.0, init=False)
     _answered: int = field(default=0, init=False)
+    _workers: Workers | None = field(default=None, init=False)
 
     @classmethod
     def of(cls, run: RunDirectory, node: str, config: Config) -> Watch:
@@ -53,18 +54,24 @@ class Watch:
 
     def look(self, workers: Workers) -> None:
         """Called a few times per second while workers run; a hang becomes a failure among those of ``workers``."""
-        now = time.monotonic()
+        now, self._workers = time.monotonic(), workers
         if not workers.failures:
             beats = {worker.rank: worker.block.beat() for worker in workers.alive}
             hang = self.hangs.look(beats, now)
             if hang is not None:
-                workers.fail(self._tell_hang(hang, collect(workers, self.node)))
+                if found := collect(workers, self.node):  # else they have ended meanwhile, and tell why themselves
+                    workers.fail(self._tell_hang(hang, found))
                 return
             for straggler in self.stragglers.look(workers.alive, now):
                 self._event("straggler", rank=straggler.rank, **straggler.details())
         if now >= self._next_request:
             self._next_request = now + REQUESTS_EVERY_S
             self._show_stacks(workers)
+
+    def keep_stacks(self) -> None:
+        """Of this node, for a hang that another node has told."""
+        if self._workers is not None and not self._workers.failures:
+            self._keep(collect(self._workers, self.node))
 
     def _show_stacks(self, workers: Workers) -> None:
         number = stacks_request.requested(self.run)

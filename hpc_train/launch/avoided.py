@@ -33,5 +33,11 @@ def avoided(run: RunDirectory, exclude_hours: float) -> list[Avoided]:
     for node in sorted(failures.too_often()):
         own = [line for line in lately if line["node"] == node]
         times = sorted(line["time"] for line in own)
-        found.append(Avoided(node, tuple(line["class"] for line in own), times[-TOO_OFTEN] + exclude_hours * 3600))
+        found.append(
+            Avoided(
+                node,
+                tuple(line["class"] for line in own for _ in range(line.get("times", 1))),
+                times[-min(TOO_OFTEN, len(times))] + exclude_hours * 3600,
+            )
+        )
     return found

@@ -1,9 +1,10 @@
 """``launch.chain``: jobs of which each begins when the one before has ended, for sites that do not requeue.
 
 All are submitted at once. A job that stops ahead of its time limit, or is lost with its node, leaves the rest of the
-run to the next one. A run that has ended in any other way cancels the jobs that are left: the batch script does so,
-from a file with their ids that the submitter writes into ``attempts/``; should a job begin before it is written or
-cancelled, it sees the end of the chain beside that file and leaves.
+run to the next one, unless it has saved nothing that the one before had not. A run that has ended in any other way
+cancels the jobs that are left: the batch script does so, from a file with their ids that the submitter writes into
+``attempts/``; should a job begin before it is written or cancelled, it sees the end of the chain beside that file and
+leaves.
 """
 
 from __future__ import annotations
@@ -23,14 +24,22 @@ if [ -s "$CHAIN" ] && squeue --noheader --states=CANCELLED --jobs="$(paste -sd, 
   scancel $(cat "$CHAIN")
   exit 75
 fi
+saved=$(ls "$RUN/checkpoints")
 """.rstrip()
 
 AFTER = """\
 # The next job of the chain goes on where this one has stopped, or where its time limit or a preemption has ended it.
-if scontrol show job "$SLURM_JOB_ID" | grep -Eq 'Reason=TimeLimit|PreemptTime=[0-9]'; then
+if scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; then
   cancelled=
+elif scontrol show job "$SLURM_JOB_ID" | grep -q 'Reason=TimeLimit'; then
+  cancelled=
+  if [ "$saved" = "$(ls "$RUN/checkpoints")" ]; then cancelled=yes; fi # the next would get no further
 elif [ ! -e "$end.requeue" ]; then
   cancelled=yes
+elif [ -e "$end.exclude" ]; then # nodes that have failed more than once
+  for next in $(grep -vx "$SLURM_JOB_ID" "$CHAIN"); do
+    scontrol update JobId="$next" ExcNodeList="$(cat "$end.exclude")" || true
+  done
 fi
 if [ -n "$cancelled" ]; then # done, failed, given up, or cancelled: nothing is left to do for the others
   : > "$CHAIN.over"

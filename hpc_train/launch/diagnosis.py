@@ -25,8 +25,8 @@ Event = dict[str, Any]
 
 TOLD = ("worker_failed", "hang_detected", "node_lost", "failed", "gave_up")
 STEPS = (  # what was done, besides what failed
-    "stop_requested", "restarted", "shrunk", "spare_used", "requeued", "resumed", "rolled_back", "checkpoint_failed",
-    "checkpoint_set_aside", "slow_node",
+    "stop_requested", "restarted", "shrunk", "spare_used", "requeued", "requeued_unasked", "resumed", "rolled_back",
+    "checkpoint_failed", "checkpoint_set_aside", "slow_node",
 )  # fmt: skip
 LAST_STEPS = 15
 TAIL_LINES = 25

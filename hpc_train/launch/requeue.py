@@ -36,7 +36,12 @@ if [ "$status" -eq 75 ] && [ -e "$end.requeue" ] && [ -z "$cancelled" ]; then
       exit 93
     fi
     # nodes that have failed more than once; Slurm takes the list as soon as the job waits again
-    [ ! -e "$end.exclude" ] || scontrol update JobId="$job" ExcNodeList="$(cat "$end.exclude")" || true
+    if [ -e "$end.exclude" ]; then
+      for wait in 0 0.5 0.5 1 1; do
+        sleep "$wait"
+        if scontrol update JobId="$job" ExcNodeList="$(cat "$end.exclude")"; then break; fi
+      done
+    fi
   fi
 fi
 exit "$status"

@@ -151,8 +151,8 @@ def _frozen(code: FrozenCode | None) -> list[str]:
 
 
 def when_a_node_is_lost(goes_on: bool) -> tuple[str, ...]:
-    """Options of srun: the agents of the other nodes go on, or end with it."""
-    return ("--no-kill", "--kill-on-bad-exit=0") if goes_on else ("--kill-on-bad-exit=1",)
+    """Options of srun: Slurm lets the agents of the other nodes be, or ends them. Agents that lose one decide alike."""
+    return (*(["--no-kill"] if goes_on else []), "--kill-on-bad-exit=0", "--wait=0")
 
 
 def _agent(cluster: ClusterConfig, container: Container | None) -> list[str]:

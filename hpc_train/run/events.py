@@ -34,6 +34,7 @@ EVENTS = (
     "shrunk",
     "spare_used",
     "requeued",
+    "requeued_unasked",  # by a person, or by Slurm for its own reasons
     "finished",
     "stopped",
     "failed",

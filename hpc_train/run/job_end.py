@@ -69,9 +69,16 @@ class JobEnd:
         return self.run.attempts / f"{self._name}.exclude"
 
     def requeues(self) -> list[dict[str, Any]]:
-        """What earlier starts of this job had reached when they asked to run again, in their order."""
-        earlier = (self.run.attempts / f"end-{self.job_id}.{number}.requeue" for number in range(self.restart))
+        """What earlier starts of this job, or earlier jobs of its chain, had reached when they asked to run again."""
+        chain = [str(job) for job in self.run.record().get("submissions", [{}])[-1].get("chain", [])]
+        jobs = chain[: chain.index(self.job_id)] if self.job_id in chain else []
+        starts = [*((job, 0) for job in jobs), *((self.job_id, number) for number in range(self.restart))]
+        earlier = (self.run.attempts / f"end-{job}.{number}.requeue" for job, number in starts)
         return [read_json(path) for path in earlier if path.exists()]
+
+    def unasked(self) -> bool:
+        """Whether this is a start that the one before had not asked for."""
+        return self.restart > 0 and not (self.run.attempts / f"end-{self.job_id}.{self.restart - 1}.requeue").exists()
 
     def ask_for_requeue(self, step: int, exclude: Sequence[str] = ()) -> None:
         """Has the batch script ask Slurm to run this job again, elsewhere than on the nodes ``exclude``.

@@ -39,7 +39,8 @@ class Course:
             batch=BatchConfig(global_size=4096),
             elastic=ElasticConfig(**elastic),
         )
-        self.head = Coordinator(config, nodes, History(0), NodeFailures(run, 3600), JOIN_UNTIL)
+        names = [f"n{number}" for number in range(nodes)]
+        self.head = Coordinator(config, nodes, History(0), NodeFailures(run, 3600), JOIN_UNTIL, names=names)
         self.now = 0.0
         for number in range(nodes if joined is None else joined):
             self.join(number)
@@ -186,7 +187,28 @@ def test_nodes_that_never_join_are_done_without_where_the_run_is_elastic(tmp_pat
     course = Course(tmp_path / "elastic", 3, joined=2, min_nodes=2)
     assert course.next(JOIN_UNTIL - 1) is None
     assert course.started(2) == [0, 1]
-    assert action(Course(tmp_path / "fixed", 3, joined=2).next(JOIN_UNTIL + 1)) is Action.REQUEUE
+    assert course.head.node_failures.too_often() == {"n2"}, "a requeue leaves it out"
+    order = Course(tmp_path / "fixed", 3, joined=2).next(JOIN_UNTIL + 1)
+    assert action(order) is Action.REQUEUE
+    assert (order.cause.node, order.cause.failure.rank) == ("n2", 4)
+    few = Course(tmp_path / "few", 4, joined=1, min_nodes=1)
+    few.next(JOIN_UNTIL + 1)
+    assert few.head.node_failures.too_often() == frozenset(), "not all of the others are broken"
+
+
+@pytest.mark.parametrize(("step", "attempts", "expected"), [(0, 2, Action.REQUEUE), (3, 4, Action.GIVE_UP)])
+def test_a_job_goes_elsewhere_where_a_node_fails_at_every_start(
+    tmp_path: Path, step: int, attempts: int, expected: Action
+) -> None:
+    """What fails after some steps fails so elsewhere too."""
+    course = Course(tmp_path, 2)
+    course.head.elsewhere = True
+    for _ in range(attempts):
+        assert course.started() == [0, 1]
+        course.report(failed(Failure.KILLED, step=step), 1)
+        course.next()
+        course.report(Report(Exit.FAILED, None, step), 0)
+    assert action(course.next()) is expected
 
 
 def test_an_agent_that_cannot_end_its_workers_is_lost(tmp_path: Path) -> None:

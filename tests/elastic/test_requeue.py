@@ -14,6 +14,7 @@ from hpc_train.elastic.budget import Budget, over_budget
 from hpc_train.elastic.nodes import NodeFailures
 from hpc_train.elastic.requeue import request
 from hpc_train.launch.requeue import lines_before, script_lines
+from hpc_train.run import submissions
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
@@ -49,6 +50,13 @@ def test_requeues_have_a_ceiling(run: RunDirectory) -> None:
     assert request(JobEnd(run, "8", 0, 0), other, EventLog.open(run, "agent-n0", 2), "") == 75, (
         "another job begins anew"
     )
+
+
+def test_a_job_of_a_chain_needs_progress_since_the_job_before(run: RunDirectory) -> None:
+    submissions.add(run, "-m", job_id="7", chain=["7", "8", "9"])
+    ask = lambda job: request(JobEnd(run, job, 0, 0), Config(), EventLog.open(run, "agent-n0", 0), "")  # noqa: E731
+    assert ask("7") == Exit.STOPPED
+    assert ask("8") == Exit.GAVE_UP
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ CASE = [
     *SLOW, *REPRODUCIBLE, "+model.args.seconds=0.1", "cluster.cpu_workers=1", "batch.global_size=12",
     "checkpoint.every=5", "run.name=run",
 ]  # fmt: skip
+STEPS = 40
+ASKED = f"train.steps={STEPS}"
 NODES = ("n1", "n2", "n3", "n4")
 PATIENCE_S = 480.0  # on a machine that is busy with other tests, workers take minutes to start
 
@@ -93,7 +95,7 @@ class OnSlurm:
 
     def shown(self, field_name: str) -> str:
         """Of ``scontrol show job``."""
-        return detail(self.cluster, self.job, field_name)
+        return detail(self.cluster, self.job or job_id(self.run), field_name)
 
     def first_step_after(self, struck: float) -> float:
         """Seconds from ``struck`` (since 1970) to the end of the first step of an attempt after it."""
@@ -101,7 +103,7 @@ class OnSlurm:
         firsts = [next(iter(read_lines(file)), {"time": 0.0})["time"] for file in files]
         return min(first for first in firsts if first > struck) - struck
 
-    def finished(self, steps: int, whole: str) -> None:
+    def finished(self, whole: str) -> None:
         """It came to its end as if nothing had happened: the weights are ``whole``, and nothing is left of it."""
         if self.submitter is not None:
             output, _ = self.submitter.communicate(timeout=PATIENCE_S)
@@ -110,7 +112,7 @@ class OnSlurm:
         losses = defaultdict(set)
         for line in RunDirectory(self.run).read_all_metrics():
             losses[line["step"]].add(line["loss"])
-        assert sorted(losses) == list(range(1, steps + 1))
+        assert sorted(losses) == list(range(1, STEPS + 1))
         assert weights(self.run) == whole
         self.nothing_left()
 
@@ -180,6 +182,19 @@ def kill_agent(cluster: Cluster, *nodes: str) -> float:
     for process in [agent(cluster, node) for node in nodes]:
         _kill(process.pid)
     return time.time()
+
+
+def worker(cluster: Cluster, node: str) -> psutil.Process:
+    """The worker of a node that is not the batch host: there the warm parent has no other child."""
+    (warm_parent,) = [one for one in agent(cluster, node).children() if "forkserver" in " ".join(one.cmdline())]
+    (found,) = warm_parent.children()
+    return found
+
+
+def signal_all(found: list[psutil.Process], number: signal.Signals) -> None:
+    for process in found:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def _kill(pid: int) -> None:

@@ -83,7 +83,7 @@ def test_the_rest_of_a_script_by_hand() -> None:
     text = by_hand(goes_on=True)
     assert text == (GOLDEN / "by_hand.sh").read_text()
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-    ends = text.replace("--no-kill --kill-on-bad-exit=0", "--kill-on-bad-exit=1").replace("go on without", "end with")
+    ends = text.replace("--no-kill --kill", "--kill").replace("go on without", "end with")
     assert by_hand(goes_on=False) == ends
 
 

@@ -14,7 +14,7 @@ trap 'cancelled=yes' TERM
 # Agents that were all killed by a signal have told no end: another step of the same job takes over.
 for step in 1 2 3; do
   srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
-      --no-kill --kill-on-bad-exit=0 --unbuffered \
+      --no-kill --kill-on-bad-exit=0 --wait=0 --unbuffered \
       "$@"
   status=$?
   told=$(ls "$RUN/attempts/end-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}".node-* 2> /dev/null)
@@ -42,7 +42,12 @@ if [ "$status" -eq 75 ] && [ -e "$end.requeue" ] && [ -z "$cancelled" ]; then
       exit 93
     fi
     # nodes that have failed more than once; Slurm takes the list as soon as the job waits again
-    [ ! -e "$end.exclude" ] || scontrol update JobId="$job" ExcNodeList="$(cat "$end.exclude")" || true
+    if [ -e "$end.exclude" ]; then
+      for wait in 0 0.5 0.5 1 1; do
+        sleep "$wait"
+        if scontrol update JobId="$job" ExcNodeList="$(cat "$end.exclude")"; then break; fi
+      done
+    fi
   fi
 fi
 exit "$status"

@@ -1,0 +1,174 @@
+"""What Slurm, its administrators and its sites do to a job, and nodes that are there and do not work.
+
+How to run all of it: ``tests/faults/test_nodes.py``.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hpc_train.run.exits import Exit
+from tests.doors.command import REPOSITORY
+from tests.faults.measured import Times
+from tests.faults.on_slurm import (
+    ASKED,
+    OnSlurm,
+    agent,
+    environment_of,
+    kill_agent,
+    of_node,
+    signal_all,
+    skip_unless_long,
+    worker,
+)
+from tests.slurm.cluster import Cluster
+from tests.slurm.runs import events
+
+pytestmark = [skip_unless_long("minutes on a real Slurm"), pytest.mark.timeout(1800)]
+TWO = ["cluster.nodes=2", ASKED]
+MODEL = "model._target_=tests.faults.models.OnNode"
+
+
+def test_a_node_on_which_workers_die_is_left_out(
+    cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int, times: Times
+) -> None:
+    """After two attempts the job runs elsewhere."""
+    submitted = time.time()
+    on = OnSlurm.submit(cluster, tmp_path, *TWO, MODEL, "+model.args.fails=n2")
+    on.finished(whole)
+    assert on.told("worker_failed") == [("killed", 1, "n2")] * 2
+    (requeued,) = events(on.run, "requeued")
+    assert requeued["exclude"] == ["n2"]
+    assert "n2" not in on.nodes_of("started")[-1]
+    assert "scontrol update nodename=n2 state=drain" in on.why()
+    times.note("workers die on one node from the start, requeued elsewhere: first step after submission",
+               on.first_step_after(submitted))  # fmt: skip
+
+
+def test_a_node_on_which_workers_die_is_done_without(
+    cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int
+) -> None:
+    on = OnSlurm.submit(
+        cluster, tmp_path, "cluster.nodes=3", "elastic.min_nodes=1", ASKED, MODEL, "+model.args.fails=n2"
+    )
+    on.finished(whole)
+    assert on.told("worker_failed") == [("killed", 1, "n2")] * 2
+    assert on.nodes_of("started")[2:] == [["n1", "n3"]]
+    assert on.shown("Restarts") == "0"
+
+
+@pytest.mark.parametrize("bad", ["n1", "n2"])
+def test_a_node_on_which_no_agent_starts_is_left_out(
+    cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int, bad: str
+) -> None:
+    """n1 is the batch host."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/bash\n[ "$SLURMD_NODENAME" != {bad} ] || exit 1\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    on = OnSlurm.submit(cluster, tmp_path, *TWO, f"cluster.python={python}", "elastic.join_timeout_s=30")
+    on.finished(whole)
+    assert [node for _, _, node in on.told("node_lost")] == [bad]
+    (requeued,) = events(on.run, "requeued")
+    assert requeued["exclude"] == [bad]
+    assert bad not in on.nodes_of("started")[-1]
+
+
+def test_scontrol_requeue_by_a_person(cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int) -> None:
+    on = OnSlurm.submit(cluster, tmp_path, *TWO)
+    on.wait_for_step(step)
+    cluster.call("scontrol", "requeue", on.job)
+    on.finished(whole)
+    assert on.shown("Restarts") == "1"
+    (told,) = events(on.run, "requeued_unasked")
+    assert "scontrol requeue" in told["reason"]
+
+
+def test_a_requeue_that_slurm_refuses(cluster: Cluster, tmp_path: Path, trial: int, step: int) -> None:
+    on = OnSlurm.submit(cluster, tmp_path, *TWO)
+    on.wait_for_step(step)
+    cluster.call("scontrol", "update", f"JobId={on.job}", "Requeue=0")
+    cluster.call("scancel", "--signal=USR2", on.job)
+    output, _ = on.submitter.communicate(timeout=300)  # type: ignore[union-attr]
+    assert on.submitter.returncode == Exit.GAVE_UP, output  # type: ignore[union-attr]
+    assert "Requeue=0" in output
+    assert on.ended() == "FAILED"
+    assert on.shown("ExitCode") == "93:0"
+    assert "Requeue=0" in on.why()
+    on.nothing_left()
+
+
+def test_a_controller_that_is_away_costs_nothing(
+    cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int
+) -> None:
+    on = OnSlurm.submit(cluster, tmp_path, "cluster.nodes=3", "elastic.min_nodes=1", ASKED)
+    on.wait_for_step(step)
+    (controller,) = [one for one in psutil.process_iter() if one.name() == "slurmctld" and environment_of(one, cluster)]
+    controller.suspend()
+    try:
+        kill_agent(cluster, on.nodes_of("started")[0][1])
+        on.wait_for_event("shrunk")
+        time.sleep(30)
+    finally:
+        controller.resume()
+    on.finished(whole)
+    assert len(events(on.run, "restarted")) == 1
+
+
+@pytest.mark.parametrize("what", ["agent", "node"])
+def test_what_was_paused_comes_back_and_does_no_harm(
+    cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int, what: str
+) -> None:
+    on = OnSlurm.submit(cluster, tmp_path, *TWO, "elastic.min_nodes=1")
+    on.wait_for_step(step)
+    node = on.nodes_of("started")[0][1]
+    paused = [agent(cluster, node)] if what == "agent" else of_node(cluster, node)
+    signal_all(paused, signal.SIGSTOP)
+    try:
+        on.wait_for_attempt(1)
+    finally:
+        signal_all(paused, signal.SIGCONT)
+    on.finished(whole)
+    assert on.told("node_lost") == [("node_lost", 1, node)]
+
+
+def test_a_rank_that_hangs_on_another_node_is_named(
+    cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int, times: Times
+) -> None:
+    on = OnSlurm.submit(cluster, tmp_path, *TWO, "elastic.hang_timeout_s=4")
+    on.wait_for_step(step)
+    first, second = on.nodes_of("started")[0]
+    shown = cluster.hpc_train("stacks", str(on.run), cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    for rank, node in enumerate((first, second)):
+        assert f"--- rank {rank} on {node}" in shown.stdout
+    stopped = time.time()
+    worker(cluster, second).suspend()
+    on.finished(whole)
+    assert on.told("worker_failed") == [("hang", 1, second)]
+    times.note("a rank of another node hangs (4 s): first step", on.first_step_after(stopped))
+    assert "is stopped by a signal" in on.why()
+    for node in (first, second):
+        assert "trainer.py" in (on.run / "logs" / "stacks" / f"hang-{node}-000.txt").read_text()
+
+
+def test_a_node_whose_clock_is_wrong(cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int) -> None:
+    """By an hour."""
+    (tmp_path / "clock").mkdir()
+    (tmp_path / "clock" / "sitecustomize.py").write_text(
+        "import os, time\n"
+        "if os.environ.get('SLURMD_NODENAME') == 'n2':\n"
+        "    right = time.time\n"
+        "    time.time = lambda: right() + 3600\n"
+    )
+    on = OnSlurm.submit(cluster, tmp_path, *TWO, f"+cluster.env.PYTHONPATH={tmp_path / 'clock'}:{REPOSITORY}")
+    on.wait_for_step(step)
+    worker(cluster, "n2").kill()
+    on.finished(whole)
+    assert on.told("worker_failed") == [("killed", 1, "n2")]
+    assert "rank 1 on n2" in on.why()
