@@ -4,7 +4,8 @@ How to read it:
 
 1. One node: ``agent`` does what the hub says; ``attempt`` runs the node's workers once. ``warm_parent`` forks them,
    ``worker_process`` is the shell around each, ``workers`` sees to their pipes and ends, ``logs`` keeps their output;
-   ``store`` is the small process in which the ranks meet, ``stop_requests`` the signals.
+   ``store`` is the small process in which the ranks meet; ``stop_requests`` has the signals, ``standard_streams`` the
+   agent's own output.
 2. All nodes: the ``hub``, in the agent of the batch host, talks to a ``link`` in every agent, over a ``channel`` each;
    ``rendezvous`` has the addresses, ``nodes`` what each node brings in, ``fabric`` the one environment for all of them.
 3. What follows: the ``coordinator`` decides who takes part in the next attempt, by ``decision`` (the table of

@@ -41,6 +41,7 @@ from hpc_train.elastic.logs import WorkerLog
 from hpc_train.elastic.nodes import TOO_OFTEN, Node, NodeFailures
 from hpc_train.elastic.orphans import after_the_hub
 from hpc_train.elastic.rendezvous import HubAddress, Meeting, bind
+from hpc_train.elastic.standard_streams import unbroken_streams
 from hpc_train.elastic.stop_requests import StopRequests, watch_signals
 from hpc_train.elastic.store import Stores
 from hpc_train.elastic.watch import Watch
@@ -81,7 +82,7 @@ def run_agent(
     """
     allocation = current_allocation()
     end = JobEnd.of_this_process(run)
-    with watch_signals() as stop:
+    with unbroken_streams(), watch_signals() as stop:
         try:
             if end is not None:
                 end.begin()

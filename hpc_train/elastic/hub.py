@@ -81,7 +81,8 @@ class Hub:
         except Exception:  # a disk that is gone, say: nobody is to wait for a hub that is dead
             traceback.print_exc()
             self._tell_all({"kind": "leave", "action": Action.FAIL, "code": int(Exit.FAILED)})
-        self._say_goodbye()
+        finally:
+            self._say_goodbye()
 
     def _coordinate(self) -> None:
         next_beat = 0.0

@@ -123,21 +123,24 @@ def _end(run: RunDirectory) -> None:
         time.sleep(0.1)
 
 
+def compare(kind: str, trials: int, folder: Path) -> None:
+    """In alternation."""
+    found: dict[str, list[float | None]] = {name: [] for name in DOORS}
+    for number in range(trials):
+        for place, (name, door) in enumerate(DOORS.items()):
+            found[name].append(trial(door, kind, folder / f"{kind}-{number}-{place}"))
+    for name, seconds in found.items():
+        good = sorted(one for one in seconds if one is not None)
+        times = f"{statistics.median(good):7.2f}s {good[int(0.95 * (len(good) - 1))]:7.2f}s" if good else ""
+        print(f"{kind:24} {name:16} {len(good):3} of {trials:2} {times}", flush=True)
+
+
 def main(trials: int) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended
     print(f"{'fault':24} {'started again by':16} {'went on':>9} {'median':>8} {'p95':>8}")
     with tempfile.TemporaryDirectory() as folder:
         for kind in KINDS:
-            count, found = (
-                trials if kind == KINDS[0] else max(1, trials // 5),
-                {name: list[float | None]() for name in DOORS},
-            )
-            for number in range(count):
-                for place, (name, door) in enumerate(DOORS.items()):
-                    found[name].append(trial(door, kind, Path(folder, f"{kind}-{number}-{place}")))
-            for name, seconds in found.items():
-                good = sorted(one for one in seconds if one is not None)
-                last = f"{statistics.median(good):7.2f}s {good[int(0.95 * (len(good) - 1))]:7.2f}s" if good else ""
-                print(f"{kind:24} {name:16} {len(good):3} of {count:2} {last}", flush=True)
+            compare(kind, trials if kind == KINDS[0] else max(1, trials // 5), Path(folder))
         for place, (name, door) in enumerate(DOORS.items()):
             left = orphans(door, Path(folder, f"orphans-{place}"))
             print(f"{'SIGKILL of the agent':24} {name:16} {left} processes left after 5 s")

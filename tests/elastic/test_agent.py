@@ -125,6 +125,17 @@ def test_the_first_real_failure_is_reported_and_no_attempt_is_wasted(
     assert run.newest_attempt() == attempts - 1
 
 
+def test_an_agent_that_nobody_listens_to_goes_on(frozen: Freeze) -> None:
+    """What started it is gone, and so is the other end of its output."""
+    run = frozen()
+    agent = start_agent(run.path, "one_is_killed")
+    for stream in (agent.stdout, agent.stderr):
+        assert stream is not None
+        stream.close()
+    assert agent.wait(timeout=60) == 93
+    assert last_event(run, "gave_up")["exit_code"] == 93
+
+
 def test_a_mistake_found_by_a_worker_is_refused_without_a_traceback(frozen: Freeze) -> None:
     code, error = end(start_agent(frozen().path, "one_refuses"))
     assert code == 2
