@@ -20,13 +20,11 @@ from torch import Tensor
 from hpc_train.config.schema import Config
 from hpc_train.data.batch import Batch
 from hpc_train.models.model import Model
-from hpc_train.parallel import activation_checkpointing
-from hpc_train.parallel.compile import compile_layers
 from hpc_train.parallel.materialise import materialise
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.parallelise import split_and_wrap
 from hpc_train.parallel.precision import autocast, parameter_dtype, travelling_dtype
 from hpc_train.parallel.split import cut
-from hpc_train.parallel.tensor import apply_tensor_parallel
 
 VISITS = 2  # of every block, by different columns where there are several
 PASSES = 5  # timed ones of a visit
@@ -115,11 +113,7 @@ def _alone(config: Config, mesh: Mesh, model: Model, block: int) -> Model:
     """The block as a stage of its own, as a rank trains it but for the sharding of its state."""
     layers = [range(0), *(range(layer, layer + 1) for layer in range(len(model.layers))), range(0)]
     part = cut(model, block, layers)
-    if mesh.layout.tp > 1:
-        apply_tensor_parallel(part, mesh.device_mesh["tp"])
-    activation_checkpointing.apply(part, config.train.activation_checkpointing)
-    if config.train.compile:
-        compile_layers(part)
+    split_and_wrap(config, mesh, part)
     materialise(part, mesh.device, config.train.seed, parameter_dtype(config.precision.name))
     return part.train()
 

@@ -29,12 +29,7 @@ def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
         model: on ``meta``, or with values (then those of dp rank 0 count).
     """
     dtype, offload = parameter_dtype(config.precision.name), config.strategy.offload == "all"
-    if mesh.layout.tp > 1 and isinstance(model, Model):
-        apply_tensor_parallel(model, mesh.device_mesh["tp"])
-    chunked_loss.apply(model, config.train.loss_chunks)
-    activation_checkpointing.apply(model, config.train.activation_checkpointing)
-    if config.train.compile:
-        compile_layers(model)
+    split_and_wrap(config, mesh, model)
     meta = is_meta(model)
     if not meta:
         batch_statistics.use_fused(model, mesh)
@@ -47,6 +42,16 @@ def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
         materialise(model, mesh.device, config.train.seed, dtype, home)
     model.train()
     return model
+
+
+def split_and_wrap(config: Config, mesh: Mesh, model: Model | WrappedModel) -> None:
+    """What decides how ``model`` computes, in place: all but the sharding of its state."""
+    if mesh.layout.tp > 1 and isinstance(model, Model):
+        apply_tensor_parallel(model, mesh.device_mesh["tp"])
+    chunked_loss.apply(model, config.train.loss_chunks)
+    activation_checkpointing.apply(model, config.train.activation_checkpointing)
+    if config.train.compile:
+        compile_layers(model)
 
 
 def _take_first_replica(model: nn.Module, mesh: Mesh) -> None:

@@ -33,7 +33,7 @@ def measure(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
     dataset = build_dataset(config.data, "train", config.train.seed)
     plan = plan_split(config, mesh, dataset)
     engine = build_engine(config, mesh, None if plan is None else plan.layers)
-    optimizer = Optimizer(config.optim, engine.named_parameters())
+    optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")
     take_step = TrainStep(config, mesh, engine, optimizer, request.estimates)
     feed = TrainFeed(dataset, config.batch, mesh.layout, mesh.dp_rank, config.train.seed, mesh.device, 0)
     control, stopped = Control(mesh), False
