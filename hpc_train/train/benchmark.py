@@ -74,6 +74,7 @@ class _Bench:
         optimizer = Optimizer(config.optim, self.engine.named_parameters(), config.strategy.offload == "optimizer")
         self._take_step = TrainStep(config, mesh, self.engine, optimizer, HORIZON)
         self._feed = TrainFeed(dataset, config.batch, mesh.layout, mesh.dp_rank, config.train.seed, mesh.device, 0)
+        self.samples = len(dataset)
         self._control, self._stop = Control(mesh), stop
         self.example = self._counted(next(self._feed))
         self._ahead = next(self._feed)
@@ -124,6 +125,7 @@ def _measure(bench: _Bench, request: StepRequest, run: RunDirectory) -> dict[str
     ratio = paired_ratio(speeds[0], speeds[1]) if request.raw is not None else None
     return {
         **_what(config, mesh),
+        "samples": bench.samples,
         "blocks": request.pairs,
         "steps_per_block": request.steps,
         **_rates(seconds[0], bench),

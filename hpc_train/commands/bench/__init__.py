@@ -8,6 +8,7 @@ import importlib
 BENCHMARKS = {
     "step": "training steps, also against a bare PyTorch loop",
     "batch": "micro-batch sizes until memory or time is used up, and the gradient noise scale",
+    "scaling": "strong and weak scaling over nodes or workers, for a proposal",
     "checkpoint": "saves and loads, against plain DCP",
     "collectives": "what the ranks send each other, by operation and size",
 }

@@ -20,7 +20,6 @@ from hpc_train.elastic.agent import run_agent
 from hpc_train.measure.request import REQUEST, read_progress, read_result
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
-from hpc_train.run.files import read_lines
 
 PREFIX = "hpc_train-bench-"  # of run directories
 
@@ -80,8 +79,7 @@ def measured(
         if code == Exit.DONE:
             result = read_result(run)
         if failures is not None:
-            lines = (line for path in run.events.glob("*.jsonl") for line in read_lines(path))
-            failures += [line["class"] for line in lines if line["event"] == "worker_failed"]
+            failures += [event["class"] for event in run.read_events() if event["event"] == "worker_failed"]
         return code, result
     finally:
         if (

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
-from hpc_train.cluster.allocation import workers_per_node
+from hpc_train.cluster.allocation import current_allocation, workers_per_node
 from hpc_train.commands.bench.measuring import config_of, measured
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.validate import validate
@@ -23,14 +24,15 @@ examples:
 
 
 def main(arguments: list[str]) -> int:
-    """Measures on this node and prints; returns an exit code."""
+    """Measures on this node, or those of the Slurm step, and prints; returns an exit code."""
     options, rest = _parser().parse_known_args(arguments)
     if min(options.steps, options.pairs) < 1:
         raise ConfigError("nothing to measure", where="--steps, --pairs", mend="1 or more")
-    config = config_of(rest)
-    layout = validate(config, 1, workers_per_node(config.cluster)[1])
+    config, nodes = config_of(rest, several_nodes=True), current_allocation().nodes
+    layout = validate(config, nodes, workers_per_node(config.cluster)[1])
     raw = bare_loop(config, layout) if options.against else None
-    code, result = measured(config, StepRequest(options.steps, options.pairs, WARMUP, raw), ENTRY)
+    request = StepRequest(options.steps, options.pairs, WARMUP, raw)
+    code, result = measured(config, request, ENTRY, Path(config.run.root) if nodes > 1 else None)
     if result is not None:
         print(json.dumps(result) if options.json else report(result))
     return code
