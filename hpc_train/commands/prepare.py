@@ -1,4 +1,4 @@
-"""``python -m hpc_train prepare``: token files for data=tokens, from text or JSONL."""
+"""``python -m hpc_train prepare``: token files for data=tokens from text or JSONL, tar shards of images."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from rich.progress import Progress as Bars
 
 from hpc_train.config.errors import ConfigError
 from hpc_train.data.documents import find_inputs
+from hpc_train.data.make_shards import make_shards
 from hpc_train.data.prepare import Progress, Settings, prepare
 from hpc_train.data.tokens import TokensMeta
 from hpc_train.run.exits import Exit
+
+MIB = 1 << 20
 
 _EPILOG = """\
 examples:
   python -m hpc_train prepare books/ --out tokens/books --tokenizer tokenizer.json
   python -m hpc_train prepare 'dump/*.jsonl.gz' --out tokens/dump --tokenizer tokenizer.json --workers 16
+  python -m hpc_train prepare --images imagenet/ --out shards/imagenet
   python -m hpc_train data=tokens data.path=tokens/books data.vocab_size=50257 model.vocab_size=50257
 
 Run the same command again after an interruption: inputs that are done are not read again."""
@@ -31,6 +35,8 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     if options.workers < 1:
         raise ConfigError(f"{options.workers} processes", where="--workers", mend="1 or more")
+    if options.images:
+        return _shards(options)
     settings = Settings(
         tokenizer=options.tokenizer,
         eos=options.eos,
@@ -56,10 +62,35 @@ def main(argv: list[str]) -> int:
     return Exit.DONE
 
 
+def _shards(options: argparse.Namespace) -> int:
+    if len(options.inputs) != 1 or options.shard_mib < 1:
+        raise ConfigError(
+            "images are one directory with train/ and validation/, in shards of 1 MiB or more",
+            where="INPUT, --shard-mib",
+            mend="prepare --images DIRECTORY --out DIR",
+        )
+    with _bars(Console(stderr=True)) as bars:
+        task = bars.add_task("packing", inputs="0")
+
+        def show(done: int, total: int) -> None:
+            bars.update(task, completed=done, total=total, inputs=f"{done}/{total}")
+
+        meta = make_shards(Path(options.inputs[0]), options.out, options.shard_mib * MIB, show)
+    if options.json:
+        print(json.dumps({"out": str(options.out)} | meta))
+    else:
+        train, validation = meta["counts"]["train"], meta["counts"]["validation"]
+        print(f"{train:,} images for training and {validation:,} for validation in {options.out}")
+        given = f"data.path={options.out} data.n_classes={len(meta['classes'])}"
+        print(f"train on them: python -m hpc_train model=vit_base data=shards {given}")
+    return Exit.DONE
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hpc_train prepare",
-        description="Turns text and JSONL files into token files that data=tokens maps into memory.",
+        description="Turns text and JSONL files into token files that data=tokens maps into memory, or with --images"
+        " class folders of images into indexed tar shards for data=shards.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -78,6 +109,10 @@ def _parser() -> argparse.ArgumentParser:
         default=len(os.sched_getaffinity(0)),
         metavar="N",
         help="processes (default: the cores, here %(default)s)",
+    )
+    parser.add_argument("--images", action="store_true", help="tar shards of images in one directory per class")
+    parser.add_argument(
+        "--shard-mib", type=int, default=1024, metavar="N", help="of a shard of images (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser

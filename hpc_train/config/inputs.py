@@ -11,6 +11,7 @@ from hpc_train.config.schema import (
     CIFAR100DataConfig,
     DataConfig,
     ImagesDataConfig,
+    ShardsDataConfig,
     TextDataConfig,
     TokensDataConfig,
 )
@@ -24,13 +25,17 @@ def check_inputs(data: DataConfig) -> None:
     if isinstance(data, TextDataConfig) and data.path is not None:
         _check_text(data)
     elif isinstance(data, TokensDataConfig):
-        for name in ("meta.json", "train.bin", "validation.bin"):
+        documents = ("train.documents", "validation.documents") if data.packing else ()
+        for name in ("meta.json", "train.bin", "validation.bin", *documents):
             _check_file(_directory(data.path) / name, "directories of tokens are made by: python -m hpc_train prepare")
     elif isinstance(data, CIFAR100DataConfig):
         for name in ("train", "test", "meta"):
             _check_file(_directory(data.path) / name, "the unpacked cifar-100-python directory of the official archive")
     elif isinstance(data, ImagesDataConfig):
         _check_images(data)
+    elif isinstance(data, ShardsDataConfig):
+        for name in ("shards.json", "train.index.npy", "validation.index.npy"):
+            _check_file(_directory(data.path) / name, "shards are made by: python -m hpc_train prepare --images")
 
 
 def _check_text(data: TextDataConfig) -> None:

@@ -10,7 +10,7 @@ from hpc_train.config.wording import nearest
 
 TEXT, IMAGES = "tokens", "images"
 OF_MODEL = {"gpt": TEXT, "vit": IMAGES}
-OF_DATA = {"text": TEXT, "tokens": TEXT, "cifar100": IMAGES, "images": IMAGES}
+OF_DATA = {"text": TEXT, "tokens": TEXT, "cifar100": IMAGES, "images": IMAGES, "shards": IMAGES}
 MODELS = {TEXT: "model=gpt_tiny", IMAGES: "model=vit_tiny"}
 DATA = {TEXT: "data=text", IMAGES: "data=cifar100"}
 

@@ -169,6 +169,7 @@ class TokensDataConfig:
     path: str = MISSING  # directory with train.bin, validation.bin and meta.json
     sequence_length: int = 1024
     vocab_size: int = MISSING
+    packing: bool = False  # whole documents share a sequence, and none sees another; false: windows of the whole text
 
 
 @dataclass
@@ -188,6 +189,18 @@ class ImagesDataConfig:
     """One directory per class under ``train/`` and ``validation/``."""
 
     kind: str = "images"
+    path: str = MISSING
+    image_size: int = 224
+    channels: int = 3
+    n_classes: int = MISSING
+    augment: bool = True
+
+
+@dataclass
+class ShardsDataConfig:
+    """Images in indexed tar shards, as ``python -m hpc_train prepare --images`` writes them."""
+
+    kind: str = "shards"
     path: str = MISSING
     image_size: int = 224
     channels: int = 3
@@ -383,7 +396,13 @@ class Config:
 
 ModelConfig = GPTConfig | ViTConfig | CustomModelConfig
 DataConfig = (
-    TextDataConfig | TokensDataConfig | CIFAR100DataConfig | ImagesDataConfig | SyntheticDataConfig | CustomDataConfig
+    TextDataConfig
+    | TokensDataConfig
+    | CIFAR100DataConfig
+    | ImagesDataConfig
+    | ShardsDataConfig
+    | SyntheticDataConfig
+    | CustomDataConfig
 )
 
 MODEL_SCHEMAS: dict[str, type] = {"gpt": GPTConfig, "vit": ViTConfig, "custom": CustomModelConfig}
@@ -392,6 +411,7 @@ DATA_SCHEMAS: dict[str, type] = {
     "tokens": TokensDataConfig,
     "cifar100": CIFAR100DataConfig,
     "images": ImagesDataConfig,
+    "shards": ShardsDataConfig,
     "synthetic": SyntheticDataConfig,
     "custom": CustomDataConfig,
 }

@@ -8,6 +8,7 @@ from hpc_train.config.schema import (
     CustomDataConfig,
     DataConfig,
     ImagesDataConfig,
+    ShardsDataConfig,
     SyntheticDataConfig,
     TextDataConfig,
     TokensDataConfig,
@@ -16,6 +17,8 @@ from hpc_train.data.cifar100 import CIFAR100Dataset
 from hpc_train.data.custom import build_custom
 from hpc_train.data.dataset import Dataset
 from hpc_train.data.images import ImagesDataset
+from hpc_train.data.packing import PackedTokensDataset
+from hpc_train.data.shards import ShardsDataset
 from hpc_train.data.split import SPLITS
 from hpc_train.data.synthetic import SyntheticDataset
 from hpc_train.data.text import TextDataset
@@ -37,15 +40,23 @@ def build_dataset(config: DataConfig, split: str, seed: int) -> Dataset:
         case TextDataConfig():
             return TextDataset(config, split)
         case TokensDataConfig():
-            return TokensDataset(config, split)
-        case CIFAR100DataConfig():
-            return CIFAR100Dataset(config, split, seed)
-        case ImagesDataConfig():
-            return ImagesDataset(config, split, seed)
+            return PackedTokensDataset(config, split) if config.packing else TokensDataset(config, split)
+        case CIFAR100DataConfig() | ImagesDataConfig() | ShardsDataConfig():
+            return _pictures(config, split, seed)
         case SyntheticDataConfig():
             return SyntheticDataset(config, split, seed)
         case CustomDataConfig():
             return build_custom(config, split)
     raise ConfigError(
         f"unknown kind of data {type(config).__name__}", where="data.kind", mend="data=text, or another of conf/data/"
+    )
+
+
+def _pictures(config: CIFAR100DataConfig | ImagesDataConfig | ShardsDataConfig, split: str, seed: int) -> Dataset:
+    if isinstance(config, CIFAR100DataConfig):
+        return CIFAR100Dataset(config, split, seed)
+    return (
+        ImagesDataset(config, split, seed)
+        if isinstance(config, ImagesDataConfig)
+        else ShardsDataset(config, split, seed)
     )

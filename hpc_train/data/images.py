@@ -1,15 +1,16 @@
-"""Image files in one directory per class, under ``train/`` and ``validation/``."""
+"""Images: how they are decoded and augmented; files in one directory per class, for training and validation."""
 
 from __future__ import annotations
 
 import importlib
+from abc import abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from hpc_train.config.errors import ConfigError
-from hpc_train.config.schema import ImagesDataConfig
+from hpc_train.config.schema import ImagesDataConfig, ShardsDataConfig
 from hpc_train.data.augment import center_box, flip, generator, random_box
 from hpc_train.data.dataset import Array, Dataset, Sample
 
@@ -20,17 +21,20 @@ _MODES = {1: "L", 3: "RGB"}
 _MEND = "PATH/train/CLASS/IMAGE and PATH/validation/CLASS/IMAGE with the same classes; data.path=PATH"
 
 
-class ImagesDataset(Dataset):
-    """Images of ``image_size`` x ``image_size`` pixels; the label is the place of the class among the sorted names.
+class Pictures(Dataset):
+    """Images of ``image_size`` x ``image_size`` pixels, wherever their files are.
 
     Inputs are ``[channels, image_size, image_size]`` float32, normalised per channel. Training images are a random box
     and mirrored half of the time; validation images the square in the middle.
 
+    Args:
+        labels: of each image, int64.
+
     Raises:
-        ConfigError: Pillow is missing, folders are missing or empty, or the classes are not those of the config.
+        ConfigError: Pillow is missing, or there are no such images.
     """
 
-    def __init__(self, config: ImagesDataConfig, split: str, seed: int) -> None:
+    def __init__(self, config: ImagesDataConfig | ShardsDataConfig, labels: Array, split: str, seed: int) -> None:
         self._pillow = _pillow()
         if config.channels not in _MODES:
             raise ConfigError(
@@ -38,27 +42,20 @@ class ImagesDataset(Dataset):
             )
         if config.image_size < 1:
             raise ConfigError(f"images of {config.image_size} pixels", where="data.image_size", mend="1 or more")
-        root = Path(config.path)
-        self.classes = _classes(root / "train")
-        _check_classes(root, split, self.classes, config.n_classes)
-        self._files: list[str] = []
-        labels: list[int] = []
-        for label, name in enumerate(self.classes):
-            files = _image_files(root / split / name)
-            self._files += files
-            labels += [label] * len(files)
-        if not labels:
-            raise ConfigError(f"there is no image under {root / split}", where="data.path", mend=_MEND)
-        self._labels = np.array(labels, dtype=np.int64)
+        self._labels = labels
         self._augment = config.augment and split == "train"
         self._size, self._channels, self._seed = config.image_size, config.channels, seed
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._labels)
+
+    @abstractmethod
+    def _file(self, index: int) -> str | BinaryIO:
+        """The path of an image, or its bytes as a file."""
 
     def sample(self, index: int, epoch: int) -> Sample:
         random = generator(self._seed, epoch, index) if self._augment else None
-        pixels = self._decode(self._files[index], random)
+        pixels = self._decode(self._file(index), random)
         if random is not None:
             pixels = flip(pixels, random)
         grey = self._channels == 1
@@ -66,17 +63,42 @@ class ImagesDataset(Dataset):
         scaled = (pixels.astype(np.float32) / np.float32(255) - mean) / std
         return Sample(inputs=np.ascontiguousarray(scaled, dtype=np.float32), targets=self._labels[index])
 
-    def source(self, index: int) -> str:
-        return self._files[index]
-
-    def _decode(self, path: str, random: np.random.Generator | None) -> Array:
+    def _decode(self, file: str | BinaryIO, random: np.random.Generator | None) -> Array:
         """The file as ``[channels, size, size]`` uint8: a box of it, scaled."""
-        with self._pillow.open(path) as image:
+        with self._pillow.open(file) as image:
             width, height = image.size
             box = center_box(width, height) if random is None else random_box(width, height, random)
             decoded = image.convert(_MODES[self._channels])
         scaled = decoded.resize((self._size, self._size), self._pillow.Resampling.BILINEAR, box=box)
         return np.asarray(scaled).reshape(self._size, self._size, self._channels).transpose(2, 0, 1)
+
+
+class ImagesDataset(Pictures):
+    """The files of class folders; the label is the place of the class among the sorted names.
+
+    Raises:
+        ConfigError: Pillow is missing, folders are missing or empty, or the classes are not those of the config.
+    """
+
+    def __init__(self, config: ImagesDataConfig, split: str, seed: int) -> None:
+        root = Path(config.path)
+        self.classes = class_names(root / "train")
+        check_classes(root, split, self.classes, config.n_classes)
+        self._files: list[str] = []
+        labels: list[int] = []
+        for label, name in enumerate(self.classes):
+            files = image_files(root / split / name)
+            self._files += files
+            labels += [label] * len(files)
+        super().__init__(config, np.array(labels, dtype=np.int64), split, seed)
+        if not labels:
+            raise ConfigError(f"there is no image under {root / split}", where="data.path", mend=_MEND)
+
+    def source(self, index: int) -> str:
+        return self._files[index]
+
+    def _file(self, index: int) -> str:
+        return self._files[index]
 
 
 def _pillow() -> Any:
@@ -90,27 +112,27 @@ def _pillow() -> Any:
         ) from error
 
 
-def _classes(directory: Path) -> list[str]:
+def class_names(directory: Path) -> list[str]:
     if not directory.is_dir():
         raise ConfigError(f"there is no directory {directory}", where="data.path", mend=_MEND)
     return sorted(path.name for path in directory.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
-def _check_classes(root: Path, split: str, classes: list[str], n_classes: int) -> None:
+def check_classes(root: Path, split: str, classes: list[str], n_classes: int) -> None:
     if len(classes) != n_classes:
         raise ConfigError(
             f"{root / 'train'} has {len(classes)} class directories, the config says {n_classes}",
             where="data.n_classes",
             mend=f"data.n_classes={len(classes)}" if classes else _MEND,
         )
-    strange = sorted(set(_classes(root / split)) - set(classes))
+    strange = sorted(set(class_names(root / split)) - set(classes))
     if strange:
         raise ConfigError(
             f"{root / split} has classes that train/ has not: {', '.join(strange[:5])}", where="data.path", mend=_MEND
         )
 
 
-def _image_files(directory: Path) -> list[str]:
+def image_files(directory: Path) -> list[str]:
     if not directory.is_dir():
         return []  # a class without validation images
     return sorted(str(path) for path in directory.rglob("*") if path.suffix.lower() in SUFFIXES)

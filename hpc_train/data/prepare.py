@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import IO, Any
@@ -27,11 +27,12 @@ from hpc_train.config.errors import ConfigError
 from hpc_train.data.documents import InputFile, Piece, read_documents
 from hpc_train.data.encoder import Encoder, fingerprint, open_encoder
 from hpc_train.data.split import SPLITS, position
-from hpc_train.data.tokens import DTYPES, META, TokensMeta, read_meta
+from hpc_train.data.tokens import DTYPES, LENGTHS, META, TokensMeta, documents_file, read_meta
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.parent_death import die_with_parent
 
 _SHARDS = ".shards"
+_FORMAT = 2  # of a shard: with the lengths of its documents
 _BATCH = 1 << 20  # characters encoded in one call
 _JOB = 32 << 20  # bytes of input for which a process loads the tokenizer once
 
@@ -80,6 +81,24 @@ class _Shard:
             return 0
 
 
+@dataclass
+class _Written:
+    """What a shard holds so far: the lengths of its documents, by split."""
+
+    lengths: dict[str, list[int]] = field(default_factory=lambda: {split: [] for split in SPLITS})
+    _document: int = 0  # tokens of the one that is not whole yet
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {split: sum(lengths) for split, lengths in self.lengths.items()}
+
+    def add(self, split: str, tokens: int, last: bool) -> None:
+        self._document += tokens
+        if last:
+            self.lengths[split].append(self._document)
+            self._document = 0
+
+
 def prepare(
     inputs: list[InputFile], settings: Settings, out: Path, workers: int, on_progress: Callable[[Progress], None]
 ) -> TokensMeta:
@@ -107,7 +126,10 @@ def prepare(
     with _locked(out):
         existing = _finished(out, whole)
         if existing is None:
-            shards = [_Shard(source, str(out / _SHARDS / key)) for source, key in zip(inputs, keys, strict=True)]
+            shards = [
+                _Shard(source, str(out / _SHARDS / f"{key}-{_FORMAT}"))
+                for source, key in zip(inputs, keys, strict=True)
+            ]
             _clear_unfinished(out / _SHARDS)
             _write_shards(shards, settings, workers, on_progress)
             existing = _join(shards, out, settings, encoder, whole)
@@ -203,7 +225,7 @@ def _write_job(shards: list[_Shard], settings: Settings) -> None:
 
 def _write_shard(shard: _Shard, settings: Settings, encoder: Encoder) -> None:
     shard.aside.mkdir()
-    counts = dict.fromkeys(SPLITS, 0)
+    written = _Written()
     with (
         (shard.aside / "train.bin").open("wb") as train,
         (shard.aside / "validation.bin").open("wb") as validation,
@@ -211,7 +233,7 @@ def _write_shard(shard: _Shard, settings: Settings, encoder: Encoder) -> None:
     ):
         files = {"train": train, "validation": validation}
         for batch in _batches(read_documents(shard.source, settings.jsonl_field, settings.encoding)):
-            _write_batch(batch, shard.source, settings, encoder, files, counts)
+            _write_batch(batch, shard.source, settings, encoder, files, written)
             progress.seek(0)
             progress.write(str(batch[-1].consumed))
             progress.flush()
@@ -219,7 +241,9 @@ def _write_shard(shard: _Shard, settings: Settings, encoder: Encoder) -> None:
             file.flush()
             os.fsync(file.fileno())
     (shard.aside / "progress").unlink()
-    write_json(shard.aside / "shard.json", {"counts": counts, "source": asdict(shard.source)})
+    for split, lengths in written.lengths.items():
+        np.array(lengths, dtype=LENGTHS).tofile(documents_file(shard.aside, split))
+    write_json(shard.aside / "shard.json", {"counts": written.counts, "source": asdict(shard.source)})
     shard.aside.rename(shard.directory)
 
 
@@ -242,14 +266,14 @@ def _write_batch(
     settings: Settings,
     encoder: Encoder,
     files: Mapping[str, IO[bytes]],
-    counts: dict[str, int],
+    written: _Written,
 ) -> None:
     for piece, ids in zip(batch, encoder.encode([piece.text for piece in batch]), strict=True):
         ends = [encoder.separator] if piece.last and encoder.separator is not None else []
         tokens = np.append(ids, np.array(ends, dtype=np.uint32))
         split = SPLITS[position(f"{source.name}:{piece.document}") < settings.validation_share]
         files[split].write(tokens.astype(_dtype(encoder)).tobytes())
-        counts[split] += len(tokens)
+        written.add(split, len(tokens), piece.last)
 
 
 def _dtype(encoder: Encoder) -> np.dtype[Any]:
@@ -278,6 +302,7 @@ def _join(shards: list[_Shard], out: Path, settings: Settings, encoder: Encoder,
             stream.copy(file, counts[split] * _dtype(encoder).itemsize)
             os.fsync(file.fileno())
         temporary.replace(out / f"{split}.bin")
+    _join_documents(shards, out, counts["train"])
     source = {
         "key": whole,
         "inputs": [shard.source.path for shard in shards],
@@ -287,6 +312,20 @@ def _join(shards: list[_Shard], out: Path, settings: Settings, encoder: Encoder,
     meta = TokensMeta(_dtype_name(encoder), encoder.vocab_size, counts, encoder.separator, source)
     write_json(out / META, meta.to_json())
     return meta
+
+
+def _join_documents(shards: list[_Shard], out: Path, train: int) -> None:
+    """The lengths of the documents in the order of the tokens, cut where the first ``train`` tokens end."""
+    parts = [np.fromfile(documents_file(Path(s.directory), split), LENGTHS) for split in SPLITS for s in shards]
+    lengths = np.concatenate(parts).astype(np.int64)
+    ends = np.cumsum(lengths)
+    last = int(np.searchsorted(ends, train))  # the document in which they end
+    inside = train - int(ends[last] - lengths[last])
+    sides = [*lengths[:last], inside], [int(lengths[last]) - inside, *lengths[last + 1 :]]
+    for split, side in zip(("train", "validation"), sides, strict=True):
+        temporary = out / f".{split}.documents"
+        np.array([length for length in side if length], dtype=LENGTHS).tofile(temporary)
+        temporary.replace(documents_file(out, split))
 
 
 class _Stream:

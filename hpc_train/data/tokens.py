@@ -11,10 +11,11 @@ import numpy as np
 
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import TokensDataConfig
-from hpc_train.data.dataset import Dataset, Sample, check_sequence_length, next_token_sample
+from hpc_train.data.dataset import Array, Dataset, Sample, check_sequence_length, next_token_sample
 
 META = "meta.json"
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+LENGTHS = np.dtype("<u4")  # of documents
 _MEND = "build the directory with: python -m hpc_train prepare INPUT... --out DIR"
 
 
@@ -38,6 +39,11 @@ class TokensMeta:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def documents_file(directory: Path, split: str) -> Path:
+    """The number of tokens of each document of ``<split>.bin``, in order, the separator among them."""
+    return directory / f"{split}.documents"
 
 
 def read_meta(directory: Path) -> TokensMeta:
@@ -101,6 +107,13 @@ class TokensDataset(Dataset):
 
     def sample(self, index: int, epoch: int) -> Sample:
         window = self._tokens[index * self._length : (index + 1) * self._length + 1]
+        self._check_ids(window, index)
+        return next_token_sample(window)
+
+    def source(self, index: int) -> str:
+        return str(self.path)
+
+    def _check_ids(self, window: Array, index: int) -> None:
         if int(window.max()) >= self._vocab_size:
             raise ConfigError(
                 f"sample {index} of {self.path} holds token id {int(window.max())}, "
@@ -108,10 +121,6 @@ class TokensDataset(Dataset):
                 where="data.vocab_size",
                 mend=f"the vocabulary of the tokenizer that made the file, or {_MEND}",
             )
-        return next_token_sample(window)
-
-    def source(self, index: int) -> str:
-        return str(self.path)
 
 
 def _map_tokens(path: Path, dtype: np.dtype[Any], expected: int | None) -> np.memmap[Any, Any]:

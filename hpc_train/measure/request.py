@@ -110,6 +110,12 @@ def bare_loop(config: Config, layout: Layout) -> str:
             where="precision, --against",
             mend="precision=bf16 or fp32, or no --against",
         )
+    if layout.pp > 1 and getattr(config.data, "packing", False):
+        raise ConfigError(
+            "the bare pipeline does not pass positions and documents on",
+            where="data.packing, --against",
+            mend="data.packing=false, or no --against",
+        )
     if layout.world_size == 1:
         return "single"
     if layout.dp == layout.world_size and layout.shard in (1, layout.dp):

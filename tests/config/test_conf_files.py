@@ -25,6 +25,7 @@ NEEDED = {  # what a file leaves to the user
     "data/tokens": ["data.path=/data", "data.vocab_size=256"],
     "data/cifar100": ["data.path=/data", "model=vit_tiny", "model.patch_size=8"],
     "data/images": ["data.path=/data", "data.n_classes=5", "model=vit_tiny"],
+    "data/shards": ["data.path=/data", "data.n_classes=5", "model=vit_tiny"],
     "data/custom": ["data._target_=package.Data", "model.vocab_size=256"],
     "model/custom": ["model._target_=package.Model"],
 }

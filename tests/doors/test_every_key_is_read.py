@@ -39,6 +39,8 @@ def make_images(folder: Path) -> None:
             target.mkdir(parents=True)
             for number in range(8):
                 Image.fromarray(pixels.integers(0, 255, (40, 40, 3), dtype=np.uint8)).save(target / f"{number}.png")
+    done = hpc_train("prepare", "--images", "images", "--out", "shards", cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def runs(folder: Path) -> list[list[str]]:
@@ -55,10 +57,12 @@ def runs(folder: Path) -> list[list[str]]:
         ["+strategy=dp", *vit, *pictures, "optim=sgd", "train.reproducible=any_world_size"],
         ["+strategy=single", *vit, "data=images", f"data.path={folder}/images", "data.n_classes=2",
          "data.image_size=32"],
+        ["+strategy=single", *vit, "data=shards", f"data.path={folder}/shards", "data.n_classes=2",
+         "data.image_size=32"],
         ["+strategy=dp", *custom, *pictures, "+model.args.n_classes=10", "strategy.compression=topk",
          "-m"],
         ["+strategy=single", *gpt, "data=tokens", f"data.path={folder}/tokens", "data.vocab_size=256",
-         "data.sequence_length=16", "train.steps=null", "train.epochs=0.2"],
+         "data.sequence_length=16", "train.steps=null", "train.epochs=0.2", "data.packing=true"],
         ["+strategy=single", *gpt, "data=custom", "data._target_=tests.doors.custom_data.Counting",
          "model.vocab_size=16"],
         ["script", "+strategy=dp", *TINY],

@@ -1,0 +1,72 @@
+"""Documents packed into sequences: none is lost, none overlaps, and few slots stay empty."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpc_train.commands.prepare import main
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.schema import TokensDataConfig
+from hpc_train.data.batch import IGNORED
+from hpc_train.data.build import build_dataset
+from hpc_train.data.packing import PackedTokensDataset, pack, pieces_of
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_piece_has_a_place_and_sequences_are_nearly_full(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    lengths = random.geometric(1 / 60, size=2000)
+    starts, sizes = pieces_of(lengths, 128)
+    assert sizes.sum() == (lengths - 1).sum() and sizes.min() >= 1 and sizes.max() <= 128
+    assert len(set(starts.tolist())) == len(starts)
+    places = pack(sizes, 128)
+    filled = np.bincount(places, weights=sizes)
+    assert filled.max() <= 128 and filled.min() >= 1
+    assert filled.sum() / (128 * len(filled)) > 0.97
+    assert (pack(sizes, 128) == places).all()
+
+
+def test_long_documents_are_cut_without_losing_a_target() -> None:
+    starts, sizes = pieces_of(np.array([1, 10, 0, 5, 9]), 4)
+    assert starts.tolist() == [1, 5, 9, 11, 16, 20] and sizes.tolist() == [4, 4, 1, 4, 4, 4]
+
+
+def test_prepared_documents_are_found_again(tmp_path: Path) -> None:
+    texts = [f"document {number} " + "x" * (number * 7 % 90) for number in range(200)]
+    source = tmp_path / "documents.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    out = tmp_path / "out"
+    assert main([str(source), "--out", str(out), "--validation-share", "0.1", "--workers", "1"]) == 0
+    config = TokensDataConfig("tokens", str(out), 64, 256, packing=True)
+    found = []
+    for split in ("train", "validation"):
+        dataset = build_dataset(config, split, 0)
+        assert isinstance(dataset, PackedTokensDataset) and 0.8 < dataset.fill <= 1
+        for index in range(len(dataset)):
+            sample = dataset.sample(index, 0)
+            ids, positions = sample.context["document_ids"], sample.context["positions"]
+            assert sample.inputs.shape == sample.targets.shape == ids.shape == positions.shape == (64,)
+            for number in range(int(ids.max()) + 1):
+                own = ids == number
+                assert positions[own].tolist() == list(range(own.sum()))
+                assert (sample.inputs[own][1:] == sample.targets[own][:-1]).all() and IGNORED not in sample.targets[own]
+                found.append(bytes([*sample.inputs[own].tolist(), int(sample.targets[own][-1])]).decode())
+            assert (sample.targets[ids == -1] == IGNORED).all()
+    short = sorted(text for text in texts if len(text) <= 65)
+    assert [text for text in sorted(found) if text in set(short)] == short
+    assert sum(len(piece) - 1 for piece in found) == sum(len(text) - 1 for text in texts)
+    (out / "train.documents").unlink()
+    with pytest.raises(ConfigError, match=r"train.documents cannot be read"):
+        build_dataset(config, "train", 0)
+
+
+def test_one_document_is_cut_where_validation_begins(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("a" * 1000)
+    out = tmp_path / "out"
+    assert main([str(tmp_path / "one.txt"), "--out", str(out), "--validation-share", "0.1", "--workers", "1"]) == 0
+    lengths = {split: np.fromfile(out / f"{split}.documents", "<u4").tolist() for split in ("train", "validation")}
+    assert lengths == {"train": [900], "validation": [100]}

@@ -1,0 +1,106 @@
+"""Tar shards give what the class folders give that they were made of, in any order and any process."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hpc_train.commands.prepare import main
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.schema import ImagesDataConfig, ShardsDataConfig
+from hpc_train.data.images import ImagesDataset
+from hpc_train.data.shards import ShardsDataset
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    random = np.random.default_rng(0)
+    for split, number in (("train", 5), ("validation", 2)):
+        for name in ("cat", "dog", "emu"):
+            folder = tmp_path / "images" / split / name
+            folder.mkdir(parents=True)
+            for index in range(number):
+                pixels = random.integers(0, 256, (20 + index, 24, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{index}.png")
+    return tmp_path
+
+
+def prepare(folder: Path, *arguments: str) -> int:
+    return main(["--images", str(folder / "images"), "--out", str(folder / "shards"), *arguments])
+
+
+def sums(dataset: ShardsDataset, indices: list[int]) -> list[float]:
+    return [float(np.abs(dataset.sample(index, 3).inputs).sum()) for index in indices]
+
+
+def test_shards_hold_what_the_folders_hold(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpc_train.commands.prepare.MIB", 1)
+    assert prepare(pictures, "--shard-mib", "4000") == 0  # of bytes, here
+    assert len(list((pictures / "shards").glob("train-*.tar"))) > 2
+    folders = ImagesDataConfig(path=str(pictures / "images"), image_size=16, n_classes=3)
+    packed = ShardsDataConfig(path=str(pictures / "shards"), image_size=16, n_classes=3)
+    for split, number in (("train", 15), ("validation", 6)):
+        one, other = ImagesDataset(folders, split, 1), ShardsDataset(packed, split, 1)
+        assert len(one) == len(other) == number and one.classes == other.classes
+        for index in np.random.default_rng(0).permutation(number).tolist():
+            wanted, found = one.sample(index, 2), other.sample(index, 2)
+            assert (wanted.inputs == found.inputs).all() and wanted.targets == found.targets
+    assert "train-000000.tar, bytes" in ShardsDataset(packed, "train", 1).source(0)
+
+
+def test_processes_that_share_an_open_shard_do_not_disturb_each_other(pictures: Path) -> None:
+    assert prepare(pictures) == 0
+    dataset = ShardsDataset(ShardsDataConfig(path=str(pictures / "shards"), image_size=16, n_classes=3), "train", 0)
+    expected = sums(dataset, list(range(15)))  # the shard is open now
+    orders = [list(np.random.default_rng(seed).permutation(15)) * 20 for seed in range(4)]
+    fork = multiprocessing.get_context("fork")
+    pipes = [fork.Pipe(duplex=False) for _ in orders]
+    readers = [
+        fork.Process(target=lambda order, to: to.send(sums(dataset, order)), args=(order, pipe[1]))
+        for order, pipe in zip(orders, pipes, strict=True)
+    ]
+    for reader in readers:
+        reader.start()
+    for order, pipe in zip(orders, pipes, strict=True):
+        assert pipe[0].poll(60) and pipe[0].recv() == [expected[index] for index in order]
+    for reader in readers:
+        reader.join()
+
+
+def test_the_directory_is_whole_once_and_webdataset_reads_it(
+    pictures: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert prepare(pictures, "--json") == 0
+    first = json.loads(capsys.readouterr().out)
+    shard = pictures / "shards" / "train-000000.tar"
+    before = shard.stat().st_mtime_ns
+    assert prepare(pictures) == 0 and shard.stat().st_mtime_ns == before
+    with tarfile.open(shard) as tar:
+        names = tar.getnames()
+        label = tar.extractfile("0000014.cls")
+        assert names[:2] == ["0000000.png", "0000000.cls"] and len(names) == 30
+        assert label is not None and label.read() == b"2"
+    assert first["classes"] == ["cat", "dog", "emu"] and first["counts"] == {"train": 15, "validation": 6}
+    Image.new("RGB", (8, 8)).save(pictures / "images" / "train" / "cat" / "new.png")
+    with pytest.raises(ConfigError, match="other images"):
+        prepare(pictures)
+
+
+def test_damage_is_told(pictures: Path) -> None:
+    assert prepare(pictures) == 0
+    config = ShardsDataConfig(path=str(pictures / "shards"), image_size=16, n_classes=3)
+    shard = pictures / "shards" / "train-000000.tar"
+    shard.write_bytes(shard.read_bytes()[:2000])
+    with pytest.raises(OSError, match="ends before byte"):
+        ShardsDataset(config, "train", 0).sample(14, 0)
+    with pytest.raises(ConfigError, match="has 3 classes"):
+        ShardsDataset(ShardsDataConfig(path=config.path, n_classes=4), "train", 0)
+    (pictures / "shards" / "train.index.npy").unlink()
+    with pytest.raises(ConfigError, match=r"train.index.npy cannot be read"):
+        ShardsDataset(config, "train", 0)

@@ -1,0 +1,99 @@
+"""Packed documents give the loss and the gradients of each document by itself, under every kind of layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hpc_train.data.batch import IGNORED, Batch, StepBatch
+from hpc_train.models.build import build_model
+from hpc_train.models.model import Model
+from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.materialise import materialise
+from hpc_train.parallel.mesh import Mesh, join_mesh
+from tests.layouts.cells import SEQUENCE, VOCABULARY, Cell
+from tests.layouts.oracle import error, whole
+from tests.ranks import run_ranks
+
+LENGTHS = [[3, 5], [8], [2, 2, 3], [1, 6]]  # of the documents in each sequence of 8; what is left is padding
+
+CELLS: dict[int, list[Cell]] = {
+    2: [
+        Cell(2, strategy={"dp": 2}),
+        Cell(2, "gpt-tied", strategy={"dp": 2, "data_parallel": "zero3"}),
+        Cell(2, strategy={"tp": 2}),
+        Cell(2, strategy={"pp": 2, "schedule": "gpipe"}),
+        Cell(2, "gpt-tied", strategy={"pp": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 2}),
+        Cell(2, strategy={"pp": 2, "schedule": "zbv", "stages_per_rank": 2}),
+        Cell(2, strategy={"dp": 2}, train={"activation_checkpointing": "full"}),
+    ],
+    4: [
+        Cell(4, strategy={"dp": 2, "pp": 2, "data_parallel": "zero2"}),
+        Cell(4, strategy={"pp": 2, "tp": 2}),
+        Cell(4, strategy={"dp": 2, "tp": 2, "data_parallel": "reduce"}),
+    ],
+}
+
+
+@pytest.mark.parametrize("world_size", CELLS)
+def test_packed_documents_train_as_single_ones_do(world_size: int) -> None:
+    run_ranks(world_size, _compare, CELLS[world_size])
+
+
+def _compare(rank: int, _: int, cells: list[Cell]) -> None:
+    for cell in (replace(cell, batch={"global_size": 4, "micro_size": 1}) for cell in cells):
+        mesh = join_mesh(cell.layout(), rank, torch.device("cpu"))
+        documents = _documents()
+        loss, gradients = _one_by_one(cell, [one for sequence in documents for one in sequence])
+        engine = build_engine(cell.config(), mesh)
+        batch = _packed(documents, mesh)
+        found = engine.reduce(engine.train_step(0, batch))
+        assert found.loss == pytest.approx(loss, rel=1e-12) and found.target_count == batch.target_count, cell
+        packed = {name: whole(parameter.grad) for name, parameter in engine.named_parameters().items()}
+        assert error(packed, gradients) < 1e-10, cell
+        assert engine.reduce(engine.eval_step(batch)).loss == pytest.approx(loss, rel=1e-12), cell
+
+
+Document = tuple[torch.Tensor, torch.Tensor]
+
+
+def _documents() -> list[list[Document]]:
+    generator = torch.Generator().manual_seed(1)
+    drawn: Callable[[int], torch.Tensor] = lambda n: torch.randint(VOCABULARY, (n + 1,), generator=generator)  # noqa: E731
+    return [[(tokens[:-1], tokens[1:]) for tokens in map(drawn, lengths)] for lengths in LENGTHS]
+
+
+def _one_by_one(cell: Cell, documents: list[Document]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Each document alone through the whole model: no packing, no context."""
+    config = cell.config()
+    model = build_model(config.model, config.train.seed)
+    assert isinstance(model, Model)
+    materialise(model, torch.device("cpu"), config.train.seed, torch.float64)
+    targets = sum(len(wanted) for _, wanted in documents)
+    loss = torch.zeros((), dtype=torch.float64)
+    for inputs, wanted in documents:
+        loss = loss + model(inputs.unsqueeze(0), {}, wanted.unsqueeze(0))[0] / targets
+    loss.backward()
+    return loss.item(), {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+
+
+def _packed(documents: list[list[Document]], mesh: Mesh) -> StepBatch:
+    """This rank's share, as ``PackedTokensDataset`` makes sequences."""
+    own = range(mesh.dp_rank * 4 // mesh.layout.dp, (mesh.dp_rank + 1) * 4 // mesh.layout.dp)
+    targets = sum(len(wanted) for sequence in documents for _, wanted in sequence)
+    return StepBatch(tuple(_sequence(documents[index]) for index in own), targets)
+
+
+def _sequence(documents: list[Document]) -> Batch:
+    inputs, targets = torch.zeros(1, SEQUENCE, dtype=torch.int64), torch.full((1, SEQUENCE), IGNORED)
+    positions, ids = torch.zeros(1, SEQUENCE, dtype=torch.int64), torch.full((1, SEQUENCE), -1)
+    at = 0
+    for number, (tokens, wanted) in enumerate(documents):
+        end = at + len(tokens)
+        inputs[0, at:end], targets[0, at:end], ids[0, at:end] = tokens, wanted, number
+        positions[0, at:end] = torch.arange(len(tokens))
+        at = end
+    return Batch(inputs, targets, {"positions": positions, "document_ids": ids})
