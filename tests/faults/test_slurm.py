@@ -13,11 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from tests.doors.command import REPOSITORY
 from tests.faults.measured import Times
 from tests.faults.on_slurm import (
     ASKED,
+    STEPS,
     OnSlurm,
     agent,
     environment_of,
@@ -108,7 +110,8 @@ def test_a_controller_that_is_away_costs_nothing(
 ) -> None:
     on = OnSlurm.submit(cluster, tmp_path, "cluster.nodes=3", "elastic.min_nodes=1", ASKED)
     on.wait_for_step(step)
-    (controller,) = [one for one in psutil.process_iter() if one.name() == "slurmctld" and environment_of(one, cluster)]
+    named = [one for one in psutil.process_iter(["name"]) if one.info["name"] == "slurmctld"]
+    (controller,) = [one for one in named if environment_of(one, cluster)]
     controller.suspend()
     try:
         kill_agent(cluster, on.nodes_of("started")[0][1])
@@ -140,7 +143,7 @@ def test_what_was_paused_comes_back_and_does_no_harm(
 def test_a_rank_that_hangs_on_another_node_is_named(
     cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int, times: Times
 ) -> None:
-    on = OnSlurm.submit(cluster, tmp_path, *TWO, "elastic.hang_timeout_s=4")
+    on = OnSlurm.submit(cluster, tmp_path, *TWO, "elastic.hang_timeout_s=10", "model.args.seconds=0.6")
     on.wait_for_step(step)
     first, second = on.nodes_of("started")[0]
     shown = cluster.hpc_train("stacks", str(on.run), cwd=tmp_path)
@@ -151,7 +154,7 @@ def test_a_rank_that_hangs_on_another_node_is_named(
     worker(cluster, second).suspend()
     on.finished(whole)
     assert on.told("worker_failed") == [("hang", 1, second)]
-    times.note("a rank of another node hangs (4 s): first step", on.first_step_after(stopped))
+    times.note("a rank of another node hangs (10 s): first step", on.first_step_after(stopped))
     assert "is stopped by a signal" in on.why()
     for node in (first, second):
         assert "trainer.py" in (on.run / "logs" / "stacks" / f"hang-{node}-000.txt").read_text()
@@ -172,3 +175,15 @@ def test_a_node_whose_clock_is_wrong(cluster: Cluster, tmp_path: Path, whole: st
     on.finished(whole)
     assert on.told("worker_failed") == [("killed", 1, "n2")]
     assert "rank 1 on n2" in on.why()
+
+
+@pytest.mark.trials(5)
+def test_preemption(cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int, times: Times) -> None:
+    on = OnSlurm.submit(cluster, tmp_path, *TWO, "cluster.partition=preempt")
+    on.wait_for_step(step)
+    cluster.call("sbatch", "--parsable", "--nodes=4", "--exclusive", "--wrap=sleep 2", cwd=tmp_path)
+    struck = time.time()
+    on.finished(whole)
+    assert on.shown("Restarts") == "1"
+    times.note("preempted, requeued: first step", on.first_step_after(struck))
+    assert sum(1 for _ in RunDirectory(on.run).read_all_metrics()) == STEPS, "no step was taken twice"
