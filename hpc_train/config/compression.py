@@ -5,8 +5,8 @@ from __future__ import annotations
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import Config
 
-COMPRESSION = ("none", "fp16", "bf16", "powersgd", "topk")
-CARRYING = ("powersgd", "topk")  # what they do not send is added to the next gradient
+COMPRESSION = ("none", "fp16", "bf16", "powersgd", "topk", "auto")
+CARRYING = ("powersgd", "topk", "auto")  # what they do not send is added to the next gradient
 _WHERE = "strategy.compression"
 
 
@@ -48,7 +48,7 @@ def _check_carried(config: Config, tp: int) -> None:
             where=f"{_WHERE}, precision",
             mend=f"precision=bf16, or {_WHERE}=fp16",
         )
-    twice = technique == "topk" and config.optim.name == "sgd" and config.optim.momentum
+    twice = technique in ("topk", "auto") and config.optim.name == "sgd" and config.optim.momentum
     if twice and strategy.compression_momentum:
         raise ConfigError(
             f"momentum would count twice: {strategy.compression_momentum:g} before the sum over the replicas and "

@@ -93,7 +93,7 @@ class StrategyConfig:
     # the first step; or the number of layers of each stage as a list
     pp_split: Any = "even"
     bucket_cap_mb: float | int | str = 25.0  # gradient bucket of ddp and reduce; auto: found in the first steps
-    compression: str = "none"  # none | fp16 | bf16 | powersgd | topk: of gradients, under ddp and reduce
+    compression: str = "none"  # none | fp16 | bf16 | powersgd | topk | auto (as measured); under ddp and reduce
     compression_share: float = 0.01  # topk: of each gradient's elements, the largest
     compression_momentum: float = 0.0  # topk: momentum correction, in place of the optimizer's momentum
     compression_rank: int = 4  # powersgd

@@ -42,6 +42,7 @@ EVENTS = (
     "step_skipped",  # on all ranks: its gradient was not finite
     "rolled_back",  # to a checkpoint within the attempt, past some samples
     "pipeline_split",  # the layers of each stage, with what each block costs and what the split promises
+    "compression_chosen",  # by strategy.compression=auto, with what was measured
     "pipeline_balance",  # what it came to, in the first steps
     "warning",
     "advice",

@@ -37,6 +37,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.stop import StopFlag
 from hpc_train.run.worker_spec import WorkerSpec
+from hpc_train.train.compression_choice import with_chosen_compression
 from hpc_train.train.control import Control
 from hpc_train.train.measures import Measures
 from hpc_train.train.optimizer import Optimizer
@@ -53,6 +54,7 @@ def measure(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
     run = RunDirectory(Path(spec.run_dir))
     config, request = load(run), StepRequest.read(run)
     mesh = join(spec, config, listen_fd)
+    config = with_chosen_compression(config, run, mesh)
     bench = _Bench(config, mesh, stop)
     result = _measure(bench, request, run)
     bench.close()
@@ -176,6 +178,7 @@ def _what(config: Config, mesh: Mesh) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "precision": config.precision.name,
+        "compression": config.strategy.compression,
         "compile": config.train.compile,
         "parameters": sum(p.numel() for p in build_model(config.model, config.train.seed).parameters()),
         "global_batch": config.batch.global_size,

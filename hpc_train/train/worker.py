@@ -36,6 +36,7 @@ from hpc_train.run.heartbeat import Heartbeat, Phase
 from hpc_train.run.stop import StopFlag
 from hpc_train.run.worker_spec import WorkerSpec
 from hpc_train.train.bucket_choice import teller, with_known_buckets
+from hpc_train.train.compression_choice import with_chosen_compression
 from hpc_train.train.debug import DebuggedEngine
 from hpc_train.train.divergence import DivergenceWatch
 from hpc_train.train.flight_recorder import answer_questions
@@ -100,6 +101,7 @@ def _build(
     spec: WorkerSpec,
     heartbeat: Heartbeat,
 ) -> Trainer:
+    config = with_chosen_compression(config, run, mesh, events)
     seed, local_ranks = config.train.seed, spec.local_world_size
     training = build_dataset(config.data, "train", seed)
     validation = build_dataset(config.data, "validation", seed)

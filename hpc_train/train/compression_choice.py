@@ -1,0 +1,44 @@
+"""Makes ``strategy.compression=auto`` a technique: as an earlier attempt of this layout chose, else by measuring."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from hpc_train.config.schema import Config
+from hpc_train.parallel.compression.auto import choose
+from hpc_train.parallel.mesh import Mesh
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+
+
+def with_chosen_compression(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog | None = None) -> Config:
+    """``config`` with the technique in the place of ``auto``; told in the log, ``events`` and ``run.json``. Collective.
+
+    An attempt in the same layout takes what was chosen before: its steps are those of the attempt before it.
+    """
+    if config.strategy.compression != "auto":
+        return config
+    technique = "none" if mesh.layout.dp == 1 else _known(run, mesh) or _measured(config, run, mesh, events)
+    return replace(config, strategy=replace(config.strategy, compression=technique))
+
+
+def _known(run: RunDirectory, mesh: Mesh) -> str | None:
+    """What rank 0 reads in the run's record."""
+    record: list[Any] = [run.record().get("compression") if mesh.rank == 0 else None]
+    dist.broadcast_object_list(record, src=0, group=mesh.control)
+    known = record[0]
+    return known["technique"] if known and known["layout"] == str(mesh.layout) else None
+
+
+def _measured(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog | None) -> str:
+    choice = choose(config, mesh)
+    if mesh.rank == 0:
+        print(choice, flush=True)
+        found = {"technique": choice.technique, "seconds": dict(choice.seconds)}
+        run.update_record(compression={"layout": str(mesh.layout), **found})
+        if events is not None:
+            events.write("compression_chosen", step=0, **found)
+    return choice.technique
