@@ -29,6 +29,7 @@ from hpc_train.measure.shares import bubble_share, communication_share
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.balance import plan_split
+from hpc_train.parallel.bubble import ideal_bubble
 from hpc_train.parallel.bucket_search import MOST_STEPS
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
@@ -133,6 +134,7 @@ def _measure(bench: _Bench, request: StepRequest, run: RunDirectory) -> dict[str
         **_rates(seconds[0], bench),
         "memory": _memory(memory, mesh),
         "bubble_share": _gather(bubble_share(bench.gradients, mesh.device), mesh) if mesh.layout.pp > 1 else None,
+        "ideal_bubble_share": ideal_bubble(mesh.layout) if mesh.layout.pp > 1 else None,
         "communication_share": _communication(bench),
         "measurement": _measurement_cost(bench, Spread.of(seconds[0]).median),
         "mfu": _utilisation(bench, Spread.of(speeds[0]).median),

@@ -34,6 +34,7 @@ def test_a_strategy_against_its_bare_loop(strategy: str, tmp_path: Path) -> None
     for share, there in (("bubble_share", strategy == "pp"), ("communication_share", strategy == "dp")):
         assert (result[share] is not None) == there
         assert not there or all(0 < value < 1 for value in result[share])
+    assert result["ideal_bubble_share"] == (pytest.approx(1 / 9) if strategy == "pp" else None)
     assert not list(tmp_path.iterdir())
 
 

@@ -17,7 +17,8 @@ from tests.train.runs import frozen, run_attempt
 
 TIMES = (
     "time", "attempt", "step_s", "tokens_per_s", "samples_per_s", "data_wait_share", "peak_memory_bytes", "save_s",
-    "eval_s",
+    "eval_s", "comm_share", "bubble_share", "host_share", "compute_imbalance", "arrival_skew_s", "memory_imbalance",
+    "gpu_util", "net_tx_bytes", "net_rx_bytes", "rdma_tx_bytes", "rdma_rx_bytes",
 )  # fmt: skip
 
 

@@ -71,7 +71,8 @@ def report(result: dict[str, Any]) -> str:
         f"memory         {_memory(result['memory'])}",
     ]
     if result["bubble_share"] is not None:
-        lines.append(f"bubble         {_shares(result['bubble_share'])}: of forward and backward no stage computing")
+        shares, ideal = _shares(result["bubble_share"]), f"{100 * result['ideal_bubble_share']:.1f} %"
+        lines.append(f"bubble         {shares}: of forward and backward no stage computing; {ideal} if all were equal")
     if result["communication_share"] is not None:
         shares = _shares(result["communication_share"])
         lines.append(f"communication  {shares}: a collective under way and nothing computed (profiler)")

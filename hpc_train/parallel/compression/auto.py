@@ -17,6 +17,7 @@ from torch import nn
 
 from hpc_train.config.schema import Config
 from hpc_train.models.build import build_model
+from hpc_train.parallel.bucket_search import first_cap
 from hpc_train.parallel.compression.build import make_exchange
 from hpc_train.parallel.compression.exchange import Exchange
 from hpc_train.parallel.mesh import Mesh
@@ -82,7 +83,7 @@ def _seconds(technique: str, config: Config, mesh: Mesh, parameters: Mapping[str
     """The least time of a few sums over the data axis, on this rank."""
     group, strategy = mesh.group("dp"), config.strategy
     exchange = make_exchange(technique, strategy, parameters, group)
-    reduction = GradientReduction(parameters.values(), group, strategy.bucket_cap_mb)
+    reduction = GradientReduction(parameters.values(), group, first_cap(strategy))
     found = [_round(reduction, exchange, mesh, parameters) for _ in range(ROUNDS)]
     return min(found[1:])
 
