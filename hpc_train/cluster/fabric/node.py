@@ -11,6 +11,7 @@ from hpc_train.cluster.fabric.discovery import discover, print_matrix
 from hpc_train.cluster.fabric.facts import NodeFacts
 from hpc_train.cluster.fabric.mig import print_listing, with_slices
 from hpc_train.cluster.fabric.nccl_settings import settings_of_communication
+from hpc_train.cluster.fabric.nvml import filled, gpus_of, nvml
 from hpc_train.cluster.fabric.route import automatic_interface, interface_to
 from hpc_train.cluster.fabric.versions import read_versions
 from hpc_train.cluster.gpus import own_gpus, visible_devices
@@ -27,7 +28,9 @@ def this_node(name: str, meeting_host: str | None, environment: Mapping[str, str
     """
     visible = visible_devices(environment)
     facts = _own(discover(matrix=print_matrix() if visible else None))
-    if any(name.startswith("MIG-") for name in visible):
+    if visible and (library := nvml()) is not None:
+        facts = replace(facts, gpus=filled(facts.gpus, gpus_of(library)))
+    if any(name.startswith("MIG-") for name in visible) and not any(gpu.slices for gpu in facts.gpus):
         facts = replace(facts, gpus=with_slices(facts.gpus, print_listing()))
     return replace(
         facts,

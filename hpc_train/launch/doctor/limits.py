@@ -15,6 +15,7 @@ from hpc_train.run.ports import can_listen
 
 SHARED_MEMORY = Path("/dev/shm")
 PER_RANK = 10**9  # bytes: loaders hand batches over in it, NCCL and gloo their buffers
+FEWEST_PER_RANK = 1 << 24  # with less the first batch of pictures ends a loader with a bus error
 FILES_PER_RANK = 1024  # sockets to the other ranks, files of the data
 SAMPLE = 20
 
@@ -40,7 +41,7 @@ def check_shared_memory(ranks: int, directory: Path = SHARED_MEMORY) -> Finding:
         return Finding("shared memory", ERROR, f"{directory} cannot be written", mend)
     if free >= wanted:
         return Finding("shared memory", OK, f"{amount(free)} free in {directory}")
-    level = ERROR if free < wanted / 10 else WARNING
+    level = ERROR if free < ranks * FEWEST_PER_RANK else WARNING
     return Finding("shared memory", level, f"{amount(free)} free in {directory}, {ranks} ranks want 1 GB each", mend)
 
 

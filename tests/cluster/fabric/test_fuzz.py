@@ -8,6 +8,7 @@ import os
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpc_train.cluster.fabric.bindings import bindings
 from hpc_train.cluster.fabric.cpu_list import format_cpu_list, parse_cpu_list
 from hpc_train.cluster.fabric.decision import Job
 from hpc_train.cluster.fabric.facts import Gpu, Link, Nic, NodeFacts, Port
@@ -69,6 +70,55 @@ def test_masks_are_never_empty_too_wide_or_shared(facts: NodeFacts) -> None:
         touched = {cpu for core in cores for cpu in core} or cpus
         assert not touched & given_out
         given_out |= touched
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> NodeFacts:
+    """Sockets cut into NUMA nodes (NPS4), hyperthreads or none, CPUs numbered by node or in turn, a cpuset, a machine
+    that hides what is near (a VM), and nodes with more or fewer GPUs than NUMA nodes (Grace has one each)."""
+    nodes, per_node = draw(st.sampled_from([1, 2, 4, 8])), draw(st.integers(1, 12))
+    threads = draw(st.sampled_from([1, 2, 4]))
+    in_turn, hidden = draw(st.booleans()), draw(st.booleans())
+    count = nodes * per_node
+    of_node = [
+        [core for core in range(count) if (core % nodes if in_turn else core // per_node) == n] for n in range(nodes)
+    ]
+    cores = tuple(tuple(core + count * thread for thread in range(threads)) for core in range(count))
+    numa = tuple(tuple(sorted(cpu for core in own for cpu in cores[core])) for own in of_node)
+    cpus = range(count * threads)
+    allowed = draw(st.one_of(st.just(set(cpus)), st.sets(st.sampled_from(cpus), min_size=1)))
+    gpus = draw(st.integers(0, 8))
+    near = [() if hidden else numa[draw(st.integers(0, nodes - 1))] for _ in range(gpus)]
+    return NodeFacts(
+        "n1",
+        tuple(Gpu(index, cpus=cpus) for index, cpus in enumerate(near)),
+        cores=cores,
+        numa=numa,
+        allowed=tuple(sorted(allowed)),
+        allocated_cpus=draw(st.sampled_from([None, 1, len(allowed)])),
+        visible=tuple(map(str, draw(st.permutations(range(gpus))))),
+    )
+
+
+@FAST
+@given(layouts(), st.integers(1, 8))
+def test_ranks_are_bound_to_cores_of_their_own_or_not_at_all(facts: NodeFacts, ranks: int) -> None:
+    ranks = min(ranks, len(facts.visible) or ranks)
+    bound = bindings(facts, ranks)
+    assert len(bound) == ranks and all(binding.reason for binding in bound)
+    given_out: set[int] = set()
+    for rank, binding in enumerate(bound):
+        if binding.cpus is None:
+            continue
+        cpus = set(binding.cpus)
+        assert cpus and cpus <= set(facts.allowed)
+        assert not facts.visible or cpus <= set(facts.gpus[int(facts.visible[rank])].cpus)
+        touched = {core for core in facts.cores if cpus & set(core)}
+        assert binding.cores == len(touched)
+        assert not {cpu for core in touched for cpu in core} & given_out
+        given_out |= {cpu for core in touched for cpu in core}
+    if not facts.visible and facts.allocated_cpus == len(facts.allowed) and all(found.cpus for found in bound):
+        assert sum(len(found.cpus or ()) for found in bound) == len(facts.allowed)  # nothing lies idle
 
 
 @FAST
