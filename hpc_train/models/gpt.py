@@ -19,7 +19,7 @@ from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import GPTConfig
 from hpc_train.models.attention import Attention
 from hpc_train.models.layer import CrossEntropyHead, PreNormLayer
-from hpc_train.models.model import Model
+from hpc_train.models.model import FlopTerms, Model
 from hpc_train.models.rotary import RotaryCache, RotaryScaling, rotary_tables
 
 
@@ -133,6 +133,12 @@ class GPT(Model):
         per_layer = 2 * config.dim * (config.dim + key_value) + 3 * config.dim * config.ffn_dim + 2 * config.dim
         parameters = config.n_layers * per_layer + config.dim + config.vocab_size * config.dim
         return float(length * (6 * parameters + 12 * config.n_layers * config.dim * length))
+
+    def flop_terms(self, inputs: Tensor) -> FlopTerms:
+        """A tied table is counted already, as the output projection."""
+        config, length = self.config, inputs.shape[-1]
+        table = 0.0 if config.tied_embeddings else 6.0 * length * config.vocab_size * config.dim
+        return FlopTerms(12.0 * config.n_layers * config.dim * length**2, causal=True, embedding=table)
 
     def block_flops(self, inputs: Tensor) -> tuple[float, ...]:
         """The terms of ``flops_per_sample``: nothing in the stem, which looks up; the output projection in the head."""

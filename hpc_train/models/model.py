@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class FlopTerms:
+    """Operations for one sample: of ``attention`` (queries with keys, weights with values) without regard to a mask,
+    and what an ``embedding`` table would take as a matrix product, which ``flops_per_sample`` does not count."""
+
+    attention: float
+    causal: bool
+    embedding: float
 
 
 class Head(nn.Module):
@@ -87,6 +98,10 @@ class Model(nn.Module):
         Of the whole model, also when called on a pipeline stage. ``inputs`` is a micro-batch of which only the shape is
         read (it may be on ``meta``): a language model's count depends on the sequence length.
         """
+
+    def flop_terms(self, inputs: Tensor) -> FlopTerms | None:
+        """What other ways of counting leave out of ``flops_per_sample``, or add; None where nobody has said."""
+        return None
 
     def block_flops(self, inputs: Tensor) -> tuple[float, ...] | None:
         """What ``flops_per_sample`` counts in the stem, in each layer and in the head; None where nobody has said."""

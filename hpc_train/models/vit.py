@@ -13,7 +13,7 @@ from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import ViTConfig
 from hpc_train.models.attention import Attention
 from hpc_train.models.layer import CrossEntropyHead, PreNormLayer
-from hpc_train.models.model import Model
+from hpc_train.models.model import FlopTerms, Model
 
 
 class ViTStem(nn.Module):
@@ -114,6 +114,10 @@ class ViT(Model):
         classifier = config.n_classes * (dim + 1)
         attention = 12 * config.n_layers * dim * tokens
         return float(tokens * (6 * layers + attention) + 6 * (tokens - 1) * patch + 6 * classifier)
+
+    def flop_terms(self, inputs: Tensor) -> FlopTerms:
+        """There is no table: the patches are projected."""
+        return FlopTerms(12.0 * self.config.n_layers * self.config.dim * self.tokens**2, causal=False, embedding=0.0)
 
     def block_flops(self, inputs: Tensor) -> tuple[float, ...]:
         """The terms of ``flops_per_sample``: patches in the stem, the classifier in the head."""

@@ -26,7 +26,7 @@ class MetricsLog:
     targets of this very step's global batch, so it is the same after any resume), lr, grad_norm (before clipping),
     samples and tokens (since step 0; tokens are targets that count), and since the line before: step_s (seconds per
     step), tokens_per_s, samples_per_s, save_s (seconds for which saves blocked). At evaluations val_loss, val_accuracy,
-    eval_s (its seconds); where known mfu, loss_scale, and what the ranks measured: data_wait_share, comm_share,
+    eval_s (its seconds); where known mfu, hfu, loss_scale, and what the ranks measured: data_wait_share, comm_share,
     bubble_share, host_share (of the time), compute_imbalance, arrival_skew_s, peak_memory_bytes, memory_imbalance,
     gpu_util, rdma_tx_bytes, rdma_rx_bytes, net_tx_bytes, net_rx_bytes (``measure/ranks.py`` says what they are). A
     number that is not finite is null.

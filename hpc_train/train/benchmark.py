@@ -26,6 +26,7 @@ from hpc_train.measure.raw import raw_batches, raw_loop
 from hpc_train.measure.request import StepRequest, write_progress, write_result
 from hpc_train.measure.sampling import Spread, paired_ratio
 from hpc_train.measure.shares import bubble_share, communication_share
+from hpc_train.measure.utilisation import count_flops, described
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.balance import plan_split
@@ -242,14 +243,9 @@ def _utilisation(bench: _Bench, samples_per_s: float) -> dict[str, Any] | None:
     peaks: list[float] = _gather(peak, mesh)
     if not isinstance(model, Model):
         return None
-    per_sample = model.flops_per_sample(bench.example.micro_batches[0].inputs)
-    return {
-        "value": per_sample * samples_per_s / sum(peaks),
-        "flops_per_sample": per_sample,
-        "peak_flops": sum(peaks),
-        "peak_source": source,
-        "formula": "flops_per_sample x samples/s / peak_flops",
-    }
+    count = count_flops(model, bench.example.micro_batches[0].inputs, config.train)
+    found = count.utilisation(samples_per_s, sum(peaks))
+    return {"value": found["mfu"], **found, **described(count, sum(peaks), source)}
 
 
 def _gather(value: Any, mesh: Mesh) -> list[Any]:

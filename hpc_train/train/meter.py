@@ -13,6 +13,7 @@ from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Dataset
 from hpc_train.measure.memory import peak_device_memory, peak_host_memory
 from hpc_train.measure.peak_flops import peak_flops
+from hpc_train.measure.utilisation import FlopCount, count_flops
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.mesh import Mesh
@@ -32,13 +33,13 @@ class Meter:
     """Counts since ``begin``; reads the host's clock only.
 
     Attributes:
-        flops_per_sample: of forward and backward; None where the model does not know.
+        flops: of one sample; None where the model does not know.
         peak_flops: FLOP/s of all devices together; None where they are not known.
         interval: what the last ``read`` was about.
         waited_s: for data, since the start.
     """
 
-    flops_per_sample: float | None = None
+    flops: FlopCount | None = None
     peak_flops: float | None = None
     interval: Interval = Interval(0.0, 0, 0.0)
     _began: float = field(default_factory=time.perf_counter)
@@ -93,8 +94,9 @@ class Meter:
             "data_wait_share": min(1.0, self._waited / seconds),
             "save_s": self._saved,
         }
-        if self.flops_per_sample and self.peak_flops:
-            rates["mfu"] = self.flops_per_sample * rates["samples_per_s"] / self.peak_flops
+        if self.flops is not None and self.peak_flops:
+            found = self.flops.utilisation(rates["samples_per_s"], self.peak_flops)
+            rates |= {name: found[name] for name in ("mfu", "hfu") if name in found}
         self.interval = Interval(seconds, self._steps, min(seconds, self._waited))
         self._all_seconds += seconds
         self._all_tokens += self._tokens
@@ -118,7 +120,7 @@ def make_meter(config: Config, mesh: Mesh, dataset: Dataset) -> Meter:
     model = build_model(config.model, config.train.seed)  # on meta: no memory, no time
     assert isinstance(model, Model)
     inputs = torch.empty((1, *dataset.sample(0, 0).inputs.shape), device="meta")
-    return Meter(model.flops_per_sample(inputs), per_device * mesh.layout.world_size)
+    return Meter(count_flops(model, inputs, config.train), per_device * mesh.layout.world_size)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

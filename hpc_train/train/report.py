@@ -24,7 +24,7 @@ from hpc_train.telemetry.wandb_run import WandbIdentity, WandbRun
 from hpc_train.train.memory_report import MemoryReport
 from hpc_train.train.step import SkippedSteps
 
-RESULT = ("loss", "val_loss", "val_accuracy", "samples", "tokens")
+RESULT = ("loss", "val_loss", "val_accuracy", "samples", "tokens", "mfu", "hfu")
 
 
 @dataclass

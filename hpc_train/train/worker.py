@@ -24,6 +24,7 @@ from hpc_train.data.feed import NOTHING, EvalFeed, TrainFeed, loader_workers
 from hpc_train.data.skipped import Skipped
 from hpc_train.measure.advice import AdviceWatch
 from hpc_train.measure.mends import Setting
+from hpc_train.measure.utilisation import FORMULA, described
 from hpc_train.parallel.balance import SplitPlan, plan_split
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
@@ -42,7 +43,7 @@ from hpc_train.train.divergence import DivergenceWatch
 from hpc_train.train.flight_recorder import answer_questions
 from hpc_train.train.learning_rate import peak_rate
 from hpc_train.train.measures import Measures
-from hpc_train.train.meter import make_meter
+from hpc_train.train.meter import Meter, make_meter
 from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.out_of_memory import explained
 from hpc_train.train.pipeline_balance import BalanceWatch
@@ -151,6 +152,7 @@ def _build(
         trainer.resume(restored)
     if mesh.rank == 0:
         _introduce(config, run, mesh, events, length, restored)
+        _introduce_utilisation(run, trainer.meter)
     return trainer
 
 
@@ -208,6 +210,13 @@ def _introduce(
     if not restored.with_optimizer:
         print("what it starts from has no state of this optimizer, which begins afresh")
     events.write("resumed", step=restored.step, path=str(restored.path), with_optimizer=restored.with_optimizer)
+
+
+def _introduce_utilisation(run: RunDirectory, meter: Meter) -> None:
+    """What mfu and hfu count, where they are known."""
+    if meter.flops is not None and meter.peak_flops is not None:
+        run.update_record(utilisation=described(meter.flops, meter.peak_flops, "data sheet"))
+        print(f"{FORMULA}; peak {meter.peak_flops:.4g} FLOP/s by the data sheet")
 
 
 def _check_agreement(mesh: Mesh, facts: dict[str, Any]) -> None:

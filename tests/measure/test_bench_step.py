@@ -30,7 +30,8 @@ def test_a_strategy_against_its_bare_loop(strategy: str, tmp_path: Path) -> None
     assert cost["share"] == pytest.approx(cost["seconds_per_step"] / result["step_s"]["median"])
     mfu = result["mfu"]
     expected = mfu["flops_per_sample"] * result["samples_per_s"]["median"] / mfu["peak_flops"]
-    assert mfu["value"] == pytest.approx(expected)
+    assert mfu["value"] == mfu["hfu"] == pytest.approx(expected)
+    assert mfu["mfu_causal"] < mfu["mfu"] < mfu["mfu_with_embeddings"]
     for share, there in (("bubble_share", strategy == "pp"), ("communication_share", strategy == "dp")):
         assert (result[share] is not None) == there
         assert not there or all(0 < value < 1 for value in result[share])

@@ -107,6 +107,11 @@ def _shares(shares: list[float]) -> str:
     return f"{100 * sum(shares) / len(shares):.1f} % (by rank: {by_rank})"
 
 
+def _other_counts(mfu: dict[str, Any]) -> str:
+    names = {"hfu": "HFU", "mfu_causal": "MFU with half the attention", "mfu_with_embeddings": "MFU with embeddings"}
+    return ", ".join(f"{words} {100 * mfu[name]:.1f} %" for name, words in names.items() if name in mfu)
+
+
 def _measurement(cost: dict[str, float]) -> str:
     return (
         f"{100 * cost['share']:.3f} % of a step: {1e6 * cost['seconds_per_step']:.0f} µs for what training measures, "
@@ -119,5 +124,7 @@ def _utilisation(mfu: dict[str, Any] | None) -> str:
         return "n/a: the model does not say how many operations a sample takes (flops_per_sample)"
     return (
         f"{100 * mfu['value']:.1f} % = {mfu['flops_per_sample']:.4g} FLOP per sample x samples/s / "
-        f"{mfu['peak_flops']:.4g} FLOP/s ({mfu['peak_source']})"
+        f"{mfu['peak_flops']:.4g} FLOP/s ({mfu['peak_source']})\n"
+        f"               {_other_counts(mfu)}\n"
+        f"               {mfu['formula']}"
     )
