@@ -187,3 +187,18 @@ def test_preemption(cluster: Cluster, tmp_path: Path, whole: str, trial: int, st
     assert on.shown("Restarts") == "1"
     times.note("preempted, requeued: first step", on.first_step_after(struck))
     assert sum(1 for _ in RunDirectory(on.run).read_all_metrics()) == STEPS, "no step was taken twice"
+
+
+def test_a_chain_whose_job_gets_nowhere_ends(cluster: Cluster, tmp_path: Path, trial: int, step: int) -> None:
+    """Two jobs are asked to stop before they have taken a step: the third does not begin."""
+    pause = tmp_path / "pause"
+    pause.touch()
+    on = OnSlurm.submit(
+        cluster, tmp_path, "cluster.nodes=1", ASKED, "launch.chain=3", MODEL, f"+model.args.pause={pause}",
+        "elastic.hang_timeout_s=0", "cluster.time=1", "elastic.stop_grace_s=5",
+    )  # fmt: skip
+    output, _ = on.submitter.communicate(timeout=600)  # type: ignore[union-attr]
+    assert on.submitter.returncode != 0, output  # type: ignore[union-attr]
+    ids = RunDirectory(on.run).record()["submissions"][-1]["chain"]
+    assert [cluster.wait_for_state(one, "TIMEOUT", "FAILED", "CANCELLED") for one in ids][-1] == "CANCELLED"
+    assert len(events(on.run, "started")) <= 2
