@@ -20,10 +20,6 @@ def node_features(nodes: Iterable[str]) -> dict[str, frozenset[str]]:
 
 
 def parse_features(text: str) -> dict[str, frozenset[str]]:
-    """From ``scontrol show node --oneliner``."""
-    found = {}
-    for line in text.splitlines():
-        name, features = re.search(r"\bNodeName=(\S+)", line), re.search(r"\bActiveFeatures=(\S+)", line)
-        if name and features:
-            found[name[1]] = frozenset(set(features[1].split(",")) - {"(null)"})
-    return found
+    """From ``scontrol show node``, a node on one line or on many."""
+    nodes = re.findall(r"\bNodeName=(\S+).*?\bActiveFeatures=(\S+)", text, flags=re.DOTALL)
+    return {name: frozenset(features.split(",")) - {"(null)"} for name, features in nodes}

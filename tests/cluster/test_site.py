@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from hpc_train.cluster.features import parse_features
 from hpc_train.cluster.site import Limits, NodeKind, Site, gpus_of, read_site, seconds
 
 CONFIG = """Configuration data as of 2026-01-01T00:00:00
@@ -102,8 +103,28 @@ def test_time_limits(text: str | None, expected: int | None) -> None:
         ("gpu:a100:4(S:0-1)", {"a100": 4}),
         ("gpu:a100:4(S:0),gpu:v100:2(S:1),nvme:5", {"a100": 4, "v100": 2}),
         ("shard:8", {}),
+        ("gpu:8", {"": 8}),
+        ("gpu:3(S:0-1)", {"": 3}),
+        ("gpu:ampere:0(IDX:N/A)", {"ampere": 0}),
+        ("gpu:nvidia_h100_80gb_hbm3:8(S:0-1),shard:nvidia_h100_80gb_hbm3:64", {"nvidia_h100_80gb_hbm3": 8}),
+        ("gres/gpu:1", {"": 1}),
+        ("gres/gpfs:ess:1", {}),
+        ("craynetwork:4", {}),
+        ("", {}),
         ("(null)", {}),
     ],
 )
 def test_gpus(text: str, expected: dict[str, int]) -> None:
     assert gpus_of(text) == expected
+
+
+def test_features_of_nodes_on_one_line_or_on_many() -> None:
+    one_line = "NodeName=g1 Arch=x86_64 AvailableFeatures=a100,40gb ActiveFeatures=a100,40gb State=MIXED\n"
+    many = (
+        "   NodeName=nid07 Arch=x86_64 CoresPerSocket=16 \n   AvailableFeatures=(null)\n   ActiveFeatures=(null)\n"
+        "   State=IDLE+DRAIN+MAINTENANCE+RESERVED ThreadsPerCore=1\n   Reason=xid 13 [root@2026-01-01T00:00:00]\n\n"
+        "NodeName=hb-1 Arch=x86_64 \n   AvailableFeatures=HB,ib\n   ActiveFeatures=HB\n"
+    )
+    found = {"g1": frozenset({"a100", "40gb"}), "nid07": frozenset(), "hb-1": frozenset({"HB"})}
+    assert parse_features(one_line + many) == found
+    assert parse_features("") == {}
