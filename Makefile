@@ -4,6 +4,7 @@
 #                damaged checkpoints, all pairs of layouts; hours. Cut short, it goes on behind the cases that have
 #                passed with this code (noted in .pytest_cache/long)
 # make lint    ruff, mypy, import-linter
+# make bench-peers  our step against Lightning Fabric, Accelerate and a bare loop, in an environment of their own
 #
 # An active environment (virtualenv or conda) that has torch is used; otherwise .venv is made here.
 # TORCH_INDEX=URL takes torch from another wheel index, e.g. https://download.pytorch.org/whl/cpu
@@ -21,7 +22,7 @@ STAMPS := .venv
 endif
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test test-all lint slurm-up slurm-down slurm-env install install-dev clean
+.PHONY: train test test-all bench-peers lint slurm-up slurm-down slurm-env install install-dev clean
 
 train: install
 	$(PY) -m hpc_train +strategy=hybrid -m
@@ -31,6 +32,17 @@ test: install-dev
 
 test-all: install-dev
 	HPC_TRAIN_LONG=1 $(PY) -m pytest
+
+bench-peers: .venv-peers/.installed
+	.venv-peers/bin/python -m tests.benchmarks.peers $(PEERS)
+
+.venv-peers/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-peers
+ifneq ($(TORCH_INDEX),)
+	.venv-peers/bin/python -m pip install --quiet -c constraints.txt --index-url $(TORCH_INDEX) torch
+endif
+	.venv-peers/bin/python -m pip install --quiet -c constraints.txt -e . lightning accelerate
+	@touch $@
 
 lint: install-dev
 	$(PY) -m ruff check .
@@ -66,4 +78,4 @@ slurm-env:
 	@$(PYTHON) slurm/devcluster/devcluster.py env $(DEVCLUSTER)
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
