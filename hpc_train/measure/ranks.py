@@ -90,13 +90,13 @@ def over_ranks(rows: Sequence[RankTimes], layout: Layout) -> dict[str, float]:
         found["memory_imbalance"] = _over_mean([row.memory_bytes for row in rows])
     if len(rows) > 1 and found["comm_share"] is not None:
         found["compute_imbalance"] = _over_mean([row.busy_s for row in rows])
-        found["arrival_skew_s"] = max(_skew(rows[begin:end]) for begin, end in _stages(layout))
+        found["arrival_skew_s"] = max(_skew(rows[begin:end]) for begin, end in stages(layout))
     if (util := found["gpu_util"]) is not None:
         found["host_share"] = max(0.0, 1.0 - util - fmean(row.data_s / row.seconds for row in rows))
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _stages(layout: Layout) -> list[tuple[int, int]]:
+def stages(layout: Layout) -> list[tuple[int, int]]:
     """The ranks of each place in the pipeline: those that do the same work."""
     ranks = layout.dp * layout.tp
     return [(begin, begin + ranks) for begin in range(0, layout.world_size, ranks)]

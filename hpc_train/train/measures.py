@@ -6,14 +6,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+import torch.distributed as dist
 from torch import nn
 
+from hpc_train.cluster.allocation import current_allocation
 from hpc_train.cluster.nic_counters import Traffic, read_traffic
 from hpc_train.config.schema import Config
 from hpc_train.measure.gpu_utilisation import GpuUtilisation
+from hpc_train.measure.late_rank import LateRankWatch
 from hpc_train.measure.ranks import RankTimes, gather, over_ranks
 from hpc_train.measure.step_clock import StepClock
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.run.events import EventLog
 from hpc_train.train.meter import Interval, peak_memory_bytes
 
 
@@ -33,6 +37,8 @@ class Measures:
         self._gpu = GpuUtilisation(mesh.device)
         self._first_of_node = first_of_node
         self._traffic = self._read_traffic()
+        self._late_rank: LateRankWatch | None = None
+        self._events: EventLog | None = None
 
     @contextmanager
     def watching(self, parts: Iterable[nn.Module]) -> Iterator[None]:
@@ -49,7 +55,18 @@ class Measures:
 
     def over_ranks(self, interval: Interval) -> dict[str, float]:
         """What all ranks measured since the last call, under the keys of the metrics. Collective."""
-        return over_ranks(gather(self._own(interval), self._mesh), self._mesh.layout)
+        rows = gather(self._own(interval), self._mesh)
+        late = None if self._late_rank is None else self._late_rank.look(rows)
+        if late is not None and self._events is not None:
+            self._events.write("straggler", **late.details())
+        return over_ranks(rows, self._mesh.layout)
+
+    def watch_nodes(self, events: EventLog) -> None:
+        """From now on a rank that those on other nodes wait for is named in ``events`` of rank 0. Collective."""
+        nodes: list[str] = [""] * self._mesh.layout.world_size
+        dist.all_gather_object(nodes, current_allocation().node_name, group=self._mesh.control)
+        if self._mesh.rank == 0:
+            self._late_rank, self._events = LateRankWatch(self._mesh.layout, nodes), events
 
     def cost(self, steps: int, step: Callable[[], None], log_every: int, rounds: int = 20) -> dict[str, float]:
         """What measuring takes, in isolation: seconds per step, between and at log steps. Collective.

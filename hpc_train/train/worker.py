@@ -148,6 +148,8 @@ def _build(
         watch=DivergenceWatch(config.train),
         open_feed=open_feed,
     )
+    if spec.nodes > 1:
+        trainer.measures.watch_nodes(events)  # those of one node are watched by its agent
     if restored is not None:
         trainer.resume(restored)
     if mesh.rank == 0:
