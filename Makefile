@@ -28,7 +28,7 @@ train: install
 	$(PY) -m hpc_train +strategy=hybrid -m
 
 test: install-dev
-	$(PY) -m pytest -n 2 --dist loadgroup
+	$(PY) -m pytest -n 2
 
 test-all: install-dev
 	HPC_TRAIN_LONG=1 $(PY) -m pytest

@@ -160,6 +160,15 @@ def test_a_rank_that_hangs_on_another_node_is_named(
         assert "trainer.py" in (on.run / "logs" / "stacks" / f"hang-{node}-000.txt").read_text()
 
 
+def test_a_slow_rank_on_another_node_is_named_and_left_alone(
+    cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int
+) -> None:
+    on = OnSlurm.submit(cluster, tmp_path, *TWO, MODEL, "+model.args.slow=n2")
+    on.finished(whole)
+    assert [(late["rank"], late["node"]) for late in events(on.run, "straggler")] == [(1, "n2")]
+    assert on.told("worker_failed") == []
+
+
 def test_a_node_whose_clock_is_wrong(cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int) -> None:
     """By an hour."""
     (tmp_path / "clock").mkdir()

@@ -9,7 +9,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 GENERIC = ("omegaconf", "dataclasses", "hpc_train.config.")
-USERS_IN_CONFIG = tuple(f"hpc_train.config.{name}" for name in ("layout", "freeze", "reproducible", "snapshot"))
+USERS = ("layout", "freeze", "reproducible", "snapshot", "profiled_steps")
+USERS_IN_CONFIG = tuple(f"hpc_train.config.{name}" for name in USERS)
 
 folder = os.environ.get("HPC_TRAIN_RECORD_KEYS")
 
