@@ -32,8 +32,8 @@ def shortened(line: str) -> list[str]:
         return arguments
     data = FEW.get(next((part.partition("=")[2] for part in arguments if part.startswith("data=")), "text"), [])
     if arguments[0] == "bench":
-        few = ["--most", "2", "--noise", "2"] if arguments[1] == "batch" else []
-        return [*arguments, *TINY_GPT, *data, "--steps", "2", "--pairs", "2", *few]
+        few = {"batch": ["--steps", "2", "--pairs", "2", "--most", "2", "--noise", "2"], "checkpoint": ["--pairs", "2"]}
+        return [*arguments, *TINY_GPT, *data, *few.get(arguments[1], ["--steps", "2", "--pairs", "2"])]
     own_model = any(part.startswith(("model=", "experiment", "+experiment")) for part in arguments)
     own = SHORT + data if own_model else SHORT + TINY_GPT + data
     given = {part.partition("=")[0] for part in arguments}
