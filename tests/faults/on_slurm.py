@@ -24,7 +24,7 @@ from hpc_train.run.files import read_lines
 from tests.doors import command
 from tests.doors.command import REPOSITORY
 from tests.slurm.cluster import Cluster, wait_for
-from tests.slurm.runs import SLOW, detail, events, job_id, wait_for_step, with_python
+from tests.slurm.runs import SLOW, detail, events, job_id, steps, wait_for_step, with_python
 
 # Whatever the number of ranks, the weights are the same bit for bit.
 REPRODUCIBLE = ["train.reproducible=any_world_size", "batch.logical_micro_batches=4"]
@@ -73,9 +73,19 @@ class OnSlurm:
         return cls(cluster, cwd / "outputs" / "run", job=done.stdout.strip())
 
     def wait_for_step(self, step: int) -> None:
-        wait_for_step(self.run, step, PATIENCE_S)
+        if self.submitter is None:
+            wait_for_step(self.run, step, PATIENCE_S)
+        else:
+            wait_for(f"step {step} of {self.run}", lambda: self._has_ended() or max(steps(self.run), default=0) >= step,
+                     PATIENCE_S)  # fmt: skip
         self.job = self.job or job_id(self.run)
         self.pids |= {process.pid for process in processes(self.cluster, job=self.job)}
+
+    def _has_ended(self) -> bool:
+        """Raises what the submitter said."""
+        assert self.submitter is not None
+        assert self.submitter.poll() is None, self.submitter.communicate()[0]
+        return False
 
     def wait_for_attempt(self, attempt: int) -> None:
         """Until ``attempt`` has taken steps and saved one."""
