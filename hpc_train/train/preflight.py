@@ -21,7 +21,7 @@ from hpc_train.config.errors import ConfigError
 from hpc_train.config.freeze import config_hash
 from hpc_train.config.schema import Config
 from hpc_train.measure.expected import Expected, ExpectedBandwidths, expected_bandwidths, read_fabric
-from hpc_train.measure.paired_test import PairRate, SlowNode, slow_nodes
+from hpc_train.measure.paired_test import SLOW, SLOW_ON_CPUS, PairRate, SlowNode, slow_nodes
 from hpc_train.measure.preflight import Crew, Measured, effort, fitting, measure_all, paired_test
 from hpc_train.measure.preflight_checks import (
     ERROR,
@@ -85,7 +85,7 @@ def preflight(
     low, pairs = [*check_bandwidths(found.bandwidths, expected)], tuple[PairRate, ...]()
     if len(crew.nodes) >= LEAST_NODES and (mode == "full" or low):
         pairs = paired_test(crew, found.bandwidths.world or 0.0, wanted)
-    slow = slow_nodes(pairs)
+    slow = slow_nodes(pairs, SLOW if spec.gpus_per_node else SLOW_ON_CPUS)
     findings = _once(crew, _judge(found, low, slow, facts) if mesh.rank == 0 else None)
     if mesh.rank == 0:
         head = {"launch": allocation.launch_id, "mode": mode, "seconds": round(time.monotonic() - began, 3)}

@@ -164,6 +164,7 @@ def test_one_slow_pair_names_nobody_and_the_better_pass_counts() -> None:
     assert slow_nodes([PairRate(("a", "b"), 1.0)]) == ()
     slow = [replace(pair, rate=1.0) if "a" in pair.nodes else pair for pair in fast]
     assert [one.node for one in slow_nodes(slow)] == ["a"]
+    assert slow_nodes(slow, 0.1) == ()
     assert slow_nodes(best_of(slow, fast)) == ()
 
 
