@@ -72,3 +72,38 @@ class Engine(Protocol):
         Returns the global norm before clipping (after unscaling), over all parameters of all ranks, each counted
         once: a scalar on the device, the same on every rank, not finite where any gradient was not.
         """
+
+
+class WrappedEngine:
+    """``engine`` as it is: what looks at some of its calls overrides those."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        return self._engine.parts
+
+    def named_parameters(self) -> Mapping[str, nn.Parameter]:
+        return self._engine.named_parameters()
+
+    def named_buffers(self) -> Mapping[str, Tensor]:
+        return self._engine.named_buffers()
+
+    def compressions(self) -> tuple[Compression, ...]:
+        return self._engine.compressions()
+
+    def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
+        return self._engine.train_step(step, batch, loss_scale)
+
+    def settle(self, finite: Tensor) -> None:
+        self._engine.settle(finite)
+
+    def eval_step(self, batch: StepBatch) -> StepResult:
+        return self._engine.eval_step(batch)
+
+    def reduce(self, result: StepResult) -> StepNumbers:
+        return self._engine.reduce(result)
+
+    def clip_grad_norm_(self, max_norm: float, loss_scale: Tensor | None = None) -> Tensor:
+        return self._engine.clip_grad_norm_(max_norm, loss_scale)

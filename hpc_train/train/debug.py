@@ -6,7 +6,7 @@ the gradients of all parameters are looked at after the backward. All of it wait
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -16,14 +16,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from hpc_train.data.batch import StepBatch
-from hpc_train.parallel.compression.build import Compression
-from hpc_train.parallel.engine import Engine, StepNumbers, StepResult
+from hpc_train.parallel.engine import Engine, StepResult, WrappedEngine
 from hpc_train.parallel.naming import canonical_name
 
 _ANOMALY = "returned nan values"  # what autograd's message has in it
 
 
-class DebuggedEngine:
+class DebuggedEngine(WrappedEngine):
     """``engine``, with a look at everything.
 
     Raises (from ``train_step``):
@@ -31,22 +30,13 @@ class DebuggedEngine:
     """
 
     def __init__(self, engine: Engine, rank: int) -> None:
-        self._engine, self._rank = engine, rank
+        super().__init__(engine)
+        self._rank = rank
         self._step = 0
         torch.autograd.set_detect_anomaly(True)
         for part in engine.parts:
             for name, module in part.named_modules():
                 module.register_forward_hook(partial(self._look, canonical_name(name)))
-
-    @property
-    def parts(self) -> tuple[nn.Module, ...]:
-        return self._engine.parts
-
-    def named_parameters(self) -> Mapping[str, nn.Parameter]:
-        return self._engine.named_parameters()
-
-    def named_buffers(self) -> Mapping[str, Tensor]:
-        return self._engine.named_buffers()
 
     def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
         self._step = step + 1
@@ -61,21 +51,6 @@ class DebuggedEngine:
         if bad:
             raise FloatingPointError(self._place(f"the gradients of {_few(bad)} are not finite"))
         return result
-
-    def compressions(self) -> tuple[Compression, ...]:
-        return self._engine.compressions()
-
-    def settle(self, finite: Tensor) -> None:
-        self._engine.settle(finite)
-
-    def eval_step(self, batch: StepBatch) -> StepResult:
-        return self._engine.eval_step(batch)
-
-    def reduce(self, result: StepResult) -> StepNumbers:
-        return self._engine.reduce(result)
-
-    def clip_grad_norm_(self, max_norm: float, loss_scale: Tensor | None = None) -> Tensor:
-        return self._engine.clip_grad_norm_(max_norm, loss_scale)
 
     def _look(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """The hook of a module runs before that of the module around it: the first to complain is the innermost."""

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpc_train.data.batch import StepBatch
 from hpc_train.measure.shares import timed_stages
 from hpc_train.parallel.balance import SplitPlan
-from hpc_train.parallel.compression.build import Compression
-from hpc_train.parallel.engine import Engine, StepNumbers, StepResult
+from hpc_train.parallel.engine import Engine, StepResult, WrappedEngine
 from hpc_train.parallel.mesh import Mesh
 
 WARMUP, LOOKED_AT = 2, 3  # steps
@@ -22,7 +21,7 @@ WARMUP, LOOKED_AT = 2, 3  # steps
 Tell = Callable[[str, dict[str, Any]], None]  # in words, and for the event log
 
 
-class BalanceWatch:
+class BalanceWatch(WrappedEngine):
     """``engine``; times the stages of a few steps, tells of them on rank 0, and then only passes on.
 
     Args:
@@ -31,26 +30,11 @@ class BalanceWatch:
     """
 
     def __init__(self, engine: Engine, mesh: Mesh, plan: SplitPlan, tell: Tell) -> None:
-        self._engine, self._mesh, self._plan, self._tell = engine, mesh, plan, tell
+        super().__init__(engine)
+        self._mesh, self._plan, self._tell = mesh, plan, tell
         self._steps = 0
         self._stage_s: dict[int, float] = {}
         self._elapsed = 0.0
-
-    @property
-    def parts(self) -> tuple[nn.Module, ...]:
-        return self._engine.parts
-
-    def named_parameters(self) -> Mapping[str, nn.Parameter]:
-        return self._engine.named_parameters()
-
-    def named_buffers(self) -> Mapping[str, Tensor]:
-        return self._engine.named_buffers()
-
-    def compressions(self) -> tuple[Compression, ...]:
-        return self._engine.compressions()
-
-    def settle(self, finite: Tensor) -> None:
-        self._engine.settle(finite)
 
     def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
         self._steps += 1
@@ -60,15 +44,6 @@ class BalanceWatch:
         if self._steps == WARMUP + LOOKED_AT:
             self._conclude(len(batch.micro_batches))
         return result
-
-    def eval_step(self, batch: StepBatch) -> StepResult:
-        return self._engine.eval_step(batch)
-
-    def reduce(self, result: StepResult) -> StepNumbers:
-        return self._engine.reduce(result)
-
-    def clip_grad_norm_(self, max_norm: float, loss_scale: Tensor | None = None) -> Tensor:
-        return self._engine.clip_grad_norm_(max_norm, loss_scale)
 
     def _timed(self, step: int, batch: StepBatch, loss_scale: Tensor | None) -> StepResult:
         with timed_stages(self._mesh.device) as work:

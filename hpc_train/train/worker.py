@@ -106,13 +106,7 @@ def _build(
     seed, local_ranks = config.train.seed, spec.local_world_size
     training = build_dataset(config.data, "train", seed)
     validation = build_dataset(config.data, "validation", seed)
-    plan = plan_split(config, mesh, training, run)
-    known = with_known_buckets(config, run, mesh)
-    engine = build_engine(known, mesh, None if plan is None else plan.layers, teller(run, mesh, events))
-    if plan is not None:
-        engine = _watch_balance(engine, mesh, plan, events)
-    if config.train.debug:
-        engine = DebuggedEngine(engine, mesh.rank)
+    engine = _build_engine(config, run, mesh, events, training)
     optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")
     checkpoints = CheckpointManager(run, engine, optimizer, mesh, config, events)
     restored = checkpoints.restore()
@@ -156,6 +150,16 @@ def _build(
         _introduce(config, run, mesh, events, length, restored)
         _introduce_utilisation(run, trainer.meter)
     return trainer
+
+
+def _build_engine(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, training: Dataset) -> Engine:
+    """With what earlier attempts have found out, and with those that look at its first steps."""
+    plan = plan_split(config, mesh, training, run)
+    known = with_known_buckets(config, run, mesh)
+    engine = build_engine(known, mesh, None if plan is None else plan.layers, teller(run, mesh, events))
+    if plan is not None:
+        engine = _watch_balance(engine, mesh, plan, events)
+    return DebuggedEngine(engine, mesh.rank) if config.train.debug else engine
 
 
 def _watch_balance(engine: Engine, mesh: Mesh, plan: SplitPlan, events: EventLog) -> Engine:
