@@ -202,10 +202,16 @@ class Coordinator:
         except ConfigError as error:
             start, why = None, str(error)
         else:
-            why = "too few nodes are fit" if unfit else f"{len(self.present)} nodes are left"
+            why = "too few nodes are fit" if unfit else self._who_is_left(cause)
         if start is None:
             return Leave(Decision(Action.REQUEUE, why), cause)
         return self._begin(replace(start, before=self._team, cause=cause))
+
+    def _who_is_left(self, cause: Cause | None) -> str:
+        left = f"{len(self.present)} of {self.expected} nodes left"
+        if cause is None or cause.failure.failure is not Failure.NODE_LOST:
+            return left
+        return f"{cause.failure.message}; {left}"
 
     def _stopped(self) -> Decision:
         """What a stop on request is: that by the run's own ceiling is for good."""

@@ -38,6 +38,8 @@ def after_the_hub(
     Args:
         times: as how many failures of the batch host this counts.
     """
+    if end is not None and end.told():  # node 0 has decided, and took this node for lost
+        return Exit.STOPPED
     print(f"{lost}: the job is to run again", file=sys.stderr)
     if end is None or not end.claim_succession():
         return Exit.STOPPED

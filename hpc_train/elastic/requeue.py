@@ -37,7 +37,7 @@ def request(end: JobEnd, config: Config, events: EventLog, reason: str) -> Exit:
         end.ask_for_requeue(step, exclude)
         events.write("requeued", step=step, requeues=len(before) + 1, reason=reason, exclude=exclude)
         return Exit.STOPPED
-    message = f"given up, not requeued: {refusal}"
+    message = "; ".join(filter(None, (reason, f"given up, not requeued: {refusal}")))
     events.write("gave_up", step=step, exit_code=int(Exit.GAVE_UP), message=message)
     print(message, file=sys.stderr)
     return Exit.GAVE_UP

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -19,6 +21,8 @@ from hpc_train.run.parent_death import die_with_parent
 from hpc_train.run.process_state import process_state
 
 CONTEXT = multiprocessing.get_context("forkserver")
+LONGEST_SOCKET = 107  # bytes in the name of a Unix socket, unix(7)
+SOCKET_IN_TMPDIR = "/pymp-12345678/listener-12345678"  # what multiprocessing puts behind $TMPDIR
 LOST = 255  # multiprocessing's exit code of a process whose forkserver has died
 
 # Blocked in the warm parent and so at the birth of each worker, until the worker has its handlers: a signal to the
@@ -34,6 +38,7 @@ def start(preload: Sequence[str]) -> int:
 
 def ensure() -> int:
     """Starts it again where it was killed; returns its pid."""
+    _keep_sockets_short()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         resource_tracker.ensure_running()  # leaves INT and TERM unblocked
@@ -42,6 +47,18 @@ def ensure() -> int:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+
+
+def _keep_sockets_short() -> None:
+    """Sockets go under /tmp where those of $TMPDIR would have too long a name (mended in Python 3.14).
+
+    The workers and their loaders inherit the choice.
+    """
+    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if "tempdir" in config or len(os.fsencode(tempfile.gettempdir() + SOCKET_IN_TMPDIR)) <= LONGEST_SOCKET:
+        return
+    config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
+    util.Finalize(None, shutil.rmtree, args=(config["tempdir"], True), exitpriority=-100)
 
 
 def took_along(exit_code: int | None) -> bool:
