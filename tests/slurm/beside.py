@@ -49,15 +49,16 @@ class Beside:
 
         def work() -> None:
             for item, result in zip(items, results, strict=True):
-                given = {**shared, **_parameters(item), "tmp_path": directory(item.name)}
                 try:
-                    with self._places:
-                        item.obj(**{name: given[name] for name in item.fixturenames if name in given})
+                    given = {**shared, **_parameters(item), "tmp_path": directory(item.name)}
+                    try:
+                        with self._places:
+                            item.obj(**{name: given[name] for name in item.fixturenames if name in given})
+                    finally:
+                        cluster.cancel_below(given["tmp_path"])
                     result.set_result(None)
                 except BaseException as error:  # pytest's own, a skip, are no Exceptions
                     result.set_exception(error)
-                finally:
-                    cluster.cancel_below(given["tmp_path"])
 
         threading.Thread(target=work, daemon=True).start()
 

@@ -71,6 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def beside(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Beside:
     """Starts the tests that run beside the others, a thread for each file of them and each cluster."""
     results = Beside()
+    tmp_path_factory.getbasetemp()  # made here: pytest's factory is not made for threads
     marked = [item for item in request.session.items if isinstance(item, pytest.Function) and is_beside(item)]
     shared: dict[str, Any] = {}
     for name in {*CLUSTERS, "local_losses"} & {used for item in marked for used in item.fixturenames}:
