@@ -20,6 +20,12 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of Slurm first: they take longest, mostly waiting, and go to one process as a whole."""
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/slurm/"))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With ``-n``: a file's tests share its fixtures, and the tests of Slurm their clusters."""
