@@ -74,10 +74,14 @@ class Report:
             print(message)
             self.events.write("warning", step=step, message=message)
 
-    def nothing_to_do(self, step: int) -> None:
+    def nothing_to_do(self, step: int, weights_sha256: str | None) -> None:
+        """The run was at its end. It gets its result where it was killed between its last save and that."""
         if self.metrics is None:
             return
         print(f"step {step} of {self.total_steps} is done already; a larger train.steps goes on")
+        if self.run.record().get("result", {}).get("steps") != step:
+            last = [line for line in self.run.read_metrics() if line["step"] <= step][-1:]
+            self.run.update_record(result=self._result(step, last[0] if last else {}, weights_sha256))
         self.events.write("finished", step=step)
 
     def stopped(self, step: int, rates: dict[str, float]) -> None:
@@ -97,16 +101,19 @@ class Report:
         """
         if self.metrics is None:
             return
-        result: dict[str, Any] = {"steps": step, "attempt": self.events.attempt}
-        result |= {key: finite_or_none(self._last[key]) for key in RESULT if self._last.get(key) is not None}
+        result = self._result(step, self._last, weights_sha256)
         result["seconds"] = round(time.monotonic() - self._began, 3)  # of this attempt, from the first batch on
         result["tokens_per_s"] = tokens_per_s
-        if weights_sha256 is not None:
-            result["weights_sha256"] = weights_sha256
         self.run.update_record(result=result, memory=memory.as_json())
         print(memory)
         print("finished: " + ", ".join(f"{key} {_short(value)}" for key, value in result.items() if key != "attempt"))
         self._close("finished", step, result, rates)
+
+    def _result(self, step: int, last: dict[str, Any], weights_sha256: str | None) -> dict[str, Any]:
+        """``last``: the last line of metrics."""
+        result = {"steps": step, "attempt": self.events.attempt}
+        result |= {key: finite_or_none(last[key]) for key in RESULT if last.get(key) is not None}
+        return result if weights_sha256 is None else result | {"weights_sha256": weights_sha256}
 
     def _close(self, event: str, step: int, details: dict[str, Any], rates: dict[str, float]) -> None:
         """The last event of rank 0, with the account of the run so far: where its time went."""

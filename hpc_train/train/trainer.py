@@ -97,7 +97,7 @@ class Trainer:
     def run(self) -> Exit:
         """Trains to the end (``DONE``) or to a stop request (``STOPPED``); state is saved in both cases."""
         if self.step >= self.length.total_steps:
-            self.report.nothing_to_do(self.step)
+            self.report.nothing_to_do(self.step, self._weights_sha256())
             return Exit.DONE
         with self.measures.watching(self.engine.parts):
             return self._run()
@@ -127,11 +127,15 @@ class Trainer:
         self._control.read()  # nobody leaves while a message is under way
         self.profiler.end(self.step, self.meter.waited_s, last=True)
         self._save(final=True)
-        whole = self.mesh.rank == 0 and self.config.train.reproducible is not None
-        weights = weights_sha256(self.engine) if whole else None
         memory = report_memory(self.config, self.mesh, self.engine, self.take_step.optimizer)
-        self.report.finished(self.step, self.meter.mean_tokens_per_s, self.meter.read(), weights, memory)
+        rates = self.meter.read()
+        self.report.finished(self.step, self.meter.mean_tokens_per_s, rates, self._weights_sha256(), memory)
         return Exit.DONE
+
+    def _weights_sha256(self) -> str | None:
+        """In bitwise mode, on rank 0."""
+        whole = self.mesh.rank == 0 and self.config.train.reproducible is not None
+        return weights_sha256(self.engine) if whole else None
 
     def _announce(self, batch: LocalBatch | None) -> None:
         count = 0 if batch is None else batch.local_count

@@ -133,6 +133,17 @@ def _stop_in(step: int, spec: WorkerSpec, stop: StopFlag) -> None:
     TrainStep.__call__ = requested  # type: ignore[method-assign]
 
 
+def test_a_run_that_was_killed_before_its_result_gets_it(tmp_path: Path) -> None:
+    run = frozen(tmp_path / "run", "+strategy=dp", "train.reproducible=any_world_size", "train.eval_every=5")
+    assert run_attempt(run, 2) == [0, 0]
+    result = run.record()["result"]
+    run.update_record(result={})
+    assert run_attempt(run, 2) == [0, 0]
+    of_an_attempt = {key: result.pop(key) for key in ("attempt", "seconds", "tokens_per_s")}
+    assert run.record()["result"] == result | {"attempt": of_an_attempt["attempt"] + 1}
+    assert {"loss", "val_loss", "weights_sha256"} <= result.keys()
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     run = frozen(tmp_path_factory.mktemp("runs") / "whole", "+strategy=pp")
