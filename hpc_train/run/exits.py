@@ -95,7 +95,9 @@ RESPONSES: dict[Failure, Response] = {
         Action.FAIL,
         "a smaller batch.micro_size, train.activation_checkpointing=full, or sharded state (strategy=zero3)",
     ),
-    Failure.DISK_FULL: Response(Action.FAIL, "make room on the disk that it names, or take another run.root; the last checkpoint is whole"),
+    Failure.DISK_FULL: Response(
+        Action.FAIL, "make room on the disk that it names, or take another run.root; the last checkpoint is whole"
+    ),
     Failure.NAN: Response(Action.GIVE_UP, "a lower optim.lr, more optim.warmup_steps, or look at the data"),
 }
 
