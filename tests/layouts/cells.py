@@ -6,7 +6,7 @@ schedule, number of micro-batches and model, and ``config.validate`` says which 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,6 +109,14 @@ def cells(world_size: int, pipelines: bool) -> tuple[list[Cell], list[Refused]]:
                 except ConfigError as error:
                     refused.append(Refused(cell, error.what))
     return allowed, refused
+
+
+def in_turn(cells: Sequence[Cell]) -> list[Cell]:
+    """Of each strategy and batch one cell, the models in turn: a third of the matrix."""
+    alike: dict[str, list[Cell]] = {}
+    for cell in cells:
+        alike.setdefault(f"{cell.strategy} {cell.batch}", []).append(cell)
+    return [group[number % len(group)] for number, group in enumerate(alike.values())]
 
 
 SAVERS: dict[str, dict[str, dict[str, Any]]] = {

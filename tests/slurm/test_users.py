@@ -82,7 +82,7 @@ def test_two_sweeps_side_by_side(cluster: Cluster, other: Other, tmp_path: Path)
     runs = [place / "outputs" / "sweep" / number for place in (tmp_path, other.home) for number in ("0", "1")]
     for run in runs:
         wait_for_step(run, 1)
-    owners = cluster.call("squeue", "--noheader", "--format=%u %k").stdout
+    owners = cluster.call("squeue", "--noheader", "--states=all", "--format=%u %k").stdout
     assert f"root hpc_train:{runs[0].parent}" in owners
     assert f"{USER} hpc_train:{runs[2].parent}" in owners
     code, listed = other.hpc_train("status", "--json")
