@@ -21,7 +21,7 @@ TREE = "tree"  # how replicas are kept in step under train.reproducible
 
 # Which data parallelism each pipeline schedule computes right gradients with. torch's zero-bubble schedules split the
 # backward, so DDP's and resharding FSDP's hooks fire at the wrong moment: wrong gradients without an error
-# (pytorch#144530). `reduce` is our own reduction after the schedule's step and serves all of them.
+# (pytorch#144530). `reduce` is our own reduction, which looks at the stages' backwards, and serves all of them.
 SCHEDULES: dict[str, tuple[str, ...]] = {
     "sequential": DATA_PARALLEL,
     "gpipe": DATA_PARALLEL,
@@ -45,9 +45,10 @@ SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv")
 # What ``schedule=auto`` takes the first of that goes with the rest, and why. Zero-bubble schedules are not among them:
 # torch's run a backward as two graphs, and whether the smaller bubble pays for that is for a measurement to say.
 AUTO = "auto"
+_ASSUMED = "where stages are equal and messages between them take no time"
 AUTO_SCHEDULES: dict[str, str] = {
-    "interleaved_1f1b": "several stages per rank make its bubble the smallest: (p - 1) / (v m + p - 1)",
-    "1f1b": "the bubble of gpipe, (p - 1) / (m + p - 1), with the activations of at most p micro-batches",
+    "interleaved_1f1b": f"several stages per rank make its bubble the smallest, (p - 1) / (v m + p - 1) {_ASSUMED}",
+    "1f1b": f"the bubble of gpipe, (p - 1) / (m + p - 1) {_ASSUMED}, with the activations of at most p micro-batches",
     "sequential": "one micro-batch leaves nothing to overlap",
 }
 

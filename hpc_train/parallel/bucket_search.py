@@ -58,6 +58,8 @@ class Bucketed(Protocol):
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]: ...
 
+    def backward_done(self) -> None: ...
+
     def finish(self) -> None: ...
 
     def evaluated(self) -> None: ...
@@ -109,6 +111,9 @@ class SearchedReplicas:
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         return self._replicas.micro_batch(last)
+
+    def backward_done(self) -> None:
+        self._replicas.backward_done()
 
     def finish(self) -> None:
         self._replicas.finish()

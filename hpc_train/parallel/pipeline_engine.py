@@ -23,6 +23,7 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import parallelise
 from hpc_train.parallel.pipeline_eval import ForwardPass
 from hpc_train.parallel.precision import parameter_dtype, travelling_dtype
+from hpc_train.parallel.reduction import Turns
 from hpc_train.parallel.replicas import make_replicas
 from hpc_train.parallel.results import reduce_result
 from hpc_train.parallel.schedules import Part, Schedule
@@ -81,13 +82,18 @@ class PipelineEngine:
         models = {stage: parallelise(config, mesh, cut(model, stage, layers)) for stage in held}
         self._tied = TiedWeights(models, model.tied, layers, placement, mesh)
         self._parameters = naming.named_parameters(models.values(), model.tied)
-        self._replicas = {
-            stage: make_replicas(part, mesh, config.strategy, model.tied, tell_buckets if stage == held[0] else None)
-            for stage, part in models.items()
+        turns: Turns = []
+        self._replicas = {  # from the last stage, whose gradients are final first under every schedule
+            stage: make_replicas(
+                models[stage], mesh, config.strategy, model.tied, tell_buckets if stage == held[0] else None, turns
+            )
+            for stage in reversed(held)
         }
         dtype = travelling_dtype(layout, self._precision)
         self._parts = [
-            Part(stage, part, self._replicas[stage].module, self._precision, dtype) for stage, part in models.items()
+            Part(stage, part, replicas.module, self._precision, dtype, replicas.backward_done)
+            for stage, part in models.items()
+            for replicas in [self._replicas[stage]]
         ]
         self._statistics = [value for part in self.parts for value in batch_statistics.running_statistics(part)]
         self._loss = _Loss()
@@ -137,8 +143,9 @@ class PipelineEngine:
         for part in self.parts:
             part.eval()
         sums = self._forward.run(batch.micro_batches)
-        for stage, part in zip(self._replicas, self.parts, strict=True):
-            self._replicas[stage].evaluated()
+        for replicas in self._replicas.values():
+            replicas.evaluated()
+        for part in self.parts:
             part.train()
         correct = [right for _, _, right in sums if right is not None]
         result = self._result([total for total, _, _ in sums], [count for _, count, _ in sums])

@@ -1,8 +1,9 @@
 """Our own reduction of gradients over the data axis, during the backward of the last micro-batch and after it.
 
 A bucket is sent once every backward of the step has added to all of its gradients, while the backward goes on with
-earlier layers. It does not rely on being told of them: a schedule that splits the backward adds to gradients without
-autograd's hooks, and then the buckets are sent at the end. So it is right for every schedule.
+earlier layers, or the pipeline with other stages of the rank. It does not rely on autograd's hooks, which a schedule
+that splits the backward passes by: then the buckets of a stage are sent after its last backward, and those of which
+nobody knows at the end. So it is right for every schedule.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hpc_train.parallel.compression.exchange import Dense, Exchange
 
+Turns = list["GradientReduction"]
 IN_FLIGHT = 4  # buckets: enough to keep the network busy, and a bound on the memory for flat copies
 
 
@@ -27,42 +29,63 @@ class GradientReduction:
 
     Args:
         parameters: the same on all ranks of ``group`` and in the same order; of a DTensor the local shard is summed.
-        overlap: buckets may be sent before ``reduce`` is called. Not where another reduction shares ``group``: the
-            ranks would not agree on an order.
+        turns: the reductions of this rank that share ``group``, in the order in which they send, which is the same on
+            all ranks; this one comes last. With them buckets are sent as soon as their gradients are final, without
+            them by ``reduce``, which is then called in the same order.
 
     Attributes:
         sent: buckets of this step that are on their way or done.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, bucket_cap_mb: float, overlap: bool = False
+        self,
+        parameters: Iterable[nn.Parameter],
+        group: dist.ProcessGroup,
+        bucket_cap_mb: float,
+        turns: Turns | None = None,
     ) -> None:
+        self._parameters, self._turns = list(parameters), turns
         self._dense = Dense(group)
         self._exchange: Exchange = self._dense
-        self._buckets = _plan(list(parameters), int(bucket_cap_mb * 2**20))
         self._pending: deque[tuple[dist.Work, Iterator[dist.Work]]] = deque()
-        self._to_come: list[dict[nn.Parameter, int]] = [{} for _ in self._buckets]  # backwards that have not added yet
         self._hooks: list[RemovableHandle] = []
-        self.sent = 0
-        for index, bucket in enumerate(self._buckets):
-            for parameter in bucket if overlap else ():
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._added, index)))
+        self.rebucket(bucket_cap_mb)
+        if turns is not None:
+            turns.append(self)
 
-    def close(self) -> None:
-        """Between steps: another reduction takes over."""
+    def rebucket(self, cap_mb: float) -> None:
+        """Between steps: buckets of another size."""
+        self._buckets = _plan(self._parameters, int(cap_mb * 2**20))
+        self._to_come: list[dict[nn.Parameter, int]] = [{} for _ in self._buckets]  # backwards that have not added yet
+        self._backwards = 0  # that are not through
+        self.sent = 0
         for hook in self._hooks:
             hook.remove()
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._added, index))
+            for index, bucket in enumerate(self._buckets)
+            for parameter in (bucket if self._turns is not None else ())
+        ]
 
     def begin(self, backwards: int, exchange: Exchange | None = None) -> None:
         """Before the backwards of a step, which sums its buckets by ``exchange``; densely without it."""
         self.sent = 0
         self._exchange = exchange or self._dense
+        self._backwards = backwards
         self._to_come = [dict.fromkeys(bucket, backwards) for bucket in self._buckets]
+
+    def backward_done(self) -> None:
+        """After a backward that has added all its gradients, by hooks or without: all buckets may go after the last."""
+        self._backwards -= 1
+        if self._backwards == 0:
+            for to_come in self._to_come:
+                to_come.clear()
+            self._take_turns()
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Collective. Afterwards every ``.grad`` holds the sum; one that was None somewhere counts as zero there."""
-        while self.sent < len(self._buckets):
+        while not self._all_sent:
             self._send_next()
         while self._pending:
             _finish(*self._pending.popleft())
@@ -74,12 +97,24 @@ class GradientReduction:
         to_come[parameter] -= 1
         if to_come[parameter] == 0:
             del to_come[parameter]
-        while self.sent < len(self._buckets) and not self._to_come[self.sent]:  # in the same order on all ranks
-            self._send_next()
+            self._take_turns()
+
+    @property
+    def _all_sent(self) -> bool:
+        return self.sent == len(self._buckets)
+
+    def _take_turns(self) -> None:
+        """Sends what is final, as far as nothing that comes before it is missing: in the same order on all ranks."""
+        for reduction in self._turns or ():
+            while not reduction._all_sent and not reduction._to_come[reduction.sent]:
+                reduction._send_next()
+            if not reduction._all_sent:
+                break
 
     @torch.no_grad()
     def _send_next(self) -> None:
         bucket = self._buckets[self.sent]
+        settle_partial(bucket)
         exchange = self._exchange.run(bucket, [local_gradient(parameter) for parameter in bucket])
         self._pending.append((next(exchange), exchange))
         self.sent += 1
@@ -93,6 +128,16 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
         parameter.grad = torch.zeros_like(parameter)
     gradient = parameter.grad
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def settle_partial(parameters: Iterable[nn.Parameter]) -> None:
+    """Sums gradients that tensor-parallel ranks hold in parts (of norms over sequence shards), in place of them."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+            continue
+        if gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def _plan(parameters: list[nn.Parameter], capacity: int) -> list[list[nn.Parameter]]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from hpc_train.config.layout import ZERO
 from hpc_train.config.schema import StrategyConfig
@@ -17,7 +16,7 @@ from hpc_train.parallel.bucket_search import SearchedReplicas, Tell, first_cap
 from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.naming import canonical_name
-from hpc_train.parallel.reduction import GradientReduction
+from hpc_train.parallel.reduction import GradientReduction, Turns, settle_partial
 
 
 class Replicas(Protocol):
@@ -44,6 +43,9 @@ class Replicas(Protocol):
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of one micro-batch."""
 
+    def backward_done(self) -> None:
+        """After a backward of a pipeline stage has added all its gradients."""
+
     def finish(self) -> None:
         """After the last backward: the gradients are those of the global batch."""
 
@@ -52,15 +54,13 @@ class Replicas(Protocol):
 
 
 class Reduced:
-    """Bare modules whose gradients we sum ourselves; also a single rank.
-
-    They are sent during the last backward where this is the rank's only stage. Of tensor parallelism the gradients of
-    norms are sums in parts until the backward is through.
-    """
+    """Bare modules whose gradients we sum ourselves, during the last backward; also a single rank."""
 
     loss_factor = 1
 
-    def __init__(self, module: nn.Module, mesh: Mesh, strategy: StrategyConfig, tied: Mapping[str, str]) -> None:
+    def __init__(
+        self, module: nn.Module, mesh: Mesh, strategy: StrategyConfig, tied: Mapping[str, str], turns: Turns
+    ) -> None:
         self.module = module
         named = {canonical_name(raw): p for raw, p in module.named_parameters() if p.requires_grad}
         self._parameters = list(named.values())
@@ -68,9 +68,7 @@ class Reduced:
         self.reduction: GradientReduction | None = None
         self.compression: Compression | None = None
         if layout.dp > 1 and layout.data_parallel == "reduce":
-            self._overlap = layout.tp == 1 and layout.stages_per_rank == 1
-            self._group = group
-            self.rebucket(first_cap(strategy))
+            self.reduction = GradientReduction(self._parameters, group, first_cap(strategy), turns)
             if strategy.compression != "none":
                 self.compression = Compression(strategy, named, group, tied, cut=layout.pp > 1)
 
@@ -81,16 +79,20 @@ class Reduced:
     def rebucket(self, cap_mb: float) -> None:
         """Between steps: buckets of another size."""
         if self.reduction is not None:
-            self.reduction.close()
-        self.reduction = GradientReduction(self._parameters, self._group, cap_mb, self._overlap)
+            self.reduction.rebucket(cap_mb)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def backward_done(self) -> None:
+        if self.reduction is not None:
+            self.reduction.backward_done()
+
     def finish(self) -> None:
-        settle_partial(self._parameters)
         if self.reduction is not None:
             self.reduction.reduce()
+        else:
+            settle_partial(self._parameters)
 
     def evaluated(self) -> None:
         pass
@@ -125,6 +127,9 @@ class Replicated:
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         return ddp.accumulating(self._wrapped, last or self._sync_always)
 
+    def backward_done(self) -> None:
+        pass
+
     def finish(self) -> None:
         self._sync_always = False
 
@@ -149,6 +154,9 @@ class Sharded:
         fsdp.begin_backward(self.module, self._data_parallel, last)
         return nullcontext()
 
+    def backward_done(self) -> None:
+        pass
+
     def finish(self) -> None:
         pass
 
@@ -157,28 +165,25 @@ class Sharded:
 
 
 def make_replicas(
-    module: nn.Module, mesh: Mesh, strategy: StrategyConfig, tied: Mapping[str, str], tell: Tell | None = None
+    module: nn.Module,
+    mesh: Mesh,
+    strategy: StrategyConfig,
+    tied: Mapping[str, str],
+    tell: Tell | None = None,
+    turns: Turns | None = None,
 ) -> Replicas:
     """``module`` holds its values, and is sharded where the strategy says so.
 
     Args:
         tied: alias -> canonical name.
         tell: of the size of buckets that was found.
+        turns: of the other stages of this rank, whose gradients are final before this one's.
     """
     layout, data_parallel = mesh.layout, mesh.layout.data_parallel
     if layout.dp > 1 and data_parallel in ZERO:
         return Sharded(module, mesh, data_parallel)
     ddp = layout.dp > 1 and data_parallel == "ddp"
-    replicas = Replicated(module, mesh, strategy) if ddp else Reduced(module, mesh, strategy, tied)
+    turns = [] if turns is None else turns
+    replicas = Replicated(module, mesh, strategy) if ddp else Reduced(module, mesh, strategy, tied, turns)
     searches = strategy.bucket_cap_mb == "auto" and layout.dp > 1 and data_parallel in ("ddp", "reduce")
     return SearchedReplicas(replicas, mesh, tell) if searches else replicas
-
-
-def settle_partial(parameters: Iterable[nn.Parameter]) -> None:
-    """Sums gradients that tensor-parallel ranks hold in parts (of norms over sequence shards), in place of them."""
-    for parameter in parameters:
-        gradient = parameter.grad
-        if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
-            continue
-        if gradient.placements != parameter.placements:
-            parameter.grad = gradient.redistribute(placements=parameter.placements)

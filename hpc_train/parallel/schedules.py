@@ -49,6 +49,7 @@ class Part:
         module: what the schedule calls: ``model``, or DDP around it.
         precision: of the config.
         dtype: of the hidden states that travel between stages.
+        backward_done: called when a micro-batch has added to the gradients of all weights.
     """
 
     stage: int
@@ -56,6 +57,7 @@ class Part:
     module: nn.Module
     precision: str
     dtype: torch.dtype
+    backward_done: Callable[[], None]
 
     def hidden_shape(self, inputs: Tensor) -> tuple[int, ...]:
         """Shape of the hidden states that travel between stages for a micro-batch of ``inputs``."""
@@ -96,6 +98,15 @@ class _Stage(PipelineStage):
         if self.is_last:  # of one element each, so that torch can concatenate them over micro-batches
             return tuple(value.reshape(1) for value in output)
         return self._part.leave(output)
+
+    def backward_one_chunk(self, *args: Any, full_backward: bool = True, **kwargs: Any) -> None:
+        super().backward_one_chunk(*args, full_backward=full_backward, **kwargs)
+        if full_backward:  # else the gradients of weights are taken by themselves
+            self._part.backward_done()
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        super().backward_weight_one_chunk(*args, **kwargs)
+        self._part.backward_done()
 
 
 def _sums_on_meta() -> tuple[Tensor, Tensor]:

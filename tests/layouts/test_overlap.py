@@ -25,48 +25,56 @@ def pipeline(schedule: str, stages_per_rank: int = 1, model: str = "gpt") -> Cel
     return Cell(4, model, strategy=strategy, batch={"micro_batches": 4})
 
 
-def sent_before_the_end(rank: int, world_size: int, cell: Cell) -> list[tuple[int, int]]:
-    """Buckets of this rank that were sent when the backward was through, and all of them, for two steps."""
-    found, reduce = [], GradientReduction.reduce
+def tensor_parallel(model: str = "gpt") -> Cell:
+    return Cell(4, model, strategy={"dp": 2, "tp": 2} | SMALL, batch={"micro_batches": 3})
 
-    def counted(self: GradientReduction) -> None:
-        found.append((self.sent, len(self._buckets)))
-        reduce(self)
 
-    GradientReduction.reduce = counted  # type: ignore[method-assign]
+def backwards_to_come(rank: int, world_size: int, cell: Cell) -> list[list[list[int]]]:
+    """For two steps and each stage, the first to send first: the backwards that were not through at each bucket."""
+    found: dict[GradientReduction, list[int]] = {}
+    send = GradientReduction._send_next
+
+    def noted(self: GradientReduction) -> None:
+        found.setdefault(self, []).append(sum(stage._backwards for stage in self._turns or ()))
+        send(self)
+
+    GradientReduction._send_next = noted  # type: ignore[method-assign]
     mesh = join_mesh(cell.layout(), rank, torch.device("cpu"))
     engine = build_engine(cell.config(), mesh)
+    steps = []
     for step in range(2):
+        found.clear()
         engine.train_step(step, local_batch(cell, mesh.layout, mesh.dp_rank, step))
-    return found
+        steps.append([*found.values()])
+    return steps
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [Cell(2, strategy={"dp": 2} | SMALL, batch={"micro_batches": 3}), pipeline("1f1b"), pipeline("gpipe")],
-    ids=["replicas", "1f1b", "gpipe"],
-)
-def test_buckets_are_sent_during_the_last_backward(cell: Cell) -> None:
-    for counts in run_ranks(cell.world_size, sent_before_the_end, cell):
-        assert len(counts) == 2
-        assert all(early == buckets > 1 for early, buckets in counts), counts
+WHOLE = [Cell(2, strategy={"dp": 2} | SMALL, batch={"micro_batches": 3}), tensor_parallel(), pipeline("1f1b"),
+         pipeline("gpipe"), pipeline("interleaved_1f1b", 2)]  # fmt: skip
+SPLIT = [pipeline("interleaved_zero_bubble", 2), pipeline("zbv", 2)]
 
 
-def test_stages_that_share_a_rank_wait_for_each_other() -> None:
-    """The ranks could not agree on an order of all their buckets."""
-    for counts in run_ranks(4, sent_before_the_end, pipeline("interleaved_1f1b", 2)):
-        assert [early for early, _ in counts] == [0] * 4
+@pytest.mark.parametrize("cell", [*WHOLE, *SPLIT], ids=str)
+def test_buckets_are_sent_as_soon_as_they_are_final(cell: Cell) -> None:
+    """During the last backward of a stage, or after it while the rank's other stages go on."""
+    for steps in run_ranks(cell.world_size, backwards_to_come, cell):
+        for stages in steps:
+            assert len(stages) == cell.layout().stages_per_rank and all(len(buckets) > 1 for buckets in stages)
+            early = stages if cell in WHOLE else stages[:-1]
+            assert all(to_come > 0 for buckets in early for to_come in buckets), stages
 
 
 def test_the_gradients_are_those_of_one_process(record: Callable[..., None]) -> None:
-    schedules = (("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2), ("zbv", 2))
-    record(check_cells([pipeline(*schedule, model) for schedule in schedules for model in ("gpt-tied", "vit")]), [])
+    schedules = (("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2), ("interleaved_zero_bubble", 2), ("zbv", 2))
+    models = ("gpt-tied", "vit")
+    chosen = [pipeline(*schedule, model) for schedule in schedules for model in models]
+    record(check_cells([*chosen, *map(tensor_parallel, models)]), [])
 
 
 def uses_less(rank: int, world_size: int) -> list[Any]:
     """Each rank leaves out another parameter; each parameter is a bucket. A step with one backward, one with two."""
     parameters = [nn.Parameter(torch.tensor([float(number)])) for number in range(1, 5)]
-    reduction = GradientReduction(parameters, dist.group.WORLD, 1e-9, overlap=True)  # type: ignore[arg-type]
+    reduction = GradientReduction(parameters, dist.group.WORLD, 1e-9, turns=[])  # type: ignore[arg-type]
     sums = []
     for backwards in (1, 2):
         for parameter in parameters:
