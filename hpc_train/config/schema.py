@@ -159,6 +159,7 @@ class TextDataConfig:
     sequence_length: int = 256
     validation_share: float = 0.01  # of the files
     vocab_size: int = 256
+    packing: bool = False  # whole files share a sequence, and none sees another; false: windows of the whole text
 
 
 @dataclass

@@ -17,7 +17,7 @@ from hpc_train.data.cifar100 import CIFAR100Dataset
 from hpc_train.data.custom import build_custom
 from hpc_train.data.dataset import Dataset
 from hpc_train.data.images import ImagesDataset
-from hpc_train.data.packing import PackedTokensDataset
+from hpc_train.data.packing import PackedDataset
 from hpc_train.data.shards import ShardsDataset
 from hpc_train.data.split import SPLITS
 from hpc_train.data.synthetic import SyntheticDataset
@@ -37,10 +37,8 @@ def build_dataset(config: DataConfig, split: str, seed: int) -> Dataset:
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}, not one of {SPLITS}")
     match config:
-        case TextDataConfig():
-            return TextDataset(config, split)
-        case TokensDataConfig():
-            return PackedTokensDataset(config, split) if config.packing else TokensDataset(config, split)
+        case TextDataConfig() | TokensDataConfig():
+            return _text(config, split)
         case CIFAR100DataConfig() | ImagesDataConfig() | ShardsDataConfig():
             return _pictures(config, split, seed)
         case SyntheticDataConfig():
@@ -50,6 +48,11 @@ def build_dataset(config: DataConfig, split: str, seed: int) -> Dataset:
     raise ConfigError(
         f"unknown kind of data {type(config).__name__}", where="data.kind", mend="data=text, or another of conf/data/"
     )
+
+
+def _text(config: TextDataConfig | TokensDataConfig, split: str) -> Dataset:
+    documents = TextDataset(config, split) if isinstance(config, TextDataConfig) else TokensDataset(config, split)
+    return PackedDataset(documents, config.sequence_length) if config.packing else documents
 
 
 def _pictures(config: CIFAR100DataConfig | ImagesDataConfig | ShardsDataConfig, split: str, seed: int) -> Dataset:

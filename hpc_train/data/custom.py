@@ -9,7 +9,7 @@ import numpy as np
 
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import CustomDataConfig
-from hpc_train.data.dataset import Array, Dataset, Sample
+from hpc_train.data.dataset import Array, Dataset, Indices, Sample
 
 _FORMS = "(inputs, targets), (inputs, targets, context), {'inputs', 'targets', ...context} or a Sample"
 
@@ -49,10 +49,18 @@ def build_custom(config: CustomDataConfig, split: str) -> Dataset:
 
 
 class CustomDataset(Dataset):
-    """Reads the items of a map-style dataset as samples."""
+    """Reads the items of a map-style dataset as samples.
+
+    Its attribute ``lengths``, where there is one, has the number of tokens of each item: then they may differ.
+
+    Raises:
+        ConfigError: ``lengths`` are not one positive number for each item.
+    """
 
     def __init__(self, items: Any) -> None:
         self._items = items
+        if getattr(items, "lengths", None) is not None:
+            self.lengths = _lengths(items)
 
     def __len__(self) -> int:
         return len(self._items)
@@ -62,6 +70,17 @@ class CustomDataset(Dataset):
 
     def source(self, index: int) -> str:
         return f"{type(self._items).__module__}.{type(self._items).__qualname__}"
+
+
+def _lengths(items: Any) -> Indices:
+    lengths = np.asarray(items.lengths)
+    if lengths.shape != (len(items),) or lengths.dtype.kind not in "iu" or (lengths.size and lengths.min() < 1):
+        raise ConfigError(
+            f"the lengths of {type(items).__name__} have the shape {lengths.shape}: {lengths.ravel()[:3].tolist()}, …",
+            where="data._target_",
+            mend=f"lengths: the number of tokens of each of its {len(items)} items, 1 or more",
+        )
+    return lengths.astype(np.int64)
 
 
 def _as_sample(item: Any) -> Sample:

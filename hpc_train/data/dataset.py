@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from hpc_train.config.errors import ConfigError
 
 Array = NDArray[Any]
+Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample; every sample of a dataset has the same shapes.
+    """One sample; every sample of a dataset has the same shapes, or the dataset says ``lengths``.
 
     Attributes:
         inputs: ``[seq]`` token ids (int64) or ``[channels, height, width]`` pixels (float32).
@@ -39,9 +40,11 @@ class Dataset(ABC):
 
     Attributes:
         loads_cheaply: reading a sample costs next to nothing, so that loader processes would be a waste.
+        lengths: tokens of each sample where they differ; what a sample has behind them is padding.
     """
 
     loads_cheaply: ClassVar[bool] = False
+    lengths: Indices | None = None
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -49,6 +52,11 @@ class Dataset(ABC):
     @abstractmethod
     def sample(self, index: int, epoch: int) -> Sample:
         """The sample at ``index``, in [0, len), as epoch ``epoch`` sees it."""
+
+    def inputs_shape(self) -> tuple[int, ...]:
+        """Of a sample's inputs; of an average one where the lengths differ."""
+        shape = self.sample(0, 0).inputs.shape
+        return shape if self.lengths is None else (round(float(self.lengths.mean())), *shape[1:])
 
     def source(self, index: int) -> str:
         """The file that the sample comes from, for messages; empty where there is none."""

@@ -17,6 +17,7 @@ from hpc_train.data.dataset import Dataset, SampleError
 from hpc_train.data.loader import MicroBatchReader, Request, Stacked
 from hpc_train.data.order import Order
 from hpc_train.data.skipped import Skipped
+from hpc_train.data.uneven import Dealer
 
 NOTHING = Skipped()
 MOST_LOADER_WORKERS = 4  # of "auto"
@@ -54,7 +55,9 @@ def loader_workers(batch: BatchConfig, dataset: Dataset, local_ranks: int) -> in
 def example_micro_batch(dataset: Dataset, layout: Layout, device: torch.device) -> Batch:
     """A micro-batch as a step has them, of the first samples: for measurements before the first step."""
     slots = tuple(index % len(dataset) for index in range(layout.micro_size))
-    inputs, targets, context, _ = next(MicroBatchReader(dataset, [Request(slots, 0, 0)], workers=0, ahead=1, pin=False))
+    dealer = _dealer(dataset, layout)
+    request = Request(slots, 0, 0, None if dealer is None else dealer.widest)
+    inputs, targets, context, _ = next(MicroBatchReader(dataset, [request], workers=0, ahead=1, pin=False))
     return Batch(inputs, targets, context).to(device)
 
 
@@ -86,7 +89,8 @@ class TrainFeed:
     ) -> None:
         self._order = Order(len(dataset), batch.global_size, batch.drop_last, seed)
         self._skipped = skipped
-        requests = _requests(self._order, layout, dp_rank, map(skipped.position, count(start_step)))
+        steps = map(skipped.position, count(start_step))
+        requests = _requests(self._order, layout, dp_rank, steps, _dealer(dataset, layout))
         workers = loader_workers(batch, dataset, local_ranks)
         self._steps = _Steps(dataset, requests, layout.micro_batches, workers, device)
         self._ahead: LocalBatch | Exception | None = None
@@ -144,7 +148,8 @@ class EvalFeed:
         return self._order.steps_per_epoch
 
     def __iter__(self) -> Iterator[LocalBatch]:
-        requests = _requests(self._order, self._layout, self._dp_rank, iter(range(len(self))))
+        dealer = _dealer(self._dataset, self._layout)
+        requests = _requests(self._order, self._layout, self._dp_rank, iter(range(len(self))), dealer)
         steps = _Steps(self._dataset, requests, self._layout.micro_batches, self._workers, self._device)
         try:
             ahead = next(steps)
@@ -165,6 +170,7 @@ class _Steps:
         self._micro_batches, self._device = micro_batches, device
         pin = device.type == "cuda"
         self._reader = MicroBatchReader(dataset, requests, workers, ahead=2 * micro_batches, pin=pin)
+        self._even = dataset.lengths is None
         self._shapes: tuple[torch.Size, ...] | None = None
 
     def __iter__(self) -> Iterator[LocalBatch]:
@@ -172,7 +178,7 @@ class _Steps:
 
     def __next__(self) -> LocalBatch:
         stacked = [next(self._reader) for _ in range(self._micro_batches)]
-        for one in stacked:
+        for one in stacked if self._even else ():
             self._check_shapes(one)
         batches = tuple(Batch(inputs, targets, context).to(self._device) for inputs, targets, context, _ in stacked)
         return LocalBatch(batches, sum(number for *_, number in stacked))
@@ -189,8 +195,18 @@ class _Steps:
             raise SampleError(f"micro-batches of the shapes {self._shapes} and {shapes}: all samples need the same")
 
 
-def _requests(order: Order, layout: Layout, dp_rank: int, steps: Iterator[int]) -> Iterator[Request]:
+def _requests(
+    order: Order, layout: Layout, dp_rank: int, steps: Iterator[int], dealer: Dealer | None
+) -> Iterator[Request]:
     for step in steps:
         template, epoch = order.template(step), order.epoch_of(step)
-        for slots in order.rank_batch(step, layout, dp_rank):
-            yield Request(tuple(slots.tolist()), template, epoch)
+        if dealer is None:
+            for slots in order.rank_batch(step, layout, dp_rank):
+                yield Request(tuple(slots.tolist()), template, epoch)
+        else:
+            for row in dealer.rank_batch(order, step, dp_rank):
+                yield Request(tuple(row.slots.tolist()), template, epoch, row.width)
+
+
+def _dealer(dataset: Dataset, layout: Layout) -> Dealer | None:
+    return None if dataset.lengths is None else Dealer(dataset.lengths, layout)

@@ -30,6 +30,7 @@ from hpc_train.config.errors import ConfigError
 from hpc_train.data.batch import IGNORED
 from hpc_train.data.dataset import Array, Dataset, Sample, SampleError
 from hpc_train.data.order import PADDING
+from hpc_train.data.uneven import fitted
 from hpc_train.run.parent_death import die_with_parent
 
 Stacked = tuple[Tensor, Tensor, dict[str, Tensor], int]  # inputs, targets, context, number of targets that count
@@ -44,11 +45,13 @@ class Request:
     Attributes:
         slots: sample indices, or ``PADDING``.
         template: the sample whose shapes padding takes where no slot holds a sample.
+        width: tokens of each sample, where samples are of uneven length.
     """
 
     slots: tuple[int, ...]
     template: int
     epoch: int
+    width: int | None = None
 
 
 class MicroBatchReader:
@@ -146,21 +149,26 @@ class _MicroBatches(TorchDataset[Stacked | Exception]):
 
     def _stack(self, request: Request) -> Stacked:
         indices = [index for index in request.slots if index != PADDING]
-        samples = [self._read(index, request.epoch) for index in indices]
+        samples = [self._read(index, request.epoch, request.width) for index in indices]
         template = samples[0] if samples else self._read(request.template, request.epoch)
         padding = Sample(template.inputs, np.full_like(_wide(template.targets), IGNORED), template.context)
+        if request.width is not None:
+            padding = fitted(padding, request.width)
         self._check_shapes(indices, samples)
         samples += [padding] * (len(request.slots) - len(samples))
         targets = torch.from_numpy(np.stack([_wide(sample.targets) for sample in samples]))
         inputs = torch.from_numpy(np.stack([sample.inputs for sample in samples]))
         context = {
-            name: torch.from_numpy(np.stack([sample.context[name] for sample in samples])) for name in template.context
+            name: torch.from_numpy(np.stack([sample.context[name] for sample in samples])) for name in padding.context
         }
         return inputs, targets, context, int((targets != IGNORED).sum())
 
-    def _read(self, index: int, epoch: int) -> Sample:
+    def _read(self, index: int, epoch: int, width: int | None = None) -> Sample:
         try:
-            return self._dataset.sample(index, epoch)
+            sample = self._dataset.sample(index, epoch)
+            if width is None:
+                return sample
+            return fitted(Sample(sample.inputs, _wide(sample.targets), sample.context), width)
         except ConfigError:
             raise
         except Exception as error:

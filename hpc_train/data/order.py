@@ -11,10 +11,10 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.layout import Layout
+from hpc_train.data.dataset import Indices
 from hpc_train.data.permutation import Permutation
 
 PADDING = -1  # a slot without a sample
@@ -54,7 +54,7 @@ class Order:
     def epoch_of(self, step: int) -> int:
         return step // self.steps_per_epoch
 
-    def slots(self, step: int, first: int, last: int) -> NDArray[np.int64]:
+    def slots(self, step: int, first: int, last: int) -> Indices:
         """The samples at the positions [``first``, ``last``) of the step's global batch.
 
         Positions behind the end of the epoch and behind the global batch are ``PADDING``.
@@ -66,7 +66,7 @@ class Order:
         slots[filled] = self._samples_at(self.epoch_of(step), positions[filled])
         return slots
 
-    def rank_batch(self, step: int, layout: Layout, dp_rank: int) -> NDArray[np.int64]:
+    def rank_batch(self, step: int, layout: Layout, dp_rank: int) -> Indices:
         """What one data-parallel rank reads in one step.
 
         Rank r of dp takes the positions [floor(r * G / dp), floor((r + 1) * G / dp)) of the global batch of G.
@@ -84,7 +84,7 @@ class Order:
         slots[: last - first] = self.slots(step, first, last)
         return slots.reshape(layout.micro_batches, layout.micro_size)
 
-    def _logical_batch(self, step: int, layout: Layout, dp_rank: int) -> NDArray[np.int64]:
+    def _logical_batch(self, step: int, layout: Layout, dp_rank: int) -> Indices:
         """The logical micro-batches of one rank. Number v of V takes [floor(v * G / V), floor((v + 1) * G / V))."""
         slots = np.full((layout.micro_batches, layout.micro_size), PADDING, dtype=np.int64)
         for row, logical in enumerate(layout.logical_of(dp_rank)):
@@ -97,5 +97,5 @@ class Order:
         """A sample of the step's global batch that is always there: its shape is the padding's."""
         return int(self.slots(step, 0, 1)[0])
 
-    def _samples_at(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _samples_at(self, epoch: int, positions: Indices) -> Indices:
         return positions if self.seed is None else Permutation(self.samples, self.seed, epoch)(positions)

@@ -8,19 +8,26 @@ piece only; the last token of a piece has no target, so no loss goes across a bo
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.schema import TokensDataConfig
 from hpc_train.data.batch import IGNORED
-from hpc_train.data.dataset import Sample
-from hpc_train.data.tokens import LENGTHS, TokensDataset, documents_file
+from hpc_train.data.dataset import Array, Dataset, Indices, Sample
 
-Indices = NDArray[np.int64]
+
+class Documents(Protocol):
+    """A dataset that knows where documents end in its sequence of tokens."""
+
+    def document_lengths(self) -> NDArray[Any]:
+        """Tokens of each document, in order."""
+
+    def window(self, start: int, length: int) -> Array:
+        """``length`` tokens from token ``start`` on."""
+
+    def source_at(self, token: int) -> str:
+        """The file that a token comes from."""
 
 
 def pieces_of(lengths: NDArray[Any], sequence_length: int) -> tuple[Indices, Indices]:
@@ -56,21 +63,23 @@ def pack(sizes: Indices, sequence_length: int) -> Indices:
     return places
 
 
-class PackedTokensDataset(TokensDataset):
+class PackedDataset(Dataset):
     """Sequences of whole documents, with ``positions`` and ``document_ids`` ``[seq]`` in the context.
 
     Raises:
-        ConfigError: as ``TokensDataset``; or nobody has noted where documents end.
+        ConfigError: nobody has noted where documents end.
     """
 
-    def __init__(self, config: TokensDataConfig, split: str) -> None:
-        super().__init__(config, split)
-        lengths = _lengths(documents_file(Path(config.path), split), len(self._tokens))
-        starts, sizes = pieces_of(lengths, self._length)
-        places = pack(sizes, self._length)
+    loads_cheaply = True
+
+    def __init__(self, documents: Documents, sequence_length: int) -> None:
+        self._documents, self._length = documents, sequence_length
+        starts, sizes = pieces_of(documents.document_lengths(), sequence_length)
+        places = pack(sizes, sequence_length)
         order = np.lexsort((starts, places))
         self._starts, self._sizes = starts[order], sizes[order]
         self._ends = np.cumsum(np.bincount(places))  # of the pieces of each sequence
+        self.lengths = np.bincount(places, weights=sizes).astype(np.int64)
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -87,25 +96,12 @@ class PackedTokensDataset(TokensDataset):
         at = 0
         for number, piece in enumerate(range(first, int(self._ends[index]))):
             start, size = int(self._starts[piece]), int(self._sizes[piece])
-            window, place = self._tokens[start : start + size + 1].astype(np.int64), slice(at, at + size)
-            self._check_ids(window, index)
+            window, place = self._documents.window(start, size + 1).astype(np.int64), slice(at, at + size)
             inputs[place], targets[place] = window[:-1], window[1:]
             positions[place], documents[place] = np.arange(size), number
             at += size
         documents[at:] = -1  # padding: a document of its own, whose targets are ignored
         return Sample(inputs, targets, {"positions": positions, "document_ids": documents})
 
-
-def _lengths(path: Path, tokens: int) -> NDArray[Any]:
-    mend = "prepare the directory anew: python -m hpc_train prepare INPUT... --out DIR"
-    try:
-        lengths = np.fromfile(path, dtype=LENGTHS)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}", where="data.packing", mend=mend) from error
-    if int(lengths.sum(dtype=np.int64)) != tokens:
-        raise ConfigError(
-            f"{path} tells of documents of {lengths.sum(dtype=np.int64)} tokens, and there are {tokens}",
-            where="data.packing",
-            mend=mend,
-        )
-    return lengths
+    def source(self, index: int) -> str:
+        return self._documents.source_at(int(self._starts[self._ends[index - 1] if index else 0]))

@@ -190,24 +190,31 @@ class TextDataset(Dataset):
         return self._samples
 
     def sample(self, index: int, epoch: int) -> Sample:
-        return next_token_sample(self._read(index * self._length, self._length + 1))
+        return next_token_sample(self.window(index * self._length, self._length + 1))
 
     def source(self, index: int) -> str:
-        return self.files[self._file_at(index * self._length)].path
+        return self.source_at(index * self._length)
+
+    def source_at(self, token: int) -> str:
+        return self.files[self._file_at(token)].path
+
+    def document_lengths(self) -> Array:
+        """Bytes of each file."""
+        return np.array([file.size for file in self.files], dtype=np.int64)
 
     def _file_at(self, offset: int) -> int:
         return int(np.searchsorted(self._ends, offset, side="right"))
 
-    def _read(self, offset: int, length: int) -> Array:
-        """``length`` bytes of the text from ``offset``, over as many files as it takes."""
-        number = self._file_at(offset)
+    def window(self, start: int, length: int) -> Array:
+        """``length`` bytes of the text from ``start``, over as many files as it takes."""
+        number = self._file_at(start)
         pieces = []
         while length:
             file = self.files[number]
-            skip = offset - int(self._ends[number]) + file.size
+            skip = start - int(self._ends[number]) + file.size
             piece = self._bytes(number, file.start + skip, min(length, file.size - skip))
             pieces.append(piece)
-            offset, length, number = offset + len(piece), length - len(piece), number + 1
+            start, length, number = start + len(piece), length - len(piece), number + 1
         return np.frombuffer(b"".join(pieces), dtype=np.uint8)
 
     def _bytes(self, number: int, start: int, length: int) -> bytes:

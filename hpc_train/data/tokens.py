@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import TokensDataConfig
@@ -83,6 +84,7 @@ class TokensDataset(Dataset):
     def __init__(self, config: TokensDataConfig, split: str) -> None:
         check_sequence_length(config.sequence_length)
         directory = Path(config.path)
+        self._documents = documents_file(directory, split)
         if not directory.is_dir():
             raise ConfigError(f"there is no directory {directory}", where="data.path", mend=_MEND)
         meta = read_meta(directory)
@@ -106,21 +108,44 @@ class TokensDataset(Dataset):
         return (len(self._tokens) - 1) // self._length
 
     def sample(self, index: int, epoch: int) -> Sample:
-        window = self._tokens[index * self._length : (index + 1) * self._length + 1]
-        self._check_ids(window, index)
-        return next_token_sample(window)
+        return next_token_sample(self.window(index * self._length, self._length + 1))
 
     def source(self, index: int) -> str:
         return str(self.path)
 
-    def _check_ids(self, window: Array, index: int) -> None:
+    def source_at(self, token: int) -> str:
+        return str(self.path)
+
+    def window(self, start: int, length: int) -> Array:
+        """``length`` tokens from token ``start`` on; ConfigError where one is not of the vocabulary."""
+        window = self._tokens[start : start + length]
         if int(window.max()) >= self._vocab_size:
             raise ConfigError(
-                f"sample {index} of {self.path} holds token id {int(window.max())}, "
+                f"{self.path} holds token id {int(window.max())} behind token {start}, "
                 f"the vocabulary has {self._vocab_size}",
                 where="data.vocab_size",
                 mend=f"the vocabulary of the tokenizer that made the file, or {_MEND}",
             )
+        return window
+
+    def document_lengths(self) -> NDArray[Any]:
+        """Tokens of each document, the separator among them; ConfigError where nobody has noted them."""
+        return _read_lengths(self._documents, len(self._tokens))
+
+
+def _read_lengths(path: Path, tokens: int) -> NDArray[Any]:
+    mend = "prepare the directory anew: python -m hpc_train prepare INPUT... --out DIR"
+    try:
+        lengths = np.fromfile(path, dtype=LENGTHS)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", where="data.packing", mend=mend) from error
+    if int(lengths.sum(dtype=np.int64)) != tokens:
+        raise ConfigError(
+            f"{path} tells of documents of {lengths.sum(dtype=np.int64)} tokens, and there are {tokens}",
+            where="data.packing",
+            mend=mend,
+        )
+    return lengths
 
 
 def _map_tokens(path: Path, dtype: np.dtype[Any], expected: int | None) -> np.memmap[Any, Any]:

@@ -27,6 +27,7 @@ from hpc_train.data.batch import IGNORED, Batch, StepBatch
 from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import Dataset
 from hpc_train.data.feed import loader_workers
+from hpc_train.data.uneven import fitted
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel import activation_checkpointing
@@ -77,6 +78,8 @@ class _Samples(TorchDataset[tuple[Any, Any, Any]]):
 
     def __getitem__(self, index: int) -> tuple[Any, Any, Any]:
         sample = self.dataset.sample(index, 0)
+        if self.dataset.lengths is not None:
+            sample = fitted(sample, int(self.dataset.lengths.max()))
         return sample.inputs, sample.targets, dict(sample.context)
 
 

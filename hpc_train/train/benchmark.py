@@ -78,7 +78,7 @@ class _Bench:
         optimizer = Optimizer(config.optim, self.engine.named_parameters(), config.strategy.offload == "optimizer")
         self._take_step = TrainStep(config, mesh, self.engine, optimizer, HORIZON)
         self._feed = TrainFeed(dataset, config.batch, mesh.layout, mesh.dp_rank, config.train.seed, mesh.device, 0)
-        self.samples = len(dataset)
+        self.samples, self.inputs_shape = len(dataset), dataset.inputs_shape()
         self._control, self._stop = Control(mesh), stop
         self.example = self._counted(next(self._feed))
         self._ahead = next(self._feed)
@@ -243,7 +243,7 @@ def _utilisation(bench: _Bench, samples_per_s: float) -> dict[str, Any] | None:
     peaks: list[float] = _gather(peak, mesh)
     if not isinstance(model, Model):
         return None
-    count = count_flops(model, bench.example.micro_batches[0].inputs, config.train)
+    count = count_flops(model, torch.empty((1, *bench.inputs_shape), device="meta"), config.train)
     found = count.utilisation(samples_per_s, sum(peaks))
     return {"value": found["mfu"], **found, **described(count, sum(peaks), source)}
 

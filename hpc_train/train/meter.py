@@ -119,7 +119,7 @@ def make_meter(config: Config, mesh: Mesh, dataset: Dataset) -> Meter:
         return Meter()
     model = build_model(config.model, config.train.seed)  # on meta: no memory, no time
     assert isinstance(model, Model)
-    inputs = torch.empty((1, *dataset.sample(0, 0).inputs.shape), device="meta")
+    inputs = torch.empty((1, *dataset.inputs_shape()), device="meta")
     return Meter(count_flops(model, inputs, config.train), per_device * mesh.layout.world_size)
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from hpc_train.commands.prepare import main
 from hpc_train.config.errors import ConfigError
-from hpc_train.config.schema import TokensDataConfig
+from hpc_train.config.schema import TextDataConfig, TokensDataConfig
 from hpc_train.data.batch import IGNORED
 from hpc_train.data.build import build_dataset
-from hpc_train.data.packing import PackedTokensDataset, pack, pieces_of
+from hpc_train.data.packing import PackedDataset, pack, pieces_of
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -45,7 +45,7 @@ def test_prepared_documents_are_found_again(tmp_path: Path) -> None:
     found = []
     for split in ("train", "validation"):
         dataset = build_dataset(config, split, 0)
-        assert isinstance(dataset, PackedTokensDataset) and 0.8 < dataset.fill <= 1
+        assert isinstance(dataset, PackedDataset) and 0.8 < dataset.fill <= 1
         for index in range(len(dataset)):
             sample = dataset.sample(index, 0)
             ids, positions = sample.context["document_ids"], sample.context["positions"]
@@ -70,3 +70,24 @@ def test_one_document_is_cut_where_validation_begins(tmp_path: Path) -> None:
     assert main([str(tmp_path / "one.txt"), "--out", str(out), "--validation-share", "0.1", "--workers", "1"]) == 0
     lengths = {split: np.fromfile(out / f"{split}.documents", "<u4").tolist() for split in ("train", "validation")}
     assert lengths == {"train": [900], "validation": [100]}
+
+
+def test_files_of_text_are_documents(tmp_path: Path) -> None:
+    texts = {f"{number}.py": f"# file {number}\n" + "x" * (number * 11 % 70) for number in range(40)}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    config = TextDataConfig(path=str(tmp_path), sequence_length=128, validation_share=0.2, packing=True)
+    found = []
+    for split in ("train", "validation"):
+        dataset = build_dataset(config, split, 0)
+        assert isinstance(dataset, PackedDataset) and dataset.lengths is not None
+        for index in range(len(dataset)):
+            sample = dataset.sample(index, 0)
+            ids = sample.context["document_ids"]
+            assert dataset.lengths[index] == (ids >= 0).sum()
+            for number in range(int(ids.max()) + 1):
+                own = ids == number
+                found.append(bytes([*sample.inputs[own].tolist(), int(sample.targets[own][-1])]).decode())
+            first = bytes(sample.inputs[ids == 0].tolist()).decode()
+            assert Path(dataset.source(index)).read_text().startswith(first)
+    assert sorted(found) == sorted(texts.values())

@@ -1,14 +1,18 @@
-"""Packed documents give the loss and the gradients of each document by itself, under every kind of layout."""
+"""Documents packed or padded give the loss and the gradients of each by itself, under every kind of layout."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from hpc_train.config.schema import BatchConfig
 from hpc_train.data.batch import IGNORED, Batch, StepBatch
+from hpc_train.data.dataset import Dataset, Sample
+from hpc_train.data.feed import TrainFeed
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.build import build_engine
@@ -19,6 +23,7 @@ from tests.layouts.oracle import error, whole
 from tests.ranks import run_ranks
 
 LENGTHS = [[3, 5], [8], [2, 2, 3], [1, 6]]  # of the documents in each sequence of 8; what is left is padding
+UNEVEN = [[3, 17, 1, 9, 2, 26, 5, 12]]
 
 CELLS: dict[int, list[Cell]] = {
     2: [
@@ -46,7 +51,7 @@ def test_packed_documents_train_as_single_ones_do(world_size: int) -> None:
 def _compare(rank: int, _: int, cells: list[Cell]) -> None:
     for cell in (replace(cell, batch={"global_size": 4, "micro_size": 1}) for cell in cells):
         mesh = join_mesh(cell.layout(), rank, torch.device("cpu"))
-        documents = _documents()
+        documents = _documents(LENGTHS)
         loss, gradients = _one_by_one(cell, [one for sequence in documents for one in sequence])
         engine = build_engine(cell.config(), mesh)
         batch = _packed(documents, mesh)
@@ -57,13 +62,52 @@ def _compare(rank: int, _: int, cells: list[Cell]) -> None:
         assert engine.reduce(engine.eval_step(batch)).loss == pytest.approx(loss, rel=1e-12), cell
 
 
+class _Documents(Dataset):
+    """Each of ``UNEVEN`` as a sample of its own length."""
+
+    def __init__(self) -> None:
+        self.documents = _documents(UNEVEN)[0]
+        self.lengths = np.array(UNEVEN[0])
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def sample(self, index: int, epoch: int) -> Sample:
+        tokens, wanted = self.documents[index]
+        return Sample(tokens.numpy(), wanted.numpy(), {"positions": np.arange(len(tokens))})
+
+
+@pytest.mark.parametrize("world_size", CELLS)
+def test_samples_of_uneven_length_train_as_single_ones_do(world_size: int) -> None:
+    run_ranks(world_size, _compare_uneven, CELLS[world_size])
+
+
+def _compare_uneven(rank: int, _: int, cells: list[Cell]) -> None:
+    """Through the feed: who gets what, and its padding."""
+    dataset = _Documents()
+    for cell in (replace(cell, batch={"global_size": 8, "micro_size": 1}) for cell in cells):
+        mesh = join_mesh(cell.layout(), rank, torch.device("cpu"))
+        loss, gradients = _one_by_one(cell, dataset.documents)
+        engine = build_engine(cell.config(), mesh)
+        feed = TrainFeed(dataset, BatchConfig(global_size=8), mesh.layout, mesh.dp_rank, 5, mesh.device, 0)
+        widths = set()
+        for step in range(2):
+            batch = StepBatch(next(feed).micro_batches, sum(UNEVEN[0]))
+            found = engine.reduce(engine.train_step(step, batch))
+            assert found.loss == pytest.approx(loss, rel=1e-12) and found.target_count == batch.target_count, cell
+            padded = {name: whole(parameter.grad) for name, parameter in engine.named_parameters().items()}
+            assert error(padded, gradients) < 1e-10, cell
+            widths |= {micro.inputs.shape[1] for micro in batch.micro_batches}
+        assert len(widths) == 1 if mesh.layout.pp > 1 else len(widths) > 2, cell
+
+
 Document = tuple[torch.Tensor, torch.Tensor]
 
 
-def _documents() -> list[list[Document]]:
+def _documents(lengths: list[list[int]]) -> list[list[Document]]:
     generator = torch.Generator().manual_seed(1)
     drawn: Callable[[int], torch.Tensor] = lambda n: torch.randint(VOCABULARY, (n + 1,), generator=generator)  # noqa: E731
-    return [[(tokens[:-1], tokens[1:]) for tokens in map(drawn, lengths)] for lengths in LENGTHS]
+    return [[(tokens[:-1], tokens[1:]) for tokens in map(drawn, each)] for each in lengths]
 
 
 def _one_by_one(cell: Cell, documents: list[Document]) -> tuple[float, dict[str, torch.Tensor]]:
