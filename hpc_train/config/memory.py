@@ -43,7 +43,7 @@ class Memory:
 
 
 def estimate(config: Config, layout: Layout) -> Memory | None:
-    """Of the rank that needs most: the first stage, with most micro-batches in flight, or the last, with the logits.
+    """Of the rank that needs most: with the first stage, most micro-batches in flight, or with the last, the logits.
 
     None for a custom model.
     """
@@ -81,13 +81,18 @@ def _layers_of_rank(config: Config, layout: Layout) -> int:
     return ceil(config.model.n_layers / layout.stages) * layout.stages // layout.pp
 
 
+def _has_head(layout: Layout, pp_rank: int) -> bool:
+    """The last stage is on the last rank, but for the V of zbv, which leads back to the first."""
+    return pp_rank == (0 if layout.schedule == "zbv" else layout.pp - 1)
+
+
 def _held_parameters(config: Config, layout: Layout, pp_rank: int) -> float:
     """Of one rank's stages, before ZeRO."""
     count, layer = parameter_count(config.model), _layer_parameters(config)
     assert count is not None
     outside = count - config.model.n_layers * layer  # stem and head
     tied = getattr(config.model, "tied_embeddings", False)
-    ends = (pp_rank == 0) + (pp_rank == layout.pp - 1)
+    ends = (pp_rank == 0) + _has_head(layout, pp_rank)
     return (_layers_of_rank(config, layout) * layer + outside * (1 if tied and ends else ends / 2)) / layout.tp
 
 
@@ -115,7 +120,7 @@ def _activations(config: Config, layout: Layout, pp_rank: int, narrow: int) -> f
     recomputed = _recomputed_layers(config, layers)
     # of the layers that compute again, one at a time is whole
     of_layers = in_flight * ((layers - recomputed) * every + recomputed * kept) + (every if recomputed else 0)
-    logits = _logit_bytes(config, narrow) if pp_rank == layout.pp - 1 else 0.0
+    logits = _logit_bytes(config, narrow) if _has_head(layout, pp_rank) else 0.0
     return tokens * (of_layers / layout.tp + logits)
 
 

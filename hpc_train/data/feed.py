@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
+import numpy as np
 import torch
 
 from hpc_train.config.errors import ConfigError
@@ -209,4 +210,4 @@ def _requests(
 
 
 def _dealer(dataset: Dataset, layout: Layout) -> Dealer | None:
-    return None if dataset.lengths is None else Dealer(dataset.lengths, layout)
+    return None if dataset.lengths is None else Dealer(np.asarray(dataset.lengths), layout)

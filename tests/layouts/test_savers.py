@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,13 @@ import torch
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.layout import resolve_layout
 from hpc_train.config.memory import estimate
-from hpc_train.config.schema import BatchConfig, Config, GPTConfig, SyntheticDataConfig, TrainConfig
+from hpc_train.config.schema import BatchConfig, Config, GPTConfig, StrategyConfig, SyntheticDataConfig, TrainConfig
+from hpc_train.data.batch import Batch, StepBatch
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import join_mesh
+from hpc_train.train.memory_report import MemoryReport, report_memory
+from hpc_train.train.optimizer import Optimizer
 from tests.layouts.cells import Cell
 from tests.layouts.memory import Allocations
 from tests.ranks import run_ranks
@@ -77,10 +81,50 @@ def test_the_estimate_is_what_the_layers_keep(mode: str) -> None:
     assert estimated(2 * LAYERS) - estimated(LAYERS) == pytest.approx(many - few, rel=0.02)
 
 
+def held_by(rank: int, world_size: int, configs: list[Config]) -> list[MemoryReport]:
+    """After a step of each."""
+    tokens = torch.arange(SEQUENCE).view(1, SEQUENCE) % VOCABULARY
+    found = []
+    for config in configs:
+        mesh = join_mesh(resolve_layout(config, 1, world_size), rank, torch.device("cpu"))
+        engine = build_engine(config, mesh)
+        optimizer = Optimizer(config.optim, engine.named_parameters())
+        batch = Batch(tokens.repeat(mesh.layout.micro_size, 1), tokens.repeat(mesh.layout.micro_size, 1))
+        engine.train_step(0, StepBatch((batch,) * mesh.layout.micro_batches, config.batch.global_size * SEQUENCE))
+        optimizer.step(1e-3, engine.clip_grad_norm_(1.0).isfinite())
+        found.append(report_memory(config, mesh, engine, optimizer))
+    return found
+
+
+SPLITS: list[dict[str, Any]] = [
+    {"dp": 2},
+    *({"dp": 2, "data_parallel": kind} for kind in ("reduce", "zero2", "zero3")),
+    {"tp": 2},
+    {"pp": 2},
+    {"pp": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 2},
+    {"pp": 2, "schedule": "zbv", "stages_per_rank": 2},
+]
+
+
+def test_the_estimate_is_what_the_rank_with_most_holds() -> None:
+    """Whole copies that ZeRO gathers come on top of what is held from step to step."""
+    configs = [
+        replace(config_of(8), strategy=StrategyConfig(**split), batch=BatchConfig(global_size=8)) for split in SPLITS
+    ]
+    configs += [replace(config, model=replace(config.model, tied_embeddings=True)) for config in configs]
+    for config, report in zip(configs, run_ranks(2, held_by, configs)[0], strict=True):
+        wanted = estimate(config, resolve_layout(config, 1, 2))
+        assert wanted is not None
+        for part in ("parameters", "gradients", "optimizer"):
+            held = max(getattr(rank, part) for rank in report.ranks)
+            if part == "parameters" and config.strategy.data_parallel.startswith("zero"):
+                assert held < wanted.parameters
+            else:
+                assert getattr(wanted, part) == pytest.approx(held, rel=0.02), (config.strategy, part)
+
+
 def largest_tensor(rank: int, world_size: int, chunks: list[int]) -> list[tuple[int, float, int]]:
     """In a training step and in an evaluation, and the loss."""
-    from hpc_train.data.batch import Batch, StepBatch
-
     tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE) % VOCABULARY
     batch = StepBatch((Batch(tokens, tokens.flip(1)),), tokens.numel())
     found = []
