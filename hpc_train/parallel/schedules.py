@@ -99,8 +99,10 @@ class _Stage(PipelineStage):
             return tuple(value.reshape(1) for value in output)
         return self._part.leave(output)
 
-    def backward_one_chunk(self, *args: Any, full_backward: bool = True, **kwargs: Any) -> None:
-        super().backward_one_chunk(*args, full_backward=full_backward, **kwargs)
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward:  # else the gradients of weights are taken by themselves
             self._part.backward_done()
 

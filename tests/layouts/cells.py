@@ -127,6 +127,8 @@ SAVERS: dict[str, dict[str, dict[str, Any]]] = {
     "offload": {"strategy": {"offload": "all"}},
     "several": {"train": {"activation_checkpointing": "selective", "loss_chunks": 2}},
     "all at once": {"train": {"activation_checkpointing": "ops", "loss_chunks": 2}, "strategy": {"offload": "all"}},
+    "compile": {"train": {"compile": True}},
+    "topk": {"strategy": {"compression": "topk", "compression_share": 1.0}},  # of everything: nothing is left out
 }
 
 
