@@ -5,6 +5,7 @@
 #                passed with this code (noted in .pytest_cache/long)
 # make lint    ruff, mypy, import-linter
 # make bench-peers  our step against Lightning Fabric, Accelerate and a bare loop, in an environment of their own
+# make bench-compression  the loss of the default task under each compression of gradients, as a plot; some minutes
 #
 # An active environment (virtualenv or conda) that has torch is used; otherwise .venv is made here.
 # TORCH_INDEX=URL takes torch from another wheel index, e.g. https://download.pytorch.org/whl/cpu
@@ -22,7 +23,7 @@ STAMPS := .venv
 endif
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test test-all bench-peers lint slurm-up slurm-down slurm-env install install-dev clean
+.PHONY: train test test-all bench-peers bench-compression lint slurm-up slurm-down slurm-env install install-dev clean
 
 train: install
 	$(PY) -m hpc_train +strategy=hybrid -m
@@ -43,6 +44,9 @@ ifneq ($(TORCH_INDEX),)
 endif
 	.venv-peers/bin/python -m pip install --quiet -c constraints.txt -e . lightning accelerate
 	@touch $@
+
+bench-compression: install-dev
+	$(PY) -m tests.benchmarks.compression_convergence $(COMPRESSION)
 
 lint: install-dev
 	$(PY) -m ruff check .

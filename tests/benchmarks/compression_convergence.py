@@ -1,6 +1,7 @@
 """The loss of the default task with each compression against dense gradients, as CSV and as a plot.
 
-    python -m tests.benchmarks.compression_convergence --out FOLDER [--steps N] [OVERRIDE ...]
+    make bench-compression
+    python -m tests.benchmarks.compression_convergence [--out FOLDER] [--steps N] [--runs none,topk,…] [OVERRIDE ...]
 
 The plot needs the extra ``plots``. Runs lie in FOLDER by name, so that one that was interrupted goes on.
 """
@@ -51,26 +52,29 @@ def plot(found: dict[str, list[dict[str, Any]]], out: Path) -> None:
     from matplotlib import pyplot
 
     for name, lines in found.items():
-        pyplot.plot([line["step"] for line in lines], [line["loss"] for line in lines], label=name)
+        style = {"color": "black", "linewidth": 2} if name == "none" else {}
+        pyplot.plot([line["step"] for line in lines], [line["loss"] for line in lines], label=name, **style)
     pyplot.xlabel("step")
-    pyplot.ylabel("loss")
-    pyplot.legend()
+    pyplot.ylabel("training loss")
+    pyplot.legend(title="compression")
     pyplot.savefig(out / "compression_convergence.png", dpi=150)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("compression_convergence"))
     parser.add_argument("--steps", type=int, default=200)
-    given, overrides = parser.parse_known_args()
+    parser.add_argument("--runs", default=",".join(RUNS))
+    given, overrides = parser.parse_known_args(argv)
     out = given.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    found = {name: train(name, out, given.steps, overrides) for name in RUNS}
+    found = {name: train(name, out, given.steps, overrides) for name in given.runs.split(",")}
     write(found, out)
     for name, lines in found.items():
         last = lines[-1]
         print(f"{name:12s} step {last['step']}: loss {last['loss']:.4f}, val_loss {last['val_loss']:.4f}")
     plot(found, out)
+    print(out / "compression_convergence.png")
 
 
 if __name__ == "__main__":
