@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from hpc_train.config.compression import check_compression
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.reproducible import check_reproducible, divide
 from hpc_train.config.schema import Config, StrategyConfig
+from hpc_train.config.stages import check_split
 
 ZERO = ("zero1", "zero2", "zero3")
 DATA_PARALLEL = ("ddp", "reduce", *ZERO)
@@ -276,33 +276,6 @@ def _check_pipeline(config: Config, schedule: str, pp: int, dp: int, stages_per_
         )
     _check_backward(config, schedule, dp)
     check_split(config.strategy.pp_split, getattr(config.model, "n_layers", None), pp * stages_per_rank)
-
-
-def check_split(split: Any, layers: int | None, stages: int) -> None:
-    """Whether ``strategy.pp_split`` can cut a model of ``layers`` layers (None: not known) into ``stages`` stages.
-
-    A stage may hold no layer where it holds the stem or the head: the first and the last may.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    if isinstance(split, str):
-        most = None if layers is None else layers if split == "even" else layers + 2
-        if most is not None and most < stages:
-            raise ConfigError(
-                f"{layers} layers cannot be cut into {stages} stages",
-                where="strategy.pp",
-                mend=f"at most {most} stages (pp x stages_per_rank), or a deeper model",
-            )
-        return
-    counts = [*split]
-    named = len(counts) == stages and min(counts) >= 0 and all(counts[1:-1])
-    if not named or (layers is not None and sum(counts) != layers):
-        raise ConfigError(
-            f"pp_split {counts} does not name {stages} stages of {layers} layers in all",
-            where="strategy.pp_split",
-            mend="even, flops, measured, or one number of layers per stage (0 at most in the first and the last)",
-        )
 
 
 def _check_backward(config: Config, schedule: str, dp: int) -> None:

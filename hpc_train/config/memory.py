@@ -14,6 +14,7 @@ from hpc_train.config.layout import ZERO, Layout
 from hpc_train.config.model_size import parameter_count, values_per_parameter
 from hpc_train.config.recomputation import parse_recomputation
 from hpc_train.config.schema import Config, GPTConfig, ViTConfig
+from hpc_train.config.stages import layer_counts, place_stages
 
 GIB = 2**30
 NORMED = 4  # bytes of what norms take in: fp32 also where the rest is half as wide
@@ -43,14 +44,13 @@ class Memory:
 
 
 def estimate(config: Config, layout: Layout) -> Memory | None:
-    """Of the rank that needs most: with the first stage, most micro-batches in flight, or with the last, the logits.
+    """Of the rank that needs most.
 
     None for a custom model.
     """
     if not isinstance(config.model, GPTConfig | ViTConfig):
         return None
-    ranks = {0, layout.pp - 1}
-    return max((_of_rank(config, layout, rank) for rank in ranks), key=lambda memory: memory.total)
+    return max((_of_rank(config, layout, rank) for rank in range(layout.pp)), key=lambda memory: memory.total)
 
 
 def _of_rank(config: Config, layout: Layout, pp_rank: int) -> Memory:
@@ -59,7 +59,7 @@ def _of_rank(config: Config, layout: Layout, pp_rank: int) -> Memory:
     sharded = layout.data_parallel in ZERO and layout.dp > 1
     offload = config.strategy.offload
     share = parameters / layout.shard if sharded else parameters
-    gathered = _gathered(config, layout, parameters) if sharded else parameters
+    gathered = _gathered(config, layout, pp_rank, parameters) if sharded else parameters
     copies = gathered * narrow if sharded or narrow < width else 0.0  # autocast keeps its copies until the backward
     whole_gradients = not sharded or (layout.data_parallel == "zero1" and layout.micro_batches > 1)
     moments = values_per_parameter(config.optim) * {"bf16": 2, "8bit": 1}.get(config.optim.moments, width)
@@ -77,13 +77,14 @@ def _widths(config: Config) -> tuple[int, int]:
     return (8, 8) if name == "fp64" else (4, 2 if name in ("bf16", "fp16") else 4)
 
 
-def _layers_of_rank(config: Config, layout: Layout) -> int:
-    return ceil(config.model.n_layers / layout.stages) * layout.stages // layout.pp
+def _layers_of_rank(config: Config, layout: Layout, pp_rank: int) -> int:
+    placement = place_stages(layout.pp, layout.stages_per_rank, layout.schedule)
+    counts = layer_counts(config.model.n_layers, layout.stages, config.strategy.pp_split if layout.pp > 1 else "even")
+    return sum(count for count, rank in zip(counts, placement, strict=True) if rank == pp_rank)
 
 
 def _has_head(layout: Layout, pp_rank: int) -> bool:
-    """The last stage is on the last rank, but for the V of zbv, which leads back to the first."""
-    return pp_rank == (0 if layout.schedule == "zbv" else layout.pp - 1)
+    return pp_rank == place_stages(layout.pp, layout.stages_per_rank, layout.schedule)[-1]
 
 
 def _held_parameters(config: Config, layout: Layout, pp_rank: int) -> float:
@@ -93,7 +94,7 @@ def _held_parameters(config: Config, layout: Layout, pp_rank: int) -> float:
     outside = count - config.model.n_layers * layer  # stem and head
     tied = getattr(config.model, "tied_embeddings", False)
     ends = (pp_rank == 0) + _has_head(layout, pp_rank)
-    return (_layers_of_rank(config, layout) * layer + outside * (1 if tied and ends else ends / 2)) / layout.tp
+    return (_layers_of_rank(config, layout, pp_rank) * layer + outside * (1 if tied and ends else ends / 2)) / layout.tp
 
 
 def _layer_parameters(config: Config) -> int:
@@ -105,18 +106,18 @@ def _layer_parameters(config: Config) -> int:
     return two - one
 
 
-def _gathered(config: Config, layout: Layout, parameters: float) -> float:
+def _gathered(config: Config, layout: Layout, pp_rank: int, parameters: float) -> float:
     """Parameters that are whole at one time: all of them, under ZeRO-3 two layers and what is no layer."""
     if layout.data_parallel != "zero3":
         return parameters
-    layer, layers = _layer_parameters(config) / layout.tp, _layers_of_rank(config, layout)
+    layer, layers = _layer_parameters(config) / layout.tp, _layers_of_rank(config, layout, pp_rank)
     return parameters - max(0, layers - 2) * layer
 
 
 def _activations(config: Config, layout: Layout, pp_rank: int, narrow: int) -> float:
     tokens = layout.micro_size * _tokens(config)
     every, kept = _layer_bytes(config, narrow)
-    layers, in_flight = _layers_of_rank(config, layout), _in_flight(layout, pp_rank)
+    layers, in_flight = _layers_of_rank(config, layout, pp_rank), _in_flight(layout, pp_rank)
     recomputed = _recomputed_layers(config, layers)
     # of the layers that compute again, one at a time is whole
     of_layers = in_flight * ((layers - recomputed) * every + recomputed * kept) + (every if recomputed else 0)

@@ -17,6 +17,7 @@ from hpc_train.config.errors import ConfigError
 from hpc_train.config.layout import Layout
 from hpc_train.config.model_size import values_per_parameter
 from hpc_train.config.schema import Config
+from hpc_train.config.stages import place_stages
 from hpc_train.data.batch import Batch
 from hpc_train.data.dataset import Dataset
 from hpc_train.data.feed import example_micro_batch
@@ -27,7 +28,7 @@ from hpc_train.parallel.block_costs import BlockCost, block_names, block_paramet
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.partition import Prediction, blocks_of, in_flight, layers_of, partition, predict
 from hpc_train.parallel.precision import parameter_dtype
-from hpc_train.parallel.split import place_stages, split_layers
+from hpc_train.parallel.split import split_layers
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json, write_json
 

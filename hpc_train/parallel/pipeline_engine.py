@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hpc_train.config.schema import Config
+from hpc_train.config.stages import place_stages
 from hpc_train.data.batch import Batch, StepBatch
 from hpc_train.models.model import Model
 from hpc_train.parallel import batch_statistics, gradient_norm, naming
@@ -27,7 +28,7 @@ from hpc_train.parallel.reduction import Turns
 from hpc_train.parallel.replicas import make_replicas
 from hpc_train.parallel.results import reduce_result
 from hpc_train.parallel.schedules import Part, Schedule
-from hpc_train.parallel.split import cut, place_stages, split_layers
+from hpc_train.parallel.split import cut, split_layers
 from hpc_train.parallel.tensor import check_sequence
 from hpc_train.parallel.tied import TiedWeights
 

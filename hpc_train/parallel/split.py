@@ -1,4 +1,4 @@
-"""Cutting a model into pipeline stages: which layers and parts a stage holds, and which rank holds which stage."""
+"""Cutting a model into pipeline stages: which layers and parts a stage holds."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from hpc_train.config.layout import check_split
+from hpc_train.config.stages import check_split, layer_counts
 from hpc_train.models.model import Model
 
 
 def split_layers(n_layers: int, stages: int, split: Any = "even") -> tuple[range, ...]:
-    """The layers of each stage.
-
-    ``even`` gives every stage ``n_layers // stages``. What remains goes to the middle stages, then to the first and
-    only then to the last: the ends also carry the stem and the head, and the head (a product with the whole vocabulary)
-    weighs more than the stem (a lookup).
+    """The layers of each stage; how many are an even share says ``config.stages``.
 
     Args:
         split: ``even``, or the number of layers of each stage; ``flops`` and ``measured`` are found by ``balance.py``.
@@ -27,25 +23,9 @@ def split_layers(n_layers: int, stages: int, split: Any = "even") -> tuple[range
         ConfigError: the layers do not suffice, or the list does not fit them.
     """
     check_split(split, n_layers, stages)
-    counts = _even(n_layers, stages) if split == "even" else [int(count) for count in split]
+    counts = layer_counts(n_layers, stages, split)
     starts = [sum(counts[:stage]) for stage in range(stages + 1)]
     return tuple(range(start, end) for start, end in pairwise(starts))
-
-
-def _even(n_layers: int, stages: int) -> list[int]:
-    counts = [n_layers // stages] * stages
-    middle = sorted(range(1, stages - 1), key=lambda stage: abs(2 * stage - (stages - 1)))
-    for stage in [*middle, 0, stages - 1][: n_layers % stages]:
-        counts[stage] += 1
-    return counts
-
-
-def place_stages(pp: int, stages_per_rank: int, schedule: str) -> tuple[int, ...]:
-    """The pp rank of each stage: in a loop (stage % pp), or there and back again (a V) for ``zbv``."""
-    stages = range(pp * stages_per_rank)
-    if schedule == "zbv":
-        return tuple(min(stage, 2 * pp - 1 - stage) for stage in stages)
-    return tuple(stage % pp for stage in stages)
 
 
 def cut(model: Model, stage: int, layers: Sequence[range]) -> Model:

@@ -101,6 +101,7 @@ SPLITS: list[dict[str, Any]] = [
     *({"dp": 2, "data_parallel": kind} for kind in ("reduce", "zero2", "zero3")),
     {"tp": 2},
     {"pp": 2},
+    {"pp": 2, "pp_split": [2, 6]},
     {"pp": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 2},
     {"pp": 2, "schedule": "zbv", "stages_per_rank": 2},
 ]
