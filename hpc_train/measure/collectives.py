@@ -11,13 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpc_train.measure.bandwidth import Rate
+from hpc_train.parallel import whole_tensors
 
 _PERIOD = 13  # of what the buffers hold: sums of it are exact in float32
 _MOST_REPEATS = 20  # as nccl-tests does
 _BYTES = 4  # of a float32
-# torch 2.13's names; the old ones warn there
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -101,14 +99,14 @@ def _all_reduce(elements: int, ranks: Ranks) -> _Case:
 def _reduce_scatter_case(elements: int, ranks: Ranks) -> _Case:
     whole, part = _pattern(elements, ranks) + ranks.rank, torch.zeros(elements // ranks.size, device=ranks.device)
     expected = _summed(elements, ranks).chunk(ranks.size)[ranks.rank]
-    return _Case(lambda: _reduce_scatter(part, whole, group=ranks.group), part, expected)
+    return _Case(lambda: whole_tensors.reduce_scatter(part, whole, group=ranks.group), part, expected)
 
 
 def _all_gather_case(elements: int, ranks: Ranks) -> _Case:
     each = elements // ranks.size
     part, whole = _pattern(each, ranks) + ranks.rank, torch.zeros(elements, device=ranks.device)
     expected = torch.cat([_pattern(each, ranks) + rank for rank in range(ranks.size)])
-    return _Case(lambda: _all_gather(whole, part, group=ranks.group), whole, expected)
+    return _Case(lambda: whole_tensors.all_gather(whole, part, group=ranks.group), whole, expected)
 
 
 def _broadcast(elements: int, ranks: Ranks) -> _Case:

@@ -8,9 +8,9 @@ from dataclasses import astuple, dataclass
 from statistics import fmean
 
 import torch
-import torch.distributed as dist
 
 from hpc_train.config.layout import Layout
+from hpc_train.parallel import whole_tensors
 from hpc_train.parallel.mesh import Mesh
 
 
@@ -57,7 +57,7 @@ def gather(own: RankTimes, mesh: Mesh) -> list[RankTimes]:
     """Those of all ranks, in order. Collective: one message of a few numbers on the CPU."""
     values = [math.nan if value is None else float(value) for value in astuple(own)]
     gathered = torch.empty(mesh.layout.world_size * len(values), dtype=torch.float64)
-    dist.all_gather_into_tensor(gathered, torch.tensor(values, dtype=torch.float64), group=mesh.control)
+    whole_tensors.all_gather(gathered, torch.tensor(values, dtype=torch.float64), group=mesh.control)
     return [_row(row) for row in gathered.view(-1, len(values)).tolist()]
 
 

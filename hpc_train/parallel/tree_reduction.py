@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpc_train.parallel import whole_tensors
 from hpc_train.parallel.mesh import Mesh
 
-# The name changed in torch 2.13.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _all_to_all = dist.all_to_all_single
 
 
@@ -82,7 +81,7 @@ class TreeReduction:
             sent[:, index] = padded.view(ranks, share)
         known = self._exchange(sent)
         whole = sums[0].new_empty(ranks * share)
-        _all_gather(whole, tree_sum(self._root, known.get), group=self._group)
+        whole_tensors.all_gather(whole, tree_sum(self._root, known.get), group=self._group)
         return whole[:size]
 
     def _exchange(self, sent: Tensor) -> dict[range, Tensor]:
