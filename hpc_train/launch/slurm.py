@@ -34,6 +34,8 @@ from hpc_train.run.files import write_text
 from hpc_train.run.frozen_code import frozen_code
 
 PATIENCE_S = 120.0  # sbatch and squeue at a controller under load
+TOO_FEW_NOW = "Requested node configuration is not available"  # also what can never be; the submission tells
+AWAY = ("down", "drain", "fail", "maint", "reboot", "unknown", "inval")  # how states of nodes begin; * no answer
 
 
 class ScriptExecutor(SlurmExecutor):
@@ -88,7 +90,7 @@ class SlurmSubmitter:
         lines += [*check_room(jobs), *check_shared(jobs[0].run.path)]
         for same in self._by_shape(jobs):
             check_limits(same[0], self.site)
-            _test_only(same[0], {**options(same[0], self.site), **array(len(same), self._cap(same))})
+            lines += _test_only(same[0], {**options(same[0], self.site), **array(len(same), self._cap(same))})
         return lines
 
     def confirm(self, jobs: Sequence[Job], console: Console) -> None:
@@ -235,17 +237,33 @@ def _submit(executor: ScriptExecutor) -> str:
         raise _refusal(str(error)) from error
 
 
-def _test_only(job: Job, asked: Options) -> None:
-    """sbatch's own verdict, from the controller; a controller that does not answer refuses nobody."""
+def _test_only(job: Job, asked: Options) -> list[str]:
+    """sbatch's own verdict, from the controller; a controller that does not answer refuses nobody.
+
+    It looks at the nodes that are there now, whereas a job may wait for one that is not: then there is something to
+    say, and the submission itself decides.
+    """
     command = [*sbatch(asked), "--test-only"]
     try:
         done = subprocess.run(
             command, input="#!/bin/sh\ntrue\n", capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return
+        return []
+    if TOO_FEW_NOW in done.stderr and (away := _away(job.config.cluster)):
+        return [f"the job may have to wait for nodes that are down or drained at present: {', '.join(sorted(away))}"]
     if done.returncode:
         raise _refusal(done.stderr)
+    return []
+
+
+def _away(cluster: ClusterConfig) -> set[str]:
+    """The nodes of its partition that take no job at present, and may come back."""
+    partition = [f"--partition={cluster.partition}"] if cluster.partition else []
+    command = ["sinfo", "--noheader", "--Node", "--format=%N %T", *on_clusters(cluster.clusters), *partition]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False).stdout
+    states = [line.split() for line in shown.splitlines() if line.count(" ") == 1]
+    return {node for node, state in states if state.startswith(AWAY) or state.endswith("*")}
 
 
 def _refusal(said: str) -> ConfigError:

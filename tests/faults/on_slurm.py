@@ -7,6 +7,7 @@ All nodes are one machine: processes belong to a node, and to a cluster, by thei
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import psutil
 import pytest
 
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.exits import Exit
 from hpc_train.run.files import read_lines
 from tests.doors import command
 from tests.doors.command import REPOSITORY
@@ -114,7 +116,10 @@ class OnSlurm:
         return min(first for first in firsts if first > struck) - struck
 
     def finished(self, whole: str) -> None:
-        """It came to its end as if nothing had happened: the weights are ``whole``, and nothing is left of it."""
+        """It came to its end as if nothing had happened: the weights are ``whole``, and nothing is left of it.
+
+        What had happened is told.
+        """
         if self.submitter is not None:
             output, _ = self.submitter.communicate(timeout=PATIENCE_S)
             assert self.submitter.returncode == 0, output
@@ -123,7 +128,17 @@ class OnSlurm:
         for line in RunDirectory(self.run).read_all_metrics():
             losses[line["step"]].add(line["loss"])
         assert sorted(losses) == list(range(1, STEPS + 1))
+        assert max(map(len, losses.values())) == 1, "a step that was taken again was the same"
         assert weights(self.run) == whole
+        self.nothing_left()
+        self.last_failure_told()
+
+    def stopped(self) -> None:
+        """A person asks it to stop, and it does."""
+        assert self.submitter is not None
+        self.cluster.call("scancel", "--signal=USR1", job_id(self.run))
+        output, _ = self.submitter.communicate(timeout=PATIENCE_S)
+        assert self.submitter.returncode == Exit.STOPPED, output
         self.nothing_left()
 
     def ended(self) -> str:
@@ -139,11 +154,20 @@ class OnSlurm:
         assert [name for name in names if {str(pid) for pid in self.pids} & set(name.split("_"))] == []
         assert self.cluster.call("squeue", "--noheader", "--states=PENDING,RUNNING", f"--jobs={job}").stdout == ""
 
-    def why(self) -> str:
+    def why(self, *options: str) -> str:
         """What the page on its failure says."""
-        done = self.cluster.hpc_train("why", str(self.run), cwd=self.run)
+        done = self.cluster.hpc_train("why", str(self.run), *options, cwd=self.run)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
+
+    def last_failure_told(self) -> None:
+        """Its page names class, rank and node of what failed in the newest attempt in which something did."""
+        failures = events(self.run, "worker_failed", "node_lost")
+        newest = max((event["attempt"] for event in failures), default=None)
+        told = [(event["class"], event["rank"], event["node"]) for event in failures if event["attempt"] == newest]
+        cause = json.loads(self.why("--json"))["cause"]
+        found = [] if cause is None else [(cause["kind"], cause["rank"], cause["node"])]
+        assert set(found) <= set(told) and bool(found) == bool(told), (found, told)
 
 
 def environment_of(process: psutil.Process, cluster: Cluster) -> dict[str, str]:
@@ -213,16 +237,18 @@ def _kill(pid: int) -> None:
 
 
 def restore(cluster: Cluster) -> None:
-    """All four nodes are up and idle again."""
+    """All four nodes are up and idle again, whatever a test has left."""
     for node in NODES:
         if not daemons(cluster, node):
             subprocess.run(["slurmd", "-N", node], env=cluster.environment, check=True, stdin=subprocess.DEVNULL)
             cluster.call("scontrol", "update", f"nodename={node}", "state=resume")
-    wait_for("four idle nodes", lambda: len(_idle(cluster)) == len(NODES), PATIENCE_S)
+    wait_for("four idle nodes", lambda: _states(cluster) == dict.fromkeys(NODES, "idle"), PATIENCE_S)
 
 
-def _idle(cluster: Cluster) -> list[str]:
-    return cluster.call("sinfo", "-h", "-N", "-p", "gpu", "-t", "idle", "-o", "%N").stdout.split()
+def _states(cluster: Cluster) -> dict[str, str]:
+    """Of each node, in full: among those that ``sinfo --states=idle`` lists are nodes that drain."""
+    shown = cluster.call("sinfo", "-h", "-N", "-p", "gpu", "-o", "%N %T").stdout.splitlines()
+    return dict(line.split() for line in shown)
 
 
 def skip_unless_long(minutes: str) -> pytest.MarkDecorator:

@@ -19,17 +19,19 @@ from tests.doors.command import REPOSITORY
 from tests.faults.measured import Times
 from tests.faults.on_slurm import (
     ASKED,
+    PATIENCE_S,
     STEPS,
     OnSlurm,
     agent,
     environment_of,
     kill_agent,
+    kill_node,
     of_node,
     signal_all,
     skip_unless_long,
     worker,
 )
-from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.runs import events
 
 pytestmark = [skip_unless_long("minutes on a real Slurm"), pytest.mark.timeout(1800)]
@@ -156,8 +158,9 @@ def test_a_rank_that_hangs_on_another_node_is_named(
     assert on.told("worker_failed") == [("hang", 1, second)]
     times.note("a rank of another node hangs (10 s): first step", on.first_step_after(stopped))
     assert "is stopped by a signal" in on.why()
-    for node in (first, second):
-        assert "trainer.py" in (on.run / "logs" / "stacks" / f"hang-{node}-000.txt").read_text()
+    waits, stands = [(on.run / "logs" / "stacks" / f"hang-{node}-000.txt").read_text() for node in (first, second)]
+    assert "trainer.py" in waits
+    assert "process state T" in stands
 
 
 def test_a_slow_rank_on_another_node_is_named_and_left_alone(
@@ -196,6 +199,65 @@ def test_preemption(cluster: Cluster, tmp_path: Path, whole: str, trial: int, st
     assert on.shown("Restarts") == "1"
     times.note("preempted, requeued: first step", on.first_step_after(struck))
     assert sum(1 for _ in RunDirectory(on.run).read_all_metrics()) == STEPS, "no step was taken twice"
+
+
+def test_grace_that_is_too_short(cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int) -> None:
+    """A step that takes longer than Slurm waits: the job is killed, and goes on from the checkpoint before."""
+    pause = tmp_path / "pause"
+    on = OnSlurm.submit(
+        cluster, tmp_path, *TWO, "cluster.partition=preempt", MODEL, f"+model.args.pause={pause}",
+        "elastic.hang_timeout_s=0",
+    )  # fmt: skip
+    on.wait_for_step(step)
+    pause.touch()
+    cluster.call("sbatch", "--parsable", "--nodes=4", "--exclusive", "--wrap=sleep 2", cwd=tmp_path)
+    wait_for("the second start", lambda: on.shown("Restarts") == "1", PATIENCE_S)
+    pause.unlink()
+    on.finished(whole)
+
+
+@pytest.mark.trials(5)
+def test_the_time_limit(cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int, times: Times) -> None:
+    limit = ["cluster.time=00:02:00", "elastic.stop_grace_s=45", "model.args.seconds=1"]
+    on = OnSlurm.submit(cluster, tmp_path, *TWO, *limit)
+    on.finished(whole)
+    requeued = events(on.run, "requeued")
+    assert on.shown("Restarts") == str(len(requeued)) != "0"
+    assert sum(1 for _ in RunDirectory(on.run).read_all_metrics()) == STEPS, "no step was taken twice"
+    times.note("stopped ahead of the time limit, requeued: first step", on.first_step_after(requeued[0]["time"]))
+
+
+def test_4_2_1_3_and_4_nodes(cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int) -> None:
+    """Nodes are lost, and the run goes on with others in its next jobs."""
+    sized = [ASKED, "elastic.min_nodes=1", "model.args.seconds=0.4"]
+    on = OnSlurm.submit(cluster, tmp_path, "cluster.nodes=4", *sized)
+    on.wait_for_step(step)
+    first, second, *others = on.nodes_of("started")[0]
+    kill_agent(cluster, *others)
+    on.wait_for_attempt(1)
+    kill_agent(cluster, second)
+    on.wait_for_attempt(2)
+    on.stopped()
+    on = OnSlurm.submit(cluster, tmp_path, "cluster.nodes=3", *sized)
+    on.wait_for_attempt(3)
+    on.stopped()
+    on = OnSlurm.submit(cluster, tmp_path, "cluster.nodes=4", *sized)
+    on.finished(whole)
+    assert on.nodes_of("started")[1:3] == [[first, second], [first]]
+    assert [len(nodes) for nodes in on.nodes_of("started")] == [4, 2, 1, 3, 4]
+
+
+def test_a_chain_goes_on_without_its_batch_host(
+    cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int, times: Times
+) -> None:
+    """Nothing can be requeued: the job that is left empty ends, and the next one begins."""
+    on = OnSlurm.submit(cluster, tmp_path, *TWO, "elastic.min_nodes=1", "launch.chain=3")
+    on.wait_for_step(step)
+    killed = kill_node(cluster, on.shown("BatchHost"))
+    on.job = RunDirectory(on.run).record()["submissions"][-1]["chain"][1]
+    on.finished(whole)
+    assert [len(nodes) for nodes in on.nodes_of("started")] == [2, 2]
+    times.note("batch host lost, the next job of the chain: first step", on.first_step_after(killed))
 
 
 def test_a_chain_whose_job_gets_nowhere_ends(cluster: Cluster, tmp_path: Path, trial: int, step: int) -> None:

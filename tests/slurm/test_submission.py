@@ -42,6 +42,19 @@ def test_a_job_that_cannot_be_is_refused_with_the_mend(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_job_may_wait_for_a_node_that_is_drained(cluster: Cluster, tmp_path: Path) -> None:
+    """sbatch takes it, though with --test-only it would not."""
+    node = ["scontrol", "update", "nodename=n4", "reason=test"]
+    assert cluster.call(*node, "state=drain").returncode == 0
+    try:
+        asked = ["cluster.nodes=4", "cluster.cpu_workers=1", "launch.dry_run=true", "-m"]
+        done = cluster.hpc_train("+strategy=dp", *TINY, *asked, cwd=tmp_path)
+    finally:
+        cluster.call(*node[:3], "state=resume")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "down or drained at present: n4" in done.stdout + done.stderr
+
+
 def test_more_jobs_than_the_user_may_have_are_refused(cluster: Cluster, tmp_path: Path) -> None:
     limit = ["sacctmgr", "-iQ", "modify", "account", "research", "set"]
     cluster.call(*limit, "MaxSubmitJobs=3")
