@@ -20,10 +20,12 @@ from rich.table import Table
 
 from hpc_train.cluster.fabric.cpu_list import format_cpu_list
 from hpc_train.cluster.fabric.decision import Job, decide
+from hpc_train.cluster.fabric.masks import unknown_cores
 from hpc_train.cluster.fabric.nccl_settings import merged, settings
 from hpc_train.cluster.fabric.profile import site_profile
 from hpc_train.cluster.fabric.recording import FabricReport, gpus_recorded, read_recording, report
 from hpc_train.cluster.fabric.versions import Version, lowest_nccl, parse_version
+from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import Config
 from hpc_train.launch.doctor.finding import ERROR, OK, Finding, worst
 from hpc_train.launch.doctor.node import NodeReport, examine
@@ -45,7 +47,7 @@ def main(arguments: list[str]) -> int:
         return _submit(asked.config, overrides, options)
     own = _examine(asked.config)
     if options.node is not None:
-        write_json(options.node / f"{own.name}.json", own.to_json())
+        _leave(own, options.node)
         return Exit.DONE
     from hpc_train.launch.doctor.job import check_place
     from hpc_train.launch.doctor.nodes import examine_all, nodes_of_allocation
@@ -84,6 +86,18 @@ def _of_recording(options: argparse.Namespace, nccl: Version | None) -> int:
     else:
         _show(outcome)
     return Exit.DONE
+
+
+def _leave(own: NodeReport, folder: Path) -> None:
+    """For the node that compares."""
+    try:
+        write_json(folder / f"{own.name}.json", own.to_json())
+    except OSError as error:
+        raise ConfigError(
+            f"{own.name} cannot leave its report: {error.strerror}",
+            where=str(folder.parent),
+            mend="space there, as the other nodes see it: remove what is not needed any more, or another run.root",
+        ) from None
 
 
 def _submit(config: Config, overrides: Sequence[str], options: argparse.Namespace) -> int:
@@ -166,7 +180,7 @@ def _show(outcome: FabricReport) -> None:
         console.print(f"set    {variable.name}={variable.value}  # {variable.reason}")
     for alone in outcome.decision.left_alone:
         console.print(f"leave  {alone.name}  # {alone.reason}")
-    for note in [*outcome.facts.unknown, *outcome.decision.unknown]:
+    for note in [*outcome.facts.unknown, *unknown_cores(outcome.facts), *outcome.decision.unknown]:
         console.print(f"unknown: {note}")
     for warning in outcome.warnings:
         console.print(f"warning: {warning}")

@@ -39,7 +39,7 @@ class ClusterConfig:
     nodes: int | str = 1  # on Slurm also a range, "2-4": starts with what is free
     gpus_per_node: int | str = "auto"  # auto: the GPUs that are visible, none on Slurm; 0: train on the CPU
     cpu_workers: int = 4  # ranks per node where there is no GPU
-    preflight: str = "quick"  # quick | full | off: checks of several nodes before the first step; full: also in pairs
+    preflight: str = "quick"  # quick | full | off: checks of several nodes before the first step; full: pairs always
     preflight_action: str = "warn"  # warn | stop: what a preflight does about what it finds
     # the rest is for Slurm; most keys are sbatch's options, and null leaves them to the site
     partition: str | None = None

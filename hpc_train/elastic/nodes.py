@@ -57,7 +57,8 @@ def in_order_of_rank(nodes: Sequence[Node]) -> tuple[Node, ...]:
 class NodeFailures:
     """Which node failed when, over all jobs of a run: one line per failure in ``attempts/node-failures.jsonl``.
 
-    A node that a preflight has found slow has failed once with each of the partners with whom it was slow.
+    A node that a preflight has found slow has failed once with each of the partners with whom it was slow, and too
+    often where one of its GPUs is slow.
 
     ``expiry_s``: after that a failure does not count any more.
     """
@@ -92,3 +93,6 @@ class NodeFailures:
                 if line["event"] == "slow_node":
                     for partner in line["partners"]:
                         yield {"time": line["time"], "node": line["node"], "class": f"slow with {partner}"}
+                elif line["event"] == "slow_gpu":
+                    slow = f"slow GPU {line['gpu']}"
+                    yield {"time": line["time"], "node": line["node"], "class": slow, "times": TOO_OFTEN}

@@ -15,6 +15,8 @@ WARNING, ERROR = "warning", "error"
 SKEW_WARN_S, SKEW_ERROR_S = 0.1, 1.0  # munge refuses more than 300 s
 GEMM_WARN, GEMM_ERROR = 0.95, 0.90  # of the median of GPUs of one model
 GEMM_CPU = 0.5  # cores of one model run at different clocks, and other processes use them too
+LEAST_BUS = 0.1e9  # bytes/s: what gigabit Ethernet carries, the slowest that connects nodes
+SEE_LINKS = "bench collectives shows all sizes and operations, doctor the links"
 MAY_DIFFER = ("driver",)  # it is compatible within a major version of CUDA
 
 
@@ -129,22 +131,55 @@ def check_transport(ranks: Sequence[RankFacts], rdma: Mapping[str, bool]) -> Ite
         )
 
 
-def check_gemm(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+@dataclass(frozen=True)
+class SlowDevice:
+    """A rank that computes slowly. ``usual``: the median FLOP/s of ``rank``'s model."""
+
+    rank: RankFacts
+    usual: float
+
+    @property
+    def share(self) -> float:
+        return self.rank.gemm / self.usual
+
+    @property
+    def bad(self) -> bool:
+        """A GPU without which its node's run would be faster. Cores are never: other processes may use them."""
+        return self.rank.gpu is not None and self.share < GEMM_ERROR
+
+    @property
+    def words(self) -> str:
+        of = "" if self.rank.gpu is None else f" (GPU {self.rank.gpu})"
+        return (
+            f"rank {self.rank.rank} on {self.rank.node}{of} multiplies matrices at {self.rank.gemm / 1e12:.3g} TFLOP/s,"
+            f" {self.share:.0%} of the median of {self.rank.device}"
+        )
+
+    @property
+    def drain(self) -> str:
+        return drain(self.rank.node, f"slow GPU {self.rank.gpu}")
+
+
+def slow_devices(ranks: Sequence[RankFacts]) -> tuple[SlowDevice, ...]:
     """Each rank against the median of its model."""
-    for model, own in _by(ranks, lambda rank: rank.device).items():
+    found = []
+    for own in _by(ranks, lambda rank: rank.device).values():
         usual = median(rank.gemm for rank in own)
-        for rank in own:
-            share, gpu = rank.gemm / usual, rank.gpu is not None
-            if share >= (GEMM_WARN if gpu else GEMM_CPU):
-                continue
-            yield Finding(
-                ERROR if gpu and share < GEMM_ERROR else WARNING,
-                f"rank {rank.rank} on {rank.node} multiplies matrices at {rank.gemm / 1e12:.3g} TFLOP/s, {share:.0%} of"
-                f" the median of {model}",
-                f"look at its clocks and temperature (nvidia-smi -q -d PERFORMANCE), and {drain(rank.node, 'slow GPU')}"
-                if gpu
-                else "other processes use its cores, or the job has fewer of them there: cluster.exclusive=true",
-            )
+        slow = (SlowDevice(rank, usual) for rank in own)
+        found += [one for one in slow if one.share < (GEMM_CPU if one.rank.gpu is None else GEMM_WARN)]
+    return tuple(found)
+
+
+def check_gemm(slow: Sequence[SlowDevice]) -> Iterator[Finding]:
+    """A GPU that is slow beyond doubt makes its node unfit."""
+    for one in slow:
+        if one.rank.gpu is None:
+            mend = "other processes use its cores, or the job has fewer of them there: cluster.exclusive=true"
+            yield Finding(WARNING, one.words, mend)
+        else:
+            look = "look at its clocks and temperature (nvidia-smi -q -d PERFORMANCE)"
+            mend = f"cluster.exclude={one.rank.node}; {look}; {one.drain}"
+            yield Finding(ERROR if one.bad else WARNING, one.words, mend, one.rank.node if one.bad else None)
 
 
 def check_models(ranks: Sequence[RankFacts], features: Mapping[str, frozenset[str]]) -> Iterator[Finding]:
@@ -181,7 +216,7 @@ def check_clocks(offsets: Sequence[ClockOffset]) -> Iterator[Finding]:
 
 
 def check_bandwidths(found: Bandwidths, expected: ExpectedBandwidths) -> Iterator[Finding]:
-    """Where it is known what the fabric should give."""
+    """Against what the fabric should give; where that is not known, against what any network of a cluster gives."""
     measured = [
         *((f"in {node}", bus, expected.node) for node, bus in found.nodes.items()),
         *((f"over rail {rail}", bus, expected.rail) for rail, bus in enumerate(found.rails)),
@@ -193,8 +228,11 @@ def check_bandwidths(found: Bandwidths, expected: ExpectedBandwidths) -> Iterato
                 ERROR if bus < FAIL * wanted.bus else WARNING,
                 f"an all-reduce {where} reaches {bus / 1e9:.3g} GB/s (bus bandwidth), {bus / wanted.bus:.0%} of what "
                 f"{wanted.reason} should give",
-                "bench collectives shows all sizes and operations, doctor the links",
+                SEE_LINKS,
             )
+    if expected.world is None and found.world is not None and found.world < LEAST_BUS:
+        rate = f"an all-reduce over all ranks reaches {found.world / 1e9:.3g} GB/s (bus bandwidth)"
+        yield Finding(WARNING, f"{rate}, less than gigabit Ethernet carries", SEE_LINKS)
 
 
 def check_slow_nodes(slow: Sequence[SlowNode]) -> Iterator[Finding]:

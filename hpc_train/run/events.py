@@ -30,6 +30,7 @@ EVENTS = (
     "straggler",
     "preflight",
     "slow_node",
+    "slow_gpu",
     "restarted",
     "shrunk",
     "spare_used",

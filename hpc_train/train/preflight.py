@@ -36,6 +36,7 @@ from hpc_train.measure.preflight_checks import (
     check_transport,
     check_versions,
     drain,
+    slow_devices,
 )
 from hpc_train.measure.rank_facts import log_transport, logged_transport, rank_facts
 from hpc_train.parallel.mesh import Mesh
@@ -126,7 +127,7 @@ def _judge(
         *check_own_gpu(found.ranks),
         *check_transport(found.ranks, rdma),
         *check_clocks(found.clocks),
-        *check_gemm(found.ranks),
+        *check_gemm(slow_devices(found.ranks)),
         *check_models(found.ranks, features),
         *low,
         *check_slow_nodes(slow),
@@ -161,6 +162,12 @@ def _tell(
             "slow_node", node=one.node, message=one.words, rate=one.rate, usual=one.usual,
             partners=one.partners, drain=command,
         )  # fmt: skip
+    for device in slow_devices(found.ranks):
+        if device.bad:
+            events.write(
+                "slow_gpu", node=device.rank.node, gpu=device.rank.gpu, slow_rank=device.rank.rank,
+                message=device.words, rate=device.rank.gemm, usual=device.usual, drain=device.drain,
+            )  # fmt: skip
 
 
 def _numbers(found: Measured, pairs: Sequence[PairRate], expected: ExpectedBandwidths) -> Mapping[str, Any]:

@@ -94,11 +94,12 @@ def test_a_failure_ends_the_attempt_everywhere_and_the_same_nodes_start_again(tm
 
 
 def test_a_node_that_a_preflight_names_is_left_out_or_the_job_asks_for_another(tmp_path: Path) -> None:
-    for name, spares in (("spare", 1), ("none", 0)):
+    network, device = ("slow_node", {"partners": ["n0", "n2"]}), ("slow_gpu", {"gpu": "GPU-7"})
+    for name, spares, (event, facts) in (("spare", 1, network), ("gpu", 1, device), ("none", 0, network)):
         course = Course(tmp_path / name, 3 + spares, spares=spares)
         assert course.started() == [0, 1, 2]
         events = EventLog.open(RunDirectory(tmp_path / name), "rank-0000", 0, 0)
-        events.write("slow_node", node="n1", partners=["n0", "n2"])
+        events.write(event, node="n1", **facts)
         course.report(failed(Failure.UNFIT_NODE, step=0), 0, 1, 2)
         if spares:
             assert course.started() == [0, 2, 3]

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from hpc_train.cluster.fabric.facts import Gpu, Nic, NodeFacts, Port
+from hpc_train.cluster.fabric.limits import UNLIMITED, Limits
 from hpc_train.cluster.fabric.nccl_settings import Setting
 from hpc_train.launch.doctor.disk import check_skew
 from hpc_train.launch.doctor.finding import ERROR, OK, WARNING, worst
-from hpc_train.launch.doctor.limits import check_shared_memory
+from hpc_train.launch.doctor.limits import check_locked_memory, check_open_files, check_shared_memory
 from hpc_train.launch.doctor.network import check_gpus, check_ports
 from hpc_train.launch.doctor.node import NodeReport
 from hpc_train.launch.doctor.nodes import compare
@@ -63,6 +64,19 @@ def test_clocks_and_shared_memory(tmp_path: Path) -> None:
     assert check_shared_memory(10**9, tmp_path).level == ERROR
 
 
+def test_limits_of_a_process() -> None:
+    assert check_locked_memory(Limits(locked_memory=UNLIMITED), rdma=True).level == OK
+    small = check_locked_memory(Limits(locked_memory=8 << 20), rdma=True)
+    assert small.level == ERROR and "RDMA cards cannot register" in small.text and "LimitMEMLOCK" in small.mend
+    assert check_locked_memory(Limits(locked_memory=8 << 20), rdma=False).level == OK
+    few = check_open_files(Limits(open_files=256, most_open_files=4096), 2)
+    assert few.level == WARNING and "ulimit -n 4096" in few.mend
+    assert "ulimit -n 2048" in check_open_files(Limits(open_files=256, most_open_files=256), 2).mend
+    assert check_open_files(Limits(open_files=UNLIMITED), 2).level == OK
+    for unknown in (check_locked_memory(Limits(), rdma=True), check_open_files(Limits(), 2)):
+        assert unknown.level == WARNING and unknown.mend
+
+
 def test_gpus_ports_and_versions() -> None:
     port = Port(1, "ACTIVE", "LINKUP", "InfiniBand", 200.0)
     down = Nic("mlx5_1", "mellanox", "MT4129", ports=(Port(1, "INIT", "LINKUP", "InfiniBand", 10.0),))
@@ -80,6 +94,9 @@ def test_gpus_ports_and_versions() -> None:
     assert any("came up at 200 Gb/s, its card can do 400" in text for text in told)
     assert any("no subnet manager" in text for text in told)
     assert "200 Gb/s between nodes, each way" in told
+    (without,) = (one for one in check_ports(replace(facts, gpu_direct="none")) if "cannot read GPU" in one.text)
+    assert without.level == WARNING and "nvidia_peermem" in without.mend
+    assert any("by DMA-BUF" in finding.text for finding in check_ports(replace(facts, gpu_direct="DMA-BUF")))
     assert [finding.level for finding in check_software(facts)] == [OK, ERROR]
     assert [finding.level for finding in check_software(NodeFacts())] == [OK, ERROR]
 

@@ -33,6 +33,7 @@ from hpc_train.measure.preflight_checks import (
     check_slow_nodes,
     check_transport,
     check_versions,
+    slow_devices,
 )
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.run.directory import RunDirectory
@@ -59,7 +60,7 @@ def only(findings: Iterable[Finding]) -> Finding:
 
 def test_ranks_as_they_should_be_give_no_finding() -> None:
     ranks = gpus()
-    for check in (check_config, check_versions, check_own_gpu, check_gemm):
+    for check in (check_config, check_versions, check_own_gpu, slow_devices):
         assert not list(check(ranks))
     assert not list(check_models(ranks, {}))
     assert not list(check_transport(ranks, {"n0": True}))
@@ -79,19 +80,23 @@ def test_what_differs_is_named_with_its_node_and_the_mend() -> None:
     assert len(list(check_own_gpu(ranks))) == 1
 
 
-def test_a_slow_gpu_is_told_against_its_own_model() -> None:
+def test_a_slow_gpu_is_told_against_its_own_model_and_its_node_is_unfit() -> None:
+    def found(ranks: list[RankFacts]) -> Finding:
+        return only(check_gemm(slow_devices(ranks)))
+
     ranks = gpus()
     ranks[3] = replace(ranks[3], gemm=6.5e14)
-    found = only(check_gemm(ranks))
-    assert (found.level, "rank 3 on n1" in found.message) == ("warning", True)
+    assert (found(ranks).level, found(ranks).unfit) == ("warning", None)
+    assert "rank 3 on n1 (GPU GPU-3)" in found(ranks).message
     ranks[3] = replace(ranks[3], gemm=6e14)
-    assert only(check_gemm(ranks)).level == "error"
+    assert (found(ranks).level, found(ranks).unfit) == ("error", "n1")
+    assert "scontrol update nodename=n1 state=drain reason='slow GPU GPU-3'" in found(ranks).mend
     others = [replace(rank, device="A100", gemm=2.5e14) for rank in ranks[4:]]
-    assert only(check_gemm([*ranks[:4], *others])).level == "error", "the A100 are as fast as each other"
+    assert found([*ranks[:4], *others]).level == "error", "the A100 are as fast as each other"
     cpus = [replace(rank, gpu=None, device="a CPU") for rank in ranks]
-    assert not list(check_gemm(cpus))
-    cpus[0] = replace(cpus[0], gemm=3e14)
-    assert only(check_gemm(cpus)).level == "warning"
+    assert not slow_devices(cpus)
+    cpus[0] = replace(cpus[0], gemm=1e14)
+    assert (found(cpus).level, found(cpus).unfit) == ("warning", None)
 
 
 def test_mixed_models_come_with_the_constraint() -> None:
@@ -124,6 +129,8 @@ def test_bandwidths_are_judged_where_it_is_known_what_to_expect() -> None:
     assert (node.level, "in n1 " in node.message, "65%" in node.message) == ("error", True, True)
     assert (world.level, "over all ranks" in world.message) == ("warning", True)
     assert not list(check_bandwidths(found, ExpectedBandwidths()))
+    crawling = only(check_bandwidths(replace(found, world=0.02e9), ExpectedBandwidths()))
+    assert crawling.level == "warning" and "less than gigabit Ethernet" in crawling.message
 
 
 @pytest.mark.parametrize(("offset", "level"), [(0.05, None), (-0.5, "warning"), (3.0, "error")])

@@ -1,16 +1,19 @@
 """A worker whose node differs from the others in what a preflight looks at; the product knows nothing of it.
 
-It says another hash of the config on n3, another torch on n4, and its clock is five seconds ahead there.
+It says another hash of the config on n3, another torch on n4, and its clock is five seconds ahead there. Each rank says
+that it has a GPU, and that of n1 is slow.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from hpc_train.cluster.allocation import current_allocation
 from hpc_train.elastic.agent import run_agent
+from hpc_train.measure import preflight as measuring
 from hpc_train.measure import rank_facts
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
@@ -22,7 +25,9 @@ AHEAD_S = 5.0
 
 
 def train(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
-    node, plain = current_allocation().node_name, rank_facts.versions
+    node, plain, own = current_allocation().node_name, rank_facts.versions, rank_facts.rank_facts
+    preflight.rank_facts = lambda *facts: replace(own(*facts), gpu=f"GPU-of-{node}")
+    measuring.measured_gemm_flops = lambda *wanted: 5e14 if node == "n1" else 7e14
     if node == "n3":
         preflight.config_hash = lambda run: "another"
     if node == "n4":

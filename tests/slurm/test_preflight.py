@@ -36,7 +36,8 @@ def srun(network: Cluster, nodes: str, *arguments: str, cwd: Path) -> subprocess
 
 
 def test_nodes_that_differ_are_named_with_the_mend(network: Cluster, tmp_path: Path) -> None:
-    """n2 has a slow link, n3 another config, n4 another torch and a wrong clock; the job is warned, and trains."""
+    """n1 has a slow GPU, n2 a slow link, n3 another config, n4 another torch and a wrong clock; the job is warned, and
+    trains."""
     asked = [*CASE, "cluster.nodes=4", "cluster.preflight=full", "run.name=run"]
     run = RunDirectory(Path(network.hpc_train("freeze", *asked, cwd=tmp_path).stdout.strip()))
     done = srun(network, "n1,n2,n3,n4", "-m", "tests.slurm.preflight_entry", str(run.path), cwd=tmp_path)
@@ -49,16 +50,20 @@ def test_nodes_that_differ_are_named_with_the_mend(network: Cluster, tmp_path: P
         ("torch is 1.0 on n4", "cluster.exclude=n4"),
         ("the clock of n4 is 5 s ahead", "chrony"),
         ("the network of n2", "scontrol update nodename=n2 state=drain"),
+        ("on n1 (GPU GPU-of-n1)", "scontrol update nodename=n1 state=drain"),
     ):
         assert [one["mend"] for message, one in told.items() if words in message and mend in one["mend"]], told
     slow = next(event for event in events(run.path, "slow_node") if event["node"] == "n2")
     assert slow["rate"] < slow["usual"] and set(slow["partners"]) == {"n1", "n3", "n4"}
-    assert "n2" in NodeFailures(run, 3600).too_often(), "the next requeue excludes it"
+    (device,) = events(run.path, "slow_gpu")
+    assert (device["node"], device["gpu"]) == ("n1", "GPU-of-n1") and "nodename=n1" in device["drain"]
+    assert NodeFailures(run, 3600).too_often() == {"n1", "n2"}, "the next requeue excludes them"
     assert "the network of n2" in "".join(path.read_text() for path in run.logs.glob("*.log"))
 
 
 def test_a_job_that_is_to_stop_goes_on_without_the_slow_node(network: Cluster, tmp_path: Path) -> None:
-    asked = ["cluster.nodes=3", "cluster.preflight=full", "cluster.preflight_action=stop", "run.name=run"]
+    """The quick preflight looks for it, as all of them together are slower than any network should be."""
+    asked = ["cluster.nodes=3", "cluster.preflight_action=stop", "run.name=run"]
     done = network.hpc_train(*CASE, *asked, "-m", cwd=tmp_path)
     run = tmp_path / "outputs" / "run"
     assert done.returncode == 0, done.stdout + done.stderr
@@ -67,6 +72,42 @@ def test_a_job_that_is_to_stop_goes_on_without_the_slow_node(network: Cluster, t
     assert [event["exclude"] for event in events(run, "requeued")] == [["n2"]]
     assert detail(network, job_id(run), "Restarts") == "1"
     assert len(events(run, "finished")) >= 1
+
+
+WRONG = """#!/bin/bash
+# A Python on a node with something wrong: no /dev/shm on n2, a full disk on n3, another torch on n4.
+export here={here} folder=$5  # of the reports: python -m hpc_train doctor --node FOLDER
+case $SLURMD_NODENAME in
+n2) wrong='mount --rbind /dev $here/dev; mount -t tmpfs tmpfs /dev
+    ln -s $here/dev/{{null,zero,random,urandom,fd}} /dev/' ;;
+n3) wrong='root=$(dirname $folder); mount -t tmpfs -o size=64k tmpfs $root; mkdir $folder
+    cat /dev/zero > $root/file 2> /dev/null' ;;
+n4) export PYTHONPATH=$here/other:$PYTHONPATH ;;
+esac
+if [ "$wrong" ]; then exec unshare --mount bash -c "$wrong; exec \\"\\$@\\"" - {python} "$@"; fi
+exec {python} "$@"
+"""
+
+
+def test_the_doctor_names_each_node_and_what_is_wrong_there(network: Cluster, tmp_path: Path) -> None:
+    wrapper, other = tmp_path / "python", tmp_path / "other" / "torch-1.0.dist-info"
+    wrapper.write_text(WRONG.format(here=tmp_path, python=sys.executable))
+    wrapper.chmod(0o755)
+    (tmp_path / "dev").mkdir()
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0\n")
+    asked = [*CASE, "cluster.nodes=4", f"cluster.python={wrapper}", f"run.root={tmp_path / 'outputs'}"]
+    done = network.hpc_train("doctor", "--submit", "--json", *asked, cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    found, _ = json.JSONDecoder().raw_decode(done.stdout[done.stdout.index("\n{") :].lstrip())
+    assert set(found["nodes"]) == {"n1", "n2", "n4"}
+    shm = [one for one in found["nodes"]["n2"]["findings"] if one["subject"] == "shared memory"]
+    assert [(one["level"], "No such file" in one["text"], "--shm-size" in one["mend"]) for one in shm] == [
+        ("error", True, True)
+    ]
+    told = {one["subject"]: one for one in found["findings"] if one["level"] == "error"}
+    assert "torch is not the same on all nodes: 1.0 on n4" in told["versions"]["text"] and told["versions"]["mend"]
+    assert "n3 cannot leave its report: No space left on device" in told["nodes"]["text"] and told["nodes"]["mend"]
 
 
 def test_bench_collectives_over_two_nodes(network: Cluster, tmp_path: Path) -> None:

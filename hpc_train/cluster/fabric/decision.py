@@ -64,7 +64,7 @@ def decide(nodes: Sequence[NodeFacts], job: Job, found: Mapping[str, Setting]) -
             left.setdefault(variable.name, LeftAlone(variable.name, where))
         else:
             variables.setdefault(variable.name, variable)
-    for alone in _left_alone(fabric, job):
+    for alone in _left_alone(fabric, nodes, job):
         if alone.name not in variables:
             left.setdefault(alone.name, alone)
     return Decision(fabric, tuple(variables.values()), tuple(left.values()), tuple(_unknown(nodes, fabric, job)))
@@ -86,7 +86,8 @@ def _between_nodes(nodes: Sequence[NodeFacts]) -> str:
         "slingshot": "slingshot" in kinds or any(name.startswith("hsn") for name in interfaces),
         "infiniband": "InfiniBand" in layers,
         "roce": "Ethernet" in layers,
-        "unknown": bool(kinds),  # cards, but nothing of their ports
+        "unknown": any(verdict.usable is None for facts in nodes for verdict in judge_ports(facts))
+        or any(not nic.ports for facts in nodes for nic in facts.nics),  # cards, but nothing of their ports
         "ethernet": bool(interfaces),
     }
     return next((name for name, there in found.items() if there), "unknown")
@@ -195,14 +196,13 @@ def _gid_index(nodes: Sequence[NodeFacts], job: Job) -> Iterator[Variable]:
 
 
 def _sockets(nodes: Sequence[NodeFacts]) -> Iterator[Variable]:
-    fastest = [max((i.speed_gbps or 0.0 for i in facts.interfaces if i.up), default=0.0) for facts in nodes]
-    if fastest and 25 <= min(fastest) <= 100:
-        reason = f"{min(fastest):g} Gb/s Ethernet: one TCP stream does not fill it; 4 x 4 of at most 64"
+    if 25 <= (speed := _ethernet_gbps(nodes)) <= 100:
+        reason = f"{speed:g} Gb/s Ethernet: one TCP stream does not fill it; 4 x 4 of at most 64"
         yield Variable("NCCL_SOCKET_NTHREADS", "4", reason)
         yield Variable("NCCL_NSOCKS_PERTHREAD", "4", reason)
 
 
-def _left_alone(fabric: str, job: Job) -> Iterator[LeftAlone]:
+def _left_alone(fabric: str, nodes: Sequence[NodeFacts], job: Job) -> Iterator[LeftAlone]:
     if fabric == "cpu":
         yield LeftAlone("NCCL_*", "no GPU: gloo carries everything")
         return
@@ -217,7 +217,7 @@ def _left_alone(fabric: str, job: Job) -> Iterator[LeftAlone]:
     if fabric == "one_node":
         yield LeftAlone("NCCL_SOCKET_IFNAME", "one node: nothing crosses a network")
         return
-    yield LeftAlone("NCCL_IB_DISABLE", "it turns the fast network off; without such a network it changes nothing")
+    yield LeftAlone("NCCL_IB_DISABLE", _why_no_ib_disable(fabric, nodes))
     yield LeftAlone("NCCL_NET_GDR_LEVEL", f"{debugging}; NCCL uses GPUDirect where card and GPU are near")
     if fabric in ("infiniband", "roce"):
         yield LeftAlone("NCCL_IB_HCA", "no active port has to be left out")
@@ -245,7 +245,7 @@ def _unknown(nodes: Sequence[NodeFacts], fabric: str, job: Job) -> Iterator[str]
     if job.nccl is None and fabric == "roce":
         yield "NCCL's version: before 2.21 NCCL_IB_GID_INDEX would be needed"
     if fabric == "unknown":
-        yield "what connects the nodes: no port's state is known"
+        yield "what connects the nodes: no port is seen to be active"
     if job.nodes > 1 and len(_routes(nodes)) > 1:
         yield "one network interface for all nodes: the way to the others is called differently"
     if fabric == "efa":
@@ -253,6 +253,23 @@ def _unknown(nodes: Sequence[NodeFacts], fabric: str, job: Job) -> Iterator[str]
     lists = {_cards(judge_ports(facts)) for facts in nodes}
     if fabric in ("infiniband", "roce") and len(lists) > 1:
         yield "one list of cards for all nodes: they differ"
+
+
+def _ethernet_gbps(nodes: Sequence[NodeFacts]) -> float:
+    """Of the node with the slowest interface, the one to the other nodes where that is known; 0 where nothing is."""
+    fastest = []
+    for facts in nodes:
+        up = [interface for interface in facts.interfaces if interface.up]
+        routed = [interface for interface in up if interface.name == facts.route]
+        fastest.append(max((interface.speed_gbps or 0.0 for interface in routed or up), default=0.0))
+    return min(fastest, default=0.0)
+
+
+def _why_no_ib_disable(fabric: str, nodes: Sequence[NodeFacts]) -> str:
+    speed = _ethernet_gbps(nodes)
+    if fabric == "ethernet" and speed:
+        return f"there is no faster network; {speed:g} Gb/s Ethernet carries at most {speed / 8:.3g} GB/s per node"
+    return "it turns the fast network off; without such a network it changes nothing"
 
 
 def _why_no_gid(nccl: Version | None) -> str:

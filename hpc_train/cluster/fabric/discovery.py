@@ -6,12 +6,14 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from hpc_train.cluster.fabric.cpu_list import parse_cpu_list
 from hpc_train.cluster.fabric.facts import Gpu, Interface, Link, Nic, NodeFacts
-from hpc_train.cluster.fabric.matrix import parse_matrix
+from hpc_train.cluster.fabric.gpu_direct import read_gpu_direct
+from hpc_train.cluster.fabric.limits import read_limits, shared_memory
 from hpc_train.cluster.fabric.numa import near_cpus, numa_cpus, physical_cores
 from hpc_train.cluster.fabric.pci import device_path, way_between
 from hpc_train.cluster.fabric.rdma import read_rdma, read_text
@@ -22,11 +24,15 @@ _AZURE_CHASSIS = "7783-7084-3265-9085-8269-3286-77"
 _VENDORS = {"amazon ec2": "aws", "google": "gcp", "google compute engine": "gcp", "oraclecloud.com": "oci"}
 
 
-def discover(sysfs: Path = Path("/sys"), proc: Path = Path("/proc"), matrix: str | None = None) -> NodeFacts:
-    """What ``sysfs`` and ``proc`` show of this node, with the gaps filled from ``matrix`` (``nvidia-smi topo -m``)."""
+def discover(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> NodeFacts:
+    """What ``sysfs`` and ``proc`` show of this node."""
     seen = read_tree(sysfs, proc)
-    seen = replace(seen, node=socket.gethostname(), allowed=tuple(sorted(os.sched_getaffinity(0))))
-    return seen if matrix is None else merge(seen, parse_matrix(matrix))
+    return replace(
+        seen,
+        node=socket.gethostname(),
+        allowed=tuple(sorted(os.sched_getaffinity(0))),
+        limits=replace(seen.limits, shared_memory=shared_memory()),
+    )
 
 
 def print_matrix() -> str | None:
@@ -53,6 +59,9 @@ def read_tree(sysfs: Path, proc: Path) -> NodeFacts:
         numa=tuple(cpus for cpus in numa_cpus(sysfs).values() if cpus),
         site=_site(sysfs),
         unknown=tuple(unknown),
+        limits=read_limits(proc),
+        allowed=_allowed(proc),
+        gpu_direct=read_gpu_direct(sysfs, proc),
     )
 
 
@@ -65,8 +74,10 @@ def recorded_tree(root: Path) -> tuple[Path, Path]:
 def merge(seen: NodeFacts, told: NodeFacts) -> NodeFacts:
     """``seen`` in ``/sys`` with what the matrix ``told`` besides; where they contradict each other, neither counts."""
     unknown = [*seen.unknown, *told.unknown]
-    if seen.gpus and told.gpus and len(seen.gpus) != len(told.gpus):
+    if seen.gpus and told.gpus and len(seen.gpus) != len(told.gpus):  # which is which cannot be told
         unknown.append(f"the GPUs: /sys shows {len(seen.gpus)}, the matrix {len(told.gpus)}")
+        return replace(seen, unknown=tuple(unknown))
+    told = _without_nameless(told) if seen.nics else told
     by_index = {gpu.index: gpu for gpu in seen.gpus}
     gpus = tuple(_merged_gpu(by_index.pop(gpu.index, None), gpu) for gpu in told.gpus) + tuple(by_index.values())
     filled = {f"the CPUs near {gpu.name}" for gpu in gpus if gpu.cpus}
@@ -79,6 +90,16 @@ def merge(seen: NodeFacts, told: NodeFacts) -> NodeFacts:
         nics=nics,
         links=links,
         unknown=tuple(note for note in (*unknown, *doubts) if note not in filled),
+    )
+
+
+def _without_nameless(told: NodeFacts) -> NodeFacts:
+    """Without the cards that the matrix only numbers: which of those in ``/sys`` they are cannot be told."""
+    gone = {nic.name for nic in told.nics if nic.kind is None and re.fullmatch(r"NIC\d+", nic.name)}
+    return replace(
+        told,
+        nics=tuple(nic for nic in told.nics if nic.name not in gone),
+        links=tuple(link for link in told.links if not {link.a, link.b} & gone),
     )
 
 
@@ -122,6 +143,15 @@ def _gpu(sysfs: Path, proc: Path, index: int, address: str) -> Gpu:
     return Gpu(index, address, facts.get("Model"), facts.get("GPU UUID"), () if node is None else (node,), cpus)
 
 
+def _allowed(proc: Path) -> tuple[int, ...]:
+    """The CPUs of the process that reads, or of the one that copied its ``/proc/self/status`` into a recording."""
+    found = re.search(r"^Cpus_allowed_list:\s*(\S+)$", read_text(proc / "self/status") or "", re.MULTILINE)
+    try:
+        return parse_cpu_list(found[1]) if found else ()
+    except ValueError:
+        return ()
+
+
 def _links(sysfs: Path, gpus: Iterable[Gpu], nics: Iterable[Nic]) -> Iterable[Link]:
     places = [(gpu.name, gpu.pci, gpu.numa_nodes[0] if gpu.numa_nodes else None) for gpu in gpus]
     places += [(nic.name, nic.pci, nic.numa_node) for nic in nics]
@@ -135,7 +165,8 @@ def _links(sysfs: Path, gpus: Iterable[Gpu], nics: Iterable[Nic]) -> Iterable[Li
 
 def _interfaces(sysfs: Path, proc: Path) -> tuple[Interface, ...]:
     routes = (read_text(proc / "net/route") or "").splitlines()[1:]
-    default = {fields[0] for line in routes if len(fields := line.split()) > 1 and fields[1] == "00000000"}
+    first = [fields[0] for line in routes if len(fields := line.split()) > 1 and fields[1] == "00000000"]
+    default = {name for interface in first for name in (interface, *_below(sysfs, interface))}
     found = []
     for path in sorted((sysfs / "class/net").glob("*")):
         if path.name == "lo" or not (path / "device").exists():  # virtual: bridges of containers and the like
@@ -144,6 +175,14 @@ def _interfaces(sysfs: Path, proc: Path) -> tuple[Interface, ...]:
         gbps = int(speed) / 1000 if speed is not None and speed.isdigit() else None
         found.append(Interface(path.name, read_text(path / "operstate") == "up", gbps, path.name in default))
     return tuple(found)
+
+
+def _below(sysfs: Path, interface: str) -> Iterator[str]:
+    """The interfaces that a bond, a VLAN or a bridge is made of."""
+    for path in (sysfs / "class/net" / interface).glob("lower_*"):
+        name = path.name.removeprefix("lower_")
+        yield name
+        yield from _below(sysfs, name)
 
 
 def _site(sysfs: Path) -> str | None:

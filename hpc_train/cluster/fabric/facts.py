@@ -6,9 +6,10 @@ None and empty tuples mean "not known"; nothing here is guessed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hpc_train.cluster.fabric.limits import Limits
 from hpc_train.cluster.fabric.nccl_settings import Setting
 
 # distances between two devices, the nearest first: NVLink, then nvidia-smi's names for ways over PCI
@@ -123,6 +124,8 @@ class NodeFacts:
         topology_file: that the image of a virtual machine has for NCCL.
         versions: of what must be the same on all nodes, by name.
         settings: what the user and the administrator have set here of what concerns communication.
+        limits: what a process may have.
+        gpu_direct: the kernel's module by which cards read GPU memory, ``DMA-BUF``, or ``none``.
     """
 
     node: str | None = None
@@ -142,6 +145,8 @@ class NodeFacts:
     topology_file: str | None = None
     versions: tuple[tuple[str, str], ...] = ()
     settings: tuple[Setting, ...] = ()
+    limits: Limits = field(default_factory=Limits)
+    gpu_direct: str | None = None
 
     def link(self, a: str, b: str) -> str | None:
         """The way between the devices ``a`` and ``b``; None where it is not known."""
@@ -166,14 +171,15 @@ class NodeFacts:
             numa=_nested(value["numa"]),
             versions=_nested(value["versions"]),
             settings=tuple(Setting(**setting) for setting in value["settings"]),
+            limits=Limits(**value.get("limits", {})),
             allowed=tuple(value["allowed"]),
             visible=tuple(value["visible"]),
             unknown=tuple(value["unknown"]),
-            **{name: value[name] for name in _PLAIN},
+            **{name: value.get(name) for name in _PLAIN},
         )
 
 
-_PLAIN = ("node", "allocated_cpus", "route", "automatic", "site", "topology_file")
+_PLAIN = ("node", "allocated_cpus", "route", "automatic", "site", "topology_file", "gpu_direct")
 
 
 def distance(way: str) -> int:

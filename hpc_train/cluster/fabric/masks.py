@@ -36,6 +36,12 @@ def cpu_masks(facts: NodeFacts) -> tuple[Mask, ...]:
     return tuple(masks[gpu.name] for gpu in facts.gpus)
 
 
+def unknown_cores(facts: NodeFacts) -> tuple[str, ...]:
+    """What is said where masks rest on how CPUs are numbered."""
+    guessed = not facts.cores and any(mask.cpus for mask in cpu_masks(facts))
+    return ("which CPUs are one physical core: taken from how they are numbered",) if guessed else ()
+
+
 def _cores(facts: NodeFacts) -> tuple[Core, ...]:
     """Physical cores as the kernel tells them; else from how CPUs are numbered: where a GPU's CPUs are two runs of the
     same length, the second are the hyperthreads of the first. Wrong or not, no CPU is in two cores."""

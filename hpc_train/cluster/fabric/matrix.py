@@ -18,7 +18,7 @@ from hpc_train.cluster.fabric.rdma import kind_of
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _LABEL = re.compile(r"^\s*(?:#\s+|\d+:\s)")  # a commented line; srun --label
 _GPU = re.compile(r"GPU(\d+)")
-_NIC = re.compile(r"NIC\d+|[a-z][A-Za-z]*\d*_\w+|cxi\d+|roce\w+|ib[psx]\w+|rdmap\w+")
+_NIC = re.compile(r"NIC\d+|[a-z][A-Za-z]*\d*_\w+|(?!mlx\d$)[a-z]\w*\d\w*")  # any name with a number is a card's
 _LINK = re.compile(r"X|NV\d+|PIX|PXB|PHB|NODE|SYS|SOC")
 _PEER_STATUS = {"OK", "CNS", "GNS", "TNS", "NS", "DR"}
 _LEGEND = re.compile(r"^\s*(NIC\d+):\s*(\S+)\s*$")

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from hpc_train.cluster.fabric.discovery import discover, print_matrix
+from hpc_train.cluster.fabric.discovery import discover, merge, print_matrix
 from hpc_train.cluster.fabric.facts import NodeFacts
+from hpc_train.cluster.fabric.matrix import parse_matrix
 from hpc_train.cluster.fabric.mig import print_listing, with_slices
 from hpc_train.cluster.fabric.nccl_settings import settings_of_communication
 from hpc_train.cluster.fabric.nvml import filled, gpus_of, nvml
@@ -16,7 +17,8 @@ from hpc_train.cluster.fabric.route import automatic_interface, interface_to
 from hpc_train.cluster.fabric.versions import read_versions
 from hpc_train.cluster.gpus import own_gpus, visible_devices
 
-AZURE_TOPOLOGIES = (("A100", "/opt/microsoft/ndv4-topo.xml"), ("H100", "/opt/microsoft/ndv5-topo.xml"))
+# of the ND series, whose GPUs have NVLink; the images have these files on any machine
+AZURE_TOPOLOGIES = (("A100-SXM", "/opt/microsoft/ndv4-topo.xml"), ("H100 80GB HBM3", "/opt/microsoft/ndv5-topo.xml"))
 
 
 def this_node(name: str, meeting_host: str | None, environment: Mapping[str, str] = os.environ) -> NodeFacts:
@@ -27,7 +29,9 @@ def this_node(name: str, meeting_host: str | None, environment: Mapping[str, str
         meeting_host: where ranks meet; None where the job has one node.
     """
     visible = visible_devices(environment)
-    facts = _own(discover(matrix=print_matrix() if visible else None))
+    facts = _own(discover())
+    if visible and (matrix := print_matrix()) is not None:  # it too shows the job's own GPUs only
+        facts = merge(facts, parse_matrix(matrix))
     if visible and (library := nvml()) is not None:
         facts = replace(facts, gpus=filled(facts.gpus, gpus_of(library)))
     if any(name.startswith("MIG-") for name in visible) and not any(gpu.slices for gpu in facts.gpus):

@@ -52,11 +52,18 @@ def near_cpus(sysfs: Path, device: Path) -> tuple[int | None, tuple[int, ...]]:
         if number is not None and number.isdigit():
             node = nearest_with_cpus(sysfs, int(number))
             return node, numa_cpus(sysfs).get(node, ()) if node is not None else ()
-        if (cpus := _cpu_list(place / "local_cpulist")) and number is not None and place != device:
+        cpus = _cpu_list(place / "local_cpulist") if number is not None and place != device else ()
+        if cpus and not _everywhere(sysfs, cpus):
             return None, cpus
         if place == sysfs:
             break
     return None, ()
+
+
+def _everywhere(sysfs: Path, cpus: tuple[int, ...]) -> bool:
+    """Whether these are the CPUs of several NUMA nodes together, which is how the kernel lists them for no node."""
+    nodes = [own for own in numa_cpus(sysfs).values() if own]
+    return len(nodes) > 1 and set(cpus) >= set().union(*nodes)
 
 
 def _cpu_list(path: Path) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ def device_path(sysfs: Path, address: str) -> tuple[str, ...]:
     ``("pci0000:80", "0000:80:01.1", "0000:81:00.0")``: host bridge, root port, device.
     """
     link = sysfs / "bus/pci/devices" / address
-    if not link.exists():
+    if not link.exists() and not link.is_symlink():  # a copy may have the link and not what it leads to
         return ()
     parts = link.resolve().parts
     start = next((i for i, part in enumerate(parts) if re.fullmatch(r"pci[0-9a-f]{4,}:[0-9a-f]{2}", part)), None)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from hpc_train.cluster.fabric.facts import Gpu, Nic, NodeFacts, Port, distance
 from hpc_train.cluster.fabric.rdma import CARD_RATE_GBPS, natural
+
+Kind = TypeVar("Kind", str, float)
 
 FLAPS = 10  # downs since the counters were reset, from which a link counts as flapping
 
@@ -36,20 +39,22 @@ class Match:
 def judge_ports(facts: NodeFacts) -> tuple[PortVerdict, ...]:
     """Every port of every card with the reason why it is taken or left out.
 
-    Left out are ports that are not up, of the minority's link layer, slower than the best, under the default route, or
-    far from every GPU where each GPU has a near card: these are storage, management, or broken, and one of them among
-    the rails slows all down to its own pace.
+    Left out are ports that are not up, under the default route where others are not, far from every GPU where each GPU
+    has a near card, and of the rest those of another link layer or rate than the ports that carry most together: these
+    are storage, management, or broken, and one of them among the rails slows all down to its own pace.
     """
     active = [(nic, port) for nic in facts.nics for port in nic.ports if port.active]
-    layer = _majority_layer([port for _, port in active])
-    best = max((port.rate_gbps or 0.0 for _, port in active if port.link_layer == layer), default=0.0)
     routed = {interface.name for interface in facts.interfaces if interface.default_route}
+    free = [(nic, port) for nic, port in active if not routed.intersection(nic.interfaces)]
+    far = _far_from_every_gpu(facts, {nic.name for nic, _ in free or active})
+    near = [port for nic, port in free or active if nic.name not in far]
+    layer = _carrying_most(near, lambda port: port.link_layer)
+    rate = _carrying_most([port for port in near if port.link_layer == layer], lambda port: port.rate_gbps)
     verdicts = [
-        PortVerdict(nic.name, port, *_verdict(nic, port, layer, best, routed))
+        PortVerdict(nic.name, port, *_verdict(nic, port, layer, rate, routed if free else set()))
         for nic in facts.nics
         for port in nic.ports
     ]
-    far = _far_from_every_gpu(facts, {verdict.nic for verdict in verdicts if verdict.usable})
     return tuple(
         replace(
             verdict, usable=False, reason="far from every GPU, and each GPU has a card near it: storage or management"
@@ -63,9 +68,12 @@ def judge_ports(facts: NodeFacts) -> tuple[PortVerdict, ...]:
 def port_warnings(facts: NodeFacts) -> tuple[str, ...]:
     """Ports that work less well than they could, each with what to look at."""
     told = []
+    used = {(verdict.nic, verdict.port.number) for verdict in judge_ports(facts) if verdict.usable}
     for nic in facts.nics:
         for port in nic.ports:
             name, best = f"{nic.name} port {port.number}", CARD_RATE_GBPS.get(nic.card or "")
+            if port.link_layer == "Ethernet" and (nic.name, port.number) not in used:
+                best = None  # of storage or management: slower ones are usual
             if port.active and best is not None and port.rate_gbps is not None and port.rate_gbps < best:
                 told.append(f"{name} came up at {port.rate_gbps:g} Gb/s, its card can do {best}: cable or switch?")
             if port.state == "INIT" and port.link_layer == "InfiniBand":
@@ -135,30 +143,30 @@ def _far_from_every_gpu(facts: NodeFacts, nics: set[str]) -> set[str]:
     return nics - set().union(*near.values())
 
 
-def _majority_layer(ports: Sequence[Port]) -> str | None:
-    """By number of ports, then by the sum of their rates."""
-    layers = {port.link_layer for port in ports if port.link_layer}
-    if not layers:
-        return None
+def _carrying_most(ports: Sequence[Port], of: Callable[[Port], Kind | None]) -> Kind | None:
+    """The link layer, or the rate, whose ports carry most together; of two that carry as much the faster: one
+    faster port does not outweigh the rails, nor do two slow ones. Where no rate is known, their number counts."""
+    kinds = {kind for port in ports if (kind := of(port)) is not None}
 
-    def weight(layer: str) -> tuple[int, float]:
-        members = [port for port in ports if port.link_layer == layer]
-        return len(members), sum(port.rate_gbps or 0.0 for port in members)
+    def weight(kind: Kind) -> tuple[float, int, Kind]:
+        rates = [port.rate_gbps or 0.0 for port in ports if of(port) == kind]
+        return sum(rates), 0 if any(rates) else len(rates), kind
 
-    return max(sorted(layers), key=weight)
+    return max(kinds, key=weight, default=None)
 
 
-def _verdict(nic: Nic, port: Port, layer: str | None, best: float, routed: set[str]) -> tuple[bool | None, str]:
+def _verdict(nic: Nic, port: Port, layer: str | None, rate: float | None, routed: set[str]) -> tuple[bool | None, str]:
     if port.active is None:
         return None, "its state is not known"
     if not port.active:
         return False, f"{port.state}, physically {port.physical_state or 'unknown'}"
     if port.link_layer != layer:
-        return False, f"its link layer is {port.link_layer}, that of most others {layer}"
+        known = None if port.link_layer is None else False
+        return known, f"its link layer is {port.link_layer or 'not known'}, that of most others {layer}"
     if routed.intersection(nic.interfaces):
         return False, f"the default route goes over {', '.join(sorted(routed.intersection(nic.interfaces)))}"
-    if port.rate_gbps is not None and port.rate_gbps < best:
-        return False, f"{port.rate_gbps:g} Gb/s, others {best:g}"
+    if port.rate_gbps is not None and rate is not None and port.rate_gbps != rate:
+        return False, f"{port.rate_gbps:g} Gb/s, others {rate:g}"
     return True, "active"
 
 

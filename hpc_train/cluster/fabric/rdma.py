@@ -20,11 +20,11 @@ CARD_RATE_GBPS = {
     "MT4131": 800,  # ConnectX-8
 }
 _KINDS = (
-    (r"mlx[45]_\w+|roce\w+|ib[psx]\w+", "mellanox"),
-    (r"efa_\d+|rdmap\w+", "efa"),
+    (r"mlx[45]_\w+|(roce|ib)[pPosx]\w+", "mellanox"),  # also by place, as udev's rdma-persistent-naming does
+    (r"efa_\d+|rdma[pPosx]\w+", "efa"),
     (r"cxi\d+", "slingshot"),
-    (r"hfi\w+", "omnipath"),
-    (r"(bnxt_re|irdma|qedr|rxe|siw|ionic|hns|cxgb4|mana)_?\w*", "other"),
+    (r"hfi\w+|opa[pPosx]\w+", "omnipath"),
+    (r"(bnxt_re|irdma|erdma|qedr|rxe|siw|ionic|hns|cxgb4|mana|usnic|iw[pPosx])_?\w*", "other"),
 )
 _AMAZON = "0x1d0f"
 _RATE = re.compile(r"([\d.]+)\s*Gb/sec")
@@ -44,8 +44,10 @@ def read_rdma(sysfs: Path) -> tuple[Nic, ...]:
         sysfs: a directory with ``class/infiniband``, usually ``/sys``; or a copy of that part alone.
     """
     root = next((path for path in (sysfs / "class/infiniband", sysfs / "infiniband") if path.is_dir()), sysfs)
-    devices = sorted(_directories(root), key=lambda path: natural(path.name))
-    return tuple(_nic(device) for device in devices if (device / "ports").is_dir())
+    found = {device.name: _nic(device) for device in _directories(root) if (device / "ports").is_dir()}
+    for device in _directories(sysfs / "class/cxi"):
+        found.setdefault(device.name, _slingshot(sysfs, device))
+    return tuple(found[name] for name in sorted(found, key=natural))
 
 
 def natural(name: str) -> list[tuple[int, str]]:
@@ -66,12 +68,12 @@ def parse_state(text: str | None) -> str | None:
     if text is None:
         return None
     word = re.sub(r"^\d+:|\(\d+\)$|^PORT_", "", text.strip()).strip().upper()
-    return "INIT" if word == "INITIALIZING" else word or None
+    return {"INITIALIZING": "INIT", "LINK_UP": "LINKUP"}.get(word, word) or None
 
 
 def parse_rate(text: str | None) -> float | None:
-    """Gb/s of ``400 Gb/sec (4X NDR)``, or of a bare number as ibstat prints it."""
-    match = _RATE.match(text or "") or re.fullmatch(r"([\d.]+)", text or "")
+    """Gb/s of ``400 Gb/sec (4X NDR)``, or of a number as ibstat prints it, ``200`` or ``40 (FDR10)``."""
+    match = _RATE.match(text or "") or re.fullmatch(r"([\d.]+)(?:\s*\(\w+\))?", text or "")
     try:
         return float(match[1]) if match else None
     except ValueError:
@@ -91,6 +93,17 @@ def _nic(device: Path) -> Nic:
             _port(path) for path in sorted(_directories(device / "ports"), key=lambda path: natural(path.name))
         ),
     )
+
+
+def _slingshot(sysfs: Path, device: Path) -> Nic:
+    """Cassini cards are no devices of the kernel's RDMA; their port is the network interface ``hsn*``."""
+    names = tuple(sorted(path.name for path in _directories(device / "device/net")))
+    states = {read_text(sysfs / "class/net" / name / "operstate") for name in names}
+    speeds = [speed for name in names if (speed := _number(sysfs / "class/net" / name / "speed"))]
+    state = "ACTIVE" if "up" in states else "DOWN" if "down" in states else None
+    port = Port(1, state, link_layer="Ethernet", rate_gbps=max(speeds) / 1000 if speeds else None)
+    numa = _number(device / "device/numa_node")
+    return Nic(device.name, "slingshot", None, _pci_address(device / "device"), numa, names, (port,))
 
 
 def _port(path: Path) -> Port:
@@ -119,8 +132,10 @@ def _roce_v2_gid(port: Path) -> int | None:
 
 
 def _pci_address(link: Path) -> str | None:
-    name = link.resolve().name if link.exists() else ""
-    return name if re.fullmatch(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", name) else None
+    """As the link is called, also where what it leads to was not copied; else as the device says of itself."""
+    told = re.search(r"^PCI_SLOT_NAME=(\S+)$", read_text(link / "uevent") or "", re.MULTILINE)
+    names = (link.resolve().name, told[1] if told else "")
+    return next((name for name in names if re.fullmatch(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", name)), None)
 
 
 def _number(path: Path) -> int | None:

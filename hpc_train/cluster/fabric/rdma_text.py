@@ -14,12 +14,12 @@ from hpc_train.cluster.fabric.rdma import kind_of, natural, parse_rate, parse_st
 
 # how each tool begins a device and a port
 _DEVICE = re.compile(
-    r"^(?:CA '(?P<ca>[^']+)'|hca_id:\s*(?P<hca>\S+)|Infiniband device '(?P<ib>[^']+)' port (?P<port>\d+))"
+    r"^(?:CA:? '(?P<ca>[^']+)'|hca_id:\s*(?P<hca>\S+)|Infiniband device '(?P<ib>[^']+)' port (?P<port>\d+))"
 )
 _PORT = re.compile(r"^\s*(?:Port (?P<ca>\d+):|port:\s*(?P<hca>\d+))\s*$")
 _NETDEV = re.compile(r"^(?P<name>\S+)\s+port\s+(?P<port>\d+)\s+==>\s+(?P<interface>\S+)")
 _VALUE = re.compile(r"^\s*([A-Za-z_ ]+?):\s*(.+?)\s*$")
-_PORT_FIELDS = {"state": "state", "physical state": "physical_state", "phys state": "physical_state"}
+_PORT_FIELDS = dict.fromkeys(("physical state", "phys state", "phys_state"), "physical_state") | {"state": "state"}
 
 
 def parse_rdma_text(text: str) -> tuple[Nic, ...]:

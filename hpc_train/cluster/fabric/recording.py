@@ -11,11 +11,12 @@ from hpc_train.cluster.fabric.cpu_list import format_cpu_list
 from hpc_train.cluster.fabric.decision import Decision, Job, decide
 from hpc_train.cluster.fabric.discovery import merge, read_tree, recorded_tree
 from hpc_train.cluster.fabric.facts import NodeFacts
-from hpc_train.cluster.fabric.masks import Mask, cpu_masks
+from hpc_train.cluster.fabric.masks import Mask, cpu_masks, unknown_cores
 from hpc_train.cluster.fabric.matrix import parse_matrix
 from hpc_train.cluster.fabric.nccl_settings import Setting, warnings
 from hpc_train.cluster.fabric.rails import Match, PortVerdict, judge_ports, match, port_warnings
 from hpc_train.cluster.fabric.rdma_text import parse_rdma_text
+from hpc_train.cluster.fabric.versions import recorded_versions
 from hpc_train.config.errors import ConfigError
 
 
@@ -31,7 +32,7 @@ class FabricReport:
     warnings: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """One object with ``gpus nics links matching masks environment left_alone warnings unknown``."""
+        """``gpus nics links limits gpu_direct versions matching masks environment left_alone warnings unknown``."""
         verdicts = {(verdict.nic, verdict.port.number): verdict for verdict in self.ports}
         return {
             "fabric": self.decision.fabric,
@@ -53,6 +54,9 @@ class FabricReport:
                 for nic in self.facts.nics
             ],
             "links": [asdict(link) for link in self.facts.links],
+            "limits": asdict(self.facts.limits),
+            "gpu_direct": self.facts.gpu_direct,
+            "versions": dict(self.facts.versions),
             "matching": [asdict(matched) for matched in self.matching],
             "masks": [
                 asdict(mask) | {"cpus": None if mask.cpus is None else format_cpu_list(mask.cpus)}
@@ -61,7 +65,7 @@ class FabricReport:
             "environment": [asdict(variable) for variable in self.decision.variables],
             "left_alone": [asdict(alone) for alone in self.decision.left_alone],
             "warnings": list(self.warnings),
-            "unknown": [*self.facts.unknown, *self.decision.unknown],
+            "unknown": [*self.facts.unknown, *unknown_cores(self.facts), *self.decision.unknown],
         }
 
 
@@ -86,7 +90,7 @@ def read_recording(sysfs: Path | None, matrix: Path | None, rdma: Path | None = 
     if sysfs is not None:
         if not sysfs.is_dir():
             raise ConfigError(f"{sysfs} is not a directory", where="--sysfs", mend="a copy of /sys")
-        facts = read_tree(*recorded_tree(sysfs))
+        facts = replace(read_tree(*recorded_tree(sysfs)), versions=recorded_versions(sysfs))
     if rdma is not None and not facts.nics:
         facts = replace(facts, nics=parse_rdma_text(_read(rdma, "--ibstat", "a file with what ibstat printed")))
     if matrix is not None:
@@ -102,6 +106,6 @@ def gpus_recorded(facts: NodeFacts, sysfs: Path | None) -> int:
 
 def _read(path: Path, where: str, mend: str) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return path.read_text(encoding="utf-8-sig", errors="replace")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}", where=where, mend=mend) from None

@@ -32,7 +32,12 @@ _FOLDERS = ("usr/lib64", "usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu"
 
 def read_versions(root: Path = Path("/")) -> tuple[tuple[str, str], ...]:
     """(name, version) of what is there, sorted; those of Python packages are of this interpreter."""
-    return tuple(sorted([*_of_files(root), *_of_libraries(root), *_of_wheels()]))
+    return tuple(sorted([*recorded_versions(root), *_of_wheels()]))
+
+
+def recorded_versions(root: Path) -> tuple[tuple[str, str], ...]:
+    """Those that a copy of a root directory tells."""
+    return tuple(sorted([*_of_files(root), *_of_libraries(root)]))
 
 
 def _of_files(root: Path) -> Iterator[tuple[str, str]]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 from hpc_train.checkpoint.space import amount
 from hpc_train.cluster.fabric.facts import NodeFacts
+from hpc_train.cluster.fabric.limits import SHARED_MEMORY, UNLIMITED, Limits
 from hpc_train.elastic.rendezvous import candidate_ports
 from hpc_train.launch.doctor.finding import ERROR, OK, WARNING, Finding
 from hpc_train.run.ports import can_listen
 
-SHARED_MEMORY = Path("/dev/shm")
 PER_RANK = 10**9  # bytes: loaders hand batches over in it, NCCL and gloo their buffers
 FEWEST_PER_RANK = 1 << 24  # with less the first batch of pictures ends a loader with a bus error
 FILES_PER_RANK = 1024  # sockets to the other ranks, files of the data
@@ -22,8 +21,8 @@ SAMPLE = 20
 
 def check_limits(facts: NodeFacts, ranks: int) -> Iterator[Finding]:
     yield check_shared_memory(ranks)
-    yield check_locked_memory(bool(facts.nics))
-    yield check_open_files(ranks)
+    yield check_locked_memory(facts.limits, bool(facts.nics))
+    yield check_open_files(facts.limits, ranks)
     yield check_ports()
 
 
@@ -45,25 +44,33 @@ def check_shared_memory(ranks: int, directory: Path = SHARED_MEMORY) -> Finding:
     return Finding("shared memory", level, f"{amount(free)} free in {directory}, {ranks} ranks want 1 GB each", mend)
 
 
-def check_locked_memory(rdma: bool) -> Finding:
+def check_locked_memory(limits: Limits, rdma: bool) -> Finding:
     """RDMA cards read from memory that is locked."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
+    most = limits.locked_memory
+    if most is None:
+        return _unknown("locked memory", "-l")
+    if most == UNLIMITED:
         return Finding("locked memory", OK, "unlimited")
-    text = f"at most {amount(soft)} may be locked (ulimit -l)"
+    text = f"at most {amount(most)} may be locked (ulimit -l)"
     if not rdma:
         return Finding("locked memory", OK, f"{text}; no RDMA card that would need more")
     mend = "LimitMEMLOCK=infinity for slurmd, and PropagateResourceLimitsExcept=MEMLOCK in slurm.conf (the site)"
     return Finding("locked memory", ERROR, f"{text}: RDMA cards cannot register their buffers", mend)
 
 
-def check_open_files(ranks: int) -> Finding:
+def check_open_files(limits: Limits, ranks: int) -> Finding:
     """Of one process; the agent holds some for each rank of its node."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= FILES_PER_RANK:
-        return Finding("open files", OK, f"{'unlimited' if soft == resource.RLIM_INFINITY else soft} per process")
-    mend = f"cluster.setup=['ulimit -n {hard if hard > soft else FILES_PER_RANK * ranks}']"
-    return Finding("open files", WARNING, f"{soft} per process", mend)
+    files, most = limits.open_files, limits.most_open_files or 0
+    if files is None:
+        return _unknown("open files", "-n")
+    if files == UNLIMITED or files >= FILES_PER_RANK:
+        return Finding("open files", OK, f"{'unlimited' if files == UNLIMITED else files} per process")
+    mend = f"cluster.setup=['ulimit -n {most if most > files else FILES_PER_RANK * ranks}']"
+    return Finding("open files", WARNING, f"{files} per process", mend)
+
+
+def _unknown(subject: str, option: str) -> Finding:
+    return Finding(subject, WARNING, "the limit is not known: /proc/self/limits", f"ulimit {option} shows it")
 
 
 def check_ports() -> Finding:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hpc_train.cluster.fabric.decision import Decision
 from hpc_train.cluster.fabric.facts import NodeFacts
+from hpc_train.cluster.fabric.gpu_direct import NONE
 from hpc_train.cluster.fabric.nccl_settings import merged, warnings
 from hpc_train.cluster.fabric.rails import judge_ports, match, port_warnings, rate_gbps
 from hpc_train.launch.doctor.finding import ERROR, OK, WARNING, Finding
@@ -50,6 +51,16 @@ def check_ports(facts: NodeFacts) -> Iterator[Finding]:
         yield Finding("network", WARNING, f"no card is matched to {names}: {unmatched[0].reason}", mend)
     if (total := rate_gbps(facts)) is not None:
         yield Finding("network", OK, f"{total:g} Gb/s between nodes, each way")
+    if facts.gpus and facts.nics and facts.gpu_direct is not None:
+        yield _gpu_direct(facts.gpu_direct)
+
+
+def _gpu_direct(by: str) -> Finding:
+    if by != NONE:
+        return Finding("network", OK, f"cards read GPU memory (GPUDirect RDMA) by {by}")
+    text = "cards cannot read GPU memory: all traffic goes through the host's, up to 3 times slower (GPUDirect RDMA)"
+    mend = "the site: modprobe nvidia_peermem, or NVIDIA's open kernel modules and Linux 5.12 for DMA-BUF"
+    return Finding("network", WARNING, text, mend)
 
 
 def check_environment(

@@ -15,6 +15,7 @@ from hpc_train.cluster.fabric.nccl_settings import merged
 from hpc_train.cluster.fabric.rails import different_rails
 from hpc_train.cluster.fabric.versions import different_versions
 from hpc_train.cluster.fabric.wording import who_has_what
+from hpc_train.cluster.hostlist import expand
 from hpc_train.config.schema import Config
 from hpc_train.launch.container import container_of
 from hpc_train.launch.doctor.disk import BAD_SKEW_S, SKEW_S
@@ -37,8 +38,12 @@ def nodes_of_allocation() -> int:
 def examine_all(nodes: int, config: Config, overrides: Sequence[str]) -> tuple[list[NodeReport], list[Finding]]:
     """The reports of the nodes that have answered, and what is wrong with the others and between them."""
     root = Path(config.run.root)
-    root.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=".doctor-", dir=root))
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=".doctor-", dir=root))
+    except OSError as error:
+        text = f"the nodes cannot leave their reports in {root}: {error.strerror}"
+        return [], [Finding("nodes", ERROR, text, "remove what is not needed any more, or another run.root")]
     try:
         problem = _start(nodes, config, overrides, folder)
         reports = _collect(folder, nodes, wait=problem is None)
@@ -46,7 +51,9 @@ def examine_all(nodes: int, config: Config, overrides: Sequence[str]) -> tuple[l
         shutil.rmtree(folder, ignore_errors=True)
     findings = list(compare(reports))
     if len(reports) < nodes:
+        names = set(expand(os.environ.get("SLURM_JOB_NODELIST", ""))) - {report.name for report in reports}
         text = f"{nodes - len(reports)} of {nodes} nodes have not told" + (f": {problem}" if problem else "")
+        text += f" ({', '.join(sorted(names))})" if names else ""
         mend = f"do they see {root} and the same Python? srun --overlap ls {root}"
         findings.append(Finding("nodes", ERROR, text, mend))
     return reports, findings
@@ -65,7 +72,8 @@ def _start(nodes: int, config: Config, overrides: Sequence[str], folder: Path) -
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     lines = done.stderr.strip().splitlines()
-    return None if done.returncode == 0 else " / ".join(lines[-3:])
+    own = [line.strip() for line in lines if not line.startswith(("srun: ", "slurmstepd: "))]
+    return None if done.returncode == 0 else " / ".join((own or lines)[-3:])
 
 
 def _collect(folder: Path, nodes: int, wait: bool) -> list[NodeReport]:

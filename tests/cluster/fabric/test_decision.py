@@ -65,6 +65,12 @@ def azure(root: Path) -> Machine:
     return machine
 
 
+def azure_with_file(root: Path) -> Machine:
+    machine = azure(root)
+    machine.write("opt/microsoft/ndv4-topo.xml", "<system/>")
+    return machine
+
+
 def gb200(root: Path) -> Machine:
     machine = Machine(root)
     for i in range(4):
@@ -125,6 +131,35 @@ def test_golden(
     assert exported(one_node) == GENERAL | {"GLOO_SOCKET_IFNAME": "lo"} and one_node.fabric == "one_node"
 
 
+@pytest.mark.parametrize(
+    "build",
+    [dgx_a100, hgx, roce, efa, slingshot, azure_with_file, gb200, pcie_box, cpu_only],
+    ids=lambda build: build.__name__,
+)
+def test_the_user_wins_at_each_site_and_place(tmp_path: Path, build: Callable[[Path], Machine]) -> None:
+    """Every other variable is set by the user, in the environment, in the own or in the system's file."""
+    machine = build(tmp_path / "machine")
+    facts = read_tree(machine.root / "sys", machine.root / "proc")
+    facts = replace(facts, node="n1", topology_file=topology_file(facts, machine.root), route="ens1", automatic="lo")
+    job = Job(256, len(facts.gpus), (2, 20))  # so large and old that what can be set is
+    ours = exported(decide([facts], job, {}))
+    home, system, chosen = tmp_path / "home", tmp_path / "nccl.conf", tmp_path / "chosen.conf"
+    home.mkdir()
+    for kept in (0, 1):
+        own = dict.fromkeys(sorted(ours)[kept::2], "the user's")
+        lines = "".join(f"{name}={value}\n" for name, value in own.items())
+        for place in ("the environment", str(home / ".nccl.conf"), str(chosen), str(system)):
+            for file in (home / ".nccl.conf", chosen, system):
+                file.write_text(lines if place == str(file) else "")
+            environment = own if place == "the environment" else {}
+            pointer = {"NCCL_CONF_FILE": str(chosen)} if place == str(chosen) else {}
+            decision = decide([facts], job, settings(environment | pointer, home, system))
+            assert exported(decision) == {name: value for name, value in ours.items() if name not in own}
+            told = {alone.name: alone.reason for alone in decision.left_alone}
+            for name in own:
+                assert told[name] == f"set to the user's by {place}, which wins"
+
+
 def test_without_gpus_nothing_of_nccl(tmp_path: Path) -> None:
     facts = facts_of(cpu_only, tmp_path)
     right = replace(facts, node="n1", route="ens1", automatic="ens1")
@@ -161,6 +196,8 @@ def test_the_topology_file_of_a_virtual_machine(tmp_path: Path) -> None:
     file.touch()
     facts = replace(facts, topology_file=topology_file(facts, tmp_path))
     assert exported(decide([facts], Job(2, 8, (2, 26)), {}))["NCCL_TOPO_FILE"] == "/opt/microsoft/ndv4-topo.xml"
+    pcie = replace(facts, gpus=tuple(replace(gpu, model="NVIDIA A100 80GB PCIe") for gpu in facts.gpus))
+    assert topology_file(pcie, tmp_path) is None, "of another series of machines"
     without = replace(facts, topology_file=None)
     assert "NCCL_TOPO_FILE" not in exported(decide([facts, without], Job(2, 8, (2, 26)), {}))
 
@@ -176,6 +213,16 @@ def test_large_jobs_and_flapping_links_get_patience(tmp_path: Path) -> None:
     assert exported(decision) == GENERAL | patience
     reasons = {variable.name: variable.reason for variable in decision.variables}
     assert "mlx5_3 went down 255 times" in reasons["NCCL_IB_TIMEOUT"]
+
+
+def test_cards_that_are_all_down_leave_the_ethernet(tmp_path: Path) -> None:
+    machine = pcie_box(tmp_path)
+    machine.card("mlx5_0", "pci0000:08/0000:08:01.0", 0, state="1: DOWN", physical="3: Disabled")
+    facts = read_tree(machine.root / "sys", machine.root / "proc")
+    decision = decide([facts], Job(2, 4, (2, 26)), {})
+    assert decision.fabric == "ethernet"
+    told = {alone.name: alone.reason for alone in decision.left_alone}
+    assert "25 Gb/s Ethernet carries at most 3.12 GB/s" in told["NCCL_IB_DISABLE"]
 
 
 def test_nodes_with_different_cards_get_no_list(tmp_path: Path) -> None:

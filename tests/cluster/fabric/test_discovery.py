@@ -8,11 +8,13 @@ import pytest
 
 from hpc_train.cluster.fabric.discovery import discover, merge, read_tree
 from hpc_train.cluster.fabric.facts import NodeFacts
+from hpc_train.cluster.fabric.limits import UNLIMITED, Limits
 from hpc_train.cluster.fabric.masks import cpu_masks
 from hpc_train.cluster.fabric.matrix import parse_matrix
 from hpc_train.cluster.fabric.rails import different_rails, judge_ports, match, port_warnings, usable_nics
 from hpc_train.cluster.fabric.rdma import parse_rate, parse_state, read_rdma
 from hpc_train.cluster.fabric.rdma_text import parse_rdma_text
+from hpc_train.cluster.fabric.recording import read_recording
 from tests.cluster.fabric.machines import Machine, hgx, matrix, switch
 
 IBSTAT = """CA 'mlx5_10'
@@ -187,7 +189,131 @@ def test_nodes_with_other_rails_are_named(tmp_path: Path) -> None:
     assert len(different_rails([good, tree(broken)])) == 1
 
 
+def test_a_default_route_over_a_bond(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    for i in range(3):
+        machine.card(f"mlx5_{i}", f"pci0000:0{i}/0000:0{i}:01.0", 0, layer="Ethernet", interface=f"ens{i}")
+    for below in ("ens1", "ens2"):
+        machine.write(f"sys/class/net/bond0/lower_{below}/mtu", 9000)
+    machine.write("sys/class/net/bond0.7/lower_bond0/mtu", 9000)
+    machine.write("proc/net/route", "Iface\tDestination\nbond0.7\t00000000")
+    assert [verdict.usable for verdict in judge_ports(tree(machine))] == [True, False, False]
+    machine.write("sys/class/net/bond0/lower_ens0/mtu", 9000)
+    assert [verdict.usable for verdict in judge_ports(tree(machine))] == [True] * 3, "there is no other network"
+
+
+def test_rails_beside_faster_storage(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    for i in range(2):
+        machine.gpu(switch(1, i + 1, 1), 0)
+        machine.card(f"mlx5_{i}", switch(1, i + 1, 2), 0, rate="200 Gb/sec (2X NDR)")
+        machine.card(f"mlx5_{i + 2}", f"pci0000:0{i + 2}/0000:0{i + 2}:01.0", 0)
+    assert [verdict.usable for verdict in judge_ports(tree(machine))] == [True, True, False, False]
+
+
+def test_slingshot_cards(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    for i in range(2):
+        machine.gpu(switch(1, i + 1, 1), 0)
+        directory = machine.pci(switch(1, i + 1, 2), 0, vendor="0x17db")
+        (directory / f"net/hsn{i}").mkdir(parents=True)
+        machine.interface(f"hsn{i}", directory, 200_000)
+        machine.link(f"sys/class/cxi/cxi{i}/device", directory)
+    facts = tree(machine)
+    assert [(nic.name, nic.kind, nic.interfaces) for nic in facts.nics] == [
+        ("cxi0", "slingshot", ("hsn0",)),
+        ("cxi1", "slingshot", ("hsn1",)),
+    ]
+    assert [port.rate_gbps for nic in facts.nics for port in nic.ports if port.active] == [200, 200]
+    assert [(matched.nic, matched.way) for matched in match(facts)] == [("cxi0", "PIX"), ("cxi1", "PIX")]
+
+
+def test_azure_has_a_pci_domain_for_each_device(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.numa({0: "0-23", 1: "24-47"})
+    bus = "LNXSYSTM:00/LNXSYBUS:00/ACPI0004:00/VMBUS:00/4750-000{0}/pci{1}:00/{1}:00:00.0"
+    for i in (1, 2):
+        machine.gpu(bus.format(i, f"000{i}"), i - 1, "NVIDIA A100-SXM4-80GB")
+        machine.card(f"mlx5_ib{i - 1}", bus.format(i, f"010{i}"), i - 1, card="MT4124")
+    facts = tree(machine)
+    assert [gpu.pci for gpu in facts.gpus] == ["0001:00:00.0", "0002:00:00.0"]
+    assert facts.link("GPU0", "mlx5_ib0") == "NODE" and facts.link("GPU0", "mlx5_ib1") == "SYS"
+    assert [matched.nic for matched in match(facts)] == ["mlx5_ib0", "mlx5_ib1"]
+
+
+def test_a_copy_that_has_links_and_not_what_they_lead_to(tmp_path: Path) -> None:
+    for i in range(2):
+        place = Path(f"../../../devices/pci0000:80/0000:80:01.0/0000:81:00.0/0000:82:0{i}.0/0000:8{i + 3}:00.0")
+        device = tmp_path / f"sys/class/infiniband/mlx5_{i}"
+        (device / "ports/1").mkdir(parents=True)
+        (device / "device").symlink_to(place)
+        (tmp_path / "sys/bus/pci/devices").mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"sys/bus/pci/devices/0000:8{i + 3}:00.0").symlink_to(place)
+    facts = read_tree(tmp_path / "sys", tmp_path / "proc")
+    assert [nic.pci for nic in facts.nics] == ["0000:83:00.0", "0000:84:00.0"]
+    assert facts.link("mlx5_0", "mlx5_1") == "PIX"
+    (tmp_path / "copied/class/infiniband/mlx5_0/ports/1").mkdir(parents=True)
+    (tmp_path / "copied/class/infiniband/mlx5_0/device").mkdir()
+    (tmp_path / "copied/class/infiniband/mlx5_0/device/uevent").write_text("DRIVER=mlx5\nPCI_SLOT_NAME=0000:1a:00.0\n")
+    assert read_rdma(tmp_path / "copied")[0].pci == "0000:1a:00.0", "links were followed when it was copied"
+
+
+def test_a_bridge_that_names_all_cpus_says_nothing(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.numa({0: "0-23", 1: "24-47"})
+    machine.gpu("pci0000:00/0000:00:02.0/0000:01:00.0", -1)
+    machine.write("sys/devices/pci0000:00/0000:00:02.0/numa_node", -1)
+    machine.write("sys/devices/pci0000:00/0000:00:02.0/local_cpulist", "0-47")
+    assert tree(machine).gpus[0].cpus == ()
+
+
+def test_what_the_matrix_cannot_say_of_the_cards_in_sysfs(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.gpu(switch(1, 1, 1), 0)
+    machine.card("mlx5_0", switch(1, 1, 2), 0)
+    told = parse_matrix("\tGPU0\tNIC0\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tSYS\t0-3\t0\nNIC0\tSYS\t X\n")
+    facts = merge(tree(machine), told)
+    assert [nic.name for nic in facts.nics] == ["mlx5_0"] and facts.link("GPU0", "mlx5_0") == "PIX"
+    assert any("which card NIC0 is" in note for note in facts.unknown)
+
+
+def test_limits_and_the_cpuset_of_the_process(tmp_path: Path) -> None:
+    machine = hgx(tmp_path)
+    assert tree(machine).limits == Limits() and tree(machine).allowed == ()
+    machine.write(
+        "proc/self/status", "Name:\tcat\nCpus_allowed:\tff\nCpus_allowed_list:\t0-3,96-99\nMems_allowed_list:\t0"
+    )
+    machine.write(
+        "proc/self/limits",
+        "Limit                     Soft Limit           Hard Limit           Units     \n"
+        "Max open files            1024                 524288               files     \n"
+        "Max locked memory         unlimited            unlimited            bytes     ",
+    )
+    assert tree(machine).limits == Limits(UNLIMITED, 1024, 524288)
+    masks = [mask.cpus for mask in cpu_masks(tree(machine))]
+    assert masks[:4] == [(0, 96), (1, 97), (2, 98), (3, 99)] and masks[4:] == [None] * 4
+
+
+def test_whether_cards_read_gpu_memory(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    assert tree(machine).gpu_direct is None
+    machine.write("sys/module/nvidia/version", "570.133.20")
+    machine.write("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.133.20  Fri")
+    machine.write("proc/sys/kernel/osrelease", "5.14.0-503.el9.x86_64")
+    assert tree(machine).gpu_direct == "none"
+    machine.write(
+        "proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.133.20  R"
+    )
+    assert tree(machine).gpu_direct == "DMA-BUF"
+    machine.write("proc/sys/kernel/osrelease", "4.18.0-553.el8.x86_64")
+    assert tree(machine).gpu_direct == "none"
+    machine.write("sys/module/nvidia_peermem/refcnt", "0")
+    assert tree(machine).gpu_direct == "nvidia_peermem"
+    facts = read_recording(tmp_path, None)
+    assert dict(facts.versions) == {"driver": "570.133.20", "kernel": "4.18.0-553.el8.x86_64"}
+
+
 def test_this_machine() -> None:
     facts = discover()
-    assert facts.node and facts.allowed
+    assert facts.node and facts.allowed and facts.limits.open_files and facts.limits.shared_memory
     assert NodeFacts.from_json(facts.to_json()) == facts

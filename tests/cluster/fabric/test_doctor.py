@@ -12,7 +12,19 @@ import pytest
 from hpc_train.cli import run
 from tests.cluster.fabric.machines import hgx, matrix
 
-KEYS = {"gpus", "nics", "links", "matching", "masks", "environment", "left_alone", "unknown"}
+KEYS = {
+    "gpus",
+    "nics",
+    "links",
+    "limits",
+    "gpu_direct",
+    "versions",
+    "matching",
+    "masks",
+    "environment",
+    "left_alone",
+    "unknown",
+}
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, list[dict[str, str]]]:
