@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from hpc_train.cluster.fabric.cpu_list import parse_cpu_list
@@ -52,7 +52,7 @@ def parse_matrix(text: str) -> NodeFacts:
         unknown.append(f"{len(headers)} matrices one after the other: the first is taken")
     start, header = headers[0]
     end = headers[1][0] if len(headers) > 1 else len(lines)
-    rows = _rows(lines[start + 1 : end], header, unknown.append)
+    rows = _rows(lines[start + 1 : end], header, not text.endswith("\n"), unknown.append)
     names = _legend(lines[start:end], header, unknown.append)
     gpus = tuple(_gpu(device, header, rows, unknown.append) for device in header.devices if _GPU.fullmatch(device))
     nics = tuple(Nic(names[device], kind_of(names[device])) for device in header.devices if device in names)
@@ -72,15 +72,16 @@ def _header(line: str) -> _Header | None:
     return _Header(names, column, tuple(heading for heading in _SIDE_COLUMNS if heading in line), " ".join(cut))
 
 
-def _rows(lines: Iterable[str], header: _Header, doubt: Callable[[str], None]) -> dict[str, _Row]:
+def _rows(lines: Sequence[str], header: _Header, cut: bool, doubt: Callable[[str], None]) -> dict[str, _Row]:
+    """``cut``: the text ends within its last line."""
     rows: dict[str, _Row] = {}
     if header.cut:
         doubt(f"the heading is cut off at {header.cut!r}")
     for heading in _SIDE_COLUMNS[:2]:
         if heading not in header.side:
             doubt(f"there is no column {heading!r}")
-    for line in lines:
-        row = _row(line, header)
+    for number, line in enumerate(lines, start=1):
+        row = _row(line, header, cut and number == len(lines))
         if row is None or row.device in rows:
             continue
         if row.device not in header.devices:
@@ -95,13 +96,14 @@ def _rows(lines: Iterable[str], header: _Header, doubt: Callable[[str], None]) -
     return rows
 
 
-def _row(line: str, header: _Header) -> _Row | None:
+def _row(line: str, header: _Header, cut: bool) -> _Row | None:
     words = line.split()
     if len(words) < 2 or not _is_device(words[0]) or (words[1] not in _PEER_STATUS and not _LINK.fullmatch(words[1])):
         return None
     count = len(header.devices)
     ways = tuple(words[1 : 1 + count])
-    return _Row(words[0], ways, _side_cells(line, words, header) if len(ways) == count else ())
+    side = _side_cells(line, words, header) if len(ways) == count else ()
+    return _Row(words[0], ways, side[:-1] if cut and len(side) < len(header.side) else side)
 
 
 def _side_cells(line: str, words: list[str], header: _Header) -> tuple[str, ...]:

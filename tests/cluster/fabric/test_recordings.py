@@ -12,7 +12,7 @@ from hpc_train.cluster.fabric.masks import cpu_masks
 from hpc_train.cluster.fabric.matrix import parse_matrix
 from hpc_train.cluster.fabric.rails import judge_ports, match, port_warnings
 from hpc_train.cluster.fabric.rdma_text import parse_rdma_text
-from tests.cluster.fabric.printed import MATRICES, Printed
+from tests.cluster.fabric.printed import MATRICES, TABS, Printed
 
 
 @pytest.mark.parametrize("printed", MATRICES.values(), ids=MATRICES.keys())
@@ -39,6 +39,16 @@ def test_what_terminals_and_launchers_add_changes_nothing(printed: Printed) -> N
         "\n".join([lines[0].lstrip("\t"), *lines[1:]]) if not printed.spaces else printed.text,
     ):
         assert parse_matrix(text) == parse_matrix(printed.text)
+
+
+@pytest.mark.parametrize("printed", [one for one in MATRICES.values() if one.columns == TABS])
+def test_a_copy_that_ends_somewhere_says_less_and_nothing_else(printed: Printed) -> None:
+    whole = parse_matrix(printed.text)
+    known = {gpu.index: gpu for gpu in whole.gpus}
+    for end in range(0, len(printed.text), 3):
+        cut = parse_matrix(printed.text[:end])
+        for gpu in cut.gpus:
+            assert gpu.cpus in ((), known[gpu.index].cpus) and gpu.numa_nodes in ((), known[gpu.index].numa_nodes)
 
 
 @dataclass(frozen=True)
