@@ -107,4 +107,10 @@ def _node(node: Node, ranks: int) -> dict[str, Any]:
 
 def _warnings(nodes: Sequence[NodeFacts]) -> list[str]:
     ports = [f"{facts.node}: {warning}" for facts in nodes for warning in port_warnings(facts)]
-    return [*ports, *(f"GPUs and cards do not match alike: {line}" for line in different_rails(nodes))]
+    gpus = [f"{facts.node}: {gpu.name}: {trouble}" for facts in nodes for gpu in facts.gpus for trouble in gpu.troubles]
+    locking = [
+        f"{facts.node}: {facts.limits.locking}: RDMA cards cannot register their buffers"
+        for facts in nodes
+        if facts.nics and facts.limits.locking
+    ]
+    return [*gpus, *ports, *locking, *(f"GPUs and cards do not match alike: {line}" for line in different_rails(nodes))]

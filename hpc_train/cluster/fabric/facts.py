@@ -24,6 +24,7 @@ class Gpu:
         cpus: the CPUs near it, as the machine says.
         numa_nodes: NUMA nodes whose CPUs those are; several where one socket is cut into more.
         slices: the UUIDs of its MIG slices.
+        troubles: what is wrong with it, in words.
     """
 
     index: int
@@ -33,6 +34,7 @@ class Gpu:
     numa_nodes: tuple[int, ...] = ()
     cpus: tuple[int, ...] = ()
     slices: tuple[str, ...] = ()
+    troubles: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

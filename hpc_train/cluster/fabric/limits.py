@@ -28,6 +28,13 @@ class Limits:
     most_open_files: int | None = None
     shared_memory: int | None = None
 
+    @property
+    def locking(self) -> str | None:
+        """How much may be locked, in words; None where that is not limited, or not known."""
+        if self.locked_memory in (None, UNLIMITED):
+            return None
+        return f"at most {self.locked_memory} bytes may be locked (ulimit -l)"
+
 
 def read_limits(proc: Path) -> Limits:
     """Those of the process that reads, or of the one that copied its ``/proc/self/limits`` into a recording."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from hpc_train.cluster.fabric.facts import Gpu
+from hpc_train.cluster.fabric.gpu_health import gpu_troubles
 
 
 def nvml() -> Any | None:
@@ -48,7 +49,8 @@ def filled(seen: Sequence[Gpu], told: Sequence[Gpu]) -> tuple[Gpu, ...]:
 def _filled(seen: Gpu, told: Gpu | None) -> Gpu:
     if told is None:
         return seen
-    return replace(seen, model=seen.model or told.model, uuid=seen.uuid or told.uuid, slices=told.slices)
+    model, uuid = seen.model or told.model, seen.uuid or told.uuid
+    return replace(seen, model=model, uuid=uuid, slices=told.slices, troubles=told.troubles)
 
 
 def _gpu(library: Any, handle: Any) -> Gpu:
@@ -60,6 +62,7 @@ def _gpu(library: Any, handle: Any) -> Gpu:
         model=_text(library.nvmlDeviceGetName(handle)),
         uuid=_text(library.nvmlDeviceGetUUID(handle)),
         slices=tuple(_slices(library, handle)),
+        troubles=gpu_troubles(library, handle),
     )
 
 

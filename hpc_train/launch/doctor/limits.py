@@ -46,12 +46,11 @@ def check_shared_memory(ranks: int, directory: Path = SHARED_MEMORY) -> Finding:
 
 def check_locked_memory(limits: Limits, rdma: bool) -> Finding:
     """RDMA cards read from memory that is locked."""
-    most = limits.locked_memory
-    if most is None:
+    if limits.locked_memory is None:
         return _unknown("locked memory", "-l")
-    if most == UNLIMITED:
+    text = limits.locking
+    if text is None:
         return Finding("locked memory", OK, "unlimited")
-    text = f"at most {amount(most)} may be locked (ulimit -l)"
     if not rdma:
         return Finding("locked memory", OK, f"{text}; no RDMA card that would need more")
     mend = "LimitMEMLOCK=infinity for slurmd, and PropagateResourceLimitsExcept=MEMLOCK in slurm.conf (the site)"

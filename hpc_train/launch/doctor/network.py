@@ -33,6 +33,10 @@ def check_gpus(facts: NodeFacts, asked: int | str) -> Iterator[Finding]:
         yield Finding("GPUs", WARNING, f"{text}: the slowest sets the pace", "cluster.constraint or cluster.gpu_type")
     else:
         yield Finding("GPUs", OK, text)
+    for gpu in facts.gpus:
+        for trouble in gpu.troubles:
+            mend = f"cluster.exclude={facts.node}; for the staff: nvidia-smi -q -i {gpu.pci or gpu.index}"
+            yield Finding("GPUs", WARNING, f"{gpu.name}: {trouble}", mend)
 
 
 def check_ports(facts: NodeFacts) -> Iterator[Finding]:

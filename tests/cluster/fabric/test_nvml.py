@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from hpc_train.cluster.fabric.facts import Gpu
+from hpc_train.cluster.fabric.facts import Gpu, NodeFacts
 from hpc_train.cluster.fabric.nvml import filled, gpus_of
+from hpc_train.launch.doctor.network import check_gpus
 
 
 class NVMLError(Exception):
@@ -44,6 +45,45 @@ class Library:
         if number == 1:
             raise NVMLError("not found")
         return f"{handle}-{number}"
+
+
+class Worn(Library):
+    """The first GPU is about to fail; the second one's driver tells little."""
+
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
+
+    def nvmlDeviceGetRemappedRows(self, handle: int) -> tuple[int, int, int, int]:
+        if handle == 1:
+            raise NVMLError("not supported")
+        return (0, 1, 1, 0)
+
+    def nvmlDeviceGetTotalEccErrors(self, handle: int, kind: int, since: int) -> int:
+        assert (kind, since) == (1, 0)
+        return 3 if handle == 0 else 0
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: int) -> int:
+        return 0x4 | 0x20 | 0x80 if handle == 0 else 0x1
+
+    def nvmlDeviceGetCurrPcieLinkWidth(self, handle: int) -> int:
+        return 8 if handle == 0 else 16
+
+    def nvmlDeviceGetMaxPcieLinkWidth(self, handle: int) -> int:
+        return 16
+
+
+def test_what_is_wrong_with_a_gpu_is_told() -> None:
+    good, worn = gpus_of(Worn())
+    assert good.troubles == () and [gpu.troubles for gpu in gpus_of(Library())] == [(), ()]
+    assert worn.troubles == (
+        "rows of its memory are to be remapped: it needs a reset",
+        "3 uncorrected memory errors (ECC) since its driver was loaded",
+        "its clocks are held down as it is too warm and by the power supply",
+        "its PCIe link has 8 of 16 lanes",
+    )
+    facts = NodeFacts("n1", (worn,), visible=("0",))
+    found = [finding for finding in check_gpus(facts, "auto") if finding.level == "warning"]
+    assert len(found) == 4 and all("cluster.exclude=n1" in finding.mend for finding in found)
+    assert NodeFacts.from_json(facts.to_json()) == facts
 
 
 def test_gpus_are_numbered_as_cuda_does() -> None:

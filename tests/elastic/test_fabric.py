@@ -1,0 +1,43 @@
+"""What is told and written down of the nodes of an attempt."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpc_train.cluster.fabric.facts import Gpu, Nic, NodeFacts
+from hpc_train.cluster.fabric.limits import UNLIMITED, Limits
+from hpc_train.config.layout import Layout
+from hpc_train.config.schema import Config
+from hpc_train.elastic.coordinator import Start
+from hpc_train.elastic.fabric import Fabric
+from hpc_train.elastic.nodes import Node
+from hpc_train.measure.expected import read_fabric
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from hpc_train.run.files import read_json
+
+
+def test_what_is_wrong_with_a_node_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDirectory(tmp_path)
+    run.create()
+    good = NodeFacts(
+        "n1", (Gpu(0),), (Nic("mlx5_0", "mellanox"),), limits=Limits(UNLIMITED, 1024), gpu_direct="DMA-BUF"
+    )
+    worn = replace(
+        good, node="n2", gpus=(Gpu(0, troubles=("its PCIe link has 8 of 16 lanes",)),), limits=Limits(8 << 20, 1024)
+    )
+    nodes = tuple(Node(i, f"n{i + 1}", "", None, 1, 1, facts) for i, facts in enumerate((good, worn)))
+    start = Start(nodes, Layout(2, 1, 1, 1, "ddp", "1f1b", 1, 1, 1))
+    fabric, events = Fabric(run, Config(), []), EventLog.open(run, "agent-n1", 0)
+    for _ in range(2):
+        fabric.decide(start, events)
+    told = read_json(run.fabric)["warnings"]
+    assert told == [
+        "n2: GPU0: its PCIe link has 8 of 16 lanes",
+        "n2: at most 8388608 bytes may be locked (ulimit -l): RDMA cards cannot register their buffers",
+    ]
+    assert capsys.readouterr().out.count(told[0]) == 1
+    assert read_fabric(run) == (good, worn), "limits and all else"
