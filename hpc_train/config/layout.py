@@ -114,7 +114,7 @@ def resolve_layout(config: Config, nodes: int, workers_per_node: int) -> Layout:
     dp = _data_parallel(strategy, available, pp, tp)
     _check_use(dp * pp * tp, nodes, available, notes)
     stages_per_rank = strategy.stages_per_rank if pp > 1 else 1
-    _check_tensor_parallel(strategy, dp, tp)
+    _check_tensor_parallel(config, dp, tp)
     schedule, (micro_batches, micro_size) = _schedule(config, dp, pp, stages_per_rank, notes)
     kind = _kept_in_step_by(config, dp, tp, notes)
     reproducible, logical = config.train.reproducible is not None, 0
@@ -223,8 +223,14 @@ def _check_use(world_size: int, nodes: int, available: int, notes: list[str]) ->
     notes.append(f"the layout uses {world_size} of {available} workers")
 
 
-def _check_tensor_parallel(strategy: StrategyConfig, dp: int, tp: int) -> None:
-    if tp > 1 and dp > 1 and strategy.data_parallel == "ddp":
+def _check_tensor_parallel(config: Config, dp: int, tp: int) -> None:
+    if tp > 1 and config.train.compile:
+        raise ConfigError(
+            "compiled layers fail in the backward of tensor parallelism (torch 2.13)",
+            where="train.compile, strategy.tp",
+            mend="train.compile=false, or strategy.tp=1",
+        )
+    if tp > 1 and dp > 1 and config.strategy.data_parallel == "ddp":
         raise ConfigError(
             "DDP does not know tensor-parallel parameters",
             where="strategy.data_parallel",

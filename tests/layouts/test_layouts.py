@@ -48,6 +48,7 @@ REASONS = (
     "exchange gradients, which the host's cannot",
     "taken once",
     "a compiled layer has only one",
+    "fail in the backward of tensor parallelism",
     "no rank has a whole one to compress",
     "has slices of gradients",
 )
