@@ -190,17 +190,6 @@ def test_bf16_autocast_stays_near_fp32(tokens: Tensor) -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_compiled_layer_computes_the_same(tokens: Tensor) -> None:
-    model = with_values(TINY_GPT)
-    expected, _ = model(tokens, {}, tokens)
-    for layer in model.layers.values():
-        layer.compile()
-    loss, _ = model(tokens, {}, tokens)
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-4)
-    loss.backward()
-    assert all("_orig_mod" not in name for name, _ in model.named_parameters())
-
-
 def test_loss_of_half_precision_hidden_states_is_formed_in_float32() -> None:
     logits = torch.randn(5, 11).bfloat16()
     from hpc_train.models.losses import cross_entropy
