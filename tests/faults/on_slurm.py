@@ -194,10 +194,14 @@ def daemons(cluster: Cluster, node: str) -> list[psutil.Process]:
 
 
 def of_node(cluster: Cluster, node: str) -> list[psutil.Process]:
-    """All that dies when ``node`` loses its power."""
+    """All that dies when ``node`` loses its power, in the order in which nobody can tell of another's death.
+
+    An srun has a child that waits for its parent's death, to have Slurm kill the step on all nodes.
+    """
     tasks = list(processes(cluster, node))
+    sruns = [process for process in reversed(tasks) if process.name() == "srun"]
     parents = {parent for one in tasks if (parent := one.parent()) is not None and parent.name() == "slurmstepd"}
-    return [*daemons(cluster, node), *parents, *tasks]
+    return [*sruns, *daemons(cluster, node), *parents, *(process for process in tasks if process not in sruns)]
 
 
 def agent(cluster: Cluster, node: str) -> psutil.Process:
