@@ -18,7 +18,7 @@ from hpc_train.data.dataset import Dataset, SampleError
 from hpc_train.data.loader import MicroBatchReader, Request, Stacked
 from hpc_train.data.order import Order
 from hpc_train.data.skipped import Skipped
-from hpc_train.data.uneven import Dealer
+from hpc_train.data.uneven import TokenBalance
 
 NOTHING = Skipped()
 MOST_LOADER_WORKERS = 4  # of "auto"
@@ -56,8 +56,8 @@ def loader_workers(batch: BatchConfig, dataset: Dataset, local_ranks: int) -> in
 def example_micro_batch(dataset: Dataset, layout: Layout, device: torch.device) -> Batch:
     """A micro-batch as a step has them, of the first samples: for measurements before the first step."""
     slots = tuple(index % len(dataset) for index in range(layout.micro_size))
-    dealer = _dealer(dataset, layout)
-    request = Request(slots, 0, 0, None if dealer is None else dealer.widest)
+    balance = _balance(dataset, layout)
+    request = Request(slots, 0, 0, None if balance is None else balance.widest)
     inputs, targets, context, _ = next(MicroBatchReader(dataset, [request], workers=0, ahead=1, pin=False))
     return Batch(inputs, targets, context).to(device)
 
@@ -91,7 +91,7 @@ class TrainFeed:
         self._order = Order(len(dataset), batch.global_size, batch.drop_last, seed)
         self._skipped = skipped
         steps = map(skipped.position, count(start_step))
-        requests = _requests(self._order, layout, dp_rank, steps, _dealer(dataset, layout))
+        requests = _requests(self._order, layout, dp_rank, steps, _balance(dataset, layout))
         workers = loader_workers(batch, dataset, local_ranks)
         self._steps = _Steps(dataset, requests, layout.micro_batches, workers, device)
         self._ahead: LocalBatch | Exception | None = None
@@ -149,8 +149,8 @@ class EvalFeed:
         return self._order.steps_per_epoch
 
     def __iter__(self) -> Iterator[LocalBatch]:
-        dealer = _dealer(self._dataset, self._layout)
-        requests = _requests(self._order, self._layout, self._dp_rank, iter(range(len(self))), dealer)
+        balance = _balance(self._dataset, self._layout)
+        requests = _requests(self._order, self._layout, self._dp_rank, iter(range(len(self))), balance)
         steps = _Steps(self._dataset, requests, self._layout.micro_batches, self._workers, self._device)
         try:
             ahead = next(steps)
@@ -197,17 +197,17 @@ class _Steps:
 
 
 def _requests(
-    order: Order, layout: Layout, dp_rank: int, steps: Iterator[int], dealer: Dealer | None
+    order: Order, layout: Layout, dp_rank: int, steps: Iterator[int], balance: TokenBalance | None
 ) -> Iterator[Request]:
     for step in steps:
         template, epoch = order.template(step), order.epoch_of(step)
-        if dealer is None:
+        if balance is None:
             for slots in order.rank_batch(step, layout, dp_rank):
                 yield Request(tuple(slots.tolist()), template, epoch)
         else:
-            for row in dealer.rank_batch(order, step, dp_rank):
+            for row in balance.rank_batch(order, step, dp_rank):
                 yield Request(tuple(row.slots.tolist()), template, epoch, row.width)
 
 
-def _dealer(dataset: Dataset, layout: Layout) -> Dealer | None:
-    return None if dataset.lengths is None else Dealer(np.asarray(dataset.lengths), layout)
+def _balance(dataset: Dataset, layout: Layout) -> TokenBalance | None:
+    return None if dataset.lengths is None else TokenBalance(np.asarray(dataset.lengths), layout)

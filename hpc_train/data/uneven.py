@@ -1,4 +1,4 @@
-"""Samples of uneven length: dealt so that all ranks get about equally many tokens, padded to the longest beside them.
+"""Samples of uneven length: divided so that all ranks get about equally many tokens, padded to the longest beside them.
 
 The samples of a global batch are sorted by length. Each micro-batch takes the next longest of them, and always the rank
 with the fewest tokens so far gets the next one. So what is side by side is about equally long, little is padding, and
@@ -32,7 +32,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Dealer:
+class TokenBalance:
     """``lengths``: tokens of each sample of the dataset."""
 
     lengths: Indices
@@ -53,8 +53,8 @@ class Dealer:
         slots = np.pad(slots, (0, room - len(slots)), constant_values=PADDING)
         slots = slots[np.argsort(-self._sizes(slots), kind="stable")]
         if layout.pp > 1:
-            hands = self._spread(slots, np.zeros(layout.dp * layout.micro_batches, np.int64))
-            own = hands.reshape(layout.dp, layout.micro_batches, layout.micro_size)[dp_rank]
+            shares = self._spread(slots, np.zeros(layout.dp * layout.micro_batches, np.int64))
+            own = shares.reshape(layout.dp, layout.micro_batches, layout.micro_size)[dp_rank]
             return [Row(row, self.widest) for row in own]
         tokens = np.zeros(layout.dp, np.int64)
         blocks = slots.reshape(layout.micro_batches, -1)
@@ -68,18 +68,18 @@ class Dealer:
         return min(_round_up(max(1, int(self._sizes(block[:1])[0])), unit), self.widest)
 
     def _spread(self, slots: Indices, tokens: Indices) -> Indices:
-        """``[hands, slots / hands]``: the next slot goes to the hand with the fewest ``tokens``, which are updated."""
+        """``[shares, slots / shares]``: the next slot goes to the share of the fewest ``tokens``, which are updated."""
         room = len(slots) // len(tokens)
-        hands: list[list[int]] = [[] for _ in tokens]
-        open_hands = [(int(held), hand) for hand, held in enumerate(tokens)]
-        heapify(open_hands)
+        shares: list[list[int]] = [[] for _ in tokens]
+        not_full = [(int(held), share) for share, held in enumerate(tokens)]
+        heapify(not_full)
         for slot, size in zip(slots.tolist(), self._sizes(slots).tolist(), strict=True):
-            held, hand = heappop(open_hands)
-            hands[hand].append(slot)
-            tokens[hand] = held + size
-            if len(hands[hand]) < room:
-                heappush(open_hands, (held + size, hand))
-        return np.array(hands, np.int64)
+            held, share = heappop(not_full)
+            shares[share].append(slot)
+            tokens[share] = held + size
+            if len(shares[share]) < room:
+                heappush(not_full, (held + size, share))
+        return np.array(shares, np.int64)
 
 
 def fitted(sample: Sample, width: int) -> Sample:

@@ -96,7 +96,7 @@ RESPONSES: dict[Failure, Response] = {
         "a smaller batch.micro_size, train.activation_checkpointing=full, or sharded state (strategy=zero3)",
     ),
     Failure.DISK_FULL: Response(
-        Action.FAIL, "make room on the disk that it names, or take another run.root; the last checkpoint is whole"
+        Action.FAIL, "make room on the disk that it names, or take another run.root; what was saved before is whole"
     ),
     Failure.NAN: Response(Action.GIVE_UP, "a lower optim.lr, more optim.warmup_steps, or look at the data"),
 }

@@ -18,7 +18,7 @@ from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import Dataset, Indices, Sample, SampleError
 from hpc_train.data.feed import EvalFeed, LocalBatch, TrainFeed
 from hpc_train.data.order import PADDING, Order
-from hpc_train.data.uneven import WIDTHS, Dealer, Row, fitted
+from hpc_train.data.uneven import WIDTHS, Row, TokenBalance, fitted
 from tests.data.layouts import replicas
 
 CPU = torch.device("cpu")
@@ -28,9 +28,9 @@ def lengths_of(samples: int, seed: int = 0) -> Indices:
     return np.random.default_rng(seed).geometric(1 / 60, size=samples)
 
 
-def dealt(order: Order, step: int, layout: Layout, lengths: Indices) -> list[list[Row]]:
-    dealer = Dealer(lengths, layout)
-    return [dealer.rank_batch(order, step, rank) for rank in range(layout.dp)]
+def divided(order: Order, step: int, layout: Layout, lengths: Indices) -> list[list[Row]]:
+    balance = TokenBalance(lengths, layout)
+    return [balance.rank_batch(order, step, rank) for rank in range(layout.dp)]
 
 
 @st.composite
@@ -46,7 +46,7 @@ def cases(draw: st.DrawFn) -> tuple[Order, Layout]:
 def test_a_step_has_the_same_samples_on_any_ranks_and_shapes_agree(case: tuple[Order, Layout], step: int) -> None:
     order, layout = case
     lengths = lengths_of(order.samples)
-    ranks = dealt(order, step, layout, lengths)
+    ranks = divided(order, step, layout, lengths)
     slots = np.concatenate([row.slots for rank in ranks for row in rank])
     expected = order.slots(step, 0, order.global_size)
     assert sorted(slots[slots != PADDING]) == sorted(expected[expected != PADDING])
@@ -65,7 +65,7 @@ def test_ranks_get_equally_many_tokens_and_little_is_padding(dp: int) -> None:
     layout = replicas(dp, 128, 4)
     widths, spread, plain_spread = set(), [], []
     for step in range(20):
-        ranks = dealt(order, step, layout, lengths)
+        ranks = divided(order, step, layout, lengths)
         tokens = [sum(int(lengths[row.slots].sum()) for row in rank) for rank in ranks]
         plain = [int(lengths[order.rank_batch(step, layout, rank)].sum()) for rank in range(dp)]
         spread.append(max(tokens) / min(tokens))
@@ -80,7 +80,7 @@ def test_ranks_get_equally_many_tokens_and_little_is_padding(dp: int) -> None:
 
 def test_micro_batches_of_a_pipeline_get_equally_many_tokens() -> None:
     lengths, order = lengths_of(4000), Order(4000, 128, True, 7)
-    ranks = dealt(order, 3, replace(replicas(2, 128, 8), pp=2), lengths)
+    ranks = divided(order, 3, replace(replicas(2, 128, 8), pp=2), lengths)
     tokens = [int(lengths[row.slots].sum()) for rank in ranks for row in rank]
     assert len(tokens) == 16 and max(tokens) / min(tokens) < 1.1
 
