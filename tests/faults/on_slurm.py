@@ -199,7 +199,8 @@ def of_node(cluster: Cluster, node: str) -> list[psutil.Process]:
     An srun has a child that waits for its parent's death, to have Slurm kill the step on all nodes.
     """
     tasks = list(processes(cluster, node))
-    sruns = [process for process in reversed(tasks) if process.name() == "srun"]
+    found = {process.pid: process for process in tasks if process.name() == "srun"}
+    sruns = sorted(found.values(), key=lambda process: process.ppid() not in found)  # children first
     parents = {parent for one in tasks if (parent := one.parent()) is not None and parent.name() == "slurmstepd"}
     return [*sruns, *daemons(cluster, node), *parents, *(process for process in tasks if process not in sruns)]
 
