@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 
@@ -38,6 +39,9 @@ def _of_python(error: BaseException) -> ConfigError | None:
     if isinstance(error, PermissionError) and error.filename:
         mend = "a directory of your own as run.root; of a run that is shared, run.group= of who made it"
         return ConfigError(f"you may not use {error.filename}", where="its permissions", mend=mend)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        mend = "make room, or take another run.root or TMPDIR; python -m hpc_train doctor shows what is full"
+        return ConfigError(f"{error.strerror}: nothing more can be written", where="run.root or TMPDIR", mend=mend)
     return None
 
 

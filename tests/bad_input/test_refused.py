@@ -9,6 +9,7 @@ import pytest
 
 from hpc_train.cli import run
 from hpc_train.config.freeze import freeze
+from hpc_train.config.translate import translate
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
 from tests.config.composing import config_of
@@ -201,3 +202,12 @@ def test_every_door_refuses_alike_and_leaves_nothing(arguments: list[str], place
     assert "Traceback" not in done.stderr
     assert done.stderr.count("set in:") == 1
     assert everything(place) == before
+
+
+def test_a_full_disk_is_told_in_one_message() -> None:
+    with pytest.raises(OSError) as full, Path("/dev/full").open("wb", buffering=0) as file:
+        file.write(b"no room")
+    mistake = translate(full.value)
+    assert mistake is not None
+    assert mistake.what == "No space left on device: nothing more can be written"
+    assert "run.root" in mistake.mend
