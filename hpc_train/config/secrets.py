@@ -1,4 +1,5 @@
-"""Keys and tokens never reach a run directory: a config that would write one is refused.
+"""Keys and tokens never reach a run directory: a config that would write one is refused, a file that holds one is not
+copied with the code.
 
 ``${oc.env:WANDB_API_KEY}`` is convenient and would be frozen in clear text, readable for whoever may read the run.
 Workers inherit the environment, so nothing needs to be copied.
@@ -9,6 +10,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import PurePath
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -21,6 +24,17 @@ SECRET_NAME = re.compile(
 )
 FROM_ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([^,}\s]+)")
 SHORTEST = 8  # characters; a shorter value of a secret's variable stands in too many innocent places
+# Names under which tools keep keys, tokens and passwords; compared in lower case. Python modules are never among them.
+SECRET_DIRECTORIES = frozenset({".aws", ".azure", ".gcloud", ".gnupg", ".kube", ".ssh"})
+SECRET_FILES = (
+    *(".env", ".env.*", ".envrc", ".netrc", "_netrc", ".git-credentials", ".pgpass", ".pypirc", ".npmrc"),
+    *(".htpasswd", ".vault-token", ".dockercfg", "id_rsa", "id_dsa", "id_ecdsa", "id_ecdsa_sk", "id_ed25519"),
+    *("id_ed25519_sk", "*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.kdbx", "*.ppk"),
+    *(f"{name}{suffix}" for name in ("credentials", "secrets") for suffix in ("", ".json", ".yaml", ".yml", ".toml")),
+    *("credentials.ini", "secrets.ini", "credentials.csv", "client_secret*.json", "service[-_]account*.json"),
+    *("application_default_credentials.json", "kaggle.json"),
+)
+NO_SECRET_FILES = (".env.example", ".env.sample", ".env.template", ".env.dist")  # they show what an .env would hold
 MEND = "leave it in the environment: workers inherit it; the config is written to the run directory in clear text"
 
 
@@ -40,6 +54,16 @@ def refuse_secret_arguments(arguments: Iterable[str], environment: Mapping[str, 
     held = _secrets(environment)
     for argument in arguments:
         _refuse(argument.split("=", 1)[0], argument, held)
+
+
+def is_secret_file(name: str) -> bool:
+    """Whether the name of a file, relative to the work tree, says that it holds keys, tokens or passwords."""
+    path = PurePath(name.lower())
+    if path.name in NO_SECRET_FILES or path.suffix == ".py":
+        return False
+    return any(fnmatchcase(path.name, pattern) for pattern in SECRET_FILES) or not SECRET_DIRECTORIES.isdisjoint(
+        path.parts[:-1]
+    )
 
 
 def _secrets(environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Frozen code: a copy of the user's git work tree, taken when a run is frozen, from which its agents and workers start.
 
-What is copied is what git tracks and what it does not ignore. A copy is named by its content, so the runs of a sweep
-share one and an unchanged tree is copied once. Outside of a work tree nothing is copied, and modules are found as
+The copy holds what git tracks and what it does not ignore, without files that hold secrets. It keeps the modes of the
+work tree, so a file that only its owner may read stays private. A copy is named by its content: the runs of a sweep
+share one, and an unchanged tree is copied once. Outside of a work tree nothing is copied, and modules are found as
 Python finds them.
 """
 
@@ -11,15 +12,17 @@ import hashlib
 import importlib.util
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import Config
+from hpc_train.config.secrets import is_secret_file
 from hpc_train.run.frozen_code import FrozenCode
 
 LIMIT_BYTES = 50 * 2**20
@@ -29,6 +32,8 @@ NAME_LENGTH = 16  # of 64 hexadecimal digits
 
 def take(configs: Sequence[Config], into: Path, directory: Path | None = None) -> FrozenCode | None:
     """Copies the work tree of ``directory`` (the current one unless told) to ``into/<hash>``, for all of ``configs``.
+
+    Says on standard error which files it leaves out because their names say that they hold secrets.
 
     Returns:
         None where ``directory`` is in no work tree, git is absent, or ``run.snapshot`` is off.
@@ -42,18 +47,23 @@ def take(configs: Sequence[Config], into: Path, directory: Path | None = None) -
     if root is None:
         return None
     runs = (Path(os.path.realpath(config.run.root)), Path(os.path.realpath(into)))
-    names = sorted(name for name in _listed(root) if not any((root / name).is_relative_to(path) for path in runs))
+    listed = sorted(name for name in _listed(root) if not any((root / name).is_relative_to(path) for path in runs))
+    secrets = [name for name in listed if is_secret_file(name)]
+    names = [name for name in listed if name not in secrets]
     _check_size(root, names)
     owners = [owner for each in configs for owner in (each.model, each.data) if owner.kind == "custom"]
     for target in {owner._target_ for owner in owners}:
         _check_target(target, root, names)
     contents = {name: _read(root / name) for name in names}
-    digest = _digest(root, contents)
+    modes = _modes(root, names)
+    digest = _digest(contents, modes)
     snapshot = into / digest
     if not snapshot.exists():
-        _write(root, contents, snapshot)
+        _write(contents, modes, snapshot)
     commit = _git(root, "rev-parse", "--verify", "HEAD").strip() or None
-    diff = _write_diff(root, commit, into / f"{digest}.patch")
+    diff = _write_diff(root, commit, secrets, into / f"{digest}.patch")
+    if secrets:
+        print(_left_out(secrets), file=sys.stderr)
     code = FrozenCode(str(root), str(snapshot), (), commit, diff)
     copies = [code.counterpart(path) for path in _import_paths(here, root)]
     return replace(code, paths=tuple(dict.fromkeys(str(copy) for copy in copies if copy is not None)))
@@ -99,28 +109,34 @@ def _read(path: Path) -> bytes:
     return os.fsencode(path.readlink()) if path.is_symlink() else path.read_bytes()
 
 
-def _digest(root: Path, contents: dict[str, bytes]) -> str:
+def _modes(root: Path, names: Iterable[str]) -> dict[str, int]:
+    """Type and permissions of the files, and of the directories below ``root`` that hold them, the outer ones first."""
+    directories = {str(parent) for name in names for parent in PurePath(name).parents}
+    return {name: (root / name).lstat().st_mode for name in [*sorted(directories), *names]}
+
+
+def _digest(contents: dict[str, bytes], modes: dict[str, int]) -> str:
     whole = hashlib.sha256()
-    for name, content in contents.items():
-        kind = "link" if (root / name).is_symlink() else "program" if os.access(root / name, os.X_OK) else "file"
-        whole.update(f"{kind} {hashlib.sha256(content).hexdigest()} {name}\0".encode("utf-8", "surrogateescape"))
+    for name, mode in modes.items():
+        content = hashlib.sha256(contents.get(name, b"")).hexdigest()
+        whole.update(f"{mode:o} {content} {name}\0".encode("utf-8", "surrogateescape"))
     return whole.hexdigest()[:NAME_LENGTH]
 
 
-def _write(root: Path, contents: dict[str, bytes], snapshot: Path) -> None:
+def _write(contents: dict[str, bytes], modes: dict[str, int], snapshot: Path) -> None:
     """There at once or not at all: jobs of another submission may be looking."""
     snapshot.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=".", dir=snapshot.parent))
-    partial.chmod(snapshot.parent.stat().st_mode)  # mkdtemp's is the user's alone
-    for name, content in contents.items():
-        source, target = root / name, partial / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if source.is_symlink():
-            target.symlink_to(os.fsdecode(content))
-            continue
-        target.write_bytes(content)
-        if os.access(source, os.X_OK):
-            target.chmod(target.stat().st_mode | 0o100)
+    partial = Path(tempfile.mkdtemp(prefix=".", dir=snapshot.parent))  # nobody else can look in yet
+    for name, mode in modes.items():
+        target = partial / name
+        if stat.S_ISLNK(mode):
+            target.symlink_to(os.fsdecode(contents[name]))
+        elif stat.S_ISDIR(mode):
+            target.mkdir(mode=mode & 0o777 | 0o700, exist_ok=True)
+        else:
+            with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode & 0o777), "wb") as file:
+                file.write(contents[name])
+    partial.chmod(snapshot.parent.stat().st_mode & (modes.get(".", 0o777) | 0o7700))
     try:
         partial.rename(snapshot)
     except OSError:  # another submission was faster with the same content
@@ -129,12 +145,23 @@ def _write(root: Path, contents: dict[str, bytes], snapshot: Path) -> None:
             raise
 
 
-def _write_diff(root: Path, commit: str | None, path: Path) -> str | None:
-    text = _git(root, "diff", "--binary", "HEAD") if commit else ""
+def _write_diff(root: Path, commit: str | None, secrets: Sequence[str], path: Path) -> str | None:
+    without = [f":(top,exclude,literal){name}" for name in secrets]
+    text = _git(root, "diff", "--binary", "HEAD", "--", ".", *without) if commit else ""
     if not text:
         return None
+    path.touch(mode=0o600)  # it may hold lines of files that only their owner may read
     path.write_text(text, encoding="utf-8", errors="surrogateescape")
     return str(path)
+
+
+def _left_out(secrets: Sequence[str]) -> str:
+    more = f" and {len(secrets) - LISTED} more" if len(secrets) > LISTED else ""
+    return (
+        "note: the copy of the code leaves out files whose names say that they hold secrets: "
+        f"{', '.join(secrets[:LISTED])}{more}. Workers inherit the environment of the submission; "
+        "run.snapshot=false starts them from the work tree itself"
+    )
 
 
 def _import_paths(here: Path, root: Path) -> list[Path]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,6 +22,13 @@ from tests.config.composing import config_of
 def git(directory: Path, *arguments: str) -> None:
     identity = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
     subprocess.run(["git", "-C", str(directory), *identity, *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture(autouse=True)
+def usual_umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
 
 
 @pytest.fixture
@@ -65,6 +74,60 @@ def test_tracked_and_untracked_files_are_copied_ignored_ones_are_not(tree: Path)
     assert code.commit is not None
     assert code.diff is not None
     assert "+value = 2" in Path(code.diff).read_text()
+
+
+SECRETS = (
+    ".env",
+    ".netrc",
+    "deploy/id_rsa",
+    "credentials.json",
+    ".aws/credentials",
+    ".ENV.production",
+    "tls/server.key",
+)
+NO_SECRETS = (".env.example", "secrets.py", "keys.txt", "conf/credentials/default.yaml")
+
+
+def test_files_that_hold_secrets_are_left_out_and_named(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in (*SECRETS, *NO_SECRETS):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text("first-secret\n")
+    git(tree, "add", "-f", ".env")
+    git(tree, "commit", "-qm", "a secret that git tracks")
+    (tree / ".env").write_text("second-secret\n")
+    code = taken(tree, directory=tree / "package")
+    assert not files(code.snapshot) & set(SECRETS)
+    assert files(code.snapshot) >= set(NO_SECRETS)
+    assert code.diff is not None
+    assert "+value = 2" in Path(code.diff).read_text()
+    assert "secret" not in Path(code.diff).read_text()
+    said = capsys.readouterr().err
+    assert "leaves out files whose names say that they hold secrets" in said
+    assert all(name in said for name in SECRETS)
+    assert not any(name in said for name in NO_SECRETS)
+
+
+def test_nothing_is_said_where_nothing_is_left_out(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    taken(tree)
+    assert capsys.readouterr().err == ""
+
+
+def modes(directory: str | Path) -> dict[str, str]:
+    found = [path for path in Path(directory).rglob("*") if not path.is_symlink()]
+    return {str(path.relative_to(directory)): f"{path.stat().st_mode & 0o777:o}" for path in found}
+
+
+def test_a_private_file_stays_private(tree: Path) -> None:
+    (tree / "untracked.py").chmod(0o600)
+    (tree / "package").chmod(0o700)
+    code = taken(tree)
+    kept = modes(code.snapshot)
+    assert (kept["untracked.py"], kept["package"], kept["tool.sh"]) == ("600", "700", "755")
+    assert Path(code.snapshot).stat().st_mode & 0o777 == tree.stat().st_mode & 0o777
+    assert code.diff is not None
+    assert Path(code.diff).stat().st_mode & 0o777 == 0o600
+    (tree / "untracked.py").chmod(0o644)
+    assert modes(taken(tree).snapshot)["untracked.py"] == "644", "a copy with other modes is another copy"
 
 
 def test_equal_trees_share_a_copy_and_runs_are_no_part_of_it(tree: Path) -> None:
