@@ -166,7 +166,7 @@ def _wandb(run: RunDirectory, record: dict[str, Any]) -> str:
     if found.get("url"):
         return str(found["url"])
     if found.get("mode") == "offline":
-        return f"recorded offline; wandb sync {run.wandb}/offline-run-*   sends it"
+        return f"recorded offline; wandb sync {run.wandb}/offline-run-*   sends all attempts (wandb 0.29 or newer)"
     return "not in use; telemetry.wandb.mode=online with WANDB_API_KEY set"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import netrc
 import os
 import queue
+import re
 import threading
 import urllib.error
 import urllib.request
@@ -24,6 +25,7 @@ ANSWER_S = 5.0  # how long the service may take to answer before a run is offlin
 QUEUED_LINES = 10_000
 FINISH_S = 30.0
 ARTIFACT_S = 600.0  # to finish when a checkpoint is uploaded as well
+SYNCS_ALL = (0, 29)  # the first wandb whose `wandb sync` keeps every attempt of an offline run, as the dependencies say
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ class WandbRun:
     def _session(self) -> None:
         import wandb
 
+        if self.mode == "offline" and (old := _loses_attempts(wandb.__version__)):
+            print(old)
         identity = self._identity
         run = wandb.init(
             id=identity.run_id,
@@ -117,6 +121,18 @@ class WandbRun:
         if not self._trouble:
             self._trouble = True
             print(f"W&B: {reason}; the run goes on without it, its metrics are in {self._identity.directory}/metrics")
+
+
+def _loses_attempts(version: str) -> str | None:
+    """A warning for a wandb that does not upload all attempts of an offline run."""
+    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if found >= SYNCS_ALL:
+        return None
+    needed = ".".join(map(str, SYNCS_ALL))
+    return (
+        f"W&B: wandb {version} is installed, and `wandb sync` below {needed} keeps only the last attempt of an offline "
+        f"run. Run pip install 'wandb>={needed}' before you upload this run"
+    )
 
 
 def resolve_mode(asked: str) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import http.server
+import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -17,6 +19,7 @@ import pytest
 from hpc_train.config.schema import WandbConfig
 from hpc_train.telemetry import wandb_run
 from hpc_train.telemetry.wandb_run import WandbIdentity, WandbRun, resolve_mode
+from tests.telemetry import wandb_service
 from tests.train.runs import frozen, run_attempt
 
 
@@ -55,8 +58,10 @@ class FakeArtifact:
         self.folders.append(folder)
 
 
-def install(monkeypatch: pytest.MonkeyPatch, init: Any) -> None:
-    module = SimpleNamespace(init=init, Settings=lambda **settings: settings, Artifact=FakeArtifact)
+def install(monkeypatch: pytest.MonkeyPatch, init: Any, version: str = "0.29.0") -> None:
+    module = SimpleNamespace(
+        init=init, Settings=lambda **settings: settings, Artifact=FakeArtifact, __version__=version
+    )
     monkeypatch.setitem(sys.modules, "wandb", module)
 
 
@@ -78,6 +83,40 @@ def test_lines_arrive_in_order_also_when_steps_go_back(tmp_path: Path, monkeypat
     assert fake.artifacts[0].folders == [str(tmp_path)]
     assert fake.finished
     assert (run.mode, run.url) == ("offline", fake.url)
+
+
+@pytest.mark.usefixtures("no_account")
+def test_wandb_sync_keeps_all_attempts_of_an_offline_run(tmp_path: Path) -> None:
+    for steps in (range(1, 5), range(5, 9)):  # two attempts; the second went on where the first had stopped
+        attempt = WandbRun(WandbConfig(mode="offline"), identity(tmp_path))
+        for step in steps:
+            attempt.log({"step": step, "loss": 1 / step})
+        attempt.finish()
+        time.sleep(1.0 - time.time() % 1.0)  # wandb names a folder by the second
+    recorded = sorted(map(str, (tmp_path / "wandb").glob("offline-run-*")))
+    assert len(recorded) == 2
+    with wandb_service.service() as receiver:
+        own = {"WANDB_BASE_URL": receiver.url, "WANDB_API_KEY": "0" * 40, "HOME": str(tmp_path)}
+        own |= {f"WANDB_{name}_DIR": str(tmp_path / name) for name in ("CONFIG", "CACHE", "DATA")}
+        command = [sys.executable, "-m", "wandb", "sync", *recorded]
+        done = subprocess.run(
+            command, env=os.environ | own, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert receiver.steps() == list(range(1, 9)), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "warns"), [("0.17.0", True), ("0.28.2", True), ("0.29.0", False), ("1.0rc1", False)]
+)
+def test_a_wandb_that_would_lose_attempts_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], version: str, warns: bool
+) -> None:
+    install(monkeypatch, lambda **settings: FakeRun(), version)
+    WandbRun(WandbConfig(mode="offline"), identity(tmp_path)).finish()
+    said = capsys.readouterr().out
+    assert (f"wandb {version} is installed" in said and "pip install 'wandb>=0.29'" in said) is warns
+    assert warns or said == ""
 
 
 def fail(**settings: Any) -> None:

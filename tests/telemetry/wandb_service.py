@@ -1,0 +1,93 @@
+"""A stand-in for the W&B service on this machine: as much of it as ``wandb sync`` asks for."""
+
+from __future__ import annotations
+
+import gzip
+import http.server
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Service(http.server.ThreadingHTTPServer):
+    """Holds the history of one run as the real service does: a line for each offset, and a later one replaces it."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.history: dict[int, dict[str, Any]] = {}
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def steps(self) -> list[int]:
+        return [line["step"] for _, line in sorted(self.history.items())]
+
+    def answer(self, operation: str, variables: dict[str, Any]) -> dict[str, Any]:
+        """What GraphQL returns for an operation, by its name."""
+        run = {
+            **{"id": "run", "name": "abc123", "displayName": "run", "config": "{}", "wandbConfig": '{"t": 1}'},
+            **{"project": {"name": "p", "entity": {"name": "e"}}, "historyLineCount": len(self.history)},
+            **{"eventsLineCount": 0, "logLineCount": 0, "eventsTail": "[]", "tags": [], "summaryMetrics": "{}"},
+            "historyTail": json.dumps([json.dumps(self.history[max(self.history)])] if self.history else []),
+        }
+        if operation == "UpsertBucket":
+            return {"upsertBucket": {"bucket": run, "inserted": not self.history}}
+        if operation == "RunResumeStatus":
+            return {"model": {"id": "p", "name": "p", "bucket": run if self.history else None}}
+        if operation == "CreateRunFiles":
+            files = [{"name": name, "uploadUrl": f"{self.url}/{name}"} for name in variables["files"]]
+            return {"createRunFiles": {"runID": "run", "uploadHeaders": [], "files": files}}
+        return {}
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: Service
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Requests are not printed."""
+
+    def do_GET(self) -> None:
+        self._send({})
+
+    def do_PUT(self) -> None:
+        self._body()
+        self._send({})
+
+    def do_POST(self) -> None:
+        body = json.loads(self._body() or b"{}")
+        if "file_stream" in self.path:
+            history = body.get("files", {}).get("wandb-history.jsonl", {"offset": 0, "content": []})
+            for offset, line in enumerate(history["content"], start=history["offset"]):
+                self.server.history[offset] = json.loads(line)
+            self._send({})
+            return
+        named = re.search(r"(?:query|mutation)\s+(\w+)", body.get("query", ""))
+        self._send({"data": self.server.answer(named[1] if named else "", body.get("variables", {}))})
+
+    def _body(self) -> bytes:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        return gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
+
+    def _send(self, value: dict[str, Any]) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@contextmanager
+def service() -> Iterator[Service]:
+    """A running service; it ends with the context."""
+    started = Service()
+    threading.Thread(target=started.serve_forever, daemon=True).start()
+    try:
+        yield started
+    finally:
+        started.shutdown()
+        started.server_close()
