@@ -145,7 +145,7 @@ class CustomModelConfig:
     kind: str = "custom"
     _target_: str = MISSING
     args: dict[str, Any] = field(default_factory=dict)
-    loss: str = "cross_entropy"  # cross_entropy | mse: applied to the output of a module that brings no loss
+    loss: str = "cross_entropy"  # cross_entropy | mse: of the outputs of a module without a method `loss` of its own
     sync_batch_norm: bool = False
 
 

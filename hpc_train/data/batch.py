@@ -37,7 +37,8 @@ class StepBatch:
 
     Attributes:
         micro_batches: equally many and equally shaped on every rank.
-        target_count: targets that count in the *global* batch, over all ranks: the denominator of the mean loss.
+        target_count: targets that count in the *global* batch, over all ranks: the denominator of the mean of a
+            built-in loss.
     """
 
     micro_batches: tuple[Batch, ...]

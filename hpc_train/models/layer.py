@@ -44,6 +44,11 @@ class CrossEntropyHead(Head):
     chunks: int = 1
     sequence_shards: int = 1
 
+    @property
+    def own_count(self) -> bool:
+        """Only where a subclass brings another loss."""
+        return type(self).loss is not CrossEntropyHead.loss or type(self)._loss is not CrossEntropyHead._loss
+
     def loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         if self.chunks == 1:
             return self._loss(hidden, targets)
@@ -58,7 +63,9 @@ class CrossEntropyHead(Head):
     def correct(self, hidden: Tensor, targets: Tensor) -> Tensor:
         return torch.stack([count_correct(self(part), of) for part, of in self._cut(hidden, targets)]).sum()
 
-    def evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        if self.own_count:
+            return super().evaluate(hidden, targets)
         sums = [self._evaluate(*chunk) for chunk in self._cut(hidden, targets)]
         loss, count, correct = (torch.stack(column).sum() for column in zip(*sums, strict=True))
         return loss, count, correct

@@ -23,12 +23,27 @@ class FlopTerms:
 class Head(nn.Module):
     """The last part of a model: from hidden states to the loss."""
 
+    @property
+    def own_count(self) -> bool:
+        """Whether the count that ``loss`` returns may differ from the number of targets that are not ``IGNORED``.
+
+        If not, the count of the global batch is known before the step and the gradients need no correction after it;
+        a head whose ``loss`` counts exactly those targets may override this with ``own_count = False``.
+        """
+        return True
+
     @abstractmethod
     def loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum of the losses of all targets that count, and their number (both scalars on the device)."""
+        """A sum of losses and a count, both scalars on the device.
+
+        The loss of a step, and its gradient, are the sum over all ranks and micro-batches divided once by the sum of
+        their counts. A count may be a number of targets or of samples or a sum of weights; no gradient flows through
+        it. Targets may be ``IGNORED`` (padding): they must add nothing to either.
+        """
 
     def correct(self, hidden: Tensor, targets: Tensor) -> Tensor | None:
-        """Number of right top-1 predictions among the targets that count; None where that has no meaning."""
+        """Right top-1 predictions in the unit of the count of ``loss``, by which they are divided to give the accuracy;
+        None where that has no meaning."""
         return None
 
     def evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -49,6 +64,11 @@ class Model(nn.Module):
     head: Head | None
     tied: Mapping[str, str] = {}  # alias -> canonical name, both global; instances may override
     sequence_shards: int = 1  # set by tensor parallelism: hidden states hold 1/sequence_shards of the sequence
+
+    @property
+    def own_count(self) -> bool:
+        """``Head.own_count`` of the whole model; a ``forward`` of its own may count as it likes."""
+        return self.head is None or self.head.own_count or type(self).forward is not Model.forward
 
     def forward(
         self, hidden: Tensor, context: Mapping[str, Tensor], targets: Tensor | None = None

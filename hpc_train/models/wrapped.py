@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -16,7 +17,7 @@ from hpc_train.config.errors import ConfigError
 from hpc_train.models.batch_norm import SyncBatchNorm
 from hpc_train.models.losses import count_correct, cross_entropy, squared_error
 
-Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | float]]
 
 
 class WrappedModel(nn.Module):
@@ -26,7 +27,8 @@ class WrappedModel(nn.Module):
     names have no prefix, and checkpoints fit the bare module.
 
     Args:
-        module: what to train. A method ``loss(outputs, targets) -> (sum, count)`` of its own replaces ``loss``.
+        module: what to train. A method ``loss(outputs, targets) -> (sum, count)`` of its own replaces ``loss``; what
+            it returns is divided as ``Head.loss`` says, and the count may also be a plain number.
         loss: ``cross_entropy`` (int64 targets; classes in dim 1, or in the last dim where that fits the targets) or
             ``mse`` (targets of any number format and the shape of the outputs).
 
@@ -42,6 +44,7 @@ class WrappedModel(nn.Module):
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
         self._module = (module,)  # in a tuple, so that it is not registered as a child
         own = getattr(module, "loss", None)
+        self.own_count = callable(own)  # see ``Head.own_count``; the built-in losses count the targets
         self._loss: Loss = own if callable(own) else _LOSSES[loss]
         self._classifies = not callable(own) and loss == "cross_entropy"
         if self.has_batch_statistics and not self._synchronised and _first_of_several():
@@ -75,10 +78,12 @@ class WrappedModel(nn.Module):
             return outputs
         if self._classifies:
             outputs = _classes_last(outputs, targets)
-        sums = self._loss(outputs, targets)
+        total, count = self._loss(outputs, targets)
+        if not isinstance(count, Tensor):
+            count = total.new_full((), count, dtype=torch.float64)
         if self.training:
-            return sums
-        return (*sums, count_correct(outputs, targets) if self._classifies else None)
+            return total, count
+        return (total, count, count_correct(outputs, targets) if self._classifies else None)
 
 
 def _first_of_several() -> bool:

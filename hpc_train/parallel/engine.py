@@ -16,7 +16,8 @@ from hpc_train.parallel.compression.build import Compression
 class StepResult:
     """Sums over this rank's micro-batches, on the device; nothing here has been read by the host.
 
-    A rank without the head holds zeros. ``correct`` counts right top-1 predictions where the model reports them.
+    ``target_count`` is what the loss counts: targets, or what a loss of the user's own returned with its sum. A rank
+    without the head holds zeros. ``correct`` counts right top-1 predictions where the model reports them.
     """
 
     loss_sum: Tensor
@@ -28,8 +29,8 @@ class StepResult:
 class StepNumbers:
     """A step's result as numbers, the same on every rank."""
 
-    loss: float  # mean over the targets of the global batch
-    target_count: int
+    loss: float  # the sum over the global batch, divided by the count
+    target_count: float  # as the loss counts: weights may add up to a fraction
     accuracy: float | None = None
 
 
@@ -52,8 +53,9 @@ class Engine(Protocol):
     def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
         """Forward and backward over all micro-batches.
 
-        Afterwards every parameter's ``.grad`` is the gradient of the mean loss over the *global* batch
-        (loss sum / ``batch.target_count``), times ``loss_scale`` where given. Starts from cleared gradients.
+        Afterwards every parameter's ``.grad`` is the gradient of the mean loss over the *global* batch, times
+        ``loss_scale`` where given: of the sum of losses over the sum of the counts that the loss returned, which is
+        ``batch.target_count`` for a built-in loss. Starts from cleared gradients.
         """
 
     def settle(self, finite: Tensor) -> None:

@@ -6,7 +6,7 @@ one all-reduce of one scalar over all ranks gives the square of the norm. The ho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 
 import torch
@@ -50,7 +50,7 @@ def clip_(
             counted.setdefault(1.0 / _holders(parameter, mesh), []).append(local)
     inverse_scale = None if loss_scale is None else loss_scale.reciprocal()
     norm = _global_norm(counted, inverse_scale, mesh)
-    _multiply(gradients, _factor(norm, max_norm, inverse_scale))
+    multiply_(gradients, _factor(norm, max_norm, inverse_scale))
     return norm
 
 
@@ -91,7 +91,8 @@ def _factor(norm: Tensor, max_norm: float, inverse_scale: Tensor | None) -> Tens
     return factor if inverse_scale is None else factor * inverse_scale
 
 
-def _multiply(gradients: list[Tensor], factor: Tensor | None) -> None:
+def multiply_(gradients: Iterable[Tensor], factor: Tensor | None) -> None:
+    """Multiplies local gradients of any dtypes and devices by a scalar on the device."""
     if factor is None:
         return
     by_dtype: dict[torch.dtype, list[Tensor]] = {}

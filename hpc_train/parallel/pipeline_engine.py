@@ -16,7 +16,7 @@ from hpc_train.config.schema import Config
 from hpc_train.config.stages import place_stages
 from hpc_train.data.batch import Batch, StepBatch
 from hpc_train.models.model import Model
-from hpc_train.parallel import batch_statistics, gradient_norm, naming
+from hpc_train.parallel import batch_statistics, gradient_norm, naming, own_count
 from hpc_train.parallel.bucket_search import Tell
 from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.engine import StepNumbers, StepResult
@@ -83,10 +83,18 @@ class PipelineEngine:
         models = {stage: parallelise(config, mesh, cut(model, stage, layers)) for stage in held}
         self._tied = TiedWeights(models, model.tied, layers, placement, mesh)
         self._parameters = naming.named_parameters(models.values(), model.tied)
+        self._own_count = model.own_count
+        self._copies = [parameter for part in models.values() for parameter in part.parameters()]
         turns: Turns = []
         self._replicas = {  # from the last stage, whose gradients are final first under every schedule
             stage: make_replicas(
-                models[stage], mesh, config.strategy, model.tied, tell_buckets if stage == held[0] else None, turns
+                models[stage],
+                mesh,
+                config.strategy,
+                model.tied,
+                tell_buckets if stage == held[0] else None,
+                turns,
+                self._own_count,
             )
             for stage in reversed(held)
         }
@@ -127,11 +135,19 @@ class PipelineEngine:
         for replicas in self._replicas.values():
             replicas.begin(step, len(batch.micro_batches))
         schedule.step(batch.micro_batches)
-        for replicas in self._replicas.values():
-            replicas.finish()
+        result = self._result(self._loss.sums, self._loss.counts)
+        self._finish(result, batch.target_count)
         self._tied.add_gradients()
         batch_statistics.average_(self._statistics, self._mesh)
-        return self._result(self._loss.sums, self._loss.counts)
+        return result
+
+    def _finish(self, result: StepResult, target_count: int) -> None:
+        replicas = self._replicas.values()
+        if self._own_count:
+            own_count.finish(replicas, self._copies, self._mesh, result.target_count, target_count)
+            return
+        for each in replicas:
+            each.finish()
 
     def settle(self, finite: Tensor) -> None:
         """See ``Engine.settle``."""

@@ -14,7 +14,7 @@ from hpc_train.config.schema import Config
 from hpc_train.data.batch import Batch, StepBatch
 from hpc_train.models.model import Model
 from hpc_train.models.wrapped import WrappedModel
-from hpc_train.parallel import batch_statistics, gradient_norm, naming
+from hpc_train.parallel import batch_statistics, gradient_norm, naming, own_count
 from hpc_train.parallel.bucket_search import Tell
 from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.engine import StepNumbers, StepResult
@@ -39,9 +39,12 @@ class ReplicaEngine:
     ) -> None:
         self._mesh = mesh
         self._precision = config.precision.name
+        self._own_count = model.own_count
         self._model = parallelise(config, mesh, model)
         tied = getattr(self._model, "tied", {})
-        self._replicas = make_replicas(self._model, mesh, config.strategy, tied, tell_buckets)
+        self._replicas = make_replicas(
+            self._model, mesh, config.strategy, tied, tell_buckets, own_count=self._own_count
+        )
         self._parameters = naming.named_parameters([self._model], tied)
         self._statistics = batch_statistics.running_statistics(self._model)
 
@@ -70,10 +73,16 @@ class ReplicaEngine:
                 loss_sum, count, *_ = self._forward(self._replicas.module, micro)
                 loss = loss_sum * factor
                 (loss if loss_scale is None else loss * loss_scale).backward()
-            sums.append((loss_sum.detach(), count))
-        self._replicas.finish()
+            sums.append((loss_sum.detach(), count.detach()))
+        result = StepResult(*(torch.stack(column).sum(0) for column in zip(*sums, strict=True)))
+        if self._own_count:
+            own_count.finish(
+                [self._replicas], self._parameters.values(), self._mesh, result.target_count, batch.target_count
+            )
+        else:
+            self._replicas.finish()
         batch_statistics.average_(self._statistics, self._mesh)
-        return StepResult(*(torch.stack(column).sum(0) for column in zip(*sums, strict=True)))
+        return result
 
     def settle(self, finite: Tensor) -> None:
         """See ``Engine.settle``."""

@@ -59,7 +59,13 @@ class Reduced:
     loss_factor = 1
 
     def __init__(
-        self, module: nn.Module, mesh: Mesh, strategy: StrategyConfig, tied: Mapping[str, str], turns: Turns
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        strategy: StrategyConfig,
+        tied: Mapping[str, str],
+        turns: Turns,
+        own_count: bool,
     ) -> None:
         self.module = module
         named = {canonical_name(raw): p for raw, p in module.named_parameters() if p.requires_grad}
@@ -68,8 +74,10 @@ class Reduced:
         self.reduction: GradientReduction | None = None
         self.compression: Compression | None = None
         if layout.dp > 1 and layout.data_parallel == "reduce":
-            self.reduction = GradientReduction(self._parameters, group, first_cap(strategy), turns)
-            if strategy.compression != "none":
+            compresses = strategy.compression != "none"
+            waits = compresses and own_count  # for the division, which comes before the compression
+            self.reduction = GradientReduction(self._parameters, group, first_cap(strategy), None if waits else turns)
+            if compresses:
                 self.compression = Compression(strategy, named, group, tied, cut=layout.pp > 1)
 
     def begin(self, step: int, backwards: int) -> None:
@@ -171,6 +179,7 @@ def make_replicas(
     tied: Mapping[str, str],
     tell: Tell | None = None,
     turns: Turns | None = None,
+    own_count: bool = False,
 ) -> Replicas:
     """``module`` holds its values, and is sharded where the strategy says so.
 
@@ -178,12 +187,13 @@ def make_replicas(
         tied: alias -> canonical name.
         tell: of the size of buckets that was found.
         turns: of the other stages of this rank, whose gradients are final before this one's.
+        own_count: of the model; gradients that are compressed are then not sent before ``finish``.
     """
     layout, data_parallel = mesh.layout, mesh.layout.data_parallel
     if layout.dp > 1 and data_parallel in ZERO:
         return Sharded(module, mesh, data_parallel)
     ddp = layout.dp > 1 and data_parallel == "ddp"
     turns = [] if turns is None else turns
-    replicas = Replicated(module, mesh, strategy) if ddp else Reduced(module, mesh, strategy, tied, turns)
+    replicas = Replicated(module, mesh, strategy) if ddp else Reduced(module, mesh, strategy, tied, turns, own_count)
     searches = strategy.bucket_cap_mb == "auto" and layout.dp > 1 and data_parallel in ("ddp", "reduce")
     return SearchedReplicas(replicas, mesh, tell) if searches else replicas

@@ -19,7 +19,7 @@ from hpc_train.config.schema import Config
 from hpc_train.data.batch import Batch, StepBatch
 from hpc_train.models.model import Model
 from hpc_train.models.wrapped import WrappedModel
-from hpc_train.parallel import batch_statistics
+from hpc_train.parallel import batch_statistics, own_count
 from hpc_train.parallel.engine import StepResult
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.random_streams import seed_micro_batch
@@ -57,25 +57,29 @@ class ReproducibleEngine(ReplicaEngine):
             micro = batch.micro_batches[node.start - self._own.start]
             return self._gradient(micro, scale, loss_scale)
 
-        *pieces, loss_sum = self._split(self._reduction.reduce([tree_sum(n, leaf) for n in self._reduction.nodes]))
+        whole = self._reduction.reduce([tree_sum(n, leaf) for n in self._reduction.nodes])
+        sizes = [parameter.numel() for parameter in self._parameters.values()]
+        *pieces, loss_sum, own = whole.split([*sizes, 1, int(self._own_count)])
         for parameter, piece in zip(self._parameters.values(), pieces, strict=True):
             parameter.grad = piece.view_as(parameter) if parameter.requires_grad else None
-        counts = self._mesh.rank == 0
-        return StepResult(loss_sum.view(()) * counts, torch.tensor(batch.target_count * counts))
+        first = self._mesh.rank == 0
+        count = own.view(()) * first if self._own_count else torch.tensor(batch.target_count * first)
+        if self._own_count:
+            own_count.divide_(self._parameters.values(), self._mesh, count, batch.target_count)
+        return StepResult(loss_sum.view(()) * first, count)
 
     def _gradient(self, micro: Batch, scale: float, loss_scale: Tensor | None) -> Tensor:
-        """``[parameters + 1]``: the gradient of one micro-batch, and its sum of losses."""
+        """The gradient of one micro-batch and its sum of losses, flat; and its count, where the loss has its own."""
         for parameter in self._parameters.values():
             parameter.grad = None
-        loss_sum, *_ = self._forward(self._model, micro)
+        loss_sum, count, *_ = self._forward(self._model, micro)
         loss = loss_sum * scale
         (loss if loss_scale is None else loss * loss_scale).backward()
         gradients = [
             torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for parameter in self._parameters.values()
         ]
+        sums = [loss_sum, count] if self._own_count else [loss_sum]
         dtype = gradients[0].dtype
-        return torch.cat([*(gradient.reshape(-1) for gradient in gradients), loss_sum.detach().to(dtype).view(1)])
-
-    def _split(self, flat: Tensor) -> tuple[Tensor, ...]:
-        return flat.split([*(parameter.numel() for parameter in self._parameters.values()), 1])
+        flat = [*(gradient.reshape(-1) for gradient in gradients), *(each.detach().to(dtype).view(1) for each in sums)]
+        return torch.cat(flat)

@@ -22,5 +22,5 @@ def reduce_result(result: StepResult, mesh: Mesh) -> StepNumbers:
     if mesh.layout.world_size > 1:
         dist.all_reduce(sums)
     loss_sum, target_count, correct_sum, reports = sums.tolist()
-    targets = max(1.0, target_count)
-    return StepNumbers(loss_sum / targets, int(target_count), correct_sum / targets if reports else None)
+    targets = target_count or 1.0
+    return StepNumbers(loss_sum / targets, target_count, correct_sum / targets if reports else None)

@@ -33,7 +33,7 @@ def evaluate(
         if control is not None:
             control.post(stop is not None and stop.requested, 0)
         result = engine.eval_step(StepBatch(batch.micro_batches, max(1, batch.local_count)))
-        result = StepResult(_wide(result.loss_sum), result.target_count, result.correct)
+        result = StepResult(_wide(result.loss_sum), _wide(result.target_count), result.correct)
         total = result if total is None else _add(total, result)
         if control is not None and control.read().stop:
             return None

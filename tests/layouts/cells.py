@@ -35,7 +35,8 @@ class Cell:
     """One comparison: a model under a layout.
 
     Attributes:
-        model: ``gpt``, ``gpt-tied``, ``vit`` or ``custom`` (a module without parts).
+        model: ``gpt``, ``gpt-tied``, ``vit`` or ``custom`` (a module without parts); ``gpt-weighted`` and
+            ``custom-weighted`` have a loss that returns a count of its own.
         strategy, batch, train: fields of the config's groups that differ from their defaults.
         loss_scale: given to ``train_step`` and ``clip_grad_norm_``.
     """
@@ -75,14 +76,18 @@ class Cell:
         return f"{self.model} {self.precision} [{split or 'single'}] {' '.join(extras)}".rstrip()
 
     def _model(self) -> Any:
-        if self.model == "custom":
-            return CustomModelConfig(_target_="tests.layouts.module.Tiny", args={"classes": CLASSES})
+        if self.model.startswith("custom"):
+            name = "WeightedTiny" if self.model == "custom-weighted" else "Tiny"
+            return CustomModelConfig(_target_=f"tests.layouts.module.{name}", args={"classes": CLASSES})
         stages = self.strategy.get("pp", 1) * self.strategy.get("stages_per_rank", 1)
         if self.model == "vit":
             sizes = {"image_size": IMAGE, "patch_size": 4, "n_classes": CLASSES, "dim": 16, "n_heads": 4, "mlp_dim": 24}
             return ViTConfig(n_layers=max(3, stages), **sizes)
         sizes = {"vocab_size": VOCABULARY, "dim": 16, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 24}
-        return GPTConfig(n_layers=max(3, stages), tied_embeddings=self.model == "gpt-tied", **sizes)
+        sizes |= {"n_layers": max(3, stages), "tied_embeddings": self.model in ("gpt-tied", "gpt-weighted")}
+        if self.model == "gpt-weighted":
+            return CustomModelConfig(_target_="tests.layouts.module.WeightedGPT", args=sizes)
+        return GPTConfig(**sizes)
 
 
 @dataclass(frozen=True)

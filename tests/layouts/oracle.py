@@ -48,6 +48,7 @@ class Record:
     gradients: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor]
     losses: tuple[float, ...]
+    counts: tuple[float, ...]
     norms: tuple[float, ...]
     evaluation: StepNumbers
 
@@ -129,6 +130,7 @@ def _compare_one(cell: Cell, mesh: Mesh) -> Outcome:
     except Exception as problem:
         raise AssertionError(f"{cell}: {mesh.layout}") from problem
     assert min(expected.norms) > MAX_NORM, f"{cell}: clipping is not active: {expected.norms}"
+    assert found.counts == expected.counts, cell
     assert found.evaluation.target_count == expected.evaluation.target_count, cell
     assert found.evaluation.accuracy == expected.evaluation.accuracy, cell
     return Outcome(
@@ -199,16 +201,20 @@ def train_plainly(cell: Cell) -> Record:
     """The plain loop of one process."""
     config, dtype = cell.config(), parameter_dtype(cell.precision)
     model: Any = build_model(config.model, config.train.seed)
-    model.to(dtype) if cell.model == "custom" else materialise(model, torch.device("cpu"), config.train.seed, dtype)
+    if cell.model.startswith("custom"):
+        model.to(dtype)
+    else:
+        materialise(model, torch.device("cpu"), config.train.seed, dtype)
     optimizer = adamw(list(model.parameters()), cell)
     gradients: dict[str, Tensor] = {}
-    losses, norms = [], []
+    losses, counts, norms = [], [], []
     for step in range(STEPS):
         optimizer.zero_grad()
         inputs, targets = global_batch(cell, step)
         loss_sum, count = model(inputs, {}, targets)
         (loss_sum / count).backward()
         losses.append((loss_sum / count).item())
+        counts.append(float(count))
         if step == 0:
             gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
@@ -216,9 +222,10 @@ def train_plainly(cell: Cell) -> Record:
     model.eval()
     with torch.no_grad():
         loss_sum, count, correct = model(*_with_context(global_batch(cell, STEPS)))
-    evaluation = StepNumbers((loss_sum / count).item(), int(count), int(correct) / int(count))
+    accuracy = None if correct is None else int(correct) / float(count)
+    evaluation = StepNumbers((loss_sum / count).item(), float(count), accuracy)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return Record(gradients, parameters, tuple(losses), tuple(norms), evaluation)
+    return Record(gradients, parameters, tuple(losses), tuple(counts), tuple(norms), evaluation)
 
 
 def train_engine(cell: Cell, mesh: Mesh, engine: Engine) -> Record:
@@ -227,12 +234,12 @@ def train_engine(cell: Cell, mesh: Mesh, engine: Engine) -> Record:
     optimizer = adamw(list(parameters.values()), cell)
     scale = None if cell.loss_scale is None else torch.tensor(cell.loss_scale)
     gradients: dict[str, Tensor] = {}
-    losses, norms = [], []
+    losses, counts, norms = [], [], []
     for step in range(STEPS):
         batch = local_batch(cell, mesh.layout, mesh.dp_rank, step)
         numbers = engine.reduce(engine.train_step(step, batch, scale))
-        assert numbers.target_count == batch.target_count
         losses.append(numbers.loss)
+        counts.append(numbers.target_count)
         if step == 0:
             gradients = {name: whole(value.grad) / (cell.loss_scale or 1) for name, value in parameters.items()}
         norm = engine.clip_grad_norm_(MAX_NORM, scale)
@@ -241,7 +248,7 @@ def train_engine(cell: Cell, mesh: Mesh, engine: Engine) -> Record:
         optimizer.step()
     evaluation = engine.reduce(engine.eval_step(local_batch(cell, mesh.layout, mesh.dp_rank, STEPS)))
     final = {name: whole(value.detach()) for name, value in parameters.items()}
-    return Record(gradients, final, tuple(losses), tuple(norms), evaluation)
+    return Record(gradients, final, tuple(losses), tuple(counts), tuple(norms), evaluation)
 
 
 def adamw(parameters: list[nn.Parameter], cell: Cell) -> torch.optim.Optimizer:

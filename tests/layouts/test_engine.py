@@ -54,7 +54,8 @@ def test_half_precision_stays_near_single_precision(precision: str, scale: float
     ]
     savers = {"activation_checkpointing": "ops", "loss_chunks": 2}
     chosen += [Cell(2, "gpt-tied", precision, split, batch, savers) for split in SPLITS[::4]]
-    near = {model: train_plainly(Cell(1, model, "fp32")) for model in ("gpt-tied", "vit")}
+    chosen += [Cell(2, "gpt-weighted", precision, split, batch) for split in SPLITS[:3]]
+    near = {model: train_plainly(Cell(1, model, "fp32")) for model in ("gpt-tied", "gpt-weighted", "vit")}
     for ranks in run_ranks(2, losses_and_norms, chosen, scale):
         for cell, (loss, norm) in zip(chosen, ranks, strict=True):
             assert loss == pytest.approx(near[cell.model].losses[0], rel=0.01), cell
@@ -77,7 +78,9 @@ def step_without_waiting(rank: int, world_size: int, cells: list[Cell]) -> None:
 
 
 def test_no_step_waits_for_the_device() -> None:
-    run_ranks(2, step_without_waiting, [Cell(2, "gpt", "fp32", split) for split in SPLITS])
+    chosen = [Cell(2, "gpt", "fp32", split) for split in SPLITS]
+    chosen += [Cell(2, model, "fp32", SPLITS[2]) for model in ("gpt-weighted", "custom-weighted")]
+    run_ranks(2, step_without_waiting, chosen)
 
 
 def modes(rank: int, world_size: int, cells: list[Cell]) -> None:

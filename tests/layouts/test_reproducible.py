@@ -56,9 +56,9 @@ def trained(world_size: int, model: str = "gpt", train: dict[str, Any] = ON, dro
     return of_ranks[0]
 
 
-@pytest.mark.parametrize(("model", "others"), [("gpt-tied", (2, 3, 4, 8)), ("vit", (4,))])
+@pytest.mark.parametrize(("model", "others"), [("gpt-tied", (2, 3, 4, 8)), ("vit", (4,)), ("gpt-weighted", (3,))])
 def test_any_number_of_ranks_trains_the_same_bits(model: str, others: tuple[int, ...]) -> None:
-    """Also 3, which does not divide the micro-batches, and with dropout, clipping and tied weights."""
+    """Also 3, which does not divide the micro-batches, with dropout, clipping, tied weights and a loss that counts."""
     one = trained(1, model)
     assert [trained(ranks, model) == one for ranks in others] == [True] * len(others)
 

@@ -15,7 +15,7 @@ from hpc_train.config.schema import CustomModelConfig, GPTConfig
 from hpc_train.data.batch import IGNORED
 from hpc_train.models.batch_norm import SyncBatchNorm, convert
 from hpc_train.models.build import build_model
-from hpc_train.models.gpt import GPT
+from hpc_train.models.gpt import GPT, GPTHead
 from hpc_train.models.resnet import resnet18
 from hpc_train.models.wrapped import WrappedModel
 from tests.models.models import TINY_GPT
@@ -120,6 +120,40 @@ def test_a_module_with_parameters_buffers_context_and_loss_of_its_own() -> None:
     moved = copy.deepcopy(model).double()
     assert moved(torch.randn(2, 4, dtype=torch.float64), {}).dtype == torch.float64
     assert model(torch.randn(2, 4), {}).dtype == torch.float32
+
+
+class Counting(Direct):
+    """A loss whose count is a number of Python's."""
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+        return outputs.sum(), 0.5 * len(targets)
+
+
+def test_the_count_of_an_own_loss_may_be_a_plain_number() -> None:
+    model = wrap(f"{HERE}.Counting")
+    _, number = model(torch.randn(3, 4), {}, torch.zeros(3))
+    assert number.item() == 1.5 and model.own_count
+    _, number, right = model.eval()(torch.randn(3, 4), {}, torch.zeros(3))
+    assert number.item() == 1.5 and right is None
+    assert not wrap(f"{HERE}.two_layers").own_count
+
+
+class OwnHead(GPTHead):
+    """Half the loss of its class, per half a target."""
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = super().loss(hidden, targets)
+        return total / 2, count / 2
+
+
+def test_a_head_with_another_loss_evaluates_by_it() -> None:
+    hidden, targets = torch.randn(2, 5, TINY_GPT.dim), torch.randint(TINY_GPT.vocab_size, (2, 5))
+    own, inherited = OwnHead(TINY_GPT), GPTHead(TINY_GPT)
+    assert own.own_count and not inherited.own_count
+    own.load_state_dict(inherited.state_dict())
+    (half, fives, _), (whole, tens, _) = own.evaluate(hidden, targets), inherited.evaluate(hidden, targets)
+    assert (fives.item(), tens.item()) == (5.0, 10)
+    torch.testing.assert_close(2 * half, whole)
 
 
 def test_models_with_the_three_parts_come_on_meta() -> None:
