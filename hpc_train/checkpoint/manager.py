@@ -24,6 +24,7 @@ from hpc_train.checkpoint.archive import Archive
 from hpc_train.checkpoint.archiver import Archiver
 from hpc_train.checkpoint.carried import CarriedLoad, without_carried
 from hpc_train.checkpoint.manifest import BadCheckpoint, FileEntry, Manifest
+from hpc_train.checkpoint.purged import appears, furthest_saved, refusal
 from hpc_train.checkpoint.reader import SafeReader
 from hpc_train.checkpoint.retention import Retention
 from hpc_train.checkpoint.snapshot import HostCopies
@@ -38,7 +39,7 @@ from hpc_train.checkpoint.state import (
     training_state,
 )
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
-from hpc_train.checkpoint.verified import Found, NoneGood, VerifiedSearch, on_first
+from hpc_train.checkpoint.verified import Found, NoneGood, VerifiedSearch, on_first, on_network
 from hpc_train.checkpoint.writer import SaveFailed, quiet, write_tensors
 from hpc_train.cluster.storage import renames_by_copying
 from hpc_train.config.errors import ConfigError
@@ -166,10 +167,13 @@ class CheckpointManager:
         """Loads the newest good checkpoint, of this run or of the one it was forked from; None without any.
 
         Raises:
-            ConfigError: the checkpoint is of another model or optimizer, or there are some and none is good.
+            ConfigError: the checkpoint is of another model or optimizer, there are some and none is good, or the run
+                has saved some and none is left.
         """
         on_first(partial(self.store.revoke, self.events.attempt), self._group)
         found = self._newest()
+        if found is None and on_first(self._is_late, self._group):
+            found = self._newest()
         source, forked = self.run.record().get("forked_from"), False
         if found is None and source is not None:
             found, forked = self._search(CheckpointStore(RunDirectory(Path(source)).checkpoints), own=False), True
@@ -241,6 +245,20 @@ class CheckpointManager:
             self._event("warning", step=found.checkpoint.step, message=message)
             archive.adopt()
         return found
+
+    def _is_late(self) -> bool:
+        """On rank 0, where no checkpoint was found: whether one has appeared meanwhile.
+
+        Raises:
+            Purged: the run has saved one, and none appears.
+        """
+        saved = furthest_saved(self.run)
+        if saved == 0:
+            return False
+        if appears(self.store, self.config.checkpoint.settle_s if on_network(self.store.root) else 0.0):
+            return True
+        archive = Archive.of(self.run, self.config)
+        raise refusal(self.run, saved, None if archive is None else archive.copy.checkpoints)
 
     def _search(self, store: CheckpointStore, own: bool) -> Found | None:
         settings = self.config.checkpoint

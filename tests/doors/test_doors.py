@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -146,6 +147,34 @@ def test_the_same_run_resumes_under_another_strategy(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "outputs" / "run")
     assert [line["step"] for line in run.read_metrics()][-1] - run.read_metrics()[0]["step"] == 7
     assert any(event["event"] == "resumed" for event in run.read_events())
+
+
+def test_every_door_refuses_a_run_whose_checkpoints_are_gone(tmp_path: Path) -> None:
+    command = ["+strategy=dp", *TINY, "train.steps=2", "cluster=local", "run.name=run"]
+    done = hpc_train(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "outputs" / "run"
+    shutil.rmtree(run / "checkpoints")
+    for door in (command, ["resume", "run"], ["agent", str(run)]):
+        refused = hpc_train(*door, cwd=tmp_path)
+        assert refused.returncode == 2, refused.stdout + refused.stderr
+        assert refused.stderr.count("this run had saved a checkpoint of step 2, but no checkpoint of it is left") == 1
+        assert "Traceback" not in refused.stdout + refused.stderr
+    assert [step for step, _ in losses(run)] == [1, 2], "nothing was trained again"
+    shutil.rmtree(run)  # as the message says
+    again = hpc_train(*command, cwd=tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert [step for step, _ in losses(run)] == [1, 2]
+
+
+def test_a_restart_within_a_job_refuses_when_the_checkpoints_have_gone_meanwhile(tmp_path: Path) -> None:
+    purging = ["+model.args.how=purge", "checkpoint.every=2", "cluster=local", "run.name=run"]
+    done = hpc_train("+strategy=dp", *FAULTY, *purging, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "this run had saved a checkpoint of step 2, but no checkpoint of it is left" in done.stderr
+    run = RunDirectory(tmp_path / "outputs" / "run")
+    assert [event["attempt"] for event in run.read_events() if event["event"] == "started"] == [0, 1]
+    assert [line["attempt"] for line in run.read_metrics()] == [0, 0], "the second attempt has trained nothing"
 
 
 def test_help_and_config_printing_behave_as_in_hydra(tmp_path: Path) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.runs import ONE_NODE, SLOW, detail, events, every_step, job_id, status, wait_for_step
 
 
@@ -23,6 +24,23 @@ def test_one_task_of_an_array_is_requeued_alone(plain: Cluster, tmp_path: Path) 
     assert every_step(asked) == every_step(other) == list(range(1, 31))
     assert len(events(asked, "started")) == 2
     assert len(events(other, "started")) == 1
+
+
+@pytest.mark.beside
+def test_a_requeued_job_that_finds_its_checkpoints_gone_is_refused(plain: Cluster, tmp_path: Path) -> None:
+    process = plain.start(*SLOW, *ONE_NODE, "train.steps=600", "run.name=run", "-m", cwd=tmp_path)
+    run = tmp_path / "outputs" / "run"
+    wait_for_step(run, 2)
+    plain.call("scancel", "--signal=USR2", job_id(run))
+    wait_for("the requeue", lambda: bool(events(run, "requeued")), 120)
+    before = every_step(run)
+    shutil.rmtree(run / "checkpoints")
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 2, output
+    assert f"this run had saved a checkpoint of step {before[-1]}, but no checkpoint of it is left" in output
+    assert every_step(run) == before, "nothing was trained again"
+    plain.wait_for_state(job_id(run), "FAILED")
+    assert detail(plain, job_id(run), "ExitCode") == "2:0"
 
 
 @pytest.mark.beside

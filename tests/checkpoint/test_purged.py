@@ -1,0 +1,126 @@
+"""A run that has saved checkpoints and finds none is refused; a run that never saved begins at step 0 as ever."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_train.checkpoint import purged
+from hpc_train.checkpoint.purged import appears
+from hpc_train.checkpoint.store import CheckpointStore
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.stop import StopFlag
+from hpc_train.run.worker_spec import WorkerSpec
+from tests.train.runs import frozen, run_attempt
+
+SHORT = ("+strategy=dp", "model.n_layers=1", "train.steps=4", "checkpoint.every=2")
+
+
+def resumed_at(run: RunDirectory) -> list[int]:
+    return [event["step"] for event in run.read_events() if event["event"] == "resumed"]
+
+
+def fails_in_step_three(spec: WorkerSpec, stop: StopFlag) -> None:
+    from hpc_train.train.step import TrainStep
+
+    take = TrainStep.__call__
+
+    def failing(self, step, batch):  # type: ignore[no-untyped-def]
+        if step == 2:
+            raise ArithmeticError("on purpose")
+        return take(self, step, batch)
+
+    TrainStep.__call__ = failing  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("gone", ["checkpoints", "checkpoints/step-*"])
+def test_every_rank_refuses_and_says_what_was_there(tmp_path: Path, gone: str) -> None:
+    run = frozen(tmp_path / "run", *SHORT, "checkpoint.every=3", "train.steps=5")
+    assert run_attempt(run, 2) == [0, 0]
+    frozen(run.path, *SHORT, "train.steps=8")
+    for path in run.path.glob(gone):
+        shutil.rmtree(path)
+    with pytest.raises(AssertionError) as refused:
+        run_attempt(run, 2)
+    said = str(refused.value)
+    assert "Purged: this run had saved a checkpoint of step 5, but no checkpoint of it is left" in said
+    assert f"{run.checkpoints}, where its checkpoints are expected" in said
+    assert f"rm -r {run.path}" in said and "another run.name" in said
+    assert [line["step"] for line in run.read_metrics()] == [1, 2, 3, 4, 5], "nothing was trained"
+    assert not (run.metrics_file(1)).exists()
+
+
+def test_how_far_it_had_trained_is_said(tmp_path: Path) -> None:
+    run = frozen(tmp_path / "run", *SHORT)
+    with pytest.raises(AssertionError, match="on purpose"):
+        run_attempt(run, 2, fails_in_step_three)
+    assert [line["step"] for line in run.read_metrics()] == [1, 2]
+    with run.metrics_file(0).open("a") as file:
+        file.write('{"step":3,"attempt":0,"loss":1.0,"time":1.0}\n')
+    shutil.rmtree(run.checkpoints)
+    with pytest.raises(AssertionError, match="a checkpoint of step 2 and had trained to step 3, but no"):
+        run_attempt(run, 2)
+
+
+def test_a_run_that_never_saved_begins_at_step_0(tmp_path: Path) -> None:
+    run = frozen(tmp_path / "run", *SHORT, "checkpoint.every=0")
+    with pytest.raises(AssertionError, match="on purpose"):
+        run_attempt(run, 2, fails_in_step_three)
+    shutil.rmtree(run.checkpoints)
+    assert run_attempt(run, 2) == [0, 0]
+    assert [line["step"] for line in run.read_metrics()] == [1, 2, 3, 4]
+
+
+def test_a_fork_starts_from_its_source_once_and_not_again_after_a_purge(tmp_path: Path) -> None:
+    source = frozen(tmp_path / "source", *SHORT)
+    assert run_attempt(source, 2) == [0, 0]
+    run = frozen(tmp_path / "fork", *SHORT, "train.steps=6")
+    run.update_record(forked_from=str(source.path))
+    assert run_attempt(run, 2) == [0, 0]
+    assert resumed_at(run) == [4]
+    shutil.rmtree(run.checkpoints)
+    with pytest.raises(AssertionError, match="a checkpoint of step 6, but no checkpoint of it is left"):
+        run_attempt(run, 2)
+
+
+def test_the_archive_is_taken_and_where_it_has_none_it_is_named(tmp_path: Path) -> None:
+    settings = (*SHORT, f"run.root={tmp_path}", f"checkpoint.archive={tmp_path}/elsewhere")
+    run = frozen(tmp_path / "run", *settings)
+    assert run_attempt(run, 2) == [0, 0]
+    shutil.rmtree(run.checkpoints)
+    frozen(run.path, *settings, "train.steps=5")
+    assert run_attempt(run, 2) == [0, 0]
+    assert resumed_at(run) == [4]
+    shutil.rmtree(run.checkpoints)
+    shutil.rmtree(tmp_path / "elsewhere")
+    with pytest.raises(AssertionError, match=f"the archive has no copy either: {tmp_path}/elsewhere/run/checkpoints"):
+        run_attempt(run, 2)
+
+
+def test_a_run_that_was_removed_starts_over(tmp_path: Path) -> None:
+    run = frozen(tmp_path / "run", *SHORT)
+    assert run_attempt(run, 2) == [0, 0]
+    shutil.rmtree(run.path)
+    run = frozen(tmp_path / "run", *SHORT)
+    assert run_attempt(run, 2) == [0, 0]
+    assert [line["step"] for line in run.read_metrics()] == [1, 2, 3, 4]
+
+
+def test_a_listing_that_is_old_is_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a node whose NFS client still shows the directory as it was before the checkpoint was committed."""
+    monkeypatch.setattr(purged, "LOOK_AGAIN_S", 0.01)
+    store = CheckpointStore(tmp_path / "checkpoints")
+    assert not appears(store, 0.05)
+
+    def arrive() -> None:
+        time.sleep(0.1)
+        (store.root / "step-00000002").mkdir(parents=True)
+
+    thread = threading.Thread(target=arrive)
+    thread.start()
+    assert appears(store, 60.0)
+    thread.join()
