@@ -275,7 +275,7 @@ class TrainConfig:
     compile: bool = False  # torch.compile per layer
     nonfinite_limit: int = 50  # steps in a row without a finite gradient until the run goes back to a checkpoint
     spike_mads: float = 0.0  # so many MADs above the median the loss has jumped, and the run goes back; 0: it goes on
-    max_rollbacks: int = 3  # each passes over the samples of the bad steps; then the run is given up
+    max_rollbacks: int = 3  # each passes over the samples of the bad steps; then the run fails
     debug: bool = False  # 20 steps that look for the first number that is not finite, and for collectives that differ
     reproducible: str | None = None  # any_world_size: the same bits on any number of ranks; under single and dp
     threads: int | str = "auto"  # intra-op CPU threads per rank

@@ -19,7 +19,8 @@ class WorkerFailure:
         traceback: the worker's own, or the last lines of its output where it died without one.
         noticed: seconds since the epoch: the worker's own time where it could tell.
         exit_code: negative for a signal, None where the worker reported before it ended.
-        waits: of a hang: no rank of this node is behind, so all of them wait for another node's.
+        waits: of a hang: no rank of this node is behind, so all of them wait for another node's. Of a failure that all
+            ranks raise together: another rank is the one to name.
         states: of a hang: what is known of each rank of this node (``culprit.RankState``), as plain data.
     """
 

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from hpc_train.elastic import warm_parent
-from hpc_train.run.exits import Exit, Failure, classify
+from hpc_train.run.exits import CollectiveFailure, Exit, Failure, classify
 from hpc_train.run.heartbeat import SharedBlock
 from hpc_train.run.stop import StopFlag
 from hpc_train.run.worker_spec import WorkerSpec
@@ -109,10 +109,14 @@ def _run(entry: str, spec: WorkerSpec, stop: StopFlag, listener: socket.socket |
 def _failure(error: BaseException) -> dict[str, Any]:
     own_frame = error.__traceback__
     below = own_frame.tb_next if own_frame else None
+    told, echo = "".join(traceback.format_exception(type(error), error, below)), False
+    if isinstance(error, CollectiveFailure):
+        told, echo = str(error), error.echo
     return {
         "kind": "failed",
         "class": classify(error),
         "message": str(error) or type(error).__name__,
-        "traceback": "".join(traceback.format_exception(type(error), error, below)),
+        "traceback": told,
+        "echo": echo,
         "time": time.time(),
     }

@@ -152,4 +152,5 @@ class Workers:
 
 
 def _reported(rank: int, report: dict[str, Any]) -> WorkerFailure:
-    return WorkerFailure(rank, Failure(report["class"]), report["message"], report["traceback"], report["time"])
+    told = report["message"], report["traceback"], report["time"]
+    return WorkerFailure(rank, Failure(report["class"]), *told, waits=report.get("echo", False))

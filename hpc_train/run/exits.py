@@ -28,7 +28,7 @@ class Failure(StrEnum):
     EXITED = "exited"  # the process ended early without an exception
     DISK_FULL = "disk_full"
     HANG = "hang"  # no step for much longer than a step takes
-    NAN = "nan"  # the loss or the gradients stay without finite values, however often they were skipped
+    NAN = "nan"  # the loss or the gradients stay without finite values, or the result at the end is not finite
     NODE_LOST = "node_lost"  # its agent is gone or silent
     UNFIT_NODE = "unfit_node"  # the preflight has named a slow or broken one
 
@@ -98,12 +98,28 @@ RESPONSES: dict[Failure, Response] = {
     Failure.DISK_FULL: Response(
         Action.FAIL, "make room on the disk that it names, or take another run.root; what was saved before is whole"
     ),
-    Failure.NAN: Response(Action.GIVE_UP, "a lower optim.lr, more optim.warmup_steps, or look at the data"),
+    Failure.NAN: Response(Action.FAIL, "a lower optim.lr, more optim.warmup_steps, or look at the data"),
 }
 
 
 class UnfitNode(Exception):
     """A node is slow or broken, as the message says. It stands in the event log; the run is to go on without it."""
+
+
+class CollectiveFailure(Exception):
+    """All ranks raise it together. The message tells all: where in the code it was raised says nothing more.
+
+    Args:
+        echo: another rank is the one to name.
+    """
+
+    def __init__(self, message: str, echo: bool = False) -> None:
+        super().__init__(message)
+        self.echo = echo
+
+
+class Diverged(CollectiveFailure, FloatingPointError):
+    """The loss or the gradients are not finite, for good."""
 
 
 def classify(error: BaseException) -> Failure:

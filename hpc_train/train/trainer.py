@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from hpc_train.checkpoint.manager import CheckpointManager, RestoredState
 from hpc_train.config.schema import Config
@@ -18,7 +18,7 @@ from hpc_train.data.feed import NOTHING, LocalBatch, TrainFeed
 from hpc_train.data.skipped import Skipped
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.run.exits import Exit
+from hpc_train.run.exits import Diverged, Exit
 from hpc_train.run.heartbeat import Heartbeat, Phase
 from hpc_train.run.stop import StopFlag
 from hpc_train.train.control import Control
@@ -79,6 +79,7 @@ class Trainer:
     rollbacks: int = 0
     _control: Control = field(init=False)
     _divergence: Divergence | None = field(default=None, init=False)
+    _bad_end: Divergence | None = field(default=None, init=False)
     _save_due: bool = field(default=False, init=False)
     # at which step, with what result
     _evaluated: tuple[int, dict[str, float | None]] = field(default_factory=lambda: (-1, {}), init=False)
@@ -93,10 +94,18 @@ class Trainer:
         if "losses" in restored.extra:
             self.watch.load_state(restored.extra["losses"])
         self.skipped, self.rollbacks = skipped_data(restored), restored.extra.get("rollbacks", 0)
+        if (reason := restored.extra.get("bad_end")) is not None:
+            self._bad_end = Divergence(self.step, reason, fatal=False)
 
     def run(self) -> Exit:
-        """Trains to the end (``DONE``) or to a stop request (``STOPPED``); state is saved in both cases."""
+        """Trains to the end (``DONE``) or to a stop request (``STOPPED``); state is saved in both cases.
+
+        Raises:
+            Diverged: the run has diverged, or the result at its end is not finite; on every rank.
+            SaveFailed: the last save failed; on every rank.
+        """
         if self.step >= self.length.total_steps:
+            self._fail_at_bad_end()
             self.report.nothing_to_do(self.step, self._weights_sha256())
             return Exit.DONE
         with self.measures.watching(self.engine.parts):
@@ -126,11 +135,20 @@ class Trainer:
         self.heartbeat.enter(Phase.STEP, self.step)
         self._control.read()  # nobody leaves while a message is under way
         self.profiler.end(self.step, self.meter.waited_s, last=True)
-        self._save(final=True)
+        if self._bad_end is None or not self._bad_end.fatal:  # else the newest checkpoint stays one from before
+            self._save(final=True)
+        self._fail_at_bad_end()
         memory = report_memory(self.config, self.mesh, self.engine, self.take_step.optimizer)
         rates = self.meter.read()
         self.report.finished(self.step, self.meter.mean_tokens_per_s, rates, self._weights_sha256(), memory)
         return Exit.DONE
+
+    def _fail_at_bad_end(self) -> None:
+        if self._bad_end is not None:
+            self._fail(self._bad_end.reason)
+
+    def _fail(self, reason: str) -> NoReturn:
+        raise Diverged(reason, echo=self.mesh.rank != 0)
 
     def _weights_sha256(self) -> str | None:
         """In bitwise mode, on rank 0."""
@@ -167,15 +185,15 @@ class Trainer:
             The batch of the next step: ``following`` where a loss has jumped and there is no such checkpoint.
 
         Raises:
-            FloatingPointError: there is none, or the run went back too often; on every rank.
+            Diverged: there is none, or the run went back too often; on every rank.
         """
         self._divergence, bad, rollbacks = None, range(divergence.since, self.step), self.rollbacks + 1
         if rollbacks > self.watch.max_rollbacks:
-            raise FloatingPointError(f"{divergence.reason} (after {self.rollbacks} rollbacks, train.max_rollbacks)")
+            self._fail(f"{divergence.reason} (after {self.rollbacks} rollbacks, train.max_rollbacks)")
         with self.meter.pausing(), self.heartbeat.during(Phase.CHECKPOINT, self.step):
             restored = self.checkpoints.roll_back(bad.start)
         if restored is None and divergence.fatal:
-            raise FloatingPointError(f"{divergence.reason} (and no checkpoint of step {bad.start} or before)")
+            self._fail(f"{divergence.reason} (and no checkpoint of step {bad.start} or before)")
         if restored is None:
             self.report.warning(self.step, f"{divergence.reason}; no checkpoint is from before that: training goes on")
             return following
@@ -211,6 +229,11 @@ class Trainer:
         if evaluates:
             line |= self._evaluate()
         self.report.line(line, skipped)
+        self._bad_end = None
+        if self.step == self.length.total_steps:
+            scaled = self.take_step.loss_scale is not None
+            validation = line["val_loss"]
+            self._bad_end = self.watch.at_end(self.step, numbers.loss, validation, skipped.in_a_row, scaled)
 
     def _evaluate(self) -> dict[str, float | None]:
         """What it adds to a line. A stop request cuts it short, but for the last one, which is the run's result."""
@@ -230,6 +253,7 @@ class Trainer:
                 "losses": self.watch.state(),
                 "skipped_windows": self.skipped.windows,
                 "rollbacks": self.rollbacks,
+                "bad_end": None if self._bad_end is None else self._bad_end.reason,
                 **self.take_step.state(),
             }
             step, found = self._evaluated

@@ -15,7 +15,7 @@ import pytest
 
 from hpc_train.commands import why
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.exits import RESPONSES
+from hpc_train.run.exits import RESPONSES, Failure
 from tests.doors.command import TINY, environment, hpc_train, start
 
 FAULTY = [
@@ -89,6 +89,27 @@ def test_a_sweep_with_one_failing_job_exits_non_zero(tmp_path: Path) -> None:
     done = hpc_train("+strategy=dp", *FAULTY, "+model.args.call=3,99", "run.name=sweep", "-m", cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert len(losses(tmp_path / "outputs" / "sweep" / "1")) == 6
+
+
+def test_a_run_that_diverges_has_failed_and_so_has_its_sweep(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fast = ["optim=sgd", "optim.clip_norm=0", "train.steps=20", "optim.lr=1e-3,1e8", "run.name=sweep", "-m"]
+    done = hpc_train("+strategy=dp", *[value for value in TINY if "steps" not in value], *fast, cwd=tmp_path)
+    output = done.stdout + done.stderr
+    assert done.returncode == 1, output
+    assert re.search(r"^job 0 · dp · done", done.stdout, re.MULTILINE), output
+    assert re.search(r"^job 1 · dp · failed", done.stdout, re.MULTILINE), output
+    assert re.search(r"rank 0 on \S+ failed \(nan\):\nthe run has diverged: ", output), output
+    assert "Traceback" not in output
+    run = tmp_path / "outputs" / "sweep" / "1"
+    (failed,) = (event for event in RunDirectory(run).read_events() if event["event"] == "failed")
+    assert (failed["class"], failed["exit_code"], failed["rank"]) == ("nan", 1, 0)
+    assert why.main([str(run)]) == 0
+    page = capsys.readouterr().out
+    assert "what failed\n  nan, rank 0 on " in page
+    assert "the last logged step with a finite loss and gradient is step" in page
+    assert RESPONSES[Failure.NAN].advice in page
 
 
 def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:

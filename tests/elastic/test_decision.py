@@ -33,7 +33,7 @@ def test_every_class_of_failure_has_a_response() -> None:
         (failed(Failure.OUT_OF_MEMORY), Action.FAIL),
         (failed(Failure.DISK_FULL), Action.FAIL),
         (failed(Failure.REFUSED), Action.REFUSE),
-        (failed(Failure.NAN), Action.GIVE_UP),
+        (failed(Failure.NAN), Action.FAIL),
         (failed(Failure.USER_ERROR, step=9), Action.RESTART),
         (failed(Failure.USER_ERROR, step=5), Action.FAIL),  # the attempt before had come as far
     ],

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.exits import RESPONSES, Action, Failure, classify
+from hpc_train.run.exits import RESPONSES, Action, Diverged, Failure, classify
 from hpc_train.run.stop import StopFlag
 from hpc_train.run.worker_spec import WorkerSpec
 from tests.checkpoint.tensors import assert_same_bits
@@ -149,13 +149,13 @@ def test_a_pipeline_goes_back_too(tmp_path: Path, kind: str, batches: range, ste
     assert max(line["loss"] for line in run.read_metrics()) < 10
 
 
-def test_a_run_that_diverges_again_and_again_is_given_up(tmp_path: Path) -> None:
+def test_a_run_that_diverges_again_and_again_fails(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", "+strategy=zero3", *GOES_BACK, "checkpoint.every=2", "train.max_rollbacks=2")
-    with pytest.raises(AssertionError, match=r"FloatingPointError: no gradient was finite.*\(after 2 rollbacks"):
+    with pytest.raises(AssertionError, match=r"Diverged: no gradient was finite.*\(after 2 rollbacks"):
         run_attempt(run, 2, partial(poison, "nan", range(5, SAMPLES)))
     assert rollbacks(run) == [(8, 4, [[5, 8]]), (8, 5, [[5, 8], [8, 11]])], "the save that was due came after step 5"
-    assert classify(FloatingPointError()) is Failure.NAN
-    assert RESPONSES[Failure.NAN].action is Action.GIVE_UP
+    assert classify(Diverged("")) is Failure.NAN
+    assert RESPONSES[Failure.NAN].action is Action.FAIL
 
 
 def test_a_jump_before_the_first_checkpoint_is_told(tmp_path: Path) -> None:

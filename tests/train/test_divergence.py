@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+
+import pytest
 
 from hpc_train.config.schema import TrainConfig
 from hpc_train.train.divergence import LEAST, DivergenceWatch
@@ -48,6 +51,36 @@ def test_steps_without_a_finite_gradient() -> None:
     assert watch.look(LAST + 10, math.nan, 4) is None
     found = watch.look(LAST + 12, math.nan, 6)
     assert found is not None and found.since == LAST + 6 and found.fatal
+
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("loss", "validation", "skipped", "scaled", "found"),
+    [
+        (2.0, 2.0, 0, False, None),
+        (2.0, 2.0, 2, False, None),  # steps that a run gets over by itself
+        (NAN, 2.0, 1, False, None),  # a single bad batch at the very end
+        (2.0, 2.0, 4, True, None),  # fp16 looks for its scale
+        (NAN, NAN, 1, True, (True, r"the loss of its last step, 210, is not finite; .* is step 200")),
+        (NAN, 2.0, 4, False, (True, "the loss of its last step, 210, is not finite")),
+        (math.inf, 2.0, 0, False, (True, "the loss of its last step, 210, is not finite")),
+        (2.0, 2.0, 3, False, (True, "no gradient was finite in its last 3 steps")),
+        (2.0, NAN, 0, False, (False, "the validation loss after the last step, 210, is not finite")),
+    ],
+)
+def test_the_end_of_a_run(
+    loss: float, validation: float, skipped: int, scaled: bool, found: tuple[bool, str] | None
+) -> None:
+    watch = watching(FALLING)
+    assert watch.look(LAST + 10, loss, skipped) is None
+    end = watch.at_end(LAST + 10, loss, validation, skipped, scaled)
+    if found is None:
+        assert end is None
+    else:
+        assert end is not None and end.fatal == found[0]
+        assert re.search(found[1], end.reason), end.reason
 
 
 def test_the_watch_goes_on_after_a_checkpoint() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -58,8 +59,62 @@ def test_all_ranks_skip_the_step(tmp_path: Path, workers: int, overrides: list[s
 
 def test_a_run_that_only_skips_ends_with_an_error(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", "+strategy=dp", "train.nonfinite_limit=3")
-    with pytest.raises(AssertionError, match=r"FloatingPointError: no gradient was finite in the last 3 steps"):
+    with pytest.raises(AssertionError, match=r"Diverged: no gradient was finite in the last 3 steps"):
         run_attempt(run, 2, poison_every_step)
+
+
+TOO_FAST = ("optim=sgd", "optim.lr=1e6", "optim.warmup_steps=0", "optim.clip_norm=0", "optim.schedule=constant")
+
+
+@pytest.mark.parametrize(("workers", "strategy"), [(2, "dp"), (2, "pp")])
+def test_a_run_whose_loss_is_not_finite_at_its_end_has_failed(tmp_path: Path, workers: int, strategy: str) -> None:
+    """It does not reach ``train.nonfinite_limit``. What it saves is from before it diverged, so a resume fails too."""
+    run = frozen(tmp_path / "run", f"+strategy={strategy}", *TOO_FAST, "train.steps=30", "checkpoint.every=1")
+    for _ in range(2):
+        with pytest.raises(AssertionError) as failed:
+            run_attempt(run, workers)
+        said = re.search(
+            r"Diverged: the run has diverged: the loss of its last step, 30, is not finite; .*", str(failed.value)
+        )
+        assert said is not None, failed.value
+        lines = run.read_metrics()
+        finite = max(line["step"] for line in lines if line["loss"] is not None and line["grad_norm"] is not None)
+        assert said[0].endswith(f"the last logged step with a finite loss and gradient is step {finite}")
+        assert lines[-1]["step"] == 30 and lines[-1]["loss"] is None
+        newest = max(path.name for path in run.checkpoints.iterdir())
+        assert newest <= f"step-{finite + 1:08d}", "the state that diverged is not saved"
+        assert "result" not in run.record()
+
+
+def last_step_overflows(spec: WorkerSpec, stop: StopFlag) -> None:
+    _poison(spec, {4})
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_one_skipped_step_at_the_end_fails_nobody(tmp_path: Path, precision: str) -> None:
+    run = frozen(tmp_path / "run", "+strategy=dp", f"precision={precision}", "train.steps=5")
+    assert run_attempt(run, 2, last_step_overflows) == [0, 0]
+    assert run.read_metrics()[-1]["grad_norm"] is None
+    assert run.record()["result"]["steps"] == 5
+
+
+def validation_is_nan(spec: WorkerSpec, stop: StopFlag) -> None:
+    from hpc_train.train import trainer
+
+    evaluate = trainer.evaluate
+    trainer.evaluate = lambda *args: replace(evaluate(*args), loss=float("nan"))  # type: ignore[assignment, type-var]
+
+
+def test_a_validation_loss_that_is_not_finite_fails_the_run_and_keeps_its_weights(tmp_path: Path) -> None:
+    """The training was sound as far as its own loss tells. The run stays failed when it is started again."""
+    run = frozen(tmp_path / "run", "+strategy=dp", "train.steps=4")
+    for prepare in (validation_is_nan, None):
+        with pytest.raises(AssertionError, match="Diverged: the validation loss after the last step, 4, is not finite"):
+            run_attempt(run, 2, prepare)
+        assert [path.name for path in run.checkpoints.glob("step-*")] == ["step-00000004"]
+        assert "result" not in run.record()
+    frozen(run.path, "+strategy=dp", "train.steps=6")
+    assert run_attempt(run, 2) == [0, 0]
 
 
 def test_fp16_halves_its_scale_until_gradients_are_finite_and_grows_again(tmp_path: Path) -> None:
