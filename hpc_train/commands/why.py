@@ -15,6 +15,7 @@ from rich.text import Text
 
 from hpc_train.launch.diagnosis import TAIL_LINES, Diagnosis, diagnose, shown
 from hpc_train.launch.found import find_one
+from hpc_train.launch.watch import TO_BE_REQUEUED
 from hpc_train.run.exits import Exit
 from hpc_train.telemetry.progress import duration, spent_line
 
@@ -41,7 +42,7 @@ def main(arguments: list[str]) -> int:
 
 def _headline(found: Diagnosis) -> str:
     head = f"{shown(Path(found.run))}: {found.state}"
-    if found.waiting is not None or _ended_badly(found):
+    if found.waiting is not None or _ended_badly(found) or found.state == TO_BE_REQUEUED:
         return head
     return f"{head}; nothing failed" if found.cause is None else f"{head}; what failed before was mended"
 

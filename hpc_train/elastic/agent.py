@@ -199,7 +199,7 @@ def _start_hub(run: RunDirectory, config: Config, allocation: Allocation, attemp
         history=History(furthest=0 if newest is None else newest.step),
         node_failures=NodeFailures(run, elastic.exclude_hours * 3600),
         join_until=time.monotonic() + elastic.join_timeout_s,
-        refusal=lambda: over_budget(run, config),
+        refusal=lambda: attempts.succeeded() or over_budget(run, config),
         names=allocation.node_names,
         elsewhere=attempts.end is not None,
     )
@@ -258,6 +258,8 @@ class Agent:
                 if order is not None:
                     self._take_part(link, Meeting.parse(order["meeting"]))
             except HubLost:
+                if link.silent:  # its kernel would accept another connection, even where its agent is frozen
+                    raise
                 link = self._join()  # a hub that lives takes back a node that was silent for too long
             except KeyboardInterrupt:
                 link.quit("killed by a second Ctrl-C: steps after the last checkpoint are lost")

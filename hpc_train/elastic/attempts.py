@@ -53,6 +53,8 @@ class Attempts:
 
     def leave(self, leave: Leave) -> int:
         """Tells how the job ended; returns the exit code of its agents."""
+        if self.succeeded() is not None:
+            return Exit.STOPPED
         events, action = self._events(), leave.decision.action
         if leave.cause is not None:
             self._tell_failure(leave.cause, events, refused=action is Action.REFUSE)
@@ -65,6 +67,10 @@ class Attempts:
         if self.end is not None:
             self.end.tell(code)
         return code
+
+    def succeeded(self) -> str | None:
+        """Why this hub has no say any more: its agent was frozen, and another one has decided how the job goes on."""
+        return "another agent acts for the job" if self.end is not None and self.end.succeeded() else None
 
     def _events(self) -> EventLog:
         attempt = max(0, self.run.newest_attempt()) if self._newest is None else self._newest

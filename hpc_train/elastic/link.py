@@ -38,6 +38,7 @@ class Link:
         self._ended = -1  # the last attempt that is to end
         self._stop_told = False
         self.lost = False
+        self.silent = False  # lost, and nobody has closed the connection: its agent is frozen, or its node cut off
         self.hung = False  # why the last attempt is to end
         threading.Thread(target=self._serve, name="link", daemon=True).start()
 
@@ -70,7 +71,7 @@ class Link:
             return self._orders.get(timeout=timeout)
         except queue.Empty:
             if self.lost:
-                raise HubLost("the hub is gone") from None
+                raise HubLost("the hub is silent" if self.silent else "the hub is gone") from None
             return None
 
     def is_to_end(self, attempt: int) -> bool:
@@ -118,6 +119,7 @@ class Link:
                     for message in self._channel.read():
                         self._take(message)
                     heard = time.monotonic()
+            self.silent = True
         self.lost = True
         self._channel.close()
 

@@ -50,10 +50,10 @@ def after_the_hub(
     events.write("node_lost", **details)
     NodeFailures(run, config.elastic.exclude_hours * 3600).note(host, Failure.NODE_LOST, times)
     code = request(end, config, events, "the batch host is lost")
-    end.tell(code)
     _ask_slurm(_end_of_job(code, config))
     if code is Exit.STOPPED and end.exclude_file.exists():
         _call(["scontrol", "update", f"JobId={_job()}", f"ExcNodeList={end.exclude_file.read_text()}"])
+    end.tell(code)  # at the end: the batch script has the step killed soon after that
     return code
 
 

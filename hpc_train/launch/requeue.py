@@ -9,11 +9,14 @@ BEFORE = """\
 # A cancelled job never comes back: scancel sends TERM to this script too.
 cancelled=
 trap 'cancelled=yes' TERM
+
+# the names of the files in which the agents tell how this start of the job ended, and the job in Slurm's commands
+end="$RUN/attempts/end-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
 """.rstrip()
 
 END = """\
 # How it ended, from the agents; srun's own code tells no more than that something failed.
-end="$RUN/attempts/end-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
 [ "$status" -eq 0 ] || status=1
 for known in 1 2 93 75 0; do
   if grep -qsx "$known" "$end".node-*; then status=$known; break; fi
@@ -29,7 +32,6 @@ if [ "$status" -eq 75 ] && [ -e "$end.requeue" ] && [ -z "$cancelled" ]; then
     state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format='%T %Q') && break
   done
   if [[ "$state" == RUNNING* && "$state" != *" 0" && -z "$cancelled" ]]; then
-    job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
     trap '' TERM # Slurm ends this script when it takes the job back: scontrol is not to die of that
     if ! scontrol requeue incomplete "$job"; then
       echo "Slurm refuses to run the job again. This goes on: python -m hpc_train resume $RUN" >&2
@@ -49,12 +51,12 @@ exit "$status"
 
 
 def lines_before() -> list[str]:
-    """The lines before the ``srun`` of the agents."""
+    """The lines before the ``srun`` of the agents; ``$RUN`` is the run directory."""
     return BEFORE.splitlines()
 
 
 def lines_of_end() -> list[str]:
-    """What turns ``$status``, the exit code of ``srun``, into the job's; ``$RUN`` is the run directory."""
+    """What turns ``$status``, the exit code of ``srun``, into the job's."""
     return END.splitlines()
 
 

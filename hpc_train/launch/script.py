@@ -31,6 +31,35 @@ BY_HAND = """\
 #     source "$RUN/job.sh" python -m hpc_train agent "$RUN"
 """.rstrip()
 
+# srun runs in the background: the script could not go on while it waits in the foreground.
+SRUN_ENDS = """\
+# A step ends only when all of its tasks have, and one on a frozen node (a file system that hangs, memory that swaps)
+# does not. The agents tell the end when they have nothing more to do: the step then has 15 s to end, Slurm is asked to
+# kill it, and after 15 s more this script goes on without it. What cannot be killed, Slurm ends with the job.
+srun_ends() { # whether srun has ended, within 15 s
+  for second in {1..15}; do
+    kill -0 "$srun" 2> /dev/null || return 0
+    sleep 1 || true
+  done
+  return 1
+}
+""".rstrip()
+WAIT = """\
+  srun=$! told=
+  while [ -z "$told" ] && kill -0 "$srun" 2> /dev/null; do
+    sleep 1 || true # scancel ends it with TERM
+    told=$(ls "$end".node-* 2> /dev/null) || true
+  done
+  if ! srun_ends; then
+    echo "the agents have told their end, and the step still runs (is a node frozen?): Slurm is asked to kill it" >&2
+    number=$(sed -n 's/^step //p' "$end".node-* | tail -n 1)
+    timeout 15 scancel --signal=KILL "$job.$number" || true
+  fi
+  srun_ends || kill -KILL "$srun"
+  status=0
+  wait "$srun" || status=$?
+""".rstrip()
+
 
 @dataclass(frozen=True)
 class Script:
@@ -166,14 +195,19 @@ def _agent(cluster: ClusterConfig, container: Container | None) -> list[str]:
 def _step(agent: Sequence[str], goes_on: bool) -> list[str]:
     losses = "go on without it" if goes_on else "end with it"
     return [
+        *SRUN_ENDS.splitlines(),
+        "",
         f"# one task per node, the agent; it starts a worker per GPU. Where a node is lost, the others {losses}.",
         "# Agents that were all killed by a signal have told no end: another step of the same job takes over.",
+        'rm -f "$end".node-* # of an earlier run in the same allocation',
+        "trap : INT # a Ctrl-C is srun's to judge",
         "for step in 1 2 3; do",
         '  srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \\',
         f"      {' '.join(when_a_node_is_lost(goes_on))} --unbuffered \\",
-        *(f"      {line}" for line in agent),
-        "  status=$?",
-        '  told=$(ls "$RUN/attempts/end-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}".node-* 2> /dev/null)',
+        *(f"      {line}" for line in agent[:-1]),
+        f"      {agent[-1]} &",
+        *WAIT.splitlines(),
         '  if [ "$status" -le 128 ] || [ -n "$told$cancelled" ]; then break; fi',
         "done",
+        "trap - INT",
     ]

@@ -17,6 +17,7 @@ from hpc_train.run.files import last_line, read_json, read_lines
 
 WISHES = ("SIGUSR1", "SIGINT", "SIGHUP")  # signals that people send; others may have the scheduler run the job again
 
+TO_BE_REQUEUED = "to be requeued"  # the agents have decided it, and Slurm has not taken the job back yet
 STATES = {Exit.DONE: "done", Exit.STOPPED: "stopped", Exit.REFUSED: "refused", Exit.GAVE_UP: "given up"}
 
 
@@ -92,13 +93,21 @@ def view_of(
     if end is None:
         return known if present else _lost(known, standing, output)
     if present and not end.final:
-        waits = standing is not None and standing.state == "PENDING" and end.state == "requeued"
-        return replace(known, state=f"{end.state}, {standing.words}" if waits and standing else end.state)
+        return replace(known, state=_between_starts(end, standing))
     code = end.event["exit_code"]
     if code == Exit.STOPPED and "class" in end.event:  # a lost node, and Slurm would not run the job again
         code = Exit.FAILED
     state = "cancelled" if code == Exit.STOPPED and _cancelled(standing) else STATES.get(code, "failed")
     return replace(known, state=state, exit=code, message=failure_text(run, end.event))
+
+
+def _between_starts(end: AttemptEnd, standing: Standing | None) -> str:
+    """The state of a job that may go on by itself."""
+    if end.state != "requeued" or standing is None:
+        return end.state
+    if standing.state == "PENDING":
+        return f"{end.state}, {standing.words}"
+    return TO_BE_REQUEUED if standing.state == "RUNNING" else end.state
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,11 @@ RESPONSES: dict[Failure, Response] = {
     Failure.HANG: Response(
         Action.RESTART, "the stacks show the line that the named rank stands at, and what it waits for"
     ),
-    Failure.NODE_LOST: Response(Action.REPLACE, "a node that is lost again: cluster.exclude=NODE, and tell the staff"),
+    Failure.NODE_LOST: Response(
+        Action.REPLACE,
+        "a node that is lost again: cluster.exclude=NODE, and tell the staff. When a requeued job starts again is up "
+        "to the site: Slurm first ends all of its processes (COMPLETING), then waits for cred_expire (BeginTime)",
+    ),
     Failure.UNFIT_NODE: Response(
         Action.REPLACE, "cluster.exclude=NODE, and tell the staff; cluster.preflight_action=warn trains with it"
     ),

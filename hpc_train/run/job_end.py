@@ -3,7 +3,8 @@
 The batch script stands outside of any container and may know no Python: these are files whose names a shell can compute
 from ``SLURM_JOB_ID`` and ``SLURM_RESTART_COUNT``, in ``attempts/`` of the run directory:
 
-    end-<job>.<restart>.node-<N>    the exit code of all agents, by that of node 0, or of who acts for it
+    end-<job>.<restart>.node-<N>    the exit code of all agents, by that of node 0, or of who acts for it; and on
+                                    a second line their step ("step 0"), which the script has killed if it does not end
     end-<job>.<restart>.succession  node 0 is lost, and another acts for it
     end-<job>.<restart>.exclude     nodes on which it is not to run again
     end-<job>.<restart>.requeue     the job is to run again; what it had reached, as JSON
@@ -24,12 +25,16 @@ from hpc_train.run.files import read_json, write_json, write_text
 
 @dataclass(frozen=True)
 class JobEnd:
-    """The end of one start of a Slurm job, as the agent of node ``node_rank`` sees and tells it."""
+    """The end of one start of a Slurm job, as the agent of node ``node_rank`` sees and tells it.
+
+    ``step_id`` is Slurm's number of the step that the agents are; None outside of a step.
+    """
 
     run: RunDirectory
     job_id: str
     restart: int
     node_rank: int
+    step_id: str | None = None
 
     @classmethod
     def of_this_process(cls, run: RunDirectory, environment: Mapping[str, str] = os.environ) -> JobEnd | None:
@@ -37,7 +42,8 @@ class JobEnd:
         if "SLURM_JOB_ID" not in environment:
             return None
         restart = int(environment.get("SLURM_RESTART_COUNT", "0"))
-        return cls(run, environment["SLURM_JOB_ID"], restart, int(environment.get("SLURM_NODEID", "0")))
+        node_rank = int(environment.get("SLURM_NODEID", "0"))
+        return cls(run, environment["SLURM_JOB_ID"], restart, node_rank, environment.get("SLURM_STEP_ID"))
 
     @property
     def _name(self) -> str:
@@ -49,7 +55,8 @@ class JobEnd:
 
     def tell(self, code: int) -> None:
         self.run.attempts.mkdir(parents=True, exist_ok=True)
-        write_text(self.run.attempts / f"{self._name}.node-{self.node_rank}", f"{int(code)}\n")
+        step = "" if self.step_id is None else f"step {self.step_id}\n"
+        write_text(self.run.attempts / f"{self._name}.node-{self.node_rank}", f"{int(code)}\n{step}")
 
     def told(self) -> bool:
         """Whether the agent of node 0 has told its end."""
@@ -62,6 +69,10 @@ class JobEnd:
         except FileExistsError:
             return False
         return True
+
+    def succeeded(self) -> bool:
+        """Whether another agent acts for the one of node 0, which was frozen for so long that it was taken for lost."""
+        return (self.run.attempts / f"{self._name}.succession").exists()
 
     @property
     def exclude_file(self) -> Path:

@@ -7,6 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hpc_train.config.schema import Config, ElasticConfig, RunConfig
@@ -14,6 +15,7 @@ from hpc_train.elastic.budget import Budget, over_budget
 from hpc_train.elastic.nodes import NodeFailures
 from hpc_train.elastic.requeue import request
 from hpc_train.launch.requeue import lines_before, script_lines
+from hpc_train.launch.script import by_hand
 from hpc_train.run import submissions
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -59,6 +61,14 @@ def test_a_job_of_a_chain_needs_progress_since_the_job_before(run: RunDirectory)
     assert ask("8") == Exit.GAVE_UP
 
 
+def stand_in(folder: Path, **lines: str) -> None:
+    """Makes commands by these names."""
+    for name, line in lines.items():
+        tool = folder / name
+        tool.write_text(f"#!/bin/sh\n{line}\n")
+        tool.chmod(0o755)
+
+
 @pytest.mark.parametrize(
     ("state", "srun", "ends", "marker", "code", "asked"),
     [
@@ -87,15 +97,51 @@ def test_the_end_of_the_batch_script(
     if marker:
         JobEnd(run, "7", 0, 0).ask_for_requeue(3)
     calls = tmp_path / "calls"
-    for name, line in {"squeue": f"echo '{state}'", "scontrol": f'echo "$*" >> {calls}'}.items():
-        tool = tmp_path / name
-        tool.write_text(f"#!/bin/sh\n{line}\n")
-        tool.chmod(0o755)
-    script = "\n".join([*lines_before(), f"RUN={run.path} status={srun}", *script_lines()])
+    stand_in(tmp_path, squeue=f"echo '{state}'", scontrol=f'echo "$*" >> {calls}')
+    script = "\n".join([f"RUN={run.path} status={srun}", *lines_before(), *script_lines()])
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], env=environment, check=False)
     assert done.returncode == code
     assert (calls.read_text().splitlines() if calls.exists() else []) == asked
+
+
+@pytest.mark.parametrize(
+    ("told", "killed", "code", "asked"),
+    [
+        (75, True, 75, ["scancel --signal=KILL 5_3.1", "scontrol requeue incomplete 5_3"]),
+        (75, False, 75, ["scancel --signal=KILL 5_3.1", "scontrol requeue incomplete 5_3"]),  # a process in D state
+        (0, True, 0, ["scancel --signal=KILL 5_3.1"]),
+        (None, False, 0, []),
+    ],
+)
+def test_a_step_that_does_not_end_does_not_hold_the_job(
+    run: RunDirectory, tmp_path: Path, told: int | None, killed: bool, code: int, asked: list[str]
+) -> None:
+    """As where a node is frozen. The stand-in for srun ends by itself only where no agent has told an end."""
+    calls, pid = tmp_path / "calls", tmp_path / "pid"
+    end = JobEnd(run, "7", 0, 0, "1")
+    end.tell(1)  # by an earlier run in the same allocation
+    if told == Exit.STOPPED:
+        end.ask_for_requeue(3)
+    tell = f"printf '{told}\\nstep 1\\n' > {run.attempts}/end-7.0.node-0; " if told is not None else ""
+    stand_in(
+        tmp_path,
+        srun=f"echo $$ > {pid}; {tell}exec /bin/sleep {1 if told is None else 1000}",
+        sleep="/bin/sleep 0.02",
+        scancel=f'echo "scancel $*" >> {calls}; ' + (f"kill -KILL $(cat {pid})" if killed else "true"),
+        squeue="echo RUNNING 100",
+        scontrol=f'echo "scontrol $*" >> {calls}',
+    )
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5",
+        "SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_ON_NODE": "4", "RUN": str(run.path),
+    }  # fmt: skip
+    script = by_hand(goes_on=False)
+    call = ["bash", "-euo", "pipefail", "-c", script, "job", "agent"]
+    done = subprocess.run(call, env=environment, check=False, timeout=60)
+    assert done.returncode == code
+    assert (calls.read_text().splitlines() if calls.exists() else []) == asked
+    assert not psutil.pid_exists(int(pid.read_text())), "nothing is left of the step"
 
 
 def test_a_node_that_failed_twice_is_excluded_at_the_requeue_and_only_for_a_time(run: RunDirectory) -> None:

@@ -142,6 +142,23 @@ def test_what_was_paused_comes_back_and_does_no_harm(
     assert on.told("node_lost") == [("node_lost", 1, node)]
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_frozen_node_does_not_hold_the_job(
+    cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int, times: Times, which: int
+) -> None:
+    """Its tasks do not end, as when their file system hangs, so neither does srun. Node 0 has the hub."""
+    on = OnSlurm.submit(cluster, tmp_path, *TWO)
+    on.wait_for_step(step)
+    node = on.nodes_of("started")[0][which]
+    top = agent(cluster, node)
+    signal_all([top, *top.children(recursive=True)], signal.SIGSTOP)
+    frozen = time.time()
+    wait_for("Slurm to be asked for the requeue", lambda: on.shown("Restarts") == "1", 120)
+    times.note(f"node {which} frozen: Slurm is asked for the requeue", time.time() - frozen)
+    on.finished(whole)
+    assert [lost for _, _, lost in on.told("node_lost")] == [node]
+
+
 def test_a_rank_that_hangs_on_another_node_is_named(
     cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int, times: Times
 ) -> None:

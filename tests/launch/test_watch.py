@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hpc_train.launch.standing import PRESENT
+from hpc_train.launch.standing import PRESENT, Standing
 from hpc_train.launch.table import JobTable, plain_line
 from hpc_train.launch.watch import Submitted, View, resume_command
 from hpc_train.run.directory import RunDirectory
@@ -29,6 +29,17 @@ def test_the_states_of_a_job(tmp_path: Path) -> None:
     assert item.view(PRESENT) == View("running", {"step": 3, "loss": 2.5}, steps=100)
     EventLog.open(run, "agent-n0", 0).write("stopped", exit_code=75)
     assert (item.view(None).state, item.view(None).exit) == ("stopped", 75)
+
+
+def test_a_job_is_requeued_when_slurm_has_taken_it_back(tmp_path: Path) -> None:
+    """Until then it holds its nodes."""
+    item = submitted(tmp_path)
+    item.job.run.claim_attempt()
+    events = EventLog.open(item.job.run, "agent-n0", 0)
+    events.write("requeued", step=3)
+    events.write("stopped", exit_code=75)
+    states = [item.view(Standing(state, "BeginTime")).state for state in ("RUNNING", "COMPLETING", "PENDING")]
+    assert states == ["to be requeued", "requeued", "requeued, pending (BeginTime)"]
 
 
 def test_an_earlier_attempt_does_not_count(tmp_path: Path) -> None:

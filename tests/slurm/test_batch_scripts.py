@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.launch.requeue import script_lines
+from hpc_train.launch.requeue import lines_before, script_lines
 from hpc_train.run.files import read_json
 from tests.doors.command import REPOSITORY, TINY
 from tests.slurm.cluster import Cluster
@@ -156,8 +156,10 @@ def test_a_scancel_in_the_moment_before_the_requeue_counts(shell: Cluster, tmp_p
     """The end of a script that has looked whether its job runs, and whose job is cancelled just then."""
     before = [
         "#!/bin/bash",
+        "RUN=.",
+        *lines_before(),
         "trap '' TERM",
-        "status=75 cancelled= RUN=.",
+        "status=75",
         'mkdir attempts; touch "attempts/end-$SLURM_JOB_ID.0.requeue"; echo 75 > "attempts/end-$SLURM_JOB_ID.0.node-0"',
         'squeue() { command squeue "$@"; scancel "$SLURM_JOB_ID"; }',
     ]

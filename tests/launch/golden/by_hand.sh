@@ -10,19 +10,47 @@ export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}"
 cancelled=
 trap 'cancelled=yes' TERM
 
+# the names of the files in which the agents tell how this start of the job ended, and the job in Slurm's commands
+end="$RUN/attempts/end-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
+
+# A step ends only when all of its tasks have, and one on a frozen node (a file system that hangs, memory that swaps)
+# does not. The agents tell the end when they have nothing more to do: the step then has 15 s to end, Slurm is asked to
+# kill it, and after 15 s more this script goes on without it. What cannot be killed, Slurm ends with the job.
+srun_ends() { # whether srun has ended, within 15 s
+  for second in {1..15}; do
+    kill -0 "$srun" 2> /dev/null || return 0
+    sleep 1 || true
+  done
+  return 1
+}
+
 # one task per node, the agent; it starts a worker per GPU. Where a node is lost, the others go on without it.
 # Agents that were all killed by a signal have told no end: another step of the same job takes over.
+rm -f "$end".node-* # of an earlier run in the same allocation
+trap : INT # a Ctrl-C is srun's to judge
 for step in 1 2 3; do
   srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
       --no-kill --kill-on-bad-exit=0 --wait=0 --unbuffered \
-      "$@"
-  status=$?
-  told=$(ls "$RUN/attempts/end-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}".node-* 2> /dev/null)
+      "$@" &
+  srun=$! told=
+  while [ -z "$told" ] && kill -0 "$srun" 2> /dev/null; do
+    sleep 1 || true # scancel ends it with TERM
+    told=$(ls "$end".node-* 2> /dev/null) || true
+  done
+  if ! srun_ends; then
+    echo "the agents have told their end, and the step still runs (is a node frozen?): Slurm is asked to kill it" >&2
+    number=$(sed -n 's/^step //p' "$end".node-* | tail -n 1)
+    timeout 15 scancel --signal=KILL "$job.$number" || true
+  fi
+  srun_ends || kill -KILL "$srun"
+  status=0
+  wait "$srun" || status=$?
   if [ "$status" -le 128 ] || [ -n "$told$cancelled" ]; then break; fi
 done
+trap - INT
 
 # How it ended, from the agents; srun's own code tells no more than that something failed.
-end="$RUN/attempts/end-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
 [ "$status" -eq 0 ] || status=1
 for known in 1 2 93 75 0; do
   if grep -qsx "$known" "$end".node-*; then status=$known; break; fi
@@ -35,7 +63,6 @@ if [ "$status" -eq 75 ] && [ -e "$end.requeue" ] && [ -z "$cancelled" ]; then
     state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format='%T %Q') && break
   done
   if [[ "$state" == RUNNING* && "$state" != *" 0" && -z "$cancelled" ]]; then
-    job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
     trap '' TERM # Slurm ends this script when it takes the job back: scontrol is not to die of that
     if ! scontrol requeue incomplete "$job"; then
       echo "Slurm refuses to run the job again. This goes on: python -m hpc_train resume $RUN" >&2
