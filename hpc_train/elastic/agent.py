@@ -46,6 +46,7 @@ from hpc_train.elastic.stop_requests import StopRequests, watch_signals
 from hpc_train.elastic.store import Stores
 from hpc_train.elastic.watch import Watch
 from hpc_train.run import lease
+from hpc_train.run.descriptors import raise_descriptor_limit
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
@@ -80,6 +81,7 @@ def run_agent(
         entry: what a worker calls, as "module:function".
         store: what the store of an attempt calls.
     """
+    raise_descriptor_limit()
     allocation = current_allocation()
     end = JobEnd.of_this_process(run)
     with unbroken_streams(), watch_signals() as stop:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -14,6 +16,10 @@ Message = dict[str, Any]
 LONGEST_LINE = 4 << 20  # a start message names all nodes; a report holds a traceback
 READ_BYTES = 1 << 16
 SEND_S = 5.0  # a peer that takes nothing for so long is gone
+
+
+class BadMessage(ConnectionError):
+    """The other side lives, and sends something that is not a message."""
 
 
 class Channel:
@@ -35,11 +41,18 @@ class Channel:
         with self._sending, contextlib.suppress(OSError):
             self._connection.sendall(line)
 
+    def wait(self, seconds: float) -> bool:
+        """Whether there is something to read within ``seconds``. Unlike select(), poll() takes any descriptor."""
+        poller = select.poll()
+        poller.register(self._connection, select.POLLIN)
+        return bool(poller.poll(math.ceil(seconds * 1000)))
+
     def read(self) -> Iterator[Message]:
         """The messages that have come; called when there is something to read.
 
         Raises:
-            ConnectionError: the peer is gone, or says what is no message.
+            ConnectionError: the peer is gone.
+            BadMessage: it sends something that is not a message.
         """
         try:
             data = self._connection.recv(READ_BYTES)
@@ -49,7 +62,7 @@ class Channel:
             raise ConnectionError("closed by the other side")
         *lines, self._unread = (self._unread + data).split(b"\n")
         if len(self._unread) > LONGEST_LINE:
-            raise ConnectionError("a line without an end")
+            raise BadMessage(f"a line of more than {LONGEST_LINE} bytes")
         for line in lines:
             yield _parse(line)
 
@@ -62,8 +75,8 @@ class Channel:
 def _parse(line: bytes) -> Message:
     try:
         message = json.loads(line)
-    except ValueError as error:
-        raise ConnectionError("no JSON") from error
+    except (ValueError, RecursionError) as error:  # a few kilobytes of "[" are nested too deeply for the parser
+        raise BadMessage(f"a line that is not JSON: {error}") from error
     if not isinstance(message, dict):
-        raise ConnectionError("no JSON object")
+        raise BadMessage("a line that is not a JSON object")
     return message

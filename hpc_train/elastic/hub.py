@@ -6,9 +6,9 @@ connection closes or that is silent for ``elastic.heartbeat_s`` is lost.
 
 from __future__ import annotations
 
-import hmac
 import selectors
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -17,8 +17,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hpc_train.elastic.channel import Channel, Message
+from hpc_train.elastic.admission import Admission
+from hpc_train.elastic.channel import BadMessage, Channel, Message
 from hpc_train.elastic.coordinator import Coordinator, End, Leave, Order, Report, Start
+from hpc_train.elastic.culprit import RankState
 from hpc_train.elastic.failures import WorkerFailure
 from hpc_train.elastic.nodes import Node
 from hpc_train.run.exits import Action, Exit, Failure
@@ -30,7 +32,7 @@ TICK_S = 0.1
 
 @dataclass
 class Member:
-    """A connection; ``node`` is None until its agent has introduced itself."""
+    """A connection that has sent the token; ``node`` is None until its agent has introduced itself."""
 
     channel: Channel
     heard: float
@@ -42,7 +44,7 @@ class Hub:
 
     Args:
         listener: where agents connect.
-        token: what an agent must say to be taken in.
+        token: what an agent must send first to be taken in.
         begin: prepares an attempt: what its agents are told.
         leave: says how the job ended; returns the exit code of all agents.
     """
@@ -57,19 +59,17 @@ class Hub:
         leave: Callable[[Leave], int],
     ) -> None:
         self._coordinator = coordinator
-        self._listener = listener
-        self._token = token
         self._heartbeat_s = heartbeat_s
         self._begin, self._leave = begin, leave
         self._members: dict[int, Member] = {}  # by file descriptor
         self._selector = selectors.DefaultSelector()
+        self._admission = Admission(listener, token, self._selector, self._admit)
         self._attempt: int | None = None
         self._over = False
         self._thread = threading.Thread(target=self._serve, name="hub", daemon=True)
 
     def start(self) -> None:
-        self._listener.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._admission.open()
         self._thread.start()
 
     def join(self) -> None:
@@ -90,6 +90,7 @@ class Hub:
             for key, _ in self._selector.select(TICK_S):
                 key.data()
             now = time.monotonic()
+            self._admission.tend(now)
             self._drop_silent(now)
             if now >= next_beat:
                 next_beat = now + self._heartbeat_s / BEATS
@@ -97,9 +98,8 @@ class Hub:
             while not self._over and (order := self._coordinator.next(now)) is not None:
                 self._give(order)
 
-    def _accept(self) -> None:
-        with suppress(OSError):
-            connection, _ = self._listener.accept()
+    def _admit(self, connection: socket.socket) -> None:
+        with suppress(OSError):  # it is gone already
             channel = Channel(connection)
             member = Member(channel, time.monotonic())
             self._members[channel.fileno()] = member
@@ -110,27 +110,31 @@ class Hub:
             for message in member.channel.read():
                 member.heard = time.monotonic()
                 self._take(member, message)
-        except (ConnectionError, LookupError, TypeError, ValueError) as error:
-            self._drop(member, str(error))
+        except Exception as error:  # whatever a member sends costs that member only
+            why = str(error)
+            if isinstance(error, BadMessage) or not isinstance(error, ConnectionError):
+                why = f"its agent sent a message that the hub cannot use: {error!r}"
+                name = "an agent" if member.node is None else f"node {member.node.name}"
+                print(f"the hub drops {name}: {why}", file=sys.stderr, flush=True)
+                member.channel.send({"kind": "dropped", "why": why})
+            self._drop(member, why)
 
     def _take(self, member: Member, message: Message) -> None:
         kind = message["kind"]
         if member.node is None:
             self._introduce(member, message)
         elif kind == "stop":
-            self._coordinator.stop = self._coordinator.stop or message["reason"]
+            self._coordinator.stop = self._coordinator.stop or _typed(message["reason"], str)
         elif kind == "refuse":
-            self._coordinator.refused(message["message"])
+            self._coordinator.refused(_typed(message["message"], str))
         elif kind == "quit":
-            self._coordinator.quit(message["message"])
+            self._coordinator.quit(_typed(message["message"], str))
         elif kind == "store_lost" and message["attempt"] == self._attempt:
             self._coordinator.store_lost(member.heard)
         elif kind == "ended" and message["attempt"] == self._attempt:
             self._coordinator.reported(member.node.number, _report(message), member.heard)
 
     def _introduce(self, member: Member, message: Message) -> None:
-        if not hmac.compare_digest(str(message.get("token")), self._token):
-            raise ConnectionError("a stranger")
         node = Node.from_json(message["node"])
         for other in [one for one in self._members.values() if one.node is not None]:
             if other.node is not None and other.node.number == node.number:
@@ -171,6 +175,7 @@ class Hub:
     def _say_goodbye(self) -> None:
         """All agents leave together: Slurm may end the others when the first is gone. Each closes its connection's
         other half by saying bye, and waits until it is closed here."""
+        self._admission.close()
         until = time.monotonic() + LEAVE_S
         waited = {fd for fd, member in self._members.items() if member.node is not None}
         while waited and time.monotonic() < until:
@@ -181,21 +186,38 @@ class Hub:
                     self._selector.unregister(key.fileobj)
         for member in self._members.values():
             member.channel.close()
-        self._listener.close()
         self._selector.close()
 
 
 def _said_bye(channel: Channel) -> bool:
     try:
         return any(message.get("kind") == "bye" for message in channel.read())
-    except ConnectionError:
+    except ConnectionError:  # gone, or one that says nothing of use any more
         return True
 
 
 def _report(message: Message) -> Report:
     failure: dict[str, Any] | None = message["failure"]
-    told = None if failure is None else WorkerFailure(**failure | {"failure": Failure(failure["failure"])})
-    return Report(Exit(message["exit"]), told, message["step"])
+    told = None if failure is None else _failure(failure)
+    return Report(Exit(message["exit"]), told, _typed(message["step"], int))
+
+
+def _failure(value: dict[str, Any]) -> WorkerFailure:
+    for name in ("message", "traceback"):
+        _typed(value[name], str)
+    _typed(value["rank"], int)
+    _typed(value["noticed"], float)
+    _typed(value["exit_code"], int | None)
+    for state in value["states"]:
+        RankState.parse(state)
+    return WorkerFailure(**value | {"failure": Failure(value["failure"])})
+
+
+def _typed(value: Any, type_: Any) -> Any:
+    """``value``, which is to be a ``type_``: the coordinator computes with it later, when nobody knows who sent it."""
+    if not isinstance(value, type_):
+        raise TypeError(f"{value!r:.100} is not {type_}")
+    return value
 
 
 def report_message(attempt: int, report: Report) -> Message:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import queue
-import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -52,13 +52,15 @@ class Link:
         until = time.monotonic() + patience_s
         while True:
             try:
-                channel = Channel(socket.create_connection((hub.host, hub.port), timeout=CONNECT_S))
+                connection = socket.create_connection((hub.host, hub.port), timeout=CONNECT_S)
+                connection.sendall(hub.token.encode())  # before anything else: see admission.py
+                channel = Channel(connection)
                 break
             except OSError as error:
                 if time.monotonic() > until:
                     raise HubLost(f"the hub at {hub.host}:{hub.port} does not answer: {error}") from error
                 time.sleep(AGAIN_S)
-        channel.send({"kind": "hello", "token": hub.token, "node": node.to_json()})
+        channel.send({"kind": "hello", "node": node.to_json()})
         return cls(channel, heartbeat_s)
 
     def order(self, timeout: float) -> Message | None:
@@ -115,7 +117,7 @@ class Link:
                 if now >= next_beat:
                     next_beat = now + self._heartbeat_s / BEATS
                     self._channel.send({"kind": "beat"})
-                if select.select([self._channel], [], [], max(0.0, next_beat - now))[0]:
+                if self._channel.wait(max(0.0, next_beat - now)):
                     for message in self._channel.read():
                         self._take(message)
                     heard = time.monotonic()
@@ -129,6 +131,8 @@ class Link:
             self._ended = message["attempt"]
         elif message["kind"] in ("start", "leave"):
             self._orders.put(message)
+        elif message["kind"] == "dropped":
+            print(f"the hub has dropped this node: {message['why']}", file=sys.stderr, flush=True)
 
 
 def wait_for_hub(run: RunDirectory, launch_id: str, give_up: Callable[[], bool], timeout: float) -> HubAddress | None:

@@ -41,7 +41,10 @@ class Node:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Node:
-        return cls(**value | {"facts": NodeFacts.from_json(value["facts"])})
+        node = cls(**value | {"facts": NodeFacts.from_json(value["facts"])})
+        if not all(isinstance(count, int) for count in (node.number, node.gpus, node.workers)):
+            raise TypeError("a node's number, GPUs and workers are integers")
+        return node
 
 
 def in_order_of_rank(nodes: Sequence[Node]) -> tuple[Node, ...]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hpc_train.elastic.stop_requests import ECHO_S
@@ -20,6 +24,7 @@ from hpc_train.run.events import EventLog
 from hpc_train.run.files import read_json
 from tests.elastic.conftest import Freeze
 from tests.elastic.entries import start_agent
+from tests.elastic.flood import flood
 
 
 def end(agent: subprocess.Popen[str]) -> tuple[int, str]:
@@ -238,6 +243,47 @@ def test_agents_of_two_nodes_meet(frozen: Freeze) -> None:
     assert len({mark[1] for mark in found}) == 1, "one port"
     assert sorted(path.name for path in run.logs.glob("*.log")) == ["127.0.0.1-000.log", "127.0.0.2-000.log"]
     assert read_json(run.attempts / "000.json")["address"] == "127.0.0.1"
+
+
+def test_a_line_from_a_stranger_leaves_the_run_alone(frozen: Freeze) -> None:
+    run = frozen()
+    agent = start_agent(run.path, "finish_when_told")
+    until(lambda: marks(run))
+    with socket.create_connection(("127.0.0.1", hub_port(agent)), timeout=60) as stranger:
+        stranger.sendall(b"[" * 1500 + b"\n")
+        with suppress(ConnectionResetError):
+            assert stranger.recv(1) == b"", "the hub closes"
+    (run.path / "go").touch()
+    assert end(agent) == (0, "")
+    assert [event["event"] for event in run.read_events()] == ["started", "finished"]
+
+
+def test_a_flood_of_connections_neither_harms_a_run_nor_keeps_an_agent_out(frozen: Freeze) -> None:
+    run = frozen()
+    step = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2"}
+
+    def start(node: int) -> subprocess.Popen[str]:
+        place = {"SLURM_NODEID": str(node), "SLURMD_NODENAME": f"127.0.0.{node + 1}"}
+        agent = start_agent(run.path, "finish_when_told", **step, **place)
+        resource.prlimit(agent.pid, resource.RLIMIT_NOFILE, (256, 256))
+        return agent
+
+    first = start(0)
+    port = until(lambda: hub_port(first))
+    with flood(port) as opened:
+        opened(500)
+        second = start(1)
+        until(lambda: marks(run, 4))
+        opened(500)
+        (run.path / "go").touch()
+        assert [end(agent) for agent in (first, second)] == [(0, ""), (0, "")]
+    assert run.newest_attempt() == 0
+
+
+def hub_port(agent: subprocess.Popen[str]) -> int | None:
+    """Where the hub in ``agent`` listens; the store of the attempt is a process of its own."""
+    listening = [one for one in psutil.Process(agent.pid).net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    return listening[0].laddr.port if listening else None
 
 
 def test_a_live_run_refuses_a_second_agent(frozen: Freeze) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,13 @@ from hpc_train.elastic.nodes import Node
 from hpc_train.elastic.rendezvous import HubAddress
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import EXITS, Exit
+from tests.elastic.flood import flood
 from tests.elastic.test_agent import until
 from tests.elastic.test_coordinator import DONE, Course
 
 TOKEN = "secret"
 HEARTBEAT_S = 2.0
+HELLO = b'{"kind": "hello", "token": "secret", "node": {}}\n'
 
 
 class Served:
@@ -50,6 +54,31 @@ class Served:
 
     def link(self, number: int) -> Link:
         return Link.connect(self.address, Node(number, f"n{number}", f"n{number}", None, 0, 2), HEARTBEAT_S)
+
+
+def connected(served: Served) -> socket.socket:
+    return socket.create_connection((served.address.host, served.address.port), timeout=60)
+
+
+def joined(served: Served, number: int) -> socket.socket:
+    """A connection that has introduced itself as node ``number``."""
+    connection = connected(served)
+    hello = {"kind": "hello", "node": Node(number, f"n{number}", f"n{number}", None, 0, 2).to_json()}
+    connection.sendall(TOKEN.encode() + json.dumps(hello).encode() + b"\n")
+    return connection
+
+
+def all_from(connection: socket.socket) -> bytes:
+    """What the hub sends until it closes the connection."""
+    found = b""
+    with suppress(ConnectionResetError):
+        while data := connection.recv(1 << 16):
+            found += data
+    return found
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def order_of(link: Link) -> dict[str, Any]:
@@ -99,9 +128,7 @@ def test_reports_of_another_attempt_are_ignored(tmp_path: Path) -> None:
 def test_a_silent_node_is_lost_and_its_agent_may_join_again(tmp_path: Path) -> None:
     served = Served(tmp_path, 2, min_nodes=1)
     first = served.link(0)
-    mute = Channel(socket.create_connection((served.address.host, served.address.port)))
-    node = Node(1, "n1", "n1", None, 0, 2).to_json()
-    mute.send({"kind": "hello", "token": TOKEN, "node": node})  # and no beat after that, as a node without power
+    mute = joined(served, 1)  # and no beat after that, as a node without power
     assert order_of(first)["meeting"]["order"] == [0, 1]
     until(lambda: first.is_to_end(0), timeout=60)
     first.tell_end(0, Report(Exit.FAILED, None, 9))
@@ -112,29 +139,103 @@ def test_a_silent_node_is_lost_and_its_agent_may_join_again(tmp_path: Path) -> N
     assert again.order(0.5) is None, "it waits as a spare"
     first.tell_end(1, DONE)
     assert order_of(again)["code"] == 0
+    mute.close()
 
 
 @pytest.mark.parametrize(
     "said",
     [
-        {"kind": "hello", "token": "wrong", "node": {}},
-        {"kind": "hello"},
-        {"kind": "hello", "token": TOKEN, "node": {"number": 1}},
-        {"kind": "stop", "reason": "SIGTERM", "token": None},
-        [],
+        b"",
+        b"sec",
+        b"secret".upper() + HELLO,
+        HELLO,
+        b'{"kind": "stop", "reason": "SIGTERM", "token": "secret"}\n',
+        b"[" * 1500 + b"\n",
+        TOKEN.encode(),
+        TOKEN.encode() + b'{"kind": "hello", "node": {"number": 1}}\n',
+        TOKEN.encode() + b'{"kind": "hello"}\n',
+        TOKEN.encode() + b'{"kind": "stop", "reason": "SIGTERM"}\n',
+        TOKEN.encode() + b"[]\n",
+        TOKEN.encode() + b"[" * 1500 + b"\n",
     ],
+    ids=lambda said: said[:40].decode().strip() or "silence",
 )
-def test_strangers_are_not_taken_in(tmp_path: Path, said: Any) -> None:
+def test_strangers_are_not_taken_in(tmp_path: Path, said: bytes) -> None:
+    """What they send, or that they send nothing, ends their connection and nothing else."""
     served = Served(tmp_path, 1)
-    with socket.create_connection((served.address.host, served.address.port)) as stranger:
-        stranger.sendall(json.dumps(said).encode() + b"\n")
-        stranger.settimeout(60)
-        assert stranger.recv(1) == b"", "the hub closes"
+    with connected(served) as stranger:
+        stranger.sendall(said)
+        all_from(stranger)  # the hub closes
     link = served.link(0)
     assert order_of(link)["meeting"]["order"] == [0]
     assert served.head.stop is None
     link.tell_end(0, DONE)
     order_of(link)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"[" * 1500,
+        b"no JSON",
+        b"[]",
+        b"{}",
+        b'{"kind": "stop", "reason": 7}',
+        b'{"kind": "ended", "attempt": 0, "exit": 0, "failure": null, "step": "nine"}',
+        b'{"kind": "ended", "attempt": 0, "exit": 1, "failure": {"failure": "killed", "rank": "one"}, "step": 9}',
+        b'{"kind": "ended", "attempt": 0, "exit": 1, "failure": "killed", "step": 9}',
+    ],
+    ids=lambda said: said[:40].decode(),
+)
+def test_an_agent_that_sends_nonsense_is_lost_and_told_why(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], said: bytes
+) -> None:
+    served = Served(tmp_path, 2, min_nodes=1)
+    first, second = served.link(0), joined(served, 1)
+    assert order_of(first)["meeting"]["order"] == [0, 1]
+    second.sendall(said + b"\n")
+    told = json.loads(all_from(second).splitlines()[-1])
+    assert told["kind"] == "dropped"
+    assert "its agent sent a message that the hub cannot use" in told["why"]
+    assert f"the hub drops node n1: {told['why']}" in capfd.readouterr().err
+    until(lambda: first.is_to_end(0), timeout=60)
+    first.tell_end(0, Report(Exit.FAILED, None, 9))
+    assert order_of(first)["meeting"]["order"] == [0]
+    first.tell_end(1, DONE)
+    assert order_of(first)["code"] == 0
+
+
+def test_an_agent_is_taken_in_during_a_flood_of_connections(tmp_path: Path) -> None:
+    served = Served(tmp_path, 2)
+    first, before = served.link(0), descriptors()
+    with flood(served.address.port) as opened:
+        opened(500)
+        assert descriptors() - before < 100, "of 400 connections a few dozen are kept"
+        second = served.link(1)
+        assert [order_of(link)["meeting"]["order"] for link in (first, second)] == [[0, 1]] * 2
+        opened(500)
+        for link in (first, second):
+            link.tell_end(0, DONE)
+        assert [order_of(link)["code"] for link in (first, second)] == [0, 0]
+
+
+def test_a_hub_without_free_descriptors_goes_on_when_there_are_some_again(tmp_path: Path) -> None:
+    served = Served(tmp_path, 1)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    stranger = socket.socket()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (stranger.fileno() + 1, limit[1]))
+    try:
+        stranger.connect((served.address.host, served.address.port))
+        began = time.process_time()
+        time.sleep(0.5)
+        assert time.process_time() - began < 0.05, "it does not spin"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    stranger.close()
+    link = served.link(0)
+    assert order_of(link)["meeting"]["order"] == [0]
+    link.tell_end(0, DONE)
+    assert order_of(link)["code"] == 0
 
 
 def test_an_agent_notices_that_the_hub_is_gone(tmp_path: Path) -> None:
@@ -157,9 +258,7 @@ def many(tmp_path: Path) -> Iterator[Served]:
 def test_two_hundred_nodes(many: Served) -> None:
     channels = []
     for number in range(200):
-        channel = Channel(socket.create_connection((many.address.host, many.address.port)))
-        node = Node(number, f"n{number}", "", None, 0, 2).to_json()
-        channel.send({"kind": "hello", "token": TOKEN, "node": node})
+        channel = Channel(joined(many, number))
         channel.send({"kind": "beat"})
         channels.append(channel)
     until(lambda: many.starts, timeout=60)
