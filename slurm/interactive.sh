@@ -22,5 +22,8 @@ echo "run directory: $run"
 # srun does not take the cores over from salloc (Slurm >= 22.05): without it all workers of a node share one.
 cores=${SLURM_CPUS_PER_TASK:-${SLURM_JOB_CPUS_PER_NODE%%(*}}
 
+# Lets srun hand down the GPUs of the allocation, which it does not by itself where they come with --exclusive alone.
+source "$run/gpus.sh"
+
 # One agent per node. --interactive is not needed: the agents ask for no terminal. A Ctrl-C goes to them, not to srun.
 srun --ntasks-per-node=1 --cpus-per-task="${cores%%,*}" --kill-on-bad-exit=1 python -m hpc_train agent "$run"

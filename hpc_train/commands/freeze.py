@@ -2,6 +2,7 @@
 
 Idempotent: a script that Slurm has started again finds the directory as it was, whatever has been edited since. The
 rest of the batch script lies in it as ``job.sh``: it starts the agents, and asks for a requeue where they want one.
+``gpus.sh`` is the part of it that gives the GPUs of the job to steps, for scripts that start agents themselves.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from hpc_train.config.freeze import check_freeze, freeze
 from hpc_train.config.schema import Config
 from hpc_train.config.snapshot import take
 from hpc_train.config.validate import validate
+from hpc_train.launch.job_gpus import export_lines, gpus_of_this_job
 from hpc_train.launch.place import choose
 from hpc_train.launch.sbatch import goes_on_without_a_node
 from hpc_train.launch.script import by_hand
@@ -78,12 +80,14 @@ def _freeze(config: Config, run: RunDirectory, parent: Path) -> None:
     check_freeze(config, run)
     freeze(config, run, code=take([config], parent / "code"))
     write_text(run.job_script, by_hand(goes_on_without_a_node(config.elastic)))
+    write_text(run.gpus_script, "".join(f"{line}\n" for line in export_lines()))
 
 
 def _nodes_and_workers(config: Config) -> tuple[int, int]:
     """Of the Slurm job that the script runs in, spares left out; outside of one, of where it would be submitted."""
     nodes = os.environ.get("SLURM_JOB_NUM_NODES")
     if nodes is not None:
-        return max(1, int(nodes) - config.elastic.spares), workers_per_node(config.cluster)[1]
+        gpus = gpus_of_this_job().per_node or None  # what a job without GPUs can see is this machine's to say
+        return max(1, int(nodes) - config.elastic.spares), workers_per_node(config.cluster, gpus)[1]
     asked, _, workers = choose(config.cluster).shape(config.cluster)
     return asked, workers

@@ -1,7 +1,6 @@
 """Jobs inside an allocation that one already has (salloc, a notebook on a node): each is a step of it.
 
-The agents are started as in a batch job, one per node in one ``srun``; nothing is submitted and nothing is asked of the
-controller.
+The agents are started as in a batch job, one per node in one ``srun``; nothing is submitted.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.launch.container import container_of
 from hpc_train.launch.job import Job
+from hpc_train.launch.job_gpus import gpus_of_this_job
 from hpc_train.launch.processes import ProcessSubmitter
 from hpc_train.launch.sbatch import goes_on_without_a_node
 from hpc_train.launch.script import python, when_a_node_is_lost
@@ -43,7 +43,7 @@ class AllocationSubmitter(ProcessSubmitter):
                 where="cluster.nodes",
                 mend=f"cluster.nodes={here}; cluster=slurm submits a job of its own instead",
             )
-        return (min(most, here), *workers_per_node(cluster, visible=_gpus_here()))
+        return (min(most, here), *workers_per_node(cluster, visible=gpus_of_this_job().per_node or visible_gpus()))
 
     def at_once(self, jobs: Sequence[Job]) -> int:
         nodes = max(self.shape(job.config.cluster)[0] for job in jobs)
@@ -80,6 +80,7 @@ class AllocationSubmitter(ProcessSubmitter):
             [f"--cpus-per-task={cluster.cpus_per_gpu * job.workers}"] if isinstance(cluster.cpus_per_gpu, int) else []
         )
         own = [*when_a_node_is_lost(goes_on_without_a_node(job.config.elastic)), "--unbuffered", *cores]
+        own += gpus_of_this_job().srun_options(job.gpus)
         container = container_of(job.config, job.gpus)
         if container is not None:
             own += [*container.srun_options(container.seen()), *container.command(container.seen())]
@@ -89,8 +90,3 @@ class AllocationSubmitter(ProcessSubmitter):
 
 def _nodes_here() -> int:
     return int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
-
-
-def _gpus_here() -> int:
-    """The GPUs of a node of the allocation; the shell of salloc may run where there are none."""
-    return int(os.environ.get("SLURM_GPUS_ON_NODE") or visible_gpus())

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.config.schema import ClusterConfig
-from hpc_train.launch import chain, requeue
+from hpc_train.launch import chain, job_gpus, requeue
 from hpc_train.launch.container import IN_SHELL, Container, quoted
 from hpc_train.launch.sbatch import Options, arguments
 from hpc_train.run.frozen_code import FrozenCode
@@ -95,6 +95,7 @@ def render(script: Script) -> str:
         [*_environment(cluster), *_frozen(script.code)],
         ["# setup", *cluster.setup] if cluster.setup else [],
         [] if script.container is None else script.container.lines(),
+        job_gpus.export_lines(),
         script.run,
         requeue.lines_before(),
         [] if script.chain is None else chain.lines_before(script.chain),
@@ -110,6 +111,7 @@ def by_hand(goes_on: bool) -> str:
     blocks = [
         BY_HAND.splitlines(),
         ENVIRONMENT.splitlines(),
+        job_gpus.export_lines(),
         requeue.lines_before(),
         _step(['"$@"'], goes_on),
         requeue.script_lines(),

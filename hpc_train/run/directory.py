@@ -46,6 +46,10 @@ class RunDirectory:
         return self.path / "job.sh"
 
     @property
+    def gpus_script(self) -> Path:
+        return self.path / "gpus.sh"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics"
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A real Slurm of four nodes on this machine, to try the toolkit and to test it.
+"""A real Slurm on this machine, to try the toolkit and to test it: four nodes, and three more that declare GPUs.
 
     devcluster.py up [--network] [--no-accounting]    start what is not running yet; ready in seconds
     devcluster.py env                                 print the exports that make it the current cluster
@@ -42,7 +42,8 @@ from network import (
     write_hosts,
 )
 
-CPUS, MEMORY_MB, GPUS = 4, 4000, 4  # of each node, as declared to Slurm
+CPUS, MEMORY_MB = 4, 4000  # of each node, as declared to Slurm
+GPUS = {"n5": "gpu:4", "n6": "gpu:a100:4", "n7": "gpu:a100:2"}  # for jobs that ask for them; nothing can train on them
 PACKAGES = {
     "munged": "munge",
     "slurmctld": "slurmctld",
@@ -182,7 +183,7 @@ def write_state(cluster: Cluster) -> None:
         path = cluster.state / "etc" / template
         path.write_text((TEMPLATES / template).read_text().format(**values))
         path.chmod(0o600 if template == "slurmdbd.conf" else 0o644)
-    (cluster.state / "etc" / "gres.conf").write_text(f"NodeName={node_list()} Name=gpu File={gpu_files(cluster)}\n")
+    (cluster.state / "etc" / "gres.conf").write_text("".join(gres_line(cluster, node) for node in GPUS))
     write_hosts(cluster)
 
 
@@ -194,20 +195,26 @@ def node_line(cluster: Cluster, index: int) -> str:
     node = NODES[index]
     name, port = (node, cluster.port + 3) if cluster.network else (host(), cluster.port + 11 + index)
     where = f"NodeHostname={name} NodeAddr={node_address(cluster, index)} Port={port}"
-    feature = f"rack{1 + index // 2},{'a100' if index % 2 == 0 else 'h100'}"
-    return f"NodeName={node} {where} CPUs={CPUS} RealMemory={MEMORY_MB} Gres=gpu:{GPUS} Feature={feature} State=UNKNOWN"
+    own = f"Feature=rack{min(1 + index // 2, 3)}" + (f",gpu{GPUS[node][-1]} Gres={GPUS[node]}" if node in GPUS else "")
+    return f"NodeName={node} {where} CPUs={CPUS} RealMemory={MEMORY_MB} {own} State=UNKNOWN"
 
 
-def gpu_files(cluster: Cluster) -> str:
+def gres_line(cluster: Cluster, node: str) -> str:
+    _, *kind, count = GPUS[node].split(":")
+    of_type = f" Type={kind[0]}" if kind else ""
+    return f"NodeName={node} Name=gpu{of_type} File={gpu_files(cluster, int(count))}\n"
+
+
+def gpu_files(cluster: Cluster, count: int) -> str:
     """GPUs are declared as character devices: without them Slurm sets no CUDA_VISIBLE_DEVICES."""
     try:
-        for index in range(GPUS):
+        for index in range(count):
             path = cluster.state / "dev" / f"gpu{index}"
             if not path.exists():
                 os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))  # as /dev/null
-        return f"{cluster.state}/dev/gpu[0-{GPUS - 1}]"
+        return f"{cluster.state}/dev/gpu[0-{count - 1}]"
     except PermissionError:
-        return f"/dev/tty[0-{GPUS - 1}]"
+        return f"/dev/tty[0-{count - 1}]"
 
 
 def start_munge(cluster: Cluster) -> None:
@@ -248,7 +255,7 @@ def start_node(cluster: Cluster, node: str) -> None:
 
 
 def ready_nodes(cluster: Cluster) -> int:
-    done = call(cluster, "sinfo", "-h", "-N", "-p", "gpu", "-t", "idle,mixed,allocated", "-o", "%N", check=False)
+    done = call(cluster, "sinfo", "-h", "-N", "-t", "idle,mixed,allocated", "-o", "%N", check=False)
     return len(set(done.stdout.split()))
 
 

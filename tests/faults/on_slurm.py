@@ -252,7 +252,7 @@ def restore(cluster: Cluster) -> None:
 
 def _states(cluster: Cluster) -> dict[str, str]:
     """Of each node, in full: among those that ``sinfo --states=idle`` lists are nodes that drain."""
-    shown = cluster.call("sinfo", "-h", "-N", "-p", "gpu", "-o", "%N %T").stdout.splitlines()
+    shown = cluster.call("sinfo", "-h", "-N", "-p", "cpu", "-o", "%N %T").stdout.splitlines()
     return dict(line.split() for line in shown)
 
 

@@ -17,15 +17,15 @@ WORKERS = ["cluster.cpu_workers=2", "batch.global_size=24"]
 HYBRID = ["+strategy=hybrid", *TINY, *WORKERS]
 REFUSED = [
     (["cluster.partition=gpuu"], "did you mean gpu?"),
-    (["cluster.nodes=5"], "the partition gpu has 4"),
+    (["cluster.nodes=5"], "the partition cpu has 4"),
     (["cluster.partition=debug", "cluster.nodes=3"], "the partition debug allows 2"),
     (["cluster.partition=debug", "cluster.time=02:00:00"], "cluster.time=00:30:00"),
     (["cluster.account=nobody"], "one of research, root"),
     (["cluster.qos=gold"], "one of normal"),
-    (["cluster.gpus_per_node=8"], "cluster.gpus_per_node=4"),
-    (["cluster.gpus_per_node=2", "cluster.gpu_type=h200"], "of type h200"),
+    (["cluster.partition=gpu", "cluster.gpus_per_node=8"], "cluster.gpus_per_node=4"),
+    (["cluster.partition=gpu", "cluster.gpus_per_node=2", "cluster.gpu_type=h200"], "of type h200"),
     (["cluster.constraint=nowhere"], "Invalid feature specification"),
-    (["cluster.nodes=4", "cluster.gpus_per_node=4", "cluster.time=08:00:00"], "launch.yes=true"),
+    (["cluster.partition=gpu", "cluster.gpus_per_node=4", "cluster.time=08:00:00"], "launch.yes=true"),
 ]
 
 
@@ -82,7 +82,7 @@ def test_a_sweep_of_two_shapes_is_two_arrays_and_its_losses_are_those_of_this_ma
         text = f"# @package _global_\ncluster: {{nodes: {nodes}, cpu_workers: 2}}\n"
         (tmp_path / "experiment" / f"{name}.yaml").write_text(text)
     environment = cluster.environment | {"SBATCH_PARTITION": "nowhere", "SBATCH_NODES": "4", "SBATCH_TIMELIMIT": "1"}
-    shared = ["strategy=hybrid", "cluster=slurm", "cluster.partition=gpu", "+cluster.extra.export=NONE", *TINY]
+    shared = ["strategy=hybrid", "cluster=slurm", "cluster.partition=cpu", "+cluster.extra.export=NONE", *TINY]
     sweep = ["-cd", str(tmp_path), "+experiment=wide,narrow", "train.seed=0,1", "run.name=sweep", "-m"]
     here = Cluster(environment)
     done = here.hpc_train(*shared, *sweep, cwd=tmp_path)
@@ -174,7 +174,7 @@ def test_inside_an_allocation_jobs_run_in_it(cluster: Cluster, tmp_path: Path) -
 def test_a_dry_run_shows_the_script_and_asks_the_site(cluster: Cluster, tmp_path: Path) -> None:
     done = cluster.hpc_train(*HYBRID, "cluster.nodes=2-4", "launch.dry_run=true", "-m", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    for part in ("--nodes=2-4", "#!/bin/bash", "account research, partition gpu, 2-4 nodes", "at most 0 GPU-hours"):
+    for part in ("--nodes=2-4", "#!/bin/bash", "account research, partition cpu, 2-4 nodes", "at most 0 GPU-hours"):
         assert part in done.stdout
     assert not list(tmp_path.iterdir())
     refused = cluster.hpc_train(*HYBRID, "cluster.partition=nowhere", "launch.dry_run=true", "-m", cwd=tmp_path)

@@ -21,6 +21,7 @@ from hpc_train.launch.container import container_of
 from hpc_train.launch.doctor.disk import BAD_SKEW_S, SKEW_S
 from hpc_train.launch.doctor.finding import ERROR, OK, WARNING, Finding
 from hpc_train.launch.doctor.node import NodeReport
+from hpc_train.launch.job_gpus import gpus_of_this_job
 from hpc_train.launch.script import python
 
 STEP_S = 300.0
@@ -64,6 +65,8 @@ def _start(nodes: int, config: Config, overrides: Sequence[str], folder: Path) -
     container = container_of(config, 0)
     own = [] if container is None else [*container.srun_options(container.seen()), *container.command(container.seen())]
     words = [python(config.cluster, container), "-m", "hpc_train", "doctor", "--node", str(folder), *overrides]
+    gpus = gpus_of_this_job()  # those that the agents of a run would have
+    own = [*gpus.srun_options(gpus.per_node), *own]
     step = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--overlap", *own, *words]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SRUN_"))}
     environment = inherited | {name: os.environ[name] for name in KEPT if name in os.environ}
