@@ -197,6 +197,8 @@ def main(arguments: list[str]) -> int:
         return 1
     except Orphaned:
         return 1
+    finally:
+        events.close()
     return 0
 
 

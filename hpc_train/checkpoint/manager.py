@@ -6,7 +6,6 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -340,8 +339,7 @@ class CheckpointManager:
             raise Superseded(f"attempt {newest} works on the run; attempt {self.events.attempt} may not change it")
 
     def _event(self, event: str, step: int, **details: Any) -> None:
-        with suppress(OSError):  # on a full disk the event log cannot grow either; the message is in the job's log
-            self.events.write(event, step=step, **details)
+        self.events.write(event, step=step, **details)
 
     def _stored_shapes(self, reader: SafeReader, path: Path) -> dict[str, TensorShape]:
         try:

@@ -11,7 +11,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,7 +50,7 @@ from hpc_train.run.descriptors import raise_descriptor_limit
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
-from hpc_train.run.files import last_line
+from hpc_train.run.files import last_line, patiently
 from hpc_train.run.frozen_code import frozen_code, use
 from hpc_train.run.job_end import JobEnd
 from hpc_train.run.sharing import write_for_group
@@ -127,14 +127,15 @@ def _run(
     if config.run.group is not None:
         write_for_group()
     node, refusal = _this_node(config, allocation)
-    with node_local_caches(f"{allocation.launch_id}-{allocation.node_name}") as caches:
+    events = EventLog.open(run, f"agent-{allocation.node_name}", 0)
+    with closing(events), node_local_caches(f"{allocation.launch_id}-{allocation.node_name}") as caches:
         users = dict(os.environ)
         own = _set_environment(config, allocation, node, caches)
         warm_parent.start(_preload(config, entry, store))
         hub = stores = None
         if allocation.node_rank == 0:
             stores = Stores(store)
-            attempts = Attempts(run, config, allocation, end, stores, Fabric(run, config, own))
+            attempts = Attempts(run, config, allocation, end, stores, Fabric(run, config, own), events)
             hub, address = _start_hub(run, config, allocation, attempts)
         else:
             try:
@@ -151,7 +152,7 @@ def _run(
         node = replace(node, facts=facts if node.gpus else replace(facts, visible=()))
         watch = Watch.of(run, allocation.node_name, config)
         budget = Budget(run, config.run.max_gpu_hours, allocation.nodes * node.gpus)
-        agent = Agent(run, config, allocation, node, address, stores, stop, watch, budget, on_tick, entry)
+        agent = Agent(run, config, allocation, node, address, stores, stop, watch, budget, on_tick, entry, events)
         try:
             return agent.work(refusal)
         except HubLost as lost:
@@ -236,6 +237,7 @@ class Agent:
     budget: Budget
     on_tick: Callable[[], None]
     entry: str
+    events: EventLog  # of this agent, in any attempt
     _attempt: int | None = field(default=None, init=False)  # the newest of which it was told
 
     def work(self, refusal: str | None) -> int:
@@ -275,15 +277,12 @@ class Agent:
             self.stop.request(OVER_BUDGET)
         if self.stop.reason is not None and link.tell_stop(self.stop.reason):
             attempt = max(0, self.run.newest_attempt()) if self._attempt is None else self._attempt
-            self._events(attempt).write("stop_requested", reason=self.stop.reason)
+            self.events.of(attempt).write("stop_requested", reason=self.stop.reason)
 
     def _check_store(self, link: Link, attempt: int) -> None:
         if self.stores is not None and self.stores.lost:
             self.stores.stop()
             link.tell_store_lost(attempt)
-
-    def _events(self, attempt: int) -> EventLog:
-        return EventLog.open(self.run, f"agent-{self.allocation.node_name}", attempt)
 
     def _take_part(self, link: Link, meeting: Meeting) -> None:
         """Runs this node's workers in one attempt, unless it is a spare."""
@@ -304,7 +303,7 @@ class Agent:
 
         specs = self._specs(meeting)
         log = WorkerLog(self.run.logs / f"{self.allocation.node_name}-{meeting.attempt:03d}.log")
-        self.watch.begin(self._events(meeting.attempt), meeting.layout)
+        self.watch.begin(self.events.of(meeting.attempt), meeting.layout)
         grace_s = stop_time(self.config, self.run, self.allocation.nodes).seconds
         try:
             outcome = run_attempt(specs, None, log, self.stop, grace_s, tick, self.entry, self.watch)
@@ -314,8 +313,11 @@ class Agent:
         link.tell_end(meeting.attempt, report)
 
     def _furthest_step(self, attempt: int) -> int:
-        newest = CheckpointStore(self.run.checkpoints).newest()
-        logged = last_line(self.run.metrics_file(attempt)).get("step", 0)
+        try:
+            newest = patiently(CheckpointStore(self.run.checkpoints).newest)
+            logged = patiently(lambda: last_line(self.run.metrics_file(attempt))).get("step", 0)
+        except OSError:
+            return 0  # what the workers have told themselves counts
         return max(logged, 0 if newest is None else newest.step)
 
     def _specs(self, meeting: Meeting) -> list[WorkerSpec]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -15,6 +15,7 @@ from hpc_train.cluster.topology import mapping
 from hpc_train.config.schema import Config
 from hpc_train.elastic.channel import Message
 from hpc_train.elastic.coordinator import Cause, Leave, Start
+from hpc_train.elastic.decision import Decision
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.failures import is_echo
 from hpc_train.elastic.rendezvous import Meeting, bind, withdraw
@@ -23,6 +24,7 @@ from hpc_train.elastic.store import Stores
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import EXITS, Action, Exit, Failure
+from hpc_train.run.files import patiently
 from hpc_train.run.job_end import JobEnd
 
 
@@ -36,17 +38,18 @@ class Attempts:
     end: JobEnd | None
     stores: Stores
     fabric: Fabric
+    events: EventLog  # of this node's agent, in any attempt
     _newest: int | None = field(default=None, init=False)  # of this job; an agent that wakes up may find later ones
 
     def begin(self, start: Start) -> Message:
         """Prepares the next attempt; returns what the agents are told of it."""
         if start.cause is not None:
             self._tell_failure(start.cause, self._events())
-        self._newest = attempt = self.run.claim_attempt()
+        self._newest = attempt = patiently(self.run.claim_attempt)
         listener = bind(self.allocation, f"{self.allocation.job_id or self.run.path}:{attempt}")
         environment = self.fabric.decide(start, self._events())
         meeting = self._meeting(attempt, start, listener.getsockname()[1], environment)
-        meeting.publish(self.run)
+        patiently(lambda: meeting.publish(self.run))
         self.stores.offer(attempt, listener)
         self._tell_start(start, meeting)
         return asdict(meeting)
@@ -55,26 +58,38 @@ class Attempts:
         """Tells how the job ended; returns the exit code of its agents."""
         if self.succeeded() is not None:
             return Exit.STOPPED
-        events, action = self._events(), leave.decision.action
+        events = self._events()
         if leave.cause is not None:
-            self._tell_failure(leave.cause, events, refused=action is Action.REFUSE)
-        code = EXITS[action]
-        if action is Action.REQUEUE and self.end is not None:
-            code = request(self.end, self.config, events, leave.decision.reason)
+            self._tell_failure(leave.cause, events, refused=leave.decision.action is Action.REFUSE)
+        leave, code = self._ask_for_requeue(leave, events)
+        action = leave.decision.action
         if code is not Exit.GAVE_UP or action is Action.GIVE_UP:
             self._tell_end(leave, code, events)
-        withdraw(self.run, self.allocation.launch_id)
-        if self.end is not None:
-            self.end.tell(code)
+        try:
+            if self.end is not None:
+                self.end.tell(code)
+            withdraw(self.run, self.allocation.launch_id)
+        except OSError as error:  # the agents know the end all the same
+            print(f"how the job ends cannot be written into the run directory: {error}", file=sys.stderr)
         return code
 
     def succeeded(self) -> str | None:
         """Why this hub has no say any more: its agent was frozen, and another one has decided how the job goes on."""
         return "another agent acts for the job" if self.end is not None and self.end.succeeded() else None
 
+    def _ask_for_requeue(self, leave: Leave, events: EventLog) -> tuple[Leave, Exit]:
+        """The exit code, and what is left of a requeue for which the job cannot ask."""
+        action, reason, end = leave.decision.action, leave.decision.reason, self.end
+        if action is not Action.REQUEUE or end is None:
+            return leave, EXITS[action]
+        try:
+            return leave, patiently(lambda: request(end, self.config, events, reason))
+        except OSError as error:
+            reason = f"{reason}; the job cannot ask to run again: {error}. {_resume(self.run)}"
+            return replace(leave, decision=Decision(Action.FAIL, reason)), Exit.FAILED
+
     def _events(self) -> EventLog:
-        attempt = max(0, self.run.newest_attempt()) if self._newest is None else self._newest
-        return EventLog.open(self.run, f"agent-{self.allocation.node_name}", attempt)
+        return self.events.of(max(0, self.run.newest_attempt()) if self._newest is None else self._newest)
 
     def _meeting(self, attempt: int, start: Start, port: int, environment: dict[str, str]) -> Meeting:
         return Meeting(
@@ -145,6 +160,12 @@ class Attempts:
         else:
             name = "finished" if action is Action.FINISH else "stopped"
             events.write(name, exit_code=int(code), reason=leave.stop or reason, **details)
+            if leave.cause is None and reason:
+                print(reason, file=sys.stderr)
+
+
+def _resume(run: RunDirectory) -> str:
+    return f"This goes on: python -m hpc_train resume {run.path}"
 
 
 def _details(cause: Cause) -> dict[str, Any]:

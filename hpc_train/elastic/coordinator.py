@@ -15,7 +15,7 @@ from hpc_train.config.layout import Layout, resolve_layout
 from hpc_train.config.schema import Config
 from hpc_train.elastic.budget import OVER_BUDGET
 from hpc_train.elastic.culprit import settle
-from hpc_train.elastic.decision import Decision, Ended, History, decide
+from hpc_train.elastic.decision import ANNOUNCEMENT, Decision, Ended, History, decide
 from hpc_train.elastic.failures import WorkerFailure, is_echo
 from hpc_train.elastic.nodes import TOO_OFTEN, Node, NodeFailures, in_order_of_rank
 from hpc_train.run.exits import Action, Exit, Failure
@@ -127,6 +127,11 @@ class Coordinator:
         message = "the store of the attempt was killed"
         node = self.present.get(0, self._team[0])
         self._fail(WorkerFailure(0, Failure.COMMUNICATION, message, message, 0.0, -9), node, now)
+
+    def unable(self, why: str) -> Leave:
+        """The hub cannot go on. A job may where it starts again; what somebody has stopped is not to."""
+        again = self.elsewhere and self.stop in (None, ANNOUNCEMENT)
+        return Leave(Decision(Action.REQUEUE if again else Action.FAIL, f"the hub cannot go on: {why}"), stop=self.stop)
 
     def next(self, now: float) -> Order | None:
         """What is to be done now; each order is given once."""

@@ -31,7 +31,7 @@ from hpc_train.elastic.coordinator import Start
 from hpc_train.elastic.nodes import Node
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
-from hpc_train.run.files import write_json
+from hpc_train.run.files import patiently, write_json
 
 
 @dataclass
@@ -63,18 +63,19 @@ class Fabric:
         common = asdict(decision)
         environment = common.pop("variables")
         nodes = [_node(node, ranks) for node in start.nodes]
-        write_json(
-            self.run.fabric,
-            {"gpus_per_node": gpus, "nodes": nodes, "environment": environment, "warnings": told} | common,
-        )
+        found_out = {"gpus_per_node": gpus, "nodes": nodes, "environment": environment, "warnings": told} | common
+        patiently(lambda: write_json(self.run.fabric, found_out))
         set_already = [
             {"name": name, "value": setting.value, "reason": f"set by {setting.place}"}
             for name, setting in found.items()
             if name not in {row["name"] for row in self.own}
         ]
-        self.run.update_record(
-            environment=[*self.own, *environment, *set_already], left_alone=common["left_alone"], fabric=decision.fabric
-        )
+        record = {
+            "environment": [*self.own, *environment, *set_already],
+            "left_alone": common["left_alone"],
+            "fabric": decision.fabric,
+        }
+        patiently(lambda: self.run.update_record(**record))
 
     def _tell(self, decision: Decision, told: list[str], events: EventLog, quiet: bool) -> None:
         for message in told:

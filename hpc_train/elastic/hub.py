@@ -21,6 +21,7 @@ from hpc_train.elastic.admission import Admission
 from hpc_train.elastic.channel import BadMessage, Channel, Message
 from hpc_train.elastic.coordinator import Coordinator, End, Leave, Order, Report, Start
 from hpc_train.elastic.culprit import RankState
+from hpc_train.elastic.decision import Decision
 from hpc_train.elastic.failures import WorkerFailure
 from hpc_train.elastic.nodes import Node
 from hpc_train.run.exits import Action, Exit, Failure
@@ -78,11 +79,21 @@ class Hub:
     def _serve(self) -> None:
         try:
             self._coordinate()
-        except Exception:  # a disk that is gone, say: nobody is to wait for a hub that is dead
+        except OSError as error:  # the file system of the run directory, mostly
+            self._give_up(self._coordinator.unable(str(error)))
+        except Exception as error:
             traceback.print_exc()
-            self._tell_all({"kind": "leave", "action": Action.FAIL, "code": int(Exit.FAILED)})
+            self._give_up(Leave(Decision(Action.FAIL, f"the hub has failed: {error!r}")))
         finally:
             self._say_goodbye()
+
+    def _give_up(self, leave: Leave) -> None:
+        """Nobody is to wait for a hub that cannot go on."""
+        try:
+            self._give(leave)
+        except Exception:
+            traceback.print_exc()
+            self._tell_all({"kind": "leave", "action": Action.FAIL, "code": int(Exit.FAILED)})
 
     def _coordinate(self) -> None:
         next_beat = 0.0

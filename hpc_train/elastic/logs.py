@@ -6,9 +6,12 @@ A worker writes into a pipe and never waits for a file system; the agent empties
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
+
+from hpc_train.run.files import patiently
 
 LIMIT_BYTES = 100 * 2**20
 TAIL_LINES = 50  # of each rank, kept for messages about failures and for the end of a file that is full
@@ -19,9 +22,10 @@ class WorkerLog:
     """One log file; ``write(rank, data)`` takes bytes as they come and writes whole lines."""
 
     def __init__(self, path: Path, limit_bytes: int = LIMIT_BYTES) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._file: BinaryIO | None = path.open("ab", buffering=0)
+        self._file: BinaryIO | None = None
+        with suppress(OSError):  # see _put
+            self._file = patiently(lambda: _open(path))
         self._room = limit_bytes
         self._limit = limit_bytes
         self._partial: dict[int, bytes] = {}
@@ -74,6 +78,11 @@ class WorkerLog:
         except OSError:
             self._file.close()
             self._file = None
+
+
+def _open(path: Path) -> BinaryIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("ab", buffering=0)
 
 
 def _now() -> bytes:

@@ -12,7 +12,7 @@ from typing import Any
 from hpc_train.cluster.fabric.facts import NodeFacts
 from hpc_train.cluster.topology import node_order
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.files import append_line, read_lines
+from hpc_train.run.files import append_line, patiently, read_lines
 
 TOO_OFTEN = 2  # failures after which a node is done without where others are there
 
@@ -75,12 +75,13 @@ class NodeFailures:
 
     def note(self, node: str, failure: str, times: int = 1) -> None:
         """``times``: as how many failures it counts."""
-        append_line(self._path, {"time": time.time(), "node": node, "class": failure, "times": times})
+        line = {"time": time.time(), "node": node, "class": failure, "times": times}
+        patiently(lambda: append_line(self._path, line))
 
     def too_often(self) -> frozenset[str]:
         """The names of nodes that have failed ``TOO_OFTEN`` times lately."""
         counts: Counter[str] = Counter()
-        for line in self.lately():
+        for line in patiently(self.lately):
             counts[line["node"]] += line.get("times", 1)
         return frozenset(name for name, count in counts.items() if count >= TOO_OFTEN)
 

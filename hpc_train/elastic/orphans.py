@@ -22,6 +22,7 @@ from hpc_train.elastic.requeue import request
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit, Failure
+from hpc_train.run.files import patiently
 from hpc_train.run.job_end import JobEnd
 
 TIMEOUT_S = 30.0  # of one command
@@ -49,7 +50,8 @@ def after_the_hub(
     details: dict[str, Any] = {"class": Failure.NODE_LOST, "message": str(lost), "rank": None, "node": host}
     events.write("node_lost", **details)
     NodeFailures(run, config.elastic.exclude_hours * 3600).note(host, Failure.NODE_LOST, times)
-    code = request(end, config, events, "the batch host is lost")
+    code = patiently(lambda: request(end, config, events, "the batch host is lost"))
+    events.close()
     _ask_slurm(_end_of_job(code, config))
     if code is Exit.STOPPED and end.exclude_file.exists():
         _call(["scontrol", "update", f"JobId={_job()}", f"ExcNodeList={end.exclude_file.read_text()}"])

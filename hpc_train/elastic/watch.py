@@ -113,5 +113,4 @@ class Watch:
 
     def _event(self, event: str, *, step: int | None = None, **details: object) -> None:
         if self._events is not None:
-            with suppress(OSError):
-                self._events.write(event, step=step, node=self.node, **details)
+            self._events.write(event, step=step, node=self.node, **details)

@@ -5,14 +5,20 @@ Two clients of a network file system that append to one file lose lines, so no t
 
 from __future__ import annotations
 
+import json
+import os
 import socket
+import sys
+import threading
 import time
-from dataclasses import dataclass
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.files import append_line
+from hpc_train.run.files import append_text
 
 EVENTS = (
     "submitted",
@@ -52,22 +58,112 @@ EVENTS = (
 )
 
 
+MOST_KEPT = 1000  # lines; of more, the oldest are lost
+AGAIN_S = 0.2
+AT_THE_END_S = 5.0  # for a file system that does not answer when the writer ends
+
+
+class Unwritten:
+    """The lines of one writer, each until it is in its file: a file system that fails does not end a run.
+
+    The lines of a file stay in order. Used by any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lines: deque[tuple[Path, str]] = deque()
+        self._failing = False
+        self._lost = 0
+
+    def add(self, path: Path, line: str) -> None:
+        with self._lock:
+            self._lines.append((path, line))
+            if len(self._lines) > MOST_KEPT:
+                self._lines.popleft()
+                self._lost += 1
+            self._write()
+
+    def write_all(self, seconds: float) -> None:
+        """Tries for ``seconds``; what is left then is lost."""
+        until = time.monotonic() + seconds
+        while self._lines and time.monotonic() < until:
+            with self._lock:
+                self._write()
+            if self._lines:
+                time.sleep(AGAIN_S)
+        if self._lines:
+            _print(f"{len(self._lines)} lines of the event log are lost")
+
+    def _write(self) -> None:
+        failures: dict[Path, OSError] = {}
+        left = deque[tuple[Path, str]]()
+        for path, line in self._lines:
+            if path not in failures:
+                try:
+                    append_text(path, _line_end(path) + line if self._failing else line)
+                    continue
+                except OSError as error:
+                    failures[path] = error
+            left.append((path, line))
+        self._lines = left
+        if bool(left) != self._failing:
+            self._failing = bool(left)
+            self._tell(next(iter(failures.values()), None))
+
+    def _tell(self, failure: OSError | None) -> None:
+        """Once when an outage begins, and once when it is over."""
+        text = f"the event log cannot be written; its lines are kept in memory until it can: {failure}"
+        if failure is None:
+            text = "the event log can be written again, and has the lines that were kept"
+            text += f" but the first {self._lost}" if self._lost else ""
+            self._lost = 0
+        _print(text)
+
+
+def _print(text: str) -> None:
+    with suppress(OSError):  # nobody reads it any more
+        print(text, file=sys.stderr, flush=True)
+
+
+def _line_end(path: Path) -> str:
+    """What ends a line that was cut short, by a full disk say."""
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return "" if file.read() == b"\n" else "\n"
+    return ""
+
+
 @dataclass(frozen=True)
 class EventLog:
-    """Appends events of one writer (``submitter``, ``agent-<node>``, ``rank-0003``) in one attempt."""
+    """Appends events of one writer (``submitter``, ``agent-<node>``, ``rank-0003``) in one attempt.
+
+    What cannot be written is kept in memory, and written before the writer's next event or by ``close``.
+    """
 
     path: Path
     attempt: int
     rank: int | None = None
+    _unwritten: Unwritten = field(default_factory=Unwritten, compare=False, repr=False)
 
     @classmethod
     def open(cls, run: RunDirectory, writer: str, attempt: int, rank: int | None = None) -> EventLog:
-        run.events.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):
+            run.events.mkdir(parents=True, exist_ok=True)
         return cls(run.events / f"{writer}-{attempt:03d}.jsonl", attempt, rank)
 
+    def of(self, attempt: int) -> EventLog:
+        """That of the same writer in another attempt. What is unwritten is kept together."""
+        writer = self.path.name.rpartition("-")[0]
+        return replace(self, path=self.path.with_name(f"{writer}-{attempt:03d}.jsonl"), attempt=attempt)
+
+    def close(self) -> None:
+        """Writes what is unwritten; waits a few seconds for a file system that does not answer."""
+        self._unwritten.write_all(AT_THE_END_S)
+
     def write(self, event: str, *, step: int | None = None, **details: Any) -> None:
-        """Appends one event with the time, this node, rank, attempt and step."""
+        """Appends one event with the time, this node, rank, attempt and step. A failing file system raises nothing."""
         if event not in EVENTS:
             raise ValueError(f"unknown event {event!r}")
         head = {"time": time.time(), "event": event, "rank": self.rank, "node": socket.gethostname()}
-        append_line(self.path, head | {"attempt": self.attempt, "step": step} | details)
+        event_line = head | {"attempt": self.attempt, "step": step} | details
+        self._unwritten.add(self.path, json.dumps(event_line, separators=(",", ":")) + "\n")

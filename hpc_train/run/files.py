@@ -4,11 +4,36 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 TAIL_BYTES = 8192  # more than a line of metrics
+# The hub does nothing else meanwhile, and agents give it up after ten times elastic.heartbeat_s (elastic/link.py).
+PATIENCE_S = 8.0
+AGAIN_S = 0.2
+
+Result = TypeVar("Result")
+
+
+def patiently(operation: Callable[[], Result]) -> Result:
+    """Calls ``operation`` until it succeeds; one that fails half-way must allow to be repeated.
+
+    The error does not tell whether a shared file system is back in a moment: it may be ESTALE, EIO, ENOSPC, EDQUOT, or
+    ENOENT where a mount is missing.
+
+    Raises:
+        OSError: it has failed for ``PATIENCE_S`` seconds.
+    """
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return operation()
+        except OSError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(AGAIN_S)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -31,8 +56,12 @@ def read_json(path: Path) -> Any:
 
 def append_line(path: Path, value: dict[str, Any]) -> None:
     """Appends one JSON object as a line, in one write. One process per file."""
+    append_text(path, json.dumps(value, separators=(",", ":")) + "\n")
+
+
+def append_text(path: Path, text: str) -> None:
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(value, separators=(",", ":")) + "\n")
+        file.write(text)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.files import read_json, write_json, write_text
+from hpc_train.run.files import patiently, read_json, write_json, write_text
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class JobEnd:
     def tell(self, code: int) -> None:
         self.run.attempts.mkdir(parents=True, exist_ok=True)
         step = "" if self.step_id is None else f"step {self.step_id}\n"
-        write_text(self.run.attempts / f"{self._name}.node-{self.node_rank}", f"{int(code)}\n{step}")
+        path = self.run.attempts / f"{self._name}.node-{self.node_rank}"
+        patiently(lambda: write_text(path, f"{int(code)}\n{step}"))
 
     def told(self) -> bool:
         """Whether the agent of node 0 has told its end."""

@@ -7,6 +7,7 @@ attempt (``CheckpointStore.guard``).
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from hpc_train.config.errors import ConfigError
 from hpc_train.run.directory import RunDirectory, lease_folder
+from hpc_train.run.files import patiently
 from hpc_train.run.holder import BEAT_S, STALE_S, Holder
 from hpc_train.run.turns import Taken, Turn, newest, take
 
@@ -56,7 +58,10 @@ def hold(
         yield turn
     finally:
         ended.set()
-        turn.give_back()
+        try:
+            patiently(turn.give_back)
+        except OSError as error:
+            print(f"the run's lease cannot be given back, others wait until it has expired: {error}", file=sys.stderr)
 
 
 def _take(run: RunDirectory, holder: Holder, give_up: Callable[[], bool]) -> Turn:

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hpc_train.run.files import patiently
 from hpc_train.run.holder import STALE_S, Holder
 
 _DONE = b"\ndone\n"
@@ -134,7 +135,7 @@ def alone(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        turn.give_back()
+        patiently(turn.give_back)  # else nobody has a turn until this process ends
 
 
 def _create(turn: Turn, holder: Holder) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,12 +68,16 @@ def train(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
         ConfigError: the config does not fit the model, the data or the checkpoint.
     """
     run = RunDirectory(Path(spec.run_dir))
+    with closing(EventLog.open(run, f"rank-{spec.rank:04d}", spec.attempt, spec.rank)) as events:
+        return _train(spec, stop, listen_fd, run, events)
+
+
+def _train(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None, run: RunDirectory, events: EventLog) -> Exit:
     config = load(run)
     heartbeat = Heartbeat.of(spec.heartbeat)
     answer_questions(spec.heartbeat)
     log = nccl_log(spec, config)
     mesh = join(spec, config, listen_fd)
-    events = EventLog.open(run, f"rank-{spec.rank:04d}", spec.attempt, spec.rank)
     preflight(spec, config, run, mesh, events, log)
     with explained(config, mesh):
         trainer = _build(config, run, mesh, events, stop, spec, heartbeat)

@@ -50,6 +50,16 @@ def finish_when_told(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> 
     return Exit.DONE
 
 
+def one_is_killed_when_told(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
+    """In the first attempt; the next is done at once."""
+    if spec.attempt > 0:
+        return Exit.DONE
+    code = finish_when_told(spec, stop, listener)
+    if spec.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return code if spec.rank == 1 else _wait_for_stop(StopFlag())
+
+
 def _lose_connection() -> Exit:
     """What the other ranks do when one dies; slower than the first failure, but it may be reported first."""
     raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")

@@ -25,6 +25,7 @@ from hpc_train.run.files import read_json
 from tests.elastic.conftest import Freeze
 from tests.elastic.entries import start_agent
 from tests.elastic.flood import flood
+from tests.run.outage import detachable
 
 
 def end(agent: subprocess.Popen[str]) -> tuple[int, str]:
@@ -278,6 +279,51 @@ def test_a_flood_of_connections_neither_harms_a_run_nor_keeps_an_agent_out(froze
         (run.path / "go").touch()
         assert [end(agent) for agent in (first, second)] == [(0, ""), (0, "")]
     assert run.newest_attempt() == 0
+
+
+def test_a_restart_while_the_event_log_cannot_be_written(frozen: Freeze) -> None:
+    run = frozen()
+    outage = detachable(run.events)
+    agent = start_agent(run.path, "one_is_killed_when_told")
+    until(lambda: marks(run))
+    with outage():
+        (run.path / "go").touch()
+        until(lambda: run.newest_attempt() == 1 or agent.poll() is not None)
+    code, error = end(agent)
+    assert code == 0, error
+    assert "the event log cannot be written; its lines are kept in memory until it can: [Errno 2]" in error
+    assert "the event log can be written again, and has the lines that were kept" in error
+    assert "Traceback" not in error
+    told = [event["event"] for event in run.read_events()]
+    assert told == ["started", "worker_failed", "started", "restarted", "finished"]
+
+
+def test_a_stop_request_while_the_event_log_cannot_be_written(frozen: Freeze) -> None:
+    run = frozen()
+    outage = detachable(run.events)
+    agent = start_agent(run.path, "until_stopped")
+    until(lambda: marks(run))
+    with outage():
+        agent.terminate()
+        assert agent.stderr is not None
+        assert "the event log cannot be written" in agent.stderr.readline()
+    code, error = end(agent)
+    assert code == 75, error
+    assert [event["event"] for event in run.read_events()] == ["started", "stop_requested", "stopped"]
+
+
+def test_a_restart_waits_for_a_file_system_that_is_away(frozen: Freeze) -> None:
+    run = frozen()
+    outage = detachable(run.attempts)
+    agent = start_agent(run.path, "one_is_killed_when_told")
+    pids = [int(mark[0]) for mark in until(lambda: marks(run))]
+    with outage():
+        (run.path / "go").touch()
+        until(lambda: not any(alive(pid) for pid in pids))
+        time.sleep(1.0)  # the next attempt is claimed right after that
+    code, error = end(agent)
+    assert code == 0, error
+    assert sorted(path.name for path in run.attempts.glob("[0-9]*.json")) == ["000.json", "001.json"]
 
 
 def hub_port(agent: subprocess.Popen[str]) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import resource
 import socket
@@ -16,12 +17,14 @@ import pytest
 
 from hpc_train.elastic.channel import Channel
 from hpc_train.elastic.coordinator import Coordinator, Leave, Report, Start
+from hpc_train.elastic.decision import Decision
+from hpc_train.elastic.failures import WorkerFailure
 from hpc_train.elastic.hub import Hub
 from hpc_train.elastic.link import HubLost, Link
 from hpc_train.elastic.nodes import Node
 from hpc_train.elastic.rendezvous import HubAddress
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.exits import EXITS, Exit
+from hpc_train.run.exits import EXITS, Action, Exit, Failure
 from tests.elastic.flood import flood
 from tests.elastic.test_agent import until
 from tests.elastic.test_coordinator import DONE, Course
@@ -39,12 +42,15 @@ class Served:
         self.head.join_until = time.monotonic() + 60
         self.starts: list[list[int]] = []
         self.left: list[Leave] = []
+        self.broken: Exception | None = None  # what ``begin`` raises
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = HubAddress("127.0.0.1", listener.getsockname()[1], TOKEN)
         self.hub = Hub(self.head, listener, TOKEN, HEARTBEAT_S, self._begin, self._leave)
         self.hub.start()
 
     def _begin(self, start: Start) -> dict[str, Any]:
+        if self.broken is not None:
+            raise self.broken
         self.starts.append([node.number for node in start.nodes])
         return {"attempt": len(self.starts) - 1, "order": self.starts[-1]}
 
@@ -248,6 +254,21 @@ def test_an_agent_notices_that_the_hub_is_gone(tmp_path: Path) -> None:
         assert link.is_to_end(0)
     with pytest.raises(HubLost):
         Link.connect(address, Node(0, "n0", "n0", None, 0, 2), HEARTBEAT_S, patience_s=0.5)
+
+
+@pytest.mark.parametrize(("in_slurm", "action"), [(True, Action.REQUEUE), (False, Action.FAIL)])
+def test_a_hub_whose_file_system_stays_away_ends_the_job_for_another_start(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], in_slurm: bool, action: Action
+) -> None:
+    served = Served(tmp_path, 1)
+    served.head.elsewhere = in_slurm
+    link = served.link(0)
+    order_of(link)
+    served.broken = OSError(errno.ESTALE, "Stale file handle")
+    link.tell_end(0, Report(Exit.FAILED, WorkerFailure(0, Failure.KILLED, "", "", 0.0), 9))
+    assert order_of(link)["code"] == EXITS[action]
+    assert served.left[0].decision == Decision(action, "the hub cannot go on: [Errno 116] Stale file handle")
+    assert capfd.readouterr().err == ""
 
 
 @pytest.fixture

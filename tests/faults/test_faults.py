@@ -24,6 +24,7 @@ from tests.checkpoint.progress import LONG, Progress
 from tests.faults.plan import CRASHES, ENDS, HANGS, IN_SURROUNDINGS, KINDS, PASSING, SPECIAL, Fault, draw
 from tests.faults.surroundings import Surroundings, surroundings
 from tests.faults.trial import Trial, assert_nothing_left, assert_survived, finish, freeze, start, struck, undisturbed
+from tests.run.outage import detachable
 
 STEPS = 12
 EVERY = "checkpoint.every=4"
@@ -59,6 +60,22 @@ def test_three_attempts_without_a_step_are_enough(tmp_path: Path) -> None:
     assert trial.told == [("killed", 1)] * 3
     assert len(trial.events("gave_up")) == 1
     assert_nothing_left(trial.run)
+
+
+def test_a_preemption_while_the_event_log_cannot_be_written_saves_a_checkpoint(tmp_path: Path) -> None:
+    run = freeze(tmp_path / "run", 100_000)
+    outage = detachable(run.events)
+    agent = start(run)
+    until(run.read_metrics)
+    with outage():
+        agent.send_signal(signal.SIGUSR2)
+        until(lambda: list(run.checkpoints.glob("step-*")) or agent.poll() is not None)
+    trial = finish(run, agent)
+    assert trial.code == 75, trial.error
+    step = run.read_metrics()[-1]["step"]
+    assert [path.name for path in run.checkpoints.glob("step-*")] == [f"step-{step:08d}"]
+    told = [event["event"] for event in trial.events("stop_requested", "checkpoint_saved")]
+    assert told == ["stop_requested", "checkpoint_saved"]
 
 
 def test_a_slow_rank_is_named_and_a_live_run_shows_its_stacks(tmp_path: Path) -> None:

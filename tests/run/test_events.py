@@ -1,0 +1,97 @@
+"""The event log on a file system that fails: nothing raises, and nothing is lost when it works again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc_train.run import events
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from hpc_train.run.files import read_lines
+from tests.run.outage import detachable
+
+FAILING = "the event log cannot be written; its lines are kept in memory until it can: [Errno 2] "
+AGAIN = "the event log can be written again, and has the lines that were kept"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    return run
+
+
+def messages(path: Path) -> list[str]:
+    return [line["message"] for line in read_lines(path)]
+
+
+def test_what_cannot_be_written_is_written_later_in_order(run: RunDirectory, capfd: pytest.CaptureFixture[str]) -> None:
+    outage = detachable(run.events)
+    first = EventLog.open(run, "agent-n0", 0)
+    first.write("warning", message="before")
+    with outage():
+        first.write("warning", message="during")
+        second = first.of(1)
+        second.write("warning", message="of the next attempt")
+        EventLog.open(run, "agent-n1", 0).write("warning", message="of another writer")
+        first.write("warning", message="still during")
+    second.write("warning", message="after")
+    assert messages(first.path) == ["before", "during", "still during"]
+    assert second.path.name == "agent-n0-001.jsonl"
+    assert messages(second.path) == ["of the next attempt", "after"]
+    told = capfd.readouterr().err.splitlines()
+    assert [line[: len(FAILING)] for line in told] == [FAILING, FAILING, AGAIN], "once by each writer"
+
+
+def test_the_end_of_a_writer_waits_a_while(
+    run: RunDirectory, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outage = detachable(run.events)
+    log = EventLog.open(run, "agent-n0", 0)
+    with outage():
+        log.write("finished")
+    log.close()
+    assert [line["event"] for line in read_lines(log.path)] == ["finished"]
+    monkeypatch.setattr(events, "AT_THE_END_S", 0.3)
+    with outage():
+        log.write("finished")
+        log.close()
+    assert capfd.readouterr().err.splitlines()[-1] == "1 lines of the event log are lost"
+
+
+def test_memory_is_bounded(
+    run: RunDirectory, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "MOST_KEPT", 3)
+    outage = detachable(run.events)
+    log = EventLog.open(run, "agent-n0", 0)
+    with outage():
+        for number in range(5):
+            log.write("warning", message=str(number))
+    log.close()
+    assert messages(log.path) == ["2", "3", "4"]
+    assert capfd.readouterr().err.splitlines()[-1] == AGAIN + " but the first 2"
+
+
+def test_a_line_that_was_cut_short_does_not_spoil_the_next(run: RunDirectory) -> None:
+    """As on a full disk: the limit lets a part of the line through."""
+    script = f"""if True:
+        import resource
+        from pathlib import Path
+        from hpc_train.run.directory import RunDirectory
+        from hpc_train.run.events import EventLog
+        log = EventLog.open(RunDirectory(Path({str(run.path)!r})), "agent-n0", 0)
+        log.write("warning", message="one")
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (log.path.stat().st_size + 20, hard))
+        log.write("warning", message="two")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        log.write("warning", message="three")
+    """
+    done = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, check=True)
+    assert "File too large" in done.stderr
+    assert messages(next(run.events.glob("*.jsonl"))) == ["one", "two", "three"]
