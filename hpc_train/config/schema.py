@@ -313,13 +313,14 @@ class ElasticConfig:
     """How a run deals with failures and stop requests."""
 
     collective_timeout_s: float = 600.0  # a collective that takes longer fails
-    hang_timeout_s: str = "auto"  # seconds a step may take; auto: 5 x the slowest steps seen, at least 3; 0: any time
+    hang_timeout_s: str = "auto"  # seconds a step may take until the run restarts; auto: 5 x the slowest steps seen, at
+    # least 3, on several nodes or GPUs at least 30 and twice the time that NCCL waits for a packet; 0: any time
     stop_grace_s: float | int | str = "auto"  # from a stop request until workers that still run are killed; also
     # how long before its time limit a job is asked to stop; auto: by the time of a save
     max_requeues: int = 10  # of one Slurm job, each with a new checkpoint since the one before; then it is given up
     spares: int = 0  # nodes on top of cluster.nodes, idle until one of the others is lost
     min_nodes: int | None = None  # fewer nodes go on when one is lost, down to these; null: the job is requeued
-    heartbeat_s: float = 3.0  # a node that is silent for so long is lost
+    silent_node_s: float = 15.0  # a node that says nothing for so long is lost; one that closes its connection, at once
     join_timeout_s: float = 300.0  # from the start of the job until a node that has not joined is done without
     exclude_hours: float = 24.0  # for which the failures of a node count; one that failed twice is avoided
 

@@ -83,7 +83,7 @@ INSIDE = Range(lambda value: 0 < value < 1, "above 0 and below 1")
 RANGES: dict[Range, tuple[str, ...]] = {
     POSITIVE: (
         "strategy.bucket_cap_mb", "model.rope_theta", "model.norm_eps", "optim.lr", "optim.eps", "train.epochs",
-        "precision.loss_scale_init", "elastic.collective_timeout_s", "elastic.stop_grace_s", "elastic.heartbeat_s",
+        "precision.loss_scale_init", "elastic.collective_timeout_s", "elastic.stop_grace_s", "elastic.silent_node_s",
         "elastic.join_timeout_s", "run.max_gpu_hours",
     ),
     NOT_NEGATIVE: (

@@ -35,6 +35,7 @@ from hpc_train.elastic.budget import OVER_BUDGET, Budget, over_budget
 from hpc_train.elastic.coordinator import Coordinator, Report
 from hpc_train.elastic.decision import History
 from hpc_train.elastic.fabric import Fabric
+from hpc_train.elastic.hangs import patience_s
 from hpc_train.elastic.hub import Hub
 from hpc_train.elastic.link import HubLost, Link, wait_for_hub
 from hpc_train.elastic.logs import WorkerLog
@@ -54,6 +55,7 @@ from hpc_train.run.files import last_line, patiently
 from hpc_train.run.frozen_code import frozen_code, use
 from hpc_train.run.job_end import JobEnd
 from hpc_train.run.sharing import write_for_group
+from hpc_train.run.slurm_jobs import is_suspended
 from hpc_train.run.worker_spec import WorkerSpec
 
 ENTRY = "hpc_train.train.worker:train"
@@ -206,7 +208,8 @@ def _start_hub(run: RunDirectory, config: Config, allocation: Allocation, attemp
         names=allocation.node_names,
         elsewhere=attempts.end is not None,
     )
-    hub = Hub(coordinator, listener, address.token, elastic.heartbeat_s, attempts.begin, attempts.leave)
+    suspended = None if attempts.end is None else is_suspended
+    hub = Hub(coordinator, listener, address.token, elastic.silent_node_s, attempts.begin, attempts.leave, suspended)
     hub.start()
     if allocation.nodes > 1:
         address.publish(run, allocation.launch_id)
@@ -269,7 +272,7 @@ class Agent:
                 link.quit("killed by a second Ctrl-C: steps after the last checkpoint are lost")
 
     def _join(self) -> Link:
-        return Link.connect(self.hub, self.node, self.config.elastic.heartbeat_s)
+        return Link.connect(self.hub, self.node, self.config.elastic.silent_node_s)
 
     def _tick(self, link: Link) -> None:
         self.on_tick()
@@ -303,7 +306,7 @@ class Agent:
 
         specs = self._specs(meeting)
         log = WorkerLog(self.run.logs / f"{self.allocation.node_name}-{meeting.attempt:03d}.log")
-        self.watch.begin(self.events.of(meeting.attempt), meeting.layout)
+        self.watch.begin(self.events.of(meeting.attempt), meeting.layout, self._patience_s(meeting))
         grace_s = stop_time(self.config, self.run, self.allocation.nodes).seconds
         try:
             outcome = run_attempt(specs, None, log, self.stop, grace_s, tick, self.entry, self.watch)
@@ -311,6 +314,10 @@ class Agent:
         except EndedByHub:
             report = Report(Exit.FAILED, None, self._furthest_step(meeting.attempt))
         link.tell_end(meeting.attempt, report)
+
+    def _patience_s(self, meeting: Meeting) -> float:
+        set_already = {setting.name: setting.value for setting in self.node.facts.settings}
+        return patience_s(meeting.nodes, meeting.gpus_per_node, meeting.environment | set_already)
 
     def _furthest_step(self, attempt: int) -> int:
         try:

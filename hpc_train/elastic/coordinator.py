@@ -96,6 +96,11 @@ class Coordinator:
     _has_stepped: bool = field(default=False, init=False)  # whether an attempt has got further than those before
     _told_at: float | None = field(default=None, init=False)  # when the order to end was given
 
+    def postpone(self, seconds: float) -> None:
+        """Nobody here did anything for so long: the time that was given to others does not count it."""
+        self.join_until += seconds
+        self._told_at = None if self._told_at is None else self._told_at + seconds
+
     def joined(self, node: Node) -> None:
         self.present[node.number] = node
 

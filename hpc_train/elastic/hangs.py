@@ -1,5 +1,9 @@
 """When a silent worker is taken for a hung one: the bound is learned from the steps before.
 
+On several nodes and on GPUs there are two bounds. A network link or a file system may stand still for seconds and come
+back: from the first bound on the step is slow, which is told with the stacks of all ranks; from the second on it hangs,
+and the attempt ends.
+
 The agent looks at the heartbeats a few times per second. It shares no interpreter with the workers, so it sees a worker
 that holds its interpreter's lock for ever, and one that was stopped by a signal.
 """
@@ -11,6 +15,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hpc_train.cluster.fabric.nccl_settings import ib_retry_s
 from hpc_train.run.heartbeat import Beat, Phase
 
 LEAST_S = 3.0  # a step
@@ -20,17 +25,34 @@ START_S = 1800.0  # imports, reading a large checkpoint, compilation in the firs
 FACTOR = 5.0  # times what was seen: the 99th percentile of steps, the longest of the others
 KEPT = 256  # step times
 FEWEST = 5  # step times to learn from
+PATIENCE_S = 30.0  # on several nodes and on GPUs: a step that takes less is no hang
 SEEN_S = 0.5  # a look that comes later counts as this much: the agent itself stood still, or had to wait for the CPU
 
 
 @dataclass(frozen=True)
 class Hang:
-    """``rank`` is the one that was silent for longest, not the one at fault (``elastic/culprit.py``)."""
+    """``rank`` is the one that was silent for longest, not the one at fault (``elastic/culprit.py``).
+
+    ``only_slow``: it may come back. That is told once per silence.
+    """
 
     rank: int
     phase: Phase
     seconds: float
     bound: float
+    only_slow: bool = False
+
+
+def patience_s(nodes: int, gpus_per_node: int, values: Mapping[str, str]) -> float:
+    """The smallest bound that is learned for a hang: twice the time for which NCCL itself waits, 0 on one CPU node.
+
+    Args:
+        values: of the variables that are set for the workers, by name.
+    """
+    if nodes == 1 and not gpus_per_node:
+        return 0.0
+    between_gpus = nodes > 1 and gpus_per_node > 0  # else nothing uses InfiniBand
+    return max(PATIENCE_S, 2 * ib_retry_s(values)) if between_gpus else PATIENCE_S
 
 
 @dataclass
@@ -40,21 +62,25 @@ class HangWatch:
     Args:
         timeout_s: of a step, and at least that of everything else; None: learned; 0: nothing is a hang.
         least_s: the smallest bound of a step that is learned.
+        patience_s: from when on what is slow is a hang; 0: at once.
     """
 
     timeout_s: float | None = None
     least_s: float = LEAST_S
+    patience_s: float = 0.0
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT), init=False)
     _longest: dict[Phase, float] = field(default_factory=dict, init=False)
     _last: dict[int, Beat] = field(default_factory=dict, init=False)
     _silent: dict[int, float] = field(default_factory=dict, init=False)
     _looked: float | None = field(default=None, init=False)
+    _is_slow: bool = field(default=False, init=False)  # the silence that lasts was told
 
     def begin(self) -> None:
         """A new attempt: other workers, the same steps."""
         self._last.clear()
         self._silent.clear()
         self._looked = None
+        self._is_slow = False
 
     def look(self, beats: Mapping[int, Beat], now: float) -> Hang | None:
         """
@@ -72,21 +98,30 @@ class HangWatch:
             self._last[rank] = beat
         if not beats or self.timeout_s == 0:
             return None
-        bound = max(self.bound(beat.phase) for beat in beats.values())  # ranks wait for one that evaluates or saves
+        # ranks wait for one that evaluates or saves
+        bound = max(self.bound(beat.phase) for beat in beats.values())
+        usual = max(self._usual(beat.phase) for beat in beats.values())
         rank = max(beats, key=lambda rank: self._silent[rank])
-        silent = self._silent[rank]
-        return Hang(rank, beats[rank].phase, silent, bound) if silent > bound else None
+        phase, silent = beats[rank].phase, self._silent[rank]
+        if silent > bound:
+            return Hang(rank, phase, silent, bound)
+        told, self._is_slow = self._is_slow, self.patience_s > 0 and silent > usual
+        return Hang(rank, phase, silent, usual, only_slow=True) if self._is_slow and not told else None
 
     def bound(self, phase: Phase) -> float:
         """Seconds that ``phase`` may take without a sign of life."""
+        if self.timeout_s is None:
+            return max(self._usual(phase), self.patience_s)
+        return self.timeout_s if phase is Phase.STEP else max(self._usual(phase), self.timeout_s)
+
+    def _usual(self, phase: Phase) -> float:
+        """Seconds that ``phase`` takes at most where nothing disturbs it."""
         if phase is Phase.STEP:
-            return self._step_bound() if self.timeout_s is None else self.timeout_s
+            return self._step_bound()
         longest = self._longest.get(phase)
         if phase in (Phase.EVALUATION, Phase.CHECKPOINT):
-            learned = UNSEEN_S if longest is None else max(COLD_S, FACTOR * longest)
-        else:
-            learned = START_S
-        return max(learned, self.timeout_s or 0.0)
+            return UNSEEN_S if longest is None else max(COLD_S, FACTOR * longest)
+        return START_S
 
     def _step_bound(self) -> float:
         if len(self._steps) < FEWEST:

@@ -1,7 +1,8 @@
 """The hub: a thread in the agent of the batch host to which the agents of all nodes hold a connection.
 
 It alone decides (``coordinator.py``) and tells all: the next attempt, its end, or that the job is over. A node whose
-connection closes or that is silent for ``elastic.heartbeat_s`` is lost.
+connection closes or that is silent for ``elastic.silent_node_s`` is lost. Time in which this process itself stood still
+(a suspended job, a machine that sleeps) does not count, nor does that of a job that Slurm says is suspended.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from hpc_train.elastic.failures import WorkerFailure
 from hpc_train.elastic.nodes import Node
 from hpc_train.run.exits import Action, Exit, Failure
 
-BEATS = 3  # in elastic.heartbeat_s
+BEAT_S = 1.0
+BEATS = 3  # at least, in elastic.silent_node_s
+ASK_S = 5.0  # for Slurm to say whether the job is suspended
 LEAVE_S = 10.0  # for the agents to take leave
 TICK_S = 0.1
 
@@ -40,6 +43,23 @@ class Member:
     node: Node | None = None
 
 
+class Question:
+    """Whether the job is suspended, asked once, in a thread of its own: Slurm may take its time."""
+
+    def __init__(self, ask: Callable[[], bool], now: float) -> None:
+        self._ask = ask
+        self._until = now + ASK_S
+        self._answer: bool | None = None
+        threading.Thread(target=self._run, name="is-suspended", daemon=True).start()
+
+    def _run(self) -> None:
+        self._answer = self._ask()
+
+    def answer(self, now: float) -> bool | None:
+        """None: it is not known yet. Nobody who answers in time counts as a no."""
+        return False if self._answer is None and now > self._until else self._answer
+
+
 class Hub:
     """Serves until the job is over.
 
@@ -48,6 +68,7 @@ class Hub:
         token: what an agent must send first to be taken in.
         begin: prepares an attempt: what its agents are told.
         leave: says how the job ended; returns the exit code of all agents.
+        is_suspended: asks Slurm about the job; None where there is no Slurm.
     """
 
     def __init__(
@@ -55,13 +76,16 @@ class Hub:
         coordinator: Coordinator,
         listener: socket.socket,
         token: str,
-        heartbeat_s: float,
+        silent_node_s: float,
         begin: Callable[[Start], Message],
         leave: Callable[[Leave], int],
+        is_suspended: Callable[[], bool] | None = None,
     ) -> None:
         self._coordinator = coordinator
-        self._heartbeat_s = heartbeat_s
+        self._silent_node_s = silent_node_s
         self._begin, self._leave = begin, leave
+        self._is_suspended = is_suspended
+        self._question: Question | None = None
         self._members: dict[int, Member] = {}  # by file descriptor
         self._selector = selectors.DefaultSelector()
         self._admission = Admission(listener, token, self._selector, self._admit)
@@ -96,15 +120,19 @@ class Hub:
             self._tell_all({"kind": "leave", "action": Action.FAIL, "code": int(Exit.FAILED)})
 
     def _coordinate(self) -> None:
-        next_beat = 0.0
+        next_beat, looked = 0.0, time.monotonic()
         while not self._over:
             for key, _ in self._selector.select(TICK_S):
                 key.data()
             now = time.monotonic()
             self._admission.tend(now)
+            if stood_still(now - looked, self._silent_node_s):
+                self._count_anew(now)
+                self._coordinator.postpone(now - looked)
+            looked = now
             self._drop_silent(now)
             if now >= next_beat:
-                next_beat = now + self._heartbeat_s / BEATS
+                next_beat = now + beat_s(self._silent_node_s)
                 self._tell_all({"kind": "beat"})
             while not self._over and (order := self._coordinator.next(now)) is not None:
                 self._give(order)
@@ -154,9 +182,25 @@ class Hub:
         self._coordinator.joined(node)
 
     def _drop_silent(self, now: float) -> None:
-        for member in list(self._members.values()):
-            if now - member.heard > self._heartbeat_s:
-                self._drop(member, f"silent for {self._heartbeat_s:g} s (elastic.heartbeat_s)")
+        silent = [member for member in self._members.values() if now - member.heard > self._silent_node_s]
+        if not silent:
+            self._question = None
+            return
+        if self._is_suspended is not None:
+            self._question = self._question or Question(self._is_suspended, now)
+            suspended = self._question.answer(now)
+            if suspended is None:
+                return
+            if suspended:
+                self._count_anew(now)
+                return
+        for member in silent:
+            self._drop(member, f"silent for {self._silent_node_s:g} s (elastic.silent_node_s)")
+
+    def _count_anew(self, now: float) -> None:
+        """From now on, how long nodes are silent."""
+        for member in self._members.values():
+            member.heard = now
 
     def _drop(self, member: Member, why: str) -> None:
         if self._members.pop(member.channel.fileno(), None) is None:
@@ -198,6 +242,16 @@ class Hub:
         for member in self._members.values():
             member.channel.close()
         self._selector.close()
+
+
+def beat_s(silent_node_s: float) -> float:
+    """How often hub and agents tell each other that they live."""
+    return min(BEAT_S, silent_node_s / BEATS)
+
+
+def stood_still(seconds: float, silent_node_s: float) -> bool:
+    """Whether a loop whose last round began ``seconds`` ago stood still: that it heard nothing then means nothing."""
+    return seconds > 2 * beat_s(silent_node_s)
 
 
 def _said_bye(channel: Channel) -> bool:

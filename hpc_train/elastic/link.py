@@ -12,14 +12,14 @@ from contextlib import suppress
 
 from hpc_train.elastic.channel import Channel, Message
 from hpc_train.elastic.coordinator import Report
-from hpc_train.elastic.hub import BEATS, report_message
+from hpc_train.elastic.hub import beat_s, report_message, stood_still
 from hpc_train.elastic.nodes import Node
 from hpc_train.elastic.rendezvous import HubAddress
 from hpc_train.run.directory import RunDirectory
 
-# A hub that dies closes its connections, unless its whole node is cut off. It may be busy with a slow file system, so
-# it is given more time than a node.
-HUB_SILENT = 10  # times elastic.heartbeat_s
+# A hub that dies closes its connections, unless its whole node is cut off. It may be busy with a slow file system, and
+# it asks Slurm before it takes a silent node for lost: so it is given more time than a node.
+HUB_BUSY_S = 15.0  # on top of elastic.silent_node_s
 CONNECT_S = 5.0
 AGAIN_S = 0.2
 
@@ -31,9 +31,9 @@ class HubLost(ConnectionError):
 class Link:
     """Made by ``connect``. Its thread reads and says that this agent lives, whatever the agent is busy with."""
 
-    def __init__(self, channel: Channel, heartbeat_s: float) -> None:
+    def __init__(self, channel: Channel, silent_node_s: float) -> None:
         self._channel = channel
-        self._heartbeat_s = heartbeat_s
+        self._silent_node_s = silent_node_s
         self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._ended = -1  # the last attempt that is to end
         self._stop_told = False
@@ -43,7 +43,7 @@ class Link:
         threading.Thread(target=self._serve, name="link", daemon=True).start()
 
     @classmethod
-    def connect(cls, hub: HubAddress, node: Node, heartbeat_s: float, patience_s: float = CONNECT_S) -> Link:
+    def connect(cls, hub: HubAddress, node: Node, silent_node_s: float, patience_s: float = CONNECT_S) -> Link:
         """Joins the hub as ``node``.
 
         Raises:
@@ -61,7 +61,7 @@ class Link:
                     raise HubLost(f"the hub at {hub.host}:{hub.port} does not answer: {error}") from error
                 time.sleep(AGAIN_S)
         channel.send({"kind": "hello", "node": node.to_json()})
-        return cls(channel, heartbeat_s)
+        return cls(channel, silent_node_s)
 
     def order(self, timeout: float) -> Message | None:
         """The next order (start or leave); None when none came in ``timeout`` seconds.
@@ -111,17 +111,22 @@ class Link:
         self._channel.close()
 
     def _serve(self) -> None:
-        heard, next_beat = time.monotonic(), 0.0
+        heard = looked = time.monotonic()
+        next_beat = 0.0
         with suppress(ConnectionError, OSError, ValueError):
-            while (now := time.monotonic()) - heard < HUB_SILENT * self._heartbeat_s:
+            while not self.silent:
+                now = time.monotonic()
+                if stood_still(now - looked, self._silent_node_s):  # a suspended job, say: the hub did too
+                    heard = now
+                looked = now
                 if now >= next_beat:
-                    next_beat = now + self._heartbeat_s / BEATS
+                    next_beat = now + beat_s(self._silent_node_s)
                     self._channel.send({"kind": "beat"})
                 if self._channel.wait(max(0.0, next_beat - now)):
                     for message in self._channel.read():
                         self._take(message)
                     heard = time.monotonic()
-            self.silent = True
+                self.silent = now - heard > self._silent_node_s + HUB_BUSY_S
         self.lost = True
         self._channel.close()
 

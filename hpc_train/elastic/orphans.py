@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from hpc_train.cluster.allocation import Allocation
@@ -24,6 +23,7 @@ from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit, Failure
 from hpc_train.run.files import patiently
 from hpc_train.run.job_end import JobEnd
+from hpc_train.run.slurm_jobs import own_job
 
 TIMEOUT_S = 30.0  # of one command
 AGAIN_S = 5.0
@@ -54,24 +54,18 @@ def after_the_hub(
     events.close()
     _ask_slurm(_end_of_job(code, config))
     if code is Exit.STOPPED and end.exclude_file.exists():
-        _call(["scontrol", "update", f"JobId={_job()}", f"ExcNodeList={end.exclude_file.read_text()}"])
+        _call(["scontrol", "update", f"JobId={own_job()}", f"ExcNodeList={end.exclude_file.read_text()}"])
     end.tell(code)  # at the end: the batch script has the step killed soon after that
     return code
-
-
-def _job(environment: Mapping[str, str] = os.environ) -> str:
-    """As Slurm's commands want it: a task of an array by the array's id and its number."""
-    array = environment.get("SLURM_ARRAY_JOB_ID")
-    return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}" if array else environment["SLURM_JOB_ID"]
 
 
 def _end_of_job(code: Exit, config: Config) -> list[str]:
     """What ends the job, which is empty from now on."""
     if code is not Exit.STOPPED:
-        return ["scancel", _job()]
+        return ["scancel", own_job()]
     if config.launch.chain > 1:  # the next job goes on: not where this one was cancelled, but where its time is up
-        return ["scontrol", "update", f"JobId={_job()}", "TimeLimit=1"]
-    return ["scontrol", "requeue", "incomplete", _job()]
+        return ["scontrol", "update", f"JobId={own_job()}", "TimeLimit=1"]
+    return ["scontrol", "requeue", "incomplete", own_job()]
 
 
 def _ask_slurm(command: list[str]) -> None:
@@ -84,7 +78,7 @@ def _ask_slurm(command: list[str]) -> None:
         state = _call(["squeue", "--noheader", f"--jobs={os.environ['SLURM_JOB_ID']}", "--format=%T %Q"])
         if state is not None and (not state.startswith("RUNNING") or state.endswith(" 0")):
             return
-        if state is not None and _call(command if refused < REFUSALS else ["scancel", _job()]) is not None:
+        if state is not None and _call(command if refused < REFUSALS else ["scancel", own_job()]) is not None:
             return
         refused += state is not None
         time.sleep(AGAIN_S)

@@ -46,9 +46,10 @@ class Watch:
         watch._answered = stacks_request.requested(run)
         return watch
 
-    def begin(self, events: EventLog, layout: Layout) -> None:
-        """A new attempt, which tells what happens in ``events``."""
+    def begin(self, events: EventLog, layout: Layout, patience_s: float) -> None:
+        """A new attempt, which tells what happens in ``events``; ``patience_s`` as of ``HangWatch``."""
         self._events = events
+        self.hangs.patience_s = patience_s
         self.hangs.begin()
         self.stragglers.begin(pipeline=layout.pp > 1)
 
@@ -58,10 +59,13 @@ class Watch:
         if not workers.failures:
             beats = {worker.rank: worker.block.beat() for worker in workers.alive}
             hang = self.hangs.look(beats, now)
-            if hang is not None:
-                if found := collect(workers, self.node):  # else they have ended meanwhile, and tell why themselves
+            found = [] if hang is None else collect(workers, self.node)
+            if hang is not None and not hang.only_slow:
+                if found:  # else they have ended meanwhile, and tell why themselves
                     workers.fail(self._tell_hang(hang, found))
                 return
+            if hang is not None and found:
+                self._tell_slow_step(hang, found)
             for straggler in self.stragglers.look(workers.alive, now):
                 self._event("straggler", rank=straggler.rank, **straggler.details())
         if now >= self._next_request:
@@ -71,7 +75,7 @@ class Watch:
     def keep_stacks(self) -> None:
         """Of this node, for a hang that another node has told."""
         if self._workers is not None and not self._workers.failures:
-            self._keep(collect(self._workers, self.node))
+            self._keep("hang", collect(self._workers, self.node))
 
     def _show_stacks(self, workers: Workers) -> None:
         number = stacks_request.requested(self.run)
@@ -81,6 +85,19 @@ class Watch:
             with suppress(OSError):
                 stacks_request.answer(self.run, number, self.node, "\n".join(one.text() for one in found))
 
+    def _tell_slow_step(self, slow: Hang, found: Sequence[Evidence]) -> None:
+        """Nobody is killed. The file of an attempt holds its last slow step."""
+        state = next((one.state for one in found if one.state.rank == slow.rank), found[0].state)
+        message = (
+            f"no sign of life for {slow.seconds:.1f} s in {state.phase} after step {state.step} (usual: at most "
+            f"{slow.bound:.1f} s); after {self.hangs.bound(slow.phase):.1f} s it is a hang (elastic.hang_timeout_s)"
+        )
+        path = self._keep("slow", found)
+        self._event(
+            "slow_step", step=state.step, rank=culprit([one.state for one in found])[0], phase=state.phase,
+            seconds=round(slow.seconds, 1), message=message, stacks=str(path),
+        )  # fmt: skip
+
     def _tell_hang(self, hang: Hang, found: Sequence[Evidence]) -> WorkerFailure:
         states = [one.state for one in found]
         rank, reason = culprit(states)
@@ -89,7 +106,7 @@ class Watch:
         message = f"no sign of life for {seconds} (elastic.hang_timeout_s allows {hang.bound:.1f}); " + (
             reason if rank is None else f"rank {rank} {reason}"
         )
-        path, plain = self._keep(found), tuple(asdict(state) for state in states)
+        path, plain = self._keep("hang", found), tuple(asdict(state) for state in states)
         self._event(
             "hang_detected", step=of.state.step, rank=rank, phase=of.state.phase, seconds=round(hang.seconds, 1),
             message=message, stacks=str(path), ranks=plain,
@@ -99,10 +116,10 @@ class Watch:
             of.state.rank, Failure.HANG, message, text, time.time(), waits=rank is None, states=plain
         )  # fmt: skip
 
-    def _keep(self, found: Sequence[Evidence]) -> Path:
+    def _keep(self, what: str, found: Sequence[Evidence]) -> Path:
         folder = self.run.logs / "stacks"
         attempt = 0 if self._events is None else self._events.attempt
-        path = folder / f"hang-{self.node}-{attempt:03d}.txt"
+        path = folder / f"{what}-{self.node}-{attempt:03d}.txt"
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             path.write_text("\n".join(one.text() for one in found))

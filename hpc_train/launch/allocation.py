@@ -24,6 +24,10 @@ from hpc_train.launch.sbatch import goes_on_without_a_node
 from hpc_train.launch.script import python, when_a_node_is_lost
 from hpc_train.launch.storage import check_room
 
+# A run that cannot go on without a node is over when its first agent has ended. The others end with it, unless their
+# node is frozen: srun kills those.
+OVER_S = 60
+
 
 class AllocationSubmitter(ProcessSubmitter):
     """The Slurm allocation that this process runs in."""
@@ -79,7 +83,8 @@ class AllocationSubmitter(ProcessSubmitter):
         cores = (
             [f"--cpus-per-task={cluster.cpus_per_gpu * job.workers}"] if isinstance(cluster.cpus_per_gpu, int) else []
         )
-        own = [*when_a_node_is_lost(goes_on_without_a_node(job.config.elastic)), "--unbuffered", *cores]
+        goes_on = goes_on_without_a_node(job.config.elastic)
+        own = [*when_a_node_is_lost(goes_on), *([] if goes_on else [f"--wait={OVER_S}"]), "--unbuffered", *cores]
         own += gpus_of_this_job().srun_options(job.gpus)
         container = container_of(job.config, job.gpus)
         if container is not None:

@@ -33,6 +33,7 @@ EVENTS = (
     "worker_failed",
     "node_lost",
     "hang_detected",
+    "slow_step",  # so slow that its stacks were kept; nothing was ended
     "straggler",
     "preflight",
     "slow_node",

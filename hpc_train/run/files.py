@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 TAIL_BYTES = 8192  # more than a line of metrics
-# The hub does nothing else meanwhile, and agents give it up after ten times elastic.heartbeat_s (elastic/link.py).
+# The hub does nothing else meanwhile: shorter than the time after which agents give it up (elastic/link.py).
 PATIENCE_S = 8.0
 AGAIN_S = 0.2
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+from collections.abc import Mapping
 
 ENDED = "ENDED"  # Slurm answers and has forgotten it
 
@@ -22,6 +24,17 @@ def job_state(job_id: str, clusters: str | None = None) -> str | None:
         return ENDED if "Invalid job id" in asked.stderr else None
     states = [line.strip() for line in asked.stdout.splitlines() if not line.startswith("CLUSTER:")]
     return next(filter(None, states), ENDED)
+
+
+def own_job(environment: Mapping[str, str] = os.environ) -> str:
+    """The job of this process, as Slurm's commands want it: a task of an array by the array's id and its number."""
+    array = environment.get("SLURM_ARRAY_JOB_ID")
+    return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}" if array else environment["SLURM_JOB_ID"]
+
+
+def is_suspended() -> bool:
+    """Whether the job of this process is suspended, by a person or by gang scheduling; False where nobody answers."""
+    return job_state(own_job()) == "SUSPENDED"
 
 
 def may_run_again(job_id: str) -> bool:

@@ -197,6 +197,14 @@ def test_nodes_that_never_join_are_done_without_where_the_run_is_elastic(tmp_pat
     assert few.head.node_failures.too_often() == frozenset(), "not all of the others are broken"
 
 
+def test_time_in_which_the_hub_stood_still_does_not_count(tmp_path: Path) -> None:
+    course = Course(tmp_path, 2, joined=1)
+    course.head.postpone(1000.0)
+    assert course.next(JOIN_UNTIL + 999) is None, "the other node has had no time to join either"
+    course.join(1)
+    assert course.started() == [0, 1]
+
+
 @pytest.mark.parametrize(("step", "attempts", "expected"), [(0, 2, Action.REQUEUE), (3, 4, Action.GIVE_UP)])
 def test_a_job_goes_elsewhere_where_a_node_fails_at_every_start(
     tmp_path: Path, step: int, attempts: int, expected: Action

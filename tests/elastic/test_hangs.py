@@ -15,7 +15,17 @@ from hpc_train.config.hang_timeout import parse_hang_timeout
 from hpc_train.elastic.coordinator import Cause, root
 from hpc_train.elastic.culprit import GroupState, RankState, culprit, group_states
 from hpc_train.elastic.failures import WorkerFailure
-from hpc_train.elastic.hangs import COLD_S, FACTOR, SEEN_S, START_S, UNSEEN_S, Hang, HangWatch
+from hpc_train.elastic.hangs import (
+    COLD_S,
+    FACTOR,
+    PATIENCE_S,
+    SEEN_S,
+    START_S,
+    UNSEEN_S,
+    Hang,
+    HangWatch,
+    patience_s,
+)
 from hpc_train.elastic.stragglers import arrivals_of, find_straggler
 from hpc_train.run.exits import Failure
 from hpc_train.run.heartbeat import Beat, Phase
@@ -98,6 +108,57 @@ def test_ranks_may_wait_for_one_that_saves() -> None:
     clock.beats[1] = Beat(step, Phase.CHECKPOINT, clock.now, step, clock.now)
     assert clock.wait(100) is None
     assert clock.wait(UNSEEN_S) is not None
+
+
+def test_on_several_nodes_a_slow_step_is_told_once_before_it_is_a_hang() -> None:
+    clock = Clock(HangWatch(patience_s=PATIENCE_S))
+    step = clock.steps(20, 0.5)
+    for _ in range(2):
+        clock.enter(Phase.STEP, step)
+        slow = clock.wait(20)
+        assert slow is not None
+        assert slow.only_slow
+        assert 3.0 < slow.seconds <= 3.0 + 2 * TICK
+        assert clock.wait(PATIENCE_S - 5) is None, "it was told"
+        step = clock.steps(300, 0.5, step + 1)  # the slow one is forgotten
+    clock.enter(Phase.STEP, step)
+    assert clock.wait(20) is not None
+    hang = clock.wait(PATIENCE_S)
+    assert hang is not None
+    assert not hang.only_slow
+    assert PATIENCE_S < hang.seconds <= PATIENCE_S + 2 * TICK
+    clock.watch.begin()
+    clock.enter(Phase.STEP, step)
+    slow = clock.wait(20)
+    assert slow is not None
+    assert slow.only_slow, "another attempt, another silence"
+
+
+def test_a_bound_that_the_user_gives_is_that_of_a_hang_on_several_nodes_too() -> None:
+    clock = Clock(HangWatch(5.0, patience_s=PATIENCE_S))
+    clock.steps(20, 0.5)
+    slow, hang = clock.wait(10), clock.wait(10)
+    assert slow is not None
+    assert hang is not None
+    assert (slow.only_slow, hang.only_slow, hang.bound) == (True, False, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "values", "seconds"),
+    [
+        (1, 0, {}, 0),
+        (1, 8, {}, 30),
+        (2, 0, {}, 30),
+        (2, 8, {}, 60.1),  # 4.096 us x 2^20 x 7, twice
+        (2, 8, {"NCCL_IB_TIMEOUT": "14"}, 30),
+        (128, 8, {"NCCL_IB_TIMEOUT": "22", "NCCL_IB_RETRY_CNT": "7"}, 240.5),
+        (2, 8, {"NCCL_IB_TIMEOUT": "0", "NCCL_IB_RETRY_CNT": "many"}, 60.1),
+    ],
+)
+def test_a_hang_is_not_taken_for_one_before_nccl_has_given_up(
+    nodes: int, gpus: int, values: dict[str, str], seconds: float
+) -> None:
+    assert patience_s(nodes, gpus, values) == pytest.approx(seconds, abs=0.1)
 
 
 @pytest.mark.parametrize(("setting", "bound"), [("20", 20.0), ("0", None), ("1.5", 1.5)])

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import resource
+import signal
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +36,16 @@ from tests.elastic.test_agent import until
 from tests.elastic.test_coordinator import DONE, Course
 
 TOKEN = "secret"
-HEARTBEAT_S = 2.0
+SILENT_S = 2.0
 HELLO = b'{"kind": "hello", "token": "secret", "node": {}}\n'
 
 
 class Served:
     """A hub of ``nodes`` nodes; ``starts`` and ``left`` are what it decided."""
 
-    def __init__(self, folder: Path, nodes: int, **elastic: Any) -> None:
+    def __init__(
+        self, folder: Path, nodes: int, is_suspended: Callable[[], bool] | None = None, **elastic: Any
+    ) -> None:
         self.head: Coordinator = Course(folder, nodes, joined=0, **elastic).head
         self.head.join_until = time.monotonic() + 60
         self.starts: list[list[int]] = []
@@ -45,7 +53,7 @@ class Served:
         self.broken: Exception | None = None  # what ``begin`` raises
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = HubAddress("127.0.0.1", listener.getsockname()[1], TOKEN)
-        self.hub = Hub(self.head, listener, TOKEN, HEARTBEAT_S, self._begin, self._leave)
+        self.hub = Hub(self.head, listener, TOKEN, SILENT_S, self._begin, self._leave, is_suspended)
         self.hub.start()
 
     def _begin(self, start: Start) -> dict[str, Any]:
@@ -59,7 +67,7 @@ class Served:
         return EXITS[leave.decision.action]
 
     def link(self, number: int) -> Link:
-        return Link.connect(self.address, Node(number, f"n{number}", f"n{number}", None, 0, 2), HEARTBEAT_S)
+        return Link.connect(self.address, Node(number, f"n{number}", f"n{number}", None, 0, 2), SILENT_S)
 
 
 def connected(served: Served) -> socket.socket:
@@ -134,7 +142,7 @@ def test_reports_of_another_attempt_are_ignored(tmp_path: Path) -> None:
 def test_a_silent_node_is_lost_and_its_agent_may_join_again(tmp_path: Path) -> None:
     served = Served(tmp_path, 2, min_nodes=1)
     first = served.link(0)
-    mute = joined(served, 1)  # and no beat after that, as a node without power
+    silent = mute(served, 1)
     assert order_of(first)["meeting"]["order"] == [0, 1]
     until(lambda: first.is_to_end(0), timeout=60)
     first.tell_end(0, Report(Exit.FAILED, None, 9))
@@ -145,7 +153,92 @@ def test_a_silent_node_is_lost_and_its_agent_may_join_again(tmp_path: Path) -> N
     assert again.order(0.5) is None, "it waits as a spare"
     first.tell_end(1, DONE)
     assert order_of(again)["code"] == 0
-    mute.close()
+    silent.close()
+
+
+def mute(served: Served, number: int) -> Channel:
+    """Joins, and says nothing after that, as a frozen node does."""
+    return Channel(joined(served, number))
+
+
+def test_a_silent_node_of_a_suspended_job_is_not_lost(tmp_path: Path) -> None:
+    """Slurm is asked once per silence."""
+    answers = [True, True, False]
+    asked: list[float] = []
+
+    def is_suspended() -> bool:
+        asked.append(time.monotonic())
+        return answers[len(asked) - 1]
+
+    served = Served(tmp_path, 2, is_suspended)
+    first, silent = served.link(0), mute(served, 1)
+    order_of(first)
+    until(lambda: first.is_to_end(0), timeout=60)
+    assert len(asked) == 3
+    assert min(later - before for before, later in pairwise(asked)) > SILENT_S
+    assert served.head.present.keys() == {0}
+    silent.close()
+
+
+def test_a_slurm_that_does_not_answer_does_not_hold_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpc_train.elastic.hub.ASK_S", 1.0)
+    answer, asked = threading.Event(), list[float]()
+
+    def is_suspended() -> bool:
+        asked.append(time.monotonic())
+        return answer.wait(60)
+
+    served = Served(tmp_path, 2, is_suspended)
+    first, silent = served.link(0), mute(served, 1)
+    order_of(first)
+    until(lambda: asked, timeout=60)
+    first.tell_stop("SIGTERM")
+    until(lambda: served.head.stop, timeout=60)
+    assert 1 in served.head.present, "the hub goes on while it waits for Slurm"
+    until(lambda: first.is_to_end(0), timeout=60)
+    answer.set()
+    assert len(asked) == 1
+    silent.close()
+
+
+def test_a_silent_hub_is_not_joined_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel would take the connection, even where the process is frozen."""
+    monkeypatch.setattr("hpc_train.elastic.link.HUB_BUSY_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = HubAddress("127.0.0.1", server.getsockname()[1], TOKEN)
+        link = Link.connect(address, Node(0, "n0", "n0", None, 0, 2), 1.0)
+        with pytest.raises(HubLost, match="silent"):
+            until(lambda: link.order(0.2), timeout=60)
+        assert link.silent
+
+
+def frozen_and_continued() -> None:
+    """What the next test freezes: a hub with two links."""
+    with tempfile.TemporaryDirectory() as folder:
+        served = Served(Path(folder), 2)
+        links = [served.link(number) for number in range(2)]
+        for link in links:
+            order_of(link)
+        print("started", flush=True)
+        assert input() == "continued"
+        time.sleep(SILENT_S / 2)
+        lost = [link.lost or link.is_to_end(0) for link in links]
+        print(json.dumps([sorted(served.head.present), lost]), flush=True)
+        os._exit(0)
+
+
+def test_time_in_which_the_job_was_suspended_is_no_silence() -> None:
+    """All of it stands still, hub and agents, for longer than a node may be silent."""
+    call = [sys.executable, "-c", "from tests.elastic.test_hub import frozen_and_continued as run; run()"]
+    with subprocess.Popen(call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(2 * SILENT_S)
+        process.send_signal(signal.SIGCONT)
+        out, _ = process.communicate("continued\n", timeout=60)
+    assert json.loads(out) == [[0, 1], [False, False]]
 
 
 @pytest.mark.parametrize(
@@ -247,13 +340,13 @@ def test_a_hub_without_free_descriptors_goes_on_when_there_are_some_again(tmp_pa
 def test_an_agent_notices_that_the_hub_is_gone(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = HubAddress("127.0.0.1", server.getsockname()[1], TOKEN)
-        link = Link.connect(address, Node(0, "n0", "n0", None, 0, 2), HEARTBEAT_S)
+        link = Link.connect(address, Node(0, "n0", "n0", None, 0, 2), SILENT_S)
         server.accept()[0].close()
         with pytest.raises(HubLost):
             until(lambda: link.order(0.2), timeout=60)
         assert link.is_to_end(0)
     with pytest.raises(HubLost):
-        Link.connect(address, Node(0, "n0", "n0", None, 0, 2), HEARTBEAT_S, patience_s=0.5)
+        Link.connect(address, Node(0, "n0", "n0", None, 0, 2), SILENT_S, patience_s=0.5)
 
 
 @pytest.mark.parametrize(("in_slurm", "action"), [(True, Action.REQUEUE), (False, Action.FAIL)])

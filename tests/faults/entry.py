@@ -75,7 +75,17 @@ def _strike(plan: Sequence[Fault], spec: WorkerSpec, step: int, stop: StopFlag) 
             time.sleep(SLOW_S)
         elif due and not (mark := happened(spec.run_dir, number)).exists():
             mark.write_text(str(time.time()))
-            STRIKES[fault.kind](stop)
+            if fault.kind == "pause":
+                _stand_still(Path(spec.run_dir))
+            else:
+                STRIKES[fault.kind](stop)
+
+
+def _stand_still(run: Path) -> None:
+    until = time.monotonic() + 100
+    while len(list(run.glob("logs/stacks/slow-*"))) < 2 and time.monotonic() < until:
+        time.sleep(0.1)
+    time.sleep(1)  # in which both go on with their evidence
 
 
 class _Bad:

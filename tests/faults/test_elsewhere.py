@@ -7,10 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from hpc_train.run.directory import RunDirectory
 from hpc_train.run.process_state import process_state
 from tests.checkpoint.tensors import assert_same_bits
 from tests.checkpoint.test_commands import everything
@@ -19,6 +21,7 @@ from tests.faults.plan import RECOVERY, Fault, happened
 from tests.faults.surroundings import Surroundings
 from tests.faults.test_faults import EVERY, until
 from tests.faults.trial import (
+    Trial,
     assert_nothing_left,
     finish,
     freeze,
@@ -52,25 +55,47 @@ def test_training_goes_on_without_wandb(tmp_path: Path, whole: Path) -> None:
 
 
 def test_nothing_depends_on_equal_clocks(tmp_path: Path, whole: Path) -> None:
-    """Two nodes, as far as their agents can tell; the clock of the second is an hour ahead."""
+    """The clock of the second of two nodes is an hour ahead."""
     plan = [Fault("kill", 1, 5), Fault("kill", 0, RECOVERY), Fault("stop", 1, 7)]
     run = freeze(tmp_path / "run", STEPS, EVERY, "cluster.cpu_workers=1")
-    step = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2"}
-    agents = [
-        start(run, plan, Surroundings(variables=step | own))
-        for own in (
-            {"SLURM_NODEID": "0", "SLURMD_NODENAME": "127.0.0.1"},
-            {"SLURM_NODEID": "1", "SLURMD_NODENAME": "127.0.0.2", SHIFT: "3600"},
-        )
-    ]
-    ends = [finish(run, agent, plan) for agent in agents]
-    assert [end.code for end in ends] == [0, 0], ends[0].error + ends[1].error
+    ends = on_two_nodes(run, plan, **{SHIFT: "3600"})
     assert sorted(ends[0].told) == [("hang", 1), ("killed", 0), ("killed", 1)], ends[0].error
     assert_same_bits(run.checkpoints / LAST, whole)
     asked = [sys.executable, "-m", "hpc_train", "why", str(run.path), "--json"]
     shown = subprocess.run(asked, capture_output=True, text=True, check=True)
     cause = json.loads(shown.stdout)["cause"]
     assert (cause["kind"], cause["rank"], cause["node"]) == ("hang", 1, "127.0.0.2")
+    assert_nothing_left(run)
+
+
+def on_two_nodes(run: RunDirectory, plan: Sequence[Fault], **of_second: str) -> list[Trial]:
+    """As far as the agents can tell; ``of_second`` are variables of the second node."""
+    step = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2"}
+    agents = [
+        start(run, plan, Surroundings(variables=step | own))
+        for own in (
+            {"SLURM_NODEID": "0", "SLURMD_NODENAME": "127.0.0.1"},
+            {"SLURM_NODEID": "1", "SLURMD_NODENAME": "127.0.0.2", **of_second},
+        )
+    ]
+    ends = [finish(run, agent, plan) for agent in agents]
+    assert [end.code for end in ends] == [0, 0], ends[0].error + ends[1].error
+    return ends
+
+
+def test_on_several_nodes_a_slow_step_is_told_and_nobody_is_killed(tmp_path: Path, whole: Path) -> None:
+    """Rank 1 stands still; rank 0 waits for it in a collective."""
+    run = freeze(tmp_path / "run", STEPS, EVERY, "cluster.cpu_workers=1", "elastic.hang_timeout_s=auto")
+    end, _ = on_two_nodes(run, [Fault("pause", 1, 9)])
+    assert end.told == [], end.error
+    assert end.events("restarted", "hang_detected") == []
+    slow = {event["node"]: event for event in end.events("slow_step")}
+    assert set(slow) == {"127.0.0.1", "127.0.0.2"}
+    assert "after 30.0 s it is a hang (elastic.hang_timeout_s)" in slow["127.0.0.2"]["message"]
+    stacks = [Path(event["stacks"]).read_text() for event in slow.values()]
+    assert all("trainer.py" in text for text in stacks)
+    assert "in _stand_still" in Path(slow["127.0.0.2"]["stacks"]).read_text()
+    assert_same_bits(run.checkpoints / LAST, whole)
     assert_nothing_left(run)
 
 

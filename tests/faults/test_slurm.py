@@ -36,6 +36,7 @@ from tests.slurm.runs import events
 
 pytestmark = [skip_unless_long("minutes on a real Slurm"), pytest.mark.timeout(1800)]
 TWO = ["cluster.nodes=2", ASKED]
+SOON_LOST = "elastic.silent_node_s=4"
 MODEL = "model._target_=tests.faults.models.OnNode"
 
 
@@ -129,7 +130,7 @@ def test_a_controller_that_is_away_costs_nothing(
 def test_what_was_paused_comes_back_and_does_no_harm(
     cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int, what: str
 ) -> None:
-    on = OnSlurm.submit(cluster, tmp_path, *TWO, "elastic.min_nodes=1")
+    on = OnSlurm.submit(cluster, tmp_path, *TWO, "elastic.min_nodes=1", SOON_LOST)
     on.wait_for_step(step)
     node = on.nodes_of("started")[0][1]
     paused = [agent(cluster, node)] if what == "agent" else of_node(cluster, node)
@@ -147,7 +148,7 @@ def test_a_frozen_node_does_not_hold_the_job(
     cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int, times: Times, which: int
 ) -> None:
     """Its tasks do not end, as when their file system hangs, so neither does srun. Node 0 has the hub."""
-    on = OnSlurm.submit(cluster, tmp_path, *TWO)
+    on = OnSlurm.submit(cluster, tmp_path, *TWO, SOON_LOST)
     on.wait_for_step(step)
     node = on.nodes_of("started")[0][which]
     top = agent(cluster, node)
@@ -157,6 +158,19 @@ def test_a_frozen_node_does_not_hold_the_job(
     times.note(f"node {which} frozen: Slurm is asked for the requeue", time.time() - frozen)
     on.finished(whole)
     assert [lost for _, _, lost in on.told("node_lost")] == [node]
+
+
+def test_a_suspended_job_loses_nothing(cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int) -> None:
+    """By a person, or by gang scheduling; for longer than a node may be silent."""
+    on = OnSlurm.submit(cluster, tmp_path, *TWO, SOON_LOST)
+    on.wait_for_step(step)
+    cluster.call("scontrol", "suspend", on.job)
+    assert on.shown("JobState") == "SUSPENDED"
+    time.sleep(10)
+    cluster.call("scontrol", "resume", on.job)
+    on.finished(whole)
+    assert events(on.run, "node_lost", "worker_failed", "restarted", "requeued") == []
+    assert sum(1 for _ in RunDirectory(on.run).read_all_metrics()) == STEPS, "no step was taken twice"
 
 
 def test_a_rank_that_hangs_on_another_node_is_named(

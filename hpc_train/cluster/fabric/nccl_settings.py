@@ -35,6 +35,11 @@ RENAMED = {
 _LEVELS = ("NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL", "NCCL_P2P_PXN_LEVEL")
 
 
+# NCCL's defaults since 2.23, and the values that NCCL_IB_TIMEOUT may have: with others NCCL waits for ever
+_IB_TIMEOUT, _IB_TIMEOUTS = 20, range(1, 32)
+_IB_RETRIES, _IB_RETRY_COUNTS = 7, range(8)
+
+
 @dataclass(frozen=True)
 class Setting:
     """A variable that is set already; ``place`` says where: "the environment", or a file's path."""
@@ -95,6 +100,22 @@ def read_conf(path: Path) -> dict[str, str]:
     return {name.strip(): value for name, value in pairs if re.fullmatch(r"\s*\w+\s*", name)}
 
 
+def ib_retry_s(values: Mapping[str, str]) -> float:
+    """Seconds for which NCCL repeats a packet that InfiniBand has lost, before a collective fails.
+
+    NCCL's user guide, NCCL_IB_TIMEOUT: 4.096 us x 2^timeout, for each of NCCL_IB_RETRY_CNT tries.
+
+    Args:
+        values: of the variables that are set, by name. One that NCCL does not take counts as its default.
+    """
+    timeout = _number(values.get("NCCL_IB_TIMEOUT", ""), _IB_TIMEOUTS, _IB_TIMEOUT)
+    return 4.096e-6 * 2**timeout * _number(values.get("NCCL_IB_RETRY_CNT", ""), _IB_RETRY_COUNTS, _IB_RETRIES)
+
+
+def _number(text: str, allowed: range, default: int) -> int:
+    return int(text) if text.strip().isdigit() and int(text) in allowed else default
+
+
 def warnings(found: Mapping[str, Setting]) -> list[str]:
     """What is wrong with the names and values that are set, each with the mend."""
     told = [f"{name} ({found[name].place}) is an old name: use {new}" for name, new in RENAMED.items() if name in found]
@@ -107,6 +128,6 @@ def warnings(found: Mapping[str, Setting]) -> list[str]:
         if name in found and found[name].value.strip() not in ("", "0"):
             told.append(f"{name}={found[name].value} ({found[name].place}) turns a transport off: it is for debugging")
     timeout = found.get("NCCL_IB_TIMEOUT")
-    if timeout and timeout.value.strip().isdigit() and not 1 <= int(timeout.value) <= 31:
+    if timeout and timeout.value.strip().isdigit() and int(timeout.value) not in _IB_TIMEOUTS:
         told.append(f"NCCL_IB_TIMEOUT={timeout.value} ({timeout.place}) waits for ever: valid are 1-31")
     return told
