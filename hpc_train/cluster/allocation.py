@@ -7,8 +7,8 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpc_train.cluster.gpus import visible_gpus
 from hpc_train.cluster.hostlist import expand
+from hpc_train.cluster.usable_gpus import gpus_to_use
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import ClusterConfig
 
@@ -67,16 +67,17 @@ def workers_per_node(cluster: ClusterConfig, visible: int | None = None) -> tupl
     ``visible`` stands for the GPUs of the node where it is not this machine that will run the job.
 
     Raises:
-        ConfigError: more GPUs are asked for than are visible.
+        ConfigError: more GPUs are asked for than are there. On this machine also ``UnusableGpus``: this process cannot
+            use those that are there.
     """
     asked = cluster.gpus_per_node
     if asked == 0:
         return 0, cluster.cpu_workers
-    there = visible_gpus() if visible is None else visible
-    if asked == "auto":
-        return (there, there) if there else (0, cluster.cpu_workers)
-    if not isinstance(asked, int) or asked < 0:
+    if asked != "auto" and (not isinstance(asked, int) or asked < 0):
         raise ConfigError(f"gpus_per_node is {asked!r}", where="cluster.gpus_per_node", mend="a number >= 0, or auto")
+    there = gpus_to_use(asked) if visible is None else visible
+    if not isinstance(asked, int):
+        return (there, there) if there else (0, cluster.cpu_workers)
     if asked > there:
         raise ConfigError(
             f"{asked} GPUs per node are asked for, {there} are visible here",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
 DEVICES = Path("/dev")
+NO_DEVICES = "NoDevFiles"  # CUDA_VISIBLE_DEVICES of a step without GPUs, from old versions of Slurm
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ, driver: Path = DRIVER) -> int:
@@ -17,15 +18,17 @@ def visible_gpus(environment: Mapping[str, str] = os.environ, driver: Path = DRI
     return len(visible_devices(environment, driver))
 
 
-def visible_devices(environment: Mapping[str, str] = os.environ, driver: Path = DRIVER) -> tuple[str, ...]:
+def visible_devices(
+    environment: Mapping[str, str] = os.environ, driver: Path = DRIVER, devices: Path = DEVICES
+) -> tuple[str, ...]:
     """The visible GPUs by the names that CUDA_VISIBLE_DEVICES takes: numbers, or the UUIDs that stand there."""
-    present = _present(driver)
+    present = _present(driver, devices)
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return tuple(str(index) for index in range(present))
     names: list[str] = []
     for name in (part.strip() for part in chosen.split(",")):
-        if (name.isdigit() and int(name) >= present) or not name or name.startswith("-"):
+        if (name.isdigit() and int(name) >= present) or not name or name.startswith("-") or name == NO_DEVICES:
             break  # CUDA itself stops at the first device that is not there
         names.append(name)
     return tuple(names) if present else ()
@@ -51,9 +54,9 @@ def _may_open(gpu: Path, devices: Path) -> bool:
     return device is None or not device.exists() or os.access(device, os.R_OK | os.W_OK)
 
 
-def _present(driver: Path) -> int:
+def _present(driver: Path, devices: Path) -> int:
     if driver.is_dir():
-        return len(own_gpus(driver))
+        return len(own_gpus(driver, devices))
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 from hpc_train.cluster.allocation import workers_per_node
+from hpc_train.cluster.gpus import visible_gpus
 from hpc_train.commands.train import register_launcher
 from hpc_train.config.arguments import CommandLine, expand, with_right_plus
 from hpc_train.config.compose import typed
@@ -87,7 +88,8 @@ def _nodes_and_workers(config: Config) -> tuple[int, int]:
     """Of the Slurm job that the script runs in, spares left out; outside of one, of where it would be submitted."""
     nodes = os.environ.get("SLURM_JOB_NUM_NODES")
     if nodes is not None:
-        gpus = gpus_of_this_job().per_node or None  # what a job without GPUs can see is this machine's to say
+        # what Slurm has allocated: whether this node can use its GPUs is for its agent to say, among all nodes
+        gpus = gpus_of_this_job().per_node or visible_gpus()
         return max(1, int(nodes) - config.elastic.spares), workers_per_node(config.cluster, gpus)[1]
     asked, _, workers = choose(config.cluster).shape(config.cluster)
     return asked, workers

@@ -24,6 +24,7 @@ from hpc_train.cluster.fabric.bindings import bindings
 from hpc_train.cluster.fabric.devices import Device, devices
 from hpc_train.cluster.fabric.node import this_node
 from hpc_train.cluster.topology import switch_address
+from hpc_train.cluster.usable_gpus import UnusableGpus
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.freeze import load
 from hpc_train.config.layout import resolve_layout
@@ -39,7 +40,7 @@ from hpc_train.elastic.hangs import patience_s
 from hpc_train.elastic.hub import Hub
 from hpc_train.elastic.link import HubLost, Link, wait_for_hub
 from hpc_train.elastic.logs import WorkerLog
-from hpc_train.elastic.nodes import TOO_OFTEN, Node, NodeFailures
+from hpc_train.elastic.nodes import TOO_OFTEN, Node, NodeFailures, Unfit
 from hpc_train.elastic.orphans import after_the_hub
 from hpc_train.elastic.rendezvous import HubAddress, Meeting, bind
 from hpc_train.elastic.standard_streams import unbroken_streams
@@ -128,7 +129,7 @@ def _run(
     use(frozen_code(run))
     if config.run.group is not None:
         write_for_group()
-    node, refusal = _this_node(config, allocation)
+    node = _this_node(config, allocation)
     events = EventLog.open(run, f"agent-{allocation.node_name}", 0)
     with closing(events), node_local_caches(f"{allocation.launch_id}-{allocation.node_name}") as caches:
         users = dict(os.environ)
@@ -156,7 +157,7 @@ def _run(
         budget = Budget(run, config.run.max_gpu_hours, allocation.nodes * node.gpus)
         agent = Agent(run, config, allocation, node, address, stores, stop, watch, budget, on_tick, entry, events)
         try:
-            return agent.work(refusal)
+            return agent.work()
         except HubLost as lost:
             return after_the_hub(run, config, allocation, end, lost)
         finally:
@@ -166,14 +167,18 @@ def _run(
                 hub.join()
 
 
-def _this_node(config: Config, allocation: Allocation) -> tuple[Node, str | None]:
-    """What this node brings in; with a message where it cannot take part."""
+def _this_node(config: Config, allocation: Allocation) -> Node:
+    """What this node brings in, or why it cannot take part: the hub is told both by the same message."""
+    gpus = workers = 0
+    unfit = refusal = None
     try:
-        (gpus, workers), refusal = workers_per_node(config.cluster), None
+        gpus, workers = workers_per_node(config.cluster)
+    except UnusableGpus as error:
+        unfit = Unfit(error.reason, error.mend)
     except ConfigError as error:
-        (gpus, workers), refusal = (0, 0), str(error)
-    name, address = allocation.node_name, allocation.address
-    return Node(allocation.node_rank, name, address, switch_address(), gpus, workers), refusal
+        refusal = str(error)
+    number, name, address = allocation.node_rank, allocation.node_name, allocation.address
+    return Node(number, name, address, switch_address(), gpus, workers, unfit=unfit, refusal=refusal)
 
 
 def _meeting_host(allocation: Allocation, hub: HubAddress) -> str | None:
@@ -243,18 +248,13 @@ class Agent:
     events: EventLog  # of this agent, in any attempt
     _attempt: int | None = field(default=None, init=False)  # the newest of which it was told
 
-    def work(self, refusal: str | None) -> int:
+    def work(self) -> int:
         """Does what the hub says until it lets the agent go; returns the exit code.
-
-        Args:
-            refusal: why this node cannot take part.
 
         Raises:
             HubLost: the hub is gone. No worker of this node is left.
         """
         link = self._join()
-        if refusal is not None:
-            link.refuse(refusal)
         while True:
             try:
                 order = link.order(TICK_S)

@@ -58,6 +58,9 @@ class Attempts:
         """Tells how the job ended; returns the exit code of its agents."""
         if self.succeeded() is not None:
             return Exit.STOPPED
+        if self._newest is None and leave.decision.action in (Action.REFUSE, Action.FAIL):
+            # who waits for the job looks for its end in an attempt of its own
+            self._newest = patiently(self.run.claim_attempt)
         events = self._events()
         if leave.cause is not None:
             self._tell_failure(leave.cause, events, refused=leave.decision.action is Action.REFUSE)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from hpc_train.cluster.fabric.devices import refuse_slices_of_one_gpu
+from hpc_train.cluster.usable_gpus import KEY
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.layout import Layout, resolve_layout
 from hpc_train.config.schema import Config
@@ -17,7 +18,7 @@ from hpc_train.elastic.budget import OVER_BUDGET
 from hpc_train.elastic.culprit import settle
 from hpc_train.elastic.decision import ANNOUNCEMENT, Decision, Ended, History, decide
 from hpc_train.elastic.failures import WorkerFailure, is_echo
-from hpc_train.elastic.nodes import TOO_OFTEN, Node, NodeFailures, in_order_of_rank
+from hpc_train.elastic.nodes import TOO_OFTEN, Node, NodeFailures, in_order_of_rank, why_unfit
 from hpc_train.run.exits import Action, Exit, Failure
 
 ECHO_S = 2.0  # from the echo of a failure until the attempt is ended: time for the true cause to arrive
@@ -88,6 +89,7 @@ class Coordinator:
     elsewhere: bool = False  # whether a requeue may bring other nodes
     stop: str | None = None  # the signal that asked the run to stop
     present: dict[int, Node] = field(default_factory=dict, init=False)
+    unfit: dict[int, Node] = field(default_factory=dict, init=False)  # have joined, and cannot take part
     _verdict: Decision | None = field(default=None, init=False)  # on the whole job, by a single node
     _team: tuple[Node, ...] = field(default=(), init=False)  # of the attempt that runs
     _working: set[int] = field(default_factory=set, init=False)  # those of the team that have not reported its end
@@ -102,7 +104,13 @@ class Coordinator:
         self._told_at = None if self._told_at is None else self._told_at + seconds
 
     def joined(self, node: Node) -> None:
-        self.present[node.number] = node
+        """The agent of a node has said what the node brings in, or why it cannot take part."""
+        if node.refusal is not None:
+            self._verdict = Decision(Action.REFUSE, node.refusal)
+        elif node.unfit is not None:
+            self.unfit[node.number] = node
+        else:
+            self.present[node.number] = node
 
     def left(self, number: int, why: str, now: float) -> None:
         """The agent of a node is gone."""
@@ -119,10 +127,6 @@ class Coordinator:
         self._reports.append(report)
         if report.failure is not None:
             self._fail(report.failure, self.present[number], now)
-
-    def refused(self, message: str) -> None:
-        """A node cannot take part, by a mistake in the config."""
-        self._verdict = Decision(Action.REFUSE, message)
 
     def quit(self, why: str) -> None:
         """The workers of a node were killed by somebody who does not want to wait."""
@@ -168,17 +172,41 @@ class Coordinator:
     def _gather(self, now: float) -> Order | None:
         if self.stop is not None:
             return Leave(self._stopped(), stop=self.stop)
-        if len(self.present) < self.expected and now < self.join_until:
+        absent = [number for number in range(self.expected) if number not in {*self.present, *self.unfit}]
+        if absent and now < self.join_until:
             return None
-        absent = [number for number in range(self.expected) if number not in self.present]
+        if self.unfit and not self.present:
+            return self._refuse(now)
         cause = self._note_absent(absent, now) if absent else None
+        if self.unfit:
+            cause = self._note_unfit(now)
         try:
             start = self._choose()
         except ConfigError as error:
             return Leave(Decision(Action.REFUSE, str(error)))
         if start is not None:
             return self._begin(replace(start, cause=cause))
-        return Leave(Decision(Action.REQUEUE, cause.failure.message if cause else ""), cause)
+        nowhere = self.unfit and not self.elsewhere
+        reason = cause.failure.message if cause else ""
+        return Leave(Decision(Action.FAIL) if nowhere else Decision(Action.REQUEUE, reason), cause)
+
+    def _refuse(self, now: float) -> Leave:
+        """What all nodes report is no fault of theirs."""
+        reasons, fixes = why_unfit(self.unfit.values())
+        message = str(ConfigError(reasons, where=KEY, mend=fixes))
+        return Leave(Decision(Action.REFUSE, message), self._unfit_cause(Failure.REFUSED, message, now))
+
+    def _note_unfit(self, now: float) -> Cause:
+        """Nodes that cannot use their GPUs, while others can, are avoided from now on."""
+        for node in self.unfit.values():
+            self.node_failures.note(node.name, Failure.UNFIT_NODE, TOO_OFTEN)
+        reasons, _ = why_unfit(self.unfit.values())
+        return self._unfit_cause(Failure.UNFIT_NODE, reasons, now)
+
+    def _unfit_cause(self, failure: Failure, message: str, now: float) -> Cause:
+        first = min(self.unfit)
+        rank = first * max((node.workers for node in self.present.values()), default=0)
+        return Cause(WorkerFailure(rank, failure, message, message, 0.0), self.unfit[first].name, now)
 
     def _note_absent(self, numbers: Sequence[int], now: float) -> Cause:
         """Nodes whose agents have not come are avoided from now on, unless it is most of them: then it is not they."""

@@ -164,8 +164,6 @@ class Hub:
             self._introduce(member, message)
         elif kind == "stop":
             self._coordinator.stop = self._coordinator.stop or _typed(message["reason"], str)
-        elif kind == "refuse":
-            self._coordinator.refused(_typed(message["message"], str))
         elif kind == "quit":
             self._coordinator.quit(_typed(message["message"], str))
         elif kind == "store_lost" and message["attempt"] == self._attempt:

@@ -88,10 +88,6 @@ class Link:
         self._channel.send({"kind": "stop", "reason": reason})
         return True
 
-    def refuse(self, message: str) -> None:
-        """This node cannot take part, by a mistake in the config."""
-        self._channel.send({"kind": "refuse", "message": message})
-
     def quit(self, message: str) -> None:
         """The workers of this node were killed by somebody who does not want to wait."""
         self._channel.send({"kind": "quit", "message": message})

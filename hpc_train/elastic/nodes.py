@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,14 @@ TOO_OFTEN = 2  # failures after which a node is done without where others are th
 
 
 @dataclass(frozen=True)
+class Unfit:
+    """Why a node can take part in no attempt, and the fix."""
+
+    reason: str
+    fix: str
+
+
+@dataclass(frozen=True)
 class Node:
     """One node of the job.
 
@@ -26,6 +34,8 @@ class Node:
         address: where the other nodes reach it.
         switch: its place in the tree of switches; None where the site describes none.
         facts: what it is made of; found once per job.
+        unfit: None where the node can take part.
+        refusal: the message of a mistake in the config, which no other node makes up for.
     """
 
     number: int
@@ -35,13 +45,16 @@ class Node:
     gpus: int
     workers: int
     facts: NodeFacts = field(default_factory=NodeFacts, compare=False, repr=False)
+    unfit: Unfit | None = None
+    refusal: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Node:
-        node = cls(**value | {"facts": NodeFacts.from_json(value["facts"])})
+        facts, unfit = NodeFacts.from_json(value["facts"]), value.get("unfit")
+        node = cls(**value | {"facts": facts, "unfit": None if unfit is None else Unfit(**unfit)})
         if not all(isinstance(count, int) for count in (node.number, node.gpus, node.workers)):
             raise TypeError("a node's number, GPUs and workers are integers")
         return node
@@ -54,6 +67,21 @@ def in_order_of_rank(nodes: Sequence[Node]) -> tuple[Node, ...]:
     if len(switches) < len(ordered):
         return tuple(ordered)
     return tuple(ordered[index] for index in node_order(switches))
+
+
+def why_unfit(nodes: Iterable[Node]) -> tuple[str, str]:
+    """The reasons of nodes that cannot take part, each once with the names of its nodes; and the fixes."""
+    names: dict[Unfit, list[str]] = {}
+    for node in sorted(nodes, key=lambda node: node.number):
+        if node.unfit is not None:
+            names.setdefault(node.unfit, []).append(node.name)
+    reasons = [
+        f"node {found[0]} cannot use its GPUs: {unfit.reason}"
+        if len(found) == 1
+        else f"nodes {', '.join(found)} cannot use their GPUs: {unfit.reason}"
+        for unfit, found in names.items()
+    ]
+    return "; ".join(reasons), "; ".join(dict.fromkeys(unfit.fix for unfit in names))
 
 
 @dataclass(frozen=True)

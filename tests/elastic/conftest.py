@@ -30,10 +30,14 @@ def frozen(tmp_path: Path) -> Freeze:
     """Freezes a run of ``workers`` data-parallel CPU workers under ``tmp_path``."""
 
     def make(
-        name: str = "run", workers: int = 2, stop_grace_s: float = 30, max_gpu_hours: float | None = None
+        name: str = "run",
+        workers: int = 2,
+        stop_grace_s: float = 30,
+        max_gpu_hours: float | None = None,
+        gpus_per_node: int | str = 0,
     ) -> RunDirectory:
         config = Config(
-            cluster=ClusterConfig(kind="local", gpus_per_node=0, cpu_workers=workers),
+            cluster=ClusterConfig(kind="local", gpus_per_node=gpus_per_node, cpu_workers=workers),
             strategy=StrategyConfig(name="dp", dp="fill"),
             model=TINY,
             data=SyntheticDataConfig(),

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from hpc_train.elastic.stop_requests import ECHO_S
-from hpc_train.run import lease
+from hpc_train.run import lease, submissions
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import read_json
@@ -330,6 +330,47 @@ def hub_port(agent: subprocess.Popen[str]) -> int | None:
     """Where the hub in ``agent`` listens; the store of the attempt is a process of its own."""
     listening = [one for one in psutil.Process(agent.pid).net_connections("tcp") if one.status == psutil.CONN_LISTEN]
     return listening[0].laddr.port if listening else None
+
+
+@pytest.mark.parametrize("asked", ["auto", 2])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_gpus_that_no_node_can_use_refuse_the_run(frozen: Freeze, nodes: int, asked: int | str) -> None:
+    """Slurm has allocated two GPUs on each node, and the agents see none."""
+    run = frozen(gpus_per_node=asked)
+    agents = [start_agent(run.path, "finish", **gpus_of_slurm(node, nodes)) for node in reversed(range(nodes))]
+    *others, (code, error) = [end(agent) for agent in agents]
+    assert [found for found, _ in others] == [2] * (nodes - 1)
+    assert code == 2
+    names = "nodes 127.0.0.1, 127.0.0.2 cannot use their" if nodes > 1 else "node 127.0.0.1 cannot use its"
+    claim = "2 are allocated to the step" if asked == "auto" else "2 GPUs per node are asked for"
+    first, where, fix = error.splitlines()
+    assert first.startswith(f"{names} GPUs: {claim}, and the process ")
+    assert where == "  set in: cluster.gpus_per_node"
+    assert "cluster.gpus_per_node=0 trains on the CPU" in fix
+    assert [(event["event"], event.get("exit_code")) for event in run.read_events()][-1] == ("failed", 2)
+    assert not any(event["event"] == "started" for event in run.read_events())
+
+
+def test_a_node_that_cannot_use_its_gpus_is_a_fault_of_the_node(frozen: Freeze) -> None:
+    """The other node has none allocated, and has CPU workers."""
+    run = frozen(gpus_per_node="auto")
+    submissions.add(run, "script", job_id="77")
+    agents = [
+        start_agent(run.path, "finish", **gpus_of_slurm(0, 2, "")),
+        start_agent(run.path, "finish", **gpus_of_slurm(1, 2)),
+    ]
+    assert [end(agent)[0] for agent in agents] == [75, 75]
+    event = last_event(run, "worker_failed")
+    assert (event["class"], event["node"]) == ("unfit_node", "127.0.0.2")
+    assert event["message"].startswith("node 127.0.0.2 cannot use its GPUs: 2 are allocated to the step")
+    assert last_event(run, "requeued")["exclude"] == ["127.0.0.2"]
+
+
+def gpus_of_slurm(node: int, nodes: int, gpus: str = "0,1") -> dict[str, str]:
+    """The environment of the agent of a node whose step has ``gpus``."""
+    step = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": str(nodes), "SLURM_NODEID": str(node)}
+    given = {"SLURM_STEP_GPUS": gpus, "SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
+    return step | given | {"SLURMD_NODENAME": f"127.0.0.{node + 1}"}
 
 
 def test_a_live_run_refuses_a_second_agent(frozen: Freeze) -> None:

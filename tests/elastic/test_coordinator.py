@@ -12,7 +12,7 @@ from hpc_train.elastic.budget import OVER_BUDGET
 from hpc_train.elastic.coordinator import ECHO_S, SETTLE_S, Coordinator, End, Leave, Report, Start
 from hpc_train.elastic.decision import History
 from hpc_train.elastic.failures import WorkerFailure
-from hpc_train.elastic.nodes import Node, NodeFailures
+from hpc_train.elastic.nodes import Node, NodeFailures, Unfit
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Action, Exit, Failure
@@ -20,6 +20,7 @@ from tests.elastic.conftest import TINY
 
 JOIN_UNTIL = 100.0
 DONE = Report(Exit.DONE, None, 9)
+NO_DRIVER = Unfit("4 are allocated to the step, and the process sees none: no driver", "cluster.exclude=NODE")
 
 
 def failed(failure: Failure, step: int = 9, rank: int = 0) -> Report:
@@ -47,6 +48,11 @@ class Course:
 
     def join(self, number: int) -> None:
         self.head.joined(Node(number, f"n{number}", f"n{number}", None, 0, 2))
+
+    def join_unfit(self, *numbers: int) -> None:
+        """Nodes that cannot use their GPUs."""
+        for number in numbers:
+            self.head.joined(Node(number, f"n{number}", f"n{number}", None, 0, 0, unfit=NO_DRIVER))
 
     def lose(self, *numbers: int) -> None:
         for number in numbers:
@@ -105,6 +111,58 @@ def test_a_node_that_a_preflight_names_is_left_out_or_the_job_asks_for_another(t
             assert course.started() == [0, 2, 3]
         else:
             assert action(course.next()) is Action.REQUEUE
+
+
+def test_gpus_that_no_node_can_use_refuse_the_job(tmp_path: Path) -> None:
+    course = Course(tmp_path, 2, joined=0, min_nodes=1)
+    course.head.elsewhere = True
+    course.join_unfit(1)
+    assert course.next() is None, "the other node may be able to"
+    course.join_unfit(0)
+    order = course.next()
+    assert action(order) is Action.REFUSE
+    assert order.decision.reason.splitlines() == [
+        "nodes n0, n1 cannot use their GPUs: 4 are allocated to the step, and the process sees none: no driver",
+        "  set in: cluster.gpus_per_node",
+        "  mend:   cluster.exclude=NODE",
+    ]
+    assert order.cause.failure.failure is Failure.REFUSED
+    assert course.head.node_failures.too_often() == frozenset(), "it is not the nodes"
+    late = Course(tmp_path / "late", 2, joined=0)
+    late.join_unfit(0)
+    assert action(late.next(JOIN_UNTIL + 1)) is Action.REFUSE, "all that have come report it"
+
+
+@pytest.mark.parametrize(
+    ("elastic", "elsewhere", "expected"),
+    [
+        ({"spares": 1}, True, [0, 2]),
+        ({"min_nodes": 2}, True, [0, 2]),
+        ({}, True, Action.REQUEUE),
+        ({}, False, Action.FAIL),
+    ],
+)
+def test_a_node_that_cannot_use_its_gpus_is_done_without(
+    tmp_path: Path, elastic: dict[str, int], elsewhere: bool, expected: Any
+) -> None:
+    course = Course(tmp_path, 3, joined=0, **elastic)
+    course.head.elsewhere = elsewhere
+    course.join(0)
+    course.join_unfit(1)
+    course.join(2)
+    order = course.next()
+    assert course.head.node_failures.too_often() == {"n1"}, "a requeue leaves it out"
+    assert (order.cause.node, order.cause.failure.failure) == ("n1", Failure.UNFIT_NODE)
+    assert order.cause.failure.message.startswith("node n1 cannot use its GPUs: 4 are allocated to the step")
+    found = [node.number for node in order.nodes] if isinstance(order, Start) else action(order)
+    assert found == expected
+
+
+def test_a_mistake_in_the_config_is_refused_whatever_the_other_nodes_say(tmp_path: Path) -> None:
+    course = Course(tmp_path, 3, joined=2, min_nodes=1)
+    course.head.joined(Node(2, "n2", "n2", None, 0, 0, refusal="8 GPUs per node are asked for"))
+    order = course.next()
+    assert (action(order), order.decision.reason) == (Action.REFUSE, "8 GPUs per node are asked for")
 
 
 def test_an_echo_waits_for_its_cause(tmp_path: Path) -> None:

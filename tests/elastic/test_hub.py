@@ -27,7 +27,7 @@ from hpc_train.elastic.decision import Decision
 from hpc_train.elastic.failures import WorkerFailure
 from hpc_train.elastic.hub import Hub
 from hpc_train.elastic.link import HubLost, Link
-from hpc_train.elastic.nodes import Node
+from hpc_train.elastic.nodes import Node, Unfit
 from hpc_train.elastic.rendezvous import HubAddress
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import EXITS, Action, Exit, Failure
@@ -118,6 +118,14 @@ def test_agents_start_and_leave_together(tmp_path: Path) -> None:
         thread.join()
     assert sorted(gone) == [1, 2]
     served.hub.join()
+
+
+@pytest.mark.parametrize("why", [{"unfit": Unfit("no driver", "load it")}, {"refusal": "a wrong key"}])
+def test_a_node_that_cannot_take_part_says_so_as_it_joins(tmp_path: Path, why: dict[str, Any]) -> None:
+    served = Served(tmp_path, 1)
+    link = Link.connect(served.address, Node(0, "n0", "n0", None, 0, 0, **why), SILENT_S)
+    assert order_of(link)["code"] == Exit.REFUSED
+    assert served.starts == []
 
 
 def test_a_stop_at_one_node_reaches_the_hub(tmp_path: Path) -> None:

@@ -32,6 +32,20 @@ def test_a_failing_rank_of_the_second_node(cluster: Cluster, tmp_path: Path, how
     assert not left
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_gpus_that_no_node_can_use_refuse_the_job(cluster: Cluster, tmp_path: Path, nodes: int) -> None:
+    """Slurm allocates GPUs that only it knows of."""
+    asked = [*SLOW, "cluster.partition=gpu", f"cluster.nodes={nodes}", "cluster.gpus_per_node=2", "run.name=run"]
+    done = cluster.hpc_train(*asked, "-m", cwd=tmp_path)
+    run = tmp_path / "outputs" / "run"
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "cannot use " in done.stderr and " GPUs: 2 GPUs per node are asked for, and the process " in done.stderr
+    assert "cluster.gpus_per_node=0 trains on the CPU" in done.stderr
+    assert events(run, "started", "requeued") == []
+    cluster.wait_for_state(job_id(run), "FAILED")
+    assert detail(cluster, job_id(run), "ExitCode") == "2:0"
+
+
 def test_a_job_that_is_stopped_by_a_person_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
     process = cluster.start(*SLOW, *ONE_NODE, "train.steps=600", "run.name=run", "-m", cwd=tmp_path)
     run = tmp_path / "outputs" / "run"
