@@ -139,8 +139,11 @@ class Coordinator:
 
     def unable(self, why: str) -> Leave:
         """The hub cannot go on. A job may where it starts again; what somebody has stopped is not to."""
-        again = self.elsewhere and self.stop in (None, ANNOUNCEMENT)
-        return Leave(Decision(Action.REQUEUE if again else Action.FAIL, f"the hub cannot go on: {why}"), stop=self.stop)
+        why = f"the hub cannot go on: {why}"
+        if self.elsewhere and self.stop in (None, ANNOUNCEMENT):
+            return Leave(Decision(Action.REQUEUE, why), stop=self.stop)
+        advice = "the same command with run.name goes on from the last checkpoint"
+        return Leave(Decision(Action.FAIL, f"{why}. When that is fixed, {advice}"), stop=self.stop)
 
     def next(self, now: float) -> Order | None:
         """What is to be done now; each order is given once."""
