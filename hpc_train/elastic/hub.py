@@ -184,7 +184,7 @@ class Hub:
         if not silent:
             self._question = None
             return
-        if self._is_suspended is not None:
+        if self._is_suspended is not None and any(member.node is not None for member in silent):
             self._question = self._question or Question(self._is_suspended, now)
             suspended = self._question.answer(now)
             if suspended is None:

@@ -73,7 +73,8 @@ class Link:
             return self._orders.get(timeout=timeout)
         except queue.Empty:
             if self.lost:
-                raise HubLost("the hub is silent" if self.silent else "the hub is gone") from None
+                silent = f"the hub was silent for {self._silent_node_s + HUB_BUSY_S:g} s"
+                raise HubLost(silent if self.silent else "the hub is gone") from None
             return None
 
     def is_to_end(self, attempt: int) -> bool:

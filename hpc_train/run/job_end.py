@@ -52,6 +52,8 @@ class JobEnd:
     def begin(self) -> None:
         """Forgets what an earlier step of the same job has left."""
         (self.run.attempts / f"{self._name}.node-{self.node_rank}").unlink(missing_ok=True)
+        if self.node_rank == 0:
+            (self.run.attempts / f"{self._name}.succession").unlink(missing_ok=True)
 
     def tell(self, code: int) -> None:
         self.run.attempts.mkdir(parents=True, exist_ok=True)

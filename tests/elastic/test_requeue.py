@@ -10,16 +10,22 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hpc_train.cluster.allocation import Allocation
 from hpc_train.config.schema import Config, ElasticConfig, RunConfig
+from hpc_train.elastic.attempts import Attempts
 from hpc_train.elastic.budget import Budget, over_budget
+from hpc_train.elastic.coordinator import Leave
+from hpc_train.elastic.decision import Decision
+from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.nodes import NodeFailures
 from hpc_train.elastic.requeue import request
+from hpc_train.elastic.store import Stores
 from hpc_train.launch.requeue import lines_before, script_lines
 from hpc_train.launch.script import by_hand
 from hpc_train.run import submissions
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
-from hpc_train.run.exits import Exit
+from hpc_train.run.exits import Action, Exit
 from hpc_train.run.job_end import JobEnd
 
 
@@ -142,6 +148,22 @@ def test_a_step_that_does_not_end_does_not_hold_the_job(
     assert done.returncode == code
     assert (calls.read_text().splitlines() if calls.exists() else []) == asked
     assert not psutil.pid_exists(int(pid.read_text())), "nothing is left of the step"
+
+
+def test_a_hub_that_wakes_up_when_another_agent_acts_for_the_job_says_nothing(run: RunDirectory) -> None:
+    """Slurm wakes it to end it: it sees its nodes gone, and the job is to run again."""
+    end = JobEnd(run, "7", 0, 0)
+    here = Allocation(2, 0, "n1", "7", "7.0.0", "n1", ("n1", "n2"))
+    config, stores = Config(), Stores("tests.elastic.entries:serve")
+    attempts = Attempts(run, config, here, end, stores, Fabric(run, config, []))
+    assert attempts.succeeded() is None
+    assert JobEnd(run, "7", 0, 1).claim_succession()
+    assert attempts.succeeded() is not None
+    assert attempts.leave(Leave(Decision(Action.FAIL, "node n2 is lost"))) == Exit.STOPPED
+    assert not end.told()
+    assert list(run.read_events()) == []
+    end.begin()
+    assert attempts.succeeded() is None, "another step of the same job"
 
 
 def test_a_node_that_failed_twice_is_excluded_at_the_requeue_and_only_for_a_time(run: RunDirectory) -> None:
