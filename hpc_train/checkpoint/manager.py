@@ -73,6 +73,8 @@ class _Save:
     began: float  # on the monotonic clock
     state: Mapping[str, Tensor]
     host: Mapping[str, Tensor] | None  # copies; without them the state is read while it is written
+    final: bool = False
+    again: bool = False
 
 
 @dataclass
@@ -116,7 +118,13 @@ class CheckpointManager:
         return CheckpointStore(self.run.checkpoints, self._check_claim, by_marker)
 
     def save(
-        self, step: int, extra: Mapping[str, Any], metrics: Mapping[str, float] | None = None, *, final: bool = False
+        self,
+        step: int,
+        extra: Mapping[str, Any],
+        metrics: Mapping[str, float] | None = None,
+        *,
+        final: bool = False,
+        again: bool = False,
     ) -> None:
         """Saves the state after ``step`` steps; a step that is committed already is not saved again.
 
@@ -127,6 +135,7 @@ class CheckpointManager:
             extra: plain JSON values, the same on every rank.
             metrics: of an evaluation at this step.
             final: nothing comes after it: it is committed on return.
+            again: it has failed, which the event log has been told, and is tried once more.
 
         Raises:
             SaveFailed: a final save failed.
@@ -138,7 +147,7 @@ class CheckpointManager:
         began = time.monotonic()
         state = saved_state(self.engine, self.optimizer, self.mesh)
         if not self.config.checkpoint.asynchronous or final:
-            self._perform(_Save(step, extra, metrics or {}, began, state, None))
+            self._perform(_Save(step, extra, metrics or {}, began, state, None, final, again))
             self._surface(final)
             return
         save = _Save(step, extra, metrics or {}, began, state, self._copies.take(state))
@@ -287,11 +296,13 @@ class CheckpointManager:
             on_first(partial(self._commit, writing, save, files), self._group)
         except (SaveFailed, OSError) as error:
             self._copies.forget_plan()
-            self._error = error if isinstance(error, SaveFailed) else SaveFailed(f"{type(error).__name__}: {error}")
+            self._error = failed = error if isinstance(error, SaveFailed) else _of_first_rank(error)
+            failed.echo = self.mesh.rank not in failed.ranks
             if self.mesh.rank == 0:
-                self._event("checkpoint_failed", step=save.step, message=str(self._error))
                 if writing is not None:
-                    disk.remove(writing)
+                    disk.remove(writing)  # before the event, which may need the room
+                if not save.again:
+                    self._event("checkpoint_failed", step=save.step, message=str(failed), final=save.final)
         except Exception as error:
             self._error = error
         else:
@@ -363,6 +374,10 @@ class CheckpointManager:
         gathered: list[Any] = [None] * self.mesh.layout.world_size
         dist.all_gather_object(gathered, own, group=self._group)
         return {name: shape for part in gathered for name, shape in part.items()}
+
+
+def _of_first_rank(error: OSError) -> SaveFailed:
+    return SaveFailed(f"rank 0: {type(error).__name__}: {error}", {0: error})
 
 
 def _model_part(found: Mapping[str, TensorShape]) -> dict[str, TensorShape]:

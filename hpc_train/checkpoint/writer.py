@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +25,24 @@ from torch.futures import Future
 
 from hpc_train.checkpoint import disk
 from hpc_train.checkpoint.manifest import FileEntry
+from hpc_train.run.exits import CollectiveFailure
 
 
-class SaveFailed(Exception):
-    """A save failed on some rank and every rank knows it. The checkpoints before are as they were."""
+class SaveFailed(CollectiveFailure):
+    """A save failed on some rank and every rank knows it. The checkpoints before are as they were.
+
+    Args:
+        failures: by rank.
+
+    Attributes:
+        ranks: those on which it failed.
+        codes: the numbers of the system's errors among the failures.
+    """
+
+    def __init__(self, message: str, failures: Mapping[int, BaseException]) -> None:
+        super().__init__(message)
+        self.ranks = frozenset(failures)
+        self.codes = {error.errno for error in failures.values() if isinstance(error, OSError) and error.errno}
 
 
 @dataclass(frozen=True)
@@ -73,7 +87,9 @@ def write_tensors(
                 no_dist=group is None,
             )
     except CheckpointException as error:
-        raise SaveFailed(_in_words(error)) from error
+        failures = {rank: found[0] for rank, found in error.failures.items()}
+        told = all(isinstance(failure, OSError) for failure in failures.values())  # without a traceback
+        raise SaveFailed(_in_words(failures), failures) from (None if told else error)
     return dict(writer.files)
 
 
@@ -190,6 +206,5 @@ def _bytes(item: WriteItem) -> int:
     return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
 
 
-def _in_words(error: CheckpointException) -> str:
-    failures: Sequence[tuple[int, Any]] = sorted(error.failures.items())
-    return "; ".join(f"rank {rank}: {type(found[0]).__name__}: {found[0]}" for rank, found in failures)
+def _in_words(failures: Mapping[int, BaseException]) -> str:
+    return "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, error in sorted(failures.items()))

@@ -17,8 +17,10 @@ from hpc_train.launch.found import Found, find, find_mine, standings_of
 from hpc_train.launch.standing import SlurmStandings, Standing
 from hpc_train.launch.watch import time_left
 from hpc_train.run.exits import Exit
+from hpc_train.run.files import read_lines
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.telemetry.progress import duration, spent_line
+from hpc_train.telemetry.saves import failing, saves
 
 
 def main(arguments: list[str]) -> int:
@@ -67,11 +69,18 @@ def _row(item: Found, standings: dict[str, Standing], with_ledger: bool) -> tupl
         "tokens_per_s": metrics.get("tokens_per_s"),
         "time_left_s": time_left(view),
         "restarts": view.restarts,
+        "failed_saves": 0 if view.exit is not None else _failed_saves(item),
         "message": view.message,
         "avoided": [asdict(node) for node in avoided(item.run, item.config.elastic.exclude_hours)],
         "ledger": None if spent is None else spent.as_json(),
     }
     return row, spent
+
+
+def _failed_saves(item: Found) -> int:
+    """In a row, up to now."""
+    attempt = item.run.newest_attempt()
+    return failing(read_lines(item.run.events_file("rank-0000", attempt))) if attempt >= 0 else 0
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
@@ -86,7 +95,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         table.add_row(
             row["part"].removeprefix("job ") or str(row["job_id"] or row["pid"] or ""),
             row["strategy"],
-            row["state"],
+            row["state"] + (f", {saves(row['failed_saves'])} failed" if row["failed_saves"] else ""),
             str(row["nodes"] or ""),
             step,
             "" if row["loss"] is None else f"{row['loss']:.4f}",

@@ -304,6 +304,7 @@ class CheckpointConfig:
     verify: str = "full"  # full | sizes: what is compared with the manifest before a load
     settle_s: float = 75.0  # on a network file system: how long a missing or short file is looked at again
     asynchronous: bool = False  # a copy in host memory is written while training goes on
+    wait_for_room_s: float = 600.0  # the last save of a run is tried again for so long while the disk is full
     archive: str | None = None  # a directory elsewhere that gets a copy of the best and the last
     commit: str = "auto"  # auto | rename | marker: how a save takes effect; marker where renames are copies (buckets)
 

@@ -89,7 +89,7 @@ RANGES: dict[Range, tuple[str, ...]] = {
     NOT_NEGATIVE: (
         "cluster.gpus_per_node", "optim.weight_decay", "optim.clip_norm", "optim.warmup_steps", "train.eval_every",
         "train.seed", "train.spike_mads", "train.max_rollbacks", "strategy.compression_warmup_steps",
-        "batch.loader_workers", "checkpoint.keep_every", "checkpoint.settle_s",
+        "batch.loader_workers", "checkpoint.keep_every", "checkpoint.settle_s", "checkpoint.wait_for_room_s",
         "launch.confirm_gpu_hours", "elastic.spares", "elastic.exclude_hours",
     ),
     AT_LEAST_ONE: (

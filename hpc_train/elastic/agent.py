@@ -304,10 +304,10 @@ class Agent:
                     self.watch.keep_stacks()
                 raise EndedByHub
 
-        specs = self._specs(meeting)
         log = WorkerLog(self.run.logs / f"{self.allocation.node_name}-{meeting.attempt:03d}.log")
         self.watch.begin(self.events.of(meeting.attempt), meeting.layout, self._patience_s(meeting))
         grace_s = stop_time(self.config, self.run, self.allocation.nodes).seconds
+        specs = self._specs(meeting, grace_s)
         try:
             outcome = run_attempt(specs, None, log, self.stop, grace_s, tick, self.entry, self.watch)
             report = Report(outcome.exit, outcome.failure, max(outcome.step, self._furthest_step(meeting.attempt)))
@@ -327,7 +327,7 @@ class Agent:
             return 0  # what the workers have told themselves counts
         return max(logged, 0 if newest is None else newest.step)
 
-    def _specs(self, meeting: Meeting) -> list[WorkerSpec]:
+    def _specs(self, meeting: Meeting, stop_grace_s: float) -> list[WorkerSpec]:
         local_workers = min(meeting.workers_per_node, meeting.layout.world_size)
         position = meeting.order.index(self.node.number)
         bound = bindings(self.node.facts, local_workers)
@@ -348,6 +348,7 @@ class Agent:
                 threads=threads_per_rank(self.config.train.threads, local_workers, bound[local_rank].cores),
                 **_place(local_rank, visible, meeting.environment),
                 cpus=bound[local_rank].cpus,
+                stop_grace_s=stop_grace_s,
             )
             for local_rank in range(local_workers)
         ]

@@ -26,7 +26,7 @@ Event = dict[str, Any]
 TOLD = ("worker_failed", "hang_detected", "node_lost", "failed", "gave_up")
 STEPS = (  # what was done, besides what failed
     "stop_requested", "restarted", "shrunk", "spare_used", "requeued", "requeued_unasked", "resumed", "rolled_back",
-    "checkpoint_failed", "checkpoint_set_aside", "slow_node", "slow_gpu",
+    "checkpoint_failed", "save_waits", "checkpoint_set_aside", "slow_node", "slow_gpu",
 )  # fmt: skip
 LAST_STEPS = 15
 TAIL_LINES = 25

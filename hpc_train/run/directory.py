@@ -134,6 +134,9 @@ class RunDirectory:
     def metrics_file(self, attempt: int) -> Path:
         return self.metrics / f"attempt-{attempt:03d}.jsonl"
 
+    def events_file(self, writer: str, attempt: int) -> Path:
+        return self.events / f"{writer}-{attempt:03d}.jsonl"
+
     def read_metrics(self) -> list[dict[str, Any]]:
         """Logged steps in order; where attempts overlap, the highest attempt's line of a step counts."""
         steps = {line["step"]: line for line in self.read_all_metrics()}

@@ -26,6 +26,7 @@ EVENTS = (
     "resumed",
     "checkpoint_saved",
     "checkpoint_failed",
+    "save_waits",  # the last one, for room on the disk
     "checkpoint_set_aside",
     "checkpoint_archived",
     "archive_failed",
@@ -150,7 +151,7 @@ class EventLog:
     def open(cls, run: RunDirectory, writer: str, attempt: int, rank: int | None = None) -> EventLog:
         with suppress(OSError):
             run.events.mkdir(parents=True, exist_ok=True)
-        return cls(run.events / f"{writer}-{attempt:03d}.jsonl", attempt, rank)
+        return cls(run.events_file(writer, attempt), attempt, rank)
 
     def of(self, attempt: int) -> EventLog:
         """That of the same writer in another attempt. What is unwritten is kept together."""

@@ -111,7 +111,7 @@ class UnfitNode(Exception):
 
 
 class CollectiveFailure(Exception):
-    """All ranks raise it together. The message tells all: where in the code it was raised says nothing more.
+    """All ranks raise it together. Without a ``__cause__`` its message tells all: a traceback says nothing more.
 
     Args:
         echo: another rank is the one to name.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 
 class StopFlag:
     """Says whether this process was asked to stop, and why. Written by a signal handler, read once per step."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
+        self.since = 0.0  # time.monotonic() of the first request
 
     @property
     def requested(self) -> bool:
@@ -16,4 +19,4 @@ class StopFlag:
     def request(self, reason: str) -> None:
         """The first reason stays."""
         if self.reason is None:
-            self.reason = reason
+            self.reason, self.since = reason, time.monotonic()

@@ -29,4 +29,5 @@ class WorkerSpec:
     cuda_device: int = 0  # among those that the worker sees
     environment: dict[str, str] = field(default_factory=dict)
     cpus: tuple[int, ...] | None = None
+    stop_grace_s: float = 60.0  # from a stop request until the agent kills this worker
     heartbeat: int | None = None  # in the worker: the open file of its heartbeat

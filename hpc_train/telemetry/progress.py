@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json, read_lines
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.telemetry.loss_chart import TRAIN, VALIDATION, loss_chart
+from hpc_train.telemetry.saves import Saves, saves
 
 LOOK_EVERY_S = 0.5
 PLAIN_LINE_EVERY_S = 5.0  # where the output is not a terminal
@@ -33,7 +34,9 @@ class Progress:
     def __init__(self, run: RunDirectory, console: Console, go_on: str | None = None) -> None:
         self._run, self._console, self._go_on = run, console, go_on
         self._first_attempt = run.newest_attempt() + 1
-        self._lines = _NewLines(run, self._first_attempt)
+        self._lines = _NewLines(run, self._first_attempt, run.metrics_file)
+        self._events = _NewLines(run, self._first_attempt, lambda attempt: run.events_file("rank-0000", attempt))
+        self._saves = Saves()
         self._recent: deque[dict[str, Any]] = deque(maxlen=WINDOW)
         self._live: Live | None = None
         self._looked = self._printed = float("-inf")
@@ -49,6 +52,9 @@ class Progress:
             if self._recent and line["attempt"] != self._recent[-1]["attempt"]:
                 self._recent.clear()
             self._recent.append(line)
+        for event in self._events.read():
+            if (told := self._saves.told(event)) is not None:
+                self._say(told)
         if self._console.is_terminal:
             self._update_live()
         elif self._recent and self._recent[-1] is not self._shown and now - self._printed >= PLAIN_LINE_EVERY_S:
@@ -84,11 +90,12 @@ class Progress:
     def _text(self) -> str:
         total = self._run.record().get("total_steps")
         restarts = max(0, self._run.newest_attempt() - self._first_attempt)
-        return progress_line(list(self._recent), total, restarts)
+        return progress_line(list(self._recent), total, restarts, self._saves.failed)
 
 
-def progress_line(recent: list[dict[str, Any]], total: int | None, restarts: int = 0) -> str:
-    """One line on the newest of ``recent`` lines of metrics: step, loss, tokens/s, time left, restarts."""
+def progress_line(recent: list[dict[str, Any]], total: int | None, restarts: int = 0, failed_saves: int = 0) -> str:
+    """One line on the newest of ``recent`` lines of metrics: step, loss, tokens/s, time left, restarts, and how many
+    saves in a row have failed."""
     if not recent:
         return "starting"
     line = recent[-1]
@@ -101,6 +108,8 @@ def progress_line(recent: list[dict[str, Any]], total: int | None, restarts: int
         parts.append(f"{duration((total - line['step']) * _seconds_per_step(recent))} left")
     if restarts:
         parts.append(f"{restarts} restart{'s' if restarts > 1 else ''}")
+    if failed_saves:
+        parts.append(f"{saves(failed_saves)} failed")
     return " · ".join(parts)
 
 
@@ -203,17 +212,17 @@ def spent_line(account: Account) -> str:
 
 
 class _NewLines:
-    """The lines of metrics that were not there at the last look, of attempts from ``first_attempt`` on."""
+    """The lines that were not there at the last look, in a file of each attempt from ``first_attempt`` on."""
 
-    def __init__(self, run: RunDirectory, first_attempt: int) -> None:
-        self._run = run
+    def __init__(self, run: RunDirectory, first_attempt: int, file: Callable[[int], Path]) -> None:
+        self._run, self._file = run, file
         self._attempt = first_attempt
         self._seen = 0
 
     def read(self) -> Iterator[dict[str, Any]]:
         newest = self._run.newest_attempt()
         while True:
-            path: Path = self._run.metrics_file(self._attempt)
+            path = self._file(self._attempt)
             lines = list(read_lines(path)) if _size(path) else []
             yield from lines[self._seen :]
             self._seen = len(lines)

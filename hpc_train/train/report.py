@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.ledger import read_ledger
 from hpc_train.telemetry.metrics import MetricsLog, Sink, finite_or_none
-from hpc_train.telemetry.progress import spent_line
+from hpc_train.telemetry.progress import duration, spent_line
 from hpc_train.telemetry.tensorboard import TensorBoard
 from hpc_train.telemetry.wandb_run import WandbIdentity, WandbRun
 from hpc_train.train.memory_report import MemoryReport
@@ -73,6 +74,15 @@ class Report:
         if self.metrics is not None:
             print(message)
             self.events.write("warning", step=step, message=message)
+
+    def save_waits(self, step: int, message: str, seconds: float) -> None:
+        """The last save has failed and is tried again, for ``seconds`` at most."""
+        if self.metrics is None:
+            return
+        print(f"the last save, of step {step}, fails: {message}; it is tried again for up to {duration(seconds)}")
+        with suppress(OSError):  # the event log lies on the full disk
+            path = str(self.run.checkpoints)
+            self.events.write("save_waits", step=step, path=path, seconds=round(seconds, 1), message=message)
 
     def nothing_to_do(self, step: int, weights_sha256: str | None) -> None:
         """The run was at its end. It gets its result where it was killed between its last save and that."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 from hpc_train.checkpoint.manager import CheckpointManager, RestoredState
@@ -24,6 +25,7 @@ from hpc_train.run.stop import StopFlag
 from hpc_train.train.control import Control
 from hpc_train.train.divergence import Divergence, DivergenceWatch
 from hpc_train.train.evaluation import evaluate
+from hpc_train.train.last_save import LastSave
 from hpc_train.train.measures import Measures
 from hpc_train.train.memory_report import report_memory
 from hpc_train.train.meter import Meter
@@ -72,6 +74,7 @@ class Trainer:
     schedule: SaveSchedule
     heartbeat: Heartbeat
     watch: DivergenceWatch
+    last_save: LastSave
     open_feed: OpenFeed
     step: int = 0
     tokens: int = 0  # targets that counted, over all ranks, since step 0
@@ -124,6 +127,7 @@ class Trainer:
             self.checkpoints.poll()
             if agreed.stop:
                 self.profiler.end(self.step, self.meter.waited_s, last=True)
+                self.stop.request("another rank was told to stop")  # unless this one was
                 self._save(final=True)
                 self.report.stopped(self.step, self.meter.read())
                 return Exit.STOPPED
@@ -258,7 +262,11 @@ class Trainer:
             }
             step, found = self._evaluated
             metrics = {name: value for name, value in found.items() if value is not None} if step == self.step else {}
-            self.checkpoints.save(self.step, extra, metrics, final=final)
+            if final:
+                save = partial(self.checkpoints.save, self.step, extra, metrics, final=True)
+                self.last_save.run(lambda again: save(again=again), self.step)
+            else:
+                self.checkpoints.save(self.step, extra, metrics)
         self.schedule.saved(time.monotonic() - began, self.checkpoints.durable_s)
 
 

@@ -42,6 +42,7 @@ from hpc_train.train.compression_choice import with_chosen_compression
 from hpc_train.train.debug import DebuggedEngine
 from hpc_train.train.divergence import DivergenceWatch
 from hpc_train.train.flight_recorder import answer_questions
+from hpc_train.train.last_save import LastSave
 from hpc_train.train.learning_rate import peak_rate
 from hpc_train.train.measures import Measures
 from hpc_train.train.meter import Meter, make_meter
@@ -145,6 +146,7 @@ def _build(
         schedule=_save_schedule(config, run, mesh),
         heartbeat=heartbeat,
         watch=DivergenceWatch(config.train),
+        last_save=LastSave(mesh, heartbeat, stop, report, config.checkpoint.wait_for_room_s, spec.stop_grace_s),
         open_feed=open_feed,
     )
     if spec.nodes > 1:

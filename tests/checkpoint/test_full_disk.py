@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import signal
 import subprocess
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,23 +17,38 @@ import pytest
 from hpc_train.checkpoint.manager import CheckpointManager
 from hpc_train.checkpoint.manifest import verify
 from hpc_train.checkpoint.writer import SaveFailed
+from hpc_train.commands import why
+from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.training import make_manager
+from tests.doors.command import TINY, hpc_train, start
 from tests.ranks import run_ranks
 from tests.train.runs import frozen
 
 PAGE = 4096
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one megabyte."""
-    disk = tmp_path / "disk"
+@contextmanager
+def mounted(disk: Path, megabytes: int) -> Iterator[Path]:
+    """A file system of its own."""
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", disk], check=False, capture_output=True)
-    if mounted.returncode:
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", disk]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("nothing can be mounted here")
     yield disk
     subprocess.run(["umount", "-l", disk], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    with mounted(tmp_path / "disk", megabytes=1) as disk:
+        yield disk
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """With room for a few checkpoints."""
+    with mounted(tmp_path / "disk", megabytes=8) as disk:
+        yield disk
 
 
 def fill(disk: Path, pages_left: int) -> None:
@@ -66,3 +86,86 @@ def test_wherever_a_save_finds_the_disk_full_it_says_so(small_disk: Path) -> Non
     assert first == second and first[-1] is None
     assert len(first) > 8
     assert all("No space left on device" in str(told) for told in first[:-1]), first
+
+
+class Filled:
+    """A training in the foreground, 0.2 s per step, whose disk is filled after its first checkpoint."""
+
+    def __init__(self, disk: Path, *more: str) -> None:
+        small = ["model=custom", "model._target_=tests.doors.faulty.Slow", "+model.args.vocab_size=256", "optim=sgd"]
+        case = [*(value for value in TINY if not value.startswith("model")), *small, "train.steps=8", *more]
+        saves = ["checkpoint.every=2", "checkpoint.keep=1", "cluster=local", "cluster.cpu_workers=2"]
+        self.disk, self.run = disk, RunDirectory(disk / "run")
+        self.process = start("+strategy=dp", *case, *saves, "run.name=run", f"run.root={disk}", cwd=disk.parent)
+        self.until("checkpoint_saved")
+        fill(disk, 20)
+
+    def until(self, event: str, count: int = 1) -> None:
+        limit = time.monotonic() + 120
+        while sum(found["event"] == event for found in self.run.read_events()) < count:
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < limit, self.run.read_events()
+            time.sleep(0.05)
+
+    def make_room(self) -> None:
+        (self.disk / "ballast").unlink()
+
+    def end(self) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=120)
+        return self.process.returncode, output
+
+    def waits(self) -> list[float]:
+        return [event["seconds"] for event in self.run.read_events() if event["event"] == "save_waits"]
+
+
+def test_saves_that_fail_are_shown_and_the_last_one_waits_for_room(disk: Path) -> None:
+    filled = Filled(disk)
+    filled.until("checkpoint_failed")
+    status = hpc_train("status", str(filled.run.path), "--json", cwd=disk.parent)
+    filled.until("save_waits")
+    filled.make_room()
+    code, output = filled.end()
+    assert code == 0, output
+    first = (
+        r"^saving fails since step \d: rank 0: the checkpoint needs .* free: .*; training goes on, and the steps after"
+    )
+    assert re.search(rf"{first} checkpoint \d would be lost$", output, re.M), output
+    assert json.loads(status.stdout)["failed_saves"] > 0
+    assert re.search(r"^step 8/8 · .* · [1-4] saves? failed$", output, re.M), output
+    assert "the last save, of step 8, fails: rank 0: the checkpoint needs " in output
+    assert f"tried again for up to 600 s: make room in {filled.run.checkpoints}; else the run fails" in output
+    assert "saving works again: checkpoint of step 8 (failed before: " in output
+    assert output.count("saving fails since") == 1, "those after the first are counted"
+    assert [path.name for path in filled.run.checkpoints.glob("step-*")] == ["step-00000008"]
+
+
+def test_without_room_in_time_the_run_fails_and_rank_0_is_named(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filled = Filled(disk, "checkpoint.wait_for_room_s=1.5")
+    code, output = filled.end()
+    assert code == 1, output
+    assert re.search(
+        r"rank 0 on \S+ failed \(disk_full\):\nrank 0: OSError: \[Errno 28\] the checkpoint needs", output
+    ), output
+    assert "Traceback" not in output
+    assert 0 < filled.waits()[0] <= 1.5
+    assert why.main([str(filled.run.path)]) == 0
+    assert "what failed\n  disk_full, rank 0 on " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("room", "code"), [(True, 75), (False, 1)])
+def test_a_stop_request_is_obeyed_while_the_last_save_waits(disk: Path, room: bool, code: int) -> None:
+    """For what is left of the grace. It comes in the middle of the training, or when the last save waits already."""
+    filled = Filled(disk, "elastic.stop_grace_s=8", "checkpoint.wait_for_room_s=300")
+    filled.until("checkpoint_failed" if room else "save_waits")
+    filled.process.send_signal(signal.SIGINT)
+    asked = time.monotonic()
+    if room:
+        filled.until("save_waits")
+        filled.make_room()
+    ended, output = filled.end()
+    assert ended == code, output
+    assert filled.waits()[-1] <= 6.0, "a quarter of the grace is for leaving"
+    if not room:
+        assert "failed (disk_full)" in output and "had not stopped" not in output, output
+        assert time.monotonic() - asked < 60
+        assert filled.waits()[0] > 100

@@ -75,7 +75,7 @@ def test_training_goes_on_when_the_disk_is_full_and_saves_again(tmp_path: Path, 
 
 
 def test_a_last_save_that_fails_is_told_on_every_rank(tmp_path: Path) -> None:
-    run = frozen(tmp_path / "run", "+strategy=dp", "checkpoint.every=4")
+    run = frozen(tmp_path / "run", "+strategy=dp", "checkpoint.every=4", "checkpoint.wait_for_room_s=0")
     with pytest.raises(AssertionError) as caught:
         run_attempt(run, 2, full_in_step_ten)
     assert str(caught.value).count("SaveFailed: rank 1: OSError: [Errno 28] No space left on device") == 2

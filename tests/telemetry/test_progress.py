@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
 from hpc_train.run.files import append_line
 from hpc_train.telemetry import progress
 from hpc_train.telemetry.loss_chart import loss_chart
@@ -61,6 +62,40 @@ def test_plain_lines_where_there_is_no_terminal(run: RunDirectory, monkeypatch: 
     assert [line.split(" · ")[0] for line in lines[:2]] == ["step 30/100", "step 40/100"]
     assert lines[1].endswith("1 restart")
     assert lines[2:] == [f"run directory: {run.path}"], "the run is not done: no summary"
+
+
+def test_saves_that_fail_are_told_once_and_counted(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(progress, "PLAIN_LINE_EVERY_S", 0.0)
+    output = io.StringIO()
+    shown = Progress(run, Console(file=output, width=200))
+    events = EventLog.open(run, "rank-0000", run.claim_attempt(), 0)
+    full = "rank 0: OSError: [Errno 28] No space left on device: '/scratch/run'"
+    events.write("checkpoint_saved", step=30)
+    log(run, 0, 30)
+    shown.tick()
+    for step in (31, 32, 33):
+        events.write("checkpoint_failed", step=step, message=full, final=False)
+        log(run, 0, step)
+        shown.tick()
+    events.write("checkpoint_failed", step=34, message=full, final=True)
+    events.write("save_waits", step=34, path="/scratch/run/checkpoints", seconds=600.0, message=full)
+    shown.tick()
+    events.write("checkpoint_saved", step=34)
+    log(run, 0, 34)
+    shown.tick()
+    failed = "rank 0: No space left on device: '/scratch/run'"
+    lines = output.getvalue().splitlines()
+    assert [line for line in lines if not line.startswith("step")] == [
+        f"saving fails since step 31: {failed}; training goes on, and the steps after checkpoint 30 would be lost",
+        f"the last save, of step 34, fails: {failed}",
+        "  it is tried again for up to 600 s: make room in /scratch/run/checkpoints; else the run fails, and the steps "
+        "after checkpoint 30 are lost",
+        "saving works again: checkpoint of step 34 (failed before: 4 saves)",
+    ]
+    ends = [line.split(" · ")[-1] for line in lines if line.startswith("step")]
+    assert ends[1:4] == ["1 save failed", "2 saves failed", "3 saves failed"]
+    assert "failed" not in ends[0] and "failed" not in ends[-1]
 
 
 def test_a_live_line_in_a_terminal(run: RunDirectory) -> None:
