@@ -19,12 +19,22 @@ Ask = Callable[[Sequence[str]], str | None]
 
 @dataclass(frozen=True)
 class NodeKind:
-    """Equal nodes of a partition. ``gpus`` by type; the type is "" where the site names none."""
+    """Equal nodes of a partition. ``gpus`` by type; the type is "" where the site names none.
+
+    ``features`` are those that ``--constraint`` takes.
+    """
 
     count: int
     cores: int
     memory_mb: int
     gpus: Mapping[str, int]
+    features: frozenset[str] = frozenset()
+
+    def meets(self, constraint: str | None) -> bool:
+        """Whether ``--constraint`` lets a job on these nodes. Only ``&`` and ``|`` are read: any other form does."""
+        if not constraint or re.search(r"[^\w.&|-]", constraint):
+            return True
+        return any(self.features.issuperset(together.split("&")) for together in constraint.split("|"))
 
     def gpus_of(self, gpu_type: str | None) -> int:
         return self.gpus.get(gpu_type, 0) if gpu_type else sum(self.gpus.values())
@@ -91,7 +101,7 @@ def read_site(ask: Ask | None = None) -> Site:
     commands = {
         "config": ["scontrol", "show", "config"],
         "partitions": ["scontrol", "show", "partition", "--oneliner"],
-        "nodes": ["sinfo", "--noheader", "--format=%R|%D|%c|%m|%G"],
+        "nodes": ["sinfo", "--noheader", "--format=%R|%D|%c|%m|%G|%f"],
         "associations": ["sacctmgr", "-nP", "show", "assoc", f"user={user}", f"format={','.join(ASSOCIATION)}"],
         "user": ["sacctmgr", "-nP", "show", "user", user, "format=DefaultAccount"],
         "qos": ["sacctmgr", "-nP", "show", "qos", f"format={','.join(QOS)}"],
@@ -155,10 +165,11 @@ def _partition(line: str, kinds: Mapping[str, tuple[NodeKind, ...]], memory_defa
 def _node_kinds(text: str) -> dict[str, tuple[NodeKind, ...]]:
     kinds: dict[str, tuple[NodeKind, ...]] = {}
     for line in text.splitlines():
-        name, count, cores, memory, gres = (line.split("|", 4) + [""] * 5)[:5]
+        name, count, cores, memory, gres, features = (line.split("|", 5) + [""] * 6)[:6]
         # a + stands where nodes of one line have more
         numbers = [_number(value.rstrip("+")) or 0 for value in (count, cores, memory)]
-        kind = NodeKind(numbers[0], numbers[1], numbers[2], gpus_of(gres))
+        named = frozenset(features.split(",")) - {"", "(null)"}
+        kind = NodeKind(numbers[0], numbers[1], numbers[2], gpus_of(gres), named)
         kinds[name] = (*kinds.get(name, ()), kind)
     return kinds
 

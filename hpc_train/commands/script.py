@@ -18,6 +18,7 @@ from hpc_train.config.directory import run_directory
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import Config
 from hpc_train.config.validate import validate
+from hpc_train.launch.asked_gpus import asked_gpus
 from hpc_train.launch.container import container_of
 from hpc_train.launch.job import Job
 from hpc_train.launch.place import controller_answers
@@ -52,8 +53,9 @@ def _text(config: Config, line: CommandLine) -> str:
         raise ConfigError("a batch script is for Slurm", where="cluster.kind", mend="cluster=slurm")
     if config.launch.chain > 1:
         raise ConfigError("a chain is several jobs", where="launch.chain", mend="-m submits it; launch.chain=1 here")
-    asked = cluster.gpus_per_node
-    gpus, workers = workers_per_node(cluster, visible=asked if isinstance(asked, int) else 0)
+    site = read_site() if controller_answers() else NO_SITE
+    asked = asked_gpus(cluster, site)
+    gpus, workers = workers_per_node(cluster, visible=asked.count)
     layout, *_ = [validate(config, nodes, workers) for nodes in (node_range(cluster)[1], fewest_nodes(config))]
     directory = RunDirectory(Path(run_directory(config.run.root, config.run.name, config.run.fork)))
     job = Job(0, line.overrides, config, layout, gpus, workers, directory)
@@ -63,14 +65,13 @@ def _text(config: Config, line: CommandLine) -> str:
         "job-name": cluster.job_name or f"hpc_train-{name}",
         "output": "%x-%j.out",
         **comment,
-        **options(job, read_site() if controller_answers() else NO_SITE),
+        **options(job, site),
     }
     overrides = [*line.overrides, *([f"--config-dir={line.config_directory}"] if line.config_directory else [])]
     container = container_of(config, gpus)
     run = freezing(cluster, overrides, container)
     title = f"hpc_train, {config.strategy.name}: {layout}"
+    notes = [stop_note(job), *([asked.note] if asked.note else [])]
     goes_on = goes_on_without_a_node(config.elastic)
-    script = Script(
-        title, cluster, run, header, container=container, notes=[stop_note(job)], goes_on_without_a_node=goes_on
-    )
+    script = Script(title, cluster, run, header, container=container, notes=notes, goes_on_without_a_node=goes_on)
     return render(script)

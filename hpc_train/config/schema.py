@@ -37,7 +37,7 @@ class ClusterConfig:
 
     kind: str = "auto"  # auto | local | slurm; auto takes Slurm where its controller answers
     nodes: int | str = 1  # on Slurm also a range, "2-4": starts with what is free
-    gpus_per_node: int | str = "auto"  # auto: the GPUs that are visible, none on Slurm; 0: train on the CPU
+    gpus_per_node: int | str = "auto"  # auto: all of a node (Slurm: of the partition); 0: train on the CPU
     cpu_workers: int = 4  # ranks per node where there is no GPU
     preflight: str = "quick"  # quick | full | off: checks of several nodes before the first step; full: pairs always
     preflight_action: str = "warn"  # warn | stop: what a preflight does about what it finds

@@ -9,6 +9,7 @@ from rich.console import Console
 from hpc_train.cluster.site import Association, Site, seconds
 from hpc_train.config.cluster_size import asked_nodes
 from hpc_train.config.errors import ConfigError
+from hpc_train.launch.asked_gpus import asked_gpus
 from hpc_train.launch.job import Job
 from hpc_train.launch.sbatch import cores, memory
 from hpc_train.launch.terminal import can_ask
@@ -92,11 +93,14 @@ def _line(job: Job, site: Site) -> str:
 def _notes(job: Job, site: Site) -> list[str]:
     partition = site.partition(job.config.cluster.partition)
     count = cores(job, partition)
+    chosen = asked_gpus(job.config.cluster, site).note
+    if chosen is not None:
+        return [chosen]
     if job.gpus and count is not None and count < 2 * job.workers:
         return [
             "note: fewer than two cores per rank; cluster.cpus_per_gpu=2 or more keeps data loading beside training"
         ]
     best = max((kind.gpus_of(None) for kind in partition.kinds), default=0) if partition else 0
-    if best and not job.gpus:
-        return [f"note: no GPU is asked for; cluster.gpus_per_node={best} takes those of a node"]
+    if best and not job.gpus and job.config.cluster.gpus_per_node == 0:
+        return [f"note: no GPU is asked for; cluster.gpus_per_node=auto takes the {best} of a node"]
     return []

@@ -204,7 +204,9 @@ def _waiting(found: Found, standing: Standing, view: View) -> Waiting:
     if reason.by_size:
         gpus, rest = found.config.cluster.gpus_per_node, time_left(view)
         free = pending.read_free(_sinfo())
-        changes = pending.sooner(found.config.cluster, gpus if isinstance(gpus, int) else 0, free, rest)
+        if not isinstance(gpus, int):
+            gpus = pending.with_gpus(found.config.cluster, free)
+        changes = pending.sooner(found.config.cluster, gpus, free, rest)
     return Waiting(
         reason=standing.reason,
         words=reason.words,

@@ -148,11 +148,23 @@ def _check_hardware(job: Job, partition: Partition) -> None:
                 where="cluster.gpus_per_node" + (", cluster.gpu_type" if of_type else ""),
                 mend=mend + (f"; types here: {', '.join(types)}" if types else ""),
             )
+        _check_nodes_with_gpus(job, partition)
     most = max(kind.cores for kind in partition.kinds)
     asked = cores(job, partition)
     if most and asked is not None and asked > most:
         key = "cluster.cpus_per_gpu" if isinstance(cluster.cpus_per_gpu, int) else "cluster.cpu_workers"
         raise ConfigError(f"{asked} cores per node are asked for, {name} have {most}", where=key, mend=f"{key} smaller")
+
+
+def _check_nodes_with_gpus(job: Job, partition: Partition) -> None:
+    fewest = asked_nodes(job.config)[0]
+    there = sum(kind.count for kind in partition.kinds if kind.gpus_of(job.config.cluster.gpu_type) >= job.gpus)
+    if fewest > there:
+        raise ConfigError(
+            f"{fewest} nodes with {job.gpus} GPUs are asked for, and the partition {partition.name} has {there}",
+            where="cluster.nodes, cluster.gpus_per_node",
+            mend=f"cluster.nodes={there} or fewer, another cluster.partition, or cluster.gpus_per_node=0 for CPUs",
+        )
 
 
 def _check_time(job: Job, site: Site, partition: Partition | None, association: Association | None) -> None:

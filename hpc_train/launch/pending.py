@@ -185,6 +185,12 @@ def sooner(cluster: ClusterConfig, gpus: int, free: Iterable[Free], needed_s: fl
     return [change for change in changes if change]
 
 
+def with_gpus(cluster: ClusterConfig, free: Sequence[Free]) -> int:
+    """For ``cluster.gpus_per_node=auto``, whose partition gives its GPUs: 1 where it has any, so must another."""
+    own = _own(cluster, free)
+    return int(any(one.gpus for one in free if one.partition in own))
+
+
 def _own(cluster: ClusterConfig, partitions: Iterable[Free]) -> Sequence[str]:
     if cluster.partition:
         return cluster.partition.split(",")

@@ -6,9 +6,10 @@ Jobs of one shape are one array, split where the site's arrays end. The schedule
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 from collections.abc import Collection, Sequence
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,21 @@ from hpc_train.config.cluster_size import node_range
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.launch import chain, cost
+from hpc_train.launch.asked_gpus import asked_gpus
 from hpc_train.launch.container import container_of
 from hpc_train.launch.inherited import without_inherited
 from hpc_train.launch.job import Job
 from hpc_train.launch.limits import check_limits, check_queue
-from hpc_train.launch.sbatch import Options, arguments, array, goes_on_without_a_node, identity, options, stop_note
+from hpc_train.launch.sbatch import (
+    NO_SITE,
+    Options,
+    arguments,
+    array,
+    goes_on_without_a_node,
+    identity,
+    options,
+    stop_note,
+)
 from hpc_train.launch.script import Script, one_run, render, run_of_task
 from hpc_train.launch.standing import SlurmStandings, Standing, on_clusters
 from hpc_train.launch.storage import check_room, check_shared
@@ -69,15 +80,15 @@ class SlurmSubmitter:
         self._clusters: str | None = None
         self._standings = SlurmStandings()
 
-    @cached_property
+    @property
     def site(self) -> Site:
-        """Read once: limits do not change while a command runs."""
-        return read_site()
+        """The cluster that Slurm's commands here belong to."""
+        return _site(os.environ.get("PATH"), os.environ.get("SLURM_CONF"))
 
     def shape(self, cluster: ClusterConfig) -> tuple[int, int, int]:
-        """The most that is asked for; the GPUs of a login node say nothing, so ``auto`` asks for none."""
-        asked = cluster.gpus_per_node
-        return (node_range(cluster)[1], *workers_per_node(cluster, visible=asked if isinstance(asked, int) else 0))
+        """The most that is asked for."""
+        site = self.site if cluster.gpus_per_node == "auto" else NO_SITE
+        return (node_range(cluster)[1], *workers_per_node(cluster, visible=asked_gpus(cluster, site).count))
 
     def at_once(self, jobs: Sequence[Job]) -> int:
         """All: Slurm queues them, and keeps to ``launch.array_parallelism``."""
@@ -207,6 +218,16 @@ class SlurmSubmitter:
     def _folder(same: Sequence[Job], sweep: Path) -> Path:
         """Where the scripts and their output go: beside the logs of a single run, or in the sweep's directory."""
         return same[0].run.logs / "slurm" if len(same) == 1 else sweep / "slurm"
+
+
+@cache
+def _site(path: str | None, conf: str | None) -> Site:
+    """Read once per process, whose limits do not change while a command runs.
+
+    Args:
+        path: of the environment, which says whose commands are asked; ``conf`` whose controller.
+    """
+    return read_site()
 
 
 def sbatch(asked: Options) -> list[str]:

@@ -23,7 +23,11 @@ PARTITIONS = (
     "MaxTime=2-00:00:00 State=UP TotalNodes=40 JobDefaults=DefCpuPerGPU=8,DefMemPerGPU=60000 "
     "DefMemPerNode=UNLIMITED MaxMemPerNode=UNLIMITED\n"
 )
-NODES = "cpu|9|64|256000|(null)\ngpu|30|64+|512000+|gpu:a100:4(S:0-1)\ngpu|10|96|1000000|gpu:h100:8,nvme:3\n"
+NODES = (
+    "cpu|9|64|256000|(null)|(null)\n"
+    "gpu|30|64+|512000+|gpu:a100:4(S:0-1)|rack1,a100\n"
+    "gpu|10|96|1000000|gpu:h100:8,nvme:3\n"
+)
 
 
 def answers(**given: str) -> dict[str, str]:
@@ -45,7 +49,10 @@ def test_partitions_and_nodes() -> None:
     gpu = found.partitions["gpu"]
     assert (gpu.max_nodes, gpu.max_time_s, gpu.cores_per_gpu, gpu.memory_default) == (16, 2 * 86400, 8, True)
     assert (gpu.accounts, gpu.qos) == (frozenset({"lab", "ai"}), frozenset({"normal", "long"}))
-    assert gpu.kinds == (NodeKind(30, 64, 512000, {"a100": 4}), NodeKind(10, 96, 1000000, {"h100": 8}))
+    a100 = NodeKind(30, 64, 512000, {"a100": 4}, frozenset({"rack1", "a100"}))
+    assert gpu.kinds == (a100, NodeKind(10, 96, 1000000, {"h100": 8}))
+    assert found.partitions["cpu"].kinds == (NodeKind(9, 64, 256000, {}),)
+    assert [a100.meets(asked) for asked in (None, "a100&rack1", "h100|a100", "h100", "[h100]")] == [1, 1, 1, 0, 1]
     assert gpu.kinds[1].gpus_of(None) == 8
     assert gpu.kinds[1].gpus_of("a100") == 0
     assert found.partitions["cpu"].max_time_s is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_train.config.schema import ClusterConfig
-from hpc_train.launch.pending import REASONS, explain, read_free, sooner
+from hpc_train.launch.pending import REASONS, explain, read_free, sooner, with_gpus
 
 SINFO = """\
 batch|up|2/1/1/4|1-00:00:00|gpu:2|batch*
@@ -67,6 +67,14 @@ def test_fewer_nodes_another_partition_and_a_shorter_time_start_sooner() -> None
         "cluster.nodes=1-2", "cluster.partition=short cluster.time=00", "cluster.time=01",
     ]  # fmt: skip
     assert "cluster.partition=short cluster.time=00:30:00: 4 of its 4 nodes are idle" in found
+
+
+def test_a_job_with_the_gpus_of_its_partition_is_not_sent_to_one_without() -> None:
+    free = read_free(f"{SINFO}cpu|up|0/9/0/9|infinite|(null)|cpu\n")
+    assert [with_gpus(ClusterConfig(partition=name), free) for name in (None, "short", "cpu")] == [1, 1, 0]
+    found = sooner(ClusterConfig(nodes=2), 1, free)
+    assert any("cluster.partition=short" in change for change in found)
+    assert not any("cluster.partition=cpu" in change for change in found)
 
 
 def test_a_time_that_follows_from_the_pace() -> None:

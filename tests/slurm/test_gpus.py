@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.launch.script import by_hand
+from hpc_train.run.directory import RunDirectory
 from tests.doors.command import REPOSITORY, TINY
 from tests.slurm.cluster import Cluster
 
@@ -107,3 +108,44 @@ def test_inside_an_allocation_auto_means_its_gpus(salloc: list[str], gpus: str, 
     assert f"dp {2 * count}" in done.stdout and f"{count} GPUs per node" in done.stdout, done.stdout + done.stderr
     logs = "\n".join(path.read_text() for path in (tmp_path / "outputs" / "inside").rglob("allocation.out"))
     assert told(logs) == {"n5": gpus, "n6": gpus}, logs
+
+
+def test_what_is_submitted_asks_for_the_gpus_of_the_partition(shell: Cluster, tmp_path: Path) -> None:
+    """The README's first command on Slurm, on a partition whose nodes have four GPUs each."""
+    asked = ["+strategy=hybrid", *TINY, "cluster.nodes=2", "batch.global_size=8", "cluster.partition=gpu"]
+    shown = shell.hpc_train(*asked, "launch.dry_run=true", "-m", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    for part in ("--gpus-per-node=4", "8 workers on 2 nodes (4 GPUs per node)", "dp 4 x pp 2", "2 nodes with 4 GPUs"):
+        assert part in shown.stdout, shown.stdout
+    script = shell.hpc_train("script", *asked, "cluster.python=python", "run.name=alone", cwd=tmp_path)
+    assert "#SBATCH --gpus-per-node=4\n" in script.stdout and "dp 4 x pp 2" in script.stdout
+    doctor = shell.hpc_train("doctor", *asked, cwd=tmp_path)
+    assert "4 GPUs per node" in doctor.stdout, doctor.stdout
+    detached = ["cluster.python=python", "launch.detach=true", "launch.yes=true", "run.name=far", "-m"]
+    submitted = shell.hpc_train(*asked, *detached, cwd=tmp_path)
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    run = RunDirectory(tmp_path / "outputs" / "far")
+    text = output(shell, run.record()["submissions"][-1]["job_id"], run.logs / "slurm", "*.out")
+    assert told(text) == {"n5": ALL, "n6": ALL}, text
+    (tmp_path / "job.sbatch").write_text(script.stdout)
+    alone = shell.call("sbatch", "--parsable", "--output=log", "job.sbatch", cwd=tmp_path)
+    text = output(shell, alone.stdout.strip(), tmp_path, "log")
+    assert told(text) == {"n5": ALL, "n6": ALL}, text
+
+
+def test_a_job_that_asks_for_no_gpu_gets_none(shell: Cluster, tmp_path: Path) -> None:
+    asked = ["+strategy=dp", *TINY, "cluster.partition=gpu", "cluster.gpus_per_node=0", "launch.dry_run=true", "-m"]
+    done = shell.hpc_train(*asked, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "--gpus-per-node" not in done.stdout and "4 workers on 1 node (CPU)" in done.stdout
+    assert "note: no GPU is asked for; cluster.gpus_per_node=auto takes the 4 of a node" in done.stdout
+
+
+def test_of_unlike_nodes_all_can_run_the_job(shell: Cluster, tmp_path: Path) -> None:
+    asked = ["+strategy=dp", *TINY, "cluster.partition=mixed", "batch.global_size=8", "launch.dry_run=true", "-m"]
+    both = shell.hpc_train(*asked, "cluster.nodes=2", cwd=tmp_path).stdout
+    assert "--gpus-per-node=2 " in both and "nodes of the partition mixed have 2 or 4 GPUs: 2 per node" in both
+    larger = shell.hpc_train(*asked, "cluster.constraint=gpu4", cwd=tmp_path).stdout
+    assert "--gpus-per-node=4 " in larger and "have 2 or 4" not in larger
+    too_many = shell.hpc_train(*asked, "cluster.nodes=2", "cluster.gpus_per_node=4", cwd=tmp_path)
+    assert "2 nodes with 4 GPUs are asked for, and the partition mixed has 1" in too_many.stdout, too_many.stdout

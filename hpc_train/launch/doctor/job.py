@@ -14,6 +14,7 @@ from hpc_train.config.directory import run_directory
 from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import Config
 from hpc_train.config.validate import check_values, validate
+from hpc_train.launch.asked_gpus import asked_gpus
 from hpc_train.launch.doctor.disk import check_sharing
 from hpc_train.launch.doctor.finding import ERROR, Finding
 from hpc_train.launch.doctor.slurm import check_accounting, check_job, check_partitions, check_tools
@@ -65,11 +66,10 @@ def check_place(asked: Asked, submits: bool) -> Iterator[Finding]:
 def resources(config: Config, overrides: Sequence[str]) -> list[str]:
     """sbatch's options for a short job on the nodes that a run with this config would get."""
     line = CommandLine.parse(with_right_plus(list(overrides)))
-    asked = config.cluster.gpus_per_node
-    gpus, workers = workers_per_node(config.cluster, visible=asked if isinstance(asked, int) else 0)
+    site = read_site() if controller_answers() else NO_SITE
+    gpus, workers = workers_per_node(config.cluster, visible=asked_gpus(config.cluster, site).count)
     nodes = config.cluster.nodes if isinstance(config.cluster.nodes, int) else 1
     layout = validate(config, nodes, workers)
-    site = read_site() if controller_answers() else NO_SITE
     wanted = options(Job(0, line.overrides, config, layout, gpus, workers, _directory(config)), site)
     kept = {name: value for name, value in wanted.items() if name not in NOT_FOR_A_CHECK}
     return ["--ntasks=1" if str(kept.get("nodes")) == "1" else f"--ntasks={kept.get('nodes')}", *arguments(kept)]

@@ -59,7 +59,8 @@ def check_job(job: Job, site: Site | None) -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding("job", ERROR, f"{error.what} ({error.where})", error.mend)
         return
-    yield Finding("job", OK, f"{job.layout}: {'; '.join(notes) or 'can start'}")
+    device = f"{job.gpus} GPUs per node" if job.gpus else "on CPUs"
+    yield Finding("job", OK, f"{job.layout}, {device}: {'; '.join(notes) or 'can start'}")
 
 
 def _described(partition: Partition) -> str:

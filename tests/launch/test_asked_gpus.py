@@ -1,0 +1,92 @@
+"""``cluster.gpus_per_node=auto`` at submission: the GPUs that the nodes of the partition have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_train.cluster.site import NodeKind, Partition, Site
+from hpc_train.config.errors import ConfigError
+from hpc_train.config.schema import ClusterConfig
+from hpc_train.launch import cost
+from hpc_train.launch.asked_gpus import asked_gpus
+from hpc_train.launch.limits import check_limits
+from tests.launch.jobs import make_job
+
+CPU = NodeKind(9, 64, 256000, {})
+A100 = NodeKind(8, 64, 512000, {"a100": 4}, frozenset({"rack1", "a100"}))
+H100 = NodeKind(2, 96, 512000, {"h100": 8}, frozenset({"rack2", "h100"}))
+SITE = Site(
+    "here",
+    partitions={
+        "cpu": Partition("cpu", default=True, nodes=9, kinds=(CPU,)),
+        "gpu": Partition("gpu", nodes=8, kinds=(A100,)),
+        "new": Partition("new", nodes=2, kinds=(H100,)),
+        "mixed": Partition("mixed", nodes=10, kinds=(A100, H100)),
+        "all": Partition("all", nodes=19, kinds=(CPU, A100, H100)),
+        "secret": Partition("secret", nodes=4),
+    },
+)
+
+
+def asked(**keys: Any) -> ClusterConfig:
+    return ClusterConfig(kind="slurm", **keys)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "count", "said"),
+    [
+        (asked(), 0, None),
+        (asked(partition="gpu"), 4, None),
+        (asked(partition="gpu", gpus_per_node=0), 0, None),
+        (asked(partition="gpu", gpus_per_node=2), 2, None),
+        (asked(partition="gpu", gres="nvme:10,gpu:a100:3"), 3, None),
+        (asked(partition="gpu", gres="nvme:10"), 4, None),
+        (asked(partition="gpu,new"), 4, "have 4 or 8 GPUs: 4 per node are asked for"),
+        (asked(partition="mixed"), 4, "have 4 or 8 GPUs: 4 per node are asked for; cluster.gpus_per_node=8 takes"),
+        (asked(partition="mixed", gpu_type="h100"), 8, None),
+        (asked(partition="mixed", constraint="h100"), 8, None),
+        (asked(partition="mixed", constraint="rack2&h100"), 8, None),
+        (asked(partition="mixed", constraint="v100|h100"), 8, None),
+        (asked(partition="mixed", constraint="[rack1|rack2]"), 4, "have 4 or 8"),
+        (asked(partition="mixed", constraint="nowhere"), 4, "have 4 or 8"),
+        (asked(partition="all"), 4, "10 of the 19 nodes of the partition all have GPUs"),
+        (asked(partition="secret"), 0, "the GPUs of the nodes of the partition secret are not known here"),
+        (asked(partition="gpu", clusters="other"), 0, "are not known here, none is asked for"),
+    ],
+)
+def test_auto_is_what_the_nodes_have(cluster: ClusterConfig, count: int, said: str | None) -> None:
+    found = asked_gpus(cluster, SITE)
+    assert found.count == count
+    assert (found.note is None) if said is None else (found.note is not None and said in found.note)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "what", "mend"),
+    [
+        (asked(partition="mixed", gpu_type="v100"), "have no GPUs of type v100", "types here: a100, h100"),
+        (asked(partition="gpu", extra={"gpus-per-task": 4}), "gpus-per-task in cluster.extra", "gpus_per_node=N"),
+    ],
+)
+def test_auto_that_cannot_be(cluster: ClusterConfig, what: str, mend: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        asked_gpus(cluster, SITE)
+    assert what in refused.value.what and mend in refused.value.mend
+
+
+def test_the_choice_is_said_and_so_is_none(tmp_path: Path) -> None:
+    mixed = make_job(tmp_path / "mixed", cluster=asked(partition="mixed"), gpus=4)
+    assert "have 4 or 8 GPUs: 4 per node" in cost.lines([mixed], SITE)[-1]
+    none = make_job(tmp_path / "none", cluster=asked(partition="gpu", gpus_per_node=0))
+    assert cost.lines([none], SITE)[-1] == "note: no GPU is asked for; cluster.gpus_per_node=auto takes the 4 of a node"
+
+
+def test_more_nodes_than_have_the_gpus_are_refused(tmp_path: Path) -> None:
+    job = make_job(tmp_path / "sweep", cluster=asked(partition="all", nodes=3, gpus_per_node=8), gpus=8)
+    with pytest.raises(ConfigError) as refused:
+        check_limits(job, SITE)
+    assert refused.value.what == "3 nodes with 8 GPUs are asked for, and the partition all has 2"
+    assert "cluster.nodes=2 or fewer" in refused.value.mend
+    check_limits(make_job(tmp_path / "other", cluster=asked(partition="all", nodes=10), gpus=4), SITE)
