@@ -25,7 +25,10 @@ ECHO_S = 2.0  # from the echo of a failure until the attempt is ended: time for 
 SETTLE_S = 1.0  # from the loss of a node until it is decided: others may go down with it
 UNANSWERED_S = 60.0  # an agent that cannot end its workers is as good as lost
 FRUITLESS = 2  # attempts in a row on a node that fails at every start, until the job is to run elsewhere
-NODE_MAY_BE_TO_BLAME = (Failure.NODE_LOST, Failure.KILLED, Failure.EXITED, Failure.HANG)
+NODE_MAY_BE_TO_BLAME = {  # with as how many failures of the node it counts
+    **dict.fromkeys((Failure.NODE_LOST, Failure.KILLED, Failure.EXITED, Failure.HANG, Failure.KERNEL), 1),
+    Failure.DEVICE: TOO_OFTEN,
+}
 
 
 @dataclass(frozen=True)
@@ -226,18 +229,22 @@ class Coordinator:
         stopped = any(report.exit is Exit.STOPPED for report in self._reports)
         exit_code = Exit.FAILED if cause else Exit.STOPPED if stopped else Exit.DONE
         step = max((report.step for report in self._reports), default=0)
-        ended = Ended(exit_code, cause.failure.failure if cause else None, step, self.stop)
+        failure = cause.failure.failure if cause else None
+        seen_on = self._seen_on(failure)
+        ended = Ended(exit_code, failure, step, self.stop, first=failure is Failure.KERNEL and not seen_on)
         decision, before, self.history = decide(self.history, ended), self.history, self.history.after(step)
         self._has_stepped |= self.history.furthest > before.furthest
-        if cause is not None and cause.failure.failure in NODE_MAY_BE_TO_BLAME:
-            self.node_failures.note(cause.node, cause.failure.failure)
+        if cause is not None:
+            self._note(cause, decision)
         if decision.action is Action.STOP:
             decision = self._stopped()
         if decision.action not in (Action.RESTART, Action.REPLACE):
             return Leave(decision, cause, self.stop)
         if (refusal := self.refusal()) is not None:
             return Leave(Decision(Action.GIVE_UP, refusal), cause, self.stop)
-        unfit = (cause is not None and cause.failure.failure is Failure.UNFIT_NODE) or self._fails_at_every_start(cause)
+        unfit = failure is Failure.UNFIT_NODE or self._fails_at_every_start(cause)
+        # one restart on the same GPUs, for an error that does not last
+        unfit |= failure is Failure.DEVICE and self.elsewhere and cause is not None and cause.node in seen_on
         try:
             start = self._choose(only_sound=unfit)
         except ConfigError as error:
@@ -247,6 +254,19 @@ class Coordinator:
         if start is None:
             return Leave(Decision(Action.REQUEUE, why), cause)
         return self._begin(replace(start, before=self._team, cause=cause))
+
+    def _seen_on(self, failure: Failure | None) -> set[str]:
+        """The nodes where an error of a GPU of this class has ended an attempt of the run lately."""
+        if failure not in (Failure.DEVICE, Failure.KERNEL):
+            return set()
+        return {line["node"] for line in self.node_failures.lately() if line["class"] == failure}
+
+    def _note(self, cause: Cause, decision: Decision) -> None:
+        """A failure counts against its node; not an error in a kernel that is the code's."""
+        failure = cause.failure.failure
+        is_codes = failure is Failure.KERNEL and decision.action is Action.FAIL
+        if failure in NODE_MAY_BE_TO_BLAME and not is_codes:
+            self.node_failures.note(cause.node, failure, NODE_MAY_BE_TO_BLAME[failure])
 
     def _who_is_left(self, cause: Cause | None) -> str:
         left = f"{len(self.present)} of {self.expected} nodes left"

@@ -18,12 +18,14 @@ class Ended:
         failure: the class of its cause; None where nothing failed.
         step: the furthest that it got.
         stop: the signal that asked the run to stop; None without one.
+        first: whether the run has not failed like this before, and the node may be to blame.
     """
 
     exit: Exit
     failure: Failure | None
     step: int
     stop: str | None = None
+    first: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def decide(history: History, ended: Ended) -> Decision:
     response, after = RESPONSES[ended.failure], history.after(ended.step)
     action = response.action
     if action is Action.RESTART_IF_FURTHER:
-        action = Action.FAIL if after.fruitless else Action.RESTART
+        action = Action.FAIL if after.fruitless and not ended.first else Action.RESTART
     if action not in (Action.RESTART, Action.REPLACE):
         return Decision(action, response.advice)
     if ended.stop is not None:

@@ -45,10 +45,13 @@ def is_echo(failure: WorkerFailure) -> bool:
 
 
 def _echo(failure: WorkerFailure) -> int:
-    """0: a cause; 1: an abort, as communication libraries do when a peer is gone; 2: a communication error."""
+    """0: a cause; 1: an abort, as communication libraries do when a peer is gone; 2: a communication error.
+
+    An abort that told of the rank's own GPU has the class of that error.
+    """
     if failure.failure is Failure.COMMUNICATION or failure.waits:
         return 2
-    return 1 if failure.exit_code == -signal.SIGABRT else 0
+    return 1 if failure.exit_code == -signal.SIGABRT and failure.failure is Failure.KILLED else 0
 
 
 def ended_without_report(

@@ -142,7 +142,7 @@ class Workers:
         if worker.end is None and not worker.ended_by_agent:
             tail = self._log.tail(worker.rank)
             code = worker.process.exitcode or 0
-            end = class_of_end(code, OomKills.now() - self._killed_before, warm_parent.took_along(code))
+            end = class_of_end(code, OomKills.now() - self._killed_before, warm_parent.took_along(code), tail)
             self._failures[worker.rank] = ended_without_report(worker.rank, code, end, tail, time.time())
         worker.output.close()
         worker.reports.close()

@@ -186,7 +186,7 @@ def _advice(view: View, cause: Cause | None, facts: JobFacts | None, run: RunDir
     if cause is not None and cause.kind in list(Failure):
         found.insert(0, RESPONSES[Failure(cause.kind)].advice)
     where = shown(run.path)
-    if cause is None or cause.kind not in (Failure.USER_ERROR, Failure.REFUSED):
+    if cause is None or cause.kind not in (Failure.USER_ERROR, Failure.KERNEL, Failure.REFUSED):
         found.append(f"python -m hpc_train resume {where}   goes on from the last checkpoint")
     return [*dict.fromkeys(filter(None, found)), f"python -m hpc_train logs {where}   has all output"]
 

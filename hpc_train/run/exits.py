@@ -23,6 +23,8 @@ class Failure(StrEnum):
     USER_ERROR = "user_error"  # an exception in the model, the data or the config
     REFUSED = "refused"  # a ConfigError: nothing was started
     OUT_OF_MEMORY = "out_of_memory"
+    DEVICE = "device_error"  # a GPU, its memory or its driver has failed, or the GPU is gone
+    KERNEL = "kernel_error"  # a kernel on a GPU has failed: mostly by the code, sometimes by the GPU
     COMMUNICATION = "communication"  # a collective failed: mostly the echo of another rank's failure
     KILLED = "killed"  # by a signal that nobody here sent
     EXITED = "exited"  # the process ended early without an exception
@@ -30,7 +32,7 @@ class Failure(StrEnum):
     HANG = "hang"  # no step for much longer than a step takes
     NAN = "nan"  # the loss or the gradients stay without finite values, or the result at the end is not finite
     NODE_LOST = "node_lost"  # its agent is gone or silent
-    UNFIT_NODE = "unfit_node"  # the preflight has named a slow or broken one
+    UNFIT_NODE = "unfit_node"  # it cannot use its GPUs, or the preflight has named it as slow or broken
 
 
 class Action(StrEnum):
@@ -87,7 +89,21 @@ RESPONSES: dict[Failure, Response] = {
         "to the site: Slurm first ends all of its processes (COMPLETING), then waits for cred_expire (BeginTime)",
     ),
     Failure.UNFIT_NODE: Response(
-        Action.REPLACE, "cluster.exclude=NODE, and tell the staff; cluster.preflight_action=warn trains with it"
+        Action.REPLACE,
+        "cluster.exclude=NODE, and tell the staff; cluster.preflight_action=warn trains with a node that only the "
+        "preflight has named",
+    ),
+    Failure.DEVICE: Response(
+        Action.REPLACE,
+        "the GPU or its driver has failed, not the code: cluster.exclude=NODE, and tell the staff. On that node "
+        "nvidia-smi -q and dmesg (Xid) say more",
+    ),
+    # It may be the GPU once. The same again without a new step is the code (elastic/coordinator.py).
+    Failure.KERNEL: Response(
+        Action.RESTART_IF_FURTHER,
+        "mostly an index out of range: a token or a target that the model has no row for, or a custom kernel. "
+        "CUDA_LAUNCH_BLOCKING=1 in the environment lets the traceback end at the line; the same command with run.name "
+        "goes on from the last checkpoint",
     ),
     # A wrong line fails again at the same step: that is told at once. A flaky file system or a rare sample is not.
     Failure.USER_ERROR: Response(
@@ -135,15 +151,35 @@ def classify(error: BaseException) -> Failure:
     for type_, failure in _TYPES.items():
         if isinstance(error, type_):
             return failure
-    text = f"{type(error).__name__}: {error}"
-    found = (failure for failure, words in _WORDS.items() if any(word in text for word in words))
-    return next(found, Failure.USER_ERROR)
+    return _by_cuda_code(error) or in_words(f"{type(error).__name__}: {error}") or Failure.USER_ERROR
+
+
+def in_words(text: str) -> Failure | None:
+    """The class of a failure that is told by ``text``; None where it holds no words of the system or of torch."""
+    return next((failure for failure, words in _WORDS.items() if any(word in text for word in words)), None)
+
+
+def _by_cuda_code(error: BaseException) -> Failure | None:
+    """The class of a ``torch.AcceleratorError`` (torch 2.8), which has the number of the CUDA error."""
+    if not any(type_.__name__ == "AcceleratorError" for type_ in type(error).__mro__):
+        return None
+    code = getattr(error, "error_code", None)
+    return next((failure for failure, codes in _CUDA_CODES.items() if code in codes), None)
 
 
 _TYPES: dict[type[BaseException], Failure] = {
     MemoryError: Failure.OUT_OF_MEMORY,
     FloatingPointError: Failure.NAN,
     UnfitNode: Failure.UNFIT_NODE,
+}
+# cudaError_t. Not 3, initialization error: that is mostly CUDA in a process forked after CUDA was used.
+_CUDA_CODES: dict[Failure, frozenset[int]] = {
+    Failure.OUT_OF_MEMORY: frozenset({2}),
+    # illegal address, assert, illegal instruction, misaligned address, invalid address space, invalid program counter
+    Failure.KERNEL: frozenset({700, 710, 715, 716, 717, 718}),
+    # devices unavailable, no device, invalid device, ECC, NVLink, contained (peer memory over NVLink, or hardware),
+    # hardware stack error, launch failure, system not ready, driver mismatch, unknown
+    Failure.DEVICE: frozenset({46, 100, 101, 214, 220, 226, 714, 719, 802, 803, 999}),
 }
 # Words of the operating system and of torch, also where another exception quotes them; the first that fits counts.
 _WORDS: dict[Failure, tuple[str, ...]] = {
@@ -162,6 +198,36 @@ _WORDS: dict[Failure, tuple[str, ...]] = {
         "out of shared memory",
     ),
     Failure.KILLED: ("a data loader process died", "DataLoader worker (pid"),
+    # Not "device-side assertion": torch ends the message of every CUDA error with how to compile them in.
+    Failure.KERNEL: (
+        "an illegal memory access was encountered",
+        "device-side assert triggered",
+        "an illegal instruction was encountered",
+        "CUDA error: misaligned address",
+        "'misaligned address'",  # as NCCL quotes it
+        "operation not supported on global/shared address space",
+        "CUDA error: invalid program counter",
+    ),
+    Failure.DEVICE: (
+        "uncorrectable ECC error",
+        "uncorrectable NVLink error",
+        "NVLink error",
+        "unspecified launch failure",
+        "hardware stack error",
+        "devices are busy or unavailable",
+        "device(s) is/are busy or unavailable",
+        "No CUDA GPUs are available",
+        "no CUDA-capable device is detected",
+        "invalid device ordinal",
+        "driver initialization failed",
+        "system not yet initialized",
+        "system has unsupported display driver / cuda driver combination",
+        "CUDA unknown error",
+        "CUDA error: unknown error",
+        "GPU is lost",
+        "fallen off the bus",
+        "watchdog thread terminated with exception: CUDA error",
+    ),
     Failure.COMMUNICATION: (
         "DistBackendError",
         "DistNetworkError",

@@ -72,6 +72,32 @@ def one_raises(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
     return _lose_connection() if spec.rank == 0 else _wait_for_stop(StopFlag())
 
 
+class AcceleratorError(RuntimeError):
+    """As torch raises it on a GPU."""
+
+
+def one_gpu_fails(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
+    if spec.rank == 1:
+        raise AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+    return _lose_connection()
+
+
+def one_gpu_fails_in_the_watchdog(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
+    if spec.rank == 1:
+        words = "watchdog thread terminated with exception: CUDA error: uncorrectable ECC error encountered"
+        os.write(
+            2, f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {words}\n".encode()
+        )
+        os.abort()
+    return _lose_connection()
+
+
+def one_kernel_fails(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
+    if spec.rank == 1:
+        raise AcceleratorError("CUDA error: device-side assert triggered")
+    return _lose_connection()
+
+
 def one_is_killed(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
     if spec.rank == 1:
         print("the last words of rank one", flush=True)

@@ -113,6 +113,9 @@ def test_a_warm_parent_that_dies_while_it_forks_the_store_is_started_again() -> 
         ("one_raises", "user_error", "ArithmeticError: rank one cannot count", 1),
         ("one_is_killed", "killed", "the last words of rank one", 3),
         ("one_exits", "exited", "exited early with code 0", 3),
+        ("one_gpu_fails", "device_error", "CUDA error: uncorrectable ECC error encountered", 3),
+        ("one_gpu_fails_in_the_watchdog", "device_error", "CUDA error: uncorrectable ECC error encountered", 3),
+        ("one_kernel_fails", "kernel_error", "CUDA error: device-side assert triggered", 2),
     ],
 )
 def test_the_first_real_failure_is_reported_and_no_attempt_is_wasted(
@@ -120,14 +123,14 @@ def test_the_first_real_failure_is_reported_and_no_attempt_is_wasted(
 ) -> None:
     run = frozen()
     code, error = end(start_agent(run.path, entry))
-    assert code == (1 if attempts == 1 else 93)
+    assert code == (93 if attempts == 3 else 1)
     assert text in error
     assert "rank 1 on" in error
     assert "Connection closed by peer" not in error
     event = last_event(run, "worker_failed")
     assert (event["rank"], event["class"]) == (1, failure)
     assert text in event["traceback"]
-    assert last_event(run, "failed" if attempts == 1 else "gave_up")["exit_code"] == code
+    assert last_event(run, "gave_up" if attempts == 3 else "failed")["exit_code"] == code
     assert run.newest_attempt() == attempts - 1
 
 

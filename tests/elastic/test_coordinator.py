@@ -263,6 +263,77 @@ def test_time_in_which_the_hub_stood_still_does_not_count(tmp_path: Path) -> Non
     assert course.started() == [0, 1]
 
 
+def fail_on(course: Course, nodes: list[int], number: int, failure: Failure, step: int) -> None:
+    """An attempt on ``nodes``, which a failure on ``number`` ends."""
+    assert course.started() == nodes
+    course.report(failed(failure, step), number)
+    if len(nodes) > 1:
+        assert isinstance(course.next(), End)
+    course.report(Report(Exit.FAILED, None, step), *(node for node in nodes if node != number))
+
+
+@pytest.mark.parametrize(("elastic", "left"), [({"spares": 1}, [0, 2]), ({"min_nodes": 2}, [0, 2])])
+def test_a_node_whose_gpu_failed_is_done_without(tmp_path: Path, elastic: dict[str, int], left: list[int]) -> None:
+    course = Course(tmp_path, 3, **elastic)
+    team = [0, 1] if "spares" in elastic else [0, 1, 2]
+    fail_on(course, team, 1, Failure.DEVICE, step=9)
+    assert course.started() == left
+    assert course.head.node_failures.too_often() == {"n1"}
+
+
+@pytest.mark.parametrize("steps", [(0, 0), (9, 20)])
+def test_a_gpu_that_fails_again_on_the_only_nodes_takes_the_job_elsewhere(
+    tmp_path: Path, steps: tuple[int, int]
+) -> None:
+    """One restart on the same nodes, for an error that does not last."""
+    course = Course(tmp_path, 2)
+    course.head.elsewhere = True
+    for step in steps:
+        fail_on(course, [0, 1], 1, Failure.DEVICE, step)
+    order = course.next()
+    assert action(order) is Action.REQUEUE
+    assert order.cause.node == "n1"
+    assert course.head.node_failures.too_often() == {"n1"}, "the requeue excludes it"
+
+
+def test_a_gpu_that_fails_without_another_node_gives_the_run_up(tmp_path: Path) -> None:
+    course = Course(tmp_path, 1)
+    for _ in range(3):
+        fail_on(course, [0], 0, Failure.DEVICE, step=0)
+    order = course.next()
+    assert action(order) is Action.GIVE_UP
+    assert order.decision.reason.startswith("no new step in 3 attempts. the GPU or its driver has failed")
+
+
+@pytest.mark.parametrize(
+    ("course_of_steps", "expected"),
+    [
+        ((0, 0), Action.FAIL),  # at the start: once more, and no third time
+        ((9, 9), Action.FAIL),
+        ((9, 20, 20), Action.FAIL),
+    ],
+)
+def test_an_error_in_a_kernel_that_comes_again_without_a_new_step_is_the_codes(
+    tmp_path: Path, course_of_steps: tuple[int, ...], expected: Action
+) -> None:
+    course = Course(tmp_path, 2)
+    course.head.elsewhere = True
+    for step in course_of_steps:
+        fail_on(course, [0, 1], 1, Failure.KERNEL, step)
+    order = course.next()
+    assert action(order) is expected
+    assert "index out of range" in order.decision.reason
+
+
+def test_an_error_in_a_kernel_that_follows_to_another_node_is_the_codes(tmp_path: Path) -> None:
+    course = Course(tmp_path, 3, spares=1)
+    fail_on(course, [0, 1], 1, Failure.KERNEL, step=9)
+    fail_on(course, [0, 1], 1, Failure.KERNEL, step=20)
+    fail_on(course, [0, 2], 2, Failure.KERNEL, step=20)
+    assert action(course.next()) is Action.FAIL
+    assert course.head.node_failures.too_often() == {"n1"}
+
+
 @pytest.mark.parametrize(("step", "attempts", "expected"), [(0, 2, Action.REQUEUE), (3, 4, Action.GIVE_UP)])
 def test_a_job_goes_elsewhere_where_a_node_fails_at_every_start(
     tmp_path: Path, step: int, attempts: int, expected: Action

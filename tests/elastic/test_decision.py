@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hpc_train.elastic.decision import ATTEMPTS_WITHOUT_A_STEP, Ended, History, decide
@@ -30,6 +32,11 @@ def test_every_class_of_failure_has_a_response() -> None:
         (failed(Failure.OUT_OF_MEMORY, stop="SIGUSR2"), Action.FAIL),
         *((failed(failure), Action.RESTART) for failure in RETRIED),
         (failed(Failure.NODE_LOST), Action.REPLACE),
+        (failed(Failure.DEVICE), Action.REPLACE),
+        (failed(Failure.DEVICE, step=5), Action.REPLACE),
+        (failed(Failure.KERNEL, step=9), Action.RESTART),
+        (replace(failed(Failure.KERNEL, step=5), first=True), Action.RESTART),
+        (failed(Failure.KERNEL, step=5), Action.FAIL),
         (failed(Failure.OUT_OF_MEMORY), Action.FAIL),
         (failed(Failure.DISK_FULL), Action.FAIL),
         (failed(Failure.REFUSED), Action.REFUSE),
@@ -42,7 +49,7 @@ def test_the_table(ended: Ended, action: Action) -> None:
     assert decide(History(furthest=5), ended).action is action
 
 
-@pytest.mark.parametrize("failure", [*RETRIED, Failure.NODE_LOST])
+@pytest.mark.parametrize("failure", [*RETRIED, Failure.NODE_LOST, Failure.DEVICE])
 def test_three_attempts_without_a_new_step_give_the_run_up(failure: Failure) -> None:
     history, actions = History(furthest=5), []
     for step in (6, 6, 0, 6):

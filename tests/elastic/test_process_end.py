@@ -10,6 +10,7 @@ import pytest
 
 from hpc_train.cluster.oom_kills import OomKills
 from hpc_train.config.errors import ConfigError
+from hpc_train.elastic.failures import ended_without_report, is_echo
 from hpc_train.elastic.process_end import class_of_end
 from hpc_train.run.exits import Failure, classify
 
@@ -32,6 +33,101 @@ from hpc_train.run.exits import Failure, classify
 )
 def test_exceptions(error: Exception, failure: Failure) -> None:
     assert classify(error) is failure
+
+
+class AcceleratorError(RuntimeError):
+    """As torch raises it on a GPU: from torch 2.8 on with the number of the CUDA error."""
+
+    def __init__(self, message: str, error_code: int | None = None) -> None:
+        super().__init__(message + HOW_TO_DEBUG)
+        self.error_code = error_code
+
+
+class DistBackendError(RuntimeError):
+    """As torch raises it for NCCL."""
+
+
+HOW_TO_DEBUG = (
+    "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
+    "incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+    "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+)
+NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3356, unhandled cuda error (run with NCCL_DEBUG=INFO for details)\n"
+UNHANDLED = f"{NCCL}ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+WATCHDOG = (
+    "[PG ID 0 PG GUID 0(default_pg) Rank 3] Process group watchdog thread terminated with exception: CUDA error: "
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (AcceleratorError("CUDA error: uncorrectable ECC error encountered"), Failure.DEVICE),
+        (AcceleratorError("CUDA error: some words of a later version", 214), Failure.DEVICE),
+        (AcceleratorError("CUDA error: uncorrectable NVLink error detected during the execution"), Failure.DEVICE),
+        (AcceleratorError("CUDA error: unspecified launch failure", 719), Failure.DEVICE),
+        (AcceleratorError("CUDA error: all CUDA-capable devices are busy or unavailable", 46), Failure.DEVICE),
+        (AcceleratorError("CUDA error: CUDA-capable device(s) is/are busy or unavailable", 46), Failure.DEVICE),
+        (AcceleratorError("CUDA error: no CUDA-capable device is detected", 100), Failure.DEVICE),
+        (AcceleratorError("CUDA error: invalid device ordinal", 101), Failure.DEVICE),
+        (AcceleratorError("CUDA error: hardware stack error", 714), Failure.DEVICE),
+        (AcceleratorError("CUDA error: system not yet initialized", 802), Failure.DEVICE),
+        (AcceleratorError("CUDA error: unknown error", 999), Failure.DEVICE),
+        (RuntimeError("No CUDA GPUs are available"), Failure.DEVICE),
+        (RuntimeError("CUDA driver initialization failed, you might not have a CUDA gpu."), Failure.DEVICE),
+        (RuntimeError("CUDA unknown error - this may be due to an incorrectly set up environment"), Failure.DEVICE),
+        (RuntimeError("NVMLError_GpuIsLost: GPU is lost"), Failure.DEVICE),
+        (RuntimeError("GPU 0000:3b:00.0 has fallen off the bus"), Failure.DEVICE),
+        (DistBackendError(f"{UNHANDLED}Cuda failure 214 'uncorrectable ECC error encountered'"), Failure.DEVICE),
+        (DistBackendError(f"{WATCHDOG}some words of a later version"), Failure.DEVICE),
+        (
+            DistBackendError(f"NCCL watchdog thread terminated with exception: CUDA error: what{HOW_TO_DEBUG}"),
+            Failure.DEVICE,
+        ),
+        (AcceleratorError("CUDA error: an illegal memory access was encountered"), Failure.KERNEL),
+        (AcceleratorError("CUDA error: some words of a later version", 700), Failure.KERNEL),
+        (AcceleratorError("CUDA error: device-side assert triggered", 710), Failure.KERNEL),
+        (AcceleratorError("CUDA error: misaligned address", 716), Failure.KERNEL),
+        (DistBackendError(f"{WATCHDOG}an illegal memory access was encountered"), Failure.KERNEL),
+        (DistBackendError(f"{UNHANDLED}Cuda failure 700 'an illegal memory access was encountered'"), Failure.KERNEL),
+        (AcceleratorError("CUDA error: out of memory", 2), Failure.OUT_OF_MEMORY),
+        (DistBackendError(f"{UNHANDLED}Cuda failure 2 'out of memory'"), Failure.OUT_OF_MEMORY),
+        (DistBackendError("NCCL error: remote process exited or there was a network error"), Failure.COMMUNICATION),
+        (AcceleratorError("CUDA error: invalid argument", 1), Failure.USER_ERROR),
+        (AcceleratorError("CUDA error: initialization error", 3), Failure.USER_ERROR),  # of a forked loader
+        (
+            AcceleratorError("CUDA error: no kernel image is available for execution on the device", 209),
+            Failure.USER_ERROR,
+        ),
+    ],
+    ids=lambda value: str(value).replace(HOW_TO_DEBUG, "").splitlines()[-1],
+)
+def test_errors_of_a_gpu(error: Exception, failure: Failure) -> None:
+    assert classify(error) is failure
+
+
+def test_torch_has_the_error_that_is_looked_for() -> None:
+    import torch
+
+    error = torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+    assert classify(error) is Failure.DEVICE
+    assert classify(torch.OutOfMemoryError("CUDA out of memory.")) is Failure.OUT_OF_MEMORY
+
+
+def test_a_watchdog_that_ends_the_process_for_an_error_of_its_gpu() -> None:
+    output = [
+        "step 7",
+        "terminate called after throwing an instance of 'c10::DistBackendError'",
+        f"  what():  {WATCHDOG}",
+    ]
+    output[-1] += "uncorrectable ECC error encountered"
+    failure, message = class_of_end(-signal.SIGABRT, OomKills(), output=output)
+    assert failure is Failure.DEVICE
+    assert message.startswith("killed by SIGABRT: what():  [PG ID 0")
+    assert not is_echo(ended_without_report(3, -signal.SIGABRT, (failure, message), output, 0.0))
+    found = class_of_end(-signal.SIGABRT, OomKills(), output=["NCCL error: remote process exited"])
+    assert found == (Failure.KILLED, "killed by SIGABRT")
+    assert is_echo(ended_without_report(3, -signal.SIGABRT, found, [], 0.0))
 
 
 @pytest.mark.parametrize(

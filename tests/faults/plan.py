@@ -49,10 +49,12 @@ IN_SURROUNDINGS = {
     "memory_limit": Kind("out_of_memory", end=1),
     "shared_memory": Kind("disk_full", end=1, names_rank=False),  # all ranks share it
 }
+# Not drawn: errors of GPUs, in the words of torch.
+GPU_ERRORS = {"device": Kind("device_error"), "kernel": Kind("kernel_error")}
 # Not drawn: a rank that is slow in every step, one that stands still in one of them until two nodes have told it, and
 # the whole node asleep until somebody wakes it.
 SPECIAL = {"slow": Kind(), "pause": Kind(), "asleep": Kind()}
-KINDS = CRASHES | HANGS | ENDS | PASSING | IN_SURROUNDINGS | SPECIAL
+KINDS = CRASHES | HANGS | ENDS | PASSING | IN_SURROUNDINGS | GPU_ERRORS | SPECIAL
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,14 @@ def _fill(ballast: Path) -> None:
                 time.sleep(0.001)
 
 
+def gpu_error(message: str, code: int) -> None:
+    error = torch.AcceleratorError(
+        f"CUDA error: {message}\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."
+    )
+    error.error_code = code  # type: ignore[attr-defined]
+    raise error
+
+
 def read_what_never_comes() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.mkfifo(f"{folder}/pipe")
@@ -160,6 +168,8 @@ STRIKES: dict[str, Callable[[StopFlag], None]] = {
     "storage_in_save": lambda stop: hang_in_the_next_save(),
     "collective": lambda stop: dist.barrier(),  # that no other rank enters
     "asleep": lambda stop: put_all_to_sleep(),
+    "device": lambda stop: gpu_error("uncorrectable ECC error encountered", 214),
+    "kernel": lambda stop: gpu_error("an illegal memory access was encountered", 700),
     "disk": lambda stop: full_disk_in_the_next_save(),
     "request": ask_to_stop,
     "grace": ask_to_stop_and_hang,

@@ -78,6 +78,11 @@ def test_a_preemption_while_the_event_log_cannot_be_written_saves_a_checkpoint(t
     assert told == ["stop_requested", "checkpoint_saved"]
 
 
+def test_a_run_survives_errors_of_its_gpus(tmp_path: Path, around: Surroundings) -> None:
+    """On the only node there is: it starts again there."""
+    assert_survives(tmp_path / "run", [Fault("device", 1, 6), Fault("kernel", 0, 10)], around)
+
+
 def test_a_slow_rank_is_named_and_a_live_run_shows_its_stacks(tmp_path: Path) -> None:
     run = freeze(tmp_path / "run", 100_000, "telemetry.log_every=100")
     agent = start(run, [Fault("slow", 1, 0)])
