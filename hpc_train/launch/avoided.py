@@ -20,10 +20,14 @@ class Avoided:
     @property
     def words(self) -> str:
         """With the command that takes the node out of service, for who may do so."""
-        count, told = len(self.failures), ", ".join(self.failures)
+        told = ", ".join(self.failures)
+        one = len(self.failures) == 1
+        count, reason = (
+            ("once", "failure") if one else (f"{len(self.failures)} times", f"{len(self.failures)} failures")
+        )
         until = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.until))
-        drain = f"scontrol update nodename={self.node} state=drain reason='{count} failures: {told}'"
-        return f"{self.node} failed {count} times ({told}) and is avoided until {until}; for the staff: {drain}"
+        drain = f"scontrol update nodename={self.node} state=drain reason='{reason}: {told}'"
+        return f"{self.node} failed {count} ({told}) and is avoided until {until}; for the staff: {drain}"
 
 
 def avoided(run: RunDirectory, exclude_hours: float) -> list[Avoided]:
@@ -32,12 +36,6 @@ def avoided(run: RunDirectory, exclude_hours: float) -> list[Avoided]:
     lately = failures.lately()
     for node in sorted(failures.too_often()):
         own = [line for line in lately if line["node"] == node]
-        times = sorted(line["time"] for line in own)
-        found.append(
-            Avoided(
-                node,
-                tuple(line["class"] for line in own for _ in range(line.get("times", 1))),
-                times[-min(TOO_OFTEN, len(times))] + exclude_hours * 3600,
-            )
-        )
+        times = sorted(line["time"] for line in own for _ in range(line.get("times", 1)))
+        found.append(Avoided(node, tuple(line["class"] for line in own), times[-TOO_OFTEN] + exclude_hours * 3600))
     return found

@@ -105,6 +105,17 @@ def test_what_was_done_stands_in_its_order(run: RunDirectory, capsys: pytest.Cap
     assert "what to do" not in text
 
 
+@pytest.mark.parametrize(("failure", "resumes"), [(Failure.DEVICE, True), (Failure.KERNEL, False)])
+def test_an_error_of_a_gpu_is_told_with_what_to_do(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], failure: Failure, resumes: bool
+) -> None:
+    fail(run, 1, 3, failure, traceback=TRACEBACK)
+    text = page(run, capsys)
+    assert f"{failure}, rank 3 on n1" in text
+    assert RESPONSES[failure].advice in text
+    assert (f"hpc_train resume {run.path}" in text) == resumes
+
+
 def test_a_node_that_failed_twice_is_shown_with_the_command_for_the_staff(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,6 +130,10 @@ def test_a_node_that_failed_twice_is_shown_with_the_command_for_the_staff(
     assert drain in page(run, capsys).partition("nodes that are avoided\n")[2]
     assert status.main([str(run.path)]) == 0
     assert drain in capsys.readouterr().out
+    failures.note("n2", "device_error", times=2)
+    first, _ = avoided(run, exclude_hours=1)
+    assert first.words.startswith("n2 failed once (device_error) and is avoided until ")
+    assert "state=drain reason='failure: device_error'" in first.words
     assert avoided(run, exclude_hours=0) == []
 
 
