@@ -97,6 +97,13 @@ def test_so_have_those_of_an_interactive_run(asked: str, gpus: str, shell: Clust
     assert told(done.stdout) == {"n5": gpus, "n6": gpus}, done.stdout + done.stderr
 
 
+def test_a_script_freezes_for_the_gpus_of_its_job(shell: Cluster, tmp_path: Path) -> None:
+    """Though the shell of an allocation may run where there are none."""
+    here = replace(shell, environment={**shell.environment, "SALLOC": "--partition=gpu --nodes=2 --gpus-per-node=1"})
+    done = here.call(str(SCRIPTS / "interactive.sh"), "+strategy=dp", "strategy.dp=64", *TINY, cwd=tmp_path)
+    assert "needs 64 workers, 2 are there" in done.stderr, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     ("salloc", "gpus"), [(["--exclusive"], ALL), (["--gres=gpu:2"], "0,1"), (["--exclusive", "--gpus-per-node=1"], "0")]
 )
