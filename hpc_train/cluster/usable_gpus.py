@@ -1,7 +1,7 @@
 """How many GPUs this process trains on, and why it cannot use those that it was given.
 
-Training never falls back to the CPU silently: where Slurm has allocated GPUs, or a machine outside Slurm has NVIDIA
-GPUs, a process that cannot use them says why. Imports no torch and makes no CUDA call.
+Training never falls back to the CPU silently: where Slurm has allocated GPUs, or the node has NVIDIA GPUs, a process
+that cannot use them says why. Imports no torch and makes no CUDA call.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def gpus_to_use(asked: int | str, environment: Mapping[str, str] = os.environ, m
     if build is not None:
         cause, fix = f"torch {build} is built without CUDA", "install a build of torch with CUDA"
     else:
-        cause, fix = _why_not_visible(wanted, allocated, environment, machine)
+        cause, fix = _why_not_visible(wanted, allocated, visible, environment, machine)
     sees = f"{'sees' if build is None else 'can use'} {f'only {usable}' if usable else 'none'}"
     raise UnusableGpus(f"{claim}, and the process {sees}: {cause}", f"{fix}; {KEY}=0 trains on the CPU")
 
@@ -122,17 +122,21 @@ def _wanted(
         owner = "step" if "SLURM_STEP_GPUS" in environment else "job"
         # runs that share the GPUs of a job have some of them each
         return min(allocated, named or allocated), f"{allocated} are allocated to the {owner}"
-    if named == 0:
+    if named == 0 and chosen != NO_DEVICES:
         return 0, ""  # hidden on purpose
-    if visible or "SLURM_JOB_ID" in environment:  # Slurm has given this job none of the node's GPUs
+    if visible:
         return visible, f"{visible} are visible"
     there = machine.nvidia_gpus()
     return there, f"the node has {there}"
 
 
-def _why_not_visible(wanted: int, allocated: int, environment: Mapping[str, str], machine: Machine) -> tuple[str, str]:
+def _why_not_visible(
+    wanted: int, allocated: int, visible: int, environment: Mapping[str, str], machine: Machine
+) -> tuple[str, str]:
     """The cause and its fix."""
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    if "SLURM_JOB_ID" in environment and not allocated and not visible and machine.nvidia_gpus():
+        return "the job has not asked Slurm for GPUs", f"sbatch or srun --gpus-per-node={wanted} asks for them"
     if allocated and _is_step_without_gpus(environment):
         return "srun started the step without GPUs", f"srun --gpus-per-node={allocated} starts it with them"
     if chosen is not None and _count(chosen) < wanted:

@@ -75,8 +75,8 @@ HEALTHY, NO_GPU = Kind(), Kind(driver=None, plugged=0)
         ("auto", BATCH, HEALTHY, 2),
         ("auto", BATCH | {"CUDA_VISIBLE_DEVICES": "1"}, HEALTHY, 1),  # one of several runs in a job
         ("auto", CPU_JOB, NO_GPU, 0),
-        ("auto", CPU_JOB, Kind(driver=None), 0),
-        ("auto", CPU_JOB | {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, HEALTHY, 0),
+        ("auto", CPU_JOB | {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, NO_GPU, 0),
+        ("auto", CPU_JOB | HIDDEN, HEALTHY, 0),
         ("auto", CPU_JOB, HEALTHY, 4),  # a site that does not tell Slurm of its GPUs
     ],
 )
@@ -126,6 +126,16 @@ def test_gpus_to_use(tmp_path: Path, asked: Any, environment: Mapping[str, str],
             "auto", BATCH, Kind(torch=CPU_BUILD),
             "2 are allocated to the job, and the process can use none: torch 2.13.0+cpu is built without CUDA",
             "install a build",
+        ),
+        (
+            "auto", CPU_JOB, Kind(driver=None),
+            "the node has 4, and the process sees none: the job has not asked Slurm for GPUs",
+            "--gpus-per-node=4",
+        ),
+        (
+            "auto", CPU_JOB | {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, HEALTHY,
+            "the node has 4, and the process sees none: the job has not asked Slurm for GPUs",
+            "--gpus-per-node=4",
         ),
         (
             "auto", {}, Kind(driver=None, plugged=2),
