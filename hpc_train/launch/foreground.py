@@ -22,7 +22,7 @@ def run_in_foreground(run: RunDirectory) -> int:
     progress = Progress(run, console, go_on)
     code = run_agent(run, progress.tick)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a late second Ctrl-C is not to hide how it ended
-    progress.finish()
+    progress.finish(failed=code not in (Exit.DONE, Exit.STOPPED))
     if code == Exit.STOPPED:
         print(f"stopped after a checkpoint; this goes on:\n  {go_on}")
     return code

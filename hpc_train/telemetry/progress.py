@@ -60,8 +60,8 @@ class Progress:
         elif self._recent and self._recent[-1] is not self._shown and now - self._printed >= PLAIN_LINE_EVERY_S:
             self._print()
 
-    def finish(self) -> None:
-        """Leaves the last state on the screen and, when the run is done, its summary."""
+    def finish(self, failed: bool = False) -> None:
+        """Leaves the last state on the screen and, when the run is done, its summary; not where it ``failed`` now."""
         self._looked = float("-inf")
         self.tick()
         if self._live is not None:
@@ -69,7 +69,7 @@ class Progress:
             self._live = None
         elif self._recent and self._recent[-1] is not self._shown:
             self._print()
-        if is_done(self._run):
+        if is_done(self._run) and not failed:
             self._say(f"\n{summary(self._run, self._go_on)}")
         else:
             self._say(f"run directory: {self._run.path}")

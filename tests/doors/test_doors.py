@@ -181,6 +181,8 @@ def test_every_door_refuses_a_run_whose_checkpoints_are_gone(tmp_path: Path) -> 
         assert refused.returncode == 2, refused.stdout + refused.stderr
         assert refused.stderr.count("this run had saved a checkpoint of step 2, but no checkpoint of it is left") == 1
         assert "Traceback" not in refused.stdout + refused.stderr
+        if door is command:
+            assert "done: 2 steps" not in refused.stdout, "the summary is of a run that went well"
     assert [step for step, _ in losses(run)] == [1, 2], "nothing was trained again"
     shutil.rmtree(run)  # as the message says
     again = hpc_train(*command, cwd=tmp_path)
