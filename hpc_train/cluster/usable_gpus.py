@@ -141,15 +141,20 @@ def _why_not_visible(
         return "srun started the step without GPUs", f"srun --gpus-per-node={allocated} starts it with them"
     if chosen is not None and _count(chosen) < wanted:
         return f"CUDA_VISIBLE_DEVICES={chosen!r} hides them", "unset CUDA_VISIBLE_DEVICES"
+    return _fault_of_node(wanted, allocated > 0, machine)
+
+
+def _fault_of_node(wanted: int, on_slurm: bool, machine: Machine) -> tuple[str, str]:
+    """The same where the driver or the device files are the cause."""
     staff = "cluster.exclude=NODE takes another node, and the staff can repair this one"
     if not machine.driver.is_dir():
         if not machine.nvidia_gpus():
             return "the node has no NVIDIA GPU and no NVIDIA driver", "take nodes with NVIDIA GPUs"
-        return f"the NVIDIA driver is not loaded ({machine.driver} does not exist)", staff if allocated else "load it"
+        return f"the NVIDIA driver is not loaded ({machine.driver} does not exist)", staff if on_slurm else "load it"
     listed, own = len(_entries(machine.driver)), len(own_gpus(machine.driver, machine.devices))
     if own < min(listed, wanted):
-        return f"it may open {own} of the {listed} GPUs of the node", staff if allocated else "access to /dev/nvidia*"
-    return f"the NVIDIA driver lists {listed}", staff if allocated else f"{KEY}={listed}"
+        return f"it may open {own} of the {listed} GPUs of the node", staff if on_slurm else "access to /dev/nvidia*"
+    return f"the NVIDIA driver lists {listed}", staff if on_slurm else f"{KEY}={listed}"
 
 
 def _count(names: str) -> int:
