@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,9 +79,8 @@ class Report:
         if self.metrics is None:
             return
         print(f"the last save, of step {step}, fails: {message}; it is tried again for up to {duration(seconds)}")
-        with suppress(OSError):  # the event log lies on the full disk
-            path = str(self.run.checkpoints)
-            self.events.write("save_waits", step=step, path=path, seconds=round(seconds, 1), message=message)
+        path = str(self.run.checkpoints)
+        self.events.write("save_waits", step=step, path=path, seconds=round(seconds, 1), message=message)
 
     def nothing_to_do(self, step: int, weights_sha256: str | None) -> None:
         """The run was at its end. It gets its result where it was killed between its last save and that."""
