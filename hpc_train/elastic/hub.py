@@ -48,7 +48,7 @@ class Question:
 
     def __init__(self, ask: Callable[[], bool], now: float) -> None:
         self._ask = ask
-        self._until = now + ASK_S
+        self._asked = now
         self._answer: bool | None = None
         threading.Thread(target=self._run, name="is-suspended", daemon=True).start()
 
@@ -57,7 +57,7 @@ class Question:
 
     def answer(self, now: float) -> bool | None:
         """None: it is not known yet. Nobody who answers in time counts as a no."""
-        return False if self._answer is None and now > self._until else self._answer
+        return False if self._answer is None and now - self._asked > ASK_S else self._answer
 
 
 class Hub:

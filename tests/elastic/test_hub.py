@@ -188,7 +188,7 @@ def test_a_silent_node_of_a_suspended_job_is_not_lost(tmp_path: Path) -> None:
 
 
 def test_a_slurm_that_does_not_answer_does_not_hold_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpc_train.elastic.hub.ASK_S", 1.0)
+    monkeypatch.setattr("hpc_train.elastic.hub.ASK_S", 600.0)
     answer, asked = threading.Event(), list[float]()
 
     def is_suspended() -> bool:
@@ -202,6 +202,7 @@ def test_a_slurm_that_does_not_answer_does_not_hold_the_hub(tmp_path: Path, monk
     first.tell_stop("SIGTERM")
     until(lambda: served.head.stop, timeout=60)
     assert 1 in served.head.present, "the hub goes on while it waits for Slurm"
+    monkeypatch.setattr("hpc_train.elastic.hub.ASK_S", 0.0)
     until(lambda: first.is_to_end(0), timeout=60)
     answer.set()
     assert len(asked) == 1
