@@ -182,7 +182,7 @@ def test_a_silent_node_of_a_suspended_job_is_not_lost(tmp_path: Path) -> None:
     order_of(first)
     until(lambda: first.is_to_end(0), timeout=60)
     assert len(asked) == 3
-    assert min(later - before for before, later in pairwise(asked)) > SILENT_S
+    assert min(later - before for before, later in pairwise(asked)) > SILENT_S / 2, "once per silence"
     assert served.head.present.keys() == {0}
     silent.close()
 
