@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path, PurePath
 
 from hpc_train.config.errors import ConfigError
@@ -48,8 +49,7 @@ def take(configs: Sequence[Config], into: Path, directory: Path | None = None) -
         return None
     runs = (Path(os.path.realpath(config.run.root)), Path(os.path.realpath(into)))
     listed = sorted(name for name in _listed(root) if not any((root / name).is_relative_to(path) for path in runs))
-    secrets = [name for name in listed if is_secret_file(name)]
-    names = [name for name in listed if name not in secrets]
+    names = [name for name in listed if not is_secret_file(name)]
     _check_size(root, names)
     owners = [owner for each in configs for owner in (each.model, each.data) if owner.kind == "custom"]
     for target in {owner._target_ for owner in owners}:
@@ -61,8 +61,9 @@ def take(configs: Sequence[Config], into: Path, directory: Path | None = None) -
     if not snapshot.exists():
         _write(contents, modes, snapshot)
     commit = _git(root, "rev-parse", "--verify", "HEAD").strip() or None
-    diff = _write_diff(root, commit, secrets, into / f"{digest}.patch")
-    if secrets:
+    changed = _changed(root) if commit else []
+    diff = _write_diff(root, changed, into / f"{digest}.patch")
+    if secrets := sorted(filter(is_secret_file, {*listed, *changed})):
         print(_left_out(secrets), file=sys.stderr)
     code = FrozenCode(str(root), str(snapshot), (), commit, diff)
     copies = [code.counterpart(path) for path in _import_paths(here, root)]
@@ -76,10 +77,15 @@ def _work_tree(directory: Path) -> Path | None:
 
 def _listed(root: Path) -> Iterator[str]:
     """Files of the work tree that are tracked or not ignored, those of submodules included, relative to ``root``."""
+
+    @cache
+    def is_below_link(directory: Path) -> bool:
+        return os.path.realpath(directory) != str(directory)
+
     for name in _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0"):
         path = root / name
-        if not name or not os.path.lexists(path):
-            continue  # tracked and deleted
+        if not name or not os.path.lexists(path) or is_below_link(path.parent):
+            continue  # tracked and deleted, or its directory has been replaced by a link, which is listed itself
         if path.is_dir() and not path.is_symlink():
             yield from (f"{name.rstrip('/')}/{inner}" for inner in _listed(path) if (path / ".git").exists())
         else:
@@ -127,27 +133,37 @@ def _write(contents: dict[str, bytes], modes: dict[str, int], snapshot: Path) ->
     """There at once or not at all: jobs of another submission may be looking."""
     snapshot.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=".", dir=snapshot.parent))  # nobody else can look in yet
-    for name, mode in modes.items():
-        target = partial / name
-        if stat.S_ISLNK(mode):
-            target.symlink_to(os.fsdecode(contents[name]))
-        elif stat.S_ISDIR(mode):
-            target.mkdir(mode=mode & 0o777 | 0o700, exist_ok=True)
-        else:
-            with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode & 0o777), "wb") as file:
-                file.write(contents[name])
-    partial.chmod(snapshot.parent.stat().st_mode & (modes.get(".", 0o777) | 0o7700))
     try:
+        for name, mode in modes.items():
+            _write_one(partial / name, mode, contents.get(name, b""))
+        partial.chmod(snapshot.parent.stat().st_mode & (modes.get(".", 0o777) | 0o7700))
         partial.rename(snapshot)
-    except OSError:  # another submission was faster with the same content
+    except OSError:
         shutil.rmtree(partial)
-        if not snapshot.is_dir():
+        if not snapshot.is_dir():  # else another submission was faster with the same content
             raise
 
 
-def _write_diff(root: Path, commit: str | None, secrets: Sequence[str], path: Path) -> str | None:
-    without = [f":(top,exclude,literal){name}" for name in secrets]
-    text = _git(root, "diff", "--binary", "HEAD", "--", ".", *without) if commit else ""
+def _write_one(target: Path, mode: int, content: bytes) -> None:
+    """With the permissions of ``mode``, as far as the umask lets them through."""
+    if stat.S_ISLNK(mode):
+        target.symlink_to(os.fsdecode(content))
+    elif stat.S_ISDIR(mode):
+        target.mkdir(mode=mode & 0o777 | 0o700, exist_ok=True)
+    else:
+        with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode & 0o777), "wb") as file:
+            file.write(content)
+
+
+def _changed(root: Path) -> list[str]:
+    """Files that differ from the commit, those included that are gone from the work tree or from git's index."""
+    return list(filter(None, _git(root, "diff", "--name-only", "--no-renames", "-z", "HEAD").split("\0")))
+
+
+def _write_diff(root: Path, changed: Sequence[str], path: Path) -> str | None:
+    """``changed`` names all files that differ; those that hold secrets are left out."""
+    without = [f":(top,exclude,literal){name}" for name in changed if is_secret_file(name)]
+    text = _git(root, "diff", "--binary", "--no-renames", "HEAD", "--", ".", *without) if changed else ""
     if not text:
         return None
     path.touch(mode=0o600)  # it may hold lines of files that only their owner may read

@@ -107,6 +107,37 @@ def test_files_that_hold_secrets_are_left_out_and_named(tree: Path, capsys: pyte
     assert not any(name in said for name in NO_SECRETS)
 
 
+def test_a_secret_that_has_just_been_removed_from_git_is_in_no_diff(
+    tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tree / ".env").write_text("hidden-before\n")
+    (tree / "moved.pem").write_text("hidden-before\n" * 20)
+    git(tree, "add", "-f", ".env", "moved.pem")
+    git(tree, "commit", "-qm", "two secrets that git tracks")
+    git(tree, "rm", "-q", "--cached", ".env")
+    git(tree, "mv", "moved.pem", "harmless.txt")
+    (tree / "harmless.txt").write_text("other\n")
+    (tree / ".gitignore").write_text(".env\n")
+    code = taken(tree)
+    assert code.diff is not None
+    assert "hidden-before" not in Path(code.diff).read_text()
+    assert ".env, moved.pem" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["/dev/shm", "elsewhere"])
+def test_a_tracked_directory_that_has_become_a_link_is_copied_as_the_link(tree: Path, target: str) -> None:
+    """As ``mv results $SCRATCH; ln -s $SCRATCH/results results``."""
+    (tree / "results").mkdir()
+    (tree / "results" / ".gitkeep").write_text("")
+    git(tree, "add", "-A")
+    git(tree, "commit", "-qm", "results")
+    (tree / "results").rename(tree.parent / "elsewhere")
+    (tree / "results").symlink_to(tree.parent / target)
+    code = taken(tree)
+    assert (Path(code.snapshot) / "results").readlink() == tree.parent / target
+    assert [path.name for path in Path(code.snapshot).parent.iterdir() if path.name.startswith(".")] == []
+
+
 def test_nothing_is_said_where_nothing_is_left_out(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     taken(tree)
     assert capsys.readouterr().err == ""
