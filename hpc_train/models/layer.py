@@ -46,7 +46,11 @@ class CrossEntropyHead(Head):
 
     @property
     def own_count(self) -> bool:
-        """Only where a subclass brings another loss."""
+        return self._has_own_loss
+
+    @property
+    def _has_own_loss(self) -> bool:
+        """Whether a subclass brings another loss."""
         return type(self).loss is not CrossEntropyHead.loss or type(self)._loss is not CrossEntropyHead._loss
 
     def loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,8 +68,9 @@ class CrossEntropyHead(Head):
         return torch.stack([count_correct(self(part), of) for part, of in self._cut(hidden, targets)]).sum()
 
     def evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        if self.own_count:
-            return super().evaluate(hidden, targets)
+        if self._has_own_loss:  # what ``correct`` counts here are targets, which that loss may not count
+            counts_too = type(self).correct is not CrossEntropyHead.correct
+            return (*self.loss(hidden, targets), self.correct(hidden, targets) if counts_too else None)
         sums = [self._evaluate(*chunk) for chunk in self._cut(hidden, targets)]
         loss, count, correct = (torch.stack(column).sum() for column in zip(*sums, strict=True))
         return loss, count, correct

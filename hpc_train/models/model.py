@@ -68,7 +68,7 @@ class Model(nn.Module):
     @property
     def own_count(self) -> bool:
         """``Head.own_count`` of the whole model; a ``forward`` of its own may count as it likes."""
-        return self.head is None or self.head.own_count or type(self).forward is not Model.forward
+        return getattr(self.head, "own_count", True) or type(self).forward is not Model.forward
 
     def forward(
         self, hidden: Tensor, context: Mapping[str, Tensor], targets: Tensor | None = None

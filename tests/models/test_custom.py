@@ -151,9 +151,26 @@ def test_a_head_with_another_loss_evaluates_by_it() -> None:
     own, inherited = OwnHead(TINY_GPT), GPTHead(TINY_GPT)
     assert own.own_count and not inherited.own_count
     own.load_state_dict(inherited.state_dict())
-    (half, fives, _), (whole, tens, _) = own.evaluate(hidden, targets), inherited.evaluate(hidden, targets)
+    (half, fives, correct), (whole, tens, _) = own.evaluate(hidden, targets), inherited.evaluate(hidden, targets)
     assert (fives.item(), tens.item()) == (5.0, 10)
+    assert correct is None, "right targets over half targets would be twice the accuracy"
     torch.testing.assert_close(2 * half, whole)
+
+
+class SameCountHead(GPTHead):
+    """Twice the loss of its class; it counts the targets and says so, as ``Head.own_count`` allows."""
+
+    own_count = False  # type: ignore[assignment]
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = super().loss(hidden, targets)
+        return 2 * total, count
+
+
+def test_a_head_that_counts_targets_evaluates_by_its_own_loss() -> None:
+    hidden, targets = torch.randn(2, 5, TINY_GPT.dim), torch.randint(TINY_GPT.vocab_size, (2, 5))
+    head = SameCountHead(TINY_GPT)
+    torch.testing.assert_close(head.evaluate(hidden, targets)[0], head.loss(hidden, targets)[0])
 
 
 def test_models_with_the_three_parts_come_on_meta() -> None:
