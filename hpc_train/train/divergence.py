@@ -83,7 +83,7 @@ class DivergenceWatch:
             ``fatal`` where the weights are not worth keeping: training itself has come to nothing.
         """
         last = f"the last logged step with a finite loss and gradient is step {self._finite_at}"
-        if not math.isfinite(loss) and (skipped != 1 or not math.isfinite(validation)):
+        if not math.isfinite(loss) and (skipped > 1 or not math.isfinite(validation)):
             reason = f"the run has diverged: the loss of its last step, {step}, is not finite; {last}"
             return Divergence(self._finite_at, reason, fatal=True)
         if skipped >= IN_A_ROW and not scaled:

@@ -97,8 +97,8 @@ class Trainer:
         if "losses" in restored.extra:
             self.watch.load_state(restored.extra["losses"])
         self.skipped, self.rollbacks = skipped_data(restored), restored.extra.get("rollbacks", 0)
-        if (reason := restored.extra.get("bad_end")) is not None:
-            self._bad_end = Divergence(self.step, reason, fatal=False)
+        reason = restored.extra.get("bad_end")
+        self._bad_end = None if reason is None else Divergence(self.step, reason, fatal=False)
 
     def run(self) -> Exit:
         """Trains to the end (``DONE``) or to a stop request (``STOPPED``); state is saved in both cases.
@@ -139,7 +139,7 @@ class Trainer:
         self.heartbeat.enter(Phase.STEP, self.step)
         self._control.read()  # nobody leaves while a message is under way
         self.profiler.end(self.step, self.meter.waited_s, last=True)
-        if self._bad_end is None or not self._bad_end.fatal:  # else the newest checkpoint stays one from before
+        if not self._has_diverged:  # else the newest checkpoint stays one from before
             self._save(final=True)
         self._fail_at_bad_end()
         memory = report_memory(self.config, self.mesh, self.engine, self.take_step.optimizer)
@@ -147,11 +147,18 @@ class Trainer:
         self.report.finished(self.step, self.meter.mean_tokens_per_s, rates, self._weights_sha256(), memory)
         return Exit.DONE
 
+    @property
+    def _has_diverged(self) -> bool:
+        """At the end of the run, for good."""
+        return self._bad_end is not None and self._bad_end.fatal
+
     def _fail_at_bad_end(self) -> None:
         if self._bad_end is not None:
             self._fail(self._bad_end.reason)
 
     def _fail(self, reason: str) -> NoReturn:
+        with self.heartbeat.during(Phase.CHECKPOINT, self.step):
+            self.checkpoints.wait()  # a save under way is one from before; it would end with this process
         raise Diverged(reason, echo=self.mesh.rank != 0)
 
     def _weights_sha256(self) -> str | None:
@@ -179,7 +186,8 @@ class Trainer:
         if evaluates or self.step == 1 or _falls_on(self.step, self.config.telemetry.log_every):
             self._log(outcome, evaluates)
         self._save_due |= save or self.schedule.falls_on(self.step)
-        if self._save_due and self.watch.calm and self.take_step.skipped_in_a_row <= 1:  # else it waits for better days
+        good = self.watch.calm and self.take_step.skipped_in_a_row <= 1 and not self._has_diverged
+        if self._save_due and good:  # otherwise the save waits until the loss is stable
             self._save()
 
     def _go_back(self, divergence: Divergence, following: LocalBatch | None) -> LocalBatch | None:
