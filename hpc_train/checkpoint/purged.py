@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.config.errors import ConfigError
@@ -23,8 +25,16 @@ class Purged(ConfigError):
 
 def furthest_saved(run: RunDirectory) -> int:
     """The highest step whose checkpoint was committed, as the run's record says; 0 where nothing would be lost."""
-    saved = [event["step"] for event in run.read_events() if event["event"] == "checkpoint_saved"]
+    saved = [event["step"] for event in run.read_events() if _tells_of_own(event, run)]
     return max(*saved, int(run.record().get("result", {}).get("steps", 0)), 0)
+
+
+def _tells_of_own(event: Mapping[str, Any], run: RunDirectory) -> bool:
+    """Whether ``event`` tells that a checkpoint of this run was committed, or was there when an attempt resumed."""
+    own = f"{run.checkpoints}/"
+    return event["event"] == "checkpoint_saved" or (
+        event["event"] == "resumed" and str(event.get("path", "")).startswith(own)
+    )
 
 
 def appears(store: CheckpointStore, wait_s: float) -> bool:

@@ -30,7 +30,7 @@ from hpc_train.config.schema import Config
 from hpc_train.run import processes, submissions, turns
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
-from hpc_train.run.files import write_text
+from hpc_train.run.files import patiently, write_text
 from hpc_train.run.frozen_code import FrozenCode
 from hpc_train.run.sharing import group_id, share, share_one, write_for_group
 
@@ -92,7 +92,7 @@ def load(run: RunDirectory) -> Config:
 
 def _read(path: Path) -> Config:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.safe_load(patiently(lambda: path.read_text(encoding="utf-8")))
         node = OmegaConf.create(escaped(values))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", where=str(path), mend="restore the file") from error

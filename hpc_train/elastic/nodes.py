@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 from hpc_train.cluster.fabric.facts import NodeFacts
 from hpc_train.cluster.topology import node_order
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.files import append_line, patiently, read_lines
+from hpc_train.run.files import append_text, line_end, patiently, read_lines
 
 TOO_OFTEN = 2  # failures after which a node is done without where others are there
 
@@ -104,19 +105,20 @@ class NodeFailures:
     def note(self, node: str, failure: str, times: int = 1) -> None:
         """``times``: as how many failures it counts."""
         line = {"time": time.time(), "node": node, "class": failure, "times": times}
-        patiently(lambda: append_line(self._path, line))
+        patiently(lambda: append_text(self._path, line_end(self._path) + json.dumps(line) + "\n"))
 
     def too_often(self) -> frozenset[str]:
         """The names of nodes that have failed ``TOO_OFTEN`` times lately."""
         counts: Counter[str] = Counter()
-        for line in patiently(self.lately):
+        for line in self.lately():
             counts[line["node"]] += line.get("times", 1)
         return frozenset(name for name, count in counts.items() if count >= TOO_OFTEN)
 
     def lately(self) -> list[dict[str, Any]]:
         """The failures that count: ``time``, ``node`` and ``class`` of each."""
         since = time.time() - self.expiry_s
-        return [line for line in [*read_lines(self._path), *self._slow()] if line["time"] > since]
+        lines = patiently(lambda: [*read_lines(self._path), *self._slow()])
+        return [line for line in lines if line["time"] > since]
 
     def _slow(self) -> Iterator[dict[str, Any]]:
         """Rank 0 tells of them in the event log."""

@@ -6,7 +6,6 @@ Two clients of a network file system that append to one file lose lines, so no t
 from __future__ import annotations
 
 import json
-import os
 import socket
 import sys
 import threading
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.files import append_text
+from hpc_train.run.files import append_text, line_end
 
 EVENTS = (
     "submitted",
@@ -102,7 +101,9 @@ class Unwritten:
         for path, line in self._lines:
             if path not in failures:
                 try:
-                    append_text(path, _line_end(path) + line if self._failing else line)
+                    if self._failing:  # a purge may have removed the directory, which was empty
+                        path.parent.mkdir(parents=True, exist_ok=True)
+                    append_text(path, line_end(path) + line if self._failing else line)
                     continue
                 except OSError as error:
                     failures[path] = error
@@ -125,14 +126,6 @@ class Unwritten:
 def _print(text: str) -> None:
     with suppress(OSError):  # nobody reads it any more
         print(text, file=sys.stderr, flush=True)
-
-
-def _line_end(path: Path) -> str:
-    """What ends a line that was cut short, by a full disk say."""
-    with suppress(OSError), path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return "" if file.read() == b"\n" else "\n"
-    return ""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,6 +63,14 @@ def append_line(path: Path, value: dict[str, Any]) -> None:
 def append_text(path: Path, text: str) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(text)
+
+
+def line_end(path: Path) -> str:
+    """What ends the last line of ``path`` where it was cut short, as by a full disk; "" for a whole one."""
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return "" if file.read() == b"\n" else "\n"
+    return ""
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -29,6 +29,7 @@ class Saves:
         name, step = event["event"], int(event.get("step") or 0)
         if name in ("resumed", "rolled_back"):
             self.kept = int(event.get("to_step", step))
+            self.failed = 0 if name == "resumed" else self.failed
         elif name == "checkpoint_saved":
             before, self.failed, self.kept = self.failed, 0, step
             if before:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from hpc_train.checkpoint import purged
-from hpc_train.checkpoint.purged import appears
+from hpc_train.checkpoint.purged import appears, furthest_saved
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
 from hpc_train.run.stop import StopFlag
 from hpc_train.run.worker_spec import WorkerSpec
 from tests.train.runs import frozen, run_attempt
@@ -73,6 +74,14 @@ def test_a_run_that_never_saved_begins_at_step_0(tmp_path: Path) -> None:
     shutil.rmtree(run.checkpoints)
     assert run_attempt(run, 2) == [0, 0]
     assert [line["step"] for line in run.read_metrics()] == [1, 2, 3, 4]
+
+
+def test_a_purge_that_took_the_first_events_too_is_noticed_by_a_later_attempt(tmp_path: Path) -> None:
+    run = frozen(tmp_path / "run", *SHORT)
+    EventLog.open(run, "rank-0000", 1, 0).write("resumed", step=4, path=str(run.checkpoints / "step-00000004"))
+    assert furthest_saved(run) == 4
+    EventLog.open(run, "rank-0000", 2, 0).write("resumed", step=9, path=str(tmp_path / "source/checkpoints/step-9"))
+    assert furthest_saved(run) == 4, "the checkpoint of a fork's source is not its own"
 
 
 def test_a_fork_starts_from_its_source_once_and_not_again_after_a_purge(tmp_path: Path) -> None:

@@ -47,6 +47,14 @@ def test_what_cannot_be_written_is_written_later_in_order(run: RunDirectory, cap
     assert [line[: len(FAILING)] for line in told] == [FAILING, FAILING, AGAIN], "once by each writer"
 
 
+def test_a_directory_that_was_removed_is_made_again(run: RunDirectory) -> None:
+    log = EventLog.open(run, "agent-n0", 0)
+    run.events.rmdir()  # as a purge of empty directories does
+    log.write("warning", message="before")
+    log.write("warning", message="after")
+    assert messages(log.path) == ["before", "after"]
+
+
 def test_the_end_of_a_writer_waits_a_while(
     run: RunDirectory, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
