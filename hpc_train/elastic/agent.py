@@ -11,7 +11,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -90,12 +90,13 @@ def run_agent(
     with unbroken_streams(), watch_signals() as stop:
         try:
             if end is not None:
-                end.begin()
+                with suppress(OSError):  # the batch script has removed it as well
+                    end.begin()
             with _sole_agent(run, allocation, stop), reserve(stop) if reserve else nullcontext():
                 return _run(run, allocation, end, stop, on_tick or _nothing, entry, store)
         except ConfigError as error:
             print(error, file=sys.stderr)
-            if end is not None:
+            if end is not None and allocation.node_rank == 0:  # the job's end is not another node's to tell
                 end.tell(Exit.REFUSED)
             return Exit.REFUSED
 
@@ -290,6 +291,7 @@ class Agent:
     def _take_part(self, link: Link, meeting: Meeting) -> None:
         """Runs this node's workers in one attempt, unless it is a spare."""
         self._attempt = meeting.attempt
+        self.budget.hold(self.allocation.nodes * meeting.gpus_per_node)
         if self.stores is not None:
             self.stores.serve(meeting.attempt)
         if self.node.number not in meeting.order:

@@ -22,6 +22,11 @@ class Budget:
     gpus: int
     _next: float = field(default=0.0, init=False)  # not before can it be used up; on the monotonic clock
 
+    def hold(self, gpus: int) -> None:
+        """The job holds so many from now on."""
+        if gpus != self.gpus:
+            self.gpus, self._next = gpus, 0.0
+
     @property
     def is_used_up(self) -> bool:
         """Asked a few times per second."""

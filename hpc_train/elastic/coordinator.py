@@ -235,7 +235,8 @@ class Coordinator:
         decision, before, self.history = decide(self.history, ended), self.history, self.history.after(step)
         self._has_stepped |= self.history.furthest > before.furthest
         if cause is not None:
-            self._note(cause, decision)
+            elsewhere = bool(seen_on - {cause.node})
+            self._note(cause, is_codes=failure is Failure.KERNEL and (elsewhere or decision.action is Action.FAIL))
         if decision.action is Action.STOP:
             decision = self._stopped()
         if decision.action not in (Action.RESTART, Action.REPLACE):
@@ -261,10 +262,9 @@ class Coordinator:
             return set()
         return {line["node"] for line in self.node_failures.lately() if line["class"] == failure}
 
-    def _note(self, cause: Cause, decision: Decision) -> None:
-        """A failure counts against its node; not an error in a kernel that is the code's."""
+    def _note(self, cause: Cause, is_codes: bool) -> None:
+        """A failure counts against its node, unless it is the code's, as an error in a kernel on different nodes."""
         failure = cause.failure.failure
-        is_codes = failure is Failure.KERNEL and decision.action is Action.FAIL
         if failure in NODE_MAY_BE_TO_BLAME and not is_codes:
             self.node_failures.note(cause.node, failure, NODE_MAY_BE_TO_BLAME[failure])
 

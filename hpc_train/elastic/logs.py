@@ -14,7 +14,8 @@ from typing import BinaryIO
 from hpc_train.run.files import patiently
 
 LIMIT_BYTES = 100 * 2**20
-TAIL_LINES = 50  # of each rank, kept for messages about failures and for the end of a file that is full
+KEPT_LINES = 500  # of each rank: an abort of a worker prints the stacks of all its threads below its cause
+TAIL_LINES = 50  # of each rank, at the end of a file that is full
 LONGEST_LINE = 64 * 1024
 
 
@@ -37,7 +38,7 @@ class WorkerLog:
             lines, rest = [*lines, rest], b""
         self._partial[rank] = rest
         if lines:
-            self._tails.setdefault(rank, deque(maxlen=TAIL_LINES)).extend(lines)
+            self._tails.setdefault(rank, deque(maxlen=KEPT_LINES)).extend(lines)
             head = b"%s [%d] " % (_now(), rank)
             self._append(b"".join(b"%s%s\n" % (head, line) for line in lines))
 
@@ -54,7 +55,8 @@ class WorkerLog:
         if self._file is None:
             return
         if self._room == 0:
-            tails = [b"[%d] %s\n" % (rank, line) for rank, tail in sorted(self._tails.items()) for line in tail]
+            last = {rank: list(tail)[-TAIL_LINES:] for rank, tail in sorted(self._tails.items())}
+            tails = [b"[%d] %s\n" % (rank, line) for rank, lines in last.items() for line in lines]
             self._put(b"--- the last lines of each rank ---\n" + b"".join(tails))
         if self._file is not None:
             self._file.close()

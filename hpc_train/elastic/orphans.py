@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 from hpc_train.cluster.allocation import Allocation
@@ -49,13 +50,18 @@ def after_the_hub(
     host = allocation.node_names[0]
     details: dict[str, Any] = {"class": Failure.NODE_LOST, "message": str(lost), "rank": None, "node": host}
     events.write("node_lost", **details)
-    NodeFailures(run, config.elastic.exclude_hours * 3600).note(host, Failure.NODE_LOST, times)
-    code = patiently(lambda: request(end, config, events, "the batch host is lost"))
+    code = Exit.STOPPED
+    try:
+        NodeFailures(run, config.elastic.exclude_hours * 3600).note(host, Failure.NODE_LOST, times)
+        code = patiently(lambda: request(end, config, events, "the batch host is lost"))
+    except OSError as error:  # nobody else asks Slurm, and the job would go on empty
+        print(f"why the job is to run again cannot be written: {error}", file=sys.stderr)
     events.close()
     _ask_slurm(_end_of_job(code, config))
     if code is Exit.STOPPED and end.exclude_file.exists():
         _call(["scontrol", "update", f"JobId={own_job()}", f"ExcNodeList={end.exclude_file.read_text()}"])
-    end.tell(code)  # at the end: the batch script has the step killed soon after that
+    with suppress(OSError):
+        end.tell(code)  # at the end: the batch script has the step killed soon after that
     return code
 
 

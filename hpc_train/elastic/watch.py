@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -23,6 +24,9 @@ from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Failure
 
 REQUESTS_EVERY_S = 2.0
+# Slow steps that are told one after the other, and the pause before further ones: all nodes write their stacks, maybe
+# to the very file system that is slow.
+SLOW_STEPS, SLOW_EVERY_S = 3, 600.0
 
 
 @dataclass
@@ -35,6 +39,7 @@ class Watch:
     stragglers: StragglerWatch = field(default_factory=StragglerWatch)
     _events: EventLog | None = field(default=None, init=False)
     _next_request: float = field(default=0.0, init=False)
+    _slow_told: deque[float] = field(default_factory=lambda: deque(maxlen=SLOW_STEPS), init=False)
     _answered: int = field(default=0, init=False)
     _workers: Workers | None = field(default=None, init=False)
 
@@ -59,18 +64,25 @@ class Watch:
         if not workers.failures:
             beats = {worker.rank: worker.block.beat() for worker in workers.alive}
             hang = self.hangs.look(beats, now)
+            if hang is not None and hang.only_slow and self._enough_told(now):
+                hang = None
             found = [] if hang is None else collect(workers, self.node)
             if hang is not None and not hang.only_slow:
                 if found:  # else they have ended meanwhile, and tell why themselves
                     workers.fail(self._tell_hang(hang, found))
                 return
             if hang is not None and found:
+                self._slow_told.append(now)
                 self._tell_slow_step(hang, found)
             for straggler in self.stragglers.look(workers.alive, now):
                 self._event("straggler", rank=straggler.rank, **straggler.details())
         if now >= self._next_request:
             self._next_request = now + REQUESTS_EVERY_S
             self._show_stacks(workers)
+
+    def _enough_told(self, now: float) -> bool:
+        """Of slow steps, for now."""
+        return len(self._slow_told) == SLOW_STEPS and now - self._slow_told[0] < SLOW_EVERY_S
 
     def keep_stacks(self) -> None:
         """Of this node, for a hang that another node has told."""
@@ -92,7 +104,7 @@ class Watch:
             f"no sign of life for {slow.seconds:.1f} s in {state.phase} after step {state.step} (usual: at most "
             f"{slow.bound:.1f} s); after {self.hangs.bound(slow.phase):.1f} s it is a hang (elastic.hang_timeout_s)"
         )
-        path = self._keep("slow", found)
+        path = self._keep("slow", found, collectives=False)
         self._event(
             "slow_step", step=state.step, rank=culprit([one.state for one in found])[0], phase=state.phase,
             seconds=round(slow.seconds, 1), message=message, stacks=str(path),
@@ -116,14 +128,14 @@ class Watch:
             of.state.rank, Failure.HANG, message, text, time.time(), waits=rank is None, states=plain
         )  # fmt: skip
 
-    def _keep(self, what: str, found: Sequence[Evidence]) -> Path:
+    def _keep(self, what: str, found: Sequence[Evidence], collectives: bool = True) -> Path:
         folder = self.run.logs / "stacks"
         attempt = 0 if self._events is None else self._events.attempt
         path = folder / f"{what}-{self.node}-{attempt:03d}.txt"
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             path.write_text("\n".join(one.text() for one in found))
-            for one in found:
+            for one in found if collectives else ():
                 name = f"collectives-{attempt:03d}-rank-{one.state.rank:04d}.json"
                 (folder / name).write_bytes(one.collectives or b"")
         return path

@@ -16,7 +16,7 @@ from typing import Any
 from hpc_train.cluster.oom_kills import OomKills
 from hpc_train.elastic import warm_parent
 from hpc_train.elastic.failures import WorkerFailure, ended_without_report
-from hpc_train.elastic.logs import WorkerLog
+from hpc_train.elastic.logs import KEPT_LINES, WorkerLog
 from hpc_train.elastic.process_end import class_of_end
 from hpc_train.elastic.worker_process import main
 from hpc_train.run.exits import Failure
@@ -142,7 +142,8 @@ class Workers:
         if worker.end is None and not worker.ended_by_agent:
             tail = self._log.tail(worker.rank)
             code = worker.process.exitcode or 0
-            end = class_of_end(code, OomKills.now() - self._killed_before, warm_parent.took_along(code), tail)
+            output = self._log.tail(worker.rank, KEPT_LINES)
+            end = class_of_end(code, OomKills.now() - self._killed_before, warm_parent.took_along(code), output)
             self._failures[worker.rank] = ended_without_report(worker.rank, code, end, tail, time.time())
         worker.output.close()
         worker.reports.close()

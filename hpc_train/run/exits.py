@@ -175,11 +175,12 @@ _TYPES: dict[type[BaseException], Failure] = {
 # cudaError_t. Not 3, initialization error: that is mostly CUDA in a process forked after CUDA was used.
 _CUDA_CODES: dict[Failure, frozenset[int]] = {
     Failure.OUT_OF_MEMORY: frozenset({2}),
-    # illegal address, assert, illegal instruction, misaligned address, invalid address space, invalid program counter
-    Failure.KERNEL: frozenset({700, 710, 715, 716, 717, 718}),
+    # illegal address, assert, illegal instruction, misaligned address, invalid address space, invalid program counter,
+    # launch failure (by NVIDIA's reference mostly an invalid pointer or shared memory out of bounds)
+    Failure.KERNEL: frozenset({700, 710, 715, 716, 717, 718, 719}),
     # devices unavailable, no device, invalid device, ECC, NVLink, contained (peer memory over NVLink, or hardware),
-    # hardware stack error, launch failure, system not ready, driver mismatch, unknown
-    Failure.DEVICE: frozenset({46, 100, 101, 214, 220, 226, 714, 719, 802, 803, 999}),
+    # hardware stack error, system not ready, driver mismatch, unknown
+    Failure.DEVICE: frozenset({46, 100, 101, 214, 220, 226, 714, 802, 803, 999}),
 }
 # Words of the operating system and of torch, also where another exception quotes them; the first that fits counts.
 _WORDS: dict[Failure, tuple[str, ...]] = {
@@ -207,12 +208,12 @@ _WORDS: dict[Failure, tuple[str, ...]] = {
         "'misaligned address'",  # as NCCL quotes it
         "operation not supported on global/shared address space",
         "CUDA error: invalid program counter",
+        "unspecified launch failure",
     ),
     Failure.DEVICE: (
         "uncorrectable ECC error",
         "uncorrectable NVLink error",
         "NVLink error",
-        "unspecified launch failure",
         "hardware stack error",
         "devices are busy or unavailable",
         "device(s) is/are busy or unavailable",

@@ -83,12 +83,21 @@ def one_gpu_fails(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exi
 
 
 def one_gpu_fails_in_the_watchdog(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
-    if spec.rank == 1:
+    """The abort prints the stacks of all threads below the error."""
+
+    def abort(depth: int) -> None:
+        if depth > 0:
+            abort(depth - 1)
         words = "watchdog thread terminated with exception: CUDA error: uncorrectable ECC error encountered"
         os.write(
             2, f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {words}\n".encode()
         )
         os.abort()
+
+    if spec.rank == 1:
+        for _ in range(3):
+            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        abort(60)
     return _lose_connection()
 
 

@@ -65,7 +65,7 @@ WATCHDOG = (
         (AcceleratorError("CUDA error: uncorrectable ECC error encountered"), Failure.DEVICE),
         (AcceleratorError("CUDA error: some words of a later version", 214), Failure.DEVICE),
         (AcceleratorError("CUDA error: uncorrectable NVLink error detected during the execution"), Failure.DEVICE),
-        (AcceleratorError("CUDA error: unspecified launch failure", 719), Failure.DEVICE),
+        (AcceleratorError("CUDA error: unspecified launch failure", 719), Failure.KERNEL),
         (AcceleratorError("CUDA error: all CUDA-capable devices are busy or unavailable", 46), Failure.DEVICE),
         (AcceleratorError("CUDA error: CUDA-capable device(s) is/are busy or unavailable", 46), Failure.DEVICE),
         (AcceleratorError("CUDA error: no CUDA-capable device is detected", 100), Failure.DEVICE),

@@ -155,7 +155,8 @@ def test_a_hub_that_wakes_up_when_another_agent_acts_for_the_job_says_nothing(ru
     end = JobEnd(run, "7", 0, 0)
     here = Allocation(2, 0, "n1", "7", "7.0.0", "n1", ("n1", "n2"))
     config, stores = Config(), Stores("tests.elastic.entries:serve")
-    attempts = Attempts(run, config, here, end, stores, Fabric(run, config, []))
+    events = EventLog.open(run, "agent-n1", 0)
+    attempts = Attempts(run, config, here, end, stores, Fabric(run, config, []), events)
     assert attempts.succeeded() is None
     assert JobEnd(run, "7", 0, 1).claim_succession()
     assert attempts.succeeded() is not None
