@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from hpc_train.cluster.site import NodeKind, Site, gpus_of
@@ -31,8 +32,9 @@ def asked_gpus(cluster: ClusterConfig, site: Site) -> AskedGpus:
     _check_extra(cluster)
     if named := gpus_of(cluster.gres or ""):
         return AskedGpus(sum(named.values()))
-    where = f"the partition {cluster.partition}" if cluster.partition else "the default partition"
-    kinds = _kinds(cluster, site)
+    partition = cluster.partition or _of_environment()
+    where = f"the partition {partition}" if partition else "the default partition"
+    kinds = _kinds(cluster, partition, site)
     if not kinds:
         unknown = f"note: the GPUs of the nodes of {where} are not known here, none is asked for"
         return AskedGpus(0, f"{unknown}; cluster.gpus_per_node=N asks for N per node")
@@ -66,12 +68,17 @@ def _note(where: str, kinds: list[NodeKind], having: list[NodeKind], counts: lis
     return f"note: {'; '.join(said)}" if said else None
 
 
-def _kinds(cluster: ClusterConfig, site: Site) -> list[NodeKind]:
+def _of_environment() -> str | None:
+    """The partition that sbatch takes without --partition; a job's own variables are not handed down to it."""
+    return None if "SLURM_JOB_ID" in os.environ else os.environ.get("SBATCH_PARTITION")
+
+
+def _kinds(cluster: ClusterConfig, partition: str | None, site: Site) -> list[NodeKind]:
     """The nodes that the job may get; none where they are not known."""
     if cluster.clusters is not None:
         return []  # another cluster's nodes
-    partitions = [site.partition(name or None) for name in (cluster.partition or "").split(",")]
-    kinds = [kind for partition in partitions if partition is not None for kind in partition.kinds]
+    partitions = [site.partition(name or None) for name in (partition or "").split(",")]
+    kinds = [kind for each in partitions if each is not None for kind in each.kinds]
     return [kind for kind in kinds if kind.meets(cluster.constraint)] or kinds  # sbatch refuses what no node meets
 
 

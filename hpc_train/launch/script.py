@@ -34,10 +34,10 @@ BY_HAND = """\
 # srun runs in the background: the script could not go on while it waits in the foreground.
 SRUN_ENDS = """\
 # A step ends only when all of its tasks have, and one on a frozen node (a file system that hangs, memory that swaps)
-# does not. The agents tell the end when they have nothing more to do: the step then has 15 s to end, Slurm is asked to
-# kill it, and after 15 s more this script goes on without it. What cannot be killed, Slurm ends with the job.
-srun_ends() { # whether srun has ended, within 15 s
-  for second in {1..15}; do
+# does not. The agents tell the end when they have nothing more to do: the step then has 25 s to end, Slurm is asked to
+# kill it, and after 10 s more this script goes on without it. What cannot be killed, Slurm ends with the job.
+srun_ends() { # whether srun has ended, within so many seconds
+  for ((second = 0; second < $1; second++)); do
     kill -0 "$srun" 2> /dev/null || return 0
     sleep 1 || true
   done
@@ -50,12 +50,12 @@ WAIT = """\
     sleep 1 || true # scancel ends it with TERM
     told=$(ls "$end".node-* 2> /dev/null) || true
   done
-  if ! srun_ends; then
+  if ! srun_ends 25; then
     echo "the agents have told their end, and the step still runs (is a node frozen?): Slurm is asked to kill it" >&2
     number=$(sed -n 's/^step //p' "$end".node-* | tail -n 1)
-    timeout 15 scancel --signal=KILL "$job.$number" || true
+    [ -z "$number" ] || timeout 15 scancel --signal=KILL "$job.$number" || true
   fi
-  srun_ends || kill -KILL "$srun"
+  srun_ends 10 || kill -KILL "$srun" || true
   status=0
   wait "$srun" || status=$?
 """.rstrip()
