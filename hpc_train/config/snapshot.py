@@ -1,9 +1,9 @@
 """Frozen code: a copy of the user's git work tree, taken when a run is frozen, from which its agents and workers start.
 
 The copy holds what git tracks and what it does not ignore, without files that hold secrets. It keeps the modes of the
-work tree, so a file that only its owner may read stays private. A copy is named by its content: the runs of a sweep
-share one, and an unchanged tree is copied once. Outside of a work tree nothing is copied, and modules are found as
-Python finds them.
+work tree, so a file that only its owner may read stays private (``run.group`` lets the group read it). A copy is named
+by its content: the runs of a sweep share one, and an unchanged tree is copied once. Outside of a work tree nothing is
+copied, and modules are found as Python finds them.
 """
 
 from __future__ import annotations

@@ -31,6 +31,12 @@ SITE = Site(
 )
 
 
+@pytest.fixture(autouse=True)
+def a_login_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SBATCH_PARTITION", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def asked(**keys: Any) -> ClusterConfig:
     return ClusterConfig(kind="slurm", **keys)
 
@@ -74,6 +80,14 @@ def test_auto_that_cannot_be(cluster: ClusterConfig, what: str, mend: str) -> No
     with pytest.raises(ConfigError) as refused:
         asked_gpus(cluster, SITE)
     assert what in refused.value.what and mend in refused.value.mend
+
+
+def test_sbatch_takes_the_partition_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SBATCH_PARTITION", "gpu")
+    assert asked_gpus(asked(), SITE).count == 4
+    assert asked_gpus(asked(partition="cpu"), SITE).count == 0
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert asked_gpus(asked(), SITE).count == 0, "within a job its variables are taken away"
 
 
 def test_the_choice_is_said_and_so_is_none(tmp_path: Path) -> None:
