@@ -189,9 +189,10 @@ def test_a_rank_that_hangs_on_another_node_is_named(
     assert on.told("worker_failed") == [("hang", 1, second)]
     times.note("a rank of another node hangs (10 s): first step", on.first_step_after(stopped))
     assert "is stopped by a signal" in on.why()
-    waits, stands = [(on.run / "logs" / "stacks" / f"hang-{node}-000.txt").read_text() for node in (first, second)]
-    assert "trainer.py" in waits
-    assert "process state T" in stands
+    stacks = on.run / "logs" / "stacks"
+    # the node that waits may lose its worker before it is told of the hang: then it has those of the slow step
+    assert any("trainer.py" in path.read_text() for path in stacks.glob(f"*-{first}-000.txt"))
+    assert "process state T" in (stacks / f"hang-{second}-000.txt").read_text()
 
 
 def test_a_slow_rank_on_another_node_is_named_and_left_alone(
