@@ -145,7 +145,7 @@ def _why_not_visible(
 
 
 def _fault_of_node(wanted: int, on_slurm: bool, machine: Machine) -> tuple[str, str]:
-    """The same where the driver or the device files are the cause."""
+    """Returns the cause and its fix where the driver or the device files are at fault."""
     staff = "cluster.exclude=NODE takes another node, and the staff can repair this one"
     if not machine.driver.is_dir():
         if not machine.nvidia_gpus():
@@ -158,7 +158,7 @@ def _fault_of_node(wanted: int, on_slurm: bool, machine: Machine) -> tuple[str, 
 
 
 def _count(names: str) -> int:
-    """Of a list of devices; that of CUDA_VISIBLE_DEVICES may say that there is none."""
+    """Counts the names in a list of devices; CUDA_VISIBLE_DEVICES may also say that there is none."""
     return sum(
         bool(name) and not name.startswith("-") and name != NO_DEVICES for name in map(str.strip, names.split(","))
     )

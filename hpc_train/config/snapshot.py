@@ -145,7 +145,7 @@ def _write(contents: dict[str, bytes], modes: dict[str, int], snapshot: Path) ->
 
 
 def _write_one(target: Path, mode: int, content: bytes) -> None:
-    """With the permissions of ``mode``, as far as the umask lets them through."""
+    """Writes one entry with the permissions of ``mode``, reduced by the umask."""
     if stat.S_ISLNK(mode):
         target.symlink_to(os.fsdecode(content))
     elif stat.S_ISDIR(mode):

@@ -197,7 +197,7 @@ class Coordinator:
         return Leave(Decision(Action.FAIL) if nowhere else Decision(Action.REQUEUE, reason), cause)
 
     def _refuse(self, now: float) -> Leave:
-        """What all nodes report is no fault of theirs."""
+        """Refuses the job: a cause that all nodes report is not the fault of a node."""
         reasons, fixes = why_unfit(self.unfit.values())
         message = str(ConfigError(reasons, where=KEY, mend=fixes))
         return Leave(Decision(Action.REFUSE, message), self._unfit_cause(Failure.REFUSED, message, now))

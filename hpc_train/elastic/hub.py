@@ -196,7 +196,7 @@ class Hub:
             self._drop(member, f"silent for {self._silent_node_s:g} s (elastic.silent_node_s)")
 
     def _count_anew(self, now: float) -> None:
-        """From now on, how long nodes are silent."""
+        """Restarts the timers of silence of all nodes."""
         for member in self._members.values():
             member.heard = now
 

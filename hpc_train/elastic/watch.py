@@ -81,7 +81,7 @@ class Watch:
             self._show_stacks(workers)
 
     def _enough_told(self, now: float) -> bool:
-        """Of slow steps, for now."""
+        """Whether enough slow steps have been reported lately."""
         return len(self._slow_told) == SLOW_STEPS and now - self._slow_told[0] < SLOW_EVERY_S
 
     def keep_stacks(self) -> None:

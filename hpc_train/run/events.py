@@ -114,7 +114,7 @@ class Unwritten:
             self._tell(next(iter(failures.values()), None))
 
     def _tell(self, failure: OSError | None) -> None:
-        """Once when an outage begins, and once when it is over."""
+        """Prints one line when an outage begins and one when it is over."""
         text = f"the event log cannot be written; its lines are kept in memory until it can: {failure}"
         if failure is None:
             text = "the event log can be written again, and has the lines that were kept"
@@ -147,7 +147,7 @@ class EventLog:
         return cls(run.events_file(writer, attempt), attempt, rank)
 
     def of(self, attempt: int) -> EventLog:
-        """That of the same writer in another attempt. What is unwritten is kept together."""
+        """Returns the log of the same writer in another attempt; both share the lines that are not written yet."""
         writer = self.path.name.rpartition("-")[0]
         return replace(self, path=self.path.with_name(f"{writer}-{attempt:03d}.jsonl"), attempt=attempt)
 

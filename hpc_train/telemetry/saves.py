@@ -25,7 +25,7 @@ class Saves:
     failed: int = 0
 
     def told(self, event: Event) -> str | None:
-        """What is to be said of ``event``, which may be of any kind."""
+        """Returns the line that the console shows for ``event``; None for most kinds of event."""
         name, step = event["event"], int(event.get("step") or 0)
         if name in ("resumed", "rolled_back"):
             self.kept = int(event.get("to_step", step))

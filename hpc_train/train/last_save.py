@@ -73,7 +73,7 @@ class LastSave:
         return min(deadline, self.stop.since + self.stop_grace_s - leaving)
 
     def _agreed(self, goes_on: bool) -> bool:
-        """What rank 0 says."""
+        """Returns the decision of rank 0 on every rank."""
         control = Control(self.mesh)
         control.post(False, 0, save=goes_on and self.mesh.rank == 0)
         return control.read().save

@@ -102,7 +102,7 @@ def _crew(spec: WorkerSpec, mesh: Mesh, node: str) -> Crew:
 
 
 def _once(crew: Crew, value: Any) -> Any:
-    """What rank 0 says."""
+    """Returns the decision of rank 0 on every rank."""
     said = [value]
     dist.broadcast_object_list(said, 0, group=crew.mesh.control)
     return said[0]
