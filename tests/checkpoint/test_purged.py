@@ -122,14 +122,14 @@ def test_a_run_that_was_removed_starts_over(tmp_path: Path) -> None:
 def test_a_listing_that_is_old_is_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a node whose NFS client still shows the directory as it was before the checkpoint was committed."""
     monkeypatch.setattr(purged, "LOOK_AGAIN_S", 0.01)
-    store = CheckpointStore(tmp_path / "checkpoints")
-    assert not appears(store, 0.05)
+    checkpoints = CheckpointStore(tmp_path / "checkpoints")
+    assert not appears(checkpoints, 0.05)
 
     def arrive() -> None:
         time.sleep(0.1)
-        (store.root / "step-00000002").mkdir(parents=True)
+        (checkpoints.root / "step-00000002").mkdir(parents=True)
 
     thread = threading.Thread(target=arrive)
     thread.start()
-    assert appears(store, 60.0)
+    assert appears(checkpoints, 60.0)
     thread.join()
