@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from hpc_train import commands
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.translate import translate
-from hpc_train.config.wording import nearest
+from hpc_train.errors import ConfigError, nearest
 from hpc_train.run.exits import Exit
 
 COMMAND = re.compile(r"[a-z][a-z0-9_]*")

@@ -4,6 +4,8 @@ The copies are made by a process of their own, ``python -m hpc_train.checkpoint.
 commit: nothing that happens to it reaches the training. A copy is hashed on its way and committed like a save; what an
 interrupted one has written is used by the next. The archive of a run looks like a run, so ``checkpoint list``,
 ``verify`` and ``export`` take it, and a run can be forked from it.
+
+Rank 0's side of ``checkpoint.archive``: starts the process that copies, and lets it run. No torch.
 """
 
 from __future__ import annotations
@@ -11,23 +13,24 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpc_train.checkpoint import disk
 from hpc_train.checkpoint.manifest import BadCheckpoint, FileEntry, Manifest, has_marker, verify
-from hpc_train.checkpoint.retention import Kept, Retention, removable
 from hpc_train.checkpoint.space import check_space
-from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
+from hpc_train.checkpoint.store import Checkpoint, CheckpointStore, Kept, Retention, removable
 from hpc_train.cluster.storage import renames_by_copying
-from hpc_train.config.freeze import load
 from hpc_train.config.schema import Config
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import write_json
+from hpc_train.run.freeze import load
 
 _CHUNK = 4 << 20
 
@@ -204,3 +207,55 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+
+
+_POLL_S = 0.2
+_END_S = 5.0
+
+
+@dataclass
+class Archiver:
+    """At most one process at a time. Its failures are told by itself; none is raised here.
+
+    Attributes:
+        active: there is an archive, and this rank looks after it.
+    """
+
+    run: RunDirectory
+    attempt: int
+    active: bool
+    _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    _due: bool = field(default=False, init=False)
+
+    def wake(self) -> None:
+        """There may be something new to copy. May be called in any thread."""
+        self._due = self.active
+
+    def poll(self) -> None:
+        """Starts the process where one is due and none is at work. Does not wait."""
+        if self._process is not None and self._process.poll() is not None:
+            self._process = None
+        if not self._due or self._process is not None:
+            return
+        self._due = False
+        command = [sys.executable, "-m", "hpc_train.checkpoint.archive"]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        try:
+            self._process = subprocess.Popen(
+                [*command, str(self.run.path), str(self.attempt), str(os.getpid())], env=environment
+            )
+        except OSError as error:
+            print(f"checkpoint.archive: {error}", flush=True)
+
+    def finish(self, give_up: Callable[[], bool]) -> None:
+        """At the end of a run: until everything is copied, or ``give_up`` says so; then the next attempt goes on."""
+        self.poll()
+        while self._process is not None and not give_up():
+            time.sleep(_POLL_S)
+            self.poll()
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()

@@ -9,9 +9,9 @@ from pathlib import Path
 from hpc_train.checkpoint.archive import Archive
 from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest, read_manifest, verify
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.freeze import load
+from hpc_train.errors import ConfigError
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.freeze import load
 
 
 @dataclass(frozen=True)

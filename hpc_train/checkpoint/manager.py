@@ -19,16 +19,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hpc_train.checkpoint import disk
-from hpc_train.checkpoint.archive import Archive
-from hpc_train.checkpoint.archiver import Archiver
-from hpc_train.checkpoint.carried import CarriedLoad, without_carried
+from hpc_train.checkpoint.archive import Archive, Archiver
 from hpc_train.checkpoint.manifest import BadCheckpoint, FileEntry, Manifest
-from hpc_train.checkpoint.purged import appears, furthest_saved, refusal
 from hpc_train.checkpoint.reader import SafeReader
-from hpc_train.checkpoint.retention import Retention
-from hpc_train.checkpoint.snapshot import HostCopies
 from hpc_train.checkpoint.space import check_space
 from hpc_train.checkpoint.state import (
+    CarriedLoad,
     OptimizerState,
     TensorShape,
     check_match,
@@ -36,13 +32,14 @@ from hpc_train.checkpoint.state import (
     shapes,
     stored_shapes,
     training_state,
+    without_carried,
 )
-from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
-from hpc_train.checkpoint.verified import Found, NoneGood, VerifiedSearch, on_first, on_network
-from hpc_train.checkpoint.writer import SaveFailed, quiet, write_tensors
+from hpc_train.checkpoint.store import Checkpoint, CheckpointStore, Retention, appears, furthest_saved, refusal
+from hpc_train.checkpoint.verified import NoneGood, VerifiedCheckpoint, VerifiedSearch, on_first, on_network
+from hpc_train.checkpoint.writer import HostCopies, SaveFailed, quiet, write_tensors
 from hpc_train.cluster.storage import renames_by_copying
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import Config
+from hpc_train.errors import ConfigError
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.directory import RunDirectory
@@ -232,7 +229,7 @@ class CheckpointManager:
                 self._event("checkpoint_set_aside", step=checkpoint.step, path=moved, message=message)
         return True
 
-    def _newest(self) -> Found | None:
+    def _newest(self) -> VerifiedCheckpoint | None:
         """The run's own; the archive's where the run has none, or none that is good."""
         archive = Archive.of(self.run, self.config)
         archived = archive is not None and on_first(lambda: bool(archive.store.committed()), self._group)
@@ -268,7 +265,7 @@ class CheckpointManager:
         archive = Archive.of(self.run, self.config)
         raise refusal(self.run, saved, None if archive is None else archive.copy.checkpoints)
 
-    def _search(self, store: CheckpointStore, own: bool) -> Found | None:
+    def _search(self, store: CheckpointStore, own: bool) -> VerifiedCheckpoint | None:
         settings = self.config.checkpoint
         on_bad = partial(self._tell_of_bad, store, own)
         search = VerifiedSearch(store, self._group, settings.verify == "full", settings.settle_s, on_bad, own)

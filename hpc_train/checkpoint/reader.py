@@ -3,6 +3,8 @@
 ``.metadata`` is a pickle: it is read with an allow-list of the few classes that DCP puts there, all of them plain
 values, and then checked. Each tensor is a zip archive that torch reads with ``weights_only``; here its directory is
 looked at first, so that a small file cannot unfold into a large one. Objects that are not tensors are refused.
+
+The tensors of a checkpoint, one at a time and whole, whatever layout wrote them: no ranks and little memory.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from hpc_train.checkpoint.manifest import METADATA, BadCheckpoint, FileEntry, Manifest, verify
+from hpc_train.checkpoint.state import TensorShape, stored_shapes
+from hpc_train.checkpoint.writer import quiet
 
 _DCP = "torch.distributed.checkpoint"
 _ALLOWED = {
@@ -183,3 +188,41 @@ def _check_archive(archive: _Window, place: _StorageInfo) -> None:
 def _require(fine: bool, what: str) -> None:
     if not fine:
         raise ValueError(what)
+
+
+MODEL = "model."
+
+
+class StoredTensors:
+    """What lies in the directory of a checkpoint that agrees with its manifest, by global name."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self._reader = _Reader(path, manifest)
+        self.shapes: dict[str, TensorShape] = stored_shapes(self._reader.read_metadata())
+
+    def model(self) -> dict[str, TensorShape]:
+        """The tensors of the model, under the names that the model calls them."""
+        return {name.removeprefix(MODEL): shape for name, shape in self.shapes.items() if name.startswith(MODEL)}
+
+    def read(self, name: str, into: Tensor | None = None) -> Tensor:
+        """The whole tensor ``name``, put together from its shards.
+
+        Args:
+            into: where it goes, of the stored shape and type; new memory without it.
+        """
+        found = self.shapes[name]
+        tensor = torch.empty(found.shape, dtype=found.dtype) if into is None else into
+        with quiet():
+            dcp.load({name: tensor}, storage_reader=self._reader, no_dist=True)
+        return tensor
+
+
+class _Reader(SafeReader):
+    """Reads the metadata once: of a large checkpoint it is many megabytes, and there is a load for each tensor."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        super().__init__(path, manifest)
+        self._metadata = super().read_metadata()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata

@@ -5,16 +5,27 @@ commit. Where directories are renamed by copying (buckets that are mounted), it 
 ``step-00000100.attempt-003.0``, and the file ``COMMITTED`` in it is the commit. Both are found, whichever is in force.
 ``bad.step-00000100.attempt-003`` was committed and did not verify. Whatever else lies there was never finished or is
 being removed. No directory is ever written into a second time.
+
+Which checkpoints may be removed: not the newest ones, not every Mth, not the best. No torch.
+
+A run that has saved checkpoints and has none any more is refused: it must not start over in silence. No torch.
+
+The usual causes are a purge of old files on scratch, and a file system that is not mounted. The run's record (events,
+``run.json``) often survives a purge, since a resumed run writes to it.
 """
 
 from __future__ import annotations
 
 import errno
+import math
 import re
-from collections.abc import Callable
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hpc_train.checkpoint import disk
 from hpc_train.checkpoint.manifest import (
@@ -27,7 +38,8 @@ from hpc_train.checkpoint.manifest import (
     read_manifest,
     verify,
 )
-from hpc_train.checkpoint.retention import Kept, Retention, removable
+from hpc_train.errors import ConfigError
+from hpc_train.run.directory import RunDirectory
 
 _COMMITTED = re.compile(r"step-(\d{8,})(\.attempt-\d+\.\d+)?")
 _UNFINISHED = re.compile(r"(?:\.(?:bad\.)?)?step-\d{8,}\.(?:attempt-(\d+).*|removed.*)")
@@ -242,3 +254,101 @@ def _write(path: Path, data: bytes) -> None:
         file.close()
     finally:
         file.abandon()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What counts of a checkpoint that is there and whole."""
+
+    step: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What is kept; a checkpoint stays when any of the three wants it."""
+
+    newest: int = 2  # at least one in any case
+    every: int = 0  # the first checkpoint of each span of so many steps from this step on; 0: none
+    best: str | None = None  # the best by this metric; the lowest, of an accuracy the highest
+
+
+def removable(checkpoints: Sequence[Kept], retention: Retention) -> set[int]:
+    """Steps of the checkpoints that nothing wants to keep."""
+    steps = sorted(found.step for found in checkpoints)
+    kept = set(steps[-max(1, retention.newest) :])
+    if retention.every > 0:
+        first: dict[int, int] = {}
+        for step in steps:
+            first.setdefault(step // retention.every, step)
+        kept.update(step for span, step in first.items() if span > 0)
+    best = _best(checkpoints, retention.best)
+    if best is not None:
+        kept.add(best)
+    return set(steps) - kept
+
+
+def _best(checkpoints: Sequence[Kept], metric: str | None) -> int | None:
+    if metric is None:
+        return None
+    sign = -1.0 if "accuracy" in metric else 1.0
+    found = [
+        (sign * found.metrics[metric], -found.step)
+        for found in checkpoints
+        if metric in found.metrics and math.isfinite(found.metrics[metric])
+    ]
+    return -min(found)[1] if found else None
+
+
+LOOK_AGAIN_S = 1.0
+
+
+class Purged(ConfigError):
+    """The run's record tells of checkpoints, and there is none."""
+
+
+def furthest_saved(run: RunDirectory) -> int:
+    """The highest step whose checkpoint was committed, as the run's record says; 0 where nothing would be lost."""
+    saved = [event["step"] for event in run.read_events() if _tells_of_own(event, run)]
+    return max(*saved, int(run.record().get("result", {}).get("steps", 0)), 0)
+
+
+def _tells_of_own(event: Mapping[str, Any], run: RunDirectory) -> bool:
+    """Whether ``event`` tells that a checkpoint of this run was committed, or was there when an attempt resumed."""
+    own = f"{run.checkpoints}/"
+    return event["event"] == "checkpoint_saved" or (
+        event["event"] == "resumed" and str(event.get("path", "")).startswith(own)
+    )
+
+
+def appears(store: CheckpointStore, wait_s: float) -> bool:
+    """Whether ``store`` has a checkpoint. A network file system may show an old listing: it is looked at again for
+    ``wait_s`` seconds."""
+    deadline = time.monotonic() + wait_s
+    while not store.committed():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(LOOK_AGAIN_S)
+    return True
+
+
+def refusal(run: RunDirectory, saved: int, archive: Path | None) -> Purged:
+    """Says how far the run had come, where its checkpoints were expected, and what can be done.
+
+    Args:
+        saved: the highest step whose checkpoint was committed.
+        archive: where ``checkpoint.archive`` looks for copies of them; None without.
+    """
+    reached = max((line["step"] for line in run.read_all_metrics()), default=0)
+    trained = f" and had trained to step {reached}" if reached > saved else ""
+    copies = "" if archive is None else f"\n  the archive has no copy either: {archive}"
+    back = "put the checkpoints back, or mount their file system, and run the same command again"
+    if archive is None:
+        back += "; checkpoint.archive=DIR takes them from an archive that has copies"
+    return Purged(
+        f"this run had saved a checkpoint of step {saved}{trained}, but no checkpoint of it is left{copies}\n"
+        "  likely causes: a purge of old files on scratch, or a file system that is not mounted here",
+        where=f"{run.checkpoints}, where its checkpoints are expected",
+        mend=f"{back}\n          to start over at step 0 on purpose: another run.name, or remove this run first: "
+        f"rm -r {shlex.quote(str(run.path))}",
+    )

@@ -12,20 +12,19 @@ import torch
 from torch import Tensor
 
 from hpc_train.checkpoint import disk
-from hpc_train.checkpoint.export import export_bytes, export_hf, export_pt
-from hpc_train.checkpoint.hf_files import LlamaFiles
+from hpc_train.checkpoint.export import LlamaFiles, export_bytes, export_hf, export_pt
 from hpc_train.checkpoint.listing import choose, whole
 from hpc_train.checkpoint.manifest import Manifest
+from hpc_train.checkpoint.reader import MODEL, StoredTensors
 from hpc_train.checkpoint.space import check_space
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
-from hpc_train.checkpoint.stored import MODEL, StoredTensors
 from hpc_train.checkpoint.writer import SaveFailed, write_tensors
-from hpc_train.config.directory import run_directory
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.freeze import load
-from hpc_train.config.imported import imported_model, model_overrides, write_imported
+from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import ModelConfig
+from hpc_train.errors import ConfigError
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.freeze import load
+from hpc_train.run.imported import imported_model, model_overrides, write_imported
 
 POSITIONS = 2048  # longest sequence of a model of which that is not known: Llama's own
 Bar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]  # (what, bytes in all) -> told of bytes done

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest, read_manifest, verify
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
-from hpc_train.config.errors import ConfigError
+from hpc_train.errors import ConfigError
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.processes import process
 
@@ -32,7 +32,7 @@ class NoneGood(ConfigError):
 
 
 @dataclass(frozen=True)
-class Found:
+class VerifiedCheckpoint:
     """A checkpoint that all ranks agree on."""
 
     checkpoint: Checkpoint
@@ -59,7 +59,7 @@ class VerifiedSearch:
     own: bool = True
     _refused: dict[int, str] = field(default_factory=dict, init=False)
 
-    def newest(self) -> Found | None:
+    def newest(self) -> VerifiedCheckpoint | None:
         """The newest good checkpoint; None where no checkpoint was ever committed.
 
         Raises:
@@ -77,18 +77,18 @@ class VerifiedSearch:
                 return found
             self._on_first(partial(self._refuse, found.checkpoint, problem))
 
-    def _propose(self) -> Found | None:
-        found: Found | None = self._on_first(self._candidate)
+    def _propose(self) -> VerifiedCheckpoint | None:
+        found: VerifiedCheckpoint | None = self._on_first(self._candidate)
         return found
 
-    def _candidate(self) -> Found | None:
+    def _candidate(self) -> VerifiedCheckpoint | None:
         """On rank 0, for all: another rank's view of a network file system may be older."""
         settle = self._settle()
         for checkpoint in reversed(self.store.committed()):
             if checkpoint.step in self._refused:
                 continue
             try:
-                return Found(checkpoint, read_manifest(checkpoint.path, settle), settle)
+                return VerifiedCheckpoint(checkpoint, read_manifest(checkpoint.path, settle), settle)
             except BadCheckpoint as error:
                 self._refuse(checkpoint, str(error))
             except OSError as error:
@@ -102,7 +102,7 @@ class VerifiedSearch:
             )
         return None
 
-    def _verify(self, found: Found) -> str | None:
+    def _verify(self, found: VerifiedCheckpoint) -> str | None:
         """The first rank's problem with its share, the same on every rank; None without one."""
         rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         known: bool = self._on_first(lambda: self._is_remembered(found))
@@ -131,21 +131,21 @@ class VerifiedSearch:
     def _settle(self) -> float:
         return self.settle_s if on_network(self.store.root) else 0.0
 
-    def _remember(self, found: Found) -> None:
+    def _remember(self, found: VerifiedCheckpoint) -> None:
         """So that a restart within this job does not read all of it again."""
         if not (self.full and self.own):
             return
         with suppress(OSError):  # on a full disk it is read again next time
             write_json(self.store.root / MEMORY, self._mark(found))
 
-    def _is_remembered(self, found: Found) -> bool:
+    def _is_remembered(self, found: VerifiedCheckpoint) -> bool:
         try:
             remembered: bool = read_json(self.store.root / MEMORY) == self._mark(found)
         except (OSError, ValueError):
             return False
         return remembered
 
-    def _mark(self, found: Found) -> dict[str, Any]:
+    def _mark(self, found: VerifiedCheckpoint) -> dict[str, Any]:
         """This job (the process that starts its workers), and each file with what changes when it is written to."""
         stats = {name: (found.checkpoint.path / name).stat() for name in sorted(found.manifest.files)}
         files = {name: [stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in stats.items()}

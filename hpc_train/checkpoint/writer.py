@@ -2,18 +2,24 @@
 
 Each file is hashed as it is written and synced after Python's buffers are flushed. The digests travel to rank 0 with
 DCP's own write results; rank 0 refuses to finish unless each planned item was written once, where the plan says.
+
+Copies of a rank's tensors in host memory, so that training goes on while they are written. The memory is reused.
+
+Of what several ranks hold one of them writes it, as the save's plan says. The plan is made in the background, after the
+copies; it is the same for the same tensors, so from the second save on a rank copies only what it will write.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -21,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from hpc_train.checkpoint import disk
@@ -208,3 +215,46 @@ def _bytes(item: WriteItem) -> int:
 
 def _in_words(failures: Mapping[int, BaseException]) -> str:
     return "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, error in sorted(failures.items()))
+
+
+class HostCopies:
+    """Buffers for one snapshot; the next one overwrites them. They are pinned for tensors on a GPU."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._planned: tuple[frozenset[str], frozenset[str]] | None = None  # of which names, this rank writes which
+
+    @torch.no_grad()  # without it DTensors ask autograd for their shards
+    def take(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies what this rank holds of ``state`` and will write, of a DTensor its shard; complete on return."""
+        devices, names = set(), self._names(state)
+        self._buffers = {name: buffer for name, buffer in self._buffers.items() if name in names}
+        for name in names:
+            tensor = state[name]
+            local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+            self._buffer(name, local).copy_(local, non_blocking=True)
+            if local.is_cuda:
+                devices.add(local.device)
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+        return dict(self._buffers)
+
+    def planned(self, state: Iterable[str], written: Iterable[str]) -> None:
+        """Of a save of the names in ``state``, this rank writes ``written``."""
+        self._planned = frozenset(state), frozenset(written)
+
+    def forget_plan(self) -> None:
+        """After a save that failed: perhaps other ranks hold other tensors now."""
+        self._planned = None
+
+    def _names(self, state: Mapping[str, Tensor]) -> Collection[str]:
+        if self._planned is None or self._planned[0] != state.keys():
+            return state.keys()
+        return self._planned[1]
+
+    def _buffer(self, name: str, local: Tensor) -> Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
+            buffer = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda)
+            self._buffers[name] = buffer
+        return buffer

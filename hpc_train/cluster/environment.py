@@ -1,12 +1,27 @@
-"""The few environment variables that a worker needs, each with its reason. What the user has set always wins."""
+"""The few environment variables that a worker needs, each with its reason. What the user has set always wins.
+
+Caches of libraries in node-local space, in a directory that lives as long as the agent, and what is left in memory.
+
+On a cluster the home directory has a quota and is far away; compilers write thousands of small files. A directory is
+known to be alive by a lock, which the kernel drops with the agent however it ends: the next agent on the node removes
+what a killed one has left.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
-from collections.abc import Iterable, MutableMapping
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from hpc_train.config.errors import ConfigError
+from hpc_train.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -49,3 +64,105 @@ def threads_per_rank(asked: int | str, local_workers: int, bound_cores: int = 0)
     if not isinstance(asked, int) or asked < 1:
         raise ConfigError(f"threads is {asked!r}", where="train.threads", mend="a number >= 1, or auto")
     return asked
+
+
+REASON = "node-local: spares the quota of the home directory; removed at the end of the job"
+CACHES = {
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "CUDA_CACHE_PATH": "cuda",
+    "MPLCONFIGDIR": "matplotlib",
+    "WANDB_CACHE_DIR": "wandb",
+    "WANDB_DATA_DIR": "wandb-data",
+}
+HUGGING_FACE = {"HF_HUB_CACHE": "huggingface/hub", "HF_DATASETS_CACHE": "huggingface/datasets"}
+LOCK = ".alive"
+SHARED_MEMORY = Path("/dev/shm")
+TORCH = re.compile(r"torch_(\d+)_.*")
+NCCL_SETUP_S = 600.0  # NCCL removes its files as soon as all ranks have opened them
+
+
+@contextmanager
+def node_local_caches(name: str, environment: Mapping[str, str] = os.environ) -> Iterator[tuple[Variable, ...]]:
+    """The variables that lead caches into a directory of this job, which is removed at the end of the block.
+
+    None outside of a Slurm job: a workstation keeps its caches.
+
+    Args:
+        name: of the job and node; agents of several test clusters may have the same one on one machine.
+    """
+    parent = _parent(environment) if "SLURM_JOB_ID" in environment else None
+    if parent is None:
+        yield ()
+        return
+    remove_shared_memory()
+    directory, lock = _claim(parent, name)
+    try:
+        yield _variables(directory, environment)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
+        remove_shared_memory()
+
+
+def remove_shared_memory(directory: Path = SHARED_MEMORY) -> None:
+    """Removes this user's files of torch whose process is gone, and of NCCL that no start can still be waiting for."""
+    for path in directory.glob("*"):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            torch = TORCH.fullmatch(path.name)
+            dead = torch is not None and not Path("/proc", torch[1]).exists()
+            old = path.name.startswith("nccl-") and time.time() - status.st_mtime > NCCL_SETUP_S
+            if status.st_uid == os.getuid() and (dead or old):
+                path.unlink()
+
+
+def _variables(directory: Path, environment: Mapping[str, str]) -> tuple[Variable, ...]:
+    chosen = dict(CACHES)
+    # a cache that is there was filled on purpose: compute nodes often cannot download
+    if "HF_HOME" not in environment and not Path("~/.cache/huggingface").expanduser().exists():
+        chosen |= HUGGING_FACE
+    return tuple(Variable(name, str(directory / folder), REASON) for name, folder in chosen.items())
+
+
+def _parent(environment: Mapping[str, str]) -> Path | None:
+    """This user's directory in node-local space; None where there is none to be had."""
+    base = next((environment[name] for name in ("SLURM_TMPDIR", "TMPDIR") if environment.get(name)), "/tmp")
+    path = Path(base) / f"hpc_train-{os.getuid()}"
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        status = path.lstat()
+    except OSError:
+        return None
+    # /tmp is everybody's: a directory that somebody else has put there is not used
+    return path if path.is_dir() and not path.is_symlink() and status.st_uid == os.getuid() else None
+
+
+def _claim(parent: Path, name: str) -> tuple[Path, int]:
+    """Makes a new directory that begins with ``name`` and locks it; removes those whose agent is gone."""
+    guard = os.open(parent / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(guard, fcntl.LOCK_EX)
+        for other in parent.iterdir():
+            if other.is_dir() and not _alive(other):
+                shutil.rmtree(other, ignore_errors=True)
+        directory = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=parent))
+        lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return directory, lock
+    finally:
+        os.close(guard)
+
+
+def _alive(directory: Path) -> bool:
+    try:
+        descriptor = os.open(directory / LOCK, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)

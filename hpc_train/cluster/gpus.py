@@ -1,4 +1,12 @@
-"""How many GPUs this process may use, found without CUDA: a CUDA call here would cost a context and forbid forking."""
+"""How many GPUs this process may use, found without CUDA: a CUDA call here would cost a context and forbid forking.
+
+How many GPUs this process trains on, and why it cannot use those that it was given.
+
+Training never falls back to the CPU silently: where Slurm has allocated GPUs, or the node has NVIDIA GPUs, a process
+that cannot use them says why. Imports no torch and makes no CUDA call.
+
+How much memory a GPU has, as far as it is known before a job starts.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +14,11 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+
+from hpc_train.errors import ConfigError
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
 DEVICES = Path("/dev")
@@ -62,3 +74,191 @@ def _present(driver: Path, devices: Path) -> int:
     except (OSError, subprocess.TimeoutExpired):
         return 0
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+KEY = "cluster.gpus_per_node"
+NVIDIA = "0x10de"
+GPU_CLASSES = ("0x0300", "0x0302")  # of PCI: with a display output, and without
+
+
+class UnusableGpus(ConfigError):
+    """This process cannot use the GPUs of its node. A job takes it for a fault of the node, unless all nodes report it.
+
+    Args:
+        reason: how many GPUs there should be, how many this process can use, and the cause.
+    """
+
+    def __init__(self, reason: str, fix: str) -> None:
+        super().__init__(f"the GPUs of this node cannot be used: {reason}", where=KEY, mend=fix)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a machine shows its GPUs; ``torch``: the folder of the package, None where it is not installed."""
+
+    driver: Path = DRIVER
+    devices: Path = DEVICES
+    pci: Path = Path("/sys/bus/pci/devices")
+    torch: Path | None = None
+
+    @classmethod
+    def this(cls) -> Machine:
+        found = find_spec("torch")  # imports nothing
+        folders = (found.submodule_search_locations or []) if found is not None else []
+        return cls(torch=Path(folders[0]) if folders else None)
+
+    def nvidia_gpus(self) -> int:
+        """All GPUs of NVIDIA: those that the driver lists, or without a driver those on the PCI bus."""
+        if listed := len(_entries(self.driver)):
+            return listed
+        return sum(
+            _text(device / "vendor") == NVIDIA and _text(device / "class").startswith(GPU_CLASSES)
+            for device in _entries(self.pci)
+        )
+
+    def torch_without_cuda(self) -> str | None:
+        """The version of a torch that was built without CUDA; None for any other."""
+        text = "" if self.torch is None else _text(self.torch / "version.py")
+        if not re.search(r"^cuda\b[^=\n]*=\s*None\s*$", text, re.MULTILINE):
+            return None
+        version = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
+        return version[1] if version else "(of unknown version)"
+
+
+def gpus_to_use(asked: int | str, environment: Mapping[str, str] = os.environ, machine: Machine | None = None) -> int:
+    """``asked`` GPUs; under ``auto`` those that Slurm has allocated, else all that are visible. 0: the CPU.
+
+    Raises:
+        ConfigError: more GPUs are asked for than Slurm has allocated.
+        UnusableGpus: this process cannot use that many.
+    """
+    machine = machine or Machine.this()
+    allocated = allocated_gpus(environment)
+    if isinstance(asked, int) and 0 < allocated < asked:
+        raise ConfigError(
+            f"{asked} GPUs per node are asked for, and Slurm has allocated {allocated}",
+            where=KEY,
+            mend=f"{KEY}={allocated}, or ask Slurm for more: --gpus-per-node={asked}",
+        )
+    visible = len(visible_devices(environment, machine.driver, machine.devices))
+    wanted, claim = _wanted(asked, allocated, visible, environment, machine)
+    build = machine.torch_without_cuda()
+    usable = 0 if build is not None else visible
+    if usable >= wanted:
+        return wanted
+    if build is not None:
+        cause, fix = f"torch {build} is built without CUDA", "install a build of torch with CUDA"
+    else:
+        cause, fix = _why_not_visible(wanted, allocated, visible, environment, machine)
+    sees = f"{'sees' if build is None else 'can use'} {f'only {usable}' if usable else 'none'}"
+    raise UnusableGpus(f"{claim}, and the process {sees}: {cause}", f"{fix}; {KEY}=0 trains on the CPU")
+
+
+def allocated_gpus(environment: Mapping[str, str] = os.environ) -> int:
+    """The GPUs of this node that Slurm has allocated to the step of this process, or to its job; 0 without any."""
+    if _is_step_without_gpus(environment):
+        return _count(environment.get("SLURM_JOB_GPUS", ""))  # of the batch host: srun hands its environment on
+    on_node = environment.get("SLURM_GPUS_ON_NODE", "")
+    if on_node.isdigit():
+        return int(on_node)
+    return _count(environment.get("SLURM_STEP_GPUS") or environment.get("SLURM_JOB_GPUS", ""))
+
+
+def _is_step_without_gpus(environment: Mapping[str, str]) -> bool:
+    """Slurm gives a step none of its job's GPUs where the job has them by ``--exclusive`` and srun asks for none."""
+    return "SLURM_STEP_NUM_NODES" in environment and not environment.keys() & {"SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE"}
+
+
+def _wanted(
+    asked: int | str, allocated: int, visible: int, environment: Mapping[str, str], machine: Machine
+) -> tuple[int, str]:
+    """How many GPUs this process is to use, and the beginning of a message that they cannot be used."""
+    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    named = None if chosen is None else _count(chosen)
+    if isinstance(asked, int):
+        return asked, f"{asked} GPUs per node are asked for"
+    if allocated:
+        owner = "step" if "SLURM_STEP_GPUS" in environment else "job"
+        # runs that share the GPUs of a job have some of them each
+        return min(allocated, named or allocated), f"{allocated} are allocated to the {owner}"
+    if named == 0 and chosen != NO_DEVICES:
+        return 0, ""  # hidden on purpose
+    if visible:
+        return visible, f"{visible} are visible"
+    there = machine.nvidia_gpus()
+    return there, f"the node has {there}"
+
+
+def _why_not_visible(
+    wanted: int, allocated: int, visible: int, environment: Mapping[str, str], machine: Machine
+) -> tuple[str, str]:
+    """The cause and its fix."""
+    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    if "SLURM_JOB_ID" in environment and not allocated and not visible and machine.nvidia_gpus():
+        return "the job has not asked Slurm for GPUs", f"sbatch or srun --gpus-per-node={wanted} asks for them"
+    if allocated and _is_step_without_gpus(environment):
+        return "srun started the step without GPUs", f"srun --gpus-per-node={allocated} starts it with them"
+    if chosen is not None and _count(chosen) < wanted:
+        return f"CUDA_VISIBLE_DEVICES={chosen!r} hides them", "unset CUDA_VISIBLE_DEVICES"
+    return _fault_of_node(wanted, allocated > 0, machine)
+
+
+def _fault_of_node(wanted: int, on_slurm: bool, machine: Machine) -> tuple[str, str]:
+    """Returns the cause and its fix where the driver or the device files are at fault."""
+    staff = "cluster.exclude=NODE takes another node, and the staff can repair this one"
+    if not machine.driver.is_dir():
+        if not machine.nvidia_gpus():
+            return "the node has no NVIDIA GPU and no NVIDIA driver", "take nodes with NVIDIA GPUs"
+        return f"the NVIDIA driver is not loaded ({machine.driver} does not exist)", staff if on_slurm else "load it"
+    listed, own = len(_entries(machine.driver)), len(own_gpus(machine.driver, machine.devices))
+    if own < min(listed, wanted):
+        return f"it may open {own} of the {listed} GPUs of the node", staff if on_slurm else "access to /dev/nvidia*"
+    return f"the NVIDIA driver lists {listed}", staff if on_slurm else f"{KEY}={listed}"
+
+
+def _count(names: str) -> int:
+    """Counts the names in a list of devices; CUDA_VISIBLE_DEVICES may also say that there is none."""
+    return sum(
+        bool(name) and not name.startswith("-") and name != NO_DEVICES for name in map(str.strip, names.split(","))
+    )
+
+
+def _entries(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+GIB = 2**30
+# Of kinds that come with one size only, by the names that sites give to GRES types (from the vendors' data sheets).
+KINDS = {
+    "h200": 141e9,
+    "gh200": 96e9,
+    "h100": 80e9,
+    "b200": 180e9,
+    "a40": 48e9,
+    "l40s": 48e9,
+    "mi250x": 64e9,
+    "mi300x": 192e9,
+}
+
+
+def gpu_memory(kind: str | None) -> float | None:
+    """Bytes of a GPU of the GRES type ``kind``; of this machine's smallest where that is None. None: not known."""
+    return KINDS.get(kind.lower()) if kind is not None else _of_this_machine()
+
+
+def _of_this_machine() -> float | None:
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    sizes = [int(line) for line in listed.stdout.split() if line.isdigit()]
+    return min(sizes) * 2.0**20 if sizes else None

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hpc_train.cluster.placement import refuse_misplaced
-from hpc_train.config.freeze import load
+from hpc_train.cluster.allocation import refuse_misplaced
 from hpc_train.elastic.agent import run_agent
+from hpc_train.run.code import start_again_from
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.frozen_code import start_again_from
+from hpc_train.run.freeze import load
 
 
 def main(arguments: list[str]) -> int:

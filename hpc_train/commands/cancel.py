@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import subprocess
 
-from hpc_train.config.errors import ConfigError
-from hpc_train.launch.found import find, standings_of, stop
-from hpc_train.launch.standing import PATIENCE_S, SlurmStandings, on_clusters
+from hpc_train.errors import ConfigError
+from hpc_train.launch.job_status import PATIENCE_S, SlurmStatuses, on_clusters
+from hpc_train.launch.lookup import find_runs, statuses_of, stop_runs
 from hpc_train.run.exits import Exit
 
 
@@ -16,12 +16,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("target", metavar="RUN|SWEEP", help="a directory, or its name")
     parser.add_argument("--save", action="store_true", help="let running jobs save a checkpoint first, however long")
     options = parser.parse_args(arguments)
-    found = find(options.target)
-    slurm = SlurmStandings()
-    known = standings_of(found, slurm)
+    found = find_runs(options.target)
+    slurm = SlurmStatuses()
+    known = statuses_of(found, slurm)
     in_slurm = [item for item in found if item.job_id in known and known[item.job_id].present]
     here = [item for item in found if item.lives_here()]
-    stop(here)  # on this machine a stop request always saves
+    stop_runs(here)  # on this machine a stop request always saves
     for clusters in {item.clusters for item in in_slurm}:
         ids = [job_id for item in in_slurm if item.clusters == clusters for job_id in item.job_ids]
         states = slurm.of(ids, clusters)

@@ -19,10 +19,10 @@ from rich.table import Table
 
 from hpc_train.checkpoint.listing import Listed, choose, find_run, list_archived, list_checkpoints, list_set_aside, look
 from hpc_train.checkpoint.space import amount
-from hpc_train.config.directory import default_root
-from hpc_train.config.freeze import load
-from hpc_train.config.layout import Layout
+from hpc_train.config.run_path import default_root
+from hpc_train.plan.layout import Layout
 from hpc_train.run.exits import Exit
+from hpc_train.run.freeze import load
 from hpc_train.telemetry.progress import duration
 
 _EPILOG = """\

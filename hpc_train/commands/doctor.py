@@ -18,17 +18,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hpc_train.cluster.fabric.cpu_list import format_cpu_list
-from hpc_train.cluster.fabric.decision import Job, decide
-from hpc_train.cluster.fabric.masks import unknown_cores
-from hpc_train.cluster.fabric.nccl_settings import merged, settings
-from hpc_train.cluster.fabric.profile import site_profile
-from hpc_train.cluster.fabric.recording import FabricReport, gpus_recorded, read_recording, report
-from hpc_train.cluster.fabric.versions import Version, lowest_nccl, parse_version
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import Config
-from hpc_train.launch.doctor.finding import ERROR, OK, Finding, worst
-from hpc_train.launch.doctor.node import NodeReport, examine
+from hpc_train.doctor.finding import ERROR, OK, Finding, worst
+from hpc_train.doctor.node import NodeReport, examine
+from hpc_train.errors import ConfigError
+from hpc_train.fabric.decision import FabricJob, decide, site_profile
+from hpc_train.fabric.facts import format_cpu_list
+from hpc_train.fabric.nccl_settings import merged, settings
+from hpc_train.fabric.rank_binding import unknown_cores
+from hpc_train.fabric.recording import FabricReport, gpus_recorded, read_recording, report
+from hpc_train.fabric.versions import Version, lowest_nccl, parse_version
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import write_json
 
@@ -40,7 +39,7 @@ def main(arguments: list[str]) -> int:
     nccl = None if options.nccl is None else parse_version(options.nccl)
     if options.sysfs is not None or options.topo is not None or options.ibstat is not None:
         return _of_recording(options, nccl)
-    from hpc_train.launch.doctor.job import composed
+    from hpc_train.doctor.job import composed
 
     asked = composed(overrides)
     if options.submit:
@@ -49,8 +48,8 @@ def main(arguments: list[str]) -> int:
     if options.node is not None:
         _leave(own, options.node)
         return Exit.DONE
-    from hpc_train.launch.doctor.job import check_place
-    from hpc_train.launch.doctor.nodes import examine_all, nodes_of_allocation
+    from hpc_train.doctor.job import check_place
+    from hpc_train.doctor.nodes import examine_all, nodes_of_allocation
 
     count = nodes_of_allocation()
     reports, between = examine_all(count, asked.config, overrides) if count > 1 else ([own], [])
@@ -80,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _of_recording(options: argparse.Namespace, nccl: Version | None) -> int:
     facts = read_recording(options.sysfs, options.topo, options.ibstat)
-    outcome = report(facts, Job(options.nodes, gpus_recorded(facts, options.sysfs), nccl), settings(os.environ))
+    outcome = report(facts, FabricJob(options.nodes, gpus_recorded(facts, options.sysfs), nccl), settings(os.environ))
     if options.json:
         print(json.dumps(outcome.to_json(), indent=2))
     else:
@@ -102,8 +101,8 @@ def _leave(own: NodeReport, folder: Path) -> None:
 
 def _submit(config: Config, overrides: Sequence[str], options: argparse.Namespace) -> int:
     """The same command in a job with the run's resources; its output is followed to its end."""
+    from hpc_train.doctor.job import resources
     from hpc_train.launch.command_job import follow, submit
-    from hpc_train.launch.doctor.job import resources
 
     words = ["doctor", *(["--json"] if options.json else []), *overrides]
     extra = [*resources(config, overrides), f"--time={SHORT}", *shlex.split(options.sbatch)]
@@ -112,7 +111,7 @@ def _submit(config: Config, overrides: Sequence[str], options: argparse.Namespac
 
 def _examine(config: Config) -> NodeReport:
     from hpc_train.cluster.allocation import current_allocation
-    from hpc_train.cluster.fabric.node import this_node
+    from hpc_train.fabric.node import this_node
 
     return examine(this_node(current_allocation().node_name, None), config)
 
@@ -127,11 +126,11 @@ class Seen:
 
     @classmethod
     def of(cls, reports: Sequence[NodeReport], config: Config, nodes: int, nccl: Version | None) -> Seen:
-        from hpc_train.launch.doctor.network import check_environment
+        from hpc_train.doctor.network import check_environment
 
         facts = [found.facts for found in reports]
         gpus = min(len(found.visible or found.gpus) for found in facts)
-        job = Job(nodes, gpus, nccl or lowest_nccl(facts), site_profile(config.cluster.fabric))
+        job = FabricJob(nodes, gpus, nccl or lowest_nccl(facts), site_profile(config.cluster.fabric))
         found, _ = merged({one.name: one.facts.settings for one in reports})
         decision = decide(facts, job, found)
         fabric = replace(report(facts[0], job, found), decision=decision)

@@ -13,22 +13,22 @@ from pathlib import Path
 
 from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.cluster.gpus import visible_gpus
-from hpc_train.commands.train import register_launcher
 from hpc_train.config.arguments import CommandLine, expand, with_right_plus
 from hpc_train.config.compose import typed
-from hpc_train.config.directory import job_directory, run_directory
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.freeze import check_freeze, freeze
+from hpc_train.config.run_path import job_directory, run_directory
 from hpc_train.config.schema import Config
-from hpc_train.config.snapshot import take
-from hpc_train.config.validate import validate
-from hpc_train.launch.job_gpus import export_lines, gpus_of_this_job
-from hpc_train.launch.place import choose
+from hpc_train.errors import ConfigError
+from hpc_train.launch.executors.select import select_executor
+from hpc_train.launch.gpus import gpu_export_lines, gpus_of_this_job
+from hpc_train.launch.launcher import register_launcher
 from hpc_train.launch.sbatch import goes_on_without_a_node
 from hpc_train.launch.script import by_hand
-from hpc_train.run import submissions
+from hpc_train.plan.validate import validate
+from hpc_train.run.code import take
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import write_text
+from hpc_train.run.freeze import check_freeze, freeze
+from hpc_train.run.lease import add_submission
 
 
 def main(arguments: list[str]) -> int:
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
     if not (int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 and run.config.exists()):
         _freeze(config, run, parent)
         if job_id is not None:
-            submissions.add(run, "script", job_id=job_id)
+            add_submission(run, "script", job_id=job_id)
     print(run.path)
     return 0
 
@@ -81,7 +81,7 @@ def _freeze(config: Config, run: RunDirectory, parent: Path) -> None:
     check_freeze(config, run)
     freeze(config, run, code=take([config], parent / "code"))
     write_text(run.job_script, by_hand(goes_on_without_a_node(config.elastic)))
-    write_text(run.gpus_script, "".join(f"{line}\n" for line in export_lines()))
+    write_text(run.gpus_script, "".join(f"{line}\n" for line in gpu_export_lines()))
 
 
 def _nodes_and_workers(config: Config) -> tuple[int, int]:
@@ -91,5 +91,5 @@ def _nodes_and_workers(config: Config) -> tuple[int, int]:
         # what Slurm has allocated: whether this node can use its GPUs is for its agent to say, among all nodes
         gpus = gpus_of_this_job().per_node or visible_gpus()
         return max(1, int(nodes) - config.elastic.spares), workers_per_node(config.cluster, gpus)[1]
-    asked, _, workers = choose(config.cluster).shape(config.cluster)
+    asked, _, workers = select_executor(config.cluster).shape(config.cluster)
     return asked, workers

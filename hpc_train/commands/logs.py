@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpc_train.config.errors import ConfigError
+from hpc_train.errors import ConfigError
 from hpc_train.launch.diagnosis import find_cause
-from hpc_train.launch.found import Found, find_one, standings_of
-from hpc_train.launch.standing import SlurmStandings
+from hpc_train.launch.job_status import SlurmStatuses
+from hpc_train.launch.lookup import RunHandle, find_run, statuses_of
 from hpc_train.launch.watch import attempt_end, failure_text
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.rank != "all" and not options.rank.isdigit():
         raise ConfigError(f"there is no rank {options.rank!r}", where="--rank", mend="a number, or all")
-    found = find_one(options.target)
+    found = find_run(options.target)
     rank = None if options.rank == "all" else int(options.rank)
     attempt = found.run.newest_attempt() if options.attempt is None else options.attempt
     if not options.follow:
@@ -85,12 +85,12 @@ def _print_failure(run: RunDirectory, attempt: int) -> None:
         print(f"{who}:\n{cause.traceback.rstrip() or cause.message}\n", flush=True)
 
 
-def _follow(found: Found, logs: NodeLogs, rank: int | None) -> int:
-    slurm = SlurmStandings()
+def _follow(found: RunHandle, logs: NodeLogs, rank: int | None) -> int:
+    slurm = SlurmStatuses()
     try:
         while True:
             # before the lines: none comes after the end, and few after the next attempt has begun
-            view, newest = found.view(standings_of([found], slurm)), found.run.newest_attempt()
+            view, newest = found.view(statuses_of([found], slurm)), found.run.newest_attempt()
             for line in logs.read():
                 print(line, flush=True)
             if logs.attempt < newest:

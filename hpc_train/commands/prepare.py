@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from hpc_train.config.errors import ConfigError
 from hpc_train.data.documents import find_inputs
-from hpc_train.data.make_shards import make_shards
-from hpc_train.data.prepare import Progress, Settings, prepare
+from hpc_train.data.image_shards import make_shards
+from hpc_train.data.prepare import PrepareProgress, Settings, prepare
 from hpc_train.data.tokens import TokensMeta
+from hpc_train.errors import ConfigError
 from hpc_train.run.exits import Exit
 
 MIB = 1 << 20
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         with _bars(console) as bars:
             read = bars.add_task("reading", total=sum(file.size for file in inputs), inputs=f"0/{len(inputs)}")
 
-            def show(progress: Progress) -> None:
+            def show(progress: PrepareProgress) -> None:
                 done = f"{progress.inputs_done}/{len(inputs)}"
                 bars.update(read, completed=progress.bytes_done, inputs=done)
 

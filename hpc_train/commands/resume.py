@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 
-from hpc_train.launch.again import submit_again
-from hpc_train.launch.found import find_one
+from hpc_train.launch.lookup import find_run
+from hpc_train.launch.monitor import resubmit
 
 
 def main(arguments: list[str]) -> int:
@@ -17,5 +17,5 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("target", metavar="RUN", help="a run directory, or its name")
     parser.add_argument("--detach", action="store_true", help="leave after submission")
     options = parser.parse_args(arguments)
-    found = find_one(options.target)
-    return submit_again([found], found.run.path, detach=options.detach)
+    found = find_run(options.target)
+    return resubmit([found], found.run.path, detach=options.detach)

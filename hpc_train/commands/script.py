@@ -9,22 +9,22 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpc_train.cluster.allocation import workers_per_node
-from hpc_train.cluster.site import read_site
-from hpc_train.commands.train import register_launcher
 from hpc_train.config.arguments import CommandLine, expand, with_right_plus
-from hpc_train.config.cluster_size import fewest_nodes, node_range
 from hpc_train.config.compose import typed
-from hpc_train.config.directory import run_directory
-from hpc_train.config.errors import ConfigError
+from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import Config
-from hpc_train.config.validate import validate
-from hpc_train.launch.asked_gpus import asked_gpus
+from hpc_train.config.values import fewest_nodes, node_range
+from hpc_train.errors import ConfigError
 from hpc_train.launch.container import container_of
-from hpc_train.launch.job import Job
-from hpc_train.launch.place import controller_answers
+from hpc_train.launch.executors.executor import Job
+from hpc_train.launch.executors.select import controller_answers
+from hpc_train.launch.gpus import asked_gpus
+from hpc_train.launch.launcher import register_launcher
 from hpc_train.launch.sbatch import NO_SITE, goes_on_without_a_node, options, stop_note
 from hpc_train.launch.script import Script, freezing, render
+from hpc_train.plan.validate import validate
 from hpc_train.run.directory import RunDirectory
+from hpc_train.slurm.site import read_site
 
 
 def main(arguments: list[str]) -> int:

@@ -6,12 +6,13 @@ import argparse
 import sys
 import time
 
-from hpc_train.config.errors import ConfigError
-from hpc_train.launch.found import find_one
-from hpc_train.run import lease, stacks_request
+from hpc_train.errors import ConfigError
+from hpc_train.launch.lookup import find_run
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import read_json
+from hpc_train.run.lease import is_live
+from hpc_train.run.requests import request_stacks, stacks_answers
 
 POLL_S = 0.2
 
@@ -21,11 +22,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("target", metavar="RUN", help="a run directory, or its name")
     parser.add_argument("--wait", type=float, default=30, metavar="SECONDS", help="for the answers (default: 30)")
     options = parser.parse_args(arguments)
-    run = find_one(options.target).run
+    run = find_run(options.target).run
     nodes = _nodes(run)
-    number = stacks_request.request(run)
+    number = request_stacks(run)
     until = time.monotonic() + options.wait
-    while len(found := stacks_request.answers(run, number)) < nodes and time.monotonic() < until:
+    while len(found := stacks_answers(run, number)) < nodes and time.monotonic() < until:
         time.sleep(POLL_S)
     for path in found:
         print(path.read_text())
@@ -42,6 +43,6 @@ def _nodes(run: RunDirectory) -> int:
         ConfigError: none is.
     """
     attempt = run.attempts / f"{run.newest_attempt():03d}.json"
-    if not lease.is_live(run) or not attempt.exists() or not attempt.stat().st_size:
+    if not is_live(run) or not attempt.exists() or not attempt.stat().st_size:
         raise ConfigError(f"no worker is at work on the run in {run.path}", where="RUN", mend="a live one: status")
     return int(read_json(attempt)["nodes"])

@@ -12,15 +12,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hpc_train.launch.avoided import avoided
-from hpc_train.launch.found import Found, find, find_mine, standings_of
-from hpc_train.launch.standing import SlurmStandings, Standing
+from hpc_train.launch.diagnosis import avoided
+from hpc_train.launch.job_status import JobStatus, SlurmStatuses
+from hpc_train.launch.lookup import RunHandle, find_my_runs, find_runs, statuses_of
 from hpc_train.launch.watch import time_left
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import read_lines
 from hpc_train.run.ledger import Account, read_ledger
-from hpc_train.telemetry.progress import duration, spent_line
-from hpc_train.telemetry.saves import failing, saves
+from hpc_train.telemetry.progress import duration, failing, saves, spent_line
 
 
 def main(arguments: list[str]) -> int:
@@ -28,8 +27,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("target", nargs="?", metavar="RUN|SWEEP", help="a directory, or its name; default: all of mine")
     parser.add_argument("--json", action="store_true", help="print one JSON object per run")
     options = parser.parse_args(arguments)
-    found = find(options.target) if options.target else find_mine()
-    standings = standings_of(found, SlurmStandings())
+    found = find_runs(options.target) if options.target else find_my_runs()
+    standings = statuses_of(found, SlurmStatuses())
     rows = [_row(item, standings, with_ledger=options.json or len(found) == 1) for item in found]
     if options.json:
         print("\n".join(json.dumps(row) for row, _ in rows))
@@ -49,7 +48,7 @@ def main(arguments: list[str]) -> int:
     return Exit.DONE
 
 
-def _row(item: Found, standings: dict[str, Standing], with_ledger: bool) -> tuple[dict[str, Any], Account | None]:
+def _row(item: RunHandle, standings: dict[str, JobStatus], with_ledger: bool) -> tuple[dict[str, Any], Account | None]:
     """What is known of a run, with a null where it is not known; and where its time went."""
     view, standing = item.view(standings), standings.get(item.job_id or "")
     metrics = view.metrics
@@ -77,7 +76,7 @@ def _row(item: Found, standings: dict[str, Standing], with_ledger: bool) -> tupl
     return row, spent
 
 
-def _failed_saves(item: Found) -> int:
+def _failed_saves(item: RunHandle) -> int:
     """In a row, up to now."""
     attempt = item.run.newest_attempt()
     return failing(read_lines(item.run.events_file("rank-0000", attempt))) if attempt >= 0 else 0

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
-from hpc_train.cluster.placement import refuse_misplaced, refuse_several_nodes
+from hpc_train.cluster.allocation import refuse_misplaced, refuse_several_nodes
 from hpc_train.config.arguments import CommandLine, wants_dry_run, with_right_plus
-from hpc_train.config.compose import LAUNCHER, PRIMARY, SWEEPER, config_directory, register, typed, version_base
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.freeze import check_freeze, freeze
+from hpc_train.config.compose import PRIMARY, config_directory, typed, version_base
 from hpc_train.config.schema import Config
-from hpc_train.config.snapshot import take
-from hpc_train.config.validate import validate
-from hpc_train.launch.place import controller_answers, in_allocation
-from hpc_train.launch.submitter import local_shape
+from hpc_train.errors import ConfigError
+from hpc_train.launch.executors.executor import local_shape
+from hpc_train.launch.executors.select import controller_answers, in_allocation
+from hpc_train.launch.launcher import register_launcher
+from hpc_train.plan.validate import validate
+from hpc_train.run.code import take
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
+from hpc_train.run.freeze import check_freeze, freeze
 
 
 def main(arguments: list[str]) -> int:
@@ -58,14 +57,6 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def register_launcher() -> None:
-    """Makes schema, launcher and sweeper known to Hydra; its own search does not see every kind of editable install."""
-    register()
-    for target in (LAUNCHER, SWEEPER):
-        module, _, name = target.rpartition(".")
-        Plugins.instance().register(getattr(importlib.import_module(module), name))
-
-
 def task(node: DictConfig) -> None:
     """One training in the foreground: what Hydra calls. Leaves by SystemExit where the exit code is not 0."""
     run = RunDirectory(Path(HydraConfig.get().runtime.output_dir))
@@ -79,7 +70,7 @@ def task(node: DictConfig) -> None:
         _leave_nothing(run.path, Path(node.run.root).expanduser().absolute())
         print(error, file=sys.stderr)  # raised through Hydra it would come with Hydra's own words around it
         sys.exit(Exit.REFUSED)
-    from hpc_train.launch.foreground import run_in_foreground  # the other doors have no use for it
+    from hpc_train.launch.executors.allocation import run_in_foreground  # the other doors have no use for it
 
     exit_code = run_in_foreground(run)
     if exit_code:

@@ -9,10 +9,9 @@ import time
 
 from rich.console import Console
 
-from hpc_train.launch.found import Found, find, standings_of
-from hpc_train.launch.standing import SlurmStandings
-from hpc_train.launch.table import JobTable
-from hpc_train.launch.waiting import POLL_S, worst
+from hpc_train.launch.job_status import SlurmStatuses
+from hpc_train.launch.lookup import RunHandle, find_runs, statuses_of
+from hpc_train.launch.monitor import POLL_S, JobTable, worst
 from hpc_train.launch.watch import View
 from hpc_train.run.exits import Exit
 
@@ -22,7 +21,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("target", metavar="RUN|SWEEP", help="a directory, or its name")
     parser.add_argument("--json", action="store_true", help="print nothing but one JSON object per run at the end")
     options = parser.parse_args(arguments)
-    found = find(options.target)
+    found = find_runs(options.target)
     try:
         views = _until_the_end(found, None if options.json else Console())
     except KeyboardInterrupt:
@@ -35,12 +34,12 @@ def main(arguments: list[str]) -> int:
     return worst(views)
 
 
-def _until_the_end(found: list[Found], console: Console | None) -> list[View]:
-    slurm = SlurmStandings()
+def _until_the_end(found: list[RunHandle], console: Console | None) -> list[View]:
+    slurm = SlurmStatuses()
     table = None if console is None else JobTable(found, console)
     try:
         while True:
-            standings = standings_of(found, slurm)
+            standings = statuses_of(found, slurm)
             views = [item.view(standings) for item in found]
             if table is not None:
                 table.show(views)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hpc_train.launch.diagnosis import TAIL_LINES, Diagnosis, diagnose, shown
-from hpc_train.launch.found import find_one
+from hpc_train.launch.lookup import find_run
 from hpc_train.launch.watch import TO_BE_REQUEUED
 from hpc_train.run.exits import Exit
 from hpc_train.telemetry.progress import duration, spent_line
@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("target", metavar="RUN", help="a run directory, or its name")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
-    found = diagnose(find_one(options.target))
+    found = diagnose(find_run(options.target))
     if options.json:
         print(json.dumps(asdict(found) | {"ledger": found.ledger.as_json()}))
         return Exit.DONE

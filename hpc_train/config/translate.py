@@ -9,8 +9,7 @@ from dataclasses import fields, is_dataclass
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.wording import nearest
+from hpc_train.errors import ConfigError, nearest
 
 
 def translate(error: BaseException) -> ConfigError | None:

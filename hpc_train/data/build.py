@@ -1,8 +1,15 @@
-"""From the data's config to a dataset."""
+"""From the data's config to a dataset.
+
+A user's own dataset: any object with a length and random access.
+"""
 
 from __future__ import annotations
 
-from hpc_train.config.errors import ConfigError
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
 from hpc_train.config.schema import (
     CIFAR100DataConfig,
     CustomDataConfig,
@@ -14,15 +21,13 @@ from hpc_train.config.schema import (
     TokensDataConfig,
 )
 from hpc_train.data.cifar100 import CIFAR100Dataset
-from hpc_train.data.custom import build_custom
-from hpc_train.data.dataset import Dataset
+from hpc_train.data.dataset import SPLITS, Array, Dataset, Indices, Sample
+from hpc_train.data.image_shards import ShardsDataset
 from hpc_train.data.images import ImagesDataset
-from hpc_train.data.packing import PackedDataset
-from hpc_train.data.shards import ShardsDataset
-from hpc_train.data.split import SPLITS
 from hpc_train.data.synthetic import SyntheticDataset
 from hpc_train.data.text import TextDataset
-from hpc_train.data.tokens import TokensDataset
+from hpc_train.data.tokens import PackedDataset, TokensDataset
+from hpc_train.errors import ConfigError
 
 
 def build_dataset(config: DataConfig, split: str, seed: int) -> Dataset:
@@ -63,3 +68,93 @@ def _pictures(config: CIFAR100DataConfig | ImagesDataConfig | ShardsDataConfig, 
         if isinstance(config, ImagesDataConfig)
         else ShardsDataset(config, split, seed)
     )
+
+
+_FORMS = "(inputs, targets), (inputs, targets, context), {'inputs', 'targets', ...context} or a Sample"
+
+
+def build_custom(config: CustomDataConfig, split: str) -> Dataset:
+    """Calls ``_target_(split=split, **args)``.
+
+    A ``Dataset`` is used as it is. Anything else needs ``__len__`` and ``__getitem__``; its items are arrays or tensors
+    as one of (inputs, targets), (inputs, targets, context), a dict with ``inputs`` and ``targets``, or a ``Sample``.
+
+    Raises:
+        ConfigError: the target cannot be imported or called, or what it returns has no random access.
+    """
+    from hydra.utils import instantiate
+
+    target = {**config.args, "_target_": config._target_, "_convert_": "all", "split": split}
+    try:
+        built = instantiate(target)
+    except Exception as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, ConfigError):
+            raise cause from None
+        raise ConfigError(
+            f"{config._target_} cannot be built for the {split} split: {type(cause).__name__}: {cause}",
+            where="data._target_, data.args",
+            mend="package.module.ClassOrFunction that takes split= and the given args, importable where workers run",
+        ) from error
+    if isinstance(built, Dataset):
+        return built
+    if not (hasattr(built, "__len__") and hasattr(built, "__getitem__")):
+        raise ConfigError(
+            f"{config._target_} returned {type(built).__name__}, which has no random access",
+            where="data._target_",
+            mend="an object with __len__ and __getitem__(index): the order of samples is computed, not iterated",
+        )
+    return CustomDataset(built)
+
+
+class CustomDataset(Dataset):
+    """Reads the items of a map-style dataset as samples.
+
+    Its attribute ``lengths``, where there is one, has the number of tokens of each item: then they may differ.
+
+    Raises:
+        ConfigError: ``lengths`` are not one positive number for each item.
+    """
+
+    def __init__(self, items: Any) -> None:
+        self._items = items
+        if getattr(items, "lengths", None) is not None:
+            self.lengths = _lengths(items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def sample(self, index: int, epoch: int) -> Sample:
+        return _as_sample(self._items[index])
+
+    def source(self, index: int) -> str:
+        return f"{type(self._items).__module__}.{type(self._items).__qualname__}"
+
+
+def _lengths(items: Any) -> Indices:
+    lengths = np.asarray(items.lengths)
+    if lengths.shape != (len(items),) or lengths.dtype.kind not in "iu" or (lengths.size and lengths.min() < 1):
+        raise ConfigError(
+            f"the lengths of {type(items).__name__} have the shape {lengths.shape}: {lengths.ravel()[:3].tolist()}, …",
+            where="data._target_",
+            mend=f"lengths: the number of tokens of each of its {len(items)} items, 1 or more",
+        )
+    return lengths.astype(np.int64)
+
+
+def _as_sample(item: Any) -> Sample:
+    if isinstance(item, Sample):
+        return item
+    if isinstance(item, Mapping) and {"inputs", "targets"} <= set(item):
+        context = {name: _array(value) for name, value in item.items() if name not in ("inputs", "targets")}
+        return Sample(_array(item["inputs"]), _array(item["targets"]), context)
+    if isinstance(item, tuple | list) and len(item) in (2, 3):
+        context = {name: _array(value) for name, value in item[2].items()} if len(item) == 3 else {}
+        return Sample(_array(item[0]), _array(item[1]), context)
+    raise TypeError(f"an item is a {type(item).__name__}, not {_FORMS}")
+
+
+def _array(value: Any) -> Array:
+    """As numpy; Python's and numpy's wide floats as float32, which is what models take."""
+    array = np.asarray(value)
+    return array.astype(np.float32) if array.dtype == np.float64 and not hasattr(value, "dtype") else array

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import CIFAR100DataConfig
-from hpc_train.data.augment import flip, generator, resize, shifted_crop
 from hpc_train.data.dataset import Array, Dataset, Sample
+from hpc_train.data.images import flip, generator, resize, shifted_crop
+from hpc_train.errors import ConfigError
 
 OFFICIAL_MD5 = {
     "train": "16019d7e3df5f24257cddd939b257f8d",

@@ -2,19 +2,26 @@
 
 A sample is a function of (index, epoch); the epoch only moves augmentations. Datasets hold numpy arrays and paths, so
 that they survive a fork, and import no torch.
+
+A batch: what passes from the data to the model.
+
+What is trained on and what is validated on: decided by name, so that nothing is ever in both.
 """
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from hpc_train.config.errors import ConfigError
+from hpc_train.errors import ConfigError
 
 Array = NDArray[Any]
 Indices = NDArray[np.int64]
@@ -76,3 +83,49 @@ def next_token_sample(window: Array) -> Sample:
     """A window of S + 1 tokens as S inputs and the S tokens that follow each of them."""
     tokens = window.astype(np.int64)
     return Sample(inputs=tokens[:-1], targets=tokens[1:])
+
+
+IGNORED = -100  # a target that does not count: padding
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch.
+
+    Attributes:
+        inputs: ``[micro, seq]`` token ids (int64) or ``[micro, channels, height, width]`` pixels (float32).
+        targets: ``[micro, seq]`` or ``[micro]`` int64; ``IGNORED`` where nothing is to be learnt.
+        context: tensors with a leading micro dim that every stage and layer gets (positions, document ids).
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    context: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def to(self, device: torch.device) -> Batch:
+        """A copy on ``device``; does not block where the memory is pinned."""
+        move = {name: value.to(device, non_blocking=True) for name, value in self.context.items()}
+        return Batch(self.inputs.to(device, non_blocking=True), self.targets.to(device, non_blocking=True), move)
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What one rank computes in one step.
+
+    Attributes:
+        micro_batches: equally many and equally shaped on every rank.
+        target_count: targets that count in the *global* batch, over all ranks: the denominator of the mean of a
+            built-in loss.
+    """
+
+    micro_batches: tuple[Batch, ...]
+    target_count: int
+
+
+SPLITS = ("train", "validation")
+
+
+def position(name: str) -> float:
+    """A hash of ``name``, evenly spread over [0, 1). Names below the validation share are validation."""
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64

@@ -10,15 +10,13 @@ from itertools import count
 import numpy as np
 import torch
 
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.layout import Layout
 from hpc_train.config.schema import BatchConfig
-from hpc_train.data.batch import Batch
-from hpc_train.data.dataset import Dataset, SampleError
-from hpc_train.data.loader import MicroBatchReader, Request, Stacked
-from hpc_train.data.order import Order
-from hpc_train.data.skipped import Skipped
-from hpc_train.data.uneven import TokenBalance
+from hpc_train.data.dataset import Batch, Dataset, SampleError
+from hpc_train.data.length_batching import TokenBalance
+from hpc_train.data.loader import LoadRequest, MicroBatchReader, Stacked
+from hpc_train.data.sampler import Order, Skipped
+from hpc_train.errors import ConfigError
+from hpc_train.plan.layout import Layout
 
 NOTHING = Skipped()
 MOST_LOADER_WORKERS = 4  # of "auto"
@@ -57,7 +55,7 @@ def example_micro_batch(dataset: Dataset, layout: Layout, device: torch.device) 
     """A micro-batch as a step has them, of the first samples: for measurements before the first step."""
     slots = tuple(index % len(dataset) for index in range(layout.micro_size))
     balance = _balance(dataset, layout)
-    request = Request(slots, 0, 0, None if balance is None else balance.widest)
+    request = LoadRequest(slots, 0, 0, None if balance is None else balance.widest)
     inputs, targets, context, _ = next(MicroBatchReader(dataset, [request], workers=0, ahead=1, pin=False))
     return Batch(inputs, targets, context).to(device)
 
@@ -166,7 +164,7 @@ class _Steps:
     """Gathers micro-batches into steps and sends them to the device."""
 
     def __init__(
-        self, dataset: Dataset, requests: Iterator[Request], micro_batches: int, workers: int, device: torch.device
+        self, dataset: Dataset, requests: Iterator[LoadRequest], micro_batches: int, workers: int, device: torch.device
     ) -> None:
         self._micro_batches, self._device = micro_batches, device
         pin = device.type == "cuda"
@@ -198,15 +196,15 @@ class _Steps:
 
 def _requests(
     order: Order, layout: Layout, dp_rank: int, steps: Iterator[int], balance: TokenBalance | None
-) -> Iterator[Request]:
+) -> Iterator[LoadRequest]:
     for step in steps:
         template, epoch = order.template(step), order.epoch_of(step)
         if balance is None:
             for slots in order.rank_batch(step, layout, dp_rank):
-                yield Request(tuple(slots.tolist()), template, epoch)
+                yield LoadRequest(tuple(slots.tolist()), template, epoch)
         else:
             for row in balance.rank_batch(order, step, dp_rank):
-                yield Request(tuple(row.slots.tolist()), template, epoch, row.width)
+                yield LoadRequest(tuple(row.slots.tolist()), template, epoch, row.width)
 
 
 def _balance(dataset: Dataset, layout: Layout) -> TokenBalance | None:

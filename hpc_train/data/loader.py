@@ -26,12 +26,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from hpc_train.config.errors import ConfigError
-from hpc_train.data.batch import IGNORED
-from hpc_train.data.dataset import Array, Dataset, Sample, SampleError
-from hpc_train.data.order import PADDING
-from hpc_train.data.uneven import fitted
-from hpc_train.run.parent_death import die_with_parent
+from hpc_train.data.dataset import IGNORED, Array, Dataset, Sample, SampleError
+from hpc_train.data.length_batching import fitted
+from hpc_train.data.sampler import PADDING
+from hpc_train.errors import ConfigError
+from hpc_train.run.processes import die_with_parent
 
 Stacked = tuple[Tensor, Tensor, dict[str, Tensor], int]  # inputs, targets, context, number of targets that count
 
@@ -39,7 +38,7 @@ _LEFT_TO_THE_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGU
 
 
 @dataclass(frozen=True)
-class Request:
+class LoadRequest:
     """One micro-batch to read.
 
     Attributes:
@@ -67,9 +66,9 @@ class MicroBatchReader:
         SampleError: a sample could not be read, or a loader process died.
     """
 
-    def __init__(self, dataset: Dataset, requests: Iterable[Request], workers: int, ahead: int, pin: bool) -> None:
+    def __init__(self, dataset: Dataset, requests: Iterable[LoadRequest], workers: int, ahead: int, pin: bool) -> None:
         self._dataset, self._workers = dataset, workers
-        self._asked: deque[Request] = deque()
+        self._asked: deque[LoadRequest] = deque()
         loader: DataLoader[Stacked | Exception] = DataLoader(
             _MicroBatches(dataset),
             batch_size=None,
@@ -126,10 +125,10 @@ class MicroBatchReader:
 class _Recorded:
     """The requests, written down as loader processes are sent them."""
 
-    def __init__(self, requests: Iterable[Request], asked: deque[Request]) -> None:
+    def __init__(self, requests: Iterable[LoadRequest], asked: deque[LoadRequest]) -> None:
         self._requests, self._asked = requests, asked
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[LoadRequest]:
         for request in self._requests:
             self._asked.append(request)
             yield request
@@ -141,13 +140,13 @@ class _MicroBatches(TorchDataset[Stacked | Exception]):
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
 
-    def __getitem__(self, request: Request) -> Stacked | Exception:
+    def __getitem__(self, request: LoadRequest) -> Stacked | Exception:
         try:
             return self._stack(request)
         except (ConfigError, SampleError) as error:
             return error
 
-    def _stack(self, request: Request) -> Stacked:
+    def _stack(self, request: LoadRequest) -> Stacked:
         indices = [index for index in request.slots if index != PADDING]
         samples = [self._read(index, request.epoch, request.width) for index in indices]
         template = samples[0] if samples else self._read(request.template, request.epoch)

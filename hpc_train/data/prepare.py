@@ -23,13 +23,12 @@ from typing import IO, Any
 
 import numpy as np
 
-from hpc_train.config.errors import ConfigError
-from hpc_train.data.documents import InputFile, Piece, read_documents
-from hpc_train.data.encoder import Encoder, fingerprint, open_encoder
-from hpc_train.data.split import SPLITS, position
+from hpc_train.data.dataset import SPLITS, position
+from hpc_train.data.documents import Encoder, InputFile, Piece, fingerprint, open_encoder, read_documents
 from hpc_train.data.tokens import DTYPES, LENGTHS, META, TokensMeta, documents_file, read_meta
+from hpc_train.errors import ConfigError
 from hpc_train.run.files import read_json, write_json
-from hpc_train.run.parent_death import die_with_parent
+from hpc_train.run.processes import die_with_parent
 
 _SHARDS = ".shards"
 _FORMAT = 2  # of a shard: with the lengths of its documents
@@ -49,7 +48,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Progress:
+class PrepareProgress:
     """How far it is: bytes of input read, and inputs whose shard is committed."""
 
     bytes_done: int
@@ -100,7 +99,7 @@ class _Written:
 
 
 def prepare(
-    inputs: list[InputFile], settings: Settings, out: Path, workers: int, on_progress: Callable[[Progress], None]
+    inputs: list[InputFile], settings: Settings, out: Path, workers: int, on_progress: Callable[[PrepareProgress], None]
 ) -> TokensMeta:
     """Writes ``train.bin``, ``validation.bin`` and ``meta.json`` to ``out``.
 
@@ -134,7 +133,7 @@ def prepare(
             _write_shards(shards, settings, workers, on_progress)
             existing = _join(shards, out, settings, encoder, whole)
         shutil.rmtree(out / _SHARDS, ignore_errors=True)
-    on_progress(Progress(sum(source.size for source in inputs), len(inputs)))
+    on_progress(PrepareProgress(sum(source.size for source in inputs), len(inputs)))
     return existing
 
 
@@ -171,7 +170,7 @@ def _clear_unfinished(shards: Path) -> None:
 
 
 def _write_shards(
-    shards: list[_Shard], settings: Settings, workers: int, on_progress: Callable[[Progress], None]
+    shards: list[_Shard], settings: Settings, workers: int, on_progress: Callable[[PrepareProgress], None]
 ) -> None:
     jobs = _jobs([shard for shard in shards if not shard.committed])
     if not jobs:
@@ -186,7 +185,7 @@ def _write_shards(
             finished, running = wait(running, timeout=0.2, return_when=FIRST_EXCEPTION)
             for future in finished:
                 future.result()
-            on_progress(Progress(sum(s.bytes_done() for s in shards), sum(s.committed for s in shards)))
+            on_progress(PrepareProgress(sum(s.bytes_done() for s in shards), sum(s.committed for s in shards)))
     except BrokenProcessPool as error:
         raise ConfigError(
             "a process that encodes was killed (out of memory?)", where="--workers", mend="fewer; run it again to go on"

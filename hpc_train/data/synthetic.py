@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import SyntheticDataConfig
-from hpc_train.data.augment import generator
 from hpc_train.data.dataset import Array, Dataset, Sample, next_token_sample
+from hpc_train.data.images import generator
+from hpc_train.errors import ConfigError
 
 _CLASSES, _TRAIN, _VALIDATION = 0, 1, 2  # streams of randomness that do not meet
 

@@ -17,10 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import TextDataConfig
-from hpc_train.data.dataset import Array, Dataset, Sample, check_sequence_length, next_token_sample
-from hpc_train.data.split import position
+from hpc_train.data.dataset import Array, Dataset, Sample, check_sequence_length, next_token_sample, position
+from hpc_train.errors import ConfigError
 
 _SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__"})
 _OPEN_FILES = 4096  # maps kept; a process may hold 65,530

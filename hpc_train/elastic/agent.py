@@ -15,52 +15,44 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hpc_train.checkpoint.stop_time import stop_time
+from hpc_train.checkpoint.space import stop_time
 from hpc_train.checkpoint.store import CheckpointStore
-from hpc_train.cluster.allocation import LOOPBACK, Allocation, current_allocation, workers_per_node
-from hpc_train.cluster.caches import node_local_caches
-from hpc_train.cluster.environment import Variable, apply, own_environment, threads_per_rank
-from hpc_train.cluster.fabric.bindings import bindings
-from hpc_train.cluster.fabric.devices import Device, devices
-from hpc_train.cluster.fabric.node import this_node
-from hpc_train.cluster.topology import switch_address
-from hpc_train.cluster.usable_gpus import UnusableGpus
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.freeze import load
-from hpc_train.config.layout import resolve_layout
+from hpc_train.cluster.allocation import LOOPBACK, Allocation, current_allocation, switch_address, workers_per_node
+from hpc_train.cluster.environment import Variable, apply, node_local_caches, own_environment, threads_per_rank
+from hpc_train.cluster.gpus import UnusableGpus
 from hpc_train.config.schema import Config
-from hpc_train.elastic import warm_parent
-from hpc_train.elastic.attempt import run_attempt
-from hpc_train.elastic.attempts import Attempts
-from hpc_train.elastic.budget import OVER_BUDGET, Budget, over_budget
-from hpc_train.elastic.coordinator import Coordinator, Report
-from hpc_train.elastic.decision import History
+from hpc_train.elastic.attempts import Attempts, run_attempt
+from hpc_train.elastic.client import HubClient, HubLost, after_the_hub, wait_for_hub
+from hpc_train.elastic.coordinator import Coordinator, NodeReport
+from hpc_train.elastic.decision import OVER_BUDGET, Budget, History, over_budget
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.hangs import patience_s
 from hpc_train.elastic.hub import Hub
-from hpc_train.elastic.link import HubLost, Link, wait_for_hub
-from hpc_train.elastic.logs import WorkerLog
+from hpc_train.elastic.logs import WorkerLog, unbroken_streams
 from hpc_train.elastic.nodes import TOO_OFTEN, Node, NodeFailures, Unfit
-from hpc_train.elastic.orphans import after_the_hub
 from hpc_train.elastic.rendezvous import HubAddress, Meeting, bind
-from hpc_train.elastic.standard_streams import unbroken_streams
-from hpc_train.elastic.stop_requests import StopRequests, watch_signals
+from hpc_train.elastic.requeue import JobEnd
 from hpc_train.elastic.store import Stores
 from hpc_train.elastic.watch import Watch
-from hpc_train.run import lease
-from hpc_train.run.descriptors import raise_descriptor_limit
+from hpc_train.elastic.worker_process import start_warm_parent
+from hpc_train.errors import ConfigError
+from hpc_train.fabric.node import this_node
+from hpc_train.fabric.rank_binding import Device, bindings, devices
+from hpc_train.plan.layout import resolve_layout
+from hpc_train.run.agent_worker import WorkerSpec
+from hpc_train.run.code import frozen_code, use
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
-from hpc_train.run.files import last_line, patiently
-from hpc_train.run.frozen_code import frozen_code, use
-from hpc_train.run.job_end import JobEnd
-from hpc_train.run.sharing import write_for_group
-from hpc_train.run.slurm_jobs import is_suspended
-from hpc_train.run.worker_spec import WorkerSpec
+from hpc_train.run.files import last_line, patiently, write_for_group
+from hpc_train.run.freeze import load
+from hpc_train.run.lease import hold_lease
+from hpc_train.run.processes import raise_descriptor_limit
+from hpc_train.run.requests import StopRequests, watch_signals
+from hpc_train.slurm.client import is_suspended
 
 ENTRY = "hpc_train.train.worker:train"
-STORE = "hpc_train.train.store:serve"
+STORE = "hpc_train.elastic.store:serve"
 TICK_S = 0.25
 LEAVE_S = 15.0  # until the hub lets all agents go
 
@@ -113,7 +105,7 @@ def _sole_agent(run: RunDirectory, allocation: Allocation, stop: StopRequests) -
     if allocation.node_rank > 0:
         yield
         return
-    with lease.hold(run, on_loss=lambda: stop.request("lease lost"), give_up=lambda: stop.requested):
+    with hold_lease(run, on_loss=lambda: stop.request("lease lost"), give_up=lambda: stop.requested):
         yield
 
 
@@ -135,7 +127,7 @@ def _run(
     with closing(events), node_local_caches(f"{allocation.launch_id}-{allocation.node_name}") as caches:
         users = dict(os.environ)
         own = _set_environment(config, allocation, node, caches)
-        warm_parent.start(_preload(config, entry, store))
+        start_warm_parent(_preload(config, entry, store))
         hub = stores = None
         if allocation.node_rank == 0:
             stores = Stores(store)
@@ -272,10 +264,10 @@ class Agent:
             except KeyboardInterrupt:
                 link.quit("killed by a second Ctrl-C: steps after the last checkpoint are lost")
 
-    def _join(self) -> Link:
-        return Link.connect(self.hub, self.node, self.config.elastic.silent_node_s)
+    def _join(self) -> HubClient:
+        return HubClient.connect(self.hub, self.node, self.config.elastic.silent_node_s)
 
-    def _tick(self, link: Link) -> None:
+    def _tick(self, link: HubClient) -> None:
         self.on_tick()
         if self.stores is not None and self.budget.is_used_up:
             self.stop.request(OVER_BUDGET)
@@ -283,12 +275,12 @@ class Agent:
             attempt = max(0, self.run.newest_attempt()) if self._attempt is None else self._attempt
             self.events.of(attempt).write("stop_requested", reason=self.stop.reason)
 
-    def _check_store(self, link: Link, attempt: int) -> None:
+    def _check_store(self, link: HubClient, attempt: int) -> None:
         if self.stores is not None and self.stores.lost:
             self.stores.stop()
             link.tell_store_lost(attempt)
 
-    def _take_part(self, link: Link, meeting: Meeting) -> None:
+    def _take_part(self, link: HubClient, meeting: Meeting) -> None:
         """Runs this node's workers in one attempt, unless it is a spare."""
         self._attempt = meeting.attempt
         self.budget.hold(self.allocation.nodes * meeting.gpus_per_node)
@@ -312,9 +304,9 @@ class Agent:
         specs = self._specs(meeting, grace_s)
         try:
             outcome = run_attempt(specs, None, log, self.stop, grace_s, tick, self.entry, self.watch)
-            report = Report(outcome.exit, outcome.failure, max(outcome.step, self._furthest_step(meeting.attempt)))
+            report = NodeReport(outcome.exit, outcome.failure, max(outcome.step, self._furthest_step(meeting.attempt)))
         except EndedByHub:
-            report = Report(Exit.FAILED, None, self._furthest_step(meeting.attempt))
+            report = NodeReport(Exit.FAILED, None, self._furthest_step(meeting.attempt))
         link.tell_end(meeting.attempt, report)
 
     def _patience_s(self, meeting: Meeting) -> float:

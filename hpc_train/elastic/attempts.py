@@ -1,31 +1,40 @@
-"""The attempts of a job in the run directory: each is claimed and published, and what happened between them is told."""
+"""The attempts of a job in the run directory: each is claimed and published, and what happened between them is told.
+
+One attempt on one node: start the workers, watch them, end all when one fails, and say how it went.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from socket import socket
 from typing import Any
 
 import psutil
 
-from hpc_train.cluster.allocation import Allocation
-from hpc_train.cluster.topology import mapping
+from hpc_train.cluster.allocation import Allocation, mapping
 from hpc_train.config.schema import Config
 from hpc_train.elastic.channel import Message
-from hpc_train.elastic.coordinator import Cause, Leave, Start
-from hpc_train.elastic.decision import Decision
+from hpc_train.elastic.coordinator import FailureReport, Leave, Start
+from hpc_train.elastic.decision import RestartDecision, WorkerFailure, is_echo, root_cause
 from hpc_train.elastic.fabric import Fabric
-from hpc_train.elastic.failures import is_echo
+from hpc_train.elastic.logs import WorkerLog
 from hpc_train.elastic.rendezvous import Meeting, bind, withdraw
-from hpc_train.elastic.requeue import request
+from hpc_train.elastic.requeue import JobEnd, request
 from hpc_train.elastic.store import Stores
+from hpc_train.elastic.watch import Watch
+from hpc_train.elastic.worker_process import ensure_warm_parent
+from hpc_train.elastic.workers import Workers
+from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import EXITS, Action, Exit, Failure
 from hpc_train.run.files import patiently
-from hpc_train.run.job_end import JobEnd
+from hpc_train.run.requests import StopRequests
 
 
 @dataclass
@@ -89,7 +98,7 @@ class Attempts:
             return leave, patiently(lambda: request(end, self.config, events, reason))
         except OSError as error:
             reason = f"{reason}; the job cannot ask to run again: {error}. {_resume(self.run)}"
-            return replace(leave, decision=Decision(Action.FAIL, reason)), Exit.FAILED
+            return replace(leave, decision=RestartDecision(Action.FAIL, reason)), Exit.FAILED
 
     def _events(self) -> EventLog:
         return self.events.of(max(0, self.run.newest_attempt()) if self._newest is None else self._newest)
@@ -143,7 +152,7 @@ class Attempts:
         on = f"{on}, {', '.join(added)} for {', '.join(gone)}" if added else on
         print(f"restarted {on} as attempt {events.attempt}", file=sys.stderr, flush=True)
 
-    def _tell_failure(self, cause: Cause, events: EventLog, refused: bool = False) -> None:
+    def _tell_failure(self, cause: FailureReport, events: EventLog, refused: bool = False) -> None:
         """Writes a failure where people and programs look: the event log and standard error."""
         failure = cause.failure
         name = "node_lost" if failure.failure is Failure.NODE_LOST else "worker_failed"
@@ -171,12 +180,12 @@ def _resume(run: RunDirectory) -> str:
     return f"This goes on: python -m hpc_train resume {run.path}"
 
 
-def _details(cause: Cause) -> dict[str, Any]:
+def _details(cause: FailureReport) -> dict[str, Any]:
     failure = cause.failure
     return {"node": cause.node, "rank": failure.rank, "class": failure.failure, "message": failure.message}
 
 
-def _text(cause: Cause, run: RunDirectory, attempt: int) -> str:
+def _text(cause: FailureReport, run: RunDirectory, attempt: int) -> str:
     failure = cause.failure
     if failure.failure in (Failure.NODE_LOST, Failure.UNFIT_NODE):
         return failure.message
@@ -185,3 +194,98 @@ def _text(cause: Cause, run: RunDirectory, attempt: int) -> str:
         head += " most likely the echo of a failure that left no trace"
     log = run.logs / f"{cause.node}-{attempt:03d}.log"
     return f"{head}\n{failure.traceback.rstrip()}\nall output of this node: {log}"
+
+
+TICK_S = 0.25
+# From a failure until the other workers are killed: time for the true cause to arrive.
+ECHO_GRACE_S = 3.0  # after the echo of another failure
+REPORT_GRACE_S = 0.1  # after an exception that may be an echo with words of its own
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the workers of this node ended; ``failure`` is the first real one, ``step`` the furthest of them."""
+
+    exit: Exit
+    failure: WorkerFailure | None = None
+    step: int = 0
+
+
+def run_attempt(
+    specs: Sequence[WorkerSpec],
+    listener: socket | None,
+    log: WorkerLog,
+    stop: StopRequests,
+    stop_grace_s: float,
+    on_tick: Callable[[], None],
+    entry: str,
+    watch: Watch,
+) -> Outcome:
+    """Runs the workers ``specs`` to their end. No worker is alive when this returns or raises."""
+    workers = Workers(log)
+    try:
+        _start(workers, specs, listener, entry)
+        _watch(workers, stop, stop_grace_s, on_tick, watch)
+    finally:
+        workers.kill()
+        log.close()
+    return replace(_outcome(workers, stop_grace_s), step=max((worker.step for worker in workers), default=0))
+
+
+def _start(workers: Workers, specs: Sequence[WorkerSpec], listener: socket | None, entry: str) -> None:
+    pid = ensure_warm_parent()
+    try:
+        for spec in specs:
+            workers.start(pid, spec, listener if spec.rank == 0 else None, entry)
+    except (EOFError, ConnectionError) as error:  # the warm parent is gone, and its workers with it
+        message = f"the warm parent ended while it started rank {spec.rank}: {error!r}; its words are above"
+        workers.fail(WorkerFailure(spec.rank, Failure.KILLED, message, message, time.time()))
+    finally:
+        if listener is not None:
+            listener.close()  # rank 0 has it now, and the port is to close with it
+
+
+def _watch(
+    workers: Workers, stop: StopRequests, stop_grace_s: float, on_tick: Callable[[], None], watch: Watch
+) -> None:
+    failed_at: float | None = None
+    while workers.alive:
+        workers.wait(TICK_S)
+        watch.look(workers)
+        now = time.monotonic()
+        if workers.failures and failed_at is None:
+            failed_at = now
+            for worker in workers.alive:
+                worker.signal(signal.SIGTERM)
+        if stop.requested:
+            _pass_on(workers)
+        late = stop.requested and now - stop.since > stop_grace_s
+        if late or (failed_at is not None and now - failed_at > _grace(workers.failures)):
+            workers.kill()
+        on_tick()
+
+
+def _grace(failures: Sequence[WorkerFailure]) -> float:
+    causes = [failure for failure in failures if not is_echo(failure)]
+    if not causes:
+        return ECHO_GRACE_S
+    return REPORT_GRACE_S if all(failure.exit_code is None for failure in causes) else 0.0
+
+
+def _pass_on(workers: Workers) -> None:
+    for worker in workers:
+        if worker.ready and not worker.told_to_stop:
+            worker.told_to_stop = True
+            worker.signal(signal.SIGUSR2)
+
+
+def _outcome(workers: Workers, stop_grace_s: float) -> Outcome:
+    if workers.failures:
+        cause = root_cause(workers.failures)
+        return Outcome(Exit.REFUSED if cause.failure is Failure.REFUSED else Exit.FAILED, cause)
+    late = [worker for worker in workers if worker.end is None]
+    if late:
+        message = f"had not stopped {stop_grace_s:g} s after the request (elastic.stop_grace_s)"
+        return Outcome(Exit.FAILED, WorkerFailure(late[0].rank, Failure.KILLED, message, message, time.time()))
+    stopped = any(worker.end and worker.end["kind"] == "stopped" for worker in workers)
+    return Outcome(Exit.STOPPED if stopped else Exit.DONE)

@@ -9,16 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from hpc_train.cluster.fabric.devices import refuse_slices_of_one_gpu
-from hpc_train.cluster.usable_gpus import KEY
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.layout import Layout, resolve_layout
+from hpc_train.cluster.gpus import KEY
 from hpc_train.config.schema import Config
-from hpc_train.elastic.budget import OVER_BUDGET
-from hpc_train.elastic.culprit import settle
-from hpc_train.elastic.decision import ANNOUNCEMENT, Decision, Ended, History, decide
-from hpc_train.elastic.failures import WorkerFailure, is_echo
+from hpc_train.elastic.culprit import find_culprit
+from hpc_train.elastic.decision import (
+    ANNOUNCEMENT,
+    OVER_BUDGET,
+    Ended,
+    History,
+    RestartDecision,
+    WorkerFailure,
+    decide,
+    is_echo,
+)
 from hpc_train.elastic.nodes import TOO_OFTEN, Node, NodeFailures, in_order_of_rank, why_unfit
+from hpc_train.errors import ConfigError
+from hpc_train.fabric.rank_binding import refuse_slices_of_one_gpu
+from hpc_train.plan.layout import Layout, resolve_layout
 from hpc_train.run.exits import Action, Exit, Failure
 
 ECHO_S = 2.0  # from the echo of a failure until the attempt is ended: time for the true cause to arrive
@@ -32,7 +39,7 @@ NODE_MAY_BE_TO_BLAME = {  # with as how many failures of the node it counts
 
 
 @dataclass(frozen=True)
-class Report:
+class NodeReport:
     """What an agent says of the end of an attempt on its node; ``step``: the furthest of its workers."""
 
     exit: Exit
@@ -41,7 +48,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Cause:
+class FailureReport:
     """Why an attempt ended; ``noticed`` on the coordinator's clock."""
 
     failure: WorkerFailure
@@ -56,7 +63,7 @@ class Start:
     nodes: tuple[Node, ...]
     layout: Layout
     before: tuple[Node, ...] = ()
-    cause: Cause | None = None
+    cause: FailureReport | None = None
 
 
 @dataclass(frozen=True)
@@ -70,8 +77,8 @@ class End:
 class Leave:
     """The job has nothing more to do. ``stop``: the signal that asked the run to stop."""
 
-    decision: Decision
-    cause: Cause | None = None
+    decision: RestartDecision
+    cause: FailureReport | None = None
     stop: str | None = None
 
 
@@ -93,11 +100,11 @@ class Coordinator:
     stop: str | None = None  # the signal that asked the run to stop
     present: dict[int, Node] = field(default_factory=dict, init=False)
     unfit: dict[int, Node] = field(default_factory=dict, init=False)  # have joined, and cannot take part
-    _verdict: Decision | None = field(default=None, init=False)  # on the whole job, by a single node
+    _verdict: RestartDecision | None = field(default=None, init=False)  # on the whole job, by a single node
     _team: tuple[Node, ...] = field(default=(), init=False)  # of the attempt that runs
     _working: set[int] = field(default_factory=set, init=False)  # those of the team that have not reported its end
-    _reports: list[Report] = field(default_factory=list, init=False)
-    _causes: list[Cause] = field(default_factory=list, init=False)
+    _reports: list[NodeReport] = field(default_factory=list, init=False)
+    _causes: list[FailureReport] = field(default_factory=list, init=False)
     _has_stepped: bool = field(default=False, init=False)  # whether an attempt has got further than those before
     _told_at: float | None = field(default=None, init=False)  # when the order to end was given
 
@@ -109,7 +116,7 @@ class Coordinator:
     def joined(self, node: Node) -> None:
         """The agent of a node has said what the node brings in, or why it cannot take part."""
         if node.refusal is not None:
-            self._verdict = Decision(Action.REFUSE, node.refusal)
+            self._verdict = RestartDecision(Action.REFUSE, node.refusal)
         elif node.unfit is not None:
             self.unfit[node.number] = node
         else:
@@ -124,7 +131,7 @@ class Coordinator:
             self._working.discard(number)
             self._fail(WorkerFailure(rank, Failure.NODE_LOST, message, message, 0.0), node, now)
 
-    def reported(self, number: int, report: Report, now: float) -> None:
+    def reported(self, number: int, report: NodeReport, now: float) -> None:
         """The workers of a node have ended."""
         self._working.discard(number)
         self._reports.append(report)
@@ -133,7 +140,7 @@ class Coordinator:
 
     def quit(self, why: str) -> None:
         """The workers of a node were killed by somebody who does not want to wait."""
-        self._verdict = Decision(Action.FAIL, why)
+        self._verdict = RestartDecision(Action.FAIL, why)
 
     def store_lost(self, now: float) -> None:
         message = "the store of the attempt was killed"
@@ -144,9 +151,9 @@ class Coordinator:
         """The hub cannot go on. A job may where it starts again; what somebody has stopped is not to."""
         why = f"the hub cannot go on: {why}"
         if self.elsewhere and self.stop in (None, ANNOUNCEMENT):
-            return Leave(Decision(Action.REQUEUE, why), stop=self.stop)
+            return Leave(RestartDecision(Action.REQUEUE, why), stop=self.stop)
         advice = "the same command with run.name goes on from the last checkpoint"
-        return Leave(Decision(Action.FAIL, f"{why}. When that is fixed, {advice}"), stop=self.stop)
+        return Leave(RestartDecision(Action.FAIL, f"{why}. When that is fixed, {advice}"), stop=self.stop)
 
     def next(self, now: float) -> Order | None:
         """What is to be done now; each order is given once."""
@@ -166,7 +173,7 @@ class Coordinator:
         return self._conclude()
 
     def _fail(self, failure: WorkerFailure, node: Node, now: float) -> None:
-        self._causes.append(Cause(failure, node.name, now))
+        self._causes.append(FailureReport(failure, node.name, now))
 
     def _is_lost(self, now: float) -> bool:
         """Whether the attempt is beyond help, and why is known or has had the time to be."""
@@ -189,32 +196,32 @@ class Coordinator:
         try:
             start = self._choose()
         except ConfigError as error:
-            return Leave(Decision(Action.REFUSE, str(error)))
+            return Leave(RestartDecision(Action.REFUSE, str(error)))
         if start is not None:
             return self._begin(replace(start, cause=cause))
         nowhere = self.unfit and not self.elsewhere
         reason = cause.failure.message if cause else ""
-        return Leave(Decision(Action.FAIL) if nowhere else Decision(Action.REQUEUE, reason), cause)
+        return Leave(RestartDecision(Action.FAIL) if nowhere else RestartDecision(Action.REQUEUE, reason), cause)
 
     def _refuse(self, now: float) -> Leave:
         """Refuses the job: a cause that all nodes report is not the fault of a node."""
         reasons, fixes = why_unfit(self.unfit.values())
         message = str(ConfigError(reasons, where=KEY, mend=fixes))
-        return Leave(Decision(Action.REFUSE, message), self._unfit_cause(Failure.REFUSED, message, now))
+        return Leave(RestartDecision(Action.REFUSE, message), self._unfit_cause(Failure.REFUSED, message, now))
 
-    def _note_unfit(self, now: float) -> Cause:
+    def _note_unfit(self, now: float) -> FailureReport:
         """Nodes that cannot use their GPUs, while others can, are avoided from now on."""
         for node in self.unfit.values():
             self.node_failures.note(node.name, Failure.UNFIT_NODE, TOO_OFTEN)
         reasons, _ = why_unfit(self.unfit.values())
         return self._unfit_cause(Failure.UNFIT_NODE, reasons, now)
 
-    def _unfit_cause(self, failure: Failure, message: str, now: float) -> Cause:
+    def _unfit_cause(self, failure: Failure, message: str, now: float) -> FailureReport:
         first = min(self.unfit)
         rank = first * max((node.workers for node in self.present.values()), default=0)
-        return Cause(WorkerFailure(rank, failure, message, message, 0.0), self.unfit[first].name, now)
+        return FailureReport(WorkerFailure(rank, failure, message, message, 0.0), self.unfit[first].name, now)
 
-    def _note_absent(self, numbers: Sequence[int], now: float) -> Cause:
+    def _note_absent(self, numbers: Sequence[int], now: float) -> FailureReport:
         """Nodes whose agents have not come are avoided from now on, unless it is most of them: then it is not they."""
         names = [self.names[number] if self.names else f"node {number}" for number in numbers]
         if 2 * len(numbers) <= self.expected:
@@ -222,7 +229,7 @@ class Coordinator:
                 self.node_failures.note(name, Failure.NODE_LOST, TOO_OFTEN)
         message = f"no agent came from {', '.join(names)} in time (elastic.join_timeout_s)"
         rank = numbers[0] * max((node.workers for node in self.present.values()), default=0)
-        return Cause(WorkerFailure(rank, Failure.NODE_LOST, message, message, 0.0), names[0], now)
+        return FailureReport(WorkerFailure(rank, Failure.NODE_LOST, message, message, 0.0), names[0], now)
 
     def _conclude(self) -> Order:
         cause = root(self._causes)
@@ -242,7 +249,7 @@ class Coordinator:
         if decision.action not in (Action.RESTART, Action.REPLACE):
             return Leave(decision, cause, self.stop)
         if (refusal := self.refusal()) is not None:
-            return Leave(Decision(Action.GIVE_UP, refusal), cause, self.stop)
+            return Leave(RestartDecision(Action.GIVE_UP, refusal), cause, self.stop)
         unfit = failure is Failure.UNFIT_NODE or self._fails_at_every_start(cause)
         # one restart on the same GPUs, for an error that does not last
         unfit |= failure is Failure.DEVICE and self.elsewhere and cause is not None and cause.node in seen_on
@@ -253,7 +260,7 @@ class Coordinator:
         else:
             why = "too few nodes are fit" if unfit else self._who_is_left(cause)
         if start is None:
-            return Leave(Decision(Action.REQUEUE, why), cause)
+            return Leave(RestartDecision(Action.REQUEUE, why), cause)
         return self._begin(replace(start, before=self._team, cause=cause))
 
     def _seen_on(self, failure: Failure | None) -> set[str]:
@@ -262,23 +269,23 @@ class Coordinator:
             return set()
         return {line["node"] for line in self.node_failures.lately() if line["class"] == failure}
 
-    def _note(self, cause: Cause, is_codes: bool) -> None:
+    def _note(self, cause: FailureReport, is_codes: bool) -> None:
         """A failure counts against its node, unless it is the code's, as an error in a kernel on different nodes."""
         failure = cause.failure.failure
         if failure in NODE_MAY_BE_TO_BLAME and not is_codes:
             self.node_failures.note(cause.node, failure, NODE_MAY_BE_TO_BLAME[failure])
 
-    def _who_is_left(self, cause: Cause | None) -> str:
+    def _who_is_left(self, cause: FailureReport | None) -> str:
         left = f"{len(self.present)} of {self.expected} nodes left"
         if cause is None or cause.failure.failure is not Failure.NODE_LOST:
             return left
         return f"{cause.failure.message}; {left}"
 
-    def _stopped(self) -> Decision:
+    def _stopped(self) -> RestartDecision:
         """What a stop on request is: that by the run's own ceiling is for good."""
         if self.stop != OVER_BUDGET:
-            return Decision(Action.STOP)
-        return Decision(Action.GIVE_UP, self.refusal() or OVER_BUDGET)
+            return RestartDecision(Action.STOP)
+        return RestartDecision(Action.GIVE_UP, self.refusal() or OVER_BUDGET)
 
     def _begin(self, start: Start) -> Start:
         self._team = start.nodes
@@ -286,7 +293,7 @@ class Coordinator:
         self._reports, self._causes, self._told_at = [], [], None
         return start
 
-    def _fails_at_every_start(self, cause: Cause | None) -> bool:
+    def _fails_at_every_start(self, cause: FailureReport | None) -> bool:
         """Whether a requeue is to bring another node. What fails after some steps fails the same way elsewhere."""
         if not self.elsewhere or cause is None or self._has_stepped or self.history.fruitless < FRUITLESS:
             return False
@@ -323,13 +330,13 @@ class Coordinator:
         return None
 
 
-def root(causes: Sequence[Cause]) -> Cause | None:
+def root(causes: Sequence[FailureReport]) -> FailureReport | None:
     """A lost node comes before all: whatever failed, the attempt could not have gone on. Of a hang, all nodes' word."""
     if len(causes) > 1 and all(cause.failure.states for cause in causes):
-        hang = settle([cause.failure for cause in causes])
+        hang = find_culprit([cause.failure for cause in causes])
         return next(replace(cause, failure=hang) for cause in causes if cause.failure.states == hang.states)
     return min(causes, key=lambda cause: (not _is_loss(cause), is_echo(cause.failure), cause.noticed), default=None)
 
 
-def _is_loss(cause: Cause) -> bool:
+def _is_loss(cause: FailureReport) -> bool:
     return cause.failure.failure is Failure.NODE_LOST

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hpc_train.elastic.failures import WorkerFailure
+from hpc_train.elastic.decision import WorkerFailure
 
 CONTROL = "control"  # the description of the group of ``train/control.py``: its messages are posted, not waited for
 
@@ -98,7 +98,7 @@ def culprit(states: Sequence[RankState]) -> tuple[int | None, str]:
     return None, "no rank is behind the others"
 
 
-def settle(hangs: Sequence[WorkerFailure]) -> WorkerFailure:
+def find_culprit(hangs: Sequence[WorkerFailure]) -> WorkerFailure:
     """Of a hang that the agents of several nodes noticed: the failure of the rank that all wait for."""
     states = [RankState.parse(state) for hang in hangs for state in hang.states]
     rank, reason = culprit(states)

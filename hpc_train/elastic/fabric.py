@@ -18,17 +18,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hpc_train.cluster.fabric.bindings import bindings
-from hpc_train.cluster.fabric.cpu_list import format_cpu_list
-from hpc_train.cluster.fabric.decision import Decision, Job, decide
-from hpc_train.cluster.fabric.facts import NodeFacts
-from hpc_train.cluster.fabric.nccl_settings import Setting, merged, warnings
-from hpc_train.cluster.fabric.profile import site_profile
-from hpc_train.cluster.fabric.rails import different_rails, match, port_warnings, rate_gbps
-from hpc_train.cluster.fabric.versions import different_versions, lowest_nccl
 from hpc_train.config.schema import Config
 from hpc_train.elastic.coordinator import Start
 from hpc_train.elastic.nodes import Node
+from hpc_train.fabric.decision import FabricDecision, FabricJob, decide, site_profile
+from hpc_train.fabric.facts import NodeFacts, format_cpu_list
+from hpc_train.fabric.nccl_settings import Setting, merged, warnings
+from hpc_train.fabric.rails import different_rails, match, port_warnings, rate_gbps
+from hpc_train.fabric.rank_binding import bindings
+from hpc_train.fabric.versions import different_versions, lowest_nccl
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import patiently, write_json
@@ -41,7 +39,7 @@ class Fabric:
     run: RunDirectory
     config: Config
     own: Sequence[dict[str, str]]
-    _told: tuple[Decision, tuple[str, ...]] | None = field(default=None, init=False)
+    _told: tuple[FabricDecision, tuple[str, ...]] | None = field(default=None, init=False)
 
     def decide(self, start: Start, events: EventLog) -> dict[str, str]:
         """What all workers of an attempt export; told and written down where it is new."""
@@ -49,7 +47,7 @@ class Fabric:
         found, told = merged({node.name: node.facts.settings for node in start.nodes})
         gpus = min(node.gpus for node in start.nodes)
         profile = site_profile(self.config.cluster.fabric)
-        decision = decide(facts, Job(len(facts), gpus, lowest_nccl(facts), profile), found)
+        decision = decide(facts, FabricJob(len(facts), gpus, lowest_nccl(facts), profile), found)
         told = [*told, *warnings(found), *(_warnings(facts) if gpus else ()), *different_versions(facts)]
         now = decision, (*told, *(node.name for node in start.nodes))
         if now != self._told:
@@ -58,7 +56,9 @@ class Fabric:
             self._tell(decision, told, events, quiet=len(facts) == 1 and not gpus)
         return {variable.name: variable.value for variable in decision.variables}
 
-    def _write(self, start: Start, gpus: int, decision: Decision, told: list[str], found: dict[str, Setting]) -> None:
+    def _write(
+        self, start: Start, gpus: int, decision: FabricDecision, told: list[str], found: dict[str, Setting]
+    ) -> None:
         ranks = min(start.layout.world_size, *(node.workers for node in start.nodes))
         common = asdict(decision)
         environment = common.pop("variables")
@@ -77,7 +77,7 @@ class Fabric:
         }
         patiently(lambda: self.run.update_record(**record))
 
-    def _tell(self, decision: Decision, told: list[str], events: EventLog, quiet: bool) -> None:
+    def _tell(self, decision: FabricDecision, told: list[str], events: EventLog, quiet: bool) -> None:
         for message in told:
             events.write("warning", message=message)
             print(f"warning: {message}", flush=True)

@@ -18,12 +18,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hpc_train.elastic.admission import Admission
-from hpc_train.elastic.channel import BadMessage, Channel, Message
-from hpc_train.elastic.coordinator import Coordinator, End, Leave, Order, Report, Start
+from hpc_train.elastic.channel import Admission, BadMessage, Channel, Message
+from hpc_train.elastic.coordinator import Coordinator, End, Leave, NodeReport, Order, Start
 from hpc_train.elastic.culprit import RankState
-from hpc_train.elastic.decision import Decision
-from hpc_train.elastic.failures import WorkerFailure
+from hpc_train.elastic.decision import RestartDecision, WorkerFailure
 from hpc_train.elastic.nodes import Node
 from hpc_train.run.exits import Action, Exit, Failure
 
@@ -107,7 +105,7 @@ class Hub:
             self._give_up(self._coordinator.unable(str(error)))
         except Exception as error:
             traceback.print_exc()
-            self._give_up(Leave(Decision(Action.FAIL, f"the hub has failed: {error!r}")))
+            self._give_up(Leave(RestartDecision(Action.FAIL, f"the hub has failed: {error!r}")))
         finally:
             self._say_goodbye()
 
@@ -259,10 +257,10 @@ def _said_bye(channel: Channel) -> bool:
         return True
 
 
-def _report(message: Message) -> Report:
+def _report(message: Message) -> NodeReport:
     failure: dict[str, Any] | None = message["failure"]
     told = None if failure is None else _failure(failure)
-    return Report(Exit(message["exit"]), told, _typed(message["step"], int))
+    return NodeReport(Exit(message["exit"]), told, _typed(message["step"], int))
 
 
 def _failure(value: dict[str, Any]) -> WorkerFailure:
@@ -283,7 +281,7 @@ def _typed(value: Any, type_: Any) -> Any:
     return value
 
 
-def report_message(attempt: int, report: Report) -> Message:
+def report_message(attempt: int, report: NodeReport) -> Message:
     """What an agent sends when the workers of its node have ended."""
     failure = None if report.failure is None else asdict(report.failure)
     return {"kind": "ended", "attempt": attempt, "exit": int(report.exit), "failure": failure, "step": report.step}

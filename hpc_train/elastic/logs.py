@@ -1,15 +1,22 @@
 """The output of a node's workers in one file per attempt: lines prefixed by time and rank, limited in size.
 
 A worker writes into a pipe and never waits for a file system; the agent empties the pipes.
+
+The agent's own output goes nowhere when nobody reads it any more (a closed terminal, a launcher that was killed).
+
+Else the first word about a failure would raise BrokenPipeError, in the thread that is about to restart the workers.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 from hpc_train.run.files import patiently
 
@@ -90,3 +97,43 @@ def _open(path: Path) -> BinaryIO:
 def _now() -> bytes:
     """UTC, so that the files of several nodes can be merged: 2026-01-31T12:00:00.000."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").encode()[:23]
+
+
+class _Unbroken:
+    """A stream whose writes and flushes never raise OSError."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._let_go()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._let_go()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _let_go(self) -> None:
+        """What is still in its buffer goes nowhere too: the end of the process would fail on it."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+
+
+@contextmanager
+def unbroken_streams() -> Iterator[None]:
+    """Inside the ``with`` block, stdout and stderr are such streams."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = _Unbroken(sys.stdout), _Unbroken(sys.stderr)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_train.cluster.fabric.facts import NodeFacts
-from hpc_train.cluster.topology import node_order
+from hpc_train.cluster.allocation import node_order
+from hpc_train.fabric.facts import NodeFacts
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import append_text, line_end, patiently, read_lines
 

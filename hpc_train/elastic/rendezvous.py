@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.cluster.allocation import LOOPBACK, Allocation
-from hpc_train.config.layout import Layout
+from hpc_train.plan.layout import Layout
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json, write_json
 

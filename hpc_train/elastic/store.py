@@ -1,6 +1,8 @@
 """The store of an attempt: a small process beside the hub's agent, so that it outlives any single worker.
 
 The ranks meet there. Each attempt has its own, on a port of its own that was bound before anybody heard of it.
+
+The server of torch's key-value store, in a process of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +13,14 @@ import socket
 import time
 from multiprocessing.process import BaseProcess
 
-from hpc_train.elastic import warm_parent
+import torch.distributed as dist
+
+from hpc_train.elastic.worker_process import (
+    die_with_warm_parent,
+    died_with_warm_parent,
+    ensure_warm_parent,
+    fork_process,
+)
 
 PATIENCE_S = 5.0  # with a warm parent that dies
 
@@ -47,7 +56,7 @@ class Stores:
         until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
             try:
-                return warm_parent.fork(_main, warm_parent.ensure(), listener, self._entry)
+                return fork_process(_main, ensure_warm_parent(), listener, self._entry)
             except (EOFError, ConnectionError):
                 time.sleep(0.02)
         return None
@@ -59,7 +68,7 @@ class Stores:
 
     @property
     def went_with_warm_parent(self) -> bool:
-        return self._process is not None and warm_parent.took_along(self._process.exitcode)
+        return self._process is not None and died_with_warm_parent(self._process.exitcode)
 
     def stop(self) -> None:
         if self._process is not None:
@@ -71,8 +80,14 @@ class Stores:
 
 def _main(warm_parent_pid: int, listener: socket.socket, entry: str) -> None:
     """Signals stay blocked as they are in the warm parent: a Ctrl-C is the agent's to judge."""
-    warm_parent.die_with(warm_parent_pid)
+    die_with_warm_parent(warm_parent_pid)
     module, function = entry.split(":")
     kept = getattr(importlib.import_module(module), function)(listener)
     while kept is not None:
         signal.pause()
+
+
+def serve(listener: socket.socket) -> dist.TCPStore:
+    """Serves on the listening socket ``listener`` as long as the returned object lives."""
+    port = listener.getsockname()[1]
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

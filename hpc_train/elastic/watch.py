@@ -9,19 +9,18 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from hpc_train.config.hang_timeout import parse_hang_timeout
-from hpc_train.config.layout import Layout
 from hpc_train.config.schema import Config
+from hpc_train.config.values import parse_hang_timeout
 from hpc_train.elastic.culprit import culprit
-from hpc_train.elastic.evidence import Evidence, collect
-from hpc_train.elastic.failures import WorkerFailure
-from hpc_train.elastic.hangs import COLD_S, LEAST_S, Hang, HangWatch
+from hpc_train.elastic.decision import WorkerFailure
+from hpc_train.elastic.hangs import COLD_S, LEAST_S, Evidence, Hang, HangWatch, collect
 from hpc_train.elastic.stragglers import StragglerWatch
 from hpc_train.elastic.workers import Workers
-from hpc_train.run import stacks_request
+from hpc_train.plan.layout import Layout
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Failure
+from hpc_train.run.requests import answer_stacks_request, stacks_requested
 
 REQUESTS_EVERY_S = 2.0
 # Slow steps that are told one after the other, and the pause before further ones: all nodes write their stacks, maybe
@@ -48,7 +47,7 @@ class Watch:
         timeout = parse_hang_timeout(config.elastic.hang_timeout_s)
         least = COLD_S if config.train.compile else LEAST_S  # a change of shapes compiles again, in the middle
         watch = cls(run, node, HangWatch(timeout, least))
-        watch._answered = stacks_request.requested(run)
+        watch._answered = stacks_requested(run)
         return watch
 
     def begin(self, events: EventLog, layout: Layout, patience_s: float) -> None:
@@ -90,12 +89,12 @@ class Watch:
             self._keep("hang", collect(self._workers, self.node))
 
     def _show_stacks(self, workers: Workers) -> None:
-        number = stacks_request.requested(self.run)
+        number = stacks_requested(self.run)
         if number != self._answered and workers.alive:
             self._answered = number
             found = collect(workers, self.node)
             with suppress(OSError):
-                stacks_request.answer(self.run, number, self.node, "\n".join(one.text() for one in found))
+                answer_stacks_request(self.run, number, self.node, "\n".join(one.text() for one in found))
 
     def _tell_slow_step(self, slow: Hang, found: Sequence[Evidence]) -> None:
         """Nobody is killed. The file of an attempt holds its last slow step."""

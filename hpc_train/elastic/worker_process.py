@@ -2,6 +2,11 @@
 
 The child dies with the agent, writes its output into the agent's pipe, turns signals into a flag, calls the entry
 (``hpc_train.train.worker:train``), and reports how that ended.
+
+The warm parent: a process that has imported torch and done nothing else, from which workers are forked.
+
+It is the standard library's forkserver. A worker forked from it starts in milliseconds instead of seconds. It must run
+no tensor operation: torch hangs in children of a parent that ever ran a parallel one.
 """
 
 from __future__ import annotations
@@ -9,23 +14,27 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
+import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
-from hpc_train.elastic import warm_parent
+from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
 from hpc_train.run.exits import CollectiveFailure, Exit, Failure, classify
-from hpc_train.run.heartbeat import SharedBlock
-from hpc_train.run.stop import StopFlag
-from hpc_train.run.worker_spec import WorkerSpec
+from hpc_train.run.processes import die_with_parent, process_state
+from hpc_train.run.requests import StopFlag
 
 Entry = Callable[[WorkerSpec, StopFlag, int | None], Exit]
 SHOW_STACKS = signal.SIGQUIT  # as a JVM does: the stacks of all threads, and on with the work
@@ -45,8 +54,8 @@ def main(
 
     ``listener`` is the listening socket of the attempt's store, for rank 0.
     """
-    warm_parent.die_with(warm_parent_pid)
-    _settle(spec)
+    die_with_warm_parent(warm_parent_pid)
+    _prepare_process(spec)
     _no_core_files()
     _redirect(output)
     faulthandler.register(SHOW_STACKS, block.descriptor, all_threads=True)
@@ -59,7 +68,7 @@ def main(
     os._exit(code)  # no exit handlers: after a failure they may wait for peers that are gone
 
 
-def _settle(spec: WorkerSpec) -> None:
+def _prepare_process(spec: WorkerSpec) -> None:
     """Environment and CPUs, before CUDA starts and before any thread or loader: they inherit both."""
     os.environ.update(spec.environment)
     if spec.cpus is not None:
@@ -89,7 +98,7 @@ def _flag_on_signals() -> StopFlag:
         signal.signal(number, lambda received, frame: stop.request(signal.Signals(received).name))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    warm_parent.unblock_signals()
+    unblock_signals()
     return stop
 
 
@@ -120,3 +129,80 @@ def _failure(error: BaseException) -> dict[str, Any]:
         "echo": echo,
         "time": time.time(),
     }
+
+
+FORKSERVER = multiprocessing.get_context("forkserver")
+LONGEST_SOCKET = 107  # bytes in the name of a Unix socket, unix(7)
+SOCKET_IN_TMPDIR = "/pymp-12345678/listener-12345678"  # what multiprocessing puts behind $TMPDIR
+LOST = 255  # multiprocessing's exit code of a process whose forkserver has died
+
+# Blocked in the warm parent and so at the birth of each worker, until the worker has its handlers: a signal to the
+# whole process group (Ctrl-C, scancel) neither kills an import nor is it lost.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def start_warm_parent(preload: Sequence[str]) -> int:
+    """Starts the warm parent with ``preload`` imported (in the background); returns its pid."""
+    FORKSERVER.set_forkserver_preload(list(preload))
+    return ensure_warm_parent()
+
+
+def ensure_warm_parent() -> int:
+    """Starts it again where it was killed; returns its pid."""
+    _keep_sockets_short()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        resource_tracker.ensure_running()  # leaves INT and TERM unblocked
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+
+
+def _keep_sockets_short() -> None:
+    """Sockets go under /tmp where those of $TMPDIR would have too long a name (mended in Python 3.14).
+
+    The workers and their loaders inherit the choice.
+    """
+    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if "tempdir" in config or len(os.fsencode(tempfile.gettempdir() + SOCKET_IN_TMPDIR)) <= LONGEST_SOCKET:
+        return
+    config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
+    util.Finalize(None, shutil.rmtree, args=(config["tempdir"], True), exitpriority=-100)
+
+
+def died_with_warm_parent(exit_code: int | None) -> bool:
+    """Whether a process that ended with ``exit_code`` went with its warm parent.
+
+    A dying parent closes its pipes before the kernel shows it as dead, so it is looked at for a second.
+    """
+    until = time.monotonic() + 1.0
+    while exit_code == LOST and time.monotonic() < until:
+        pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        if pid is None or process_state(pid) in ("", "Z"):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def fork_process(target: Callable[..., None], *args: Any) -> BaseProcess:
+    """Forks a process that calls ``target(*args)``; waits for the imports of the warm parent if it must."""
+    process = FORKSERVER.Process(target=target, args=args, daemon=False)
+    process.start()
+    return process
+
+
+def die_with_warm_parent(warm_parent: int) -> None:
+    """Called first in a forked process: the kernel kills it when the warm parent dies, which dies with the agent.
+
+    The warm parent ends when nobody holds the write end of its pipe any more. Forked processes inherit that end, and
+    close it here: only the agent is to hold it.
+    """
+    die_with_parent(warm_parent)
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+
+
+def unblock_signals() -> None:
+    """Lets the signals in that came since the fork; called once handlers are installed."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

@@ -1,4 +1,7 @@
-"""The workers of one node in one attempt, as the agent sees them: processes, their output and their reports."""
+"""The workers of one node in one attempt, as the agent sees them: processes, their output and their reports.
+
+What became of a worker that is gone without a word: from its exit code, and from what the kernel counts.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
-from hpc_train.cluster.oom_kills import OomKills
-from hpc_train.elastic import warm_parent
-from hpc_train.elastic.failures import WorkerFailure, ended_without_report
+from hpc_train.cluster.kernel_counters import OomKills
+from hpc_train.elastic.decision import WorkerFailure, ended_without_report
 from hpc_train.elastic.logs import KEPT_LINES, WorkerLog
-from hpc_train.elastic.process_end import class_of_end
-from hpc_train.elastic.worker_process import main
-from hpc_train.run.exits import Failure
-from hpc_train.run.heartbeat import SharedBlock
-from hpc_train.run.worker_spec import WorkerSpec
+from hpc_train.elastic.worker_process import FORKSERVER, died_with_warm_parent, fork_process, main
+from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
+from hpc_train.run.exits import Failure, in_words
 
 READ_BYTES = 1 << 16
 
@@ -78,10 +79,10 @@ class Workers:
         return list(self._failures.values())
 
     def start(self, warm_parent_pid: int, spec: WorkerSpec, listener: socket.socket | None, entry: str) -> None:
-        output, output_end = warm_parent.CONTEXT.Pipe(duplex=False)
-        reports, report_end = warm_parent.CONTEXT.Pipe(duplex=False)
+        output, output_end = FORKSERVER.Pipe(duplex=False)
+        reports, report_end = FORKSERVER.Pipe(duplex=False)
         block = SharedBlock.create()
-        process = warm_parent.fork(main, warm_parent_pid, spec, output_end, report_end, block, listener, entry)
+        process = fork_process(main, warm_parent_pid, spec, output_end, report_end, block, listener, entry)
         output_end.close()
         report_end.close()
         os.set_blocking(output.fileno(), False)
@@ -143,7 +144,7 @@ class Workers:
             tail = self._log.tail(worker.rank)
             code = worker.process.exitcode or 0
             output = self._log.tail(worker.rank, KEPT_LINES)
-            end = class_of_end(code, OomKills.now() - self._killed_before, warm_parent.took_along(code), output)
+            end = class_of_end(code, OomKills.now() - self._killed_before, died_with_warm_parent(code), output)
             self._failures[worker.rank] = ended_without_report(worker.rank, code, end, tail, time.time())
         worker.output.close()
         worker.reports.close()
@@ -155,3 +156,55 @@ class Workers:
 def _reported(rank: int, report: dict[str, Any]) -> WorkerFailure:
     told = report["message"], report["traceback"], report["time"]
     return WorkerFailure(rank, Failure(report["class"]), *told, waits=report.get("echo", False))
+
+
+SHARED_MEMORY = Path("/dev/shm")
+FULL = 0.01  # of it is left
+
+
+def class_of_end(
+    exit_code: int, killed: OomKills, with_warm_parent: bool = False, output: Sequence[str] = ()
+) -> tuple[Failure, str]:
+    """The class and one line.
+
+    Args:
+        exit_code: negative for a signal.
+        with_warm_parent: it was killed because its warm parent ended.
+        killed: processes that the kernel has killed for memory while the worker ran.
+        output: the last lines that it printed.
+    """
+    if with_warm_parent:
+        return Failure.KILLED, "killed by the kernel when the warm parent of the node's workers ended"
+    if exit_code >= 0:
+        return Failure.EXITED, f"exited early with code {exit_code}, without an exception"
+    name = f"killed by {signal.Signals(-exit_code).name}"
+    if exit_code == -signal.SIGKILL:
+        return _killed(name, killed)
+    if exit_code == -signal.SIGABRT:
+        return _aborted(name, output)
+    if exit_code == -signal.SIGBUS and _is_full(SHARED_MEMORY):
+        return Failure.DISK_FULL, f"{name}: {SHARED_MEMORY} is full (batch.loader_workers=0 does without it)"
+    return Failure.KILLED, name
+
+
+def _killed(name: str, killed: OomKills) -> tuple[Failure, str]:
+    if killed.group > 0:
+        return Failure.OUT_OF_MEMORY, f"{name}: out of host memory, as the kernel counts (--mem, or a container's)"
+    return Failure.KILLED, name + (" (the kernel killed for memory on this node)" if killed.node > 0 else "")
+
+
+def _aborted(name: str, output: Sequence[str]) -> tuple[Failure, str]:
+    """The watchdog thread of NCCL prints an error of the rank's GPU and aborts the process."""
+    for line in output:
+        failure = in_words(line)
+        if failure in (Failure.DEVICE, Failure.KERNEL):
+            return failure, f"{name}: {line.strip()}"
+    return Failure.KILLED, name
+
+
+def _is_full(path: Path) -> bool:
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return False
+    return found.f_blocks > 0 and found.f_bavail < FULL * found.f_blocks

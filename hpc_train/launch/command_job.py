@@ -1,24 +1,27 @@
-"""A command of this program as a Slurm job of one CPU task: for what takes long on a login node and needs no ranks."""
+"""A command of this program as a Slurm job of one CPU task: for what takes long on a login node and needs no ranks.
+
+What a job must not hand down to the jobs that are submitted from inside it.
+"""
 
 from __future__ import annotations
 
+import os
 import secrets
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import Config
+from hpc_train.errors import ConfigError
 from hpc_train.launch.container import IN_SHELL, container_of, quoted
-from hpc_train.launch.inherited import without_inherited
 from hpc_train.launch.script import python
 from hpc_train.run.exits import Exit
-from hpc_train.run.slurm_jobs import ENDED, job_state
+from hpc_train.slurm.client import ENDED, job_state
 
 CORES = 2  # one hashes, one reads and writes
 PATIENCE_S = 120.0  # sbatch at a controller under load
@@ -147,3 +150,18 @@ def _script(words: Sequence[str], config: Config, code: Path) -> str:
         'exit "$status"',
     ]
     return "\n".join(lines) + "\n"
+
+
+KEPT = ("SLURM_CONF",)  # says which cluster this is, not which job
+
+
+def without_inherited(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """The head of a command that runs without the surrounding job's variables; empty outside of a job.
+
+    Inside of one, ``SLURM_CPUS_PER_TASK`` and its like would reach the new job's steps and contradict what it asked
+    for.
+    """
+    if "SLURM_JOB_ID" not in environment:
+        return []
+    names = sorted(name for name in environment if name.startswith(("SLURM_", "SBATCH_", "SRUN_")) and name not in KEPT)
+    return ["env", *(part for name in names for part in ("-u", name))]

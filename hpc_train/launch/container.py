@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import Config
+from hpc_train.errors import ConfigError
 
 LOCAL = ("SLURM_TMPDIR", "TMPDIR")  # node-local space, where caches go
 SRUN_HELP_S = 20.0

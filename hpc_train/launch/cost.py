@@ -1,18 +1,21 @@
-"""What a submission may cost at most, said before it is made, and asked about where it is much."""
+"""What a submission may cost at most, said before it is made, and asked about where it is much.
+
+Whether somebody is there to be asked.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from rich.console import Console
 
-from hpc_train.cluster.site import Association, Site, seconds
-from hpc_train.config.cluster_size import asked_nodes
-from hpc_train.config.errors import ConfigError
-from hpc_train.launch.asked_gpus import asked_gpus
-from hpc_train.launch.job import Job
+from hpc_train.config.values import asked_nodes
+from hpc_train.errors import ConfigError
+from hpc_train.launch.executors.executor import Job
+from hpc_train.launch.gpus import asked_gpus
 from hpc_train.launch.sbatch import cores, memory
-from hpc_train.launch.terminal import can_ask
+from hpc_train.slurm.site import Association, Site, seconds
 
 
 def gpu_hours(jobs: Sequence[Job]) -> float:
@@ -22,16 +25,16 @@ def gpu_hours(jobs: Sequence[Job]) -> float:
 
 def _gpu_hours(job: Job) -> float:
     """A run that has used up its ``run.max_gpu_hours`` is stopped."""
-    most, unlimited = job.config.run.max_gpu_hours, asked_nodes(job.config)[1] * job.gpus * hours(job)
+    most, unlimited = job.config.run.max_gpu_hours, asked_nodes(job.config)[1] * job.gpus * job_hours(job)
     return unlimited if most is None else min(unlimited, most)
 
 
-def hours(job: Job) -> float:
+def job_hours(job: Job) -> float:
     """What one job may take, requeues or the chain included."""
     return (seconds(job.config.cluster.time) or 0) / 3600 * _starts(job)
 
 
-def lines(jobs: Sequence[Job], site: Site) -> list[str]:
+def cost_lines(jobs: Sequence[Job], site: Site) -> list[str]:
     """One line for each kind of job, and one with the total where there are several."""
     texts = [_line(job, site) for job in jobs]
     counted = {text: texts.count(text) for text in dict.fromkeys(texts)}
@@ -45,7 +48,7 @@ def lines(jobs: Sequence[Job], site: Site) -> list[str]:
     return [*said, f"{len(jobs)} jobs, {total}", *notes] if len(jobs) > 1 else [f"{said[0]}: {total}", *notes]
 
 
-def confirm(jobs: Sequence[Job], site: Site, console: Console) -> None:
+def confirm_cost(jobs: Sequence[Job], site: Site, console: Console) -> None:
     """Asks at a terminal where the submission may cost more than ``launch.confirm_gpu_hours``.
 
     Raises:
@@ -104,3 +107,8 @@ def _notes(job: Job, site: Site) -> list[str]:
     if best and not job.gpus and job.config.cluster.gpus_per_node == 0:
         return [f"note: no GPU is asked for; cluster.gpus_per_node=auto takes the {best} of a node"]
     return []
+
+
+def can_ask(console: Console) -> bool:
+    """Whether ``console`` writes to a terminal and a person can answer."""
+    return console.is_terminal and sys.stdin.isatty()

@@ -1,4 +1,7 @@
-"""The last failure of a run on one page, put together from its events, metrics and checkpoints, and from Slurm."""
+"""The last failure of a run on one page, put together from its events, metrics and checkpoints, and from Slurm.
+
+Nodes that a run avoids, as they failed too often, and what to ask the site's administrator about them.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.checkpoint.store import CheckpointStore
-from hpc_train.launch import pending
-from hpc_train.launch.avoided import Avoided, avoided
-from hpc_train.launch.found import Found, standings_of
-from hpc_train.launch.slurm_facts import JobFacts, read_facts
-from hpc_train.launch.standing import SlurmStandings, Standing
+from hpc_train.elastic.nodes import TOO_OFTEN, NodeFailures
+from hpc_train.launch.job_status import JobStatus, SlurmStatuses
+from hpc_train.launch.lookup import RunHandle, statuses_of
+from hpc_train.launch.reasons import SINFO, JobFacts, explain, read_facts, read_free, sooner, with_gpus
 from hpc_train.launch.watch import View, time_left
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import RESPONSES, Exit, Failure
@@ -44,7 +46,7 @@ BY_STATE = {
 
 
 @dataclass(frozen=True)
-class Cause:
+class FailureCause:
     """The failure that others followed from. ``rank`` is None where no rank is to blame; ``stacks`` is a file."""
 
     kind: str
@@ -91,7 +93,7 @@ class Diagnosis:
     state: str
     exit_code: int | None
     message: str
-    cause: Cause | None
+    cause: FailureCause | None
     waiting: Waiting | None
     slurm: JobFacts | None
     peak_memory_bytes: int | None
@@ -102,9 +104,9 @@ class Diagnosis:
     ledger: Account
 
 
-def diagnose(found: Found) -> Diagnosis:
+def diagnose(found: RunHandle) -> Diagnosis:
     """Looks at ``found`` once; Slurm is asked where the run was a job of it."""
-    standing = standings_of([found], SlurmStandings()).get(found.job_id or "")
+    standing = statuses_of([found], SlurmStatuses()).get(found.job_id or "")
     view = found.view({} if standing is None else {found.job_id or "": standing})
     events = found.run.read_events()
     cause = find_cause(events)
@@ -130,7 +132,7 @@ def diagnose(found: Found) -> Diagnosis:
     )
 
 
-def find_cause(events: Sequence[Event]) -> Cause | None:
+def find_cause(events: Sequence[Event]) -> FailureCause | None:
     """The first real failure of the newest attempt that failed: not the echo that it had on other ranks."""
     failed = [event for event in events if event["event"] in TOLD]
     if not failed:
@@ -139,7 +141,7 @@ def find_cause(events: Sequence[Event]) -> Cause | None:
     own = [event for event in failed if event["attempt"] == newest]
     first = min(own, key=_weight)
     hang = next((event for event in own if event["event"] == "hang_detected" and event.get("stacks")), {})
-    return Cause(
+    return FailureCause(
         kind=_kind(first),
         message=str(first.get("message", first.get("reason", ""))),
         attempt=newest,
@@ -164,7 +166,7 @@ def _weight(event: Event) -> tuple[bool, bool, bool, float]:
 
 
 def _checkpoint(
-    run: RunDirectory, cause: Cause | None, events: Sequence[Event], metrics: Sequence[Event]
+    run: RunDirectory, cause: FailureCause | None, events: Sequence[Event], metrics: Sequence[Event]
 ) -> LastCheckpoint:
     newest = CheckpointStore(run.checkpoints).newest()
     step, path = (0, None) if newest is None else (newest.step, str(newest.path))
@@ -178,7 +180,7 @@ def _checkpoint(
     return LastCheckpoint(step, path, max(0, furthest - kept), None if since is None else max(0.0, cause.time - since))
 
 
-def _advice(view: View, cause: Cause | None, facts: JobFacts | None, run: RunDirectory) -> list[str]:
+def _advice(view: View, cause: FailureCause | None, facts: JobFacts | None, run: RunDirectory) -> list[str]:
     """Nothing where the run is done, or at work after its failure."""
     if view.exit in (None, Exit.DONE):
         return []
@@ -198,15 +200,15 @@ def shown(path: Path) -> str:
     return str(path)
 
 
-def _waiting(found: Found, standing: Standing, view: View) -> Waiting:
-    reason = pending.explain(standing.reason)
+def _waiting(found: RunHandle, standing: JobStatus, view: View) -> Waiting:
+    reason = explain(standing.reason)
     changes: list[str] = []
     if reason.by_size:
         gpus, rest = found.config.cluster.gpus_per_node, time_left(view)
-        free = pending.read_free(_sinfo())
+        free = read_free(_sinfo())
         if not isinstance(gpus, int):
-            gpus = pending.with_gpus(found.config.cluster, free)
-        changes = pending.sooner(found.config.cluster, gpus, free, rest)
+            gpus = with_gpus(found.config.cluster, free)
+        changes = sooner(found.config.cluster, gpus, free, rest)
     return Waiting(
         reason=standing.reason,
         words=reason.words,
@@ -218,6 +220,38 @@ def _waiting(found: Found, standing: Standing, view: View) -> Waiting:
 
 def _sinfo() -> str:
     try:
-        return subprocess.run(pending.SINFO, capture_output=True, text=True, timeout=20, check=False).stdout
+        return subprocess.run(SINFO, capture_output=True, text=True, timeout=20, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
+
+
+@dataclass(frozen=True)
+class Avoided:
+    """``until``: seconds since 1970; then its failures count no more."""
+
+    node: str
+    failures: tuple[str, ...]
+    until: float
+
+    @property
+    def words(self) -> str:
+        """With the command that takes the node out of service, for who may do so."""
+        told = ", ".join(self.failures)
+        one = len(self.failures) == 1
+        count, reason = (
+            ("once", "failure") if one else (f"{len(self.failures)} times", f"{len(self.failures)} failures")
+        )
+        until = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.until))
+        drain = f"scontrol update nodename={self.node} state=drain reason='{reason}: {told}'"
+        return f"{self.node} failed {count} ({told}) and is avoided until {until}; for the staff: {drain}"
+
+
+def avoided(run: RunDirectory, exclude_hours: float) -> list[Avoided]:
+    """In the order of their names; ``exclude_hours`` is that of the run's config."""
+    failures, found = NodeFailures(run, exclude_hours * 3600), []
+    lately = failures.lately()
+    for node in sorted(failures.too_often()):
+        own = [line for line in lately if line["node"] == node]
+        times = sorted(line["time"] for line in own for _ in range(line.get("times", 1)))
+        found.append(Avoided(node, tuple(line["class"] for line in own), times[-TOO_OFTEN] + exclude_hours * 3600))
+    return found

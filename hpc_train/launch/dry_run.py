@@ -7,17 +7,17 @@ from pathlib import Path
 from omegaconf import DictConfig
 from rich.console import Console
 
-from hpc_train.cluster.gpu_memory import gpu_memory
+from hpc_train.cluster.gpus import gpu_memory
 from hpc_train.config.arguments import CommandLine, expand
-from hpc_train.config.directory import job_directory, run_directory
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.freeze import check_freeze
-from hpc_train.config.memory import GIB, estimate
-from hpc_train.launch.job import Job
-from hpc_train.launch.place import choose
-from hpc_train.launch.prepare import prepare
+from hpc_train.config.run_path import job_directory, run_directory
+from hpc_train.errors import ConfigError
+from hpc_train.launch.executors.executor import Job
+from hpc_train.launch.executors.select import select_executor
+from hpc_train.launch.submission import prepare
+from hpc_train.plan.memory import GIB, estimate
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
+from hpc_train.run.freeze import check_freeze
 
 
 def dry_run(line: CommandLine) -> int:
@@ -60,7 +60,7 @@ def _show_submissions(jobs: list[Job], directory: Path, console: Console) -> Non
     """Commands and scripts as they would be submitted, what they may cost, and the site's own verdict."""
     if not jobs:
         return
-    submitter = choose(jobs[0].config.cluster)
+    submitter = select_executor(jobs[0].config.cluster)
     for command, script in submitter.plan(jobs, directory):
         console.print(f"\n{command}\n\njob.sbatch:\n{script}", markup=False, highlight=False)
     for line in submitter.check(jobs):
@@ -68,7 +68,7 @@ def _show_submissions(jobs: list[Job], directory: Path, console: Console) -> Non
 
 
 def _plan(job: Job) -> str:
-    config, layout, submitter = job.config, job.layout, choose(job.config.cluster)
+    config, layout, submitter = job.config, job.layout, select_executor(job.config.cluster)
     check_freeze(config, job.run)
     samples, places = config.batch.global_size, layout.dp * layout.micro_batches * layout.micro_size
     padding = f" ({places - samples} of them padding)" if places > samples else ""
@@ -93,7 +93,7 @@ def _memory(job: Job) -> list[str]:
     needed = estimate(job.config, job.layout)
     if needed is None:
         return []
-    kind, local = job.config.cluster.gpu_type, choose(job.config.cluster).name == "this machine"
+    kind, local = job.config.cluster.gpu_type, select_executor(job.config.cluster).name == "this machine"
     there = gpu_memory(kind) if job.gpus and (kind is not None or local) else None
     fits = (
         ""

@@ -1,13 +1,21 @@
-"""The Hydra launcher behind ``-m``: compose and check all jobs, freeze, submit, then watch them or leave."""
+"""The Hydra launcher behind ``-m``: compose and check all jobs, freeze, submit, then watch them or leave.
+
+The Hydra sweeper behind ``-m``: which jobs there are. It writes nothing and composes nothing; the launcher does.
+
+Hydra's own makes the sweep's directory before anything is checked and composes every job once more to check it.
+"""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, filter_overrides
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
@@ -15,22 +23,29 @@ from omegaconf import DictConfig, open_dict
 from rich.console import Console
 from rich.progress import track
 
-from hpc_train.config.compose import SWEEPER
-from hpc_train.config.directory import job_directory
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.freeze import check_freeze, freeze
-from hpc_train.config.snapshot import take
-from hpc_train.config.sweeps import JobComposer
-from hpc_train.launch.job import Job
-from hpc_train.launch.place import choose
-from hpc_train.launch.prepare import prepare
-from hpc_train.launch.queue import JobQueue
-from hpc_train.launch.waiting import hand_over, report, wait
+from hpc_train.config.arguments import JobComposer
+from hpc_train.config.compose import LAUNCHER, SWEEPER, register
+from hpc_train.config.run_path import job_directory
+from hpc_train.errors import ConfigError
+from hpc_train.launch.executors.executor import Job
+from hpc_train.launch.executors.select import select_executor
+from hpc_train.launch.monitor import hand_over, report, wait
+from hpc_train.launch.submission import JobQueue, prepare
+from hpc_train.run.code import take
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
+from hpc_train.run.freeze import check_freeze, freeze
 
 T = TypeVar("T")
 MANY = 20  # jobs that take long enough to be followed by a bar
+
+
+def register_launcher() -> None:
+    """Makes schema, launcher and sweeper known to Hydra; its own search does not see every kind of editable install."""
+    register()
+    for target in (LAUNCHER, SWEEPER):
+        module, _, name = target.rpartition(".")
+        Plugins.instance().register(getattr(importlib.import_module(module), name))
 
 
 class HpcTrainLauncher(Launcher):
@@ -55,7 +70,7 @@ class HpcTrainLauncher(Launcher):
         jobs = self._jobs(job_overrides, initial_job_idx, console)
         for job in jobs:
             check_freeze(job.config, job.run)  # all of them before the first is written
-        submitter = choose(jobs[0].config.cluster)
+        submitter = select_executor(jobs[0].config.cluster)
         for line in submitter.check(jobs):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         submitter.confirm(jobs, console)
@@ -124,3 +139,19 @@ def _result(job: Job, metrics: dict[str, Any]) -> JobReturn:
     result.status = JobStatus.COMPLETED
     result.return_value = metrics.get("val_loss", metrics.get("loss"))
     return result
+
+
+class HpcTrainSweeper(BasicSweeper):
+    """Every combination of the values that are listed with commas, as Hydra's basic sweeper gives them."""
+
+    def sweep(self, arguments: list[str]) -> list[Sequence[Any]]:
+        """Launches the jobs of ``arguments``; returns the launcher's results, one list per batch."""
+        assert self.hydra_context is not None and self.launcher is not None
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        overrides = parser.parse_overrides([*self._parse_config(), *arguments])
+        results: list[Sequence[Any]] = []
+        first = 0
+        for batch in self.split_arguments(overrides, self.max_batch_size):
+            results.append(self.launcher.launch(batch, initial_job_idx=first))
+            first += len(batch)
+        return results

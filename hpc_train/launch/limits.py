@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hpc_train.cluster.site import Association, Limits, Partition, Site, seconds
-from hpc_train.config.cluster_size import asked_nodes
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.wording import nearest
-from hpc_train.launch.job import Job
+from hpc_train.config.values import asked_nodes
+from hpc_train.errors import ConfigError, nearest
+from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.sbatch import cores
+from hpc_train.slurm.site import Association, Partition, PartitionLimits, Site, seconds
 
 
 def check_limits(job: Job, site: Site) -> None:
@@ -192,7 +191,7 @@ def _check_time(job: Job, site: Site, partition: Partition | None, association: 
                 )
 
 
-def _limits(job: Job, site: Site, association: Association | None) -> Iterator[tuple[str, Limits]]:
+def _limits(job: Job, site: Site, association: Association | None) -> Iterator[tuple[str, PartitionLimits]]:
     """The limits that bind the job, and whose they are."""
     qos = job.config.cluster.qos
     if "limits" not in site.enforced:

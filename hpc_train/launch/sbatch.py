@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_train.checkpoint.stop_time import StopTime, stop_time
-from hpc_train.cluster.site import NodeKind, Partition, Site, gpus_of, seconds
-from hpc_train.config.cluster_size import asked_nodes, node_range
-from hpc_train.config.errors import ConfigError
+from hpc_train.checkpoint.space import StopTime, stop_time
 from hpc_train.config.schema import ClusterConfig, ElasticConfig
-from hpc_train.launch.job import Job
+from hpc_train.config.values import asked_nodes, node_range
+from hpc_train.errors import ConfigError
+from hpc_train.launch.executors.executor import Job
+from hpc_train.slurm.site import NodeKind, Partition, Site, gpus_of, seconds
 
 Options = Mapping[str, str | None]  # by sbatch's long names without dashes; None: an option without a value
 

@@ -2,6 +2,18 @@
 
 The same text serves ``-m``, whose resources stand on sbatch's command line, ``python -m hpc_train script``, which
 writes them into the script, and scripts by hand, which have it from ``freeze`` as ``job.sh`` of the run.
+
+What a batch script does before and after its ``srun``: the job's exit code, and asking Slurm to run it again.
+
+Shell, because a batch script stands outside of containers and may have no Python.
+
+``launch.chain``: jobs of which each begins when the one before has ended, for sites that do not requeue.
+
+All are submitted at once. A job that stops ahead of its time limit, or is lost with its node, leaves the rest of the
+run to the next one, unless it has saved nothing that the one before had not. A run that has ended in any other way
+cancels the jobs that are left: the batch script does so, from a file with their ids that the submitter writes into
+``attempts/``; should a job begin before it is written or cancelled, it sees the end of the chain beside that file and
+leaves.
 """
 
 from __future__ import annotations
@@ -9,15 +21,16 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.config.schema import ClusterConfig
-from hpc_train.launch import chain, job_gpus, requeue
 from hpc_train.launch.container import IN_SHELL, Container, quoted
+from hpc_train.launch.gpus import gpu_export_lines
 from hpc_train.launch.sbatch import Options, arguments
-from hpc_train.run.frozen_code import FrozenCode
+from hpc_train.run.code import FrozenCode
+from hpc_train.run.directory import RunDirectory
 
 ENVIRONMENT = """\
 # sites that submit with --export=NONE would leave the step without this environment
@@ -95,13 +108,13 @@ def render(script: Script) -> str:
         [*_environment(cluster), *_frozen(script.code)],
         ["# setup", *cluster.setup] if cluster.setup else [],
         [] if script.container is None else script.container.lines(),
-        job_gpus.export_lines(),
+        gpu_export_lines(),
         script.run,
-        requeue.lines_before(),
-        [] if script.chain is None else chain.lines_before(script.chain),
+        requeue_lines_before(),
+        [] if script.chain is None else chain_lines_before(script.chain),
         _step(_agent(cluster, script.container), script.goes_on_without_a_node),
         ["# teardown", *cluster.teardown] if cluster.teardown else [],
-        requeue.script_lines() if script.chain is None else [*requeue.lines_of_end(), *chain.script_lines()],
+        requeue_script_lines() if script.chain is None else [*requeue_end_lines(), *chain_script_lines()],
     ]
     return _text(blocks)
 
@@ -111,10 +124,10 @@ def by_hand(goes_on: bool) -> str:
     blocks = [
         BY_HAND.splitlines(),
         ENVIRONMENT.splitlines(),
-        job_gpus.export_lines(),
-        requeue.lines_before(),
+        gpu_export_lines(),
+        requeue_lines_before(),
         _step(['"$@"'], goes_on),
-        requeue.script_lines(),
+        requeue_script_lines(),
     ]
     return _text(blocks)
 
@@ -213,3 +226,117 @@ def _step(agent: Sequence[str], goes_on: bool) -> list[str]:
         "done",
         "trap - INT",
     ]
+
+
+REQUEUE_BEFORE = """\
+# A cancelled job never comes back: scancel sends TERM to this script too.
+cancelled=
+trap 'cancelled=yes' TERM
+
+# the names of the files in which the agents tell how this start of the job ended, and the job in Slurm's commands
+end="$RUN/attempts/end-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
+""".rstrip()
+
+REQUEUE_END = """\
+# How it ended, from the agents; srun's own code tells no more than that something failed.
+[ "$status" -eq 0 ] || status=1
+for known in 1 2 93 75 0; do
+  if grep -qsx "$known" "$end".node-*; then status=$known; break; fi
+done
+""".rstrip()
+
+REQUEUE_AFTER = """\
+# Stopped ahead of the time limit or by a preemption: ask Slurm, once, to run the job again. Not where it is being
+# cancelled (`incomplete` sees that too, should it happen now), is held (priority 0), or where Slurm requeues it itself.
+if [ "$status" -eq 75 ] && [ -e "$end.requeue" ] && [ -z "$cancelled" ]; then
+  for wait in 0 5 10 20; do
+    sleep "$wait"
+    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format='%T %Q') && break
+  done
+  if [[ "$state" == RUNNING* && "$state" != *" 0" && -z "$cancelled" ]]; then
+    trap '' TERM # Slurm ends this script when it takes the job back: scontrol is not to die of that
+    if ! scontrol requeue incomplete "$job"; then
+      echo "Slurm refuses to run the job again. This goes on: python -m hpc_train resume $RUN" >&2
+      exit 93
+    fi
+    # nodes that have failed more than once; Slurm takes the list as soon as the job waits again
+    if [ -e "$end.exclude" ]; then
+      for wait in 0 0.5 0.5 1 1; do
+        sleep "$wait"
+        if scontrol update JobId="$job" ExcNodeList="$(cat "$end.exclude")"; then break; fi
+      done
+    fi
+  fi
+fi
+exit "$status"
+""".rstrip()
+
+
+def requeue_lines_before() -> list[str]:
+    """The lines before the ``srun`` of the agents; ``$RUN`` is the run directory."""
+    return REQUEUE_BEFORE.splitlines()
+
+
+def requeue_end_lines() -> list[str]:
+    """What turns ``$status``, the exit code of ``srun``, into the job's."""
+    return REQUEUE_END.splitlines()
+
+
+def requeue_script_lines() -> list[str]:
+    """The last lines of a batch script."""
+    return [*requeue_end_lines(), *REQUEUE_AFTER.splitlines()]
+
+
+CHAIN_BEFORE = """\
+# One job of a chain. It leaves when the run has ended in an earlier one, or a person has cancelled an earlier one.
+[ ! -e "$CHAIN.over" ] || exit 0
+if [ -s "$CHAIN" ] && squeue --noheader --states=CANCELLED --jobs="$(paste -sd, "$CHAIN")" | grep -q .; then
+  scancel $(cat "$CHAIN")
+  exit 75
+fi
+saved=$(ls "$RUN/checkpoints")
+""".rstrip()
+
+CHAIN_AFTER = """\
+# The next job of the chain goes on where this one has stopped, or where its time limit or a preemption has ended it.
+if scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; then
+  cancelled=
+elif scontrol show job "$SLURM_JOB_ID" | grep -q 'Reason=TimeLimit'; then
+  cancelled=
+  if [ "$saved" = "$(ls "$RUN/checkpoints")" ]; then cancelled=yes; fi # the next would get no further
+elif [ ! -e "$end.requeue" ]; then
+  cancelled=yes
+elif [ -e "$end.exclude" ]; then # nodes that have failed more than once
+  for next in $(grep -vx "$SLURM_JOB_ID" "$CHAIN"); do
+    scontrol update JobId="$next" ExcNodeList="$(cat "$end.exclude")" || true
+  done
+fi
+if [ -n "$cancelled" ]; then # done, failed, given up, or cancelled: nothing is left to do for the others
+  : > "$CHAIN.over"
+  others=$(grep -vx "$SLURM_JOB_ID" "$CHAIN") && scancel $others
+fi
+exit "$status"
+""".rstrip()
+
+
+def chain_file(run: RunDirectory) -> Path:
+    """With the ids of the chain that is submitted next, one per line."""
+    return run.attempts / f"chain-{len(run.record().get('submissions', [])):03d}"
+
+
+def chain_lines_before(file: Path) -> list[str]:
+    return [f"CHAIN={shlex.quote(str(file))}", *CHAIN_BEFORE.splitlines()]
+
+
+def chain_script_lines() -> list[str]:
+    """The last lines of the batch script, in place of those that ask for a requeue."""
+    return CHAIN_AFTER.splitlines()
+
+
+def submit_chain(count: int, one: Callable[[str | None], str]) -> list[str]:
+    """Submits ``count`` jobs by ``one``, which takes a dependency; returns their ids in order."""
+    ids = [one(None)]
+    while len(ids) < count:
+        ids.append(one(f"afterany:{ids[-1]}"))
+    return ids

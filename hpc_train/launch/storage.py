@@ -16,11 +16,11 @@ from hpc_train.checkpoint.manifest import BadCheckpoint
 from hpc_train.checkpoint.space import MARGIN, amount
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.cluster.storage import FileSystem, Room, file_system_of, is_exported, room_in
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.model_size import state_bytes
-from hpc_train.config.save_every import parse_save_every
 from hpc_train.config.schema import Config
-from hpc_train.launch.job import Job
+from hpc_train.config.values import parse_save_every
+from hpc_train.errors import ConfigError
+from hpc_train.launch.executors.executor import Job
+from hpc_train.plan.memory import state_bytes
 
 OTHER_FILES = 64  # of a run: logs, events, metrics, W&B
 SAME_BOOT_S = 5  # Slurm and the kernel round differently

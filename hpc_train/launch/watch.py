@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_train.launch.job import Job
-from hpc_train.launch.standing import Standing
+from hpc_train.launch.executors.executor import Job
+from hpc_train.launch.job_status import JobStatus
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import last_line, read_json, read_lines
@@ -55,14 +55,14 @@ class Submitted:
     first_attempt: int
     agent_output: Path
 
-    def view(self, standing: Standing | None) -> View:
+    def view(self, standing: JobStatus | None) -> View:
         """How the job stands; ``standing`` is what the place that took it says, None where it knows nothing of it."""
         steps = self.job.config.train.steps
         return view_of(self.job.run, self.first_attempt, standing, self.agent_output, steps)
 
 
 def view_of(
-    run: RunDirectory, first_attempt: int, standing: Standing | None, output: Path, steps: int | None = None
+    run: RunDirectory, first_attempt: int, standing: JobStatus | None, output: Path, steps: int | None = None
 ) -> View:
     """How the attempts of ``run`` from ``first_attempt`` on stand.
 
@@ -101,7 +101,7 @@ def view_of(
     return replace(known, state=state, exit=code, message=failure_text(run, end.event))
 
 
-def _between_starts(end: AttemptEnd, standing: Standing | None) -> str:
+def _between_starts(end: AttemptEnd, standing: JobStatus | None) -> str:
     """The state of a job that may go on by itself."""
     if end.state != "requeued" or standing is None:
         return end.state
@@ -140,11 +140,11 @@ def _meeting(run: RunDirectory, attempt: int) -> dict[str, Any]:
     return read_json(path) if path.exists() and path.stat().st_size else {}
 
 
-def _cancelled(standing: Standing | None) -> bool:
+def _cancelled(standing: JobStatus | None) -> bool:
     return standing is not None and standing.state == "CANCELLED"
 
 
-def _lost(known: View, standing: Standing | None, output: Path) -> View:
+def _lost(known: View, standing: JobStatus | None, output: Path) -> View:
     """It ended without an agent's word: what was printed last is all there is, and what the scheduler calls it."""
     if _cancelled(standing):
         return replace(known, state="cancelled", exit=Exit.STOPPED if not known.metrics else Exit.FAILED)

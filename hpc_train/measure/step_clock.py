@@ -11,24 +11,25 @@ around each place where computing waits for communication, and around the work o
 What a stage waits for between its chunks is the bubble, whatever it waits for; so is its wait for the other stages
 before the gradient norm, which all ranks sum. A collective that runs on the compute
 stream itself (called without ``async_op`` on a GPU) counts as computing; so do those inside compiled regions.
+
+Stretches of time added up: by the host's clock, or on a GPU's own time line without making the host wait.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed import _functional_collectives
-
-from hpc_train.measure.stopwatch import make_stopwatch
 
 STAGE_WORK = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 
@@ -208,3 +209,82 @@ def _replaced(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callab
         yield
     finally:
         setattr(owner, name, original)
+
+
+class Stopwatch(Protocol):
+    """Adds up the stretches between ``begin`` and ``end``.
+
+    Attributes:
+        stretches: how many there were since the start.
+    """
+
+    stretches: int
+
+    def begin(self) -> Any:
+        """What ``end`` wants."""
+
+    def end(self, begun: Any) -> None: ...
+
+    def settle(self) -> None:
+        """Now and then: adds up what is known by now. Does not wait."""
+
+    def take(self) -> float:
+        """Seconds since the last ``take``. Waits for the device where a stretch has not ended there."""
+
+
+def make_stopwatch(device: torch.device) -> Stopwatch:
+    return DeviceStopwatch() if device.type == "cuda" else HostStopwatch()
+
+
+class HostStopwatch:
+    """A ``Stopwatch`` for the CPU, where what is waited for stops the host."""
+
+    def __init__(self) -> None:
+        self.stretches = 0
+        self._seconds = 0.0
+
+    def begin(self) -> float:
+        return time.perf_counter()
+
+    def end(self, begun: float) -> None:
+        self._seconds += time.perf_counter() - begun
+        self.stretches += 1
+
+    def settle(self) -> None:
+        pass
+
+    def take(self) -> float:
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+class DeviceStopwatch:
+    """A ``Stopwatch`` by events in the current stream. They are used again once they have passed."""
+
+    def __init__(self) -> None:
+        self.stretches = 0
+        self._seconds = 0.0
+        self._free: list[torch.cuda.Event] = []
+        self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def begin(self) -> torch.cuda.Event:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def end(self, begun: torch.cuda.Event) -> None:
+        self._open.append((begun, self.begin()))
+        self.stretches += 1
+
+    def settle(self) -> None:
+        while self._open and self._open[0][1].query():
+            first, last = self._open.popleft()
+            self._seconds += first.elapsed_time(last) * 1e-3
+            self._free += (first, last)
+
+    def take(self) -> float:
+        if self._open:
+            self._open[-1][1].synchronize()
+        self.settle()
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds

@@ -2,16 +2,22 @@
 
 The number of heads is read from the projected tensors: under tensor parallelism a rank's projections give its own heads
 and the same code runs.
+
+Rotary position embedding (Su et al. 2021, arXiv:2104.09864) in the convention of Hugging Face's Llama.
+
+The two coordinates that turn together are ``i`` and ``i + head_dim / 2`` (``rotate_half``), not neighbours as in Meta's
+own code: so published weights in HF's layout load without a permutation.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from hpc_train.models.rotary import rotate
 
 
 class Attention(nn.Module):
@@ -48,3 +54,82 @@ class Attention(nn.Module):
             enable_gqa=query.shape[2] != key.shape[2],
         )
         return self.wo(mixed.transpose(1, 2).flatten(2))
+
+
+@dataclass(frozen=True)
+class RotaryScaling:
+    """Slower low frequencies, for sequences longer than those of the pre-training, as Llama 3.1 has it.
+
+    A frequency that makes fewer than ``low_freq_factor`` turns over the original length is divided by ``factor``, one
+    that makes more than ``high_freq_factor`` is kept, those between are interpolated. The formula is that of Meta's
+    ``apply_scaling`` (github.com/meta-llama/llama-models); the names are those of Hugging Face.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: float
+
+    def of(self, frequencies: Tensor) -> Tensor:
+        """What each of ``frequencies``, in radians per position, is multiplied by."""
+        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = kept.clamp(0, 1)
+        return kept + (1 - kept) / self.factor
+
+
+def rotary_tables(
+    positions: Tensor, head_dim: int, theta: float, scaling: RotaryScaling | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's angles.
+
+    Args:
+        positions: any shape ``[...]``, integers.
+        head_dim: width of a head, even.
+        theta: base of the frequencies ``theta ** (-2 i / head_dim)``.
+
+    Returns:
+        Two tensors ``[..., head_dim]`` in float32, also under fp64: the table is part of the model's definition.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
+    periods = theta**exponents
+    angles = positions.unsqueeze(-1).float() / periods
+    if scaling is not None:
+        angles = angles * scaling.of(1 / periods)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Turns ``heads`` ``[micro, seq, heads, head_dim]`` by tables ``[seq, head_dim]`` or ``[micro, seq, head_dim]``.
+
+    Half-precision heads are turned in float32 and rounded once: rounded tables lose the relative positions of long
+    sequences.
+    """
+    first, second = heads.chunk(2, dim=-1)
+    half_turned = torch.cat((-second, first), dim=-1)
+    return (heads * cosine.unsqueeze(-2) + half_turned * sine.unsqueeze(-2)).to(heads.dtype)
+
+
+class RotaryCache:
+    """Tables of positions ``0 … length - 1``, kept for the longest sequence seen on each device.
+
+    Not a buffer of the model: it needs no memory while the model is on ``meta``, no checkpoint, and no limit of the
+    sequence length. It is read outside of compiled layers.
+    """
+
+    def __init__(self, head_dim: int, theta: float, scaling: RotaryScaling | None = None) -> None:
+        self._head_dim = head_dim
+        self._theta = theta
+        self._scaling = scaling
+        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosine and sine ``[length, head_dim]``."""
+        known = self._tables.get(device)
+        if known is None or known[0].shape[0] < length:
+            with torch.inference_mode(False), torch.no_grad():
+                positions = torch.arange(length, device=device)
+                known = rotary_tables(positions, self._head_dim, self._theta, self._scaling)
+            self._tables[device] = known
+        return known[0][:length], known[1][:length]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import CustomModelConfig, GPTConfig, ModelConfig, ViTConfig
+from hpc_train.errors import ConfigError
 from hpc_train.models.batch_norm import convert
 from hpc_train.models.gpt import GPT
 from hpc_train.models.model import Model

@@ -15,12 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import GPTConfig
-from hpc_train.models.attention import Attention
+from hpc_train.errors import ConfigError
+from hpc_train.models.attention import Attention, RotaryCache, RotaryScaling, rotary_tables
 from hpc_train.models.layer import CrossEntropyHead, PreNormLayer
 from hpc_train.models.model import FlopTerms, Model
-from hpc_train.models.rotary import RotaryCache, RotaryScaling, rotary_tables
 
 
 class GPTStem(nn.Module):

@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import GPTConfig
+from hpc_train.errors import ConfigError
 
 OUTPUT = "lm_head.weight"  # absent from the files of a tied model, or a copy of the embedding
 _WHOLE = {

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import ViTConfig
+from hpc_train.errors import ConfigError
 from hpc_train.models.attention import Attention
 from hpc_train.models.layer import CrossEntropyHead, PreNormLayer
 from hpc_train.models.model import FlopTerms, Model

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hpc_train.config.errors import ConfigError
+from hpc_train.errors import ConfigError
 from hpc_train.models.batch_norm import SyncBatchNorm
-from hpc_train.models.losses import count_correct, cross_entropy, squared_error
+from hpc_train.models.layer import count_correct, cross_entropy, squared_error
 
 Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | float]]
 

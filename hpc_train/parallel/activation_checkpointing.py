@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.recomputation import KEY, parse_recomputation
+from hpc_train.errors import ConfigError
 from hpc_train.models.model import Model
+from hpc_train.plan.techniques import KEY, parse_recomputation
 
 _NAMES = (
     "mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_dot_product_flash_attention",

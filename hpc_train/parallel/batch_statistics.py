@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import Config
+from hpc_train.errors import ConfigError
 from hpc_train.models.batch_norm import SyncBatchNorm
 from hpc_train.parallel.mesh import Mesh
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import Config
+from hpc_train.errors import ConfigError
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel import batch_statistics

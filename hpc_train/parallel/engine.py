@@ -1,15 +1,26 @@
-"""The contract between the trainer and whatever computes gradients."""
+"""The contract between the trainer and whatever computes gradients.
+
+From the sums on each rank to the numbers of a step: the one place where the host waits for the device.
+
+Random numbers of the training step (dropout) as a function of where and when, not of what came before.
+
+Seeded anew before each step, so a resumed run draws what it would have drawn, and no generator state is saved.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpc_train.data.batch import StepBatch
+from hpc_train.data.dataset import StepBatch
 from hpc_train.parallel.compression.build import Compression
+from hpc_train.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -109,3 +120,45 @@ class WrappedEngine:
 
     def clip_grad_norm_(self, max_norm: float, loss_scale: Tensor | None = None) -> Tensor:
         return self._engine.clip_grad_norm_(max_norm, loss_scale)
+
+
+def reduce_result(result: StepResult, mesh: Mesh) -> StepNumbers:
+    """Adds up ``result`` over all ranks on the training backend. Collective.
+
+    Ranks without the head hold zeros; tensor-parallel ranks computed the same sums, and only the first one's count.
+    """
+    counts = mesh.tp_rank == 0
+    correct = result.correct
+    values = [result.loss_sum, result.target_count]
+    values += [torch.zeros_like(result.loss_sum)] * 2 if correct is None else [correct, torch.ones_like(correct)]
+    sums = torch.stack([value.to(mesh.device, torch.float64) for value in values]) * counts
+    if mesh.layout.world_size > 1:
+        dist.all_reduce(sums)
+    loss_sum, target_count, correct_sum, reports = sums.tolist()
+    targets = target_count or 1.0
+    return StepNumbers(loss_sum / targets, target_count, correct_sum / targets if reports else None)
+
+
+def stream_seed(*place: object) -> int:
+    """A 63-bit seed of a place in a run, the same in every process and version of Python."""
+    digest = hashlib.blake2b(":".join(map(str, place)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def seed_step(seed: int, step: int, mesh: Mesh) -> None:
+    """Seeds the default generators of the CPU and of this rank's device for ``step``.
+
+    Tensor-parallel ranks share one stream: what is whole on each of them must be dropped alike.
+    """
+    _seed_all(stream_seed("step", seed, step, mesh.dp_rank, mesh.pp_rank), mesh.device)
+
+
+def seed_micro_batch(seed: int, step: int, logical: int, device: torch.device) -> None:
+    """The same for a logical micro-batch, whichever rank computes it."""
+    _seed_all(stream_seed("micro-batch", seed, step, logical), device)
+
+
+def _seed_all(value: int, device: torch.device) -> None:
+    torch.default_generator.manual_seed(value)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(value)

@@ -1,4 +1,7 @@
-"""Who stands where: the ranks of an attempt as a mesh with the axes pp, dp_replicate, dp_shard and tp."""
+"""Who stands where: the ranks of an attempt as a mesh with the axes pp, dp_replicate, dp_shard and tp.
+
+Collectives on one tensor that holds the parts of all ranks, under the names of torch 2.13 or those before.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from hpc_train.config.layout import Layout
+from hpc_train.plan.layout import Layout
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 
@@ -64,3 +67,7 @@ def join_mesh(layout: Layout, rank: int, device: torch.device, timeout: timedelt
         for axis in (*AXES, "dp"):
             _set_pg_timeout(timeout, mesh.group(axis))
     return mesh
+
+
+all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -1,8 +1,12 @@
-"""Canonical names: what a parameter is called, whatever wraps the module that holds it."""
+"""Canonical names: what a parameter is called, whatever wraps the module that holds it.
+
+Parameters that two modules share (tied embeddings) and that must still be shared after each was replaced.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 
@@ -40,3 +44,19 @@ def _persistent(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield canonical_name(f"{prefix}.{name}" if prefix else name), buffer
+
+
+@contextmanager
+def keep_shared(module: nn.Module) -> Iterator[None]:
+    """Inside, parameters may be replaced module by module (``to_empty``, ``parallelize_module``).
+
+    Afterwards those that were one parameter before are one again: the first one's replacement.
+    """
+    groups: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    yield
+    for first, *others in groups.values():
+        for other in others:
+            owner, _, name = other.rpartition(".")
+            setattr(module.get_submodule(owner), name, module.get_parameter(first))

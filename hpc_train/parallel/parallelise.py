@@ -1,23 +1,48 @@
-"""From a model to what a rank computes with: split, wrapped, sharded and filled, in the only order that works."""
+"""From a model to what a rank computes with: split, wrapped, sharded and filled, in the only order that works.
+
+Gives memory and values to a model that was built on ``meta``, cut and sharded.
+
+Each parameter is filled from its own generator, seeded by (seed, canonical name), so the weights are the same under
+every layout. A rank never holds more than one full parameter beside its own shards.
+
+The loss in chunks of the sequence, so that the logits of a large vocabulary never exist whole.
+
+A micro-batch's logits take ``micro x sequence x vocabulary`` numbers, and as many again for their gradient: with 128 k
+token ids far more than a layer's activations. In N chunks it is 1/N of that, for one more product with the output
+matrix (each chunk is computed again in the backward).
+
+torch.compile per layer: equal layers are compiled once, and names stay as they are.
+
+The ranks of a node compile the same graphs. They share the compiler's cache on disk (``TORCHINDUCTOR_CACHE_DIR``, which
+on Slurm is node-local) and take turns: the first compiles a graph, and the others find it there. Graphs of GPUs name
+their device, so there only the kernels of Triton are found, not the whole graph.
+"""
 
 from __future__ import annotations
 
-from typing import TypeVar
+import fcntl
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from hpc_train.config.layout import ZERO
 from hpc_train.config.schema import Config
+from hpc_train.models.layer import CrossEntropyHead
 from hpc_train.models.model import Model
 from hpc_train.models.wrapped import WrappedModel
-from hpc_train.parallel import activation_checkpointing, batch_statistics, chunked_loss, fsdp
-from hpc_train.parallel.compile import compile_layers
-from hpc_train.parallel.materialise import is_meta, materialise
+from hpc_train.parallel import activation_checkpointing, batch_statistics, fsdp
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.naming import canonical_name, keep_shared
 from hpc_train.parallel.precision import parameter_dtype
 from hpc_train.parallel.tensor import apply_tensor_parallel
+from hpc_train.plan.layout import ZERO
 
 AnyModel = TypeVar("AnyModel", bound=Model | WrappedModel)
 
@@ -48,7 +73,7 @@ def split_and_wrap(config: Config, mesh: Mesh, model: Model | WrappedModel) -> N
     """What decides how ``model`` computes, in place: all but the sharding of its state."""
     if mesh.layout.tp > 1 and isinstance(model, Model):
         apply_tensor_parallel(model, mesh.device_mesh["tp"])
-    chunked_loss.apply(model, config.train.loss_chunks)
+    apply_chunked_loss(model, config.train.loss_chunks)
     activation_checkpointing.apply(model, config.train.activation_checkpointing)
     if config.train.compile:
         compile_layers(model)
@@ -61,3 +86,88 @@ def _take_first_replica(model: nn.Module, mesh: Mesh) -> None:
     group = mesh.group("dp")
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.detach(), dist.get_global_rank(group, 0), group=group)
+
+
+def is_meta(module: nn.Module) -> bool:
+    """Whether ``module`` has no memory yet."""
+    return any(parameter.is_meta for parameter in module.parameters())
+
+
+def parameter_seed(seed: int, name: str) -> int:
+    """A 63-bit seed for the values of parameter ``name``; the same in every process, unlike ``hash``."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def materialise(
+    module: Model, device: torch.device, seed: int, dtype: torch.dtype, home: torch.device | None = None
+) -> None:
+    """Allocates ``module`` (whole or a stage, plain or sharded) and fills it with values that ``device`` draws.
+
+    Args:
+        module: on ``meta``; a tied copy (``module.tied``) gets the values of its canonical name.
+        seed: of the run.
+        dtype: of the floating-point parameters.
+        home: where the parameters are, if not on ``device``; they are sharded then.
+    """
+    with keep_shared(module):
+        module.to_empty(device=home or device)
+        module.to(dtype=dtype)
+    with torch.no_grad():
+        for raw, parameter in module.named_parameters():
+            name = canonical_name(raw)
+            _fill(module, module.tied.get(name, name), parameter, seed, device)
+    module.init_buffers(device)
+
+
+def _fill(model: Model, name: str, parameter: Tensor, seed: int, device: torch.device) -> None:
+    generator = torch.Generator(device).manual_seed(parameter_seed(seed, name))
+    if not isinstance(parameter, DTensor):
+        model.init_parameter(name, parameter, generator)
+        return
+    full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+    model.init_parameter(name, full, generator)
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
+        full = full.narrow(dim, start if length else 0, length)
+    parameter.to_local().copy_(full)
+
+
+def apply_chunked_loss(model: nn.Module, chunks: int) -> None:
+    """Tells the head of ``model`` (whole or a stage, already split by tensor parallelism), where there is one."""
+    head = model.head if isinstance(model, Model) else None
+    if isinstance(model, Model) and isinstance(head, CrossEntropyHead):
+        head.chunks, head.sequence_shards = chunks, model.sequence_shards
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Compiles each layer of ``model`` in place, or the whole model where it has no ``layers``.
+
+    After activation checkpointing is applied and before the model is sharded.
+    """
+    for module in model.layers.values() if isinstance(model, Model) else (model,):
+        module.compile(backend=_in_turn)
+
+
+def _in_turn(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """torch's own backend; one function for all layers, since another one would compile them again."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # half a second, for those who compile
+
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        with _turn():  # nothing in here waits for another rank
+            return compile_fx_inner(*args, **kwargs)
+
+    compiled: Any = compile_fx(graph, list(inputs), inner_compile=alone)
+    return compiled
+
+
+@contextmanager
+def _turn() -> Iterator[None]:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    with Path(cache_dir(), "hpc_train.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # processes that were forked meanwhile have the file open still

@@ -2,35 +2,42 @@
 
 Every rank of a pipeline reads the same batch: the first stage takes the inputs, the last the targets. The loss is
 computed inside the last stage's forward, so that the hooks of FSDP and DDP see one module from inputs to loss.
+
+The forward pass of a pipeline, for evaluation: our own, because torch's fails for schedules placed in a V.
+
+Stage s computes micro-batch m in tick s + m, so all stages work at once. Every message has a place in one order that
+holds on all ranks, (tick, stage), and each rank issues its sends and receives in that order: of the messages that are
+not through, the first in order has both its ends waiting for nothing else, so there is no deadlock, whatever the
+placement and even where a send waits for its receive.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpc_train.config.schema import Config
-from hpc_train.config.stages import place_stages
-from hpc_train.data.batch import Batch, StepBatch
+from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.models.model import Model
-from hpc_train.parallel import batch_statistics, gradient_norm, naming, own_count
+from hpc_train.parallel import batch_statistics, gradient_norm
 from hpc_train.parallel.bucket_search import Tell
 from hpc_train.parallel.compression.build import Compression
-from hpc_train.parallel.engine import StepNumbers, StepResult
+from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.naming import named_buffers, named_parameters
 from hpc_train.parallel.parallelise import parallelise
-from hpc_train.parallel.pipeline_eval import ForwardPass
 from hpc_train.parallel.precision import parameter_dtype, travelling_dtype
-from hpc_train.parallel.reduction import Turns
-from hpc_train.parallel.replicas import make_replicas
-from hpc_train.parallel.results import reduce_result
+from hpc_train.parallel.reduction import SendOrder
+from hpc_train.parallel.replicas import finish_own_count, make_replicas
 from hpc_train.parallel.schedules import Part, Schedule
-from hpc_train.parallel.split import cut, split_layers
+from hpc_train.parallel.split import TiedWeights, cut, split_layers
 from hpc_train.parallel.tensor import check_sequence
-from hpc_train.parallel.tied import TiedWeights
+from hpc_train.plan.stages import place_stages
 
 
 @dataclass
@@ -82,10 +89,10 @@ class PipelineEngine:
         held = [stage for stage in range(layout.stages) if placement[stage] == mesh.pp_rank]
         models = {stage: parallelise(config, mesh, cut(model, stage, layers)) for stage in held}
         self._tied = TiedWeights(models, model.tied, layers, placement, mesh)
-        self._parameters = naming.named_parameters(models.values(), model.tied)
+        self._parameters = named_parameters(models.values(), model.tied)
         self._own_count = model.own_count
         self._copies = [parameter for part in models.values() for parameter in part.parameters()]
-        turns: Turns = []
+        turns: SendOrder = []
         self._replicas = {  # from the last stage, whose gradients are final first under every schedule
             stage: make_replicas(
                 models[stage],
@@ -118,7 +125,7 @@ class PipelineEngine:
         return self._parameters
 
     def named_buffers(self) -> Mapping[str, Tensor]:
-        return naming.named_buffers(self.parts)
+        return named_buffers(self.parts)
 
     def compressions(self) -> tuple[Compression, ...]:
         found = (replicas.compression for replicas in self._replicas.values())
@@ -144,7 +151,7 @@ class PipelineEngine:
     def _finish(self, result: StepResult, target_count: int) -> None:
         replicas = self._replicas.values()
         if self._own_count:
-            own_count.finish(replicas, self._copies, self._mesh, result.target_count, target_count)
+            finish_own_count(replicas, self._copies, self._mesh, result.target_count, target_count)
             return
         for each in replicas:
             each.finish()
@@ -193,3 +200,85 @@ class PipelineEngine:
             return StepResult(torch.stack(sums).sum(), torch.stack(counts).sum())
         zero = torch.zeros((), dtype=parameter_dtype(self._precision), device=self._mesh.device)
         return StepResult(zero, zero.to(torch.int64))
+
+
+Sums = tuple[Tensor, Tensor, Tensor | None]  # of one micro-batch: losses, targets that count, right predictions
+
+
+def forward_order(stages: Sequence[int], placement: Sequence[int], micro_batches: int) -> list[tuple[str, int, int]]:
+    """What a rank does in a forward pass: ``("receive" | "compute", stage, micro-batch)`` in the order of all ranks.
+
+    A receive is of the input of ``stage``; a compute is followed by sending its output to the next stage's rank. Both
+    stand where the message stands: the output of stage s for micro-batch m at (s + m, s).
+
+    Args:
+        stages: those of this rank.
+        placement: the pp rank of every stage.
+    """
+    events = []
+    for stage in stages:
+        for micro in range(micro_batches):
+            events.append(((stage + micro, stage), ("compute", stage, micro)))
+            if stage > 0 and placement[stage - 1] != placement[stage]:
+                events.append(((stage - 1 + micro, stage - 1), ("receive", stage, micro)))
+    return [event for _, event in sorted(events)]
+
+
+class ForwardPass:
+    """Runs micro-batches through the stages of all ranks.
+
+    Args:
+        parts: the stages of this rank.
+        placement: the pp rank of every stage.
+        group: the ranks of this pipeline.
+    """
+
+    def __init__(self, parts: Sequence[Part], placement: Sequence[int], group: dist.ProcessGroup) -> None:
+        self._parts = {part.stage: part for part in parts}
+        self._placement = placement
+        self._group = group
+
+    @torch.no_grad()
+    def run(self, micro_batches: Sequence[Batch]) -> list[Sums]:
+        """The sums of each micro-batch, where this rank holds the last stage; nothing elsewhere.
+
+        Micro-batches may differ in shape; every rank of the pipeline passes the same.
+        """
+        last = len(self._placement) - 1
+        arriving: dict[tuple[int, int], tuple[Tensor, dist.Work | None]] = {}
+        sending: deque[tuple[Tensor, dist.Work]] = deque()
+        results: list[Sums] = []
+        for action, stage, micro in forward_order(list(self._parts), self._placement, len(micro_batches)):
+            batch, part = micro_batches[micro], self._parts[stage]
+            if action == "receive":
+                arriving[stage, micro] = self._receive(part, batch)
+                continue
+            hidden = batch.inputs if stage == 0 else _arrived(*arriving.pop((stage, micro)))
+            if stage == last:
+                results.append(part.forward(hidden, batch.context, batch.targets))
+                continue
+            output = part.forward(hidden, batch.context)
+            if self._placement[stage + 1] == self._placement[stage]:
+                arriving[stage + 1, micro] = (output, None)
+            else:
+                sending.append((output, self._send(stage, output)))
+            while len(sending) > last:  # bounds the memory; what was sent a whole pipeline ago has long arrived
+                sending.popleft()[1].wait()
+        for _, work in sending:
+            work.wait()
+        return results
+
+    def _receive(self, part: Part, batch: Batch) -> tuple[Tensor, dist.Work | None]:
+        hidden = torch.empty(part.hidden_shape(batch.inputs), dtype=part.dtype, device=batch.inputs.device)
+        return hidden, dist.irecv(hidden, group=self._group, group_src=self._placement[part.stage - 1])
+
+    def _send(self, stage: int, output: Tensor) -> dist.Work:
+        work = dist.isend(output, group=self._group, group_dst=self._placement[stage + 1])
+        assert work is not None  # None is for ranks outside of the group
+        return work
+
+
+def _arrived(hidden: Tensor, work: dist.Work | None) -> Tensor:
+    if work is not None:
+        work.wait()
+    return hidden

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from hpc_train.config.layout import ZERO, Layout
+from hpc_train.plan.layout import ZERO, Layout
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

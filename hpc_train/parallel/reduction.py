@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hpc_train.parallel.compression.exchange import Dense, Exchange
 
-Turns = list["GradientReduction"]
+SendOrder = list["GradientReduction"]
 IN_FLIGHT = 4  # buckets: enough to keep the network busy, and a bound on the memory for flat copies
 
 
@@ -42,7 +42,7 @@ class GradientReduction:
         parameters: Iterable[nn.Parameter],
         group: dist.ProcessGroup,
         bucket_cap_mb: float,
-        turns: Turns | None = None,
+        turns: SendOrder | None = None,
     ) -> None:
         self._parameters, self._turns = list(parameters), turns
         self._dense = Dense(group)
@@ -114,7 +114,7 @@ class GradientReduction:
     @torch.no_grad()
     def _send_next(self) -> None:
         bucket = self._buckets[self.sent]
-        settle_partial(bucket)
+        sum_partial_gradients(bucket)
         exchange = self._exchange.run(bucket, [local_gradient(parameter) for parameter in bucket])
         self._pending.append((next(exchange), exchange))
         self.sent += 1
@@ -130,7 +130,7 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def settle_partial(parameters: Iterable[nn.Parameter]) -> None:
+def sum_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Sums gradients that tensor-parallel ranks hold in parts (of norms over sequence shards), in place of them."""
     for parameter in parameters:
         gradient = parameter.grad

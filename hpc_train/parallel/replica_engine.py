@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from hpc_train.config.schema import Config
-from hpc_train.data.batch import Batch, StepBatch
+from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.models.model import Model
 from hpc_train.models.wrapped import WrappedModel
-from hpc_train.parallel import batch_statistics, gradient_norm, naming, own_count
+from hpc_train.parallel import batch_statistics, gradient_norm
 from hpc_train.parallel.bucket_search import Tell
 from hpc_train.parallel.compression.build import Compression
-from hpc_train.parallel.engine import StepNumbers, StepResult
+from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.naming import named_buffers, named_parameters
 from hpc_train.parallel.parallelise import parallelise
 from hpc_train.parallel.precision import autocast
-from hpc_train.parallel.replicas import make_replicas
-from hpc_train.parallel.results import reduce_result
+from hpc_train.parallel.replicas import finish_own_count, make_replicas
 from hpc_train.parallel.tensor import check_sequence
 
 
@@ -45,7 +45,7 @@ class ReplicaEngine:
         self._replicas = make_replicas(
             self._model, mesh, config.strategy, tied, tell_buckets, own_count=self._own_count
         )
-        self._parameters = naming.named_parameters([self._model], tied)
+        self._parameters = named_parameters([self._model], tied)
         self._statistics = batch_statistics.running_statistics(self._model)
 
     @property
@@ -56,7 +56,7 @@ class ReplicaEngine:
         return self._parameters
 
     def named_buffers(self) -> Mapping[str, Tensor]:
-        return naming.named_buffers(self.parts)
+        return named_buffers(self.parts)
 
     def compressions(self) -> tuple[Compression, ...]:
         return () if self._replicas.compression is None else (self._replicas.compression,)
@@ -76,7 +76,7 @@ class ReplicaEngine:
             sums.append((loss_sum.detach(), count.detach()))
         result = StepResult(*(torch.stack(column).sum(0) for column in zip(*sums, strict=True)))
         if self._own_count:
-            own_count.finish(
+            finish_own_count(
                 [self._replicas], self._parameters.values(), self._mesh, result.target_count, batch.target_count
             )
         else:

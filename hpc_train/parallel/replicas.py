@@ -1,22 +1,38 @@
-"""How the data-parallel ranks of one model are kept in step: one class per way, behind one small interface."""
+"""How the data-parallel ranks of one model are kept in step: one class per way, behind one small interface.
+
+Replicas kept in step by DistributedDataParallel: gradients are all-reduced in buckets during the last backward.
+
+Losses with a count of their own: how their gradients come to be divided by it.
+
+The backward divides by the number of targets in the data, which is known before the step. What the loss counts
+(samples, weights, elements) is known only after the last forward, so the gradients are multiplied by the ratio of the
+two afterwards, once. It is one all-reduce of a scalar and one pass over the gradients, and the host waits for nothing.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from inspect import signature
+from typing import Any, Protocol
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from hpc_train.config.layout import ZERO
 from hpc_train.config.schema import StrategyConfig
-from hpc_train.parallel import ddp, fsdp
+from hpc_train.errors import ConfigError
+from hpc_train.parallel import fsdp
 from hpc_train.parallel.bucket_search import SearchedReplicas, Tell, first_cap
 from hpc_train.parallel.compression.build import Compression
+from hpc_train.parallel.gradient_norm import multiply_
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.naming import canonical_name
-from hpc_train.parallel.reduction import GradientReduction, Turns, settle_partial
+from hpc_train.parallel.reduction import GradientReduction, SendOrder, sum_partial_gradients
+from hpc_train.plan.layout import ZERO
 
 
 class Replicas(Protocol):
@@ -53,7 +69,7 @@ class Replicas(Protocol):
         """After forwards without a backward."""
 
 
-class Reduced:
+class AllReduceReplicas:
     """Bare modules whose gradients we sum ourselves, during the last backward; also a single rank."""
 
     loss_factor = 1
@@ -64,7 +80,7 @@ class Reduced:
         mesh: Mesh,
         strategy: StrategyConfig,
         tied: Mapping[str, str],
-        turns: Turns,
+        turns: SendOrder,
         own_count: bool,
     ) -> None:
         self.module = module
@@ -100,13 +116,13 @@ class Reduced:
         if self.reduction is not None:
             self.reduction.reduce()
         else:
-            settle_partial(self._parameters)
+            sum_partial_gradients(self._parameters)
 
     def evaluated(self) -> None:
         pass
 
 
-class Replicated:
+class DDPReplicas:
     """DistributedDataParallel."""
 
     compression: Compression | None = None
@@ -117,7 +133,7 @@ class Replicated:
         self._wrap(first_cap(strategy))
 
     def _wrap(self, cap_mb: float) -> None:
-        self._wrapped = ddp.replicate(self._bare, self._mesh, self._strategy, cap_mb)
+        self._wrapped = replicate(self._bare, self._mesh, self._strategy, cap_mb)
         self.module: nn.Module = self._wrapped
         # A static graph is learnt in the first backward, which fails inside no_sync (an assertion of torch's reducer).
         # Reducing after every micro-batch of the first step gives the same sums.
@@ -133,7 +149,7 @@ class Replicated:
         pass
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        return ddp.accumulating(self._wrapped, last or self._sync_always)
+        return accumulating(self._wrapped, last or self._sync_always)
 
     def backward_done(self) -> None:
         pass
@@ -178,7 +194,7 @@ def make_replicas(
     strategy: StrategyConfig,
     tied: Mapping[str, str],
     tell: Tell | None = None,
-    turns: Turns | None = None,
+    turns: SendOrder | None = None,
     own_count: bool = False,
 ) -> Replicas:
     """``module`` holds its values, and is sharded where the strategy says so.
@@ -194,6 +210,90 @@ def make_replicas(
         return Sharded(module, mesh, data_parallel)
     ddp = layout.dp > 1 and data_parallel == "ddp"
     turns = [] if turns is None else turns
-    replicas = Replicated(module, mesh, strategy) if ddp else Reduced(module, mesh, strategy, tied, turns, own_count)
+    replicas = (
+        DDPReplicas(module, mesh, strategy)
+        if ddp
+        else AllReduceReplicas(module, mesh, strategy, tied, turns, own_count)
+    )
     searches = strategy.bucket_cap_mb == "auto" and layout.dp > 1 and data_parallel in ("ddp", "reduce")
     return SearchedReplicas(replicas, mesh, tell) if searches else replicas
+
+
+# The name changed in torch 2.13.
+_RENAMED = "forward_sync_buffers" in signature(DistributedDataParallel.__init__).parameters
+_KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
+
+
+def replicate(model: nn.Module, mesh: Mesh, strategy: StrategyConfig, bucket_cap_mb: float) -> DistributedDataParallel:
+    """Wraps ``model``, which holds its values already, for the dp ranks.
+
+    The gradients come out averaged over the dp ranks: scale the loss by their number where a sum is wanted. Buffers
+    are not broadcast: nothing in a forward may depend on another rank's (batch statistics: ``batch_statistics.py``).
+    """
+    return DistributedDataParallel(
+        model,
+        process_group=mesh.group("dp"),
+        bucket_cap_mb=bucket_cap_mb,
+        gradient_as_bucket_view=True,
+        static_graph=strategy.static_graph,
+        **_KEEP_BUFFERS,
+    )
+
+
+@contextmanager
+def accumulating(model: DistributedDataParallel, last: bool) -> Iterator[None]:
+    """Around forward and backward of each micro-batch: gradients are reduced in the ``last`` one only.
+
+    Raises:
+        ConfigError: a parameter was not used in the step before.
+    """
+    try:
+        with nullcontext() if last else model.no_sync():
+            yield
+    except RuntimeError as error:
+        if "Expected to have finished reduction" not in str(error):
+            raise
+        raise ConfigError(
+            "the model has parameters that its forward does not use: DDP waits for their gradients",
+            where="strategy.static_graph",
+            mend="strategy.static_graph=true where every step leaves out the same ones, else "
+            "strategy.data_parallel=reduce",
+        ) from error
+
+
+def finish_own_count(
+    replicas: Iterable[Replicas], parameters: Iterable[nn.Parameter], mesh: Mesh, own_count: Tensor, target_count: int
+) -> None:
+    """Finishes all ``replicas`` of this rank, and divides the gradients by the count of the loss. Collective.
+
+    Compression carries what it leaves out to the next step, so there the division comes before the reduction, which
+    has not begun. Elsewhere it comes after it: a part of the gradients was reduced during the backward.
+
+    Args:
+        parameters: all of this rank, every copy of a tied one.
+        own_count: what the loss counted on this rank.
+        target_count: of the data of the global batch, by which the gradients are divided already.
+    """
+    replicas = list(replicas)
+    compresses = any(each.compression is not None for each in replicas)
+    if compresses:
+        divide_by_count_(parameters, mesh, own_count, target_count)
+    for each in replicas:
+        each.finish()
+    if not compresses:
+        divide_by_count_(parameters, mesh, own_count, target_count)
+
+
+@torch.no_grad()
+def divide_by_count_(parameters: Iterable[nn.Parameter], mesh: Mesh, own_count: Tensor, target_count: int) -> None:
+    """From a gradient divided by ``target_count`` to one divided by ``own_count`` of all ranks. Collective.
+
+    Tensor-parallel ranks computed the same count, and only the first one's counts. Where it is zero, the sum of losses
+    is left as it is.
+    """
+    count = own_count.to(mesh.device, torch.float64) * (mesh.tp_rank == 0)
+    if mesh.layout.world_size > 1:
+        dist.all_reduce(count)
+    ratio = max(1, target_count) / torch.where(count == 0, 1.0, count)
+    gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
+    multiply_([grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients], ratio)

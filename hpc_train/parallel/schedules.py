@@ -23,7 +23,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from hpc_train.data.batch import Batch
+from hpc_train.data.dataset import Batch
 from hpc_train.models.model import Model
 from hpc_train.parallel.precision import autocast
 

@@ -24,11 +24,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from hpc_train.config.errors import ConfigError
+from hpc_train.errors import ConfigError
 from hpc_train.models.gpt import GPT
 from hpc_train.models.model import Model
 from hpc_train.models.vit import ViT
-from hpc_train.parallel.sharing import keep_shared
+from hpc_train.parallel.naming import keep_shared
 
 Plan = dict[str, ParallelStyle]
 
@@ -55,7 +55,7 @@ def check_sequence(model: Model, inputs: Tensor) -> None:
         )
 
 
-class Replicated(ParallelStyle):
+class ReplicatedStyle(ParallelStyle):
     """Parameters whole on every rank; tensors come in and go out whole."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -133,15 +133,15 @@ def _vit_plan(model: ViT) -> Plan:
     whole = Replicate()
     plan: Plan = {}
     if model.stem is not None:
-        plan["stem"] = Replicated()
+        plan["stem"] = ReplicatedStyle()
     layer: Plan = {
-        "attention_norm": Replicated(),
+        "attention_norm": ReplicatedStyle(),
         "attention": PrepareModuleInput(input_layouts=(whole, None), desired_input_layouts=(whole, None)),
         "attention.wq": ColwiseParallel(),
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),
         "attention.wo": RowwiseParallel(),
-        "ffn_norm": Replicated(),
+        "ffn_norm": ReplicatedStyle(),
         "ffn": PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,)),
         "ffn.w1": ColwiseParallel(),
         "ffn.w2": RowwiseParallel(),
@@ -149,5 +149,5 @@ def _vit_plan(model: ViT) -> Plan:
     for key in model.layers:
         plan |= {f"layers.{key}.{name}": style for name, style in layer.items()}
     if model.head is not None:
-        plan["head"] = Replicated()
+        plan["head"] = ReplicatedStyle()
     return plan

@@ -25,10 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.config.errors import ConfigError
-from hpc_train.run import turns
+from hpc_train.errors import ConfigError
+from hpc_train.run.file_lock import LockOwner, exclusive, superseded
 from hpc_train.run.files import read_json, read_lines, write_json
-from hpc_train.run.holder import Holder
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class RunDirectory:
 
     def update_record(self, **fields: Any) -> dict[str, Any]:
         """Merges ``fields`` into ``run.json``. The submitter, the agent and rank 0 may call it at the same time."""
-        with turns.alone(self.path / ".turns" / "record"):
+        with exclusive(self.path / ".turns" / "record"):
             record = self.record() | fields
             write_json(self.path / "run.json", record)
             return record
@@ -106,7 +105,7 @@ class RunDirectory:
         """The highest attempt number that was claimed, -1 before the first."""
         return max((int(path.stem) for path in self.attempts.glob("[0-9]*.json")), default=-1)
 
-    def claim_attempt(self, holder: Holder | None = None) -> int:
+    def claim_attempt(self, holder: LockOwner | None = None) -> int:
         """Takes the next attempt number for a new start of the workers. Called by the agent of node 0 only.
 
         Args:
@@ -115,7 +114,7 @@ class RunDirectory:
         Raises:
             ConfigError: another process holds the run's lease, or has taken it over.
         """
-        other = turns.passed_over(lease_folder(self.path), holder or Holder.of_this_process())
+        other = superseded(lease_folder(self.path), holder or LockOwner.of_this_process())
         if other is not None:
             raise ConfigError(
                 f"{other.holder()} works on the run by now; this process may not start an attempt",

@@ -144,7 +144,7 @@ class Diverged(CollectiveFailure, FloatingPointError):
 
 def classify(error: BaseException) -> Failure:
     """The class of an exception that ended a worker. Looks at types and messages; needs no torch."""
-    from hpc_train.config.errors import ConfigError
+    from hpc_train.errors import ConfigError
 
     if isinstance(error, ConfigError):
         return Failure.REFUSED

@@ -1,11 +1,17 @@
-"""How a run goes, read from its run directory: a live line while it trains, a summary when it is done. No torch."""
+"""How a run goes, read from its run directory: a live line while it trains, a summary when it is done. No torch.
+
+Losses over steps as a small text chart.
+
+What the console says of saves that fail, from the events of rank 0. No torch.
+"""
 
 from __future__ import annotations
 
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +22,6 @@ from rich.text import Text
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json, read_lines
 from hpc_train.run.ledger import Account, read_ledger
-from hpc_train.telemetry.loss_chart import TRAIN, VALIDATION, loss_chart
-from hpc_train.telemetry.saves import Saves, saves
 
 LOOK_EVERY_S = 0.5
 PLAIN_LINE_EVERY_S = 5.0  # where the output is not a terminal
@@ -233,3 +237,105 @@ class _NewLines:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
+
+
+WIDTH, HEIGHT = 56, 10
+TRAIN, VALIDATION = "•", "o"
+
+Point = tuple[int, float]
+
+
+def loss_chart(metrics: Sequence[dict[str, Any]], width: int = WIDTH, height: int = HEIGHT) -> str:
+    """The training loss (•) and the validation loss (o) of lines of metrics; empty with less than two losses.
+
+    Each column shows the mean of the losses that fall into it.
+    """
+    train, validation = _points(metrics, "loss"), _points(metrics, "val_loss")
+    if len(train) < 2:
+        return ""
+    steps = [step for step, _ in train + validation]
+    values = [value for _, value in train + validation]
+    low, high = min(values), max(values)
+    grid = [[" "] * width for _ in range(height)]
+    for points, mark in ((train, TRAIN), (validation, VALIDATION)):
+        for column, value in _columns(points, min(steps), max(steps), width):
+            row = 0 if high == low else round((high - value) / (high - low) * (height - 1))
+            grid[row][column] = mark
+    labels = {0: f"{high:.3f}", height - 1: f"{low:.3f}"}
+    lines = [f"{labels.get(row, ''):>8} ┤{''.join(cells).rstrip()}" for row, cells in enumerate(grid)]
+    first, last = f"step {min(steps)}", str(max(steps))
+    axis = f"{'':>8} └{'─' * width}"
+    return "\n".join([*lines, axis, f"{'':>10}{first}{last:>{max(1, width - len(first))}}"])
+
+
+def _points(metrics: Iterable[dict[str, Any]], key: str) -> list[Point]:
+    return [(line["step"], line[key]) for line in metrics if line.get(key) is not None]
+
+
+def _columns(points: Sequence[Point], first: int, last: int, width: int) -> list[tuple[int, float]]:
+    columns: dict[int, list[float]] = {}
+    for step, value in points:
+        columns.setdefault(round((step - first) / max(1, last - first) * (width - 1)), []).append(value)
+    return [(column, sum(values) / len(values)) for column, values in columns.items()]
+
+
+Event = dict[str, Any]
+
+_KIND_OF_ERROR = re.compile(r"OSError: \[Errno \d+\] ")
+
+
+@dataclass
+class Saves:
+    """How the saves of a run go. The first that fails is told in a line, those after it are counted.
+
+    Attributes:
+        kept: the step of the newest checkpoint; 0 before the first.
+        failed: saves in a row, up to now.
+    """
+
+    kept: int = 0
+    failed: int = 0
+
+    def told(self, event: Event) -> str | None:
+        """Returns the line that the console shows for ``event``; None for most kinds of event."""
+        name, step = event["event"], int(event.get("step") or 0)
+        if name in ("resumed", "rolled_back"):
+            self.kept = int(event.get("to_step", step))
+            self.failed = 0 if name == "resumed" else self.failed
+        elif name == "checkpoint_saved":
+            before, self.failed, self.kept = self.failed, 0, step
+            if before:
+                return f"saving works again: checkpoint of step {step} (failed before: {saves(before)})"
+        elif name == "checkpoint_failed":
+            self.failed += 1
+            if self.failed == 1 and not event.get("final"):
+                stake = f"{self._at_stake} would be lost"
+                return f"saving fails since step {step}: {reason(event)}; training goes on, and {stake}"
+        elif name == "save_waits":
+            return (
+                f"the last save, of step {step}, fails: {reason(event)}\n"
+                f"  it is tried again for up to {event['seconds']:.0f} s: make room in {event['path']}; "
+                f"else the run fails, and {self._at_stake} are lost"
+            )
+        return None
+
+    @property
+    def _at_stake(self) -> str:
+        return f"the steps after checkpoint {self.kept}" if self.kept else "all its steps"
+
+
+def saves(count: int) -> str:
+    return f"{count} save{'s' if count > 1 else ''}"
+
+
+def reason(event: Event) -> str:
+    """Its message without the names of Python."""
+    return _KIND_OF_ERROR.sub("", str(event["message"]))
+
+
+def failing(events: Iterable[Event]) -> int:
+    """How many saves in a row have failed up to the end of ``events``."""
+    found = Saves()
+    for event in events:
+        found.told(event)
+    return found.failed

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpc_train.config.errors import ConfigError
+from hpc_train.errors import ConfigError
 
 BLOCK = 256
 LEAST = 4096  # elements; smaller tensors, and those that are no multiple of BLOCK, keep full moments

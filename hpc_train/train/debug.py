@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from hpc_train.data.batch import StepBatch
+from hpc_train.data.dataset import StepBatch
 from hpc_train.parallel.engine import Engine, StepResult, WrappedEngine
 from hpc_train.parallel.naming import canonical_name
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import OptimConfig
+from hpc_train.errors import ConfigError
 
 LR_SCALINGS = ("none", "linear", "sqrt")
 SCHEDULES = ("constant", "linear", "cosine", "wsd")

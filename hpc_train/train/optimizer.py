@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import OptimConfig
+from hpc_train.errors import ConfigError
 from hpc_train.train.compact_adamw import CompactAdamW, is_8bit, wide
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_train.data.batch import StepBatch
+from hpc_train.data.dataset import StepBatch
 from hpc_train.measure.shares import timed_stages
 from hpc_train.parallel.balance import SplitPlan
 from hpc_train.parallel.engine import Engine, StepResult, WrappedEngine

@@ -1,7 +1,11 @@
-"""What rank 0 tells of a run: metrics, a line in the log, and the result at the end. Other ranks tell nothing."""
+"""What rank 0 tells of a run: metrics, a line in the log, and the result at the end. Other ranks tell nothing.
+
+One line that says whether two trainings ended with the same weights, bit for bit.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,17 +15,17 @@ import torch
 
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.config.schema import Config
-from hpc_train.data.skipped import Skipped
-from hpc_train.measure.advice import AdviceWatch
+from hpc_train.data.sampler import Skipped
+from hpc_train.measure.suggestions import AdviceWatch
+from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.ledger import read_ledger
-from hpc_train.telemetry.metrics import MetricsLog, Sink, finite_or_none
+from hpc_train.telemetry.metrics import MetricsLog, Sink, TensorBoard, finite_or_none
 from hpc_train.telemetry.progress import duration, spent_line
-from hpc_train.telemetry.tensorboard import TensorBoard
 from hpc_train.telemetry.wandb_run import WandbIdentity, WandbRun
-from hpc_train.train.memory_report import MemoryReport
+from hpc_train.train.memory import MemoryReport
 from hpc_train.train.step import SkippedSteps
 
 RESULT = ("loss", "val_loss", "val_accuracy", "samples", "tokens", "mfu", "hfu")
@@ -190,3 +194,13 @@ def _in_words(line: dict[str, Any], total: int) -> str:
 
 def _short(value: Any) -> str:
     return f"{value:,.4f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+
+
+def weights_sha256(engine: Engine) -> str:
+    """SHA-256 over the names and bytes of all parameters and buffers, by name; on a rank that holds them whole."""
+    digest = hashlib.sha256()
+    for name, value in sorted([*engine.named_parameters().items(), *engine.named_buffers().items()]):
+        plain = value.detach().cpu().contiguous()
+        digest.update(f"{name} {plain.dtype} {tuple(plain.shape)}\n".encode())
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -2,6 +2,8 @@
 
 In each iteration the ranks read what they agreed on one step ago, announce the step to come, and compute. They stop
 together, at the same step, after a checkpoint.
+
+The exact mean over the validation set, under every strategy.
 """
 
 from __future__ import annotations
@@ -12,28 +14,27 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
+from torch import Tensor
+
 from hpc_train.checkpoint.manager import CheckpointManager, RestoredState
 from hpc_train.config.schema import Config
-from hpc_train.data.batch import StepBatch
+from hpc_train.data.dataset import StepBatch
 from hpc_train.data.feed import NOTHING, LocalBatch, TrainFeed
-from hpc_train.data.skipped import Skipped
-from hpc_train.parallel.engine import Engine
+from hpc_train.data.sampler import Skipped
+from hpc_train.parallel.engine import Engine, StepNumbers, StepResult
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.run.agent_worker import Heartbeat, Phase
 from hpc_train.run.exits import Diverged, Exit
-from hpc_train.run.heartbeat import Heartbeat, Phase
-from hpc_train.run.stop import StopFlag
+from hpc_train.run.requests import StopFlag
 from hpc_train.train.control import Control
 from hpc_train.train.divergence import Divergence, DivergenceWatch
-from hpc_train.train.evaluation import evaluate
-from hpc_train.train.last_save import LastSave
-from hpc_train.train.measures import Measures
-from hpc_train.train.memory_report import report_memory
-from hpc_train.train.meter import Meter
+from hpc_train.train.measures import Measures, Meter
+from hpc_train.train.memory import report_memory
 from hpc_train.train.profiler import Profiler
-from hpc_train.train.report import Report
-from hpc_train.train.save_schedule import SaveSchedule
+from hpc_train.train.report import Report, weights_sha256
+from hpc_train.train.saving import LastSave, SaveSchedule
 from hpc_train.train.step import StepOutcome, TrainStep
-from hpc_train.train.weights_hash import weights_sha256
 
 
 @dataclass(frozen=True)
@@ -285,3 +286,41 @@ def skipped_data(restored: RestoredState) -> Skipped:
 
 def _falls_on(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def evaluate(
+    engine: Engine, feed: Iterable[LocalBatch], control: Control | None = None, stop: StopFlag | None = None
+) -> StepNumbers | None:
+    """Mean loss (and accuracy) over all targets that ``feed`` brings to all ranks. Collective.
+
+    Sums are added up over batches and ranks, in fp64, and divided once: padding and short batches weigh nothing.
+
+    Args:
+        control: by which the ranks agree on a stop request after each batch; without it there is no heed of one.
+        stop: of this rank.
+
+    Returns:
+        None where it was cut short by a stop request.
+    """
+    total: StepResult | None = None
+    for batch in feed:
+        if control is not None:
+            control.post(stop is not None and stop.requested, 0)
+        result = engine.eval_step(StepBatch(batch.micro_batches, max(1, batch.local_count)))
+        result = StepResult(_wide(result.loss_sum), _wide(result.target_count), result.correct)
+        total = result if total is None else _add(total, result)
+        if control is not None and control.read().stop:
+            return None
+    if total is None:
+        raise ValueError("the validation feed brought no batch")
+    return engine.reduce(total)
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.to(torch.float64)
+
+
+def _add(one: StepResult, other: StepResult) -> StepResult:
+    both = one.correct is not None and other.correct is not None
+    correct = one.correct + other.correct if both else None  # type: ignore[operator]
+    return StepResult(one.loss_sum + other.loss_sum, one.target_count + other.target_count, correct)

@@ -14,46 +14,38 @@ import torch.distributed as dist
 import torch.distributed.checkpoint  # noqa: F401  slow to import: the warm parent has it, forked workers need not
 
 from hpc_train.checkpoint.manager import CheckpointManager, RestoredState
-from hpc_train.config.debug import DEBUG_STEPS
-from hpc_train.config.freeze import load
-from hpc_train.config.profiled_steps import parse_profile
-from hpc_train.config.save_every import parse_save_every
 from hpc_train.config.schema import Config
+from hpc_train.config.values import DEBUG_STEPS, parse_profile, parse_save_every
 from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import Dataset
 from hpc_train.data.feed import NOTHING, EvalFeed, TrainFeed, loader_workers
-from hpc_train.data.skipped import Skipped
-from hpc_train.measure.advice import AdviceWatch
-from hpc_train.measure.mends import Setting
+from hpc_train.data.sampler import Skipped
+from hpc_train.measure.suggestions import AdviceWatch, SuggestedSetting
 from hpc_train.measure.utilisation import FORMULA, described
 from hpc_train.parallel.balance import SplitPlan, plan_split
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.preflight.run import nccl_log, preflight
+from hpc_train.run.agent_worker import Heartbeat, Phase, WorkerSpec
+from hpc_train.run.code import check_imports
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
-from hpc_train.run.frozen_code import check_imports
-from hpc_train.run.heartbeat import Heartbeat, Phase
-from hpc_train.run.stop import StopFlag
-from hpc_train.run.worker_spec import WorkerSpec
-from hpc_train.train.bucket_choice import teller, with_known_buckets
-from hpc_train.train.compression_choice import with_chosen_compression
+from hpc_train.run.freeze import load
+from hpc_train.run.requests import StopFlag
+from hpc_train.train.auto_choices import teller, with_chosen_compression, with_known_buckets
 from hpc_train.train.debug import DebuggedEngine
 from hpc_train.train.divergence import DivergenceWatch
-from hpc_train.train.flight_recorder import answer_questions
-from hpc_train.train.last_save import LastSave
 from hpc_train.train.learning_rate import peak_rate
-from hpc_train.train.measures import Measures
-from hpc_train.train.meter import Meter, make_meter
+from hpc_train.train.measures import Measures, Meter, make_meter
+from hpc_train.train.memory import explained
 from hpc_train.train.optimizer import Optimizer
-from hpc_train.train.out_of_memory import explained
 from hpc_train.train.pipeline_balance import BalanceWatch
-from hpc_train.train.preflight import nccl_log, preflight
-from hpc_train.train.processes import join, leave
+from hpc_train.train.processes import answer_questions, join, leave
 from hpc_train.train.profiler import Profiler
 from hpc_train.train.report import open_report
-from hpc_train.train.save_schedule import PRIOR_PER_GPU_HOUR, SaveSchedule, failure_rate
+from hpc_train.train.saving import PRIOR_PER_GPU_HOUR, LastSave, SaveSchedule, failure_rate
 from hpc_train.train.step import TrainStep
 from hpc_train.train.trainer import Length, Trainer, skipped_data
 
@@ -188,7 +180,7 @@ def _advice_watch(config: Config, mesh: Mesh, spec: WorkerSpec, dataset: Dataset
         return None
     cores = max(1, len(os.sched_getaffinity(0)) // spec.local_world_size)
     workers = loader_workers(config.batch, dataset, spec.local_world_size)
-    return AdviceWatch(Setting(config, mesh.layout, spec.nodes, spec.local_world_size, workers, cores))
+    return AdviceWatch(SuggestedSetting(config, mesh.layout, spec.nodes, spec.local_world_size, workers, cores))
 
 
 def _save_schedule(config: Config, run: RunDirectory, mesh: Mesh) -> SaveSchedule:

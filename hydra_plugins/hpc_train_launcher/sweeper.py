@@ -1,7 +1,7 @@
 """Hydra takes a sweeper only from a class defined under ``hydra_plugins``; the real one is in ``hpc_train``."""
 
-from hpc_train.launch import sweeper
+from hpc_train.launch import launcher
 
 
-class HpcTrainSweeper(sweeper.HpcTrainSweeper):
+class HpcTrainSweeper(launcher.HpcTrainSweeper):
     """The jobs of ``-m``."""

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from hpc_train.cli import run
-from hpc_train.config.freeze import freeze
 from hpc_train.config.translate import translate
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.freeze import freeze
 from tests.config.composing import config_of
 from tests.doors.command import hpc_train
 
@@ -175,7 +175,7 @@ def test_an_unreadable_file_is_told(
 def test_a_live_run_and_changed_identity_keys_are_told(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, live = config_of("run.name=live"), RunDirectory(place / "outputs" / "live")
     freeze(config, live)
-    with lease.hold(live):
+    with lease.hold_lease(live):
         assert run(["run.name=live", "launch.dry_run=true"]) == 2
     assert "is live" in "".join(capsys.readouterr())
     assert run(["run.name=live", "model.dim=64", "launch.dry_run=true"]) == 2

@@ -34,9 +34,9 @@ def work(rank: int, address: str, device: str, steps: int) -> dict[str, Any]:
     import torch.distributed as dist
 
     from hpc_train.config.compose import compose, typed
-    from hpc_train.config.layout import resolve_layout
     from hpc_train.parallel.compression.auto import choose
     from hpc_train.parallel.mesh import join_mesh
+    from hpc_train.plan.layout import resolve_layout
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://{address}:29517", rank=rank, world_size=2)
@@ -58,7 +58,7 @@ def _train(config: Any, mesh: Any, device: str, steps: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from hpc_train.data.batch import Batch, StepBatch
+    from hpc_train.data.dataset import Batch, StepBatch
     from hpc_train.parallel.build import build_engine
     from hpc_train.train.optimizer import Optimizer
     from hpc_train.train.step import TrainStep

@@ -25,19 +25,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hpc_train.bench.bare_loop import raw_batches, raw_loop
+from hpc_train.bench.request import paired_ratio
+from hpc_train.bench.step_worker import _StepBench
 from hpc_train.config.compose import compose, typed
-from hpc_train.config.layout import Layout
 from hpc_train.config.schema import Config
-from hpc_train.config.validate import validate
-from hpc_train.data.batch import Batch
-from hpc_train.measure.raw import raw_batches, raw_loop
-from hpc_train.measure.sampling import paired_ratio
+from hpc_train.data.dataset import Batch
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
-from hpc_train.parallel.materialise import materialise
 from hpc_train.parallel.mesh import Mesh, join_mesh
-from hpc_train.run.stop import StopFlag
-from hpc_train.train.benchmark import _Bench
+from hpc_train.parallel.parallelise import materialise
+from hpc_train.plan.layout import Layout
+from hpc_train.plan.validate import validate
+from hpc_train.run.requests import StopFlag
 
 OURS, BARE, FABRIC, ACCELERATE = "ours", "bare", "fabric", "accelerate"
 WARMUP = 3  # steps of each contender
@@ -88,7 +88,7 @@ def contender(name: str, case: Case, config: Config, mesh: Mesh) -> Turn:
         NotThere: it has no such strategy.
     """
     if name == OURS:
-        return _Bench(config, mesh, StopFlag()).step
+        return _StepBench(config, mesh, StopFlag()).step
     if name == BARE:
         if case.bare is None:
             raise NotThere("no bare loop")

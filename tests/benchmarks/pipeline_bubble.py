@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpc_train.config.layout import STAGES_PER_RANK, Layout, resolve_layout
 from hpc_train.config.schema import (
     BatchConfig,
     Config,
@@ -28,9 +27,10 @@ from hpc_train.config.schema import (
     SyntheticDataConfig,
     TrainConfig,
 )
-from hpc_train.data.batch import Batch, StepBatch
+from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.models.gpt import GPT
-from hpc_train.parallel.bubble import ideal_bubble
+from hpc_train.plan.layout import STAGES_PER_RANK, Layout, resolve_layout
+from hpc_train.plan.partition import ideal_bubble
 from tests.ranks import run_ranks
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv")

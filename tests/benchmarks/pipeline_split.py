@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hpc_train.bench.request import Spread, paired_ratio
 from hpc_train.config.schema import (
     BatchConfig,
     Config,
@@ -24,17 +25,16 @@ from hpc_train.config.schema import (
     SyntheticDataConfig,
     TrainConfig,
 )
-from hpc_train.config.validate import validate
-from hpc_train.data.batch import StepBatch
 from hpc_train.data.build import build_dataset
+from hpc_train.data.dataset import StepBatch
 from hpc_train.data.feed import example_micro_batch
-from hpc_train.measure.sampling import Spread, paired_ratio
 from hpc_train.measure.shares import timed_stages
 from hpc_train.models.gpt import GPT, SwiGLU
 from hpc_train.parallel.balance import plan_split
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh, join_mesh
 from hpc_train.parallel.split import split_layers
+from hpc_train.plan.validate import validate
 from tests.ranks import run_ranks
 
 SIZES = {"vocab_size": 8192, "n_layers": 8, "dim": 256, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 512}

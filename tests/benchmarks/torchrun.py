@@ -19,12 +19,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hpc_train.config.freeze import load
-from hpc_train.config.layout import resolve_layout
+from hpc_train.plan.layout import resolve_layout
+from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_lines
-from hpc_train.run.stop import StopFlag
-from hpc_train.run.worker_spec import WorkerSpec
+from hpc_train.run.freeze import load
+from hpc_train.run.requests import StopFlag
 from tests.faults.plan import Fault, happened, variables
 from tests.faults.trial import MARK, freeze, processes, start
 

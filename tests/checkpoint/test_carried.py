@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hpc_train.checkpoint.carried import carried_state
+from hpc_train.checkpoint.state import carried_state
 from hpc_train.config.compose import compose, typed
 from hpc_train.config.schema import Config
 from hpc_train.run.directory import RunDirectory

@@ -17,10 +17,9 @@ import torch.distributed as dist
 from hpc_train.checkpoint import disk, manager, space
 from hpc_train.checkpoint.manager import CheckpointManager, Superseded
 from hpc_train.checkpoint.manifest import verify
-from hpc_train.checkpoint.retention import Retention
-from hpc_train.checkpoint.store import CheckpointStore
+from hpc_train.checkpoint.store import CheckpointStore, Retention
 from hpc_train.checkpoint.writer import SaveFailed
-from hpc_train.config.errors import ConfigError
+from hpc_train.errors import ConfigError
 from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.progress import LONG
 from tests.checkpoint.tiny import LIMIT_S, commit

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from hpc_train.checkpoint.export import export_hf
 from hpc_train.checkpoint.listing import choose, whole
-from hpc_train.checkpoint.stored import StoredTensors
+from hpc_train.checkpoint.reader import StoredTensors
 from hpc_train.checkpoint.transfer import export, import_hf
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.imported import imported_model
 from hpc_train.config.schema import GPTConfig
+from hpc_train.errors import ConfigError
 from hpc_train.models.hf_names import gpt_config, hf_config, hf_name
 from hpc_train.models.model import Model
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.imported import imported_model
 from tests.checkpoint.made import commit
 from tests.models.models import with_values
 from tests.train.runs import frozen

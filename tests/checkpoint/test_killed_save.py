@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hpc_train.checkpoint import disk
-from hpc_train.run.stop import StopFlag
-from hpc_train.run.worker_spec import WorkerSpec
+from hpc_train.run.agent_worker import WorkerSpec
+from hpc_train.run.requests import StopFlag
 from tests.train.runs import frozen, run_attempt
 
 FULL = OSError(28, "No space left on device")

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from hpc_train.checkpoint import disk
+from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.stop import StopFlag
-from hpc_train.run.worker_spec import WorkerSpec
+from hpc_train.run.requests import StopFlag
 from tests.checkpoint.test_commands import everything
 from tests.train.runs import frozen, run_attempt
 

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.checkpoint import purged
-from hpc_train.checkpoint.purged import appears, furthest_saved
-from hpc_train.checkpoint.store import CheckpointStore
+from hpc_train.checkpoint import store
+from hpc_train.checkpoint.store import CheckpointStore, appears, furthest_saved
+from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
-from hpc_train.run.stop import StopFlag
-from hpc_train.run.worker_spec import WorkerSpec
+from hpc_train.run.requests import StopFlag
 from tests.train.runs import frozen, run_attempt
 
 SHORT = ("+strategy=dp", "model.n_layers=1", "train.steps=4", "checkpoint.every=2")
@@ -121,7 +120,7 @@ def test_a_run_that_was_removed_starts_over(tmp_path: Path) -> None:
 
 def test_a_listing_that_is_old_is_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a node whose NFS client still shows the directory as it was before the checkpoint was committed."""
-    monkeypatch.setattr(purged, "LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(store, "LOOK_AGAIN_S", 0.01)
     checkpoints = CheckpointStore(tmp_path / "checkpoints")
     assert not appears(checkpoints, 0.05)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_train.config.errors import ConfigError
+from hpc_train.errors import ConfigError
 from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.tensors import assert_same_bits, read_tensors
 from tests.checkpoint.training import make_manager

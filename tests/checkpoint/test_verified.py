@@ -18,10 +18,9 @@ import torch.distributed.checkpoint as dcp
 from hpc_train.checkpoint import manifest, verified
 from hpc_train.checkpoint.manifest import METADATA, BadCheckpoint, read_manifest, verify
 from hpc_train.checkpoint.reader import SafeReader
-from hpc_train.checkpoint.snapshot import HostCopies
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
 from hpc_train.checkpoint.verified import VerifiedSearch, on_network
-from hpc_train.checkpoint.writer import quiet
+from hpc_train.checkpoint.writer import HostCopies, quiet
 from tests.checkpoint.tensors import read_tensors
 from tests.checkpoint.tiny import commit, state_of
 from tests.checkpoint.training import make_manager

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cluster.caches import LOCK, node_local_caches, remove_shared_memory
+from hpc_train.cluster.environment import LOCK, node_local_caches, remove_shared_memory
 
 
 @pytest.fixture

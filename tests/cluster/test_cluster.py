@@ -10,8 +10,8 @@ import pytest
 from hpc_train.cluster.allocation import LOOPBACK, current_allocation, workers_per_node
 from hpc_train.cluster.environment import Variable, apply, own_environment, threads_per_rank
 from hpc_train.cluster.gpus import visible_devices, visible_gpus
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import ClusterConfig
+from hpc_train.errors import ConfigError
 
 STEP = {
     "SLURM_STEP_NUM_NODES": "4",

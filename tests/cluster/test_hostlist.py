@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.cluster.hostlist import expand
+from hpc_train.cluster.allocation import expand
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpc_train.cluster.nic_counters import Traffic, read_traffic
+from hpc_train.cluster.kernel_counters import Traffic, read_traffic
 
 
 def write(folder: Path, **values: object) -> None:

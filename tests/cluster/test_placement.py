@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cluster.placement import misplaced, refuse_misplaced
+from hpc_train.cluster.allocation import misplaced, refuse_misplaced
 from hpc_train.run.directory import RunDirectory
 from tests.doors.command import TINY, environment, hpc_train
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hpc_train.cluster.features import parse_features
-from hpc_train.cluster.site import Limits, NodeKind, Site, gpus_of, read_site, seconds
+from hpc_train.slurm.site import NodeKind, PartitionLimits, Site, gpus_of, parse_features, read_site, seconds
 
 CONFIG = """Configuration data as of 2026-01-01T00:00:00
 AccountingStorageEnforce = associations,limits,qos
@@ -69,8 +68,8 @@ def test_accounts_and_qos() -> None:
     assert found.associations is not None
     (lab,) = found.associations
     assert (lab.account, lab.default, lab.qos) == ("lab", True, frozenset({"normal", "long"}))
-    assert lab.limits == Limits(max_jobs=100, max_time_s=86400, max_nodes=2, max_gpus=8)
-    assert found.qos == {"normal": Limits(50, 43200, None, 4), "long": Limits()}
+    assert lab.limits == PartitionLimits(max_jobs=100, max_time_s=86400, max_nodes=2, max_gpus=8)
+    assert found.qos == {"normal": PartitionLimits(50, 43200, None, 4), "long": PartitionLimits()}
 
 
 def test_a_site_without_accounting_refuses_nobody_for_it() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hpc_train.cluster.topology import mapping, node_order, switch_address
-from hpc_train.config.layout import Layout
+from hpc_train.cluster.allocation import mapping, node_order, switch_address
+from hpc_train.plan.layout import Layout
 
 
 def test_nodes_of_a_switch_come_together_and_the_first_node_stays_first() -> None:

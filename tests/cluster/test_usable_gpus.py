@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from hpc_train.cluster.allocation import workers_per_node
-from hpc_train.cluster.usable_gpus import Machine, UnusableGpus, allocated_gpus, gpus_to_use
-from hpc_train.config.errors import ConfigError
+from hpc_train.cluster.gpus import Machine, UnusableGpus, allocated_gpus, gpus_to_use
 from hpc_train.config.schema import ClusterConfig
+from hpc_train.errors import ConfigError
 
 # As Slurm 22.05 sets them in a step of a job that asked for GPUs, in the batch script of such a job, in a step to
 # which srun gave none of the GPUs of its --exclusive job, and in a job without GPUs.

@@ -8,7 +8,7 @@ import pytest
 
 from hpc_train.config.arguments import CommandLine, expand, with_right_plus
 from hpc_train.config.compose import typed
-from hpc_train.config.errors import ConfigError
+from hpc_train.errors import ConfigError
 
 
 @pytest.mark.parametrize("form", ["strategy=dp", "+strategy=dp", "++strategy=dp"])

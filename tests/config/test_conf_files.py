@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 from hpc_train.config.compose import config_directory
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.layout import resolve_layout
-from hpc_train.config.memory import estimate
 from hpc_train.config.schema import Config
-from hpc_train.config.validate import ALLOWED, RANGES, WORDS, check_values, validate
+from hpc_train.errors import ConfigError
+from hpc_train.plan.layout import resolve_layout
+from hpc_train.plan.memory import estimate
+from hpc_train.plan.validate import ALLOWED, RANGES, WORDS, check_values, validate
 from tests.benchmarks.savers import ROWS
 from tests.config.composing import config_of
 

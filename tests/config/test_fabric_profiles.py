@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cluster.fabric.decision import Job, decide
-from hpc_train.cluster.fabric.facts import Gpu, NodeFacts
-from hpc_train.cluster.fabric.nccl_settings import RENAMED, Setting
-from hpc_train.cluster.fabric.profile import site_profile
 from hpc_train.config.compose import config_directory
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.validate import check_values
+from hpc_train.errors import ConfigError
+from hpc_train.fabric.decision import FabricJob, decide, site_profile
+from hpc_train.fabric.facts import Gpu, NodeFacts
+from hpc_train.fabric.nccl_settings import RENAMED, Setting
+from hpc_train.plan.validate import check_values
 from tests.config.composing import config_of
 
 PROFILES = sorted(path.stem for path in (config_directory() / "cluster" / "fabric").glob("*.yaml"))
@@ -27,7 +26,7 @@ def test_every_profile_reaches_the_environment_and_the_user_wins(name: str) -> N
     assert config.cluster.fabric.name == name and (name == "none") == (not asked)
     assert name == "none" or (config.cluster.fabric.source or "").startswith("https://")
     assert not set(asked) & set(RENAMED)
-    job = Job(2, 1, profile=site_profile(config.cluster.fabric))
+    job = FabricJob(2, 1, profile=site_profile(config.cluster.fabric))
     decided = {variable.name: variable for variable in decide([NODE, NODE], job, {}).variables}
     assert {key: decided[key].value for key in asked} == asked
     assert all(f"the site profile {name}" in decided[key].reason for key in asked)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config.directory import job_directory
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.freeze import config_hash, freeze, load
+from hpc_train.config.run_path import job_directory
 from hpc_train.config.schema import Config
-from hpc_train.run import lease, submissions
+from hpc_train.errors import ConfigError
+from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.freeze import config_hash, freeze, load
 from tests.config.composing import config_of
 
 
@@ -101,7 +101,7 @@ def test_a_fork_does_not_take_over_another_run(run: RunDirectory) -> None:
 def test_a_run_whose_process_lives_is_refused_until_it_ends(run: RunDirectory) -> None:
     freeze(config(run), run)
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    submissions.add(run, "this machine", pid=process.pid)
+    lease.add_submission(run, "this machine", pid=process.pid)
     with pytest.raises(ConfigError, match=f"live: process {process.pid}"):
         freeze(config(run), run)
     process.communicate(b"\n")
@@ -110,15 +110,15 @@ def test_a_run_whose_process_lives_is_refused_until_it_ends(run: RunDirectory) -
 
 def test_a_process_id_that_was_used_again_is_no_live_run(run: RunDirectory) -> None:
     freeze(config(run), run)
-    submissions.add(run, "this machine", pid=1)
+    lease.add_submission(run, "this machine", pid=1)
     entry = run.record()["submissions"][0]
-    run.update_record(submissions=[entry | {"pid_started": "another boot:17"}])
+    run.update_record(lease=[entry | {"pid_started": "another boot:17"}])
     freeze(config(run), run)
 
 
 def test_a_run_whose_agent_works_is_refused(run: RunDirectory) -> None:
     freeze(config(run), run)
-    with lease.hold(run), pytest.raises(ConfigError, match="live"):
+    with lease.hold_lease(run), pytest.raises(ConfigError, match="live"):
         freeze(config(run), run)
 
 
@@ -130,9 +130,9 @@ def test_slurm_is_asked_about_its_jobs(run: RunDirectory, tmp_path: Path, monkey
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", str(tools), prepend=":")
     freeze(config(run), run)
-    submissions.add(run, "Slurm", job_id="16")
+    lease.add_submission(run, "Slurm", job_id="16")
     freeze(config(run), run)
-    submissions.add(run, "Slurm", job_id="17")
+    lease.add_submission(run, "Slurm", job_id="17")
     with pytest.raises(ConfigError, match="Slurm job 17 is PENDING"):
         freeze(config(run), run)
     monkeypatch.setenv("SLURM_JOB_ID", "17")  # the job itself, started again

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config.directory import SCRATCH
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.freeze import freeze
+from hpc_train.config.run_path import SCRATCH
+from hpc_train.errors import ConfigError
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.freeze import freeze
 from tests.config.composing import config_of
 
 

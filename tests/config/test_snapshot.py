@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config import snapshot
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.snapshot import take
+from hpc_train.errors import ConfigError
+from hpc_train.run import code
+from hpc_train.run.code import FrozenCode, check_imports, frozen_code, start_again_from, take
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.frozen_code import FrozenCode, check_imports, frozen_code, start_again_from
 from tests.config.composing import config_of
 
 
@@ -185,7 +184,7 @@ def test_no_work_tree_or_not_wanted_no_copy(tree: Path, tmp_path: Path) -> None:
 
 
 def test_too_large_a_tree_is_refused_and_the_largest_are_named(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "LIMIT_BYTES", 2**20)
+    monkeypatch.setattr(code, "LIMIT_BYTES", 2**20)
     (tree / "weights.bin").write_bytes(bytes(2**20))
     with pytest.raises(ConfigError, match=r"at most 1 are copied; the largest: weights\.bin \(1\.0 MB\)"):
         taken(tree)
@@ -205,7 +204,7 @@ def test_a_module_that_git_ignores_is_refused(tree: Path, monkeypatch: pytest.Mo
 def recorded(tree: Path) -> RunDirectory:
     run = RunDirectory(tree / "outputs" / "run")
     run.create()
-    run.update_record(snapshot=asdict(taken(tree)))
+    run.update_record(code=asdict(taken(tree)))
     return run
 
 

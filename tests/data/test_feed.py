@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import BatchConfig, SyntheticDataConfig, TextDataConfig
-from hpc_train.data.batch import IGNORED
 from hpc_train.data.build import build_dataset
-from hpc_train.data.dataset import Dataset, SampleError
+from hpc_train.data.dataset import IGNORED, Dataset, SampleError
 from hpc_train.data.feed import EvalFeed, LocalBatch, TrainFeed, loader_workers
+from hpc_train.errors import ConfigError
 from tests.data.layouts import replicas
 from tests.data.stand_ins import Numbers, Where
 

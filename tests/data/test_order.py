@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_train.config.errors import ConfigError
-from hpc_train.data.order import PADDING, Order
+from hpc_train.data.sampler import PADDING, Order
+from hpc_train.errors import ConfigError
 from tests.data.layouts import replicas
 
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import CustomDataConfig, SyntheticDataConfig
 from hpc_train.data.build import build_dataset
+from hpc_train.errors import ConfigError
 
 HERE = "tests.data.stand_ins"
 

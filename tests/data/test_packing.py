@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from hpc_train.commands.prepare import main
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import TextDataConfig, TokensDataConfig
-from hpc_train.data.batch import IGNORED
 from hpc_train.data.build import build_dataset
-from hpc_train.data.packing import PackedDataset, pack, pieces_of
+from hpc_train.data.dataset import IGNORED
+from hpc_train.data.tokens import PackedDataset, pack, pieces_of
+from hpc_train.errors import ConfigError
 
 
 @pytest.mark.parametrize("seed", range(5))

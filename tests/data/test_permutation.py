@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_train.data.permutation import Permutation
+from hpc_train.data.sampler import Permutation
 
 
 @settings(deadline=None, max_examples=60)

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import CIFAR100DataConfig, ImagesDataConfig
-from hpc_train.data.augment import generator, random_box, resize, shifted_crop
 from hpc_train.data.cifar100 import MEAN, OFFICIAL_MD5, STD, CIFAR100Dataset
-from hpc_train.data.images import ImagesDataset
+from hpc_train.data.images import ImagesDataset, generator, random_box, resize, shifted_crop
+from hpc_train.errors import ConfigError
 
 COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from hpc_train.commands.prepare import main
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import TokensDataConfig
 from hpc_train.data.tokens import TokensDataset
+from hpc_train.errors import ConfigError
 
 SEPARATOR = "<|endoftext|>"
 

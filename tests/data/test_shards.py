@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 
 from hpc_train.commands.prepare import main
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import ImagesDataConfig, ShardsDataConfig
+from hpc_train.data.image_shards import ShardsDataset
 from hpc_train.data.images import ImagesDataset
-from hpc_train.data.shards import ShardsDataset
+from hpc_train.errors import ConfigError
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.data.skipped import Skipped
+from hpc_train.data.sampler import Skipped
 
 WINDOWS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 8)), max_size=6)
 

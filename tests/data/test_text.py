@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import TextDataConfig
 from hpc_train.data.build import build_dataset
 from hpc_train.data.text import TextDataset, find_files, split_files
+from hpc_train.errors import ConfigError
 
 CONTENT = {f"{folder}/{name}.txt": f"{folder}-{name} ".encode() * (3 * name) for folder in "ab" for name in range(30)}
 

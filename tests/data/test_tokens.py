@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import TokensDataConfig
 from hpc_train.data.tokens import TokensDataset
+from hpc_train.errors import ConfigError
 
 
 def write(directory: Path, written: str = "uint16", **changes: object) -> Path:

@@ -10,15 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.layout import Layout
 from hpc_train.config.schema import BatchConfig, CustomDataConfig
-from hpc_train.data.batch import IGNORED
 from hpc_train.data.build import build_dataset
-from hpc_train.data.dataset import Dataset, Indices, Sample, SampleError
+from hpc_train.data.dataset import IGNORED, Dataset, Indices, Sample, SampleError
 from hpc_train.data.feed import EvalFeed, LocalBatch, TrainFeed
-from hpc_train.data.order import PADDING, Order
-from hpc_train.data.uneven import WIDTHS, Row, TokenBalance, fitted
+from hpc_train.data.length_batching import WIDTHS, BatchRow, TokenBalance, fitted
+from hpc_train.data.sampler import PADDING, Order
+from hpc_train.errors import ConfigError
+from hpc_train.plan.layout import Layout
 from tests.data.layouts import replicas
 
 CPU = torch.device("cpu")
@@ -28,7 +27,7 @@ def lengths_of(samples: int, seed: int = 0) -> Indices:
     return np.random.default_rng(seed).geometric(1 / 60, size=samples)
 
 
-def divided(order: Order, step: int, layout: Layout, lengths: Indices) -> list[list[Row]]:
+def divided(order: Order, step: int, layout: Layout, lengths: Indices) -> list[list[BatchRow]]:
     balance = TokenBalance(lengths, layout)
     return [balance.rank_batch(order, step, rank) for rank in range(layout.dp)]
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hpc_train.config.directory import SCRATCH
+from hpc_train.config.run_path import SCRATCH
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = [

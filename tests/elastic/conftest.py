@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config.freeze import freeze
 from hpc_train.config.schema import (
     BatchConfig,
     ClusterConfig,
@@ -20,6 +19,7 @@ from hpc_train.config.schema import (
     TrainConfig,
 )
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.freeze import freeze
 
 Freeze = Callable[..., RunDirectory]
 TINY = GPTConfig(vocab_size=256, n_layers=2, dim=16, n_heads=2, n_kv_heads=2, ffn_dim=32)

@@ -11,10 +11,10 @@ import threading
 import time
 from pathlib import Path
 
-from hpc_train.config.errors import ConfigError
+from hpc_train.errors import ConfigError
+from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.exits import Exit
-from hpc_train.run.stop import StopFlag
-from hpc_train.run.worker_spec import WorkerSpec
+from hpc_train.run.requests import StopFlag
 
 
 def _mark(spec: WorkerSpec, text: str) -> None:

@@ -17,11 +17,11 @@ from typing import Any
 import psutil
 import pytest
 
-from hpc_train.elastic.stop_requests import ECHO_S
-from hpc_train.run import lease, submissions
+from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import read_json
+from hpc_train.run.requests import ECHO_S
 from tests.elastic.conftest import Freeze
 from tests.elastic.entries import start_agent
 from tests.elastic.flood import flood
@@ -357,7 +357,7 @@ def test_gpus_that_no_node_can_use_refuse_the_run(frozen: Freeze, nodes: int, as
 def test_a_node_that_cannot_use_its_gpus_is_a_fault_of_the_node(frozen: Freeze) -> None:
     """The other node has none allocated, and has CPU workers."""
     run = frozen(gpus_per_node="auto")
-    submissions.add(run, "script", job_id="77")
+    lease.add_submission(run, "script", job_id="77")
     agents = [
         start_agent(run.path, "finish", **gpus_of_slurm(0, 2, "")),
         start_agent(run.path, "finish", **gpus_of_slurm(1, 2)),

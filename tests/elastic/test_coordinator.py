@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from hpc_train.config.schema import BatchConfig, ClusterConfig, Config, ElasticConfig, StrategyConfig
-from hpc_train.elastic.budget import OVER_BUDGET
-from hpc_train.elastic.coordinator import ECHO_S, SETTLE_S, Coordinator, End, Leave, Report, Start
-from hpc_train.elastic.decision import History
-from hpc_train.elastic.failures import WorkerFailure
+from hpc_train.elastic.coordinator import ECHO_S, SETTLE_S, Coordinator, End, Leave, NodeReport, Start
+from hpc_train.elastic.decision import OVER_BUDGET, History, WorkerFailure
 from hpc_train.elastic.nodes import Node, NodeFailures, Unfit
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -19,12 +17,12 @@ from hpc_train.run.exits import Action, Exit, Failure
 from tests.elastic.conftest import TINY
 
 JOIN_UNTIL = 100.0
-DONE = Report(Exit.DONE, None, 9)
+DONE = NodeReport(Exit.DONE, None, 9)
 NO_DRIVER = Unfit("4 are allocated to the step, and the process sees none: no driver", "cluster.exclude=NODE")
 
 
-def failed(failure: Failure, step: int = 9, rank: int = 0) -> Report:
-    return Report(Exit.FAILED, WorkerFailure(rank, failure, "no", "no", 0.0), step)
+def failed(failure: Failure, step: int = 9, rank: int = 0) -> NodeReport:
+    return NodeReport(Exit.FAILED, WorkerFailure(rank, failure, "no", "no", 0.0), step)
 
 
 class Course:
@@ -58,7 +56,7 @@ class Course:
         for number in numbers:
             self.head.left(number, "gone", self.now)
 
-    def report(self, report: Report, *numbers: int) -> None:
+    def report(self, report: NodeReport, *numbers: int) -> None:
         for number in numbers:
             self.head.reported(number, report, self.now)
 
@@ -95,7 +93,7 @@ def test_a_failure_ends_the_attempt_everywhere_and_the_same_nodes_start_again(tm
     course.report(failed(Failure.KILLED), 1)
     assert isinstance(course.next(), End)
     assert course.next() is None, "the order is given once, and the others have not answered"
-    course.report(Report(Exit.FAILED, None, 9), 0, 2)
+    course.report(NodeReport(Exit.FAILED, None, 9), 0, 2)
     assert course.started() == [0, 1, 2]
 
 
@@ -236,7 +234,7 @@ def test_a_node_that_fails_at_every_start_is_done_without(tmp_path: Path) -> Non
         assert course.started() == [0, 1, 2]
         course.report(failed(Failure.KILLED, step=0), 1)
         course.next()
-        course.report(Report(Exit.FAILED, None, 0), 0, 2)
+        course.report(NodeReport(Exit.FAILED, None, 0), 0, 2)
     assert course.started() == [0, 2]
     course.report(DONE, 0, 2)
     assert action(course.next()) is Action.FINISH
@@ -269,7 +267,7 @@ def fail_on(course: Course, nodes: list[int], number: int, failure: Failure, ste
     course.report(failed(failure, step), number)
     if len(nodes) > 1:
         assert isinstance(course.next(), End)
-    course.report(Report(Exit.FAILED, None, step), *(node for node in nodes if node != number))
+    course.report(NodeReport(Exit.FAILED, None, step), *(node for node in nodes if node != number))
 
 
 @pytest.mark.parametrize(("elastic", "left"), [({"spares": 1}, [0, 2]), ({"min_nodes": 2}, [0, 2])])
@@ -345,7 +343,7 @@ def test_a_job_goes_elsewhere_where_a_node_fails_at_every_start(
         assert course.started() == [0, 1]
         course.report(failed(Failure.KILLED, step=step), 1)
         course.next()
-        course.report(Report(Exit.FAILED, None, step), 0)
+        course.report(NodeReport(Exit.FAILED, None, step), 0)
     assert action(course.next()) is expected
 
 
@@ -366,7 +364,7 @@ def test_stop_requests(tmp_path: Path, signal: str, expected: Action) -> None:
     course = Course(tmp_path, 2)
     course.started()
     course.head.stop = signal
-    course.report(Report(Exit.STOPPED, None, 9), 0, 1)
+    course.report(NodeReport(Exit.STOPPED, None, 9), 0, 1)
     assert action(course.next()) is expected
     waiting = Course(tmp_path / "waiting", 2, joined=1)
     waiting.head.stop = signal
@@ -381,7 +379,7 @@ def test_a_crash_loop_takes_three_attempts(tmp_path: Path) -> None:
         attempts += 1
         course.report(failed(Failure.HANG, step=0), 0)
         course.next()
-        course.report(Report(Exit.FAILED, None, 0), 1)
+        course.report(NodeReport(Exit.FAILED, None, 0), 1)
         order = course.next()
     assert (attempts, action(order)) == (3, Action.GIVE_UP)
 
@@ -391,5 +389,5 @@ def test_a_killed_store_is_restarted_in_place(tmp_path: Path) -> None:
     course.started()
     course.head.store_lost(course.now)
     assert isinstance(course.next(), End)
-    course.report(Report(Exit.FAILED, None, 9), 0, 1)
+    course.report(NodeReport(Exit.FAILED, None, 9), 0, 1)
     assert course.started() == [0, 1]

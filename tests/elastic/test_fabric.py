@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cluster.fabric.facts import Gpu, Nic, NodeFacts
-from hpc_train.cluster.fabric.limits import UNLIMITED, Limits
-from hpc_train.config.layout import Layout
 from hpc_train.config.schema import Config
 from hpc_train.elastic.coordinator import Start
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.nodes import Node
-from hpc_train.measure.expected import read_fabric
+from hpc_train.fabric.facts import UNLIMITED, Gpu, Nic, NodeFacts, NodeLimits
+from hpc_train.plan.layout import Layout
+from hpc_train.preflight.checks import read_fabric
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import read_json
@@ -24,10 +23,10 @@ def test_what_is_wrong_with_a_node_is_told_once(tmp_path: Path, capsys: pytest.C
     run = RunDirectory(tmp_path)
     run.create()
     good = NodeFacts(
-        "n1", (Gpu(0),), (Nic("mlx5_0", "mellanox"),), limits=Limits(UNLIMITED, 1024), gpu_direct="DMA-BUF"
+        "n1", (Gpu(0),), (Nic("mlx5_0", "mellanox"),), limits=NodeLimits(UNLIMITED, 1024), gpu_direct="DMA-BUF"
     )
     worn = replace(
-        good, node="n2", gpus=(Gpu(0, troubles=("its PCIe link has 8 of 16 lanes",)),), limits=Limits(8 << 20, 1024)
+        good, node="n2", gpus=(Gpu(0, troubles=("its PCIe link has 8 of 16 lanes",)),), limits=NodeLimits(8 << 20, 1024)
     )
     nodes = tuple(Node(i, f"n{i + 1}", "", None, 1, 1, facts) for i, facts in enumerate((good, worn)))
     start = Start(nodes, Layout(2, 1, 1, 1, "ddp", "1f1b", 1, 1, 1))

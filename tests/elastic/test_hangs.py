@@ -10,25 +10,15 @@ from typing import Any
 
 import pytest
 
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.hang_timeout import parse_hang_timeout
-from hpc_train.elastic.coordinator import Cause, root
+from hpc_train.config.values import parse_hang_timeout
+from hpc_train.elastic.coordinator import FailureReport, root
 from hpc_train.elastic.culprit import GroupState, RankState, culprit, group_states
-from hpc_train.elastic.failures import WorkerFailure
-from hpc_train.elastic.hangs import (
-    COLD_S,
-    FACTOR,
-    PATIENCE_S,
-    SEEN_S,
-    START_S,
-    UNSEEN_S,
-    Hang,
-    HangWatch,
-    patience_s,
-)
+from hpc_train.elastic.decision import WorkerFailure
+from hpc_train.elastic.hangs import COLD_S, FACTOR, PATIENCE_S, SEEN_S, START_S, UNSEEN_S, Hang, HangWatch, patience_s
 from hpc_train.elastic.stragglers import arrivals_of, find_straggler
+from hpc_train.errors import ConfigError
+from hpc_train.run.agent_worker import Beat, Phase
 from hpc_train.run.exits import Failure
-from hpc_train.run.heartbeat import Beat, Phase
 
 TICK = 0.25
 
@@ -245,7 +235,7 @@ def hang(*states: RankState) -> WorkerFailure:
     ],
 )
 def test_the_nodes_settle_whose_rank_it_is(nodes: list[WorkerFailure], rank: int) -> None:
-    causes = [Cause(failure, f"n{number}", 5.0 + number) for number, failure in enumerate(nodes)]
+    causes = [FailureReport(failure, f"n{number}", 5.0 + number) for number, failure in enumerate(nodes)]
     found = root(causes)
     assert found is not None
     assert found.failure.rank == rank

@@ -22,10 +22,10 @@ from typing import Any
 import pytest
 
 from hpc_train.elastic.channel import Channel
-from hpc_train.elastic.coordinator import Coordinator, Leave, Report, Start
-from hpc_train.elastic.failures import WorkerFailure
+from hpc_train.elastic.client import HubClient, HubLost
+from hpc_train.elastic.coordinator import Coordinator, Leave, NodeReport, Start
+from hpc_train.elastic.decision import WorkerFailure
 from hpc_train.elastic.hub import Hub
-from hpc_train.elastic.link import HubLost, Link
 from hpc_train.elastic.nodes import Node, Unfit
 from hpc_train.elastic.rendezvous import HubAddress
 from hpc_train.run.directory import RunDirectory
@@ -65,8 +65,8 @@ class Served:
         self.left.append(leave)
         return EXITS[leave.decision.action]
 
-    def link(self, number: int) -> Link:
-        return Link.connect(self.address, Node(number, f"n{number}", f"n{number}", None, 0, 2), SILENT_S)
+    def link(self, number: int) -> HubClient:
+        return HubClient.connect(self.address, Node(number, f"n{number}", f"n{number}", None, 0, 2), SILENT_S)
 
 
 def connected(served: Served) -> socket.socket:
@@ -94,7 +94,7 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def order_of(link: Link) -> dict[str, Any]:
+def order_of(link: HubClient) -> dict[str, Any]:
     found = until(lambda: link.order(0.5), timeout=60)
     assert isinstance(found, dict)
     return found
@@ -122,7 +122,7 @@ def test_agents_start_and_leave_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize("why", [{"unfit": Unfit("no driver", "load it")}, {"refusal": "a wrong key"}])
 def test_a_node_that_cannot_take_part_says_so_as_it_joins(tmp_path: Path, why: dict[str, Any]) -> None:
     served = Served(tmp_path, 1)
-    link = Link.connect(served.address, Node(0, "n0", "n0", None, 0, 0, **why), SILENT_S)
+    link = HubClient.connect(served.address, Node(0, "n0", "n0", None, 0, 0, **why), SILENT_S)
     assert order_of(link)["code"] == Exit.REFUSED
     assert served.starts == []
 
@@ -152,7 +152,7 @@ def test_a_silent_node_is_lost_and_its_agent_may_join_again(tmp_path: Path) -> N
     silent = mute(served, 1)
     assert order_of(first)["meeting"]["order"] == [0, 1]
     until(lambda: first.is_to_end(0), timeout=60)
-    first.tell_end(0, Report(Exit.FAILED, None, 9))
+    first.tell_end(0, NodeReport(Exit.FAILED, None, 9))
     assert order_of(first)["meeting"]["order"] == [0]
     assert not first.is_to_end(1)
     again = served.link(1)
@@ -211,10 +211,10 @@ def test_a_slurm_that_does_not_answer_does_not_hold_the_hub(tmp_path: Path, monk
 
 def test_a_silent_hub_is_not_joined_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel would take the connection, even where the process is frozen."""
-    monkeypatch.setattr("hpc_train.elastic.link.HUB_BUSY_S", 0.5)
+    monkeypatch.setattr("hpc_train.elastic.client.HUB_BUSY_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = HubAddress("127.0.0.1", server.getsockname()[1], TOKEN)
-        link = Link.connect(address, Node(0, "n0", "n0", None, 0, 2), 1.0)
+        link = HubClient.connect(address, Node(0, "n0", "n0", None, 0, 2), 1.0)
         with pytest.raises(HubLost, match="silent"):
             until(lambda: link.order(0.2), timeout=60)
         assert link.silent
@@ -306,7 +306,7 @@ def test_an_agent_that_sends_nonsense_is_lost_and_told_why(
     assert "its agent sent a message that the hub cannot use" in told["why"]
     assert f"the hub drops node n1: {told['why']}" in capfd.readouterr().err
     until(lambda: first.is_to_end(0), timeout=60)
-    first.tell_end(0, Report(Exit.FAILED, None, 9))
+    first.tell_end(0, NodeReport(Exit.FAILED, None, 9))
     assert order_of(first)["meeting"]["order"] == [0]
     first.tell_end(1, DONE)
     assert order_of(first)["code"] == 0
@@ -348,13 +348,13 @@ def test_a_hub_without_free_descriptors_goes_on_when_there_are_some_again(tmp_pa
 def test_an_agent_notices_that_the_hub_is_gone(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = HubAddress("127.0.0.1", server.getsockname()[1], TOKEN)
-        link = Link.connect(address, Node(0, "n0", "n0", None, 0, 2), SILENT_S)
+        link = HubClient.connect(address, Node(0, "n0", "n0", None, 0, 2), SILENT_S)
         server.accept()[0].close()
         with pytest.raises(HubLost):
             until(lambda: link.order(0.2), timeout=60)
         assert link.is_to_end(0)
     with pytest.raises(HubLost):
-        Link.connect(address, Node(0, "n0", "n0", None, 0, 2), SILENT_S, patience_s=0.5)
+        HubClient.connect(address, Node(0, "n0", "n0", None, 0, 2), SILENT_S, patience_s=0.5)
 
 
 @pytest.mark.parametrize(("in_slurm", "action"), [(True, Action.REQUEUE), (False, Action.FAIL)])
@@ -366,7 +366,7 @@ def test_a_hub_whose_file_system_stays_away_ends_the_job_for_another_start(
     link = served.link(0)
     order_of(link)
     served.broken = OSError(errno.ESTALE, "Stale file handle")
-    link.tell_end(0, Report(Exit.FAILED, WorkerFailure(0, Failure.KILLED, "", "", 0.0), 9))
+    link.tell_end(0, NodeReport(Exit.FAILED, WorkerFailure(0, Failure.KILLED, "", "", 0.0), 9))
     assert order_of(link)["code"] == EXITS[action]
     assert served.left[0].decision.action is action
     assert served.left[0].decision.reason.startswith("the hub cannot go on: [Errno 116] Stale file handle")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cluster.oom_kills import OomKills
-from hpc_train.config.errors import ConfigError
-from hpc_train.elastic.failures import ended_without_report, is_echo
-from hpc_train.elastic.process_end import class_of_end
+from hpc_train.cluster.kernel_counters import OomKills
+from hpc_train.elastic.decision import ended_without_report, is_echo
+from hpc_train.elastic.workers import class_of_end
+from hpc_train.errors import ConfigError
 from hpc_train.run.exits import Failure, classify
 
 

@@ -13,20 +13,17 @@ import pytest
 from hpc_train.cluster.allocation import Allocation
 from hpc_train.config.schema import Config, ElasticConfig, RunConfig
 from hpc_train.elastic.attempts import Attempts
-from hpc_train.elastic.budget import Budget, over_budget
 from hpc_train.elastic.coordinator import Leave
-from hpc_train.elastic.decision import Decision
+from hpc_train.elastic.decision import Budget, RestartDecision, over_budget
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.nodes import NodeFailures
-from hpc_train.elastic.requeue import request
+from hpc_train.elastic.requeue import JobEnd, request
 from hpc_train.elastic.store import Stores
-from hpc_train.launch.requeue import lines_before, script_lines
-from hpc_train.launch.script import by_hand
-from hpc_train.run import submissions
+from hpc_train.launch.script import by_hand, requeue_lines_before, requeue_script_lines
+from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Action, Exit
-from hpc_train.run.job_end import JobEnd
 
 
 @pytest.fixture
@@ -61,7 +58,7 @@ def test_requeues_have_a_ceiling(run: RunDirectory) -> None:
 
 
 def test_a_job_of_a_chain_needs_progress_since_the_job_before(run: RunDirectory) -> None:
-    submissions.add(run, "-m", job_id="7", chain=["7", "8", "9"])
+    lease.add_submission(run, "-m", job_id="7", chain=["7", "8", "9"])
     ask = lambda job: request(JobEnd(run, job, 0, 0), Config(), EventLog.open(run, "agent-n0", 0), "")  # noqa: E731
     assert ask("7") == Exit.STOPPED
     assert ask("8") == Exit.GAVE_UP
@@ -104,7 +101,7 @@ def test_the_end_of_the_batch_script(
         JobEnd(run, "7", 0, 0).ask_for_requeue(3)
     calls = tmp_path / "calls"
     stand_in(tmp_path, squeue=f"echo '{state}'", scontrol=f'echo "$*" >> {calls}')
-    script = "\n".join([f"RUN={run.path} status={srun}", *lines_before(), *script_lines()])
+    script = "\n".join([f"RUN={run.path} status={srun}", *requeue_lines_before(), *requeue_script_lines()])
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], env=environment, check=False)
     assert done.returncode == code
@@ -160,7 +157,7 @@ def test_a_hub_that_wakes_up_when_another_agent_acts_for_the_job_says_nothing(ru
     assert attempts.succeeded() is None
     assert JobEnd(run, "7", 0, 1).claim_succession()
     assert attempts.succeeded() is not None
-    assert attempts.leave(Leave(Decision(Action.FAIL, "node n2 is lost"))) == Exit.STOPPED
+    assert attempts.leave(Leave(RestartDecision(Action.FAIL, "node n2 is lost"))) == Exit.STOPPED
     assert not end.told()
     assert list(run.read_events()) == []
     end.begin()

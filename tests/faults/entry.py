@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from hpc_train.data.skipped import Skipped
+from hpc_train.data.sampler import Skipped
 from hpc_train.parallel.engine import StepResult
+from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.exits import Exit
-from hpc_train.run.stop import StopFlag
-from hpc_train.run.worker_spec import WorkerSpec
+from hpc_train.run.requests import StopFlag
 from hpc_train.train import divergence, worker
 from hpc_train.train.trainer import Trainer
 from tests.faults.agent import shift_clock

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_train.checkpoint import disk
-from hpc_train.run.stop import StopFlag
+from hpc_train.run.requests import StopFlag
 
 SHARED_MEMORY = Path("/dev/shm")
 PIECE = 64 << 20

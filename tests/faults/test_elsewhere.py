@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.process_state import process_state
+from hpc_train.run.processes import process_state
 from tests.checkpoint.tensors import assert_same_bits
 from tests.checkpoint.test_commands import everything
 from tests.faults.agent import SHIFT

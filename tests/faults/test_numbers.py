@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import RESPONSES, Action, Diverged, Failure, classify
-from hpc_train.run.stop import StopFlag
-from hpc_train.run.worker_spec import WorkerSpec
+from hpc_train.run.requests import StopFlag
 from tests.checkpoint.tensors import assert_same_bits
 from tests.train.runs import frozen, run_attempt
 
@@ -59,7 +59,7 @@ def poison(kind: str, batches: range, spec: WorkerSpec, stop: StopFlag) -> None:
     """
     import torch
 
-    from hpc_train.data.order import Order
+    from hpc_train.data.sampler import Order
     from hpc_train.data.synthetic import SyntheticDataset
     from hpc_train.parallel.engine import StepResult
     from hpc_train.parallel.pipeline_engine import PipelineEngine

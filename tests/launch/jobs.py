@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpc_train.config.cluster_size import node_range
-from hpc_train.config.layout import resolve_layout
 from hpc_train.config.schema import (
     BatchConfig,
     ClusterConfig,
@@ -17,7 +15,9 @@ from hpc_train.config.schema import (
     SyntheticDataConfig,
     TrainConfig,
 )
-from hpc_train.launch.job import Job
+from hpc_train.config.values import node_range
+from hpc_train.launch.executors.executor import Job
+from hpc_train.plan.layout import resolve_layout
 from hpc_train.run.directory import RunDirectory
 
 TINY = GPTConfig(vocab_size=256, n_layers=2, dim=16, n_heads=2, n_kv_heads=2, ffn_dim=32)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from hpc_train.cluster.site import NodeKind, Partition, Site
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import ClusterConfig
+from hpc_train.errors import ConfigError
 from hpc_train.launch import cost
-from hpc_train.launch.asked_gpus import asked_gpus
+from hpc_train.launch.gpus import asked_gpus
 from hpc_train.launch.limits import check_limits
+from hpc_train.slurm.site import NodeKind, Partition, Site
 from tests.launch.jobs import make_job
 
 CPU = NodeKind(9, 64, 256000, {})
@@ -92,9 +92,12 @@ def test_sbatch_takes_the_partition_of_the_environment(monkeypatch: pytest.Monke
 
 def test_the_choice_is_said_and_so_is_none(tmp_path: Path) -> None:
     mixed = make_job(tmp_path / "mixed", cluster=asked(partition="mixed"), gpus=4)
-    assert "have 4 or 8 GPUs: 4 per node" in cost.lines([mixed], SITE)[-1]
+    assert "have 4 or 8 GPUs: 4 per node" in cost.cost_lines([mixed], SITE)[-1]
     none = make_job(tmp_path / "none", cluster=asked(partition="gpu", gpus_per_node=0))
-    assert cost.lines([none], SITE)[-1] == "note: no GPU is asked for; cluster.gpus_per_node=auto takes the 4 of a node"
+    assert (
+        cost.cost_lines([none], SITE)[-1]
+        == "note: no GPU is asked for; cluster.gpus_per_node=auto takes the 4 of a node"
+    )
 
 
 def test_more_nodes_than_have_the_gpus_are_refused(tmp_path: Path) -> None:

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cluster.site import Site
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import ClusterConfig
+from hpc_train.errors import ConfigError
 from hpc_train.launch import cost
-from hpc_train.launch.chain import folded
-from hpc_train.launch.slurm import SlurmSubmitter
-from hpc_train.launch.standing import Standing
+from hpc_train.launch.executors.slurm import SlurmSubmitter
+from hpc_train.launch.job_status import JobStatus, folded
+from hpc_train.slurm.site import Site
 from tests.launch.jobs import make_job
 from tests.launch.test_slurm import command, slurm  # noqa: F401
 
@@ -54,7 +53,7 @@ def test_the_cost_is_that_of_the_chain(tmp_path: Path) -> None:
     job = make_job(tmp_path / "sweep", cluster=ClusterConfig(kind="slurm", gpus_per_node=4, time="02:00:00"), gpus=4)
     job.config.launch.chain = 3
     assert cost.gpu_hours([job]) == 4 * 2 * 3
-    assert "at most 24 GPU-hours (a chain of 3 jobs, if it comes to that)" in cost.lines([job], Site(""))[0]
+    assert "at most 24 GPU-hours (a chain of 3 jobs, if it comes to that)" in cost.cost_lines([job], Site(""))[0]
 
 
 @pytest.mark.parametrize(
@@ -70,6 +69,6 @@ def test_the_cost_is_that_of_the_chain(tmp_path: Path) -> None:
 )
 def test_a_chain_stands_as_the_job_that_counts(states: str, words: str) -> None:
     ids = ["1", "2", "3"]
-    known = {job_id: Standing(state) for job_id, state in zip(ids, states.split(), strict=True) if state != "?"}
+    known = {job_id: JobStatus(state) for job_id, state in zip(ids, states.split(), strict=True) if state != "?"}
     assert folded({"1": ids}, known)["1"].words == words
     assert folded({"1": ids}, {}) == {}

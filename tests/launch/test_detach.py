@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.submissions import find_live
+from hpc_train.run.lease import find_live
 from tests.doors.command import TINY, hpc_train
 
 

@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 
 from hpc_train.commands import status, why
-from hpc_train.config.freeze import freeze
 from hpc_train.elastic.nodes import NodeFailures
-from hpc_train.launch.avoided import avoided
-from hpc_train.launch.diagnosis import find_cause
-from hpc_train.run import submissions
+from hpc_train.launch.diagnosis import avoided, find_cause
+from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import RESPONSES, Failure
 from hpc_train.run.files import append_line
+from hpc_train.run.freeze import freeze
 from tests.launch.jobs import make_job
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "model.py", line 7, in forward\nValueError: too wide'
@@ -29,7 +28,7 @@ def run(tmp_path: Path) -> RunDirectory:
     """A frozen run whose first attempt, on two nodes, has got to step 20."""
     job = make_job(tmp_path / "sweep")
     freeze(job.config, job.run)
-    submissions.add(job.run, "somewhere", first_attempt=0)
+    lease.add_submission(job.run, "somewhere", first_attempt=0)
     job.run.claim_attempt()
     began = time.time() - 30
     for number in range(2):

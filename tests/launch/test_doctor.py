@@ -11,16 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cluster.fabric.facts import Gpu, Nic, NodeFacts, Port
-from hpc_train.cluster.fabric.limits import UNLIMITED, Limits
-from hpc_train.cluster.fabric.nccl_settings import Setting
-from hpc_train.launch.doctor.disk import check_skew
-from hpc_train.launch.doctor.finding import ERROR, OK, WARNING, worst
-from hpc_train.launch.doctor.limits import check_locked_memory, check_open_files, check_shared_memory
-from hpc_train.launch.doctor.network import check_gpus, check_ports
-from hpc_train.launch.doctor.node import NodeReport
-from hpc_train.launch.doctor.nodes import compare
-from hpc_train.launch.doctor.software import check_software
+from hpc_train.doctor.disk import check_skew
+from hpc_train.doctor.finding import ERROR, OK, WARNING, worst
+from hpc_train.doctor.network import check_gpus, check_ports
+from hpc_train.doctor.node import NodeReport, check_locked_memory, check_open_files, check_shared_memory, check_software
+from hpc_train.doctor.nodes import compare
+from hpc_train.fabric.facts import UNLIMITED, Gpu, Nic, NodeFacts, NodeLimits, Port
+from hpc_train.fabric.nccl_settings import Setting
 from tests.doors.command import environment
 
 SMALL_AND_FULL = """
@@ -65,15 +62,15 @@ def test_clocks_and_shared_memory(tmp_path: Path) -> None:
 
 
 def test_limits_of_a_process() -> None:
-    assert check_locked_memory(Limits(locked_memory=UNLIMITED), rdma=True).level == OK
-    small = check_locked_memory(Limits(locked_memory=8 << 20), rdma=True)
+    assert check_locked_memory(NodeLimits(locked_memory=UNLIMITED), rdma=True).level == OK
+    small = check_locked_memory(NodeLimits(locked_memory=8 << 20), rdma=True)
     assert small.level == ERROR and "RDMA cards cannot register" in small.text and "LimitMEMLOCK" in small.mend
-    assert check_locked_memory(Limits(locked_memory=8 << 20), rdma=False).level == OK
-    few = check_open_files(Limits(open_files=256, most_open_files=4096), 2)
+    assert check_locked_memory(NodeLimits(locked_memory=8 << 20), rdma=False).level == OK
+    few = check_open_files(NodeLimits(open_files=256, most_open_files=4096), 2)
     assert few.level == WARNING and "ulimit -n 4096" in few.mend
-    assert "ulimit -n 2048" in check_open_files(Limits(open_files=256, most_open_files=256), 2).mend
-    assert check_open_files(Limits(open_files=UNLIMITED), 2).level == OK
-    for unknown in (check_locked_memory(Limits(), rdma=True), check_open_files(Limits(), 2)):
+    assert "ulimit -n 2048" in check_open_files(NodeLimits(open_files=256, most_open_files=256), 2).mend
+    assert check_open_files(NodeLimits(open_files=UNLIMITED), 2).level == OK
+    for unknown in (check_locked_memory(NodeLimits(), rdma=True), check_open_files(NodeLimits(), 2)):
         assert unknown.level == WARNING and unknown.mend
 
 

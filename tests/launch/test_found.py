@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.freeze import text_of
-from hpc_train.launch.found import find
+from hpc_train.errors import ConfigError
+from hpc_train.launch.lookup import find_runs
+from hpc_train.run.freeze import text_of
 from tests.launch.jobs import make_job
 
 
@@ -20,8 +20,8 @@ def test_a_name_is_looked_up_where_runs_lie(
     job.run.config.write_text(text_of(job.config))
     monkeypatch.delenv("HPC_TRAIN_ROOT", raising=False)
     monkeypatch.setenv(variable, str(tmp_path))
-    (found,) = find("sweep/3")
+    (found,) = find_runs("sweep/3")
     assert (found.run, found.number) == (job.run, 3)
-    assert [item.run for item in find("sweep")] == [job.run]
+    assert [item.run for item in find_runs("sweep")] == [job.run]
     with pytest.raises(ConfigError, match="no run or sweep"):
-        find("sweep/4")
+        find_runs("sweep/4")

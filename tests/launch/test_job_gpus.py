@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.launch.job_gpus import JobGpus, export_lines, gpus_of_this_job
+from hpc_train.launch.gpus import JobGpus, gpu_export_lines, gpus_of_this_job
 
 EXCLUSIVE = """\
    NumNodes=2 NumCPUs=8 NumTasks=2 CPUs/Task=1 ReqB:S:C:T=0:0:*:*
@@ -76,7 +76,7 @@ def test_the_gpus_that_a_step_gets(
 def test_a_batch_script_names_the_gpus_that_its_steps_would_not_inherit(
     environment: dict[str, str], expected: str
 ) -> None:
-    script = "\n".join(["set -eu", *export_lines(), 'echo "${SLURM_GPUS_PER_NODE:-}"'])
+    script = "\n".join(["set -eu", *gpu_export_lines(), 'echo "${SLURM_GPUS_PER_NODE:-}"'])
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{expected}\n", "")
 
@@ -87,7 +87,7 @@ def test_a_task_of_an_array_is_asked_for_by_both_of_its_numbers(
 ) -> None:
     """By its own alone, Slurm shows all tasks where it is that of the array as well."""
     task = environment | {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
-    subprocess.run(["bash", "-c", "\n".join(export_lines())], env=task, check=True)
+    subprocess.run(["bash", "-c", "\n".join(gpu_export_lines())], env=task, check=True)
     assert (tmp_path / "asked").read_text() == "show job --details 7_3\n"
     (tmp_path / "asked").unlink()
     monkeypatch.setenv("PATH", environment["PATH"])

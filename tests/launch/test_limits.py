@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hpc_train.cluster.site import Association, Limits, NodeKind, Partition, Site
-from hpc_train.config.cluster_size import fewest_nodes
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import ClusterConfig
+from hpc_train.config.values import fewest_nodes
+from hpc_train.errors import ConfigError
 from hpc_train.launch import cost
 from hpc_train.launch.limits import check_limits, check_queue
+from hpc_train.slurm.site import Association, NodeKind, Partition, PartitionLimits, Site
 from tests.launch.jobs import make_job
 
 EVERYTHING = frozenset({"associations", "limits", "qos"})
 GPU = Partition("gpu", default=True, nodes=8, kinds=(NodeKind(8, 64, 512000, {"a100": 4}),))
-LAB = Association("lab", frozenset({"normal", "long"}), True, Limits())
+LAB = Association("lab", frozenset({"normal", "long"}), True, PartitionLimits())
 
 
-def site(partition: Partition = GPU, *associations: Association, **qos: Limits) -> Site:
+def site(partition: Partition = GPU, *associations: Association, **qos: PartitionLimits) -> Site:
     return Site(
         "big", enforced=EVERYTHING, partitions={partition.name: partition}, associations=associations or (LAB,), qos=qos
     )
@@ -38,12 +38,20 @@ def asked(**keys: Any) -> ClusterConfig:
         (asked(), site(Partition("gpu")), "no default partition"),
         (asked(), site(Partition("gpu", default=True, state="DOWN")), "the partition gpu is DOWN"),
         (asked(), site(Partition("gpu", default=True, accounts=frozenset({"ai"}))), "not open to the account lab"),
-        (asked(qos="long"), site(Partition("gpu", default=True, qos=frozenset({"x"})), long=Limits()), "qos long"),
-        (asked(qos="gold"), site(gold=Limits()), "may not use the QOS 'gold'"),
+        (
+            asked(qos="long"),
+            site(Partition("gpu", default=True, qos=frozenset({"x"})), long=PartitionLimits()),
+            "qos long",
+        ),
+        (asked(qos="gold"), site(gold=PartitionLimits()), "may not use the QOS 'gold'"),
         (asked(account="other"), site(), "no account 'other'"),
         (asked(nodes="9-12"), site(), "the partition gpu has 8"),
-        (asked(qos="long", time="10:00:00"), site(long=Limits(max_time_s=3600)), "the QOS long allows 01:00:00"),
-        (asked(qos="long", nodes=2), site(long=Limits(max_gpus=4)), "8 GPUs are asked for"),
+        (
+            asked(qos="long", time="10:00:00"),
+            site(long=PartitionLimits(max_time_s=3600)),
+            "the QOS long allows 01:00:00",
+        ),
+        (asked(qos="long", nodes=2), site(long=PartitionLimits(max_gpus=4)), "8 GPUs are asked for"),
         (asked(gpu_type="h100"), site(), "types here: a100"),
         (asked(cpus_per_gpu=32), site(), "128 cores per node"),
     ],
@@ -80,7 +88,7 @@ def test_what_may_start_is_let_through(cluster: ClusterConfig, found: Site, tmp_
 
 def test_the_queue_of_a_user_is_finite(tmp_path: Path) -> None:
     jobs = [make_job(tmp_path / "sweep", number, cluster=asked(), gpus=4) for number in range(3)]
-    small = Association("lab", frozenset({"normal"}), True, Limits(max_jobs=2))
+    small = Association("lab", frozenset({"normal"}), True, PartitionLimits(max_jobs=2))
     with pytest.raises(ConfigError, match="the account lab has at most 2"):
         check_queue(jobs, site(GPU, small))
     check_queue(jobs[:2], site(GPU, small))
@@ -95,25 +103,25 @@ def test_the_cost_is_said_and_asked_about(tmp_path: Path, monkeypatch: pytest.Mo
     assert cost.gpu_hours(jobs) == 2 * 20
     for job in jobs:
         job.config.run.max_gpu_hours = None
-    lines = cost.lines(jobs, site())
+    lines = cost.cost_lines(jobs, site())
     assert lines[0] == "2 x account lab, partition gpu, 1-2 nodes with 4 GPUs, 64 cores, 512000M memory, 02:00:00"
     assert "at most 352 GPU-hours" in lines[1]
     with pytest.raises(ConfigError, match="352 GPU-hours"):
-        cost.confirm(jobs, site(), Console(force_terminal=False))
+        cost.confirm_cost(jobs, site(), Console(force_terminal=False))
     monkeypatch.setattr("sys.stdin", Terminal("n\ny\n"))
     terminal = Console(force_terminal=True, file=io.StringIO())
     with pytest.raises(ConfigError, match="not submitted"):
-        cost.confirm(jobs, site(), terminal)
-    cost.confirm(jobs, site(), terminal)
+        cost.confirm_cost(jobs, site(), terminal)
+    cost.confirm_cost(jobs, site(), terminal)
     jobs[0].config.launch.yes = True
-    cost.confirm(jobs, site(), Console(force_terminal=False))
+    cost.confirm_cost(jobs, site(), Console(force_terminal=False))
 
 
 def test_spare_nodes_count(tmp_path: Path) -> None:
     job = make_job(tmp_path / "sweep", cluster=asked(nodes="2-4"), gpus=4)
     job.config.elastic.spares = 1
     assert cost.gpu_hours([job]) == 5 * 4 * 11
-    assert "2-4 and 1 spare nodes" in cost.lines([job], site())[0]
+    assert "2-4 and 1 spare nodes" in cost.cost_lines([job], site())[0]
     with pytest.raises(ConfigError, match="3 nodes are asked for"):
         check_limits(job, site(Partition("gpu", default=True, max_nodes=2)))
     job.config.elastic.spares, job.config.elastic.min_nodes = 0, 3

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.config.schema import ClusterConfig
-from hpc_train.launch.local import SessionExecutor, jobs_at_once
+from hpc_train.launch.executors.local import SessionExecutor, jobs_at_once
 from tests.launch.jobs import make_job
 
 

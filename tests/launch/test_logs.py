@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from hpc_train.commands import logs
-from hpc_train.config.freeze import freeze
 from hpc_train.elastic.logs import WorkerLog
-from hpc_train.run import submissions
+from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
+from hpc_train.run.freeze import freeze
 from tests.launch.jobs import make_job
 
 
@@ -20,7 +20,7 @@ def run(tmp_path: Path) -> RunDirectory:
     """Two ranks on two nodes: rank 1 fails in attempt 0, which is restarted; attempt 1 comes to its end."""
     job = make_job(tmp_path / "sweep")
     freeze(job.config, job.run)
-    submissions.add(job.run, "somewhere", first_attempt=0)
+    lease.add_submission(job.run, "somewhere", first_attempt=0)
     for attempt in range(2):
         job.run.claim_attempt()
         for rank in range(2):

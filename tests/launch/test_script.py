@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cluster.site import NodeKind, Partition, Site
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import ClusterConfig, GPTConfig
+from hpc_train.errors import ConfigError
 from hpc_train.launch.container import Container, container_of
 from hpc_train.launch.sbatch import arguments, options, stop_note
 from hpc_train.launch.script import Script, by_hand, freezing, one_run, render, run_of_task
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import append_line
+from hpc_train.slurm.site import NodeKind, Partition, Site
 from tests.launch.jobs import make_job
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import ClusterConfig
-from hpc_train.launch.place import choose
-from hpc_train.launch.slurm import SlurmSubmitter
-from hpc_train.launch.standing import SlurmStandings
+from hpc_train.errors import ConfigError
+from hpc_train.launch.executors.select import select_executor
+from hpc_train.launch.executors.slurm import SlurmSubmitter
+from hpc_train.launch.job_status import SlurmStatuses
 from tests.launch.jobs import make_job
 
 SITE = ClusterConfig(kind="slurm", nodes=2, gpus_per_node=4, partition="gpu", account="lab", time="02:00:00")
@@ -38,7 +38,7 @@ def calls(tmp_path: Path) -> list[str]:
 
 
 def test_resources_stand_on_the_command_line(slurm: Path, tmp_path: Path) -> None:
-    submitter = choose(SITE)
+    submitter = select_executor(SITE)
     assert isinstance(submitter, SlurmSubmitter)
     assert submitter.shape(SITE) == (2, 4, 4)
     job = make_job(tmp_path / "sweep", cluster=SITE, gpus=4)
@@ -114,7 +114,7 @@ printf '7|REVOKED|2025-03-06T21:01:21||None\n'
 def test_what_squeue_prints_on_other_clusters_and_versions(slurm: Path, tmp_path: Path) -> None:
     """Titles of clusters, comments in Latin-1, NONE for N/A, lines that lack fields, jobs that a sibling runs."""
     command(slurm, "squeue", f'echo "$@" >> {tmp_path}/squeue\n{RECORDED}'.replace("\\n", "\n", 1))
-    found = SlurmStandings().of(["51447052", "18804", "42953390_320", "18806", "7"], "one,two")
+    found = SlurmStatuses().of(["51447052", "18804", "42953390_320", "18806", "7"], "one,two")
     assert found["51447052"].words == "pending ((ReqNodeNotAvail, UnavailableNodes:cs[100,101,102]))"
     assert (found["18804"].comment, found["18804"].starts) == ("caf\ufffd | 2", "")
     assert found["42953390_320"].comment == "hpc_train:/run"
@@ -145,8 +145,8 @@ def test_slurm_is_asked_rarely(slurm: Path, tmp_path: Path) -> None:
 
 def test_without_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert choose(ClusterConfig()).name == "this machine"
+    assert select_executor(ClusterConfig()).name == "this machine"
     with pytest.raises(ConfigError, match="sbatch is not on the PATH"):
-        choose(SITE)
+        select_executor(SITE)
     with pytest.raises(ConfigError, match="this machine is one"):
-        choose(ClusterConfig()).shape(ClusterConfig(nodes=2))
+        select_executor(ClusterConfig()).shape(ClusterConfig(nodes=2))

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from hpc_train.cluster.storage import FileSystem, Room, file_system_of, is_exported, room_in
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.model_size import parameter_count, state_bytes
 from hpc_train.config.schema import CheckpointConfig, GPTConfig, OptimConfig, ViTConfig
+from hpc_train.errors import ConfigError
 from hpc_train.launch import storage
 from hpc_train.launch.storage import check_room, check_shared
 from hpc_train.models.build import build_model
+from hpc_train.plan.memory import parameter_count, state_bytes
 from tests.launch.jobs import make_job
 
 MOUNTS = """\

@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from hpc_train.config.schema import ClusterConfig
-from hpc_train.launch import waiting
-from hpc_train.launch.job import Job
-from hpc_train.launch.queue import JobQueue
-from hpc_train.launch.standing import PRESENT, Standing
+from hpc_train.launch import monitor
+from hpc_train.launch.executors.executor import Job
+from hpc_train.launch.job_status import PRESENT, JobStatus
+from hpc_train.launch.submission import JobQueue
 from hpc_train.launch.watch import View
 from hpc_train.run.events import EventLog
 from tests.launch.jobs import make_job
@@ -46,7 +46,7 @@ class FakePlace:
     def identity(self, job_id: str) -> dict[str, Any]:
         return {"job_id": job_id}
 
-    def standings(self, ids: Collection[str]) -> dict[str, Standing]:
+    def standings(self, ids: Collection[str]) -> dict[str, JobStatus]:
         return dict.fromkeys(set(ids) & set(self.running), PRESENT)
 
     def stop(self, ids: Collection[str]) -> None:
@@ -88,7 +88,7 @@ def printed(queue: JobQueue) -> str:
 def steps(monkeypatch: pytest.MonkeyPatch, *actions: Callable[[], None]) -> None:
     """Each sleep of the waiting loop does the next action."""
     todo = iter(actions)
-    monkeypatch.setattr(waiting.time, "sleep", lambda seconds: next(todo)())
+    monkeypatch.setattr(monitor.time, "sleep", lambda seconds: next(todo)())
 
 
 def interrupt() -> None:
@@ -109,7 +109,7 @@ def test_jobs_are_submitted_in_turn(queue: JobQueue, place: FakePlace) -> None:
     place.end("3")
     queue.advance()
     assert queue.over
-    assert waiting.report(queue, queue._console) == 0
+    assert monitor.report(queue, queue._console) == 0
 
 
 def test_one_interrupt_leaves_the_jobs_running(
@@ -117,7 +117,7 @@ def test_one_interrupt_leaves_the_jobs_running(
 ) -> None:
     steps(monkeypatch, interrupt, lambda: None)
     with pytest.raises(SystemExit) as left:
-        waiting.wait(queue, queue._console)
+        monitor.wait(queue, queue._console)
     assert left.value.code == 130
     assert place.order == [0, 1, 2, 3], "what still waited was handed over"
     assert place.stopped == []
@@ -129,7 +129,7 @@ def test_two_interrupts_without_a_terminal_leave_too(
 ) -> None:
     steps(monkeypatch, interrupt, interrupt)
     with pytest.raises(SystemExit):
-        waiting.wait(queue, queue._console)
+        monitor.wait(queue, queue._console)
     assert place.stopped == place.cancelled == []
     assert "hpc_train cancel" in printed(queue)
 
@@ -143,20 +143,20 @@ def test_two_interrupts_offer_to_cancel_the_jobs_and_wait_for_them(
     answer: str,
     cancelled: bool,
 ) -> None:
-    monkeypatch.setattr(waiting, "can_ask", lambda console: True)
+    monkeypatch.setattr(monitor, "can_ask", lambda console: True)
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{answer}\n"))
     steps(monkeypatch, interrupt, interrupt, lambda: None)
-    waiting.wait(queue, queue._console)
+    monitor.wait(queue, queue._console)
     assert (place.cancelled if cancelled else place.stopped) == ["0", "1"]
     assert (place.stopped if cancelled else place.cancelled) == []
     assert place.order == [0, 1]
-    assert waiting.report(queue, queue._console) == 75
+    assert monitor.report(queue, queue._console) == 75
     assert "python -m hpc_train -m run.name=sweep/0 +strategy=dp" in capsys.readouterr().out
 
 
 def test_what_is_said_of_a_cancelled_job(queue: JobQueue, capsys: pytest.CaptureFixture[str]) -> None:
     queue._views = {job.number: View("cancelled", {}, exit=75) for job in queue.jobs}
-    assert waiting.report(queue, queue._console) == 75
+    assert monitor.report(queue, queue._console) == 75
     assert capsys.readouterr().out.count("cancelled; this goes on:") == len(queue.jobs)
 
 
@@ -164,11 +164,11 @@ def test_what_is_said_of_a_cancelled_job(queue: JobQueue, capsys: pytest.Capture
 def test_who_does_not_want_to_cancel_leaves(
     queue: JobQueue, place: FakePlace, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
-    monkeypatch.setattr(waiting, "can_ask", lambda console: True)
+    monkeypatch.setattr(monitor, "can_ask", lambda console: True)
     monkeypatch.setattr("sys.stdin", io.StringIO(answer))
     steps(monkeypatch, interrupt, interrupt)
     with pytest.raises(SystemExit) as left:
-        waiting.wait(queue, queue._console)
+        monitor.wait(queue, queue._console)
     assert left.value.code == 130
     assert place.stopped == place.cancelled == []
 
@@ -181,4 +181,4 @@ def test_one_failure_fails_all(queue: JobQueue, place: FakePlace) -> None:
     place.end("3", "stopped", 75)
     queue.advance()
     assert queue.over
-    assert waiting.report(queue, queue._console) == 1
+    assert monitor.report(queue, queue._console) == 1

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hpc_train.launch.standing import PRESENT, Standing
-from hpc_train.launch.table import JobTable, plain_line
+from hpc_train.launch.job_status import PRESENT, JobStatus
+from hpc_train.launch.monitor import JobTable, plain_line
 from hpc_train.launch.watch import Submitted, View, resume_command
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -38,7 +38,7 @@ def test_a_job_is_requeued_when_slurm_has_taken_it_back(tmp_path: Path) -> None:
     events = EventLog.open(item.job.run, "agent-n0", 0)
     events.write("requeued", step=3)
     events.write("stopped", exit_code=75)
-    states = [item.view(Standing(state, "BeginTime")).state for state in ("RUNNING", "COMPLETING", "PENDING")]
+    states = [item.view(JobStatus(state, "BeginTime")).state for state in ("RUNNING", "COMPLETING", "PENDING")]
     assert states == ["to be requeued", "requeued", "requeued, pending (BeginTime)"]
 
 

@@ -10,8 +10,6 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.layout import DATA_PARALLEL, SCHEDULES, STAGES_PER_RANK, ZERO, Layout
 from hpc_train.config.schema import (
     BatchConfig,
     Config,
@@ -23,7 +21,9 @@ from hpc_train.config.schema import (
     TrainConfig,
     ViTConfig,
 )
-from hpc_train.config.validate import validate
+from hpc_train.errors import ConfigError
+from hpc_train.plan.layout import DATA_PARALLEL, SCHEDULES, STAGES_PER_RANK, ZERO, Layout
+from hpc_train.plan.validate import validate
 
 MODELS = ("gpt", "gpt-tied", "vit")
 SEQUENCE, VOCABULARY, IMAGE, CLASSES = 8, 14, 8, 5

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpc_train.config.schema import GPTConfig
-from hpc_train.data.batch import IGNORED
+from hpc_train.data.dataset import IGNORED
 from hpc_train.models.gpt import GPT, GPTHead
-from hpc_train.models.losses import cross_entropy
+from hpc_train.models.layer import cross_entropy
 
 
 class Tiny(nn.Module):

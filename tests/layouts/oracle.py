@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpc_train.config.layout import Layout
-from hpc_train.data.batch import IGNORED, Batch, StepBatch
-from hpc_train.data.order import Order
+from hpc_train.data.dataset import IGNORED, Batch, StepBatch
+from hpc_train.data.sampler import Order
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine, StepNumbers
-from hpc_train.parallel.materialise import materialise
 from hpc_train.parallel.mesh import Mesh, join_mesh
+from hpc_train.parallel.parallelise import materialise
 from hpc_train.parallel.precision import parameter_dtype
+from hpc_train.plan.layout import Layout
 from tests.layouts.cells import CLASSES, IMAGE, SEQUENCE, VOCABULARY, Cell
 from tests.ranks import run_ranks
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hpc_train.config.errors import ConfigError
+from hpc_train.errors import ConfigError
 from hpc_train.parallel import bucket_search
 from hpc_train.parallel.bucket_search import BucketChoice, SearchedReplicas
 from hpc_train.parallel.mesh import join_mesh
-from hpc_train.parallel.replicas import Replicated
-from hpc_train.run.stop import StopFlag
-from hpc_train.run.worker_spec import WorkerSpec
+from hpc_train.parallel.replicas import DDPReplicas
+from hpc_train.run.agent_worker import WorkerSpec
+from hpc_train.run.requests import StopFlag
 from tests.layouts import oracle
 from tests.layouts.cells import Cell
 from tests.ranks import run_ranks
@@ -72,7 +72,7 @@ def test_ddp_inside_a_pipeline_is_refused() -> None:
 def reductions_after_a_change(rank: int, world_size: int) -> tuple[bool, int]:
     cell = Cell(2, strategy={"dp": 2, "bucket_cap_mb": 1})
     mesh = join_mesh(cell.layout(), rank, torch.device("cpu"))
-    replicas = Replicated(torch.nn.Linear(2, 2), mesh, cell.config().strategy)
+    replicas = DDPReplicas(torch.nn.Linear(2, 2), mesh, cell.config().strategy)
     before = weakref.ref(replicas.module)
     replicas.module(torch.ones(1, 2)).sum().backward()
     replicas.rebucket(25)

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.layout import DATA_PARALLEL, ZERO
 from hpc_train.config.schema import CustomModelConfig
-from hpc_train.data.batch import IGNORED, Batch, StepBatch
+from hpc_train.data.dataset import IGNORED, Batch, StepBatch
+from hpc_train.errors import ConfigError
 from hpc_train.models.build import build_model
 from hpc_train.parallel import gradient_norm, naming
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.materialise import materialise
 from hpc_train.parallel.mesh import Mesh, join_mesh
+from hpc_train.parallel.parallelise import materialise
+from hpc_train.plan.layout import DATA_PARALLEL, ZERO
 from tests.layouts.cells import CLASSES, Cell
 from tests.layouts.oracle import local_batch, train_plainly, whole
 from tests.ranks import run_ranks

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hpc_train.config.layout import DATA_PARALLEL
+from hpc_train.plan.layout import DATA_PARALLEL
 from tests.checkpoint.progress import LONG, Progress
 from tests.checkpoint.tiny import LIMIT_S
 from tests.layouts.cells import MODELS, SAVERS, Cell, cells, in_turn, saver_cells

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_train.config.layout import DATA_PARALLEL, SCHEDULES, STAGES_PER_RANK
 from hpc_train.config.schema import CustomModelConfig
-from hpc_train.data.batch import IGNORED, Batch, StepBatch
+from hpc_train.data.dataset import IGNORED, Batch, StepBatch
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.compression import powersgd
 from hpc_train.parallel.mesh import join_mesh
+from hpc_train.plan.layout import DATA_PARALLEL, SCHEDULES, STAGES_PER_RANK
 from tests.checkpoint.progress import LONG
 from tests.layouts.cells import CLASSES, Cell
 from tests.layouts.oracle import (

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from hpc_train.config.schema import BatchConfig
-from hpc_train.data.batch import IGNORED, Batch, StepBatch
-from hpc_train.data.dataset import Dataset, Sample
+from hpc_train.data.dataset import IGNORED, Batch, Dataset, Sample, StepBatch
 from hpc_train.data.feed import TrainFeed
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.materialise import materialise
 from hpc_train.parallel.mesh import Mesh, join_mesh
+from hpc_train.parallel.parallelise import materialise
 from tests.layouts.cells import SEQUENCE, VOCABULARY, Cell
 from tests.layouts.oracle import error, whole
 from tests.ranks import run_ranks

@@ -8,9 +8,9 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from hpc_train.config.stages import place_stages
-from hpc_train.parallel.partition import blocks_of, in_flight, layers_of, partition, predict
 from hpc_train.parallel.split import split_layers
+from hpc_train.plan.partition import blocks_of, in_flight, layers_of, partition, predict
+from hpc_train.plan.stages import place_stages
 
 
 def splits(blocks: int, stages: int) -> Iterator[tuple[range, ...]]:

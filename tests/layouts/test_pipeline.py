@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.layout import SCHEDULES, SPLIT_BACKWARD, STAGES_PER_RANK
-from hpc_train.data.batch import Batch, StepBatch
+from hpc_train.data.dataset import Batch, StepBatch
+from hpc_train.errors import ConfigError
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
-from hpc_train.parallel.materialise import materialise
 from hpc_train.parallel.mesh import Mesh, join_mesh
+from hpc_train.parallel.parallelise import materialise
 from hpc_train.parallel.pipeline_engine import PipelineEngine
+from hpc_train.plan.layout import SCHEDULES, SPLIT_BACKWARD, STAGES_PER_RANK
 from tests.checkpoint.progress import LONG
 from tests.layouts.cells import Cell, cells, in_turn
 from tests.layouts.oracle import check_cells, error, local_batch, whole

@@ -7,13 +7,13 @@ from collections import deque
 import pytest
 import torch
 
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import GPTConfig
-from hpc_train.config.stages import place_stages
+from hpc_train.errors import ConfigError
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
-from hpc_train.parallel.pipeline_eval import forward_order
+from hpc_train.parallel.pipeline_engine import forward_order
 from hpc_train.parallel.split import cut, split_layers, stage_of
+from hpc_train.plan.stages import place_stages
 
 
 def test_an_even_split_spares_the_ends() -> None:

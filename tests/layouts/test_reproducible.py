@@ -10,14 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import CustomModelConfig
+from hpc_train.errors import ConfigError
 from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.engine import seed_step
 from hpc_train.parallel.mesh import join_mesh
-from hpc_train.parallel.random_streams import seed_step
-from hpc_train.parallel.tree_reduction import cover, tree_sum
+from hpc_train.parallel.reproducible_engine import cover, tree_sum
 from hpc_train.train.optimizer import Optimizer
-from hpc_train.train.weights_hash import weights_sha256
+from hpc_train.train.report import weights_sha256
 from tests.layouts.cells import Cell
 from tests.layouts.oracle import check_cells, local_batch
 from tests.ranks import run_ranks

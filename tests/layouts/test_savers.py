@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.layout import resolve_layout
-from hpc_train.config.memory import estimate
 from hpc_train.config.schema import BatchConfig, Config, GPTConfig, StrategyConfig, SyntheticDataConfig, TrainConfig
-from hpc_train.data.batch import Batch, StepBatch
+from hpc_train.data.dataset import Batch, StepBatch
+from hpc_train.errors import ConfigError
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import join_mesh
-from hpc_train.train.memory_report import MemoryReport, report_memory
+from hpc_train.plan.layout import resolve_layout
+from hpc_train.plan.memory import estimate
+from hpc_train.train.memory import MemoryReport, report_memory
 from hpc_train.train.optimizer import Optimizer
 from tests.layouts.cells import Cell
 from tests.layouts.memory import Allocations

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from hpc_train.config.arguments import CommandLine
-from hpc_train.config.validate import validate
-from hpc_train.measure.advice import Advice, AdviceWatch, find_limit
-from hpc_train.measure.mends import Setting, mends
+from hpc_train.measure.suggestions import Advice, AdviceWatch, SuggestedSetting, find_limit, mends
+from hpc_train.plan.validate import validate
 from tests.config.composing import config_of
 
 GOOD = {"data_wait_share": 0.02, "comm_share": 0.1, "bubble_share": 0.1, "memory_imbalance": 1.1}
@@ -34,9 +33,9 @@ def test_the_limit_of_a_line(line: dict[str, float], limit: str | None) -> None:
     assert find_limit(line) == limit
 
 
-def setting(*arguments: str, nodes: int = 1, workers: int = 4, cores: int = 4) -> Setting:
+def setting(*arguments: str, nodes: int = 1, workers: int = 4, cores: int = 4) -> SuggestedSetting:
     config = config_of("cluster.gpus_per_node=0", *arguments)
-    return Setting(config, validate(config, nodes, workers), nodes, workers, loader_workers=1, cores=cores)
+    return SuggestedSetting(config, validate(config, nodes, workers), nodes, workers, loader_workers=1, cores=cores)
 
 
 def test_advice_comes_after_several_lines_and_once() -> None:
@@ -53,7 +52,7 @@ def test_advice_comes_after_several_lines_and_once() -> None:
     assert advice.details()["overrides"][1] == ["strategy.data_parallel=zero2"]
 
 
-CASES: list[tuple[str, Setting, list[str]]] = [
+CASES: list[tuple[str, SuggestedSetting, list[str]]] = [
     ("data", setting("+strategy=dp"), ["batch.loader_workers=2"]),
     ("data", setting("+strategy=dp", "data=synthetic", cores=1), ["cluster.cpus_per_gpu=2"]),
     (
@@ -82,7 +81,7 @@ CASES: list[tuple[str, Setting, list[str]]] = [
 
 
 @pytest.mark.parametrize(("limit", "given", "expected"), CASES)
-def test_the_mends_of_a_config_can_be_pasted(limit: str, given: Setting, expected: list[str]) -> None:
+def test_the_mends_of_a_config_can_be_pasted(limit: str, given: SuggestedSetting, expected: list[str]) -> None:
     found = [str(mend) for mend in mends(limit, given)]
     places = [next(i for i, mend in enumerate(found) if mend.startswith(text)) for text in expected]
     assert places == sorted(places), found

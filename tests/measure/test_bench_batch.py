@@ -9,8 +9,7 @@ from statistics import fmean
 
 import pytest
 
-from hpc_train.measure.batch_size import Trial, expected_memory, knee, table
-from hpc_train.measure.noise_scale import noise_scale
+from hpc_train.bench.batch import Trial, expected_memory, knee, noise_scale, table
 from tests.doors.command import TINY, hpc_train
 
 HERE = ["cluster=local", "cluster.cpu_workers=2", "cluster.gpus_per_node=0", *TINY]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.measure.scaling import STRONG, WEAK, paragraph, scaling_rows, table
+from hpc_train.bench.scaling import STRONG, WEAK, paragraph, scaling_rows, table
 from tests.doors.command import TINY, hpc_train
 
 HERE = ["cluster=local", "cluster.gpus_per_node=0", *TINY]

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpc_train.cluster.fabric.discovery import read_tree
-from hpc_train.cluster.fabric.facts import Link, NodeFacts
-from hpc_train.config.errors import ConfigError
-from hpc_train.measure.bandwidth import OPERATIONS, Rate, parse_sizes, size_text
-from hpc_train.measure.collectives import Ranks, measure
-from hpc_train.measure.expected import ExpectedBandwidths, expected_bandwidths
+from hpc_train.errors import ConfigError
+from hpc_train.fabric.discovery import read_tree
+from hpc_train.fabric.facts import GpuLink, NodeFacts
+from hpc_train.preflight.bandwidth import OPERATIONS, Rate, parse_sizes, size_text
+from hpc_train.preflight.checks import ExpectedBandwidths, expected_bandwidths
+from hpc_train.preflight.collectives import Ranks, measure
 from tests.cluster.fabric.machines import hgx
 from tests.doors.command import hpc_train
 from tests.ranks import run_ranks
@@ -71,7 +71,7 @@ def test_sizes_as_a_person_writes_them() -> None:
 
 def with_nvlink(facts: NodeFacts, way: str) -> NodeFacts:
     names = [gpu.name for gpu in facts.gpus]
-    pairs = [Link(a, b, way) for a in names for b in names if a < b]
+    pairs = [GpuLink(a, b, way) for a in names for b in names if a < b]
     return replace(facts, links=(*pairs, *(link for link in facts.links if not link.b.startswith("GPU"))))
 
 

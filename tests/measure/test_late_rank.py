@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_train.config.layout import Layout
-from hpc_train.measure.late_rank import IN_A_ROW, LateRankWatch, find_late_rank
-from hpc_train.measure.ranks import RankTimes
+from hpc_train.measure.stragglers import IN_A_ROW, LateRankWatch, RankTimes, find_late_rank
+from hpc_train.plan.layout import Layout
 
 ROW = RankTimes(seconds=10.0, steps=5, data_s=0.0, memory_bytes=1)
 

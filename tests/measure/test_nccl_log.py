@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.measure.nccl_log import Transport, parse_transport
+from hpc_train.preflight.nccl_log import Transport, parse_transport
 
 INFINIBAND = """\
 n1:31842:31905 [0] NCCL INFO cudaDriverVersion 12080

@@ -12,17 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpc_train.cluster.features import parse_features
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.layout import Layout
-from hpc_train.measure.expected import Expected, ExpectedBandwidths
-from hpc_train.measure.nccl_log import Transport
-from hpc_train.measure.paired_test import PairRate, best_of, rounds, slow_nodes
-from hpc_train.measure.preflight import Crew, Effort, measure_all, paired_test
-from hpc_train.measure.preflight_checks import (
+from hpc_train.errors import ConfigError
+from hpc_train.parallel.mesh import join_mesh
+from hpc_train.plan.layout import Layout
+from hpc_train.preflight.checks import (
     Bandwidths,
     ClockOffset,
-    Finding,
+    Expected,
+    ExpectedBandwidths,
+    PreflightFinding,
     RankFacts,
     check_bandwidths,
     check_clocks,
@@ -35,11 +33,14 @@ from hpc_train.measure.preflight_checks import (
     check_versions,
     slow_devices,
 )
-from hpc_train.parallel.mesh import join_mesh
+from hpc_train.preflight.measure import Crew, Effort, measure_all, paired_test
+from hpc_train.preflight.nccl_log import Transport
+from hpc_train.preflight.paired_test import PairRate, best_of, rounds, slow_nodes
+from hpc_train.preflight.run import seen, stop_for
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import RESPONSES, Action, UnfitNode, classify
-from hpc_train.train.preflight import seen, stop_for
+from hpc_train.slurm.site import parse_features
 from tests.ranks import run_ranks
 
 LITTLE = Effort(gemm_s=0.01, gemm_size=64, stage_s=0.05, bytes=1 << 20, limit_s=60)
@@ -53,7 +54,7 @@ def gpus(nodes: int = 3, each: int = 2) -> list[RankFacts]:
     ]
 
 
-def only(findings: Iterable[Finding]) -> Finding:
+def only(findings: Iterable[PreflightFinding]) -> PreflightFinding:
     (found,) = findings
     return found
 
@@ -81,7 +82,7 @@ def test_what_differs_is_named_with_its_node_and_the_mend() -> None:
 
 
 def test_a_slow_gpu_is_told_against_its_own_model_and_its_node_is_unfit() -> None:
-    def found(ranks: list[RankFacts]) -> Finding:
+    def found(ranks: list[RankFacts]) -> PreflightFinding:
         return only(check_gemm(slow_devices(ranks)))
 
     ranks = gpus()
@@ -235,10 +236,13 @@ def test_nodes_are_looked_at_once_per_start_of_a_job(tmp_path: Path) -> None:
 
 
 def test_what_stops_a_job() -> None:
-    error, warning = Finding("error", "the clocks differ", "mend it"), Finding("warning", "mixed", "choose")
+    error, warning = (
+        PreflightFinding("error", "the clocks differ", "mend it"),
+        PreflightFinding("warning", "mixed", "choose"),
+    )
     stop_for([warning])
     with pytest.raises(ConfigError, match="the clocks differ: mend it"):
         stop_for([warning, error])
     with pytest.raises(UnfitNode, match="n2 is slow"):
-        stop_for([error, Finding("error", "n2 is slow", "without it", "n2")])
+        stop_for([error, PreflightFinding("error", "n2 is slow", "without it", "n2")])
     assert RESPONSES[classify(UnfitNode("n2"))].action is Action.REPLACE

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_train.config.layout import Layout
-from hpc_train.measure.ranks import RankTimes, over_ranks
+from hpc_train.measure.stragglers import RankTimes, over_ranks
+from hpc_train.plan.layout import Layout
 
 LAYOUT = Layout(
     dp=2, pp=2, tp=1, shard=1, data_parallel="ddp", schedule="1f1b", stages_per_rank=1, micro_batches=4, micro_size=1

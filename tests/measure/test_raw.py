@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.config.errors import ConfigError
+from hpc_train.bench.request import bare_loop
 from hpc_train.config.schema import (
     BatchConfig,
     Config,
@@ -17,8 +17,8 @@ from hpc_train.config.schema import (
     SyntheticDataConfig,
     TrainConfig,
 )
-from hpc_train.config.validate import validate
-from hpc_train.measure.request import bare_loop
+from hpc_train.errors import ConfigError
+from hpc_train.plan.validate import validate
 from tests.ranks import run_ranks
 
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -47,10 +47,10 @@ def trained(rank: int, world_size: int, kind: str, strategy: dict[str, Any]) -> 
     import torch
     from torch.distributed.tensor import DTensor
 
-    from hpc_train.data.batch import StepBatch
+    from hpc_train.bench.bare_loop import raw_loop
     from hpc_train.data.build import build_dataset
+    from hpc_train.data.dataset import StepBatch
     from hpc_train.data.feed import TrainFeed
-    from hpc_train.measure.raw import raw_loop
     from hpc_train.parallel.build import build_engine
     from hpc_train.parallel.mesh import join_mesh
     from hpc_train.train.optimizer import Optimizer

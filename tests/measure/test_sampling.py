@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hpc_train.measure.sampling import Spread, paired_ratio
+from hpc_train.bench.request import Spread, paired_ratio
 from hpc_train.measure.shares import uncovered
 
 

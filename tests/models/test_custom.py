@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpc_train.config.errors import ConfigError
 from hpc_train.config.schema import CustomModelConfig, GPTConfig
-from hpc_train.data.batch import IGNORED
+from hpc_train.data.dataset import IGNORED
+from hpc_train.errors import ConfigError
 from hpc_train.models.batch_norm import SyncBatchNorm, convert
 from hpc_train.models.build import build_model
 from hpc_train.models.gpt import GPT, GPTHead

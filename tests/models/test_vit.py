@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from hpc_train.config.errors import ConfigError
-from hpc_train.data.batch import IGNORED
+from hpc_train.data.dataset import IGNORED
+from hpc_train.errors import ConfigError
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from tests.models.models import TINY_VIT, with_values

@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from hpc_train.config.errors import ConfigError
-from hpc_train.run import lease, turns
+from hpc_train.errors import ConfigError
+from hpc_train.run import file_lock, lease
 from hpc_train.run.directory import RunDirectory, lease_folder
-from hpc_train.run.holder import STALE_S, Holder
-from hpc_train.run.turns import newest
+from hpc_train.run.file_lock import STALE_S, LockOwner, newest_lock
 
 FORK = multiprocessing.get_context("fork")
 LIMIT_S = 100.0
@@ -42,14 +41,14 @@ def process(target: Callable[..., None], *args: Any) -> Iterator[Any]:
         child.join()
 
 
-def elsewhere(**fields: Any) -> Holder:
+def elsewhere(**fields: Any) -> LockOwner:
     """This process as if it were one of another machine."""
-    return replace(Holder.of_this_process(), machine="another", host="far", **fields)
+    return replace(LockOwner.of_this_process(), machine="another", host="far", **fields)
 
 
 def count(path: Path, times: int) -> None:
     for _ in range(times):
-        with turns.alone(path / "turns"):
+        with file_lock.exclusive(path / "turns"):
             number = int((path / "count").read_text())
             time.sleep(0.001)
             (path / "count").write_text(f"{number + 1}")
@@ -68,7 +67,7 @@ def test_one_at_a_time(tmp_path: Path) -> None:
 
 def keep(path: Path, told: Any = None, **options: Any) -> None:
     lost = FORK.Event()
-    with lease.hold(RunDirectory(path), on_loss=lost.set, beat_s=0.05, **options):
+    with lease.hold_lease(RunDirectory(path), on_loss=lost.set, beat_s=0.05, **options):
         (path / "held").touch()
         lost.wait()
     if told is not None:
@@ -81,7 +80,7 @@ def keep(path: Path, told: Any = None, **options: Any) -> None:
 def race(path: Path, start: Any, won: Any, over: Any) -> None:
     start.wait()
     try:
-        with lease.hold(RunDirectory(path)):
+        with lease.hold_lease(RunDirectory(path)):
             won.put(os.getpid())
             over.wait(LIMIT_S)
     except ConfigError:
@@ -93,7 +92,7 @@ def test_a_killed_holder_is_followed_by_one(tmp_path: Path) -> None:
     with process(keep, tmp_path) as holder:
         until((tmp_path / "held").exists)
         assert lease.is_live(run)
-        with pytest.raises(ConfigError, match="is live"), lease.hold(run):
+        with pytest.raises(ConfigError, match="is live"), lease.hold_lease(run):
             pass
         os.kill(holder.pid, signal.SIGKILL)
         holder.join()
@@ -119,29 +118,29 @@ def test_a_holder_that_is_asleep(tmp_path: Path) -> None:
         until((tmp_path / "held").exists)
         os.kill(holder.pid, signal.SIGSTOP)
         until(lambda: Path(f"/proc/{holder.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
-        with pytest.raises(ConfigError, match=f"process {holder.pid} on"), lease.hold(run, holder=elsewhere()):
+        with pytest.raises(ConfigError, match=f"process {holder.pid} on"), lease.hold_lease(run, holder=elsewhere()):
             pass
-        turn = newest(lease_folder(tmp_path))
+        turn = newest_lock(lease_folder(tmp_path))
         assert turn is not None
         long_ago = time.time() - STALE_S - 1
         os.utime(turn.path, (long_ago, long_ago))
         assert lease.is_live(run)
-        with lease.hold(run, holder=elsewhere()):
+        with lease.hold_lease(run, holder=elsewhere()):
             assert run.claim_attempt(elsewhere()) == 0
             os.kill(holder.pid, signal.SIGCONT)
             assert told.get(timeout=LIMIT_S).startswith(f"{elsewhere()} works on the run by now")
             holder.join(LIMIT_S)
             assert holder.exitcode == 0
-            found = newest(lease_folder(tmp_path))
+            found = newest_lock(lease_folder(tmp_path))
             assert found is not None and found.is_held(elsewhere(pid=1)), "what the other gave back was not its own"
     assert run.newest_attempt() == 0
 
 
 def test_silence_is_counted_by_the_clock_of_the_file_server(tmp_path: Path) -> None:
     other = elsewhere()
-    turn = turns.take(tmp_path, other)
+    turn = file_lock.acquire(tmp_path, other)
     assert turn.silent_s() < LIMIT_S
-    here = Holder.of_this_process()
+    here = LockOwner.of_this_process()
     assert turn.is_held(here)
     os.utime(turn.path, (time.time() - STALE_S - 1,) * 2)
     assert not turn.is_held(here)
@@ -152,29 +151,29 @@ def test_silence_is_counted_by_the_clock_of_the_file_server(tmp_path: Path) -> N
 
 def test_a_turn_that_says_nothing_yet(tmp_path: Path) -> None:
     (tmp_path / "00000004").touch()
-    turn = newest(tmp_path)
+    turn = newest_lock(tmp_path)
     assert turn is not None and turn.holder() is None
-    assert turn.is_held(Holder.of_this_process())
+    assert turn.is_held(LockOwner.of_this_process())
     os.utime(turn.path, (time.time() - STALE_S - 1,) * 2)
-    assert turns.take(tmp_path, Holder.of_this_process()).number == 5
+    assert file_lock.acquire(tmp_path, LockOwner.of_this_process()).number == 5
 
 
 def test_a_turn_taken_by_an_old_list_is_no_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client of a network file system may show a list of a minute ago."""
-    here = Holder.of_this_process()
+    here = LockOwner.of_this_process()
     for _ in range(12):
-        turns.take(tmp_path, here).give_back()
+        file_lock.acquire(tmp_path, here).give_back()
     lists = [[1], *[[*range(5, 13)]] * 5]
-    real = turns._numbers
-    monkeypatch.setattr(turns, "_numbers", lambda folder: lists.pop(0) if lists else real(folder))
-    assert turns.take(tmp_path, here).number == 13
+    real = file_lock._numbers
+    monkeypatch.setattr(file_lock, "_numbers", lambda folder: lists.pop(0) if lists else real(folder))
+    assert file_lock.acquire(tmp_path, here).number == 13
 
 
 def test_the_same_job_started_again_needs_no_patience(tmp_path: Path) -> None:
     first = elsewhere(job_id="17", restart=0)
-    turn = turns.take(tmp_path, first)
-    assert turn.is_held(replace(Holder.of_this_process(), job_id="17", restart=0))
-    assert not turn.is_held(replace(Holder.of_this_process(), job_id="17", restart=1))
+    turn = file_lock.acquire(tmp_path, first)
+    assert turn.is_held(replace(LockOwner.of_this_process(), job_id="17", restart=0))
+    assert not turn.is_held(replace(LockOwner.of_this_process(), job_id="17", restart=1))
 
 
 @pytest.mark.parametrize(
@@ -194,8 +193,8 @@ def test_a_job_elsewhere_is_asked_for(tmp_path: Path, monkeypatch: pytest.Monkey
     squeue.write_text(f"#!/bin/sh\n{answer}\n")
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    turn = turns.take(tmp_path / "turns", elsewhere(job_id="17", cluster="one"))
-    here = Holder.of_this_process()
+    turn = file_lock.acquire(tmp_path / "turns", elsewhere(job_id="17", cluster="one"))
+    here = LockOwner.of_this_process()
     assert turn.is_held(here) is held
     assert turn.is_held(replace(here, cluster="two"))  # where another job has that number
     os.utime(turn.path, (time.time() - STALE_S - 1,) * 2)

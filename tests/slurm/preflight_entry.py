@@ -13,26 +13,26 @@ from pathlib import Path
 
 from hpc_train.cluster.allocation import current_allocation
 from hpc_train.elastic.agent import run_agent
-from hpc_train.measure import preflight as measuring
-from hpc_train.measure import rank_facts
+from hpc_train.preflight import measure as measuring
+from hpc_train.preflight import rank_facts, run
+from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
-from hpc_train.run.stop import StopFlag
-from hpc_train.run.worker_spec import WorkerSpec
-from hpc_train.train import preflight, worker
+from hpc_train.run.requests import StopFlag
+from hpc_train.train import worker
 
 AHEAD_S = 5.0
 
 
 def train(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
     node, plain, own = current_allocation().node_name, rank_facts.versions, rank_facts.rank_facts
-    preflight.rank_facts = lambda *facts: replace(own(*facts), gpu=f"GPU-of-{node}")
+    run.rank_facts = lambda *facts: replace(own(*facts), gpu=f"GPU-of-{node}")
     measuring.measured_gemm_flops = lambda *wanted: 5e14 if node == "n1" else 7e14
     if node == "n3":
-        preflight.config_hash = lambda run: "another"
+        run.config_hash = lambda run: "another"
     if node == "n4":
         rank_facts.versions = lambda cuda: plain(cuda) | {"torch": "1.0"}
-        preflight.clock = lambda: time.time() + AHEAD_S
+        run.clock = lambda: time.time() + AHEAD_S
     return worker.train(spec, stop, listen_fd)
 
 

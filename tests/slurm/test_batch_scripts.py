@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.launch.requeue import lines_before, script_lines
+from hpc_train.launch.script import requeue_lines_before, requeue_script_lines
 from hpc_train.run.files import read_json
 from tests.doors.command import REPOSITORY, TINY
 from tests.slurm.cluster import Cluster
@@ -157,13 +157,13 @@ def test_a_scancel_in_the_moment_before_the_requeue_counts(shell: Cluster, tmp_p
     before = [
         "#!/bin/bash",
         "RUN=.",
-        *lines_before(),
+        *requeue_lines_before(),
         "trap '' TERM",
         "status=75",
         'mkdir attempts; touch "attempts/end-$SLURM_JOB_ID.0.requeue"; echo 75 > "attempts/end-$SLURM_JOB_ID.0.node-0"',
         'squeue() { command squeue "$@"; scancel "$SLURM_JOB_ID"; }',
     ]
-    (tmp_path / "job.sbatch").write_text("\n".join([*before, *script_lines()]))
+    (tmp_path / "job.sbatch").write_text("\n".join([*before, *requeue_script_lines()]))
     job = shell.call("sbatch", "--parsable", "--requeue", "job.sbatch", cwd=tmp_path).stdout.strip()
     assert shell.wait_for_state(job, "CANCELLED", "COMPLETED", "FAILED") == "CANCELLED"
     assert detail(shell, job, "Restarts") == "0"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config.freeze import load
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.freeze import load
 from tests.doors.command import REPOSITORY, TINY
 from tests.slurm.cluster import Cluster
 

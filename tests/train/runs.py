@@ -10,11 +10,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from hpc_train.config.compose import compose, typed
-from hpc_train.config.freeze import freeze, load
-from hpc_train.config.layout import resolve_layout
+from hpc_train.plan.layout import resolve_layout
+from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.stop import StopFlag
-from hpc_train.run.worker_spec import WorkerSpec
+from hpc_train.run.freeze import freeze, load
+from hpc_train.run.requests import StopFlag
 from tests.ranks import CONTEXT, collect
 
 TINY = [

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpc_train.config.debug import DEBUG_STEPS
-from hpc_train.run.stop import StopFlag
-from hpc_train.run.worker_spec import WorkerSpec
+from hpc_train.config.values import DEBUG_STEPS
+from hpc_train.run.agent_worker import WorkerSpec
+from hpc_train.run.requests import StopFlag
 from tests.train.runs import frozen, run_attempt
 
 

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpc_train.config.freeze import load
-from hpc_train.config.layout import resolve_layout
 from hpc_train.data.build import build_dataset
 from hpc_train.data.feed import EvalFeed
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.materialise import materialise
 from hpc_train.parallel.mesh import join_mesh
+from hpc_train.parallel.parallelise import materialise
+from hpc_train.plan.layout import resolve_layout
 from hpc_train.run.directory import RunDirectory
-from hpc_train.train.evaluation import evaluate
+from hpc_train.run.freeze import load
+from hpc_train.train.trainer import evaluate
 from tests.ranks import run_ranks
 from tests.train.runs import frozen
 

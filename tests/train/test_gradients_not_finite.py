@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from hpc_train.config.schema import PrecisionConfig
-from hpc_train.run.stop import StopFlag
-from hpc_train.run.worker_spec import WorkerSpec
-from hpc_train.train.loss_scale import LARGEST, SMALLEST, LossScale
+from hpc_train.run.agent_worker import WorkerSpec
+from hpc_train.run.requests import StopFlag
+from hpc_train.train.step import LARGEST, SMALLEST, LossScale
 from tests.checkpoint.tensors import read_tensors
 from tests.train.runs import frozen, run_attempt
 

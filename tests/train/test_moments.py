@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.identity import check_identity
 from hpc_train.config.schema import OptimConfig
+from hpc_train.errors import ConfigError
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.freeze import check_identity
 from hpc_train.train.optimizer import Optimizer
 from tests.checkpoint.training import Training, join
 from tests.layouts.oracle import whole
@@ -79,7 +79,7 @@ LARGE = ("model.dim=64", "model.ffn_dim=128", "model.n_layers=2", "train.steps=6
 
 
 def save_each(rank: int, world_size: int, runs: dict[str, RunDirectory]) -> None:
-    from hpc_train.config.freeze import load
+    from hpc_train.run.freeze import load
 
     for run in runs.values():
         config = load(run)
@@ -90,7 +90,7 @@ def save_each(rank: int, world_size: int, runs: dict[str, RunDirectory]) -> None
 
 def load_each(rank: int, world_size: int, saved: dict[str, RunDirectory], runs: dict[str, RunDirectory]) -> None:
     """Every format's checkpoint into every format, two steps further, and the same without the detour."""
-    from hpc_train.config.freeze import load
+    from hpc_train.run.freeze import load
 
     for (source, of), (target, run) in product(saved.items(), runs.items()):
         run.update_record(forked_from=str(of.path))
@@ -152,7 +152,7 @@ def test_a_missing_library_is_told() -> None:
 
 def offloaded(rank: int, world_size: int, runs: list[tuple[RunDirectory, RunDirectory]]) -> None:
     """Three steps, a checkpoint, three more in a new engine; against six steps that were never offloaded."""
-    from hpc_train.config.freeze import load
+    from hpc_train.run.freeze import load
 
     for plain, on_host in runs:
         config = load(plain)

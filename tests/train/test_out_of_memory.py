@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from hpc_train.config.compose import compose, typed
-from hpc_train.config.layout import resolve_layout
 from hpc_train.config.schema import Config
+from hpc_train.plan.layout import resolve_layout
+from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.exits import Failure, classify
-from hpc_train.run.stop import StopFlag
-from hpc_train.run.worker_spec import WorkerSpec
-from hpc_train.train.out_of_memory import mends
+from hpc_train.run.requests import StopFlag
+from hpc_train.train.memory import mends
 from tests.train.runs import frozen, run_attempt
 
 

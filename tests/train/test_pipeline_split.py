@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.layout import Layout
 from hpc_train.config.schema import Config, OptimConfig
+from hpc_train.errors import ConfigError
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
-from hpc_train.parallel.balance import FILE, stage_bytes
-from hpc_train.parallel.block_costs import BlockCost
+from hpc_train.parallel.balance import FILE, BlockCost, stage_bytes
 from hpc_train.parallel.mesh import join_mesh
-from hpc_train.parallel.partition import layers_of, partition
+from hpc_train.plan.layout import Layout
+from hpc_train.plan.partition import layers_of, partition
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_lines
 from tests.layouts.cells import Cell
@@ -82,7 +81,7 @@ def test_blocks_are_measured_under_tensor_parallelism_and_activation_checkpointi
 
 
 def _costs(rank: int, _: int, cells: list[Cell]) -> list[tuple[BlockCost, ...]]:
-    from hpc_train.parallel.block_costs import measure_blocks
+    from hpc_train.parallel.balance import measure_blocks
     from tests.layouts.oracle import local_batch
 
     found = []
@@ -116,7 +115,7 @@ def test_a_model_that_does_not_count_is_told_so(tmp_path: Path) -> None:
 
 def _custom(path: Path, overrides: list[str]) -> RunDirectory:
     from hpc_train.config.compose import compose, typed
-    from hpc_train.config.freeze import freeze
+    from hpc_train.run.freeze import freeze
     from tests.train.runs import TINY
 
     run = RunDirectory(path / "run")

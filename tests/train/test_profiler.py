@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.profiled_steps import Profiled, check_profiled_steps, parse_profile
 from hpc_train.config.schema import ProfileConfig
-from hpc_train.measure.composition import composition
+from hpc_train.config.values import Profiled, check_profiled_steps, parse_profile
+from hpc_train.errors import ConfigError
 from hpc_train.telemetry.progress import summary
+from hpc_train.train.profiler import composition
 from tests.train.runs import frozen, run_attempt
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config.errors import ConfigError
-from hpc_train.config.save_every import SaveEvery, parse_save_every
+from hpc_train.config.values import SaveEvery, parse_save_every
+from hpc_train.errors import ConfigError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import append_line
-from hpc_train.train.save_schedule import FIRST_S, PRIOR_PER_GPU_HOUR, SaveSchedule, best_interval, failure_rate
+from hpc_train.train.saving import FIRST_S, PRIOR_PER_GPU_HOUR, SaveSchedule, best_interval, failure_rate
 from tests.train.runs import frozen, run_attempt
 
 

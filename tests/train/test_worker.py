@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpc_train.config.freeze import load
-from hpc_train.config.layout import resolve_layout
-from hpc_train.measure.advice import AdviceWatch
-from hpc_train.measure.mends import Setting
+from hpc_train.measure.suggestions import AdviceWatch, SuggestedSetting
+from hpc_train.plan.layout import resolve_layout
+from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
-from hpc_train.run.stop import StopFlag
-from hpc_train.run.worker_spec import WorkerSpec
+from hpc_train.run.freeze import load
+from hpc_train.run.requests import StopFlag
 from hpc_train.telemetry.metrics import MetricsLog
 from hpc_train.train.report import Report
 from hpc_train.train.step import SkippedSteps
@@ -83,7 +82,7 @@ def test_ranks_that_see_different_files_do_not_train(tmp_path: Path) -> None:
 def test_advice_goes_to_the_log_and_the_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = frozen(tmp_path / "run", "+strategy=dp")
     config = load(run)
-    watch = AdviceWatch(Setting(config, resolve_layout(config, 1, 2), 1, 2, loader_workers=0, cores=2))
+    watch = AdviceWatch(SuggestedSetting(config, resolve_layout(config, 1, 2), 1, 2, loader_workers=0, cores=2))
     events = EventLog.open(run, "rank-0000", 0, 0)
     report = Report(run, events, torch.device("cpu"), 2, 10, MetricsLog(run, 0), advice=watch)
     for step in range(1, 6):

@@ -93,7 +93,7 @@ def _round(
 ) -> float:
     for parameter in parameters.values():
         parameter.grad = torch.randn_like(parameter)
-    _settle(mesh)
+    _synchronize(mesh)
     began = time.perf_counter()
     reduction.begin(1, exchange)
     reduction.reduce()
@@ -103,7 +103,7 @@ def _round(
     return time.perf_counter() - began
 
 
-def _settle(mesh: Mesh) -> None:
+def _synchronize(mesh: Mesh) -> None:
     if mesh.device.type == "cuda":
         torch.cuda.synchronize(mesh.device)
     dist.barrier(group=mesh.control)

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpc_train.parallel.compression.carried import Carried, zeros
-from hpc_train.parallel.compression.exchange import flatten, unflatten
-from hpc_train.parallel.materialise import parameter_seed
+from hpc_train.parallel.compression.exchange import Carried, flatten, unflatten, zeros
+from hpc_train.parallel.parallelise import parameter_seed
 
 
 class PowerSGD:

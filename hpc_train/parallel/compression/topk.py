@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpc_train.parallel import whole_tensors
-from hpc_train.parallel.compression.carried import zeros
-from hpc_train.parallel.compression.exchange import flatten, unflatten
+from hpc_train.parallel.compression.exchange import flatten, unflatten, zeros
+from hpc_train.parallel.mesh import all_gather_tensor
 
 
 class TopK:
@@ -45,7 +44,7 @@ class TopK:
         value, index = flatten(values), flatten(indices).to(torch.int32)
         sent = torch.cat([value.view(torch.int32), index])  # one message
         received = sent.new_empty(dist.get_world_size(self._group) * sent.numel())
-        yield whole_tensors.all_gather(received, sent, group=self._group, async_op=True)
+        yield all_gather_tensor(received, sent, group=self._group, async_op=True)
         total = value.new_zeros(start)
         for row in received.view(-1, sent.numel()):  # in one order on all ranks: the same bits
             theirs, where = row.split([sent.numel() - index.numel(), index.numel()])

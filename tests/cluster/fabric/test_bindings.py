@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cluster.fabric.bindings import bindings
-from hpc_train.cluster.fabric.cpu_list import format_cpu_list
-from hpc_train.cluster.fabric.devices import devices, refuse_slices_of_one_gpu
-from hpc_train.cluster.fabric.discovery import read_tree
-from hpc_train.cluster.fabric.facts import NodeFacts
-from hpc_train.cluster.fabric.mig import with_slices
-from hpc_train.cluster.fabric.nccl_settings import Setting
 from hpc_train.cluster.gpus import own_gpus, visible_devices
-from hpc_train.config.errors import ConfigError
+from hpc_train.errors import ConfigError
+from hpc_train.fabric.discovery import read_tree
+from hpc_train.fabric.facts import NodeFacts, format_cpu_list
+from hpc_train.fabric.nccl_settings import Setting
+from hpc_train.fabric.nvidia_smi import with_slices
+from hpc_train.fabric.rank_binding import bindings, devices, refuse_slices_of_one_gpu
 from tests.cluster.fabric.machines import Machine, hgx, switch
 
 LISTING = """\

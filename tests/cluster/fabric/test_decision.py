@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from hpc_train.cluster.environment import Variable
-from hpc_train.cluster.fabric.decision import Decision, Job, decide
-from hpc_train.cluster.fabric.discovery import read_tree
-from hpc_train.cluster.fabric.facts import NodeFacts
-from hpc_train.cluster.fabric.nccl_settings import merged, read_conf, settings, settings_of_communication, warnings
-from hpc_train.cluster.fabric.node import topology_file
+from hpc_train.fabric.decision import FabricDecision, FabricJob, decide
+from hpc_train.fabric.discovery import read_tree
+from hpc_train.fabric.facts import NodeFacts
+from hpc_train.fabric.nccl_settings import merged, read_conf, settings, settings_of_communication, warnings
+from hpc_train.fabric.node import topology_file
 from tests.cluster.fabric.machines import Machine, hgx, switch
 
 GENERAL = {
@@ -98,7 +98,7 @@ def facts_of(build: Callable[[Path], Machine], root: Path) -> NodeFacts:
     return read_tree(machine.root / "sys", machine.root / "proc")
 
 
-def exported(decision: Decision) -> dict[str, str]:
+def exported(decision: FabricDecision) -> dict[str, str]:
     return {variable.name: variable.value for variable in decision.variables}
 
 
@@ -121,13 +121,13 @@ def test_golden(
     tmp_path: Path, build: Callable[[Path], Machine], nccl: tuple[int, ...] | None, fabric: str, besides: dict[str, str]
 ) -> None:
     facts = facts_of(build, tmp_path)
-    decision = decide([facts, facts], Job(2, len(facts.gpus), nccl), {})
+    decision = decide([facts, facts], FabricJob(2, len(facts.gpus), nccl), {})
     assert decision.fabric == fabric
     assert exported(decision) == GENERAL | besides
     names = [alone.name for alone in decision.left_alone]
     assert len(names) == len(set(names)) and not set(names) & set(exported(decision))
     assert any("NCCL's version" in note for note in decision.unknown) == (nccl is None)
-    one_node = decide([facts], Job(1, len(facts.gpus), nccl), {})
+    one_node = decide([facts], FabricJob(1, len(facts.gpus), nccl), {})
     assert exported(one_node) == GENERAL | {"GLOO_SOCKET_IFNAME": "lo"} and one_node.fabric == "one_node"
 
 
@@ -141,7 +141,7 @@ def test_the_user_wins_at_each_site_and_place(tmp_path: Path, build: Callable[[P
     machine = build(tmp_path / "machine")
     facts = read_tree(machine.root / "sys", machine.root / "proc")
     facts = replace(facts, node="n1", topology_file=topology_file(facts, machine.root), route="ens1", automatic="lo")
-    job = Job(256, len(facts.gpus), (2, 20))  # so large and old that what can be set is
+    job = FabricJob(256, len(facts.gpus), (2, 20))  # so large and old that what can be set is
     ours = exported(decide([facts], job, {}))
     home, system, chosen = tmp_path / "home", tmp_path / "nccl.conf", tmp_path / "chosen.conf"
     home.mkdir()
@@ -163,28 +163,28 @@ def test_the_user_wins_at_each_site_and_place(tmp_path: Path, build: Callable[[P
 def test_without_gpus_nothing_of_nccl(tmp_path: Path) -> None:
     facts = facts_of(cpu_only, tmp_path)
     right = replace(facts, node="n1", route="ens1", automatic="ens1")
-    assert exported(decide([right, right], Job(2, 0), {})) == {"TORCH_FR_BUFFER_SIZE": "2000"}
-    assert [alone.name for alone in decide([right, right], Job(2, 0), {}).left_alone] == ["NCCL_*"]
+    assert exported(decide([right, right], FabricJob(2, 0), {})) == {"TORCH_FR_BUFFER_SIZE": "2000"}
+    assert [alone.name for alone in decide([right, right], FabricJob(2, 0), {}).left_alone] == ["NCCL_*"]
 
 
 def test_the_interface_is_named_where_the_host_name_leads_elsewhere(tmp_path: Path) -> None:
     facts = replace(facts_of(cpu_only, tmp_path), node="n1", route="ens1", automatic="ens1")
     first = replace(facts, node="n0", route="lo", automatic="lo")  # 127.0.1.1 in its /etc/hosts
-    decision = decide([first, facts], Job(2, 0), {})
+    decision = decide([first, facts], FabricJob(2, 0), {})
     assert exported(decision) == {
         "GLOO_SOCKET_IFNAME": "ens1",
         "TP_SOCKET_IFNAME": "ens1",
         "TORCH_FR_BUFFER_SIZE": "2000",
     }
     assert "lo on n0" in decision.variables[0].reason
-    gpus = decide([first, facts], Job(2, 4), {})
+    gpus = decide([first, facts], FabricJob(2, 4), {})
     assert exported(gpus)["NCCL_SOCKET_IFNAME"] == "=ens1"
     other = replace(facts, route="eth7")
-    differs = decide([first, facts, other], Job(3, 0), {})
+    differs = decide([first, facts, other], FabricJob(3, 0), {})
     assert "GLOO_SOCKET_IFNAME" not in exported(differs)
     assert any("called differently" in note for note in differs.unknown)
     same_machine = replace(facts, route="lo", automatic="ens1")
-    assert "GLOO_SOCKET_IFNAME" not in exported(decide([same_machine] * 2, Job(2, 0), {}))
+    assert "GLOO_SOCKET_IFNAME" not in exported(decide([same_machine] * 2, FabricJob(2, 0), {}))
 
 
 def test_the_topology_file_of_a_virtual_machine(tmp_path: Path) -> None:
@@ -195,21 +195,21 @@ def test_the_topology_file_of_a_virtual_machine(tmp_path: Path) -> None:
     file.parent.mkdir(parents=True)
     file.touch()
     facts = replace(facts, topology_file=topology_file(facts, tmp_path))
-    assert exported(decide([facts], Job(2, 8, (2, 26)), {}))["NCCL_TOPO_FILE"] == "/opt/microsoft/ndv4-topo.xml"
+    assert exported(decide([facts], FabricJob(2, 8, (2, 26)), {}))["NCCL_TOPO_FILE"] == "/opt/microsoft/ndv4-topo.xml"
     pcie = replace(facts, gpus=tuple(replace(gpu, model="NVIDIA A100 80GB PCIe") for gpu in facts.gpus))
     assert topology_file(pcie, tmp_path) is None, "of another series of machines"
     without = replace(facts, topology_file=None)
-    assert "NCCL_TOPO_FILE" not in exported(decide([facts, without], Job(2, 8, (2, 26)), {}))
+    assert "NCCL_TOPO_FILE" not in exported(decide([facts, without], FabricJob(2, 8, (2, 26)), {}))
 
 
 def test_large_jobs_and_flapping_links_get_patience(tmp_path: Path) -> None:
     facts = facts_of(dgx_a100, tmp_path)
     patience = {"NCCL_IB_TIMEOUT": "22", "NCCL_IB_RETRY_CNT": "7"}
-    assert exported(decide([facts], Job(128, 8, (2, 26)), {})) == GENERAL | patience
+    assert exported(decide([facts], FabricJob(128, 8, (2, 26)), {})) == GENERAL | patience
     machine = dgx_a100(tmp_path / "flapping")
     machine.write("sys/class/infiniband/mlx5_3/ports/1/counters/link_downed", 255)
     flapping = read_tree(machine.root / "sys", machine.root / "proc")
-    decision = decide([facts, flapping], Job(2, 8, (2, 26)), {})
+    decision = decide([facts, flapping], FabricJob(2, 8, (2, 26)), {})
     assert exported(decision) == GENERAL | patience
     reasons = {variable.name: variable.reason for variable in decision.variables}
     assert "mlx5_3 went down 255 times" in reasons["NCCL_IB_TIMEOUT"]
@@ -219,7 +219,7 @@ def test_cards_that_are_all_down_leave_the_ethernet(tmp_path: Path) -> None:
     machine = pcie_box(tmp_path)
     machine.card("mlx5_0", "pci0000:08/0000:08:01.0", 0, state="1: DOWN", physical="3: Disabled")
     facts = read_tree(machine.root / "sys", machine.root / "proc")
-    decision = decide([facts], Job(2, 4, (2, 26)), {})
+    decision = decide([facts], FabricJob(2, 4, (2, 26)), {})
     assert decision.fabric == "ethernet"
     told = {alone.name: alone.reason for alone in decision.left_alone}
     assert "25 Gb/s Ethernet carries at most 3.12 GB/s" in told["NCCL_IB_DISABLE"]
@@ -227,7 +227,7 @@ def test_cards_that_are_all_down_leave_the_ethernet(tmp_path: Path) -> None:
 
 def test_nodes_with_different_cards_get_no_list(tmp_path: Path) -> None:
     one, other = facts_of(hgx, tmp_path / "a"), facts_of(dgx_a100, tmp_path / "b")
-    decision = decide([one, other], Job(2, 8, (2, 26)), {})
+    decision = decide([one, other], FabricJob(2, 8, (2, 26)), {})
     assert "NCCL_IB_HCA" not in exported(decision)
     assert "one list of cards for all nodes: they differ" in decision.unknown
 
@@ -242,7 +242,7 @@ def test_the_user_wins_at_each_of_three_places(tmp_path: Path) -> None:
     assert found["NCCL_DEBUG"].value == "VERSION"
     assert found["NCCL_IB_HCA"].value == "=mlx5_0 # all of this is the value"
     assert "NCCL_ALGO" not in found
-    decision = decide([facts], Job(2, 8, (2, 26)), found)
+    decision = decide([facts], FabricJob(2, 8, (2, 26)), found)
     assert set(exported(decision)) == {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"}
     reasons = {alone.name: alone.reason for alone in decision.left_alone}
     assert "the environment" in reasons["NCCL_DEBUG"]
@@ -261,14 +261,14 @@ def test_what_is_set_on_any_node_counts_for_all(tmp_path: Path) -> None:
     other = settings_of_communication(home | {"OMP_PLACES": "cores"})
     found, told = merged({"n1": one, "n2": other})
     assert told == ["NCCL_IB_HCA is not the same on all nodes: =mlx5_0 on n1, not set on n2"]
-    decision = decide([facts_of(hgx, tmp_path)] * 2, Job(2, 8, (2, 26)), found)
+    decision = decide([facts_of(hgx, tmp_path)] * 2, FabricJob(2, 8, (2, 26)), found)
     assert "NCCL_IB_HCA" not in exported(decision)
 
 
 def test_only_a_profile_sets_what_is_for_debugging(tmp_path: Path) -> None:
     profile = (Variable("NCCL_CROSS_NIC", "0", "rails are separate networks here"),)
     facts = facts_of(dgx_a100, tmp_path)
-    decision = decide([facts], replace(Job(2, 8, (2, 26)), profile=profile), {})
+    decision = decide([facts], replace(FabricJob(2, 8, (2, 26)), profile=profile), {})
     assert exported(decision)["NCCL_CROSS_NIC"] == "0"
     assert "NCCL_CROSS_NIC" not in [alone.name for alone in decision.left_alone]
 

@@ -6,15 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cluster.fabric.discovery import discover, merge, read_tree
-from hpc_train.cluster.fabric.facts import NodeFacts
-from hpc_train.cluster.fabric.limits import UNLIMITED, Limits
-from hpc_train.cluster.fabric.masks import cpu_masks
-from hpc_train.cluster.fabric.matrix import parse_matrix
-from hpc_train.cluster.fabric.rails import different_rails, judge_ports, match, port_warnings, usable_nics
-from hpc_train.cluster.fabric.rdma import parse_rate, parse_state, read_rdma
-from hpc_train.cluster.fabric.rdma_text import parse_rdma_text
-from hpc_train.cluster.fabric.recording import read_recording
+from hpc_train.fabric.discovery import discover, merge, read_tree
+from hpc_train.fabric.facts import UNLIMITED, NodeFacts, NodeLimits
+from hpc_train.fabric.nvidia_smi import parse_matrix
+from hpc_train.fabric.rails import different_rails, judge_ports, match, port_warnings, usable_nics
+from hpc_train.fabric.rank_binding import cpu_masks
+from hpc_train.fabric.rdma import parse_rate, parse_rdma_text, parse_state, read_rdma
+from hpc_train.fabric.recording import read_recording
 from tests.cluster.fabric.machines import Machine, hgx, matrix, switch
 
 IBSTAT = """CA 'mlx5_10'
@@ -279,7 +277,7 @@ def test_what_the_matrix_cannot_say_of_the_cards_in_sysfs(tmp_path: Path) -> Non
 
 def test_limits_and_the_cpuset_of_the_process(tmp_path: Path) -> None:
     machine = hgx(tmp_path)
-    assert tree(machine).limits == Limits() and tree(machine).allowed == ()
+    assert tree(machine).limits == NodeLimits() and tree(machine).allowed == ()
     machine.write(
         "proc/self/status", "Name:\tcat\nCpus_allowed:\tff\nCpus_allowed_list:\t0-3,96-99\nMems_allowed_list:\t0"
     )
@@ -289,7 +287,7 @@ def test_limits_and_the_cpuset_of_the_process(tmp_path: Path) -> None:
         "Max open files            1024                 524288               files     \n"
         "Max locked memory         unlimited            unlimited            bytes     ",
     )
-    assert tree(machine).limits == Limits(UNLIMITED, 1024, 524288)
+    assert tree(machine).limits == NodeLimits(UNLIMITED, 1024, 524288)
     masks = [mask.cpus for mask in cpu_masks(tree(machine))]
     assert masks[:4] == [(0, 96), (1, 97), (2, 98), (3, 99)] and masks[4:] == [None] * 4
 

@@ -8,15 +8,13 @@ import os
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_train.cluster.fabric.bindings import bindings
-from hpc_train.cluster.fabric.cpu_list import format_cpu_list, parse_cpu_list
-from hpc_train.cluster.fabric.decision import Job
-from hpc_train.cluster.fabric.facts import Gpu, Link, Nic, NodeFacts, Port
-from hpc_train.cluster.fabric.masks import cpu_masks
-from hpc_train.cluster.fabric.matrix import parse_matrix
-from hpc_train.cluster.fabric.rails import match
-from hpc_train.cluster.fabric.rdma_text import parse_rdma_text
-from hpc_train.cluster.fabric.recording import report
+from hpc_train.fabric.decision import FabricJob
+from hpc_train.fabric.facts import Gpu, GpuLink, Nic, NodeFacts, Port, format_cpu_list, parse_cpu_list
+from hpc_train.fabric.nvidia_smi import parse_matrix
+from hpc_train.fabric.rails import match
+from hpc_train.fabric.rank_binding import bindings, cpu_masks
+from hpc_train.fabric.rdma import parse_rdma_text
+from hpc_train.fabric.recording import report
 from tests.cluster.fabric.machines import matrix
 
 FAST = settings(max_examples=2000 if os.environ.get("HPC_TRAIN_LONG") else 30, deadline=None)
@@ -47,7 +45,7 @@ def machines(draw: st.DrawFn) -> NodeFacts:
     pairs = [(a, b) for i, b in enumerate(names) for a in names[:i]]
     drawn = draw(st.lists(st.sampled_from([*WAYS, None]), min_size=len(pairs), max_size=len(pairs)))
     links = [
-        Link(a, b, way)
+        GpuLink(a, b, way)
         for (a, b), way in zip(pairs, drawn, strict=True)
         if way is not None and (way != "NV4" or b.startswith("GPU"))
     ]
@@ -128,7 +126,7 @@ def test_everything_has_a_reason_and_goes_through_json(facts: NodeFacts, nodes: 
         assert matched.reason
         if matched.nic is not None:
             assert facts.link(matched.gpu, matched.nic) == matched.way
-    found = report(facts, Job(nodes, len(facts.gpus), (2, 20)), {})
+    found = report(facts, FabricJob(nodes, len(facts.gpus), (2, 20)), {})
     assert json.loads(json.dumps(found.to_json()))["gpus"][0]["name"] == "GPU0"
     assert all(variable.reason for variable in found.decision.variables)
     assert NodeFacts.from_json(json.loads(json.dumps(facts.to_json()))) == facts

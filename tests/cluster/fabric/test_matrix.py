@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.cluster.fabric.facts import NodeFacts
-from hpc_train.cluster.fabric.matrix import parse_matrix
+from hpc_train.fabric.facts import NodeFacts
+from hpc_train.fabric.nvidia_smi import parse_matrix
 
 TABS = (
     "\tGPU0\tGPU1\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\n"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from hpc_train.cluster.fabric.facts import Gpu, NodeFacts
-from hpc_train.cluster.fabric.nvml import filled, gpus_of
-from hpc_train.launch.doctor.network import check_gpus
+from hpc_train.doctor.network import check_gpus
+from hpc_train.fabric.facts import Gpu, NodeFacts
+from hpc_train.fabric.nvml import filled, gpus_of
 
 
 class NVMLError(Exception):

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from hpc_train.cluster.fabric.cpu_list import format_cpu_list
-from hpc_train.cluster.fabric.facts import NodeFacts
-from hpc_train.cluster.fabric.masks import cpu_masks
-from hpc_train.cluster.fabric.matrix import parse_matrix
-from hpc_train.cluster.fabric.rails import judge_ports, match, port_warnings
-from hpc_train.cluster.fabric.rdma_text import parse_rdma_text
+from hpc_train.fabric.facts import NodeFacts, format_cpu_list
+from hpc_train.fabric.nvidia_smi import parse_matrix
+from hpc_train.fabric.rails import judge_ports, match, port_warnings
+from hpc_train.fabric.rank_binding import cpu_masks
+from hpc_train.fabric.rdma import parse_rdma_text
 from tests.cluster.fabric.printed import MATRICES, TABS, Printed
 
 

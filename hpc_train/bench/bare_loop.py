@@ -1,0 +1,236 @@
+"""Bare PyTorch training loops: what a careful person writes by hand for one strategy, and what ours is held against.
+
+Each function takes a prepared model and gives the step as a function. The loops know nothing of engines, control
+messages, checkpoints or telemetry; they make the same calls of torch (DDP, ``fully_shard``, ``Schedule1F1B``, fused
+AdamW) as the engine does, and read the same samples through torch's ``DataLoader``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import Dataset as TorchDataset
+
+from hpc_train.config.schema import Config
+from hpc_train.data.build import build_dataset
+from hpc_train.data.dataset import IGNORED, Batch, Dataset, StepBatch
+from hpc_train.data.feed import loader_workers
+from hpc_train.data.length_batching import fitted
+from hpc_train.models.build import build_model
+from hpc_train.models.model import Model
+from hpc_train.parallel import activation_checkpointing
+from hpc_train.parallel.bucket_search import first_cap
+from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.parallelise import compile_layers, is_meta, materialise
+from hpc_train.parallel.precision import autocast, compute_dtype, parameter_dtype
+from hpc_train.parallel.split import cut, split_layers
+
+Step = Callable[[Sequence[Batch], int], None]  # micro-batches of this rank, targets that count in the global batch
+
+
+@dataclass(frozen=True)
+class BareLoop:
+    """A model (on a pipeline its stage) and the step that trains it."""
+
+    model: nn.Module
+    step: Step
+
+
+def raw_loop(kind: str, config: Config, mesh: Mesh, layers: Sequence[range] | None = None) -> BareLoop:
+    """The bare loop ``single``, ``dp``, ``zero2`` or ``pp`` (see ``request.bare_loop``) with a model of its own.
+
+    Args:
+        layers: of each pipeline stage; None: as ``strategy.pp_split`` says.
+    """
+    loops = {"single": _single, "dp": _data_parallel, "zero2": _zero2, "pp": _pipeline}
+    model = build_model(config.model, config.train.seed)
+    if kind == "pp":
+        assert isinstance(model, Model)
+        layers = layers or split_layers(len(model.layers), mesh.layout.pp, config.strategy.pp_split)
+        model = cut(model, mesh.pp_rank, layers)
+    activation_checkpointing.apply(model, config.train.activation_checkpointing)
+    if config.train.compile:
+        compile_layers(model)
+    return BareLoop(model, loops[kind](model, config, mesh))
+
+
+class _Samples(TorchDataset[tuple[Any, Any, Any]]):
+    """A dataset as torch's ``DataLoader`` wants it."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any, Any]:
+        sample = self.dataset.sample(index, 0)
+        if self.dataset.lengths is not None:
+            sample = fitted(sample, int(self.dataset.lengths.max()))
+        return sample.inputs, sample.targets, dict(sample.context)
+
+
+def raw_batches(config: Config, mesh: Mesh) -> Iterator[StepBatch]:
+    """Steps of this data-parallel rank without end, in micro-batches; every slot holds a sample."""
+    samples, layout = _Samples(build_dataset(config.data, "train", config.train.seed)), mesh.layout
+    loader = DataLoader(
+        samples,
+        batch_size=layout.micro_size,
+        sampler=DistributedSampler(samples, layout.dp, mesh.dp_rank),
+        num_workers=loader_workers(config.batch, samples.dataset, 1),
+        pin_memory=mesh.device.type == "cuda",
+        drop_last=True,
+    )
+    micro_batches: list[Batch] = []
+    count = 0
+    while True:
+        for inputs, targets, context in loader:
+            count += int((targets != IGNORED).sum())
+            micro_batches.append(Batch(inputs, targets, context).to(mesh.device))
+            if len(micro_batches) == layout.micro_batches:
+                yield StepBatch(tuple(micro_batches), count * layout.dp)
+                micro_batches, count = [], 0
+
+
+def _single(model: nn.Module, config: Config, mesh: Mesh) -> Step:
+    _fill(model, config, mesh)
+    optimizer = _optimizer(model, config)
+
+    def step(micro_batches: Sequence[Batch], target_count: int) -> None:
+        optimizer.zero_grad()
+        for batch in micro_batches:
+            with autocast(config.precision.name, mesh.device):
+                loss, _ = model(batch.inputs, batch.context, batch.targets)
+            (loss / target_count).backward()
+        _clip(model, config)
+        optimizer.step()
+
+    return step
+
+
+def _data_parallel(model: nn.Module, config: Config, mesh: Mesh) -> Step:
+    _fill(model, config, mesh)
+    optimizer = _optimizer(model, config)
+    ranks = dist.get_world_size()
+    replica = DistributedDataParallel(model, bucket_cap_mb=first_cap(config.strategy), gradient_as_bucket_view=True)
+
+    def backward(batch: Batch, target_count: int) -> None:
+        with autocast(config.precision.name, mesh.device):
+            loss, _ = replica(batch.inputs, batch.context, batch.targets)
+        (loss * (ranks / target_count)).backward()
+
+    def step(micro_batches: Sequence[Batch], target_count: int) -> None:
+        optimizer.zero_grad()
+        with replica.no_sync():
+            for batch in micro_batches[:-1]:
+                backward(batch, target_count)
+        backward(micro_batches[-1], target_count)
+        _clip(model, config)
+        optimizer.step()
+
+    return step
+
+
+def _zero2(model: nn.Module, config: Config, mesh: Mesh) -> Step:
+    dtype = compute_dtype(config.precision.name)
+    reduce_dtype = parameter_dtype(config.precision.name) if dtype else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    if isinstance(model, Model):
+        for layer in model.layers.values():
+            fully_shard(layer, reshard_after_forward=False, mp_policy=policy)
+    sharded = fully_shard(model, reshard_after_forward=False, mp_policy=policy)
+    _fill(model, config, mesh)
+    optimizer = _optimizer(model, config)
+    ranks = dist.get_world_size()
+
+    def step(micro_batches: Sequence[Batch], target_count: int) -> None:
+        optimizer.zero_grad()
+        for index, batch in enumerate(micro_batches):
+            sharded.set_reshard_after_backward(index == len(micro_batches) - 1)
+            with autocast(config.precision.name, mesh.device):
+                loss, _ = model(batch.inputs, batch.context, batch.targets)
+            (loss * (ranks / target_count)).backward()
+        _clip(model, config)
+        optimizer.step()
+
+    return step
+
+
+class _StageModule(nn.Module):
+    """One pipeline stage as torch's schedules call it: one tensor in, one tensor out."""
+
+    def __init__(self, part: nn.Module, config: Config, mesh: Mesh) -> None:
+        super().__init__()
+        self.part, self.precision, self.device = part, config.precision.name, mesh.device
+        self.is_last = mesh.pp_rank == mesh.layout.pp - 1
+        self.dtype = parameter_dtype(self.precision)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with autocast(self.precision, self.device):
+            output = self.part(hidden, {})
+        return output.float() if self.is_last and output.dtype.itemsize < 4 else output.to(self.dtype)
+
+
+def _pipeline(model: nn.Module, config: Config, mesh: Mesh) -> Step:
+    _fill(model, config, mesh)
+    optimizer = _optimizer(model, config)
+    targets_of_step = 1
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        flat = logits.flatten(0, -2)
+        return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, reduction="sum") / targets_of_step
+
+    stage = PipelineStage(_StageModule(model, config, mesh), mesh.pp_rank, mesh.layout.pp, mesh.device)
+    schedule = Schedule1F1B(stage, mesh.layout.micro_batches, loss_fn=loss, scale_grads=False)
+
+    def step(micro_batches: Sequence[Batch], target_count: int) -> None:
+        nonlocal targets_of_step
+        targets_of_step = target_count
+        optimizer.zero_grad()
+        inputs = torch.cat([batch.inputs for batch in micro_batches])
+        targets = torch.cat([batch.targets for batch in micro_batches])
+        first = (inputs,) if stage.is_first else ()
+        schedule.step(*first, target=targets if stage.is_last else None, return_outputs=False)
+        if config.optim.clip_norm:
+            squared = get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).square()
+            dist.all_reduce(squared)
+            clip_grads_with_norm_(model.parameters(), config.optim.clip_norm, squared.sqrt())
+        optimizer.step()
+
+    return step
+
+
+def _fill(model: nn.Module, config: Config, mesh: Mesh) -> None:
+    """Memory and the run's initial values."""
+    dtype = parameter_dtype(config.precision.name)
+    if isinstance(model, Model) and is_meta(model):
+        materialise(model, mesh.device, config.train.seed, dtype)
+    else:
+        model.to(device=mesh.device, dtype=dtype)
+    model.train()
+
+
+def _optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    optim = config.optim
+    if optim.name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=optim.lr, momentum=optim.momentum, fused=True)
+    betas = (optim.betas[0], optim.betas[1])
+    return torch.optim.AdamW(
+        model.parameters(), lr=optim.lr, betas=betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
+    )
+
+
+def _clip(model: nn.Module, config: Config) -> None:
+    if config.optim.clip_norm:
+        clip_grad_norm_(model.parameters(), config.optim.clip_norm)

@@ -1,0 +1,85 @@
+"""``python -m hpc_train bench checkpoint``: saves and loads of a run's state, in ``run.root``, against plain DCP.
+
+The result of ``bench checkpoint`` in words and figures. No torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from hpc_train.bench.measuring import config_of, measured
+from hpc_train.bench.request import CheckpointRequest
+from hpc_train.cluster.allocation import workers_per_node
+from hpc_train.errors import ConfigError
+from hpc_train.plan.validate import validate
+
+ENTRY = "hpc_train.bench.checkpoint_worker:measure"
+
+
+def main(arguments: list[str]) -> int:
+    """Measures on this node and prints; returns an exit code."""
+    options, rest = _parser().parse_known_args(arguments)
+    if options.pairs < 1:
+        raise ConfigError("nothing to measure", where="--pairs", mend="1 or more")
+    if options.against:
+        raise ConfigError("checkpoints always go against plain DCP", where="--against", mend="no --against")
+    config = config_of(rest)
+    validate(config, 1, workers_per_node(config.cluster)[1])
+    code, result = measured(config, CheckpointRequest(options.pairs), ENTRY, Path(config.run.root))
+    if result is not None:
+        print(json.dumps(result) if options.json else checkpoint_report(result))
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hpc_train bench checkpoint",
+        usage="python -m hpc_train bench checkpoint [overrides] [--pairs N] [--json]",
+        description="Times saves and loads of the state in run.root, in turn with stock torch.distributed.checkpoint."
+        " The overrides are those of a training.",
+        epilog="example:\n  python -m hpc_train bench checkpoint +strategy=zero3 model=gpt_124m run.root=/scratch/me",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--against", help=argparse.SUPPRESS)
+    parser.add_argument("--pairs", type=int, default=20, metavar="N", help="saves of each kind (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+_WAYS = {
+    "save": "save, until committed",
+    "dcp_save": "plain dcp.save",
+    "stall": "save in the background: stall",
+    "durable": "  until committed",
+    "dcp_stall": "plain dcp.async_save: stall",
+    "dcp_durable": "  until written",
+    "memcpy": "memcpy of the bytes",
+    "hash": "xxh3-128 of the bytes",
+    "verify": "verify",
+    "load": "load",
+    "dcp_load": "plain dcp.load",
+}
+
+
+def checkpoint_report(result: dict[str, Any]) -> str:
+    """A line for each way, then the ratios of pairs."""
+    lines = [
+        f"{result['strategy']}: {result['layout']}",
+        f"{result['bytes'] / 1e6:,.1f} MB in a checkpoint, {result['world_size']} x {result['device']}, "
+        f"torch {result['torch']}, in {result['path']}",
+        f"{result['rounds']} rounds in alternation; medians (5 % to 95 %), reads from the page cache",
+        f"{'':<32}{'ms':>26}{'GB/s':>9}",
+    ]
+    for name, words in _WAYS.items():
+        seconds = result["seconds"][name]
+        span = f"({1e3 * seconds['p05']:,.1f} to {1e3 * seconds['p95']:,.1f})"
+        speed = result["gb_per_s"][name]["median"]
+        lines.append(f"{words:<32}{1e3 * seconds['median']:>8,.1f} {span:>17}{speed:>9.2f}")
+    for name, ratio in result["ratio"].items():
+        interval = f"(95 % interval {ratio['ci95_low']:.3f} to {ratio['ci95_high']:.3f})"
+        lines.append(f"{name:<32}{ratio['median']:>8.3f} {interval}")
+    return "\n".join(lines)

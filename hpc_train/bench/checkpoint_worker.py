@@ -1,0 +1,234 @@
+"""The worker of ``bench checkpoint``: saves and loads of a run's state, in turn with plain ``dcp.save``.
+
+Each round does all of them once, in an order that turns with the rounds, on the same tensors, in the same processes and
+on the same file system. A time is that of the slowest rank. What is read back was written a moment before: it comes
+from the page cache.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hpc_train.bench.request import CheckpointRequest, Spread, paired_ratio, write_progress, write_result
+from hpc_train.checkpoint.manager import CheckpointManager
+from hpc_train.checkpoint.manifest import read_manifest, verify
+from hpc_train.checkpoint.reader import SafeReader
+from hpc_train.checkpoint.state import saved_state
+from hpc_train.checkpoint.writer import quiet
+from hpc_train.config.schema import Config
+from hpc_train.data.build import build_dataset
+from hpc_train.parallel.balance import plan_split
+from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.mesh import Mesh
+from hpc_train.run.agent_worker import WorkerSpec
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from hpc_train.run.exits import Exit
+from hpc_train.run.freeze import load
+from hpc_train.run.requests import StopFlag
+from hpc_train.train.optimizer import Optimizer
+from hpc_train.train.processes import join, leave
+
+Times = dict[str, float]  # what was done -> seconds
+_PIECE = 1 << 20  # bytes that are hashed at a time
+
+
+def measure(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
+    """Runs what ``bench-request.json`` asks for; rank 0 writes ``bench-result.json``."""
+    run = RunDirectory(Path(spec.run_dir))
+    config, request = load(run), CheckpointRequest.read(run)
+    mesh = join(spec, config, listen_fd)
+    bench = _CheckpointBench(config, run, mesh)
+    rounds: list[Times] = []
+    for number in range(request.rounds + 1):
+        if mesh.rank == 0:
+            write_progress(run, number, request.rounds + 1)
+        rounds.append(bench.round(number))
+        if _anywhere(stop.requested, mesh):
+            leave(mesh)
+            return Exit.STOPPED
+    if mesh.rank == 0:
+        write_result(run, _result(rounds[1:], bench, run))  # the first one makes buffers and warms caches
+    leave(mesh)
+    return Exit.DONE
+
+
+class _CheckpointBench:
+    """One state of a run and the ways to save and load it."""
+
+    def __init__(self, config: Config, run: RunDirectory, mesh: Mesh) -> None:
+        settings = replace(config.checkpoint, asynchronous=True, keep=1 << 30)
+        self.config, self.run, self.mesh = replace(config, checkpoint=settings), run, mesh
+        plan = plan_split(config, mesh, build_dataset(config.data, "train", config.train.seed))
+        engine = build_engine(config, mesh, None if plan is None else plan.layers)
+        optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")
+        events = EventLog.open(run, f"rank-{mesh.rank:04d}", run.newest_attempt(), mesh.rank)
+        self.manager = CheckpointManager(run, engine, optimizer, mesh, self.config, events)
+        self.state = saved_state(engine, optimizer, mesh)
+        self.copies = [torch.zeros_like(_local(tensor), device="cpu") for tensor in self.state.values()]
+        self.group = dist.new_group(backend="gloo")  # async_save wants one that nobody else uses
+        self.step = 0
+        self.bytes = 0  # of a checkpoint, on all ranks together
+
+    def round(self, number: int) -> Times:
+        """Each way once. Collective."""
+        ways = [self._save, self._background, self._stock, self._stock_async, self._in_memory]
+        first = number % len(ways)
+        times: Times = {}
+        for way in ways[first:] + ways[:first]:
+            times |= way()
+        return times
+
+    def _save(self) -> Times:
+        """As at the end of a run; what was saved is then verified and loaded."""
+        self.step += 1
+        times = {"save": self._timed(lambda: self.manager.save(self.step, {}, final=True))}
+        path = self.manager.store.committed()[-1].path
+        manifest = read_manifest(path)
+        self.bytes = manifest.size
+        share = sorted(manifest.files)[self.mesh.rank :: self.mesh.layout.world_size]
+        times["verify"] = self._timed(lambda: verify(path, manifest, share))
+        times["load"] = self._timed(lambda: self._load(SafeReader(path, manifest)))
+        self._forget(path)
+        return times
+
+    def _background(self) -> Times:
+        """As within a run with ``checkpoint.asynchronous=true``."""
+        self.step += 1
+        stall, durable = self._in_background(lambda: self.manager.save(self.step, {}), self.manager.wait)
+        self._forget(self.manager.store.committed()[-1].path)
+        return {"stall": stall, "durable": durable}
+
+    def _stock(self) -> Times:
+        path = self.run.path / "stock"
+        writer = dcp.FileSystemWriter(path)
+        times = {
+            "dcp_save": self._timed(lambda: dcp.save(dict(self.state), storage_writer=writer, process_group=self.group))
+        }
+        times["dcp_load"] = self._timed(lambda: self._load(dcp.FileSystemReader(path)))
+        self._forget(path)
+        return times
+
+    def _stock_async(self) -> Times:
+        path = self.run.path / "stock-async"
+        pending: list[Any] = []
+
+        def begin() -> None:
+            writer = dcp.FileSystemWriter(path)
+            pending.append(dcp.async_save(dict(self.state), storage_writer=writer, process_group=self.group))
+
+        stall, durable = self._in_background(begin, lambda: pending.pop().result())
+        self._forget(path)
+        return {"dcp_stall": stall, "dcp_durable": durable}
+
+    def _in_memory(self) -> Times:
+        """The bounds: a copy of this rank's bytes into memory that is there, and their hash."""
+        return {"memcpy": self._timed(self._copy), "hash": self._timed(self._hash)}
+
+    def _copy(self) -> None:
+        for copy, tensor in zip(self.copies, self.state.values(), strict=True):
+            copy.copy_(_local(tensor), non_blocking=True)
+        if self.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self.mesh.device)
+
+    def _hash(self) -> None:
+        digest = xxhash.xxh3_128()
+        for copy in self.copies:
+            data = copy.reshape(-1).view(torch.uint8).numpy().data
+            for begin in range(0, data.nbytes, _PIECE):
+                digest.update(data[begin : begin + _PIECE])
+
+    def _load(self, reader: dcp.FileSystemReader) -> None:
+        dcp.load(dict(self.state), storage_reader=reader, process_group=self.group)
+
+    def _in_background(self, begin: Callable[[], None], end: Callable[[], None]) -> tuple[float, float]:
+        """Seconds until ``begin`` returns, and until ``end`` has."""
+        self._settle()
+        start = time.perf_counter()
+        with quiet():
+            begin()
+            stall = time.perf_counter() - start
+            end()
+        durable = time.perf_counter() - start
+        return self._slowest(stall), self._slowest(durable)
+
+    def _timed(self, action: Callable[[], None]) -> float:
+        self._settle()
+        start = time.perf_counter()
+        with quiet():
+            action()
+        return self._slowest(time.perf_counter() - start)
+
+    def _slowest(self, seconds: float) -> float:
+        found = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.mesh.control)
+        return found.item()
+
+    def _settle(self) -> None:
+        if self.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self.mesh.device)
+        dist.barrier(group=self.mesh.control)
+
+    def _forget(self, path: Path) -> None:
+        """Removes what was written, so that no save pays for the space of another."""
+        self._settle()
+        if self.mesh.rank == 0:
+            shutil.rmtree(path)
+        self._settle()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _anywhere(flag: bool, mesh: Mesh) -> bool:
+    found = torch.tensor(int(flag))
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.control)
+    return bool(found.item())
+
+
+def _result(rounds: list[Times], bench: _CheckpointBench, run: RunDirectory) -> dict[str, Any]:
+    """``seconds`` and ``gb_per_s`` (10^9 bytes of the whole checkpoint) of each way, and ``ratio`` of pairs."""
+    times = {name: [found[name] for found in rounds] for name in rounds[0]}
+    pairs = {
+        "save / dcp.save": ("save", "dcp_save"),
+        "stall / memcpy": ("stall", "memcpy"),
+        "stall / dcp.async_save's": ("stall", "dcp_stall"),
+        "load / dcp.load": ("load", "dcp_load"),
+        "hash / save": ("hash", "save"),
+    }
+    return {
+        "strategy": bench.config.strategy.name,
+        "layout": str(bench.mesh.layout),
+        "world_size": bench.mesh.layout.world_size,
+        "device": torch.cuda.get_device_name(bench.mesh.device) if bench.mesh.device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "bytes": bench.bytes,
+        "path": str(run.path.parent),
+        "rounds": len(rounds),
+        "seconds": {name: _spread(Spread.of(values)) for name, values in times.items()},
+        "gb_per_s": {
+            name: _spread(Spread.of([bench.bytes / value / 1e9 for value in values])) for name, values in times.items()
+        },
+        "ratio": {name: _interval(paired_ratio(times[a], times[b])) for name, (a, b) in pairs.items()},
+    }
+
+
+def _spread(spread: Spread) -> Mapping[str, float]:
+    return {"median": spread.median, "p05": spread.low, "p95": spread.high}
+
+
+def _interval(spread: Spread) -> Mapping[str, float]:
+    return {"median": spread.median, "ci95_low": spread.low, "ci95_high": spread.high}

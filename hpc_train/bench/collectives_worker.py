@@ -1,0 +1,72 @@
+"""The worker of ``bench collectives``: each operation at each size, over all ranks and along the axes of the layout."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpc_train.bench.request import CollectivesRequest, write_progress, write_result
+from hpc_train.parallel.mesh import Mesh
+from hpc_train.preflight.bandwidth import OPERATIONS, Rate
+from hpc_train.preflight.checks import expected_bandwidths, read_fabric
+from hpc_train.preflight.collectives import Ranks, measure
+from hpc_train.run.agent_worker import WorkerSpec
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.exits import Exit
+from hpc_train.run.freeze import load
+from hpc_train.run.requests import StopFlag
+from hpc_train.train.processes import join, leave
+
+
+def measure_all(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
+    """Runs what ``bench-request.json`` asks for; rank 0 writes ``bench-result.json``."""
+    run = RunDirectory(Path(spec.run_dir))
+    config, request = load(run), CollectivesRequest.read(run)
+    mesh = join(spec, config, listen_fd)
+    groups = _groups(mesh)
+    points = [(name, operation, size) for name in groups for operation in OPERATIONS for size in request.sizes]
+    rates: list[dict[str, Any]] = []
+    for done, (name, operation, size) in enumerate(points):
+        if mesh.rank == 0:
+            write_progress(run, done, len(points))
+        rates.append(_row(name, measure(operation, size, groups[name], request.seconds)))
+        if groups["world"].largest(float(stop.requested)):
+            leave(mesh)
+            return Exit.STOPPED
+    if mesh.rank == 0:
+        write_result(run, _what(mesh, spec, run) | {"rates": rates})
+    leave(mesh)
+    return Exit.DONE
+
+
+def _groups(mesh: Mesh) -> dict[str, Ranks]:
+    """All ranks, and this rank's along the axes that are neither trivial nor all of them."""
+    everybody = dist.group.WORLD
+    assert everybody is not None, "it was joined"
+    world = Ranks(everybody, mesh.device)
+    axes = {axis: Ranks(mesh.group(axis), mesh.device) for axis in ("pp", "dp", "tp")}
+    return {"world": world} | {axis: ranks for axis, ranks in axes.items() if 1 < ranks.size < world.size}
+
+
+def _row(group: str, rate: Rate) -> dict[str, Any]:
+    return {"group": group} | asdict(rate) | {
+        "algorithm_gb_per_s": rate.algorithm / 1e9,
+        "bus_gb_per_s": rate.bus / 1e9,
+    }  # fmt: skip
+
+
+def _what(mesh: Mesh, spec: WorkerSpec, run: RunDirectory) -> dict[str, Any]:
+    cuda = mesh.device.type == "cuda"
+    expected = expected_bandwidths(read_fabric(run), spec.gpus_per_node).world
+    return {
+        "world_size": mesh.layout.world_size,
+        "nodes": spec.nodes,
+        "device": torch.cuda.get_device_name(mesh.device) if cuda else "cpu",
+        "backend": "nccl" if cuda else "gloo",
+        "torch": torch.__version__,
+        "expected": None if expected is None else {"bus_gb_per_s": expected.bus / 1e9, "reason": expected.reason},
+    }

@@ -1,0 +1,172 @@
+"""What is to be measured, as the command hands it to the workers through the run directory. No torch.
+
+Numbers from repeated measurements: medians with what they vary by, and ratios of pairs with a bootstrap interval.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from hpc_train.config.schema import Config
+from hpc_train.errors import ConfigError
+from hpc_train.plan.layout import Layout
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.files import read_json, write_json
+
+REQUEST, PROGRESS, RESULT = "bench-request.json", "bench-progress.json", "bench-result.json"
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """Blocks of ``steps`` steps, ``pairs`` times; ``raw`` names the bare loop to alternate with."""
+
+    steps: int
+    pairs: int
+    warmup: int
+    raw: str | None
+
+    def write(self, run: RunDirectory) -> None:
+        write_json(run.path / REQUEST, asdict(self))
+
+    @classmethod
+    def read(cls, run: RunDirectory) -> StepRequest:
+        return cls(**read_json(run.path / REQUEST))
+
+
+@dataclass(frozen=True)
+class CheckpointRequest:
+    """So many ``rounds`` of saves and loads of each kind."""
+
+    rounds: int
+
+    def write(self, run: RunDirectory) -> None:
+        write_json(run.path / REQUEST, asdict(self))
+
+    @classmethod
+    def read(cls, run: RunDirectory) -> CheckpointRequest:
+        return cls(**read_json(run.path / REQUEST))
+
+
+@dataclass(frozen=True)
+class CollectivesRequest:
+    """Each collective at ``sizes`` bytes, for about ``seconds`` each."""
+
+    sizes: tuple[int, ...]
+    seconds: float
+
+    def write(self, run: RunDirectory) -> None:
+        write_json(run.path / REQUEST, asdict(self))
+
+    @classmethod
+    def read(cls, run: RunDirectory) -> CollectivesRequest:
+        value = read_json(run.path / REQUEST)
+        return cls(tuple(value["sizes"]), value["seconds"])
+
+
+@dataclass(frozen=True)
+class NoiseRequest:
+    """So many ``estimates`` of the gradient noise, each from ``times`` global batches and from all of them as one."""
+
+    estimates: int
+    times: int
+
+    def write(self, run: RunDirectory) -> None:
+        write_json(run.path / REQUEST, asdict(self))
+
+    @classmethod
+    def read(cls, run: RunDirectory) -> NoiseRequest:
+        return cls(**read_json(run.path / REQUEST))
+
+
+def write_progress(run: RunDirectory, done: int, of: int) -> None:
+    write_json(run.path / PROGRESS, {"done": done, "of": of})
+
+
+def read_progress(run: RunDirectory) -> tuple[int, int] | None:
+    """Blocks measured and to be measured; None before the first."""
+    path = run.path / PROGRESS
+    if not path.exists():
+        return None
+    value = read_json(path)
+    return value["done"], value["of"]
+
+
+def write_result(run: RunDirectory, result: dict[str, Any]) -> None:
+    write_json(run.path / RESULT, result)
+
+
+def read_result(run: RunDirectory) -> dict[str, Any]:
+    return read_json(run.path / RESULT)
+
+
+def bare_loop(config: Config, layout: Layout) -> str:
+    """The bare loop of ``raw.py`` that does what ``config`` does in ``layout``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    data_parallel = layout.data_parallel
+    if config.precision.name == "fp16":
+        raise ConfigError(
+            "the bare loops have no loss scaling",
+            where="precision, --against",
+            mend="precision=bf16 or fp32, or no --against",
+        )
+    if layout.pp > 1 and getattr(config.data, "packing", False):
+        raise ConfigError(
+            "the bare pipeline does not pass positions and documents on",
+            where="data.packing, --against",
+            mend="data.packing=false, or no --against",
+        )
+    if layout.world_size == 1:
+        return "single"
+    if layout.dp == layout.world_size and layout.shard in (1, layout.dp):
+        if data_parallel == "ddp":
+            return "dp"
+        if data_parallel == "zero2":
+            return "zero2"
+    if layout.pp == layout.world_size and layout.schedule == "1f1b":
+        return "pp"
+    raise ConfigError(
+        f"there is no bare loop for {layout}",
+        where="strategy, --against",
+        mend="+strategy=single, dp, zero2 or pp with schedule 1f1b, or no --against",
+    )
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of measurements, and the values below which 5 % and 95 % of them lie."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        ordered = sorted(values)
+        return cls(median(ordered), _quantile(ordered, 0.05), _quantile(ordered, 0.95))
+
+
+def paired_ratio(first: Sequence[float], second: Sequence[float], resamples: int = 5000, seed: int = 0) -> Spread:
+    """The median of ``first[i] / second[i]`` with its bootstrap 95 % interval as ``low`` and ``high``.
+
+    Pairs were measured one after the other, so what slows the machine for seconds slows both and leaves their ratio.
+    The interval is the percentile bootstrap (Efron 1979) over pairs.
+    """
+    ratios = [a / b for a, b in zip(first, second, strict=True)]
+    draw = random.Random(seed)
+    medians = sorted(median(draw.choices(ratios, k=len(ratios))) for _ in range(resamples))
+    return Spread(median(ratios), _quantile(medians, 0.025), _quantile(medians, 0.975))
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """Linear between neighbours."""
+    position = share * (len(ordered) - 1)
+    below = int(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])

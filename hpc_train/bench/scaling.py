@@ -1,0 +1,373 @@
+"""``python -m hpc_train bench scaling``: strong and weak scaling over nodes of a cluster, or workers of this machine.
+
+Every point is a ``bench step``: on this machine one after the other, on Slurm a job for each size.
+
+Strong and weak scaling, from the results of ``bench step`` at several sizes: table, CSV, plot, and prose. No torch.
+
+Strong: the global batch stays, and more ranks share it. Weak: it grows with the ranks. Speed-up is samples per second
+against the smallest size of the same kind, efficiency the speed-up over the growth of the ranks.
+
+Measurements as Slurm jobs: ``bench step`` on several nodes, with the resources of a training of that size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import secrets
+import shlex
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from hpc_train.bench.measuring import config_of, measured
+from hpc_train.bench.request import StepRequest
+from hpc_train.cluster.allocation import workers_per_node
+from hpc_train.config.arguments import CommandLine, with_right_plus
+from hpc_train.errors import ConfigError
+from hpc_train.launch.container import IN_SHELL, container_of, quoted
+from hpc_train.launch.executors.executor import Job
+from hpc_train.launch.executors.slurm import PATIENCE_S, SlurmSubmitter, sbatch
+from hpc_train.launch.sbatch import arguments, options
+from hpc_train.launch.script import ENVIRONMENT, python
+from hpc_train.launch.submission import prepare
+from hpc_train.plan.validate import validate
+from hpc_train.preflight.bandwidth import check_plot
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.exits import Exit
+from hpc_train.slurm.client import ENDED, job_state
+
+ENTRY = "hpc_train.bench.step_worker:measure"
+WARMUP = 5  # steps before the first block
+NODES, WORKERS = "nodes", "workers"
+
+_EPILOG = """\
+examples:
+  python -m hpc_train bench scaling +strategy=dp workers=1,2,4
+  python -m hpc_train bench scaling +strategy=hybrid model=gpt_124m nodes=1,2,4 cluster.time=00:20:00 -m --plot s.png
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Measures and prints; returns an exit code."""
+    options, rest = _parser().parse_known_args(arguments)
+    unit, sizes, overrides = _sizes(rest)
+    if min(options.steps, options.pairs) < 1:
+        raise ConfigError("nothing to measure", where="--steps, --pairs", mend="1 or more")
+    if options.plot is not None:
+        check_plot(options.plot)
+    if unit == NODES and not options.multirun:
+        raise ConfigError("several nodes are measured by jobs on Slurm", where="nodes", mend="-m, or workers=1,2,4")
+    points = [(kind, size, _overrides(overrides, unit, kind, size, sizes)) for kind in KINDS for size in sizes]
+    if unit == NODES:
+        step = ["--steps", str(options.steps), "--pairs", str(options.pairs), "--json"]
+        found = measure_on_slurm([[*step, *own] for _, _, own in points], [size for _, size, _ in points])
+    else:
+        found = _here([own for _, _, own in points], options)
+    if found is None:
+        return Exit.FAILED
+    rows = [
+        row
+        for kind in KINDS
+        for row in scaling_rows(
+            kind, [(size, result) for (k, size, _), result in zip(points, found, strict=True) if k == kind]
+        )
+    ]
+    if options.csv is not None:
+        write_csv(rows, options.csv)
+    if options.plot is not None:
+        write_plot(rows, unit, options.plot)
+    words = paragraph(rows, found[0], unit)
+    if options.json:
+        print(json.dumps({"unit": unit, "rows": [asdict(row) for row in rows], "paragraph": words}))
+    else:
+        print(f"{table(rows, unit)}\n\n{words}")
+    return Exit.DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hpc_train bench scaling",
+        usage="python -m hpc_train bench scaling nodes=1,2,4 -m | workers=1,2,4 [overrides] [--csv FILE] [--plot FILE]"
+        " [--steps N] [--pairs N] [--json]",
+        description="Strong and weak scaling of training steps, with the paragraph for a proposal. The overrides are"
+        " those of a training; batch.global_size is that of strong scaling, and of the smallest size in weak scaling.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-m", "--multirun", action="store_true", help="submit to Slurm, a job for each measurement")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="of a block (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=5, metavar="N", help="blocks (default: %(default)s)")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw speed-up and efficiency (matplotlib)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _sizes(arguments: Sequence[str]) -> tuple[str, list[int], list[str]]:
+    """``nodes=1,2,4`` or ``workers=1,2,4`` as unit and sizes, and the other arguments."""
+    given = [argument for argument in arguments if argument.partition("=")[0] in (NODES, WORKERS)]
+    mend = "nodes=1,2,4 with -m on Slurm, or workers=1,2,4 on this machine"
+    if len(given) != 1:
+        raise ConfigError("what is to grow is not said, or twice", where="nodes, workers", mend=mend)
+    unit, _, listed = given[0].partition("=")
+    numbers = listed.split(",")
+    if not all(number.isdigit() and int(number) for number in numbers):
+        raise ConfigError(f"{given[0]} is no list of numbers", where=unit, mend=mend)
+    return unit, sorted({int(number) for number in numbers}), [other for other in arguments if other not in given]
+
+
+def _overrides(rest: Sequence[str], unit: str, kind: str, size: int, sizes: Sequence[int]) -> list[str]:
+    """Of one measurement."""
+    config = config_of([*rest])
+    gpus, _ = workers_per_node(config.cluster)
+    own = [*rest]
+    if unit == NODES:
+        own.append(f"cluster.nodes={size}")
+    elif gpus:
+        own.append(f"cluster.gpus_per_node={size}")
+    else:
+        own.append(f"cluster.cpu_workers={size}")
+        if config.train.threads == "auto":  # else the cores are all in use at every size, and nothing scales
+            own.append(f"train.threads={max(1, len(os.sched_getaffinity(0)) // sizes[-1])}")
+    growth = 1 if kind == STRONG else size / sizes[0]
+    return [*own, f"batch.global_size={round(config.batch.global_size * growth)}"]
+
+
+def _here(points: Sequence[Sequence[str]], options: argparse.Namespace) -> list[dict[str, Any]] | None:
+    results = []
+    for overrides in points:
+        config = config_of([*overrides])
+        validate(config, 1, workers_per_node(config.cluster)[1])
+        _, result = measured(config, StepRequest(options.steps, options.pairs, WARMUP, None), ENTRY)
+        if result is None:
+            return None
+        results.append(result)
+    return results
+
+
+STRONG, WEAK = "strong", "weak"
+KINDS = (STRONG, WEAK)
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class ScalingRow:
+    """One measurement.
+
+    Attributes:
+        size: nodes or workers, as the command line names them.
+        epoch_s: seconds for all samples of the training data at this speed.
+        memory_gib: of the fullest rank, on the GPU where there is one.
+        communication_share: of a step, the mean over the ranks; None where nothing is exchanged.
+    """
+
+    kind: str
+    size: int
+    ranks: int
+    global_batch: int
+    step_s: float
+    samples_per_s: float
+    speed_up: float
+    efficiency: float
+    epoch_s: float
+    memory_gib: float
+    communication_share: float | None
+
+
+def scaling_rows(kind: str, results: Sequence[tuple[int, dict[str, Any]]]) -> list[ScalingRow]:
+    """From (size, result of ``bench step``), smallest size first."""
+    rows: list[ScalingRow] = []
+    for size, result in results:
+        speed, ranks = result["samples_per_s"]["median"], result["world_size"]
+        speed_up = speed / rows[0].samples_per_s if rows else 1.0
+        memory = max(result["memory"]["device_peak_bytes"] or result["memory"]["host_peak_bytes"])
+        shares = result["communication_share"]
+        rows.append(
+            ScalingRow(
+                kind=kind,
+                size=size,
+                ranks=ranks,
+                global_batch=result["global_batch"],
+                step_s=result["step_s"]["median"],
+                samples_per_s=speed,
+                speed_up=speed_up,
+                efficiency=speed_up * (rows[0].ranks if rows else ranks) / ranks,
+                epoch_s=result["samples"] / speed,
+                memory_gib=memory / GIB,
+                communication_share=None if shares is None else sum(shares) / len(shares),
+            )
+        )
+    return rows
+
+
+def table(rows: Sequence[ScalingRow], unit: str) -> str:
+    lines = [
+        f"{'':6} {unit:>7} {'ranks':>5} {'batch':>7} {'step':>9} {'samples/s':>10} {'speed-up':>8} {'efficiency':>10} "
+        f"{'epoch':>9} {'GiB/rank':>8} {'comm.':>6}"
+    ]
+    for row in rows:
+        share = "-" if row.communication_share is None else f"{row.communication_share:.1%}"
+        lines.append(
+            f"{row.kind:6} {row.size:>7} {row.ranks:>5} {row.global_batch:>7} {1e3 * row.step_s:>6.1f} ms "
+            f"{row.samples_per_s:>10,.1f} {row.speed_up:>8.2f} {row.efficiency:>10.1%} {_duration(row.epoch_s):>9} "
+            f"{row.memory_gib:>8.2f} {share:>6}"
+        )
+    return "\n".join(lines)
+
+
+def paragraph(rows: Sequence[ScalingRow], result: dict[str, Any], unit: str) -> str:
+    """What a proposal for computing time wants to read; ``result``: of any of the measurements."""
+    strong, weak = ([row for row in rows if row.kind == kind] for kind in KINDS)
+    first, last = strong[0], strong[-1]
+    shares = [row.communication_share for row in strong if row.communication_share is not None]
+    text = (
+        f"We measured the scaling of our training (a model of {result['parameters']:,} parameters in "
+        f"{result['precision']}, strategy {result['strategy']}, PyTorch {result['torch']}) on {first.size} to "
+        f"{last.size} {unit} with {last.ranks // last.size} x {result['device']} each. With the global batch fixed at "
+        f"{first.global_batch} samples (strong scaling) the step falls from {1e3 * first.step_s:.1f} ms to "
+        f"{1e3 * last.step_s:.1f} ms: a speed-up of {last.speed_up:.2f} and a parallel efficiency of "
+        f"{last.efficiency:.0%} at {last.ranks} ranks. With {weak[0].global_batch // weak[0].size} samples per "
+        f"{unit.removesuffix('s')} (weak scaling) the efficiency there is {weak[-1].efficiency:.0%}. "
+    )
+    if shares:
+        text += f"Communication that is not hidden behind computing takes {shares[-1]:.0%} of a step there. "
+    device_hours = last.epoch_s * last.ranks / 3600
+    text += (
+        f"One epoch of {result['samples']:,} samples takes {_duration(last.epoch_s)} on {last.size} {unit}, which is "
+        f"{device_hours:.2g} device-hours, and at most {last.memory_gib:.1f} GiB of memory per rank. All figures are "
+        f"medians of {result['blocks']} blocks of {result['steps_per_block']} steps."
+    )
+    return text
+
+
+def write_csv(rows: Sequence[ScalingRow], path: Path) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(ScalingRow)])
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+
+
+def write_plot(rows: Sequence[ScalingRow], unit: str, path: Path) -> None:
+    """Speed-up and efficiency over the size; needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    speed, efficiency = figure.subplots(1, 2)
+    for kind in KINDS:
+        own = [row for row in rows if row.kind == kind]
+        speed.plot([row.size for row in own], [row.speed_up for row in own], marker="o", label=kind)
+        efficiency.plot([row.size for row in own], [row.efficiency for row in own], marker="o", label=kind)
+    sizes = sorted({row.size for row in rows})
+    speed.plot(sizes, [size / sizes[0] for size in sizes], linestyle="--", color="grey", label="ideal")
+    efficiency.set_ylim(0, 1.1)
+    for axes, name in ((speed, "speed-up"), (efficiency, "efficiency")):
+        axes.set_xlabel(unit)
+        axes.set_ylabel(name)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
+
+
+_OF_A_TRAINING = ("signal", "requeue", "no-requeue", "no-kill", "open-mode")  # of no use to a measurement
+_POLL_S, _ASK_EVERY_S, _SETTLE_S = 1.0, 15.0, 75.0
+
+
+@dataclass(frozen=True)
+class _Measurement:
+    job_id: str
+    result: Path
+    log: Path
+
+
+def measure_on_slurm(words: Sequence[Sequence[str]], nodes: Sequence[int]) -> list[dict[str, Any]] | None:
+    """Submits ``bench step WORDS`` for each of ``words``; returns their results in order, None where one failed.
+
+    Raises:
+        ConfigError: a job cannot run there, or Slurm refuses it.
+    """
+    submitter = SlurmSubmitter()
+    jobs = [_job(own) for own in words]
+    folder = Path(jobs[0].config.run.root).absolute() / f"scaling-{secrets.token_hex(3)}"
+    folder.mkdir(parents=True)
+    submitted = []
+    for number, (job, own) in enumerate(zip(jobs, words, strict=True)):
+        submitted.append(_submit(job, own, folder / f"{number}", submitter))
+        print(f"Slurm job {submitted[-1].job_id}: {nodes[number]} nodes, output in {submitted[-1].log}", flush=True)
+    results = [_wait(each) for each in submitted]
+    return None if any(result is None for result in results) else [result for result in results if result is not None]
+
+
+def _job(words: Sequence[str]) -> Job:
+    overrides = [word for word in words if "=" in word]
+    line = CommandLine.parse(with_right_plus(overrides))
+    with line.composer() as compose:
+        return prepare(compose(line.overrides), RunDirectory(Path("scaling")))
+
+
+def _submit(job: Job, words: Sequence[str], stem: Path, submitter: SlurmSubmitter) -> _Measurement:
+    log, result = stem.with_suffix(".log"), stem.with_suffix(".out")
+    asked = {name: value for name, value in options(job, submitter.site).items() if name not in _OF_A_TRAINING}
+    asked |= {"job-name": "hpc_train-scaling", "output": str(log), "no-requeue": None}
+    command = [*sbatch({}), "--parsable", *arguments(asked)]
+    text = _script(job, words, result)
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"sbatch: {error}", where="-m", mend="a machine of a Slurm cluster, or workers=") from error
+    if done.returncode != 0:
+        raise ConfigError(f"Slurm refuses the job: {done.stderr.strip()}", where="cluster", mend="cluster.KEY=VALUE")
+    return _Measurement(done.stdout.strip().partition(";")[0], result, log)
+
+
+def _script(job: Job, words: Sequence[str], result: Path) -> str:
+    cluster, container = job.config.cluster, container_of(job.config, job.gpus)
+    outer = [] if container is None else container.srun_options(IN_SHELL)
+    inner = [] if container is None else container.command(IN_SHELL)
+    step = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=1", *outer, *inner, python(cluster, container)]
+    unfinished, there = (shlex.quote(str(path)) for path in (result.with_suffix(".part"), result))
+    lines = [
+        "#!/bin/bash",
+        ENVIRONMENT,
+        *(f"export {name}={shlex.quote(value)}" for name, value in cluster.env.items()),
+        *cluster.setup,
+        *([] if container is None else container.lines()),
+        f"{quoted([*step, '-m', 'hpc_train', 'bench', 'step', *words])} > {unfinished} && mv {unfinished} {there}",
+        'status=$?; echo "exit code $status"; exit "$status"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _read(output: Path) -> dict[str, Any]:
+    """The agents have their say on several nodes; the result is one line of it."""
+    lines = output.read_text(encoding="utf-8").splitlines()
+    return dict(json.loads(next(line for line in reversed(lines) if line.startswith("{"))))
+
+
+def _wait(measurement: _Measurement) -> dict[str, Any] | None:
+    """The result; None once the job has ended without one for a while."""
+    asked, gone = time.monotonic(), None
+    while True:
+        if measurement.result in set(measurement.result.parent.glob("*.out")):
+            return _read(measurement.result)
+        now = time.monotonic()
+        if now - asked > _ASK_EVERY_S:
+            asked, state = now, job_state(measurement.job_id)
+            ended = state in (ENDED, "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY")
+            gone = (gone or now) if ended else None
+            if gone is not None and (now - gone > _SETTLE_S or state not in (ENDED, "COMPLETED")):
+                print(f"job {measurement.job_id} has no result ({state}): {measurement.log}", flush=True)
+                return None
+        time.sleep(_POLL_S)

@@ -1,0 +1,130 @@
+"""``python -m hpc_train bench step``: how fast steps are, also in turn with a bare PyTorch loop."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from hpc_train.bench.measuring import config_of, measured
+from hpc_train.bench.request import StepRequest, bare_loop
+from hpc_train.cluster.allocation import current_allocation, workers_per_node
+from hpc_train.errors import ConfigError
+from hpc_train.plan.validate import validate
+
+ENTRY = "hpc_train.bench.step_worker:measure"
+WARMUP = 5  # steps of each loop before the first block
+
+_EPILOG = """\
+examples:
+  python -m hpc_train bench step +strategy=dp
+  python -m hpc_train bench step +strategy=zero2 model=gpt_124m precision=bf16 --against raw --pairs 20
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Measures on this node, or those of the Slurm step, and prints; returns an exit code."""
+    options, rest = _parser().parse_known_args(arguments)
+    if min(options.steps, options.pairs) < 1:
+        raise ConfigError("nothing to measure", where="--steps, --pairs", mend="1 or more")
+    config, nodes = config_of(rest, several_nodes=True), current_allocation().nodes
+    layout = validate(config, nodes, workers_per_node(config.cluster)[1])
+    raw = bare_loop(config, layout) if options.against else None
+    request = StepRequest(options.steps, options.pairs, WARMUP, raw)
+    code, result = measured(config, request, ENTRY, Path(config.run.root) if nodes > 1 else None)
+    if result is not None:
+        print(json.dumps(result) if options.json else report(result))
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hpc_train bench step",
+        usage="python -m hpc_train bench step [overrides] [--against raw] [--steps N] [--pairs N] [--json]",
+        description="Times training steps on this node, without saving, evaluation and logging. The overrides are those"
+        " of a training.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--against", choices=["raw"], help="a bare PyTorch loop of the same model, in turn, in the same processes"
+    )
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="of a block (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=20, metavar="N", help="blocks of each loop (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def report(result: dict[str, Any]) -> str:
+    """The result in words and figures, one line each."""
+    unit = "tokens/s" if result["tokens_per_s"] else "samples/s"
+    threads, blocks, samples = result["threads"], result["blocks"], result["global_batch"]
+    lines = [
+        f"{result['strategy']}: {result['layout']}",
+        f"{result['parameters']:,} parameters, {result['precision']}{', compiled' * result['compile']}, "
+        f"{result['world_size']} x {result['device']}, {threads} threads each, torch {result['torch']}",
+        f"blocks         {blocks} of {result['steps_per_block']} steps, {samples} samples each",
+        f"speed          {_speed(result)} {unit} (median; 5 % to 95 % of the blocks)",
+        f"step           {1e3 * result['step_s']['median']:.1f} ms",
+        f"memory         {_memory(result['memory'])}",
+    ]
+    if result["bubble_share"] is not None:
+        shares, ideal = _shares(result["bubble_share"]), f"{100 * result['ideal_bubble_share']:.1f} %"
+        lines.append(f"bubble         {shares}: of forward and backward no stage computing; {ideal} if all were equal")
+    if result["communication_share"] is not None:
+        shares = _shares(result["communication_share"])
+        lines.append(f"communication  {shares}: a collective under way and nothing computed (profiler)")
+    lines.append(f"MFU            {_utilisation(result['mfu'])}")
+    lines.append(f"measuring      {_measurement(result['measurement'])}")
+    if result["against"]:
+        against = result["against"]
+        lines.append(f"bare loop      {against['loop']}: {_speed(against)} {unit}")
+        lines.append(
+            f"ratio          {against['ratio']:.4f} of the bare loop's speed "
+            f"(95 % interval {against['ci95_low']:.4f} to {against['ci95_high']:.4f}, {blocks} pairs)"
+        )
+    return "\n".join(lines)
+
+
+def _speed(rates: dict[str, Any]) -> str:
+    speed = rates["tokens_per_s"] or rates["samples_per_s"]
+    return f"{speed['median']:,.0f} ({speed['p05']:,.0f} to {speed['p95']:,.0f})"
+
+
+def _memory(memory: dict[str, Any]) -> str:
+    host = ", ".join(f"{value / 2**20:,.0f}" for value in memory["host_peak_bytes"])
+    text = f"{host} MiB resident at most (VmHWM), by rank"
+    if memory["device_peak_bytes"] is None:
+        return text
+    device = ", ".join(f"{value / 2**20:,.0f}" for value in memory["device_peak_bytes"])
+    return f"{device} MiB allocated on the GPU at most, {text}"
+
+
+def _shares(shares: list[float]) -> str:
+    by_rank = ", ".join(f"{100 * share:.1f}" for share in shares)
+    return f"{100 * sum(shares) / len(shares):.1f} % (by rank: {by_rank})"
+
+
+def _other_counts(mfu: dict[str, Any]) -> str:
+    names = {"hfu": "HFU", "mfu_causal": "MFU with half the attention", "mfu_with_embeddings": "MFU with embeddings"}
+    return ", ".join(f"{words} {100 * mfu[name]:.1f} %" for name, words in names.items() if name in mfu)
+
+
+def _measurement(cost: dict[str, float]) -> str:
+    return (
+        f"{100 * cost['share']:.3f} % of a step: {1e6 * cost['seconds_per_step']:.0f} µs for what training measures, "
+        f"{cost['stretches_per_step']:.0f} stretches of time, log steps shared out"
+    )
+
+
+def _utilisation(mfu: dict[str, Any] | None) -> str:
+    if mfu is None:
+        return "n/a: the model does not say how many operations a sample takes (flops_per_sample)"
+    return (
+        f"{100 * mfu['value']:.1f} % = {mfu['flops_per_sample']:.4g} FLOP per sample x samples/s / "
+        f"{mfu['peak_flops']:.4g} FLOP/s ({mfu['peak_source']})\n"
+        f"               {_other_counts(mfu)}\n"
+        f"               {mfu['formula']}"
+    )

@@ -1,0 +1,253 @@
+"""The worker of ``bench step``: the trainer's step in blocks, in turn with a bare loop in the same processes.
+
+What is timed is all that the trainer does in each step: the message of all ranks, the next batch, forward and backward,
+clipping and update. Saving, evaluation and logging are not steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpc_train.bench.bare_loop import raw_batches, raw_loop
+from hpc_train.bench.request import Spread, StepRequest, paired_ratio, write_progress, write_result
+from hpc_train.config.schema import Config
+from hpc_train.data.build import build_dataset
+from hpc_train.data.dataset import Batch, StepBatch
+from hpc_train.data.feed import LocalBatch, TrainFeed
+from hpc_train.measure.device_use import peak_device_memory, peak_host_memory
+from hpc_train.measure.shares import bubble_share, communication_share
+from hpc_train.measure.utilisation import count_flops, described, peak_flops
+from hpc_train.models.build import build_model
+from hpc_train.models.model import Model
+from hpc_train.parallel.balance import plan_split
+from hpc_train.parallel.bucket_search import MOST_STEPS
+from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.precision import compute_dtype, parameter_dtype
+from hpc_train.plan.partition import ideal_bubble
+from hpc_train.preflight.measure import measured_gemm_flops
+from hpc_train.run.agent_worker import WorkerSpec
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.exits import Exit
+from hpc_train.run.freeze import load
+from hpc_train.run.requests import StopFlag
+from hpc_train.train.auto_choices import with_chosen_compression
+from hpc_train.train.control import Control
+from hpc_train.train.measures import Measures
+from hpc_train.train.optimizer import Optimizer
+from hpc_train.train.processes import join, leave
+from hpc_train.train.step import TrainStep
+
+HORIZON = 1_000_000  # steps of the learning rate's schedule
+
+Loop = Callable[[], None]
+
+
+def measure(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
+    """Runs what ``bench-request.json`` asks for; rank 0 writes ``bench-result.json``."""
+    run = RunDirectory(Path(spec.run_dir))
+    config, request = load(run), StepRequest.read(run)
+    mesh = join(spec, config, listen_fd)
+    config = with_chosen_compression(config, run, mesh)
+    bench = _StepBench(config, mesh, stop)
+    result = _measure(bench, request, run)
+    bench.close()
+    if result is not None and mesh.rank == 0:
+        write_result(run, result)
+    leave(mesh)
+    return Exit.STOPPED if result is None else Exit.DONE
+
+
+class _StepBench:
+    """The trainer's loop as a function of one step, and what the other measurements need of it."""
+
+    def __init__(self, config: Config, mesh: Mesh, stop: StopFlag) -> None:
+        self.config, self.mesh = config, mesh
+        dataset = build_dataset(config.data, "train", config.train.seed)
+        plan = plan_split(config, mesh, dataset)
+        self.layers = None if plan is None else plan.layers
+        self.engine = build_engine(config, mesh, self.layers)
+        optimizer = Optimizer(config.optim, self.engine.named_parameters(), config.strategy.offload == "optimizer")
+        self._take_step = TrainStep(config, mesh, self.engine, optimizer, HORIZON)
+        self._feed = TrainFeed(dataset, config.batch, mesh.layout, mesh.dp_rank, config.train.seed, mesh.device, 0)
+        self.samples, self.inputs_shape = len(dataset), dataset.inputs_shape()
+        self._control, self._stop = Control(mesh), stop
+        self.example = self._counted(next(self._feed))
+        self._ahead = next(self._feed)
+        self._control.post(False, self._ahead.local_count)
+        self._step = 0
+        self.stopped = False  # at the same step on all ranks
+
+    def step(self) -> None:
+        """As ``Trainer.run`` goes through its loop."""
+        agreed = self._control.read()
+        self.stopped = self.stopped or agreed.stop
+        current, self._ahead = self._ahead, next(self._feed)
+        self._control.post(self._stop.requested, self._ahead.local_count)
+        self._take_step(self._step, StepBatch(current.micro_batches, agreed.target_count))
+        self._step += 1
+
+    def gradients(self) -> None:
+        """Forward, backward and reduction only, always of the same batch."""
+        self.engine.train_step(self._step, self.example)
+
+    def close(self) -> None:
+        self._control.read()  # nobody leaves while a message is under way
+        self._feed.close()
+
+    def _counted(self, batch: LocalBatch) -> StepBatch:
+        self._control.post(False, batch.local_count)
+        return StepBatch(batch.micro_batches, self._control.read().target_count)
+
+
+def _measure(bench: _StepBench, request: StepRequest, run: RunDirectory) -> dict[str, Any] | None:
+    """The result; None where a stop was requested before the last block."""
+    config, mesh = bench.config, bench.mesh
+    loops = [bench.step]
+    _repeat(bench.step, request.warmup + (MOST_STEPS if config.strategy.bucket_cap_mb == "auto" else 0))
+    memory = peak_host_memory(), peak_device_memory(mesh.device)
+    if request.raw is not None:
+        loops.append(_over(raw_loop(request.raw, config, mesh, bench.layers).step, raw_batches(config, mesh)))
+        _repeat(loops[1], request.warmup)
+    seconds: list[list[float]] = [[] for _ in loops]
+    for block in range(request.pairs * len(loops)):
+        if mesh.rank == 0:
+            write_progress(run, block, request.pairs * len(loops))
+        which = block % len(loops)
+        seconds[which].append(_timed(loops[which], request.steps, mesh) / request.steps)
+        if bench.stopped:
+            return None
+    speeds = [[config.batch.global_size / value for value in values] for values in seconds]
+    ratio = paired_ratio(speeds[0], speeds[1]) if request.raw is not None else None
+    return {
+        **_what(config, mesh),
+        "samples": bench.samples,
+        "blocks": request.pairs,
+        "steps_per_block": request.steps,
+        **_rates(seconds[0], bench),
+        "memory": _memory(memory, mesh),
+        "bubble_share": _gather(bubble_share(bench.gradients, mesh.device), mesh) if mesh.layout.pp > 1 else None,
+        "ideal_bubble_share": ideal_bubble(mesh.layout) if mesh.layout.pp > 1 else None,
+        "communication_share": _communication(bench),
+        "measurement": _measurement_cost(bench, Spread.of(seconds[0]).median),
+        "mfu": _utilisation(bench, Spread.of(speeds[0]).median),
+        "against": ratio and {"loop": request.raw, **_ratio(ratio), **_rates(seconds[1], bench)},
+    }
+
+
+def _over(step: Callable[[Sequence[Batch], int], None], batches: Iterator[StepBatch]) -> Loop:
+    def loop() -> None:
+        batch = next(batches)
+        step(batch.micro_batches, batch.target_count)
+
+    return loop
+
+
+def _repeat(loop: Loop, times: int) -> None:
+    for _ in range(times):
+        loop()
+
+
+def _timed(loop: Loop, steps: int, mesh: Mesh) -> float:
+    """Seconds from the moment when all ranks are ready until the slowest is through."""
+    _synchronize(mesh)
+    begin = time.perf_counter()
+    _repeat(loop, steps)
+    _synchronize(mesh)
+    return time.perf_counter() - begin
+
+
+def _synchronize(mesh: Mesh) -> None:
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize(mesh.device)
+    dist.barrier(group=mesh.control)
+
+
+def _what(config: Config, mesh: Mesh) -> dict[str, Any]:
+    cuda = mesh.device.type == "cuda"
+    return {
+        "strategy": config.strategy.name,
+        "layout": str(mesh.layout),
+        "world_size": mesh.layout.world_size,
+        "device": torch.cuda.get_device_name(mesh.device) if cuda else "cpu",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "precision": config.precision.name,
+        "compression": config.strategy.compression,
+        "compile": config.train.compile,
+        "parameters": sum(p.numel() for p in build_model(config.model, config.train.seed).parameters()),
+        "global_batch": config.batch.global_size,
+    }
+
+
+def _rates(seconds: Sequence[float], bench: _StepBench) -> dict[str, Any]:
+    """``tokens_per_s`` counts targets; None where the inputs are no tokens."""
+    samples, first = bench.config.batch.global_size, bench.example
+    tokens = None if first.micro_batches[0].inputs.is_floating_point() else first.target_count
+    return {
+        "step_s": _spread([*seconds]),
+        "samples_per_s": _spread([samples / value for value in seconds]),
+        "tokens_per_s": tokens and _spread([tokens / value for value in seconds]),
+    }
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    spread = Spread.of(values)
+    return {"median": spread.median, "p05": spread.low, "p95": spread.high}
+
+
+def _ratio(ratio: Spread) -> dict[str, float]:
+    return {"ratio": ratio.median, "ci95_low": ratio.low, "ci95_high": ratio.high}
+
+
+def _memory(peaks: tuple[int, int | None], mesh: Mesh) -> dict[str, Any]:
+    host, device = zip(*_gather(peaks, mesh), strict=True)
+    return {"host_peak_bytes": [*host], "device_peak_bytes": None if device[0] is None else [*device]}
+
+
+def _communication(bench: _StepBench) -> list[float] | None:
+    layout = bench.mesh.layout
+    if layout.dp * layout.tp == 1:
+        return None
+    return _gather(communication_share(bench.gradients, bench.mesh.device), bench.mesh)
+
+
+def _measurement_cost(bench: _StepBench, step_s: float) -> dict[str, float]:
+    """Of what is measured in training, on the rank where it costs most."""
+    measures = Measures(bench.config, bench.mesh, first_of_node=bench.mesh.rank == 0)
+    own = measures.cost(3, bench.step, bench.config.telemetry.log_every)
+    worst: dict[str, float] = max(_gather(own, bench.mesh), key=lambda cost: cost["seconds_per_step"])
+    return {**worst, "share": worst["seconds_per_step"] / step_s}
+
+
+def _utilisation(bench: _StepBench, samples_per_s: float) -> dict[str, Any] | None:
+    """Model FLOPs utilisation, where the model says how many operations a sample takes."""
+    config, mesh = bench.config, bench.mesh
+    model = build_model(config.model, config.train.seed)
+    precision = config.precision.name
+    cuda = mesh.device.type == "cuda"
+    peak = peak_flops(torch.cuda.get_device_name(mesh.device), precision) if cuda else None
+    source = "data sheet"
+    if peak is None:
+        _synchronize(mesh)
+        dtype = compute_dtype(precision) or parameter_dtype(precision)
+        peak, source = measured_gemm_flops(mesh.device, dtype, 8192 if cuda else 1024), "measured matrix product"
+    peaks: list[float] = _gather(peak, mesh)
+    if not isinstance(model, Model):
+        return None
+    count = count_flops(model, torch.empty((1, *bench.inputs_shape), device="meta"), config.train)
+    found = count.utilisation(samples_per_s, sum(peaks))
+    return {"value": found["mfu"], **found, **described(count, sum(peaks), source)}
+
+
+def _gather(value: Any, mesh: Mesh) -> list[Any]:
+    """``value`` of every rank, in order. Collective."""
+    gathered: list[Any] = [None] * mesh.layout.world_size
+    dist.all_gather_object(gathered, value, group=mesh.control)
+    return gathered

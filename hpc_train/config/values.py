@@ -1,0 +1,192 @@
+"""``checkpoint.every``: so many steps, so many minutes, or ``auto``.
+
+``telemetry.profile``: which steps of which ranks.
+
+``elastic.hang_timeout_s``: ``auto``, seconds, or 0.
+
+``train.debug=true``: what of a config gives way, so that a mistake shows itself soon and where it is.
+
+How many nodes a run works on and its job asks for: a number, or a range of which Slurm gives what is free.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hpc_train.config.schema import ClusterConfig, Config, ProfileConfig
+from hpc_train.errors import ConfigError
+
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True)
+class SaveEvery:
+    """One of the three is set, or none: then only on a stop request and at the end."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    auto: bool = False
+
+
+def parse_save_every(text: str) -> SaveEvery:
+    """
+    Raises:
+        ConfigError: it is none of the three.
+    """
+    if text == "auto":
+        return SaveEvery(auto=True)
+    if re.fullmatch(r"\d+", text):
+        return SaveEvery(steps=int(text))
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
+    if match and float(match[1]) > 0:
+        return SaveEvery(seconds=float(match[1]) * _SECONDS[match[2]])
+    raise ConfigError(
+        f"checkpoint.every is {text!r}",
+        where="checkpoint.every",
+        mend="steps (500), minutes (30m) or hours (2h), auto, or 0 to save on a stop request and at the end only",
+    )
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """From the step ``first`` to ``last``, as the metrics count them, on ``ranks``; None: on all."""
+
+    first: int
+    last: int
+    ranks: frozenset[int] | None
+
+    def has(self, rank: int) -> bool:
+        return self.ranks is None or rank in self.ranks
+
+    @property
+    def name(self) -> str:
+        """Of files."""
+        return f"steps-{self.first}-{self.last}"
+
+
+def parse_profile(config: ProfileConfig) -> Profiled | None:
+    """None where nothing is to be profiled.
+
+    Raises:
+        ConfigError: it is not to be understood.
+    """
+    if config.steps is None:
+        return None
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", config.steps.strip())
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= first <= last:
+        raise ConfigError(
+            f"telemetry.profile.steps is {config.steps!r}",
+            where="telemetry.profile.steps",
+            mend="a step or several in a row: 10, 10-12",
+        )
+    return Profiled(first, last, _ranks(config.ranks))
+
+
+def _ranks(given: Any) -> frozenset[int] | None:
+    if given == "all":
+        return None
+    ranks = list(given) if isinstance(given, list) else [given]
+    if ranks and all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in ranks):
+        return frozenset(ranks)
+    raise ConfigError(
+        f"telemetry.profile.ranks is {given!r}", where="telemetry.profile.ranks", mend="a rank, [0,3] or all"
+    )
+
+
+def check_profiled_steps(config: ProfileConfig, world_size: int) -> None:
+    """Raises ConfigError where it is not to be understood, or names a rank that there is not."""
+    profiled = parse_profile(config)
+    beyond = sorted(rank for rank in (profiled.ranks or ()) if rank >= world_size) if profiled is not None else []
+    if beyond:
+        raise ConfigError(
+            f"there is no rank {beyond[0]} of {world_size}",
+            where="telemetry.profile.ranks",
+            mend=f"ranks 0 to {world_size - 1}, or all",
+        )
+
+
+def parse_hang_timeout(text: str) -> float | None:
+    """Seconds; 0 where nothing is taken for a hang; None where the bound is to be learned.
+
+    Raises:
+        ConfigError: it is none of the three.
+    """
+    if text == "auto":
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if 0 <= seconds < float("inf"):
+        return seconds
+    raise ConfigError(
+        f"elastic.hang_timeout_s is {text!r}",
+        where="elastic.hang_timeout_s",
+        mend="auto, the seconds that a step may take, or 0 to wait for ever",
+    )
+
+
+DEBUG_STEPS = 20  # from where the run stands: learning rate and data are those of the whole run
+
+
+def for_debugging(config: Config) -> Config:
+    """Every step logged; nothing compiled, read in other processes, saved on the way or sent to W&B.
+
+    Our own reduction instead of DDP, with the same gradients: torch 2.13's DDP dies of a SIGSEGV when collectives are
+    compared over the ranks.
+    """
+    if not config.train.debug:
+        return config
+    kind = config.strategy.data_parallel
+    return replace(
+        config,
+        strategy=replace(config.strategy, data_parallel="reduce" if kind == "ddp" else kind, static_graph=False),
+        train=replace(config.train, compile=False),
+        batch=replace(config.batch, loader_workers=0),
+        checkpoint=replace(config.checkpoint, every="0", asynchronous=False),
+        telemetry=replace(config.telemetry, log_every=1, wandb=replace(config.telemetry.wandb, mode="disabled")),
+    )
+
+
+NODES = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def node_range(cluster: ClusterConfig) -> tuple[int, int]:
+    """The fewest and the most nodes of ``cluster.nodes``: ``4`` or ``2-4``.
+
+    Raises:
+        ConfigError: neither, or an empty range.
+    """
+    found = NODES.fullmatch(str(cluster.nodes))
+    if found is not None:
+        fewest, most = int(found[1]), int(found[2] or found[1])
+        if 1 <= fewest <= most:
+            return fewest, most
+    raise ConfigError(
+        f"nodes is {cluster.nodes}", where="cluster.nodes", mend="1 or more, or a range for Slurm: cluster.nodes=2-4"
+    )
+
+
+def asked_nodes(config: Config) -> tuple[int, int]:
+    """The fewest and the most nodes that a job asks for: those that work, and the spares."""
+    fewest, most = node_range(config.cluster)
+    return fewest + config.elastic.spares, most + config.elastic.spares
+
+
+def fewest_nodes(config: Config) -> int:
+    """The fewest that the run must be able to work on: what it may start with, or is left with.
+
+    Raises:
+        ConfigError: more are to be left than it starts with.
+    """
+    fewest, least = node_range(config.cluster)[0], config.elastic.min_nodes
+    if least is not None and least > fewest:
+        raise ConfigError(
+            f"min_nodes is {least}, and the run starts with {fewest}",
+            where="elastic.min_nodes",
+            mend=f"elastic.min_nodes={fewest} or fewer, or more cluster.nodes",
+        )
+    return fewest if least is None else least

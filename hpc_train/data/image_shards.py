@@ -1,0 +1,180 @@
+"""Images in tar shards (the layout of webdataset), read at random by an index: no extraction, few files.
+
+A directory holds ``train-000000.tar`` …, ``validation-000000.tar`` …, an index of each split and ``shards.json``, as
+``python -m hpc_train prepare --images`` writes them. A member ``0000042.jpg`` is an image, ``0000042.cls`` its label.
+
+Class folders of images into tar shards and their index. No torch.
+
+A shard is written aside and renamed; ``shards.json`` comes last and makes the directory whole. The same command again
+leaves a whole directory as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpc_train.config.schema import ShardsDataConfig
+from hpc_train.data.dataset import SPLITS
+from hpc_train.data.images import Pictures, check_classes, class_names, image_files
+from hpc_train.errors import ConfigError
+from hpc_train.run.files import write_json
+
+META = "shards.json"
+MEND = "build the directory with: python -m hpc_train prepare --images DIRECTORY --out DIR"
+
+
+def shard_file(directory: Path, split: str, number: int) -> Path:
+    return directory / f"{split}-{number:06d}.tar"
+
+
+def index_file(directory: Path, split: str) -> Path:
+    """``[samples, 4]`` int64: number of the shard, first byte in it, bytes, and label of each image."""
+    return directory / f"{split}.index.npy"
+
+
+class ShardsDataset(Pictures):
+    """The images of tar shards, augmented as those of class folders are.
+
+    Holds paths and the mapped index. A shard is opened when a process first reads from it; reads give their own
+    position, so processes that share an open file by a fork do not disturb each other.
+
+    Raises:
+        ConfigError: Pillow is missing, files are missing or damaged, or the classes are not those of the config.
+    """
+
+    def __init__(self, config: ShardsDataConfig, split: str, seed: int) -> None:
+        directory = Path(config.path)
+        meta = _read_json(directory / META)
+        self.classes: list[str] = meta["classes"]
+        if len(self.classes) != config.n_classes:
+            raise ConfigError(
+                f"{directory} has {len(self.classes)} classes, the config says {config.n_classes}",
+                where="data.n_classes",
+                mend=f"data.n_classes={len(self.classes)}",
+            )
+        self._index = _load_index(index_file(directory, split), meta["counts"][split])
+        super().__init__(config, self._index[:, 3].copy(), split, seed)
+        self._shards = [shard_file(directory, split, number) for number in range(int(self._index[:, 0].max()) + 1)]
+        self._open_files: dict[int, int] = {}
+
+    def source(self, index: int) -> str:
+        shard, offset, size, _ = self._index[index].tolist()
+        return f"{self._shards[shard]}, bytes {offset} to {offset + size}"
+
+    def _file(self, index: int) -> io.BytesIO:
+        shard, offset, size, _ = self._index[index].tolist()
+        content = os.pread(self._descriptor(shard), size, offset)
+        if len(content) != size:
+            raise OSError(f"{self._shards[shard]} ends before byte {offset + size}: copy it again")
+        return io.BytesIO(content)
+
+    def _descriptor(self, shard: int) -> int:
+        if shard not in self._open_files:
+            self._open_files[shard] = os.open(self._shards[shard], os.O_RDONLY | os.O_CLOEXEC)
+        return self._open_files[shard]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", where="data.path", mend=MEND) from error
+
+
+def _load_index(path: Path, samples: int) -> Any:
+    try:
+        index = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", where="data.path", mend=MEND) from error
+    if index.shape != (samples, 4) or not samples:
+        raise ConfigError(f"{path} has the shape {index.shape}, not {(samples, 4)}", where="data.path", mend=MEND)
+    return index
+
+
+@dataclass(frozen=True)
+class _Image:
+    path: Path
+    label: int
+    size: int
+
+
+def make_shards(source: Path, out: Path, shard_bytes: int, on_progress: Callable[[int, int], None]) -> dict[str, Any]:
+    """Writes the shards of ``source`` (``train/CLASS/*`` and ``validation/CLASS/*``) to ``out``; returns the meta data.
+
+    Args:
+        shard_bytes: of images in a shard; the last image may go beyond it.
+        on_progress: gets the images done and their number.
+
+    Raises:
+        ConfigError: there are no images, or ``out`` holds other ones.
+    """
+    classes = class_names(source / "train")
+    check_classes(source, "validation", classes, len(classes))
+    images = {split: list(_images(source / split, classes)) for split in SPLITS}
+    empty = [split for split in SPLITS if not images[split]]
+    if empty:
+        raise ConfigError(f"there is no image under {source / empty[0]}", where="INPUT", mend="train/CLASS/IMAGE")
+    listing = [(str(i.path.relative_to(source)), i.size, shard_bytes) for split in SPLITS for i in images[split]]
+    key = hashlib.blake2b(json.dumps(listing).encode(), digest_size=16).hexdigest()
+    meta = {"classes": classes, "counts": {split: len(images[split]) for split in SPLITS}, "key": key}
+    if (out / META).exists():
+        if json.loads((out / META).read_text(encoding="utf-8")).get("key") == key:
+            return meta
+        raise ConfigError(f"{out} holds shards of other images", where="--out", mend="another directory, or remove it")
+    out.mkdir(parents=True, exist_ok=True)
+    done, total = 0, len(listing)
+    for split in SPLITS:
+        rows: list[tuple[int, int, int, int]] = []
+        for number, group in enumerate(_groups(images[split], shard_bytes)):
+            rows += _write_shard(shard_file(out, split, number), number, group, first=len(rows))
+            done += len(group)
+            on_progress(done, total)
+        np.save(index_file(out, split), np.array(rows, dtype=np.int64))
+    write_json(out / META, meta)
+    return meta
+
+
+def _images(folder: Path, classes: list[str]) -> Iterator[_Image]:
+    for label, name in enumerate(classes):
+        for path in map(Path, image_files(folder / name)):
+            yield _Image(path, label, path.stat().st_size)
+
+
+def _groups(images: list[_Image], shard_bytes: int) -> Iterator[list[_Image]]:
+    group: list[_Image] = []
+    for image in images:
+        group.append(image)
+        if sum(each.size for each in group) >= shard_bytes:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _write_shard(path: Path, number: int, images: list[_Image], first: int) -> list[tuple[int, int, int, int]]:
+    """The rows of the index; ``first`` is the number of the first image."""
+    aside = path.with_suffix(".part")
+    with tarfile.open(aside, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for key, image in enumerate(images, first):
+            _add(tar, f"{key:07d}{image.path.suffix.lower()}", image.path.read_bytes())
+            _add(tar, f"{key:07d}.cls", str(image.label).encode())
+    with tarfile.open(aside) as tar:
+        places = [(member.offset_data, member.size) for member in tar if not member.name.endswith(".cls")]
+    aside.replace(path)
+    return [(number, *place, image.label) for place, image in zip(places, images, strict=True)]
+
+
+def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    tar.addfile(member, io.BytesIO(content))

@@ -1,0 +1,112 @@
+"""The file system of the runs: whether nodes share it, whether a checkpoint fits, whether it does what runs need."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from hpc_train.checkpoint.space import amount
+from hpc_train.cluster.storage import file_system_of, room_in
+from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding
+from hpc_train.errors import ConfigError
+from hpc_train.launch.storage import check_shared
+
+SLOW_S = 1.0  # for a small file to be on disk
+SKEW_S, BAD_SKEW_S = 0.1, 1.0  # between a node and the file server
+LITTLE = 10**9  # bytes
+
+
+def check_root(root: Path) -> Iterator[Finding]:
+    """What any node can tell of the directory of the runs."""
+    yield check_room(root)
+    try:
+        written, skew = probe(root)
+    except OSError as error:
+        text = f"{root} cannot be used: {error.strerror}"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        mend = "remove what is not needed any more, or another run.root" if full else "another run.root"
+        yield Finding("run directory", ERROR, text, mend)
+        return
+    kind = getattr(file_system_of(root), "kind", "unknown")
+    if written > SLOW_S:
+        mend = "a busy file system; checkpoint.asynchronous=true hides it, another run.root may be faster"
+        yield Finding("run directory", WARNING, f"a small file took {written:.1f} s ({kind})", mend)
+    else:
+        yield Finding("run directory", OK, f"{root} ({kind}): a small file is on disk in {1000 * written:.0f} ms")
+    yield check_skew(skew)
+
+
+def check_skew(skew: float) -> Finding:
+    """``skew``: seconds by which this node's clock is behind the file server's."""
+    text = f"this node's clock is {abs(skew):.2f} s {'behind' if skew > 0 else 'ahead of'} the file server's"
+    if abs(skew) < SKEW_S:
+        return Finding("clock", OK, "agrees with the file server's")
+    mend = "chrony or ntpd on the node and on the server: ask the site"
+    return Finding("clock", ERROR if abs(skew) > BAD_SKEW_S else WARNING, text, mend)
+
+
+def probe(root: Path) -> tuple[float, float]:
+    """Does what leases and checkpoints do (exclusive creation, fsync, rename) with a file of its own in ``root``.
+
+    Returns:
+        The seconds it took, and by how many the file server's clock is ahead of this node's.
+
+    Raises:
+        OSError: one of them does not work.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    path = root / f".doctor-{secrets.token_hex(4)}"
+    try:
+        began, clock = time.monotonic(), time.time()
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        try:
+            os.write(descriptor, b"x" * 4096)
+            os.fsync(descriptor)
+            stamp = os.fstat(descriptor).st_mtime
+        finally:
+            os.close(descriptor)
+        renamed = path.with_suffix(".renamed")
+        path.rename(renamed)
+        renamed.unlink()
+        took = time.monotonic() - began
+    finally:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+    return took, _outside(stamp, clock, clock + took)
+
+
+def _outside(stamp: float, first: float, last: float) -> float:
+    """How far ``stamp`` is outside of the time in which it was made; file systems count in ticks of the kernel."""
+    return stamp - last if stamp > last else min(0.0, stamp - first + 0.02)
+
+
+def check_room(root: Path) -> Finding:
+    """How much may still be written there."""
+    try:
+        rooms = room_in(root)
+    except OSError as error:
+        return Finding("space", ERROR, f"{root}: {error.strerror}", "another run.root")
+    least = min(rooms, key=lambda room: room.free)
+    text = f"{amount(least.free)} free below {root} ({least.whose})"
+    if any(room.inodes == 0 for room in rooms):
+        return Finding("space", ERROR, f"no more files can be made below {root}", "remove what is not needed any more")
+    if least.free < LITTLE:
+        return Finding("space", ERROR, text, "remove what is not needed any more, or another run.root")
+    return Finding("space", OK, text)
+
+
+def check_sharing(root: Path) -> Finding:
+    """Whether the nodes of a Slurm job can see it, as far as this machine can tell."""
+    try:
+        notes = check_shared(root)
+    except ConfigError as error:
+        return Finding("shared file system", ERROR, error.what, error.mend)
+    if notes:
+        mend = "doctor --submit looks from the nodes"
+        return Finding("shared file system", WARNING, notes[0].removeprefix("note: "), mend)
+    return Finding("shared file system", OK, f"{root}: nothing speaks against it")

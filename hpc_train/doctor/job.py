@@ -1,0 +1,148 @@
+"""The job that the overrides describe: whether it can start from here, and what it asks of Slurm.
+
+Slurm as this machine sees it: tools, controller, accounting, partitions; and whether the job asked for can start.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train.cluster.allocation import workers_per_node
+from hpc_train.config.arguments import CommandLine, with_right_plus
+from hpc_train.config.compose import typed
+from hpc_train.config.run_path import run_directory
+from hpc_train.config.schema import Config
+from hpc_train.doctor.disk import check_sharing
+from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding
+from hpc_train.errors import ConfigError
+from hpc_train.launch.executors.executor import Job
+from hpc_train.launch.executors.select import controller_answers, select_executor
+from hpc_train.launch.gpus import asked_gpus
+from hpc_train.launch.limits import check_limits
+from hpc_train.launch.sbatch import NO_SITE, arguments, options
+from hpc_train.launch.storage import check_room
+from hpc_train.plan.validate import check_values, validate
+from hpc_train.run.directory import RunDirectory
+from hpc_train.slurm.site import Partition, Site, read_site
+
+NOT_FOR_A_CHECK = ("signal", "requeue", "no-requeue", "open-mode", "time", "time-min", "dependency", "begin", "no-kill")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A composed config and its command line."""
+
+    config: Config
+    line: CommandLine
+
+
+def composed(overrides: Sequence[str]) -> Asked:
+    """Raises ConfigError where a value is wrong, whatever the machine."""
+    line = CommandLine.parse(with_right_plus(list(overrides)))
+    with line.composer() as compose:
+        config = typed(compose(list(line.overrides)))
+    check_values(config)
+    return Asked(config, line)
+
+
+def check_place(asked: Asked, submits: bool) -> Iterator[Finding]:
+    """Slurm, and the job on it. ``submits``: jobs are submitted from here; else this is inside an allocation."""
+    cluster = asked.config.cluster
+    slurm = submits and cluster.kind != "local"
+    site = None
+    if slurm:
+        yield check_tools(wanted=cluster.kind == "slurm")
+        if controller_answers():
+            site = read_site()
+            yield check_accounting(site)
+            yield from check_partitions(site)
+            yield check_sharing(Path(asked.config.run.root))
+    try:
+        job = _job(asked)
+    except ConfigError as error:
+        yield Finding("job", ERROR, f"{error.what} ({error.where})", error.mend)
+        return
+    yield from check_job(job, site)
+
+
+def resources(config: Config, overrides: Sequence[str]) -> list[str]:
+    """sbatch's options for a short job on the nodes that a run with this config would get."""
+    line = CommandLine.parse(with_right_plus(list(overrides)))
+    site = read_site() if controller_answers() else NO_SITE
+    gpus, workers = workers_per_node(config.cluster, visible=asked_gpus(config.cluster, site).count)
+    nodes = config.cluster.nodes if isinstance(config.cluster.nodes, int) else 1
+    layout = validate(config, nodes, workers)
+    wanted = options(Job(0, line.overrides, config, layout, gpus, workers, _directory(config)), site)
+    kept = {name: value for name, value in wanted.items() if name not in NOT_FOR_A_CHECK}
+    return ["--ntasks=1" if str(kept.get("nodes")) == "1" else f"--ntasks={kept.get('nodes')}", *arguments(kept)]
+
+
+def _job(asked: Asked) -> Job:
+    config = asked.config
+    nodes, gpus, workers = select_executor(config.cluster).shape(config.cluster)
+    layout = validate(config, nodes, workers)
+    return Job(0, asked.line.overrides, config, layout, gpus, workers, _directory(config))
+
+
+def _directory(config: Config) -> RunDirectory:
+    return RunDirectory(Path(run_directory(config.run.root, config.run.name, config.run.fork)))
+
+
+TOOLS = ("sbatch", "srun", "scontrol", "squeue", "scancel")
+SHOWN = 12
+
+
+def check_tools(wanted: bool) -> Finding:
+    """Whether jobs can be submitted from here. ``wanted``: the config says that they must."""
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if len(missing) == len(TOOLS):
+        text = "there is none here: runs stay on this machine"
+        return Finding("Slurm", ERROR if wanted else OK, text, "a login node, or cluster=local" if wanted else "")
+    if missing:
+        return Finding("Slurm", ERROR, f"{', '.join(missing)} missing", "the site's Slurm module on PATH")
+    if not controller_answers():
+        text = "the controller does not answer (scontrol ping)" + ("" if wanted else ": runs stay on this machine")
+        return Finding("Slurm", ERROR if wanted else WARNING, text, "wait, or ask the site")
+    return Finding("Slurm", OK, "tools are here and the controller answers")
+
+
+def check_accounting(site: Site) -> Finding:
+    if site.associations is not None:
+        accounts = ", ".join(sorted({found.account for found in site.associations})) or "none of yours"
+        return Finding("accounting", OK, f"answers; accounts: {accounts}")
+    mend = "none needed; where the site has accounting: sacctmgr on PATH"
+    return Finding("accounting", WARNING, "does not answer: limits of accounts are not checked before submission", mend)
+
+
+def check_partitions(site: Site) -> Iterator[Finding]:
+    for found in list(site.partitions.values())[:SHOWN]:
+        text = _described(found)
+        if found.state == "UP":
+            yield Finding("partition", OK, text)
+        else:
+            yield Finding("partition", WARNING, f"{text}: {found.state}", "another one, or wait until it is up")
+    if len(site.partitions) > SHOWN:
+        yield Finding("partition", OK, f"and {len(site.partitions) - SHOWN} more: sinfo -s")
+
+
+def check_job(job: Job, site: Site | None) -> Iterator[Finding]:
+    """Whether a run with this config can start, and its checkpoints fit."""
+    try:
+        if site is not None:
+            check_limits(job, site)
+        notes = check_room([job])
+    except ConfigError as error:
+        yield Finding("job", ERROR, f"{error.what} ({error.where})", error.mend)
+        return
+    device = f"{job.gpus} GPUs per node" if job.gpus else "on CPUs"
+    yield Finding("job", OK, f"{job.layout}, {device}: {'; '.join(notes) or 'can start'}")
+
+
+def _described(partition: Partition) -> str:
+    default = ", the default" if partition.default else ""
+    hours = "no time limit" if partition.max_time_s is None else f"up to {partition.max_time_s / 3600:g} h"
+    gpus = sorted({f"{count} {kind or 'GPUs'}" for nodes in partition.kinds for kind, count in nodes.gpus.items()})
+    return f"{partition.name}{default}: {partition.nodes} nodes, {hours}" + (f", {', '.join(gpus)}" if gpus else "")

@@ -1,0 +1,119 @@
+"""All nodes of an allocation: each examines itself in a task of its own, and what must be alike is compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hpc_train.cluster.allocation import expand
+from hpc_train.config.schema import Config
+from hpc_train.doctor.disk import BAD_SKEW_S, SKEW_S
+from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding
+from hpc_train.doctor.node import NodeReport
+from hpc_train.fabric.nccl_settings import merged, who_has_what
+from hpc_train.fabric.rails import different_rails
+from hpc_train.fabric.versions import different_versions
+from hpc_train.launch.container import container_of
+from hpc_train.launch.gpus import gpus_of_this_job
+from hpc_train.launch.script import python
+
+STEP_S = 300.0
+SETTLE_S = 20.0  # until files of other nodes are seen here
+KEPT = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID")  # of what a surrounding step hands down
+
+
+def nodes_of_allocation() -> int:
+    """How many nodes are to be asked; 0 outside of an allocation, and in a task of ``doctor`` itself."""
+    if "SLURM_JOB_ID" not in os.environ or shutil.which("srun") is None:
+        return 0
+    return int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
+
+
+def examine_all(nodes: int, config: Config, overrides: Sequence[str]) -> tuple[list[NodeReport], list[Finding]]:
+    """The reports of the nodes that have answered, and what is wrong with the others and between them."""
+    root = Path(config.run.root)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=".doctor-", dir=root))
+    except OSError as error:
+        text = f"the nodes cannot leave their reports in {root}: {error.strerror}"
+        return [], [Finding("nodes", ERROR, text, "remove what is not needed any more, or another run.root")]
+    try:
+        problem = _start(nodes, config, overrides, folder)
+        reports = _collect(folder, nodes, wait=problem is None)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    findings = list(compare(reports))
+    if len(reports) < nodes:
+        names = set(expand(os.environ.get("SLURM_JOB_NODELIST", ""))) - {report.name for report in reports}
+        text = f"{nodes - len(reports)} of {nodes} nodes have not told" + (f": {problem}" if problem else "")
+        text += f" ({', '.join(sorted(names))})" if names else ""
+        mend = f"do they see {root} and the same Python? srun --overlap ls {root}"
+        findings.append(Finding("nodes", ERROR, text, mend))
+    return reports, findings
+
+
+def _start(nodes: int, config: Config, overrides: Sequence[str], folder: Path) -> str | None:
+    """Runs the step to its end; what went wrong, in srun's words."""
+    container = container_of(config, 0)
+    own = [] if container is None else [*container.srun_options(container.seen()), *container.command(container.seen())]
+    words = [python(config.cluster, container), "-m", "hpc_train", "doctor", "--node", str(folder), *overrides]
+    gpus = gpus_of_this_job()  # those that the agents of a run would have
+    own = [*gpus.srun_options(gpus.per_node), *own]
+    step = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--overlap", *own, *words]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SRUN_"))}
+    environment = inherited | {name: os.environ[name] for name in KEPT if name in os.environ}
+    try:
+        done = subprocess.run(step, env=environment, capture_output=True, text=True, timeout=STEP_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    lines = done.stderr.strip().splitlines()
+    own = [line.strip() for line in lines if not line.startswith(("srun: ", "slurmstepd: "))]
+    return None if done.returncode == 0 else " / ".join((own or lines)[-3:])
+
+
+def _collect(folder: Path, nodes: int, wait: bool) -> list[NodeReport]:
+    until = time.monotonic() + (SETTLE_S if wait else 1.0)
+    while len(files := sorted(folder.glob("*.json"))) < nodes and time.monotonic() < until:
+        time.sleep(0.2)
+    return [NodeReport.from_json(json.loads(file.read_text())) for file in files]
+
+
+def compare(reports: Sequence[NodeReport]) -> Iterator[Finding]:
+    """What must be the same on all nodes."""
+    facts = [report.facts for report in reports]
+    for line in different_versions(facts):
+        yield Finding(
+            "versions", ERROR, line, "one environment for all nodes; cluster.exclude avoids those that differ"
+        )
+    for name in dict.fromkeys(name for report in reports for name, _ in report.places):
+        places = {report.name: dict(report.places).get(name, "unknown") for report in reports}
+        if len(set(places.values())) > 1:
+            text = f"{name} is not the same: {who_has_what(places)}"
+            yield Finding("nodes", ERROR, text, "one path for all nodes: cluster.python")
+    for line in merged({report.name: report.facts.settings for report in reports})[1]:
+        yield Finding("environment", WARNING, line, "the same modules and files on all nodes")
+    for line in different_rails(facts) if facts else ():
+        yield Finding(
+            "network", WARNING, f"GPUs and cards do not match alike: {line}", "cluster.exclude, cluster.constraint"
+        )
+    yield from _clocks(reports)
+
+
+def _clocks(reports: Sequence[NodeReport]) -> Iterator[Finding]:
+    known = sorted((report.skew, report.name) for report in reports if report.skew is not None)
+    if len(known) < 2:
+        return
+    (low, ahead), (high, behind) = known[0], known[-1]
+    if high - low < SKEW_S:
+        yield Finding("clock", OK, f"{len(known)} nodes agree within {SKEW_S:g} s")
+        return
+    level = ERROR if high - low > BAD_SKEW_S else WARNING
+    text = f"the clocks of {ahead} and {behind} are {high - low:.2f} s apart"
+    yield Finding("clock", level, text, "chrony or ntpd on the nodes: ask the site; cluster.exclude meanwhile")

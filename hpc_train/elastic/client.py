@@ -1,0 +1,244 @@
+"""An agent's connection to the hub: it says each second that it lives, and hands on what the hub says.
+
+What the agents do whose hub is gone: one of them asks Slurm to run the job again.
+
+With ``--no-kill`` a job whose batch host is lost stays RUNNING on the other nodes, with nothing in it, until its time
+limit: its batch script died with its host.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from hpc_train.cluster.allocation import Allocation
+from hpc_train.config.schema import Config
+from hpc_train.elastic.channel import Channel, Message
+from hpc_train.elastic.coordinator import NodeReport
+from hpc_train.elastic.hub import beat_s, report_message, stood_still
+from hpc_train.elastic.nodes import Node, NodeFailures
+from hpc_train.elastic.rendezvous import HubAddress
+from hpc_train.elastic.requeue import JobEnd, request
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from hpc_train.run.exits import Exit, Failure
+from hpc_train.run.files import patiently
+from hpc_train.slurm.client import own_job
+
+# A hub that dies closes its connections, unless its whole node is cut off. It may be busy with a slow file system, and
+# it asks Slurm before it takes a silent node for lost: so it is given more time than a node.
+HUB_BUSY_S = 15.0  # on top of elastic.silent_node_s
+CONNECT_S = 5.0
+AGAIN_S = 0.2
+
+
+class HubLost(ConnectionError):
+    """The hub is gone: its node, or its agent."""
+
+
+class HubClient:
+    """Made by ``connect``. Its thread reads and says that this agent lives, whatever the agent is busy with."""
+
+    def __init__(self, channel: Channel, silent_node_s: float) -> None:
+        self._channel = channel
+        self._silent_node_s = silent_node_s
+        self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._ended = -1  # the last attempt that is to end
+        self._stop_told = False
+        self.lost = False
+        self.silent = False  # lost, and nobody has closed the connection: its agent is frozen, or its node cut off
+        self.hung = False  # why the last attempt is to end
+        threading.Thread(target=self._serve, name="link", daemon=True).start()
+
+    @classmethod
+    def connect(cls, hub: HubAddress, node: Node, silent_node_s: float, patience_s: float = CONNECT_S) -> HubClient:
+        """Joins the hub as ``node``.
+
+        Raises:
+            HubLost: nobody answers in ``patience_s``.
+        """
+        until = time.monotonic() + patience_s
+        while True:
+            try:
+                connection = socket.create_connection((hub.host, hub.port), timeout=CONNECT_S)
+                connection.sendall(hub.token.encode())  # before anything else: see admission.py
+                channel = Channel(connection)
+                break
+            except OSError as error:
+                if time.monotonic() > until:
+                    raise HubLost(f"the hub at {hub.host}:{hub.port} does not answer: {error}") from error
+                time.sleep(AGAIN_S)
+        channel.send({"kind": "hello", "node": node.to_json()})
+        return cls(channel, silent_node_s)
+
+    def order(self, timeout: float) -> Message | None:
+        """The next order (start or leave); None when none came in ``timeout`` seconds.
+
+        Raises:
+            HubLost: no order will come any more.
+        """
+        try:
+            return self._orders.get(timeout=timeout)
+        except queue.Empty:
+            if self.lost:
+                silent = f"the hub was silent for {self._silent_node_s + HUB_BUSY_S:g} s"
+                raise HubLost(silent if self.silent else "the hub is gone") from None
+            return None
+
+    def is_to_end(self, attempt: int) -> bool:
+        """Whether the workers of ``attempt`` are to be killed."""
+        return self.lost or self._ended >= attempt
+
+    def tell_stop(self, reason: str) -> bool:
+        """Whether the hub did not know it yet from here."""
+        if self._stop_told:
+            return False
+        self._stop_told = True
+        self._channel.send({"kind": "stop", "reason": reason})
+        return True
+
+    def quit(self, message: str) -> None:
+        """The workers of this node were killed by somebody who does not want to wait."""
+        self._channel.send({"kind": "quit", "message": message})
+
+    def tell_store_lost(self, attempt: int) -> None:
+        self._channel.send({"kind": "store_lost", "attempt": attempt})
+
+    def tell_end(self, attempt: int, report: NodeReport) -> None:
+        self._channel.send(report_message(attempt, report))
+
+    def leave(self, seconds: float) -> None:
+        """Says bye, and waits until the hub lets all agents go."""
+        self._channel.send({"kind": "bye"})
+        until = time.monotonic() + seconds
+        while not self.lost and time.monotonic() < until:
+            time.sleep(0.02)
+        self._channel.close()
+
+    def _serve(self) -> None:
+        heard = looked = time.monotonic()
+        next_beat = 0.0
+        with suppress(ConnectionError, OSError, ValueError):
+            while not self.silent:
+                now = time.monotonic()
+                if stood_still(now - looked, self._silent_node_s):  # a suspended job, say: the hub did too
+                    heard = now
+                looked = now
+                if now >= next_beat:
+                    next_beat = now + beat_s(self._silent_node_s)
+                    self._channel.send({"kind": "beat"})
+                if self._channel.wait(max(0.0, next_beat - now)):
+                    for message in self._channel.read():
+                        self._take(message)
+                    heard = time.monotonic()
+                self.silent = now - heard > self._silent_node_s + HUB_BUSY_S
+        self.lost = True
+        self._channel.close()
+
+    def _take(self, message: Message) -> None:
+        if message["kind"] == "end":
+            self.hung = message["hang"]
+            self._ended = message["attempt"]
+        elif message["kind"] in ("start", "leave"):
+            self._orders.put(message)
+        elif message["kind"] == "dropped":
+            print(f"the hub has dropped this node: {message['why']}", file=sys.stderr, flush=True)
+
+
+def wait_for_hub(run: RunDirectory, launch_id: str, give_up: Callable[[], bool], timeout: float) -> HubAddress | None:
+    """Where the hub of a launch is; None when ``give_up`` says so first.
+
+    Raises:
+        HubLost: nothing was published in ``timeout`` seconds.
+    """
+    until = time.monotonic() + timeout
+    while (found := HubAddress.find(run, launch_id)) is None:
+        if give_up():
+            return None
+        if time.monotonic() > until:
+            raise HubLost(f"the agent of node 0 has not said where to meet in {timeout:.0f} s")
+        time.sleep(AGAIN_S)
+    return found
+
+
+TIMEOUT_S = 30.0  # of one command
+ASK_AGAIN_S = 5.0
+REFUSALS = 3
+PATIENCE_S = 600.0  # for a Slurm controller that is away
+
+
+def after_the_hub(
+    run: RunDirectory, config: Config, allocation: Allocation, end: JobEnd | None, lost: HubLost, times: int = 1
+) -> Exit:
+    """Called by every agent that is left, with no worker alive; returns its exit code.
+
+    Args:
+        times: as how many failures of the batch host this counts.
+    """
+    if end is not None and end.told():  # node 0 has decided, and took this node for lost
+        return Exit.STOPPED
+    print(f"{lost}: the job is to run again", file=sys.stderr)
+    if end is None or not end.claim_succession():
+        return Exit.STOPPED
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # for Slurm's commands: with the requeue Slurm ends this job's tasks
+    events = EventLog.open(run, f"agent-{allocation.node_name}", max(0, run.newest_attempt()))
+    host = allocation.node_names[0]
+    details: dict[str, Any] = {"class": Failure.NODE_LOST, "message": str(lost), "rank": None, "node": host}
+    events.write("node_lost", **details)
+    code = Exit.STOPPED
+    try:
+        NodeFailures(run, config.elastic.exclude_hours * 3600).note(host, Failure.NODE_LOST, times)
+        code = patiently(lambda: request(end, config, events, "the batch host is lost"))
+    except OSError as error:  # nobody else asks Slurm, and the job would go on empty
+        print(f"why the job is to run again cannot be written: {error}", file=sys.stderr)
+    events.close()
+    _ask_slurm(_end_of_job(code, config))
+    if code is Exit.STOPPED and end.exclude_file.exists():
+        _call(["scontrol", "update", f"JobId={own_job()}", f"ExcNodeList={end.exclude_file.read_text()}"])
+    with suppress(OSError):
+        end.tell(code)  # at the end: the batch script has the step killed soon after that
+    return code
+
+
+def _end_of_job(code: Exit, config: Config) -> list[str]:
+    """What ends the job, which is empty from now on."""
+    if code is not Exit.STOPPED:
+        return ["scancel", own_job()]
+    if config.launch.chain > 1:  # the next job goes on: not where this one was cancelled, but where its time is up
+        return ["scontrol", "update", f"JobId={own_job()}", "TimeLimit=1"]
+    return ["scontrol", "requeue", "incomplete", own_job()]
+
+
+def _ask_slurm(command: list[str]) -> None:
+    """Until Slurm has taken it. Not where the job is being cancelled, is held, or is requeued by Slurm itself.
+
+    What Slurm refuses again and again it is not asked for any longer: the job ends.
+    """
+    until, refused = time.monotonic() + PATIENCE_S, 0
+    while time.monotonic() < until:
+        state = _call(["squeue", "--noheader", f"--jobs={os.environ['SLURM_JOB_ID']}", "--format=%T %Q"])
+        if state is not None and (not state.startswith("RUNNING") or state.endswith(" 0")):
+            return
+        if state is not None and _call(command if refused < REFUSALS else ["scancel", own_job()]) is not None:
+            return
+        refused += state is not None
+        time.sleep(ASK_AGAIN_S)
+    print(f"Slurm does not answer; somebody has to call: {' '.join(command)}", file=sys.stderr)
+
+
+def _call(command: list[str]) -> str | None:
+    """What it prints; None where it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

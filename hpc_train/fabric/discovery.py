@@ -1,0 +1,319 @@
+"""Finds out what a node is made of: from ``/sys`` and ``/proc``, and from what tools printed where those are silent.
+
+How far two PCI devices are from each other, from where they stand in ``/sys/devices``.
+
+The CPUs of a node: NUMA nodes, and which logical CPUs are one physical core.
+
+Whether network cards can read the memory of GPUs (GPUDirect RDMA), from the modules that the kernel has loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from hpc_train.fabric.facts import Gpu, GpuLink, Interface, Nic, NodeFacts, parse_cpu_list, read_limits, shared_memory
+from hpc_train.fabric.rdma import read_rdma, read_text
+
+_NVIDIA = "0x10de"
+_GPU_CLASSES = ("0x0300", "0x0302")  # with a display output, and without
+_AZURE_CHASSIS = "7783-7084-3265-9085-8269-3286-77"
+_VENDORS = {"amazon ec2": "aws", "google": "gcp", "google compute engine": "gcp", "oraclecloud.com": "oci"}
+
+
+def discover(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> NodeFacts:
+    """What ``sysfs`` and ``proc`` show of this node."""
+    seen = read_tree(sysfs, proc)
+    return replace(
+        seen,
+        node=socket.gethostname(),
+        allowed=tuple(sorted(os.sched_getaffinity(0))),
+        limits=replace(seen.limits, shared_memory=shared_memory()),
+    )
+
+
+def print_matrix() -> str | None:
+    """What ``nvidia-smi topo -m`` prints here; None where there is no such tool."""
+    try:
+        printed = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return printed.stdout if printed.returncode == 0 else None
+
+
+def read_tree(sysfs: Path, proc: Path) -> NodeFacts:
+    """What a ``/sys`` and a ``/proc``, or recorded copies of them, show of a node."""
+    gpus = _gpus(sysfs, proc)
+    nics = read_rdma(sysfs)
+    unknown = [f"the CPUs near {gpu.name}" for gpu in gpus if not gpu.cpus]
+    links = tuple(_links(sysfs, gpus, nics))
+    return NodeFacts(
+        gpus=gpus,
+        nics=nics,
+        interfaces=_interfaces(sysfs, proc),
+        links=links,
+        cores=physical_cores(sysfs),
+        numa=tuple(cpus for cpus in numa_cpus(sysfs).values() if cpus),
+        site=_site(sysfs),
+        unknown=tuple(unknown),
+        limits=read_limits(proc),
+        allowed=_allowed(proc),
+        gpu_direct=read_gpu_direct(sysfs, proc),
+    )
+
+
+def recorded_tree(root: Path) -> tuple[Path, Path]:
+    """What stands for ``/sys`` and for ``/proc`` in a recording: of a whole machine, or of ``/sys`` or a part of it."""
+    whole = (root / "sys").is_dir()
+    return root / "sys" if whole else root, root / "proc"
+
+
+def merge(seen: NodeFacts, told: NodeFacts) -> NodeFacts:
+    """``seen`` in ``/sys`` with what the matrix ``told`` besides; where they contradict each other, neither counts."""
+    unknown = [*seen.unknown, *told.unknown]
+    if seen.gpus and told.gpus and len(seen.gpus) != len(told.gpus):  # which is which cannot be told
+        unknown.append(f"the GPUs: /sys shows {len(seen.gpus)}, the matrix {len(told.gpus)}")
+        return replace(seen, unknown=tuple(unknown))
+    told = _without_nameless(told) if seen.nics else told
+    by_index = {gpu.index: gpu for gpu in seen.gpus}
+    gpus = tuple(_merged_gpu(by_index.pop(gpu.index, None), gpu) for gpu in told.gpus) + tuple(by_index.values())
+    filled = {f"the CPUs near {gpu.name}" for gpu in gpus if gpu.cpus}
+    names = {nic.name for nic in seen.nics}
+    nics = (*seen.nics, *(nic for nic in told.nics if nic.name not in names))
+    links, doubts = _merged_links(seen, told)
+    return replace(
+        seen,
+        gpus=tuple(sorted(gpus, key=lambda gpu: gpu.index)),
+        nics=nics,
+        links=links,
+        unknown=tuple(note for note in (*unknown, *doubts) if note not in filled),
+    )
+
+
+def _without_nameless(told: NodeFacts) -> NodeFacts:
+    """Without the cards that the matrix only numbers: which of those in ``/sys`` they are cannot be told."""
+    gone = {nic.name for nic in told.nics if nic.kind is None and re.fullmatch(r"NIC\d+", nic.name)}
+    return replace(
+        told,
+        nics=tuple(nic for nic in told.nics if nic.name not in gone),
+        links=tuple(link for link in told.links if not {link.a, link.b} & gone),
+    )
+
+
+def _merged_gpu(seen: Gpu | None, told: Gpu) -> Gpu:
+    if seen is None:
+        return told
+    return replace(seen, cpus=seen.cpus or told.cpus, numa_nodes=seen.numa_nodes or told.numa_nodes)
+
+
+def _merged_links(seen: NodeFacts, told: NodeFacts) -> tuple[tuple[GpuLink, ...], list[str]]:
+    """NVLinks are only in the matrix; a way over PCI that both know must be the same, up to how near bridges count."""
+    known = {frozenset((link.a, link.b)): link for link in seen.links}
+    doubts = []
+    for link in told.links:
+        pair = frozenset((link.a, link.b))
+        other = known.get(pair)
+        if other is None or link.way.startswith("NV"):
+            known[pair] = link
+        elif (other.way == "SYS") != (link.way == "SYS"):
+            doubts.append(f"the link of {link.a} and {link.b}: {other.way} in /sys, {link.way} in the matrix")
+            del known[pair]
+    return tuple(known.values()), doubts
+
+
+def _gpus(sysfs: Path, proc: Path) -> tuple[Gpu, ...]:
+    addresses = [
+        path.name
+        for path in sorted((sysfs / "bus/pci/devices").glob("*"))
+        if read_text(path / "vendor") == _NVIDIA and (read_text(path / "class") or "").startswith(_GPU_CLASSES)
+    ]
+    if not addresses:  # a container may show the driver but not the bus
+        addresses = sorted(path.name for path in (proc / "driver/nvidia/gpus").glob("*"))
+    return tuple(_gpu(sysfs, proc, index, address) for index, address in enumerate(addresses))
+
+
+def _gpu(sysfs: Path, proc: Path, index: int, address: str) -> Gpu:
+    device = sysfs / "bus/pci/devices" / address
+    node, cpus = near_cpus(sysfs, device.resolve()) if device.exists() else (None, ())
+    told = read_text(proc / "driver/nvidia/gpus" / address / "information") or ""
+    facts = dict(re.findall(r"^([A-Za-z ]+):\s*(.+?)\s*$", told, flags=re.MULTILINE))
+    return Gpu(index, address, facts.get("Model"), facts.get("GPU UUID"), () if node is None else (node,), cpus)
+
+
+def _allowed(proc: Path) -> tuple[int, ...]:
+    """The CPUs of the process that reads, or of the one that copied its ``/proc/self/status`` into a recording."""
+    found = re.search(r"^Cpus_allowed_list:\s*(\S+)$", read_text(proc / "self/status") or "", re.MULTILINE)
+    try:
+        return parse_cpu_list(found[1]) if found else ()
+    except ValueError:
+        return ()
+
+
+def _links(sysfs: Path, gpus: Iterable[Gpu], nics: Iterable[Nic]) -> Iterable[GpuLink]:
+    places = [(gpu.name, gpu.pci, gpu.numa_nodes[0] if gpu.numa_nodes else None) for gpu in gpus]
+    places += [(nic.name, nic.pci, nic.numa_node) for nic in nics]
+    paths = {name: device_path(sysfs, pci) if pci else () for name, pci, _ in places}
+    for i, (a, _, a_node) in enumerate(places):
+        for b, _, b_node in places[:i]:
+            same = None if a_node is None or b_node is None else a_node == b_node
+            if way := way_between(paths[a], paths[b], same):
+                yield GpuLink(b, a, way)
+
+
+def _interfaces(sysfs: Path, proc: Path) -> tuple[Interface, ...]:
+    routes = (read_text(proc / "net/route") or "").splitlines()[1:]
+    first = [fields[0] for line in routes if len(fields := line.split()) > 1 and fields[1] == "00000000"]
+    default = {name for interface in first for name in (interface, *_below(sysfs, interface))}
+    found = []
+    for path in sorted((sysfs / "class/net").glob("*")):
+        if path.name == "lo" or not (path / "device").exists():  # virtual: bridges of containers and the like
+            continue
+        speed = read_text(path / "speed")
+        gbps = int(speed) / 1000 if speed is not None and speed.isdigit() else None
+        found.append(Interface(path.name, read_text(path / "operstate") == "up", gbps, path.name in default))
+    return tuple(found)
+
+
+def _below(sysfs: Path, interface: str) -> Iterator[str]:
+    """The interfaces that a bond, a VLAN or a bridge is made of."""
+    for path in (sysfs / "class/net" / interface).glob("lower_*"):
+        name = path.name.removeprefix("lower_")
+        yield name
+        yield from _below(sysfs, name)
+
+
+def _site(sysfs: Path) -> str | None:
+    firmware = sysfs / "class/dmi/id"
+    if read_text(firmware / "chassis_asset_tag") == _AZURE_CHASSIS:
+        return "azure"
+    for name in ("sys_vendor", "product_name", "chassis_asset_tag"):
+        if site := _VENDORS.get((read_text(firmware / name) or "").lower()):
+            return site
+    return None
+
+
+ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+
+
+def device_path(sysfs: Path, address: str) -> tuple[str, ...]:
+    """The host bridge and the bridges down to a device, the device last; () where it is not there.
+
+    ``("pci0000:80", "0000:80:01.1", "0000:81:00.0")``: host bridge, root port, device.
+    """
+    link = sysfs / "bus/pci/devices" / address
+    if not link.exists() and not link.is_symlink():  # a copy may have the link and not what it leads to
+        return ()
+    parts = link.resolve().parts
+    start = next((i for i, part in enumerate(parts) if re.fullmatch(r"pci[0-9a-f]{4,}:[0-9a-f]{2}", part)), None)
+    if start is None:
+        return ()
+    return (parts[start], *[part for part in parts[start + 1 :] if ADDRESS.fullmatch(part)])
+
+
+def way_between(a: tuple[str, ...], b: tuple[str, ...], same_numa: bool | None) -> str | None:
+    """nvidia-smi's name for the way between two devices, by their ``device_path``.
+
+    PIX: below one switch. PXB: over several switches below one root port. PHB: through one host bridge. NODE: between
+    host bridges of a NUMA node. SYS: between NUMA nodes. None where the paths, or for the last two the NUMA nodes, are
+    not known.
+    """
+    if not a or not b:
+        return None
+    common = 0
+    for left, right in zip(a, b, strict=False):
+        if left != right:
+            break
+        common += 1
+    if common == 0:
+        return None if same_numa is None else "NODE" if same_numa else "SYS"
+    if common == 1:
+        return "PHB"
+    below = max(len(a), len(b)) - common  # 2: a port of the common switch and the device
+    return "PIX" if below <= 2 else "PXB"
+
+
+def numa_cpus(sysfs: Path) -> dict[int, tuple[int, ...]]:
+    """The CPUs of each NUMA node; () for one that has memory only."""
+    found: dict[int, tuple[int, ...]] = {}
+    for path in (sysfs / "devices/system/node").glob("node[0-9]*"):
+        number = path.name.removeprefix("node")
+        if number.isdigit():
+            found[int(number)] = _cpu_list(path / "cpulist")
+    return dict(sorted(found.items()))
+
+
+def nearest_with_cpus(sysfs: Path, node: int) -> int | None:
+    """``node`` itself, or for one without CPUs (the memory of a GPU on Grace) the nearest that has some."""
+    cpus = numa_cpus(sysfs)
+    if cpus.get(node):
+        return node
+    distances = (read_text(sysfs / f"devices/system/node/node{node}/distance") or "").split()
+    if len(distances) != len(cpus) or not all(text.isdigit() for text in distances):
+        return None
+    near = [(int(text), other) for text, other in zip(distances, cpus, strict=True) if cpus[other]]
+    return min(near)[1] if near else None
+
+
+def physical_cores(sysfs: Path) -> tuple[tuple[int, ...], ...]:
+    """Logical CPUs that share a core, for each core; () where the kernel does not tell."""
+    cores = set()
+    for path in (sysfs / "devices/system/cpu").glob("cpu[0-9]*"):
+        topology = path / "topology"
+        siblings = _cpu_list(topology / "thread_siblings_list") or _cpu_list(topology / "core_cpus_list")
+        if siblings:
+            cores.add(siblings)
+    return tuple(sorted(cores))
+
+
+def near_cpus(sysfs: Path, device: Path) -> tuple[int | None, tuple[int, ...]]:
+    """The NUMA node and the CPUs near a PCI device; where it says -1, as in virtual machines, those of its bridge.
+
+    Args:
+        device: the device's directory, links resolved.
+    """
+    for place in (device, *device.parents):
+        number = read_text(place / "numa_node")
+        if number is not None and number.isdigit():
+            node = nearest_with_cpus(sysfs, int(number))
+            return node, numa_cpus(sysfs).get(node, ()) if node is not None else ()
+        cpus = _cpu_list(place / "local_cpulist") if number is not None and place != device else ()
+        if cpus and not _everywhere(sysfs, cpus):
+            return None, cpus
+        if place == sysfs:
+            break
+    return None, ()
+
+
+def _everywhere(sysfs: Path, cpus: tuple[int, ...]) -> bool:
+    """Whether these are the CPUs of several NUMA nodes together, which is how the kernel lists them for no node."""
+    nodes = [own for own in numa_cpus(sysfs).values() if own]
+    return len(nodes) > 1 and set(cpus) >= set().union(*nodes)
+
+
+def _cpu_list(path: Path) -> tuple[int, ...]:
+    try:
+        return parse_cpu_list(read_text(path) or "")
+    except ValueError:
+        return ()
+
+
+MODULES = ("nvidia_peermem", "nv_peer_mem", "efa_nv_peermem")  # today's, that of before driver 470, Amazon's
+DMA_BUF_KERNEL = (5, 12)  # with NVIDIA's open kernel modules (GPUDirect RDMA's documentation)
+NONE = "none"
+
+
+def read_gpu_direct(sysfs: Path, proc: Path) -> str | None:
+    """The module that allows it, ``DMA-BUF``, or ``none``; None where the driver cannot be seen."""
+    loaded = next((name for name in MODULES if (sysfs / "module" / name).is_dir()), None)
+    if loaded is not None:
+        return loaded
+    driver = read_text(proc / "driver/nvidia/version") or ""
+    kernel = re.match(r"(\d+)\.(\d+)", read_text(proc / "sys/kernel/osrelease") or "")
+    if "Open Kernel Module" in driver and kernel and tuple(map(int, kernel.groups())) >= DMA_BUF_KERNEL:
+        return "DMA-BUF"
+    return NONE if (sysfs / "module/nvidia").is_dir() else None

@@ -1,0 +1,212 @@
+"""Reads the matrix that ``nvidia-smi topo -m`` prints.
+
+It comes with tabs or spaces, colour codes, blank cells (a cgroup hides the CPUs), columns that are skipped twice, cards
+by name or as NICn with a legend, and cut off. What cannot be told for sure is left out, and named in ``unknown``.
+
+GPUs that are cut into MIG slices: which slice is of which GPU, from what ``nvidia-smi -L`` lists.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from hpc_train.fabric.facts import Gpu, GpuLink, Nic, NodeFacts, parse_cpu_list
+from hpc_train.fabric.rdma import kind_of
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_LABEL = re.compile(r"^\s*(?:#\s+|\d+:\s)")  # a commented line; srun --label
+_GPU_NAME = re.compile(r"GPU(\d+)")
+_NIC = re.compile(r"NIC\d+|[a-z][A-Za-z]*\d*_\w+|(?!mlx\d$)[a-z]\w*\d\w*")  # any name with a number is a card's
+_LINK = re.compile(r"X|NV\d+|PIX|PXB|PHB|NODE|SYS|SOC")
+_PEER_STATUS = {"OK", "CNS", "GNS", "TNS", "NS", "DR"}
+_LEGEND = re.compile(r"^\s*(NIC\d+):\s*(\S+)\s*$")
+_SIDE_COLUMNS = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
+_NEAR = 4  # characters that a cell may stand beside the start of its heading
+
+
+@dataclass(frozen=True)
+class _Header:
+    devices: tuple[str, ...]
+    cpu_column: int  # where the heading "CPU Affinity" stands in the line, -1 without it
+    side: tuple[str, ...]  # those of _SIDE_COLUMNS that are there
+    cut: str  # what is left of a name at the end
+
+
+@dataclass(frozen=True)
+class _Row:
+    device: str
+    ways: tuple[str, ...]
+    side: tuple[str, ...]  # the cells under the headings of _SIDE_COLUMNS, blank where they are
+
+
+def parse_matrix(text: str) -> NodeFacts:
+    """The GPUs, cards and links of a node as ``nvidia-smi topo -m`` shows them; never raises for odd text."""
+    lines = [_LABEL.sub("", _COLOUR.sub("", line.rstrip("\r"))) for line in text.splitlines()]
+    unknown: list[str] = []
+    headers = [(number, header) for number, line in enumerate(lines) if (header := _header(line)) is not None]
+    if not headers:
+        return NodeFacts(unknown=("no matrix of GPUs in what nvidia-smi topo -m is said to have printed",))
+    if len(headers) > 1:
+        unknown.append(f"{len(headers)} matrices one after the other: the first is taken")
+    start, header = headers[0]
+    end = headers[1][0] if len(headers) > 1 else len(lines)
+    rows = _rows(lines[start + 1 : end], header, not text.endswith("\n"), unknown.append)
+    names = _legend(lines[start:end], header, unknown.append)
+    gpus = tuple(_gpu(device, header, rows, unknown.append) for device in header.devices if _GPU_NAME.fullmatch(device))
+    nics = tuple(Nic(names[device], kind_of(names[device])) for device in header.devices if device in names)
+    return NodeFacts(gpus=gpus, nics=nics, links=_links(header, rows, names, unknown.append), unknown=tuple(unknown))
+
+
+def _header(line: str) -> _Header | None:
+    """The heading of a matrix: names of devices and nothing else before "CPU Affinity"."""
+    column = line.find("CPU Affinity")
+    words = (line if column < 0 else line[:column]).split()
+    names = tuple(itertools.takewhile(_is_device, words))
+    if not names or not _GPU_NAME.fullmatch(names[0]) or len(set(names)) < len(names):
+        return None
+    cut = words[len(names) :]
+    if len(cut) > 1 or (cut and len(names) == 1):  # a row, or a sentence
+        return None
+    return _Header(names, column, tuple(heading for heading in _SIDE_COLUMNS if heading in line), " ".join(cut))
+
+
+def _rows(lines: Sequence[str], header: _Header, cut: bool, doubt: Callable[[str], None]) -> dict[str, _Row]:
+    """``cut``: the text ends within its last line."""
+    rows: dict[str, _Row] = {}
+    if header.cut:
+        doubt(f"the heading is cut off at {header.cut!r}")
+    for heading in _SIDE_COLUMNS[:2]:
+        if heading not in header.side:
+            doubt(f"there is no column {heading!r}")
+    for number, line in enumerate(lines, start=1):
+        row = _row(line, header, cut and number == len(lines))
+        if row is None or row.device in rows:
+            continue
+        if row.device not in header.devices:
+            doubt(f"the row of {row.device} has no column")
+            continue
+        rows[row.device] = row
+        if len(row.ways) < len(header.devices):
+            doubt(f"the row of {row.device} is cut off after {len(row.ways)} of {len(header.devices)} devices")
+    for device in header.devices:
+        if device not in rows:
+            doubt(f"the row of {device} is missing")
+    return rows
+
+
+def _row(line: str, header: _Header, cut: bool) -> _Row | None:
+    words = line.split()
+    if len(words) < 2 or not _is_device(words[0]) or (words[1] not in _PEER_STATUS and not _LINK.fullmatch(words[1])):
+        return None
+    count = len(header.devices)
+    ways = tuple(words[1 : 1 + count])
+    side = _side_cells(line, words, header) if len(ways) == count else ()
+    return _Row(words[0], ways, side[:-1] if cut and len(side) < len(header.side) else side)
+
+
+def _side_cells(line: str, words: list[str], header: _Header) -> tuple[str, ...]:
+    """The cells right of the links. With tabs a blank one is seen; with spaces only by where its neighbour stands."""
+    count = len(header.devices)
+    if "\t" in line:
+        cells = [cell.strip() for cell in line.split("\t")][1 + count :]
+        return (*cells[:2], *[cell for cell in cells[2:] if cell][-1:])
+    found = words[1 + count :]
+    if not found or len(found) == len(header.side):
+        return tuple(found)
+    starts = [match.start() for match in re.finditer(r"\S+", line)]
+    first_is_cpus = abs(starts[1 + count] - header.cpu_column) <= _NEAR
+    return tuple(found) if first_is_cpus else ("", *found)
+
+
+def _legend(lines: Iterable[str], header: _Header, doubt: Callable[[str], None]) -> dict[str, str]:
+    """The name of the card in each column that is not a GPU's."""
+    told = {match[1]: match[2] for line in lines if (match := _LEGEND.match(line))}
+    names: dict[str, str] = {}
+    for device in header.devices:
+        if _GPU_NAME.fullmatch(device):
+            continue
+        names[device] = told.get(device, device)
+        if re.fullmatch(r"NIC\d+", names[device]):
+            doubt(f"which card {device} is: the legend does not say")
+    if len(set(names.values())) < len(names):
+        doubt("which card is which: the legend gives one name twice")
+        return {device: device for device in names}
+    return names
+
+
+def _gpu(device: str, header: _Header, rows: dict[str, _Row], doubt: Callable[[str], None]) -> Gpu:
+    cells = rows[device].side if device in rows else ()
+    side = dict(zip(header.side, cells, strict=False))
+    found = []
+    for heading in _SIDE_COLUMNS[:2]:
+        try:
+            found.append(parse_cpu_list(side.get(heading, "")))
+        except ValueError:
+            found.append(())
+        if heading in header.side and device in rows and not found[-1]:
+            doubt(f"{heading} of {device}: {side.get(heading) or 'blank'} in the matrix")
+    return Gpu(int(device.removeprefix("GPU")), cpus=found[0], numa_nodes=found[1])
+
+
+def _is_device(word: str) -> bool:
+    return bool(_GPU_NAME.fullmatch(word) or _NIC.fullmatch(word))
+
+
+def _links(
+    header: _Header, rows: dict[str, _Row], names: dict[str, str], doubt: Callable[[str], None]
+) -> tuple[GpuLink, ...]:
+    if any(way in _PEER_STATUS for row in rows.values() for way in row.ways):
+        doubt("the links: this is the status of peer access (topo -p2p), not the matrix of topo -m")
+        return ()
+    links = []
+    for i, a in enumerate(header.devices):
+        for j, b in enumerate(header.devices[:i]):
+            seen = {_way(rows, a, j), _way(rows, b, i)} - {None}
+            first, second = names.get(b, b), names.get(a, a)
+            if len(seen) == 1 and (way := seen.pop()) and way != "X":
+                links.append(GpuLink(first, second, way))
+            elif rows:
+                doubt(f"the link of {first} and {second}: {' or '.join(sorted(map(str, seen))) or 'not in the matrix'}")
+    return tuple(links)
+
+
+def _way(rows: dict[str, _Row], device: str, column: int) -> str | None:
+    ways = rows[device].ways if device in rows else ()
+    if column >= len(ways) or not _LINK.fullmatch(ways[column]):
+        return None
+    return "SYS" if ways[column] == "SOC" else ways[column]  # drivers before 2018
+
+
+_GPU = re.compile(r"^GPU \d+: .*\(UUID: (GPU-[^)]+)\)")
+_SLICE = re.compile(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)")
+
+
+def with_slices(gpus: Sequence[Gpu], listing: str) -> tuple[Gpu, ...]:
+    """``gpus`` with the slices that ``listing`` gives for their UUIDs."""
+    slices = parse_slices(listing)
+    return tuple(replace(gpu, slices=slices.get(gpu.uuid or "", gpu.slices)) for gpu in gpus)
+
+
+def parse_slices(listing: str) -> dict[str, tuple[str, ...]]:
+    """The UUIDs of the slices of each GPU, by its UUID."""
+    found: dict[str, tuple[str, ...]] = {}
+    gpu: str | None = None
+    for line in listing.splitlines():
+        if match := _GPU.match(line):
+            gpu = match[1]
+        elif gpu is not None and (match := _SLICE.match(line)):
+            found[gpu] = (*found.get(gpu, ()), match[1])
+    return found
+
+
+def print_listing() -> str:
+    """What ``nvidia-smi -L`` prints here; empty where there is no such tool."""
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout

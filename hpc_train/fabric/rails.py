@@ -1,0 +1,193 @@
+"""Which ports carry the training, and which card each GPU uses: the nearest, and the same rail on every node."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from hpc_train.fabric.facts import Gpu, Nic, NodeFacts, Port, distance
+from hpc_train.fabric.rdma import CARD_RATE_GBPS, natural
+
+Kind = TypeVar("Kind", str, float)
+
+FLAPS = 10  # downs since the counters were reset, from which a link counts as flapping
+
+
+@dataclass(frozen=True)
+class PortVerdict:
+    """Whether a port is for training; ``usable`` is None where its state cannot be seen."""
+
+    nic: str
+    port: Port
+    usable: bool | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Match:
+    """The card of a GPU; ``nic`` is None where there is none or it cannot be told which."""
+
+    gpu: str
+    nic: str | None
+    way: str | None
+    rail: int | None
+    reason: str
+
+
+def judge_ports(facts: NodeFacts) -> tuple[PortVerdict, ...]:
+    """Every port of every card with the reason why it is taken or left out.
+
+    Left out are ports that are not up, under the default route where others are not, far from every GPU where each GPU
+    has a near card, and of the rest those of another link layer or rate than the ports that carry most together: these
+    are storage, management, or broken, and one of them among the rails slows all down to its own pace.
+    """
+    active = [(nic, port) for nic in facts.nics for port in nic.ports if port.active]
+    routed = {interface.name for interface in facts.interfaces if interface.default_route}
+    free = [(nic, port) for nic, port in active if not routed.intersection(nic.interfaces)]
+    far = _far_from_every_gpu(facts, {nic.name for nic, _ in free or active})
+    near = [port for nic, port in free or active if nic.name not in far]
+    layer = _carrying_most(near, lambda port: port.link_layer)
+    rate = _carrying_most([port for port in near if port.link_layer == layer], lambda port: port.rate_gbps)
+    verdicts = [
+        PortVerdict(nic.name, port, *_verdict(nic, port, layer, rate, routed if free else set()))
+        for nic in facts.nics
+        for port in nic.ports
+    ]
+    return tuple(
+        replace(
+            verdict, usable=False, reason="far from every GPU, and each GPU has a card near it: storage or management"
+        )
+        if verdict.usable and verdict.nic in far
+        else verdict
+        for verdict in verdicts
+    )
+
+
+def port_warnings(facts: NodeFacts) -> tuple[str, ...]:
+    """Ports that work less well than they could, each with what to look at."""
+    told = []
+    used = {(verdict.nic, verdict.port.number) for verdict in judge_ports(facts) if verdict.usable}
+    for nic in facts.nics:
+        for port in nic.ports:
+            name, best = f"{nic.name} port {port.number}", CARD_RATE_GBPS.get(nic.card or "")
+            if port.link_layer == "Ethernet" and (nic.name, port.number) not in used:
+                best = None  # of storage or management: slower ones are usual
+            if port.active and best is not None and port.rate_gbps is not None and port.rate_gbps < best:
+                told.append(f"{name} came up at {port.rate_gbps:g} Gb/s, its card can do {best}: cable or switch?")
+            if port.state == "INIT" and port.link_layer == "InfiniBand":
+                told.append(f"{name} is INIT: no subnet manager has spoken to it")
+            if port.physical_state == "POLLING":
+                told.append(f"{name} is polling: no cable, or the other end is down")
+            if port.active and (port.link_downed or 0) >= FLAPS:
+                told.append(f"{name} went down {port.link_downed} times since its counters were reset")
+    return tuple(told)
+
+
+def usable_nics(facts: NodeFacts) -> tuple[Nic, ...]:
+    """The cards with a usable port, in natural order; all of them where no port's state can be seen."""
+    verdicts = judge_ports(facts)
+    usable = {verdict.nic for verdict in verdicts if verdict.usable}
+    unseen = {nic.name for nic in facts.nics if not nic.ports} | {v.nic for v in verdicts if v.usable is None}
+    chosen = usable or (unseen if not any(verdict.usable is False for verdict in verdicts) else set())
+    return tuple(sorted((nic for nic in facts.nics if nic.name in chosen), key=lambda nic: natural(nic.name)))
+
+
+def rate_gbps(facts: NodeFacts) -> float | None:
+    """What the usable ports of a node carry together, in Gb/s each way; None where that cannot be seen."""
+    rates = [verdict.port.rate_gbps for verdict in judge_ports(facts) if verdict.usable]
+    known = [rate for rate in rates if rate is not None]
+    return sum(known) if known and len(known) == len(rates) else None
+
+
+def match(facts: NodeFacts) -> tuple[Match, ...]:
+    """The card of each GPU: near pairs first, a card shared only when every one has a GPU as near, in PCI order.
+
+    Cards that are all equally far away (behind the interconnect between sockets, or of virtual PCI) are told apart by
+    nothing, and the GPU gets none.
+    """
+    nics = usable_nics(facts)
+    load: Counter[str] = Counter()
+    found: dict[str, Match] = {}
+    near = {gpu.name: _nearest(facts, gpu, nics) for gpu in facts.gpus}
+    for gpu in sorted(facts.gpus, key=lambda gpu: (near[gpu.name][0], gpu.index)):
+        _, way, candidates = near[gpu.name]
+        if way is None or (way == "SYS" and len(candidates) > 1):
+            found[gpu.name] = Match(gpu.name, None, way, None, _why_none(facts, nics, way))
+            continue
+        taken = min(candidates, key=lambda nic: (load[nic.name], not _same_numa(facts, gpu, nic), natural(nic.name)))
+        load[taken.name] += 1
+        reason = f"the nearest of {len(nics)}" + (f", one of {len(candidates)} as near" if len(candidates) > 1 else "")
+        found[gpu.name] = Match(gpu.name, taken.name, way, None, reason)
+    rails = {name: rail for rail, name in enumerate(sorted(load, key=natural))}
+    matches = (found[gpu.name] for gpu in facts.gpus)
+    return tuple(replace(matched, rail=rails.get(matched.nic or "")) for matched in matches)
+
+
+def different_rails(nodes: Sequence[NodeFacts]) -> tuple[str, ...]:
+    """Nodes whose GPUs are matched to other rails than the first node's: a collective would cross rails there."""
+    orders = [[matched.rail for matched in match(facts)] for facts in nodes]
+    return tuple(
+        f"{facts.node}: rails {order}, {nodes[0].node}: {orders[0]}"
+        for facts, order in zip(nodes, orders, strict=True)
+        if order != orders[0]
+    )
+
+
+def _far_from_every_gpu(facts: NodeFacts, nics: set[str]) -> set[str]:
+    """Of ``nics`` those beyond a host bridge from every GPU, if every GPU has one that is nearer; else none."""
+    near = {gpu.name: {nic for nic in nics if facts.link(gpu.name, nic) in ("PIX", "PXB")} for gpu in facts.gpus}
+    if not facts.gpus or not all(near.values()):
+        return set()
+    return nics - set().union(*near.values())
+
+
+def _carrying_most(ports: Sequence[Port], of: Callable[[Port], Kind | None]) -> Kind | None:
+    """The link layer, or the rate, whose ports carry most together; of two that carry as much the faster: one
+    faster port does not outweigh the rails, nor do two slow ones. Where no rate is known, their number counts."""
+    kinds = {kind for port in ports if (kind := of(port)) is not None}
+
+    def weight(kind: Kind) -> tuple[float, int, Kind]:
+        rates = [port.rate_gbps or 0.0 for port in ports if of(port) == kind]
+        return sum(rates), 0 if any(rates) else len(rates), kind
+
+    return max(kinds, key=weight, default=None)
+
+
+def _verdict(nic: Nic, port: Port, layer: str | None, rate: float | None, routed: set[str]) -> tuple[bool | None, str]:
+    if port.active is None:
+        return None, "its state is not known"
+    if not port.active:
+        return False, f"{port.state}, physically {port.physical_state or 'unknown'}"
+    if port.link_layer != layer:
+        known = None if port.link_layer is None else False
+        return known, f"its link layer is {port.link_layer or 'not known'}, that of most others {layer}"
+    if routed.intersection(nic.interfaces):
+        return False, f"the default route goes over {', '.join(sorted(routed.intersection(nic.interfaces)))}"
+    if port.rate_gbps is not None and rate is not None and port.rate_gbps != rate:
+        return False, f"{port.rate_gbps:g} Gb/s, others {rate:g}"
+    return True, "active"
+
+
+def _nearest(facts: NodeFacts, gpu: Gpu, nics: Sequence[Nic]) -> tuple[int, str | None, list[Nic]]:
+    """The distance of the nearest cards, the way there, and those that are so near."""
+    ways = {nic.name: way for nic in nics if (way := facts.link(gpu.name, nic.name)) is not None}
+    if not ways:
+        return len(nics) + 100, None, []
+    way = min(ways.values(), key=distance)
+    return distance(way), way, [nic for nic in nics if ways.get(nic.name) == way]
+
+
+def _same_numa(facts: NodeFacts, gpu: Gpu, nic: Nic) -> bool:
+    """Whether both stand on one NUMA node: as the kernel says, else as the GPUs right beside the card do."""
+    if nic.numa_node is not None:
+        return nic.numa_node in gpu.numa_nodes
+    beside = [other for other in facts.gpus if facts.link(other.name, nic.name) in ("PIX", "PXB")]
+    return any(set(other.numa_nodes) & set(gpu.numa_nodes) for other in beside)
+
+
+def _why_none(facts: NodeFacts, nics: Sequence[Nic], way: str | None) -> str:
+    if not nics:
+        return "no card with a usable port" if facts.nics else "no RDMA card is seen"
+    return "no link to a card is known" if way is None else f"all of {len(nics)} cards are equally far: {way}"

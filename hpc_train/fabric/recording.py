@@ -1,0 +1,110 @@
+"""What the facts of one node, seen or recorded, lead to: the report of ``python -m hpc_train doctor --json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hpc_train.errors import ConfigError
+from hpc_train.fabric.decision import FabricDecision, FabricJob, decide
+from hpc_train.fabric.discovery import merge, read_tree, recorded_tree
+from hpc_train.fabric.facts import NodeFacts, format_cpu_list
+from hpc_train.fabric.nccl_settings import Setting, warnings
+from hpc_train.fabric.nvidia_smi import parse_matrix
+from hpc_train.fabric.rails import Match, PortVerdict, judge_ports, match, port_warnings
+from hpc_train.fabric.rank_binding import Mask, cpu_masks, unknown_cores
+from hpc_train.fabric.rdma import parse_rdma_text
+from hpc_train.fabric.versions import recorded_versions
+
+
+@dataclass(frozen=True)
+class FabricReport:
+    """A node's facts, and what follows from them for a job of several such nodes."""
+
+    facts: NodeFacts
+    ports: tuple[PortVerdict, ...]
+    matching: tuple[Match, ...]
+    masks: tuple[Mask, ...]
+    decision: FabricDecision
+    warnings: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """``gpus nics links limits gpu_direct versions matching masks environment left_alone warnings unknown``."""
+        verdicts = {(verdict.nic, verdict.port.number): verdict for verdict in self.ports}
+        return {
+            "fabric": self.decision.fabric,
+            "gpus": [
+                asdict(gpu) | {"name": gpu.name, "cpus": format_cpu_list(gpu.cpus) or None} for gpu in self.facts.gpus
+            ],
+            "nics": [
+                asdict(nic)
+                | {
+                    "ports": [
+                        asdict(port)
+                        | {
+                            "usable": verdicts[nic.name, port.number].usable,
+                            "reason": verdicts[nic.name, port.number].reason,
+                        }
+                        for port in nic.ports
+                    ]
+                }
+                for nic in self.facts.nics
+            ],
+            "links": [asdict(link) for link in self.facts.links],
+            "limits": asdict(self.facts.limits),
+            "gpu_direct": self.facts.gpu_direct,
+            "versions": dict(self.facts.versions),
+            "matching": [asdict(matched) for matched in self.matching],
+            "masks": [
+                asdict(mask) | {"cpus": None if mask.cpus is None else format_cpu_list(mask.cpus)}
+                for mask in self.masks
+            ],
+            "environment": [asdict(variable) for variable in self.decision.variables],
+            "left_alone": [asdict(alone) for alone in self.decision.left_alone],
+            "warnings": list(self.warnings),
+            "unknown": [*self.facts.unknown, *unknown_cores(self.facts), *self.decision.unknown],
+        }
+
+
+def report(facts: NodeFacts, job: FabricJob, found: Mapping[str, Setting]) -> FabricReport:
+    """What follows from ``facts`` where all nodes of ``job`` are like this one."""
+    told = (*port_warnings(facts), *warnings(found))
+    return FabricReport(facts, judge_ports(facts), match(facts), cpu_masks(facts), decide([facts], job, found), told)
+
+
+def read_recording(sysfs: Path | None, matrix: Path | None, rdma: Path | None = None) -> NodeFacts:
+    """The facts of a recorded node; what has no recording stays unknown.
+
+    Args:
+        sysfs: a copy of ``/sys``, of a whole root directory, or of ``/sys/class/infiniband``.
+        matrix: a file with the output of ``nvidia-smi topo -m``.
+        rdma: a file with the output of ``ibstat`` or its kin, taken where ``sysfs`` shows no card.
+
+    Raises:
+        ConfigError: one of them is not there.
+    """
+    facts = NodeFacts()
+    if sysfs is not None:
+        if not sysfs.is_dir():
+            raise ConfigError(f"{sysfs} is not a directory", where="--sysfs", mend="a copy of /sys")
+        facts = replace(read_tree(*recorded_tree(sysfs)), versions=recorded_versions(sysfs))
+    if rdma is not None and not facts.nics:
+        facts = replace(facts, nics=parse_rdma_text(_read(rdma, "--ibstat", "a file with what ibstat printed")))
+    if matrix is not None:
+        facts = merge(facts, parse_matrix(_read(matrix, "--topo", "a file with what nvidia-smi topo -m printed")))
+    return facts
+
+
+def gpus_recorded(facts: NodeFacts, sysfs: Path | None) -> int:
+    """The GPUs of a recorded node; 1 where a recording without its PCI bus leaves open whether there are any."""
+    whole = sysfs is not None and (recorded_tree(sysfs)[0] / "bus/pci/devices").is_dir()
+    return len(facts.gpus) or (0 if whole else 1)
+
+
+def _read(path: Path, where: str, mend: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}", where=where, mend=mend) from None

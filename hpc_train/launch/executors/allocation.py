@@ -1,0 +1,121 @@
+"""Jobs inside an allocation that one already has (salloc, a notebook on a node): each is a step of it.
+
+The agents are started as in a batch job, one per node in one ``srun``; nothing is submitted.
+
+A run in the foreground: the agent in this process, the progress on the terminal, and how to go on afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from hpc_train.cluster.allocation import workers_per_node
+from hpc_train.cluster.gpus import visible_gpus
+from hpc_train.config.schema import ClusterConfig
+from hpc_train.config.values import node_range
+from hpc_train.elastic.agent import run_agent
+from hpc_train.errors import ConfigError
+from hpc_train.launch.container import container_of
+from hpc_train.launch.executors.executor import Job
+from hpc_train.launch.executors.local import ProcessSubmitter
+from hpc_train.launch.gpus import gpus_of_this_job
+from hpc_train.launch.sbatch import goes_on_without_a_node
+from hpc_train.launch.script import python, when_a_node_is_lost
+from hpc_train.launch.storage import check_room
+from hpc_train.launch.watch import resume_command
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.exits import Exit
+from hpc_train.run.freeze import load
+from hpc_train.telemetry.progress import Progress
+
+# A run that cannot go on without a node is over when its first agent has ended. The others end with it, unless their
+# node is frozen: srun kills those.
+OVER_S = 60
+
+
+class AllocationSubmitter(ProcessSubmitter):
+    """The Slurm allocation that this process runs in."""
+
+    name = "this allocation"
+    stop_signal = signal.SIGUSR1  # srun passes it on to the agents
+
+    def __init__(self) -> None:
+        self._steps: dict[str, subprocess.Popen[bytes]] = {}
+
+    def shape(self, cluster: ClusterConfig) -> tuple[int, int, int]:
+        fewest, most = node_range(cluster)
+        here = _nodes_here()
+        if fewest > here:
+            raise ConfigError(
+                f"{fewest} nodes are asked for, and this allocation has {here}",
+                where="cluster.nodes",
+                mend=f"cluster.nodes={here}; cluster=slurm submits a job of its own instead",
+            )
+        return (min(most, here), *workers_per_node(cluster, visible=gpus_of_this_job().per_node or visible_gpus()))
+
+    def at_once(self, jobs: Sequence[Job]) -> int:
+        nodes = max(self.shape(job.config.cluster)[0] for job in jobs)
+        cap = jobs[0].config.launch.array_parallelism
+        return min(max(1, _nodes_here() // nodes), cap if isinstance(cap, int) else len(jobs))
+
+    def check(self, jobs: Sequence[Job]) -> list[str]:
+        check_room(jobs)
+        return [f"inside the allocation {os.environ['SLURM_JOB_ID']}; cluster=slurm submits a job of its own instead"]
+
+    def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
+        ids = []
+        for job in jobs:
+            output = self.output(job, "")
+            output.parent.mkdir(parents=True, exist_ok=True)
+            with output.open("ab") as file:
+                step = subprocess.Popen(
+                    self._command(job), stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+                )
+            self._steps[str(step.pid)] = step
+            ids.append(str(step.pid))
+        return ids
+
+    def is_running(self, job_id: str) -> bool:
+        return self._steps[job_id].poll() is None
+
+    def output(self, job: Job, job_id: str) -> Path:
+        return job.run.logs / "slurm" / "allocation.out"
+
+    def _command(self, job: Job) -> list[str]:
+        cluster = job.config.cluster
+        nodes = min(self.shape(cluster)[0] + job.config.elastic.spares, _nodes_here())
+        cores = (
+            [f"--cpus-per-task={cluster.cpus_per_gpu * job.workers}"] if isinstance(cluster.cpus_per_gpu, int) else []
+        )
+        goes_on = goes_on_without_a_node(job.config.elastic)
+        own = [*when_a_node_is_lost(goes_on), *([] if goes_on else [f"--wait={OVER_S}"]), "--unbuffered", *cores]
+        own += gpus_of_this_job().srun_options(job.gpus)
+        container = container_of(job.config, job.gpus)
+        if container is not None:
+            own += [*container.srun_options(container.seen()), *container.command(container.seen())]
+        agent = [python(cluster, container), "-m", "hpc_train", "agent", str(job.run.path)]
+        return ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", *own, *agent]
+
+
+def _nodes_here() -> int:
+    return int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
+
+
+def run_in_foreground(run: RunDirectory) -> int:
+    """Trains the frozen ``run`` to its end on this machine; returns the exit code."""
+    console = Console()
+    go_on = resume_command(sys.argv[1:], run, load(run).run.root)
+    progress = Progress(run, console, go_on)
+    code = run_agent(run, progress.tick)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a late second Ctrl-C is not to hide how it ended
+    progress.finish(failed=code not in (Exit.DONE, Exit.STOPPED))
+    if code == Exit.STOPPED:
+        print(f"stopped after a checkpoint; this goes on:\n  {go_on}")
+    return code

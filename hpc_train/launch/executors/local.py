@@ -1,0 +1,154 @@
+"""What places have in common whose jobs are processes of this machine: nothing is queued, and nothing is paid for.
+
+Jobs on this machine, through submitit's local executor with what it lacks.
+
+The stock one ends a job after two minutes, hides or double-books GPUs, and shares the terminal's session, so that
+Ctrl-C reaches the workers. Here a job leads a session of its own, has no time limit, and takes its GPUs or cores from
+the machine's slots before it starts, so all jobs may be submitted at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from submitit.local.local import LocalExecutor, LocalJob
+
+from hpc_train.cluster.gpus import visible_gpus
+from hpc_train.config.schema import ClusterConfig
+from hpc_train.launch.executors.executor import Job, RunAgent, Share, local_shape
+from hpc_train.launch.job_status import PRESENT, JobStatus
+from hpc_train.launch.storage import check_room
+from hpc_train.run.code import frozen_code
+
+
+class ProcessSubmitter:
+    """Jobs known by their process ids, which pass ``stop_signal`` on to the agents."""
+
+    stop_signal: signal.Signals
+
+    def is_running(self, job_id: str) -> bool:
+        """Whether the process of a job that was submitted here is alive."""
+        raise NotImplementedError
+
+    def confirm(self, jobs: Sequence[Job], console: Console) -> None:
+        """Nothing to ask: the machine costs the same without the jobs."""
+
+    def plan(self, jobs: Sequence[Job], sweep: Path) -> list[tuple[str, str]]:
+        return []
+
+    def identity(self, job_id: str) -> dict[str, Any]:
+        return {"pid": int(job_id)}
+
+    def standings(self, ids: Collection[str]) -> dict[str, JobStatus]:
+        return {job_id: PRESENT for job_id in ids if self.is_running(job_id)}
+
+    def stop(self, ids: Collection[str]) -> None:
+        for job_id in self.standings(ids):
+            os.kill(int(job_id), self.stop_signal)
+
+    def cancel(self, ids: Collection[str]) -> None:
+        self.stop(ids)
+
+    def stop_command(self, ids: Collection[str]) -> str:
+        name = self.stop_signal.name.removeprefix("SIG")
+        return f"kill -{name} " + " ".join(sorted(self.standings(ids), key=int))
+
+
+TEN_YEARS_S = 10 * 365 * 24 * 3600
+
+
+class SessionExecutor(LocalExecutor):
+    """submitit's local executor, each job in a session of its own, with ``variables`` in its environment."""
+
+    def __init__(self, folder: Path, variables: Mapping[str, str] | None = None) -> None:
+        super().__init__(folder)
+        self.variables = dict(variables or {})
+
+    def _submit_command(self, command: str) -> LocalJob[Any]:
+        settings = {
+            "SUBMITIT_LOCAL_NTASKS": "1",
+            "SUBMITIT_LOCAL_COMMAND": command,
+            "SUBMITIT_LOCAL_TIMEOUT_S": str(TEN_YEARS_S),
+            "SUBMITIT_LOCAL_SIGNAL_DELAY_S": "0",
+            "SUBMITIT_LOCAL_NODEID": "0",
+            "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+            "SUBMITIT_STDERR_TO_STDOUT": "",
+            "SUBMITIT_EXECUTOR": "local",
+            "SUBMITIT_LOCAL_WITH_SHELL": "",
+        }
+        with (self.folder / "controller.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "submitit.local._local", str(self.folder)],
+                env=os.environ | settings | self.variables,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
+
+
+class LocalSubmitter(ProcessSubmitter):
+    """This machine."""
+
+    name = "this machine"
+    stop_signal = signal.SIGTERM  # submitit's controller passes it on to the agent
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, LocalJob[Any]] = {}
+
+    def shape(self, cluster: ClusterConfig) -> tuple[int, int, int]:
+        return local_shape(cluster)
+
+    def at_once(self, jobs: Sequence[Job]) -> int:
+        return jobs_at_once(jobs, len(os.sched_getaffinity(0)), visible_gpus())
+
+    def check(self, jobs: Sequence[Job]) -> list[str]:
+        check_room(jobs)
+        return []  # what this machine cannot give, ``shape`` has refused
+
+    def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
+        ids = []
+        for job in jobs:
+            call = RunAgent(str(job.run.path), _share(job, sweep, at_once))
+            code = frozen_code(job.run)
+            variables = {} if code is None else code.environment()
+            submitted: Any = SessionExecutor(job.submitit_folder, variables).submit(call)
+            self._jobs[submitted.job_id] = submitted
+            ids.append(submitted.job_id)
+        return ids
+
+    def is_running(self, job_id: str) -> bool:
+        return not self._jobs[job_id].done()
+
+    def output(self, job: Job, job_id: str) -> Path:
+        return job.submitit_folder / f"{job_id}_0_log.err"
+
+
+def jobs_at_once(jobs: Sequence[Job], cores: int, gpus: int) -> int:
+    """How many of ``jobs`` may run together: the user's cap, or as many as have a GPU or a core for each worker."""
+    asked = jobs[0].config.launch.array_parallelism
+    if isinstance(asked, int):
+        return min(asked, len(jobs))
+    smallest = min(_gpus(job) for job in jobs)
+    if smallest:
+        return max(1, min(len(jobs), gpus // smallest))
+    return max(1, min(len(jobs), cores // max(job.layout.world_size for job in jobs)))
+
+
+def _gpus(job: Job) -> int:
+    """The GPUs that a job holds: those that the user names, or as many as the layout has ranks."""
+    return job.gpus if isinstance(job.config.cluster.gpus_per_node, int) else min(job.gpus, job.layout.world_size)
+
+
+def _share(job: Job, sweep: Path, at_once: int) -> Share:
+    """A job's GPUs; on CPUs an equal share of the cores, all of them for a job that runs alone."""
+    cores = max(1, len(os.sched_getaffinity(0)) // at_once)
+    return Share(gpus=_gpus(job), cores=cores, sweep=str(sweep), at_once=at_once)

@@ -1,0 +1,53 @@
+"""Where jobs go: the allocation that this process runs in, Slurm, or this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from functools import cache
+
+from hpc_train.config.schema import ClusterConfig
+from hpc_train.errors import ConfigError
+from hpc_train.launch.executors.allocation import AllocationSubmitter
+from hpc_train.launch.executors.executor import Executor
+from hpc_train.launch.executors.local import LocalSubmitter
+from hpc_train.launch.executors.slurm import SlurmSubmitter
+
+PING_S = 10.0  # a controller that is busy may take a few seconds
+
+
+def select_executor(cluster: ClusterConfig) -> Executor:
+    """The place of jobs. ``kind: auto`` is the allocation that this process runs in, Slurm, or this machine.
+
+    Raises:
+        ConfigError: Slurm is asked for, and there is none here.
+    """
+    if cluster.kind == "auto" and in_allocation():
+        return AllocationSubmitter()
+    if cluster.kind == "local" or (cluster.kind == "auto" and not controller_answers()):
+        return LocalSubmitter()
+    if shutil.which("sbatch") is None:
+        raise ConfigError(
+            "sbatch is not on the PATH of this machine",
+            where="cluster.kind",
+            mend="submit from a login node, or cluster=local",
+        )
+    return SlurmSubmitter()
+
+
+def in_allocation() -> bool:
+    """Whether this process runs inside a Slurm job and can start steps of it."""
+    return "SLURM_JOB_ID" in os.environ and shutil.which("srun") is not None
+
+
+@cache
+def controller_answers() -> bool:
+    """Whether this machine can submit to Slurm: its tools are here and a controller is up. Asked once per process."""
+    if shutil.which("sbatch") is None or shutil.which("scontrol") is None:
+        return False
+    try:
+        ping = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=PING_S, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    return ping.returncode == 0 and " is UP" in ping.stdout

@@ -1,0 +1,296 @@
+"""Jobs on Slurm, through submitit's executor with our own script: one task per node, the agent.
+
+Jobs of one shape are one array, split where the site's arrays end. The scheduler is asked rarely, once for all jobs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+from collections.abc import Collection, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from submitit.core.utils import FailedJobError, FailedSubmissionError, JobPaths
+from submitit.slurm.slurm import SlurmExecutor
+
+from hpc_train.cluster.allocation import workers_per_node
+from hpc_train.config.schema import ClusterConfig
+from hpc_train.config.values import node_range
+from hpc_train.errors import ConfigError
+from hpc_train.launch.command_job import without_inherited
+from hpc_train.launch.container import container_of
+from hpc_train.launch.cost import confirm_cost, cost_lines
+from hpc_train.launch.executors.executor import Job
+from hpc_train.launch.gpus import asked_gpus
+from hpc_train.launch.job_status import JobStatus, SlurmStatuses, folded, on_clusters
+from hpc_train.launch.limits import check_limits, check_queue
+from hpc_train.launch.sbatch import (
+    NO_SITE,
+    Options,
+    arguments,
+    array,
+    goes_on_without_a_node,
+    identity,
+    options,
+    stop_note,
+)
+from hpc_train.launch.script import Script, chain_file, one_run, render, run_of_task, submit_chain
+from hpc_train.launch.storage import check_room, check_shared
+from hpc_train.run.code import frozen_code
+from hpc_train.run.files import write_text
+from hpc_train.slurm.site import Site, read_site
+
+PATIENCE_S = 120.0  # sbatch and squeue at a controller under load
+TOO_FEW_NOW = "Requested node configuration is not available"  # also what can never be; the submission tells
+AWAY = ("down", "drain", "fail", "maint", "reboot", "unknown", "inval")  # how states of nodes begin; * no answer
+
+
+class ScriptExecutor(SlurmExecutor):
+    """submitit's executor with a script and options of ours."""
+
+    def __init__(self, folder: Path, text: str, asked: Options) -> None:
+        super().__init__(folder)
+        self._text = text
+        self._asked = asked
+
+    def submit_script(self) -> str:
+        """Submits; returns the job's id, for an array the one that all tasks share."""
+        JobPaths.get_first_id_independent_folder(self.folder).mkdir(parents=True, exist_ok=True)
+        return str(self._submit_command("").job_id)
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        return self._text
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        return [*sbatch(self._asked), str(submission_file_path)]
+
+
+class SlurmSubmitter:
+    """The Slurm cluster that ``sbatch`` on this machine belongs to."""
+
+    name = "Slurm"
+
+    def __init__(self) -> None:
+        self._outputs: dict[str, Path] = {}
+        self._chains: dict[str, list[str]] = {}
+        self._clusters: str | None = None
+        self._standings = SlurmStatuses()
+
+    @property
+    def site(self) -> Site:
+        """The cluster that Slurm's commands here belong to."""
+        return _site(os.environ.get("PATH"), os.environ.get("SLURM_CONF"))
+
+    def shape(self, cluster: ClusterConfig) -> tuple[int, int, int]:
+        """The most that is asked for."""
+        site = self.site if cluster.gpus_per_node == "auto" else NO_SITE
+        return (node_range(cluster)[1], *workers_per_node(cluster, visible=asked_gpus(cluster, site).count))
+
+    def at_once(self, jobs: Sequence[Job]) -> int:
+        """All: Slurm queues them, and keeps to ``launch.array_parallelism``."""
+        return len(jobs)
+
+    def check(self, jobs: Sequence[Job]) -> list[str]:
+        """Compares the jobs with the limits of the site, and asks sbatch itself for each shape."""
+        check_queue(jobs, self.site)
+        lines = [*cost_lines(jobs, self.site), *dict.fromkeys(map(stop_note, jobs))]
+        lines += [*check_room(jobs), *check_shared(jobs[0].run.path)]
+        for same in self._by_shape(jobs):
+            check_limits(same[0], self.site)
+            lines += _test_only(same[0], {**options(same[0], self.site), **array(len(same), self._cap(same))})
+        return lines
+
+    def confirm(self, jobs: Sequence[Job], console: Console) -> None:
+        confirm_cost(jobs, self.site, console)
+
+    def plan(self, jobs: Sequence[Job], sweep: Path) -> list[tuple[str, str]]:
+        """The sbatch command line and the script of each submission, as ``submit`` would send them."""
+        groups = self._by_shape(jobs)
+        return [self._submission(same, self._folder(same, sweep), sweep)[:2] for same in groups]
+
+    def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
+        ids: dict[int, str] = {}
+        self._clusters = jobs[0].config.cluster.clusters
+        for same in self._by_shape(jobs):
+            folder = self._folder(same, sweep)
+            _, text, asked = self._submission(same, folder, sweep)
+            folder.mkdir(parents=True, exist_ok=True)
+            if len(same) > 1:
+                write_text(folder / _listing(same), "".join(f"{job.run.path}\n" for job in same))
+            main = self._submit_chain(same[0], folder, text, asked)
+            for index, job in enumerate(same):
+                (job.run.path / "job.sbatch").write_text(text, encoding="utf-8")
+                ids[job.number] = job_id = f"{main}_{index}" if len(same) > 1 else main
+                self._outputs[job_id] = Path(str(asked["output"]).replace("%j", job_id).replace("%A_%a", job_id))
+        return [ids[job.number] for job in jobs]
+
+    def identity(self, job_id: str) -> dict[str, Any]:
+        found: dict[str, Any] = {"job_id": job_id, "output": str(self._outputs[job_id])}
+        if job_id in self._chains:
+            found["chain"] = self._chains[job_id]
+        return found | ({"clusters": self._clusters} if self._clusters else {})
+
+    def standings(self, ids: Collection[str]) -> dict[str, JobStatus]:
+        known = self._standings.of(self._all(ids), self._clusters)
+        return folded({job_id: self._chains[job_id] for job_id in ids if job_id in self._chains}, known)
+
+    def stop(self, ids: Collection[str]) -> None:
+        _scancel([*on_clusters(self._clusters), "--signal=USR1", *self._all(ids)])
+
+    def cancel(self, ids: Collection[str]) -> None:
+        _scancel([*on_clusters(self._clusters), *self._all(ids)])
+
+    def stop_command(self, ids: Collection[str]) -> str:
+        jobs = sorted({job_id.partition("_")[0] for job_id in self._all(ids)})
+        return " ".join(["scancel", *on_clusters(self._clusters), "--signal=USR1", *jobs])
+
+    def output(self, job: Job, job_id: str) -> Path:
+        return self._outputs[job_id]
+
+    def _all(self, ids: Collection[str]) -> list[str]:
+        """With the other jobs of chains."""
+        return [each for job_id in ids for each in self._chains.get(job_id, [job_id])]
+
+    def _submit_chain(self, job: Job, folder: Path, text: str, asked: Options) -> str:
+        """Submits a script, ``launch.chain`` times; returns the id of the first."""
+        count, ids = job.config.launch.chain, []
+
+        def one(dependency: str | None) -> str:
+            more = {} if dependency is None else {"dependency": dependency}
+            ids.append(_submit(ScriptExecutor(folder, text, {**asked, **more})))
+            return ids[-1]
+
+        try:
+            submit_chain(count, one)
+        except ConfigError:
+            _scancel([*on_clusters(self._clusters), *ids])
+            raise
+        if count > 1:
+            write_text(chain_file(job.run), "".join(f"{job_id}\n" for job_id in ids))
+            self._chains[ids[0]] = ids
+        return ids[0]
+
+    def _by_shape(self, jobs: Sequence[Job]) -> list[list[Job]]:
+        """Jobs that may share an array, in the order of the first of each; none larger than an array may be."""
+        groups: dict[str, list[Job]] = {}
+        for job in jobs:
+            cluster = job.config.cluster
+            key = [options(job, self.site), cluster.env, cluster.setup, cluster.teardown, cluster.python]
+            key.append(container_of(job.config, job.gpus))
+            if job.config.launch.chain > 1:  # tasks of an array cannot wait for each other's ends
+                key.append(job.number)
+            groups.setdefault(str(key), []).append(job)
+        largest = self.site.max_array_size or len(jobs)
+        return [same[first : first + largest] for same in groups.values() for first in range(0, len(same), largest)]
+
+    def _submission(self, same: list[Job], folder: Path, sweep: Path) -> tuple[str, str, Options]:
+        single = len(same) == 1
+        file = chain_file(same[0].run) if same[0].config.launch.chain > 1 else None
+        name = "%A_%a" if not single else "%j" if file is None else file.name
+        output = folder / f"{name}.out"
+        asked = {
+            **options(same[0], self.site),
+            **identity(same, same[0].run.path if single else sweep, output),
+            **array(len(same), self._cap(same)),
+        }
+        script = Script(
+            title=_title(same),
+            cluster=same[0].config.cluster,
+            run=one_run(same[0].run.path) if single else run_of_task(folder / _listing(same)),
+            header={},
+            code=frozen_code(same[0].run),
+            chain=file,
+            container=container_of(same[0].config, same[0].gpus),
+            notes=[stop_note(same[0])],
+            goes_on_without_a_node=goes_on_without_a_node(same[0].config.elastic),
+        )
+        return " \\\n    ".join(["sbatch", *arguments(asked), "job.sbatch"]), render(script), asked
+
+    @staticmethod
+    def _cap(same: Sequence[Job]) -> int | str:
+        return same[0].config.launch.array_parallelism
+
+    @staticmethod
+    def _folder(same: Sequence[Job], sweep: Path) -> Path:
+        """Where the scripts and their output go: beside the logs of a single run, or in the sweep's directory."""
+        return same[0].run.logs / "slurm" if len(same) == 1 else sweep / "slurm"
+
+
+@cache
+def _site(path: str | None, conf: str | None) -> Site:
+    """Read once per process, whose limits do not change while a command runs.
+
+    Args:
+        path: of the environment, which says whose commands are asked; ``conf`` whose controller.
+    """
+    return read_site()
+
+
+def sbatch(asked: Options) -> list[str]:
+    """The sbatch command with ``asked``, free of what a surrounding job would hand down."""
+    return [*without_inherited(), "sbatch", *arguments(asked)]
+
+
+def _scancel(arguments: Sequence[str]) -> None:
+    subprocess.run(["scancel", *arguments], check=False, timeout=PATIENCE_S)
+
+
+def _title(same: Sequence[Job]) -> str:
+    first = same[0]
+    what = f"{first.config.strategy.name}: {first.layout}" if len(same) == 1 else f"{len(same)} runs of one shape"
+    return f"hpc_train, {what}"
+
+
+def _listing(same: Sequence[Job]) -> str:
+    """Named by what it lists: tasks of an array that was submitted earlier may still read theirs."""
+    paths = "\n".join(str(job.run.path) for job in same)
+    return f"runs-{same[0].number:05d}-{hashlib.sha256(paths.encode()).hexdigest()[:8]}"
+
+
+def _submit(executor: ScriptExecutor) -> str:
+    try:
+        return executor.submit_script()
+    except (FailedJobError, FailedSubmissionError) as error:
+        raise _refusal(str(error)) from error
+
+
+def _test_only(job: Job, asked: Options) -> list[str]:
+    """sbatch's own verdict, from the controller; a controller that does not answer refuses nobody.
+
+    It looks at the nodes that are there now, whereas a job may wait for one that is not: then there is something to
+    say, and the submission itself decides.
+    """
+    command = [*sbatch(asked), "--test-only"]
+    try:
+        done = subprocess.run(
+            command, input="#!/bin/sh\ntrue\n", capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return []
+    if TOO_FEW_NOW in done.stderr and (away := _away(job.config.cluster)):
+        return [f"the job may have to wait for nodes that are down or drained at present: {', '.join(sorted(away))}"]
+    if done.returncode:
+        raise _refusal(done.stderr)
+    return []
+
+
+def _away(cluster: ClusterConfig) -> set[str]:
+    """The nodes of its partition that take no job at present, and may come back."""
+    partition = [f"--partition={cluster.partition}"] if cluster.partition else []
+    command = ["sinfo", "--noheader", "--Node", "--format=%N %T", *on_clusters(cluster.clusters), *partition]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False).stdout
+    states = [line.split() for line in shown.splitlines() if line.count(" ") == 1]
+    return {node for node, state in states if state.startswith(AWAY) or state.endswith("*")}
+
+
+def _refusal(said: str) -> ConfigError:
+    words = said.strip().splitlines()[-1] if said.strip() else "it did not say why"
+    return ConfigError(
+        f"sbatch refused the job: {words}",
+        where="cluster",
+        mend="cluster.partition, account, qos, time, nodes, gpus_per_node as this cluster allows them",
+    )

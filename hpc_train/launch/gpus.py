@@ -1,0 +1,191 @@
+"""How many GPUs per node a job asks Slurm for: ``cluster.gpus_per_node``, or what the nodes of its partition have.
+
+The GPUs of the Slurm job that this process or script is part of, and how its steps get them.
+
+A step inherits the GPUs that its job asks for, but none of those that ``--exclusive`` alone brings: the job has them,
+and a plain ``srun`` in it has none. There, a step gets GPUs by ``--gpus-per-node``, or ``SLURM_GPUS_PER_NODE``, which
+srun reads.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from hpc_train.config.schema import ClusterConfig
+from hpc_train.errors import ConfigError
+from hpc_train.slurm.site import NodeKind, Site, gpus_of
+
+IN_EXTRA = ("gpus", "gpus_per_task", "gpus_per_socket")  # sbatch's other options for GPUs
+
+
+@dataclass(frozen=True)
+class AskedGpus:
+    """GPUs per node; ``note``: what else was there to choose, and how."""
+
+    count: int
+    note: str | None = None
+
+
+def asked_gpus(cluster: ClusterConfig, site: Site) -> AskedGpus:
+    """The GPUs per node of a job. ``auto`` is what all nodes with GPUs of its partition have.
+
+    Raises:
+        ConfigError: no node has a GPU of ``cluster.gpu_type``, or ``cluster.extra`` asks for GPUs beside ``auto``.
+    """
+    asked = cluster.gpus_per_node
+    if asked != "auto":
+        return AskedGpus(asked if isinstance(asked, int) else 0)
+    _check_extra(cluster)
+    if named := gpus_of(cluster.gres or ""):
+        return AskedGpus(sum(named.values()))
+    partition = cluster.partition or _of_environment()
+    where = f"the partition {partition}" if partition else "the default partition"
+    kinds = _kinds(cluster, partition, site)
+    if not kinds:
+        unknown = f"note: the GPUs of the nodes of {where} are not known here, none is asked for"
+        return AskedGpus(0, f"{unknown}; cluster.gpus_per_node=N asks for N per node")
+    having = [kind for kind in kinds if kind.gpus_of(cluster.gpu_type)]
+    if cluster.gpu_type and not having:
+        types = sorted({name for kind in kinds for name in kind.gpus if name})
+        raise ConfigError(
+            f"nodes of {where} have no GPUs of type {cluster.gpu_type}",
+            where="cluster.gpu_type",
+            mend=f"types here: {', '.join(types)}" if types else "cluster.gpu_type=null, or another cluster.partition",
+        )
+    counts = sorted({kind.gpus_of(cluster.gpu_type) for kind in having})
+    note = _note(where, kinds if cluster.gpu_type is None else having, having, counts)
+    return AskedGpus(counts[0] if counts else 0, note)
+
+
+def _note(where: str, kinds: list[NodeKind], having: list[NodeKind], counts: list[int]) -> str | None:
+    """What there was to choose among ``kinds``, of which those in ``having`` have ``counts`` GPUs."""
+    said = []
+    if len(counts) > 1:
+        said.append(
+            f"nodes of {where} have {', '.join(map(str, counts[:-1]))} or {counts[-1]} GPUs: {counts[0]} per node are"
+            f" asked for; cluster.gpus_per_node={counts[-1]} takes only nodes with as many"
+        )
+    with_gpus, nodes = (sum(kind.count for kind in some) for some in (having, kinds))
+    if 0 < with_gpus < nodes:
+        said.append(
+            f"{with_gpus} of the {nodes} nodes of {where} have GPUs, the job runs on these; cluster.gpus_per_node=0"
+            " trains on the CPUs of any node"
+        )
+    return f"note: {'; '.join(said)}" if said else None
+
+
+def _of_environment() -> str | None:
+    """The partition that sbatch takes without --partition; a job's own variables are not handed down to it."""
+    return None if "SLURM_JOB_ID" in os.environ else os.environ.get("SBATCH_PARTITION")
+
+
+def _kinds(cluster: ClusterConfig, partition: str | None, site: Site) -> list[NodeKind]:
+    """The nodes that the job may get; none where they are not known."""
+    if cluster.clusters is not None:
+        return []  # another cluster's nodes
+    partitions = [site.partition(name or None) for name in (partition or "").split(",")]
+    kinds = [kind for each in partitions if each is not None for kind in each.kinds]
+    return [kind for kind in kinds if kind.meets(cluster.constraint)] or kinds  # sbatch refuses what no node meets
+
+
+def _check_extra(cluster: ClusterConfig) -> None:
+    for name in cluster.extra:
+        if name.replace("-", "_") in IN_EXTRA:
+            raise ConfigError(
+                f"sbatch's option {name} in cluster.extra asks for GPUs, and so does cluster.gpus_per_node=auto",
+                where="cluster.extra",
+                mend=f"leave {name} out: cluster.gpus_per_node=N asks for N per node",
+            )
+
+
+PATIENCE_S = 20.0  # a controller under load
+
+# Bash, because a batch script stands outside of containers and may have no Python. Of the tasks of an array,
+# `scontrol show job` prints only the one that is named by both of its numbers.
+EXPORT = r"""
+# A step inherits the GPUs that its job asks for, but none of those that --exclusive alone brings. For these, srun is
+# told to take as many on each node as every node of the job has.
+if [ -z "${SLURM_GPUS:-}${SLURM_GPUS_PER_NODE:-}${SLURM_GPUS_PER_TASK:-}" ]; then
+  job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
+  job=$(scontrol show job --details "$job" 2> /dev/null) || true
+  if ! grep -q 'TresPer[A-Za-z]*=[^ ]*gpu' <<< "$job"; then
+    gpus=$(sed -n 's/(IDX:[^)]*)//g; s/^ *Nodes=.* GRES=//p' <<< "$job" | awk -F, '
+      { n = 0; for (i = 1; i <= NF; i++) if ($i ~ /^gpu:/) { parts = split($i, part, ":"); n += part[parts] } }
+      NR == 1 || n < fewest { fewest = n }
+      END { if (NR) print fewest }')
+    # where scontrol does not tell: as many as the batch host has
+    gpus=${gpus:-${SLURM_GPUS_ON_NODE:-$(awk -F, '{ print NF }' <<< "${SLURM_JOB_GPUS:-}")}}
+    if [ "$gpus" -gt 0 ]; then export SLURM_GPUS_PER_NODE=$gpus; fi
+  fi
+fi
+""".strip()
+
+
+@dataclass(frozen=True)
+class JobGpus:
+    """The GPUs that a step of the job gets on each node.
+
+    Attributes:
+        per_node: the same on all nodes: as many as the node with the fewest has, or as the job asks for. 0 where the
+            job has none, or Slurm does not say.
+        inherited: the job asks for them, and so its steps have them without asking.
+    """
+
+    per_node: int
+    inherited: bool
+
+    def srun_options(self, wanted: int) -> list[str]:
+        """What makes a step have ``wanted`` GPUs on each node, of those of the job."""
+        return [] if self.inherited or not self.per_node or not wanted else [f"--gpus-per-node={wanted}"]
+
+
+def gpu_export_lines() -> list[str]:
+    """Bash lines after which every ``srun`` of a batch script has the GPUs of its job."""
+    return EXPORT.splitlines()
+
+
+def gpus_of_this_job(environment: Mapping[str, str] = os.environ) -> JobGpus:
+    """Of the job in ``environment``. The shell of ``salloc`` may run where the job has no node: Slurm is asked."""
+    for name in ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK"):  # one task per node
+        if name in environment:
+            return JobGpus(_count(environment[name]), True)
+    shown = _show_job(_job_id(environment), environment.get("PATH"))
+    asked = re.findall(r"\bTresPer[A-Za-z]*=(\S*gpu\S*)", shown)
+    per_node = re.search(r"\bTresPer(?:Node|Task)=(\S*gpu\S*)", shown)
+    inherited = bool(asked) or "SLURM_GPUS" in environment
+    if per_node is not None:
+        return JobGpus(_count(per_node[1]), inherited)
+    nodes = [sum(gpus_of(gres).values()) for gres in re.findall(r"^ *Nodes=.* GRES=(\S*)", shown, flags=re.MULTILINE)]
+    return JobGpus(min(nodes) if nodes else _on_batch_host(environment), inherited)
+
+
+def _on_batch_host(environment: Mapping[str, str]) -> int:
+    count = environment.get("SLURM_GPUS_ON_NODE")
+    return int(count) if count else len([name for name in environment.get("SLURM_JOB_GPUS", "").split(",") if name])
+
+
+def _job_id(environment: Mapping[str, str]) -> str:
+    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID", "")
+
+
+@cache
+def _show_job(job_id: str, path: str | None) -> str:
+    """What the controller says of a job, asked once per process and ``path``, where scontrol is; "" without one."""
+    command = ["scontrol", "show", "job", "--details", job_id]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def _count(asked: str) -> int:
+    """GPUs in ``4``, ``a100:4``, ``gres:gpu:a100:4``, ``gres/gpu:4,gres/nvme:1``, ``cpu=1,gres/gpu=4``."""
+    parts = asked.split(",")
+    counts = [re.split("[:=]", part)[-1] for part in parts if "gpu" in part or "gpu" not in asked]
+    return sum(int(count) if count.isdigit() else 1 for count in counts)

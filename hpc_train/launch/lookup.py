@@ -1,0 +1,164 @@
+"""Runs that were submitted earlier, found again from a path, a name, or Slurm's comments on jobs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hpc_train.config.run_path import default_root
+from hpc_train.config.schema import Config
+from hpc_train.errors import ConfigError
+from hpc_train.launch.executors.executor import Job
+from hpc_train.launch.executors.select import select_executor
+from hpc_train.launch.job_status import PRESENT, JobStatus, SlurmStatuses, ask, folded, status_of
+from hpc_train.launch.watch import View, view_of
+from hpc_train.plan.layout import resolve_layout
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.freeze import load
+from hpc_train.run.lease import job_ids
+from hpc_train.run.processes import is_alive
+
+COMMENT = "hpc_train:"
+
+
+@dataclass(frozen=True)
+class RunHandle:
+    """A run and its newest submission. Its ``number`` is its place in a sweep."""
+
+    run: RunDirectory
+    number: int
+    submission: dict[str, Any]
+
+    @property
+    def job_id(self) -> str | None:
+        """Of Slurm; None for a run on some machine."""
+        return self.submission.get("job_id")
+
+    @property
+    def job_ids(self) -> list[str]:
+        """Of Slurm: one, or those of a chain; none for a run on some machine."""
+        return job_ids(self.submission)
+
+    @property
+    def clusters(self) -> str | None:
+        """Where ``cluster.clusters`` sent it; None for the cluster of this machine."""
+        return self.submission.get("clusters")
+
+    @property
+    def pid(self) -> int | None:
+        return self.submission.get("pid")
+
+    @cached_property
+    def config(self) -> Config:
+        """As it was frozen."""
+        return load(self.run)
+
+    def lives_here(self) -> bool:
+        return is_alive(self.submission)
+
+    def view(self, standings: dict[str, JobStatus]) -> View:
+        standing = standings.get(self.job_id or "") or (PRESENT if self.lives_here() else None)
+        if standing is None and not self.submission:
+            return View("not submitted", {})
+        output = Path(self.submission.get("output") or os.devnull)
+        first = self.submission.get("first_attempt", 0)
+        return view_of(self.run, first, standing, output, self.run.record().get("total_steps"))
+
+    def job(self) -> Job:
+        """The job as it was frozen, to be submitted again.
+
+        Raises:
+            ConfigError: it does not fit what would take it now.
+        """
+        config = self.config
+        nodes, gpus, workers = select_executor(config.cluster).shape(config.cluster)
+        return Job(self.number, (), config, resolve_layout(config, nodes, workers), gpus, workers, self.run)
+
+
+def find_runs(target: str) -> list[RunHandle]:
+    """The run in ``target``, or all runs of the sweep there: a directory, or its name below the usual root.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    root = Path(default_root())
+    for path in (Path(target), root / target):
+        runs = [path] if (path / "config.yaml").exists() else sorted(_runs_below(path), key=_number)
+        if runs:
+            return [_found(RunDirectory(run.absolute()), place) for place, run in enumerate(runs)]
+    raise ConfigError(
+        f"there is no run or sweep in {target}",
+        where="the command line",
+        mend=f"a run directory, or a name below {root}/; without one, status lists your jobs in Slurm",
+    )
+
+
+def find_run(target: str) -> RunHandle:
+    """The one run in ``target``.
+
+    Raises:
+        ConfigError: there is none, or it is a sweep.
+    """
+    found = find_runs(target)
+    if len(found) > 1:
+        raise ConfigError(f"{target} is a sweep of {len(found)} runs", where="the command line", mend=f"{target}/0, …")
+    return found[0]
+
+
+def find_my_runs() -> list[RunHandle]:
+    """All runs of this user that Slurm has jobs of, known by the comment on the job.
+
+    Raises:
+        ConfigError: no controller answers.
+    """
+    standings = ask(["--me"])
+    if standings is None:
+        raise ConfigError(
+            "Slurm does not answer here", where="squeue", mend="status RUN_DIR, which needs no Slurm; or a login node"
+        )
+    comments = {found.comment for found in standings.values() if found.comment.startswith(COMMENT)}
+    runs: dict[Path, RunHandle] = {}
+    for comment in sorted(comments):
+        path = comment.removeprefix(COMMENT)
+        with suppress(ConfigError):  # the directory is gone
+            found = find_runs(path if Path(path).exists() else path.partition(" ")[0])
+            runs |= {item.run.path: item for item in found if any(status_of(i, standings) for i in item.job_ids)}
+    return list(runs.values())
+
+
+def stop_runs(found: Collection[RunHandle], number: signal.Signals = signal.SIGTERM) -> None:
+    """Sends ``number`` to those that run as processes of this machine."""
+    for item in found:
+        if item.pid is not None and item.lives_here():
+            os.kill(item.pid, number)
+
+
+def statuses_of(found: Iterable[RunHandle], slurm: SlurmStatuses) -> dict[str, JobStatus]:
+    """How their jobs stand, each by its id; a chain as a whole by that of its first job."""
+    items = list(found)
+    known: dict[str, JobStatus] = {}
+    for clusters in {item.clusters for item in items}:
+        known |= slurm.of([job_id for item in items if item.clusters == clusters for job_id in item.job_ids], clusters)
+    return folded({item.job_ids[0]: item.job_ids for item in items if len(item.job_ids) > 1}, known)
+
+
+def _runs_below(path: Path) -> list[Path]:
+    return [config.parent for config in path.glob("*/config.yaml")] if path.is_dir() else []
+
+
+def _number(path: Path) -> tuple[int, str]:
+    return (int(path.name) if re.fullmatch(r"\d+", path.name) else -1), path.name
+
+
+def _found(run: RunDirectory, place: int) -> RunHandle:
+    number = int(run.path.name) if re.fullmatch(r"\d+", run.path.name) else place
+    record = run.record()
+    submitted = record.get("submissions") or [record.get("claimed_by") or {}]
+    return RunHandle(run, number, submitted[-1])

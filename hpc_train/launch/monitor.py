@@ -1,0 +1,314 @@
+"""Waiting for submitted jobs: the live view, Ctrl-C, and the report at the end.
+
+Submitted jobs as a live table; as plain lines where the output is not a terminal.
+
+Submitting frozen runs once more: they go on from their newest checkpoints, as the same runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from hpc_train.config.schema import Config
+from hpc_train.launch.cost import can_ask
+from hpc_train.launch.executors.executor import Job
+from hpc_train.launch.executors.select import select_executor
+from hpc_train.launch.lookup import RunHandle
+from hpc_train.launch.submission import JobQueue
+from hpc_train.launch.watch import View, attempt_end, resume_command, time_left
+from hpc_train.run.exits import Exit
+from hpc_train.run.lease import find_live, refuse_live
+from hpc_train.run.processes import this_process
+from hpc_train.telemetry.progress import Progress, duration
+
+POLL_S = 0.5
+SECOND_CTRL_C_S = 3.0
+PATIENCE_S = 5.0  # an agent that has not begun by then waits for its place
+
+
+class JobProgress:
+    """A single job: the same progress as in the foreground."""
+
+    def __init__(self, job: Job, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(job.run, console, _go_on(job) if job.overrides else None)
+        self._tells_at = time.monotonic() + PATIENCE_S
+        self._told = ""
+
+    def show(self, views: Sequence[View]) -> None:
+        view = views[0]
+        if view.state in ("starting", "running"):
+            self._progress.tick()
+        elif view.state == "waiting":
+            if time.monotonic() > self._tells_at:
+                self._tells_at = float("inf")
+                self._console.print("waiting for a free place: other jobs hold the GPUs or cores", highlight=False)
+        elif view.exit is None and view.state not in (self._told, "finishing", "failing"):
+            self._told = view.state
+            self._console.print(view.state, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._progress.finish()
+
+
+def wait(queue: JobQueue, console: Console) -> None:
+    """Watches the jobs until all have ended.
+
+    A Ctrl-C or a lost terminal leaves them running. A second Ctrl-C within three seconds offers at a terminal to cancel
+    them, and then waits on.
+
+    Raises:
+        SystemExit: left by Ctrl-C or hang-up, with code 130.
+    """
+    display = JobProgress(queue.jobs[0], console) if len(queue.jobs) == 1 else JobTable(queue.jobs, console)
+    try:
+        with _hang_up_raises():
+            _watch(queue, display, console)
+    except HangUp:
+        with contextlib.suppress(OSError):  # the terminal is gone
+            leave(queue, console)
+        sys.exit(Exit.DETACHED)
+    finally:
+        with contextlib.suppress(OSError):
+            display.close()
+
+
+def _watch(queue: JobQueue, display: JobProgress | JobTable, console: Console) -> None:
+    ending = False
+    while not queue.over:
+        try:
+            queue.advance()
+            display.show(queue.views)
+            time.sleep(POLL_S)
+        except KeyboardInterrupt:
+            answer = "" if ending else _answer(console)
+            if answer not in ("y", "s"):
+                leave(queue, console)
+            ending = True
+            queue.drop_waiting()
+            end = queue.submitter.cancel if answer == "y" else queue.submitter.stop
+            end(queue.open_ids)
+            console.print("the jobs were asked to end; Ctrl-C leaves them to it", highlight=False)
+
+
+class HangUp(Exception):
+    """The terminal is gone."""
+
+
+@contextlib.contextmanager
+def _hang_up_raises() -> Iterator[None]:
+    def raise_it(number: int, frame: FrameType | None) -> None:
+        raise HangUp
+
+    before = signal.getsignal(signal.SIGHUP)
+    if before != signal.SIG_IGN:  # nohup stays nohup
+        signal.signal(signal.SIGHUP, raise_it)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def _answer(console: Console) -> str:
+    """What a second Ctrl-C is to mean: y or s; anything else leaves the jobs as they are."""
+    console.print("leaving; the jobs run on. Ctrl-C once more now to cancel them", highlight=False)
+    try:
+        time.sleep(SECOND_CTRL_C_S)
+        return ""
+    except KeyboardInterrupt:
+        if not can_ask(console):
+            return ""
+    try:
+        question = "\ncancel the jobs? y: yes, s: after a checkpoint, n: no, they run on [n] "
+        return console.input(question, markup=False).strip().lower()[:1]
+    except (KeyboardInterrupt, EOFError):
+        return ""
+
+
+def leave(queue: JobQueue, console: Console) -> None:
+    """Hands over what still waits, says how to stop it all, and ends this process with 130."""
+    hand_over(queue, console)
+    sys.exit(Exit.DETACHED)
+
+
+def hand_over(queue: JobQueue, console: Console) -> None:
+    """Submits what still waits; the jobs then need nobody here."""
+    queue.submit_all()
+    where = _common_directory([job.run.path for job in queue.jobs])
+    lines = [
+        f"to save and stop them: {queue.submitter.stop_command(queue.open_ids)}",
+        f"to cancel them:        python -m hpc_train cancel {where}",
+        f"to come back:          python -m hpc_train status {where}   (or wait, logs -f)",
+    ]
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def _common_directory(paths: Sequence[Path]) -> str:
+    path = paths[0] if len(paths) == 1 else Path(os.path.commonpath(paths))
+    shown = os.path.relpath(path)
+    return shlex.quote(str(path) if shown.startswith("..") else shown)
+
+
+def report(queue: JobQueue, console: Console) -> Exit:
+    """Says how each job ended, with the failing rank's own traceback; returns the code for all of them."""
+    for job, view in zip(queue.jobs, queue.views, strict=True):
+        if len(queue.jobs) > 1:
+            line = f"{plain_line(job, view)} · {job.run.path}"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if view.message:
+            print(f"job {job.number}: {view.message}\n  run directory: {job.run.path}", file=sys.stderr)
+        if view.exit == Exit.STOPPED:
+            how = "cancelled" if view.state == "cancelled" else "stopped after a checkpoint"
+            print(f"{how}; this goes on:\n  {_go_on(job)}")
+    return worst(queue.views)
+
+
+def worst(views: Sequence[View]) -> Exit:
+    """The exit code of several jobs."""
+    codes = [Exit.STOPPED if view.exit is None else view.exit for view in views]
+    order = (Exit.FAILED, Exit.REFUSED, Exit.GAVE_UP, Exit.STOPPED)
+    return next((code for code in order if code in codes), Exit.DONE)
+
+
+def _go_on(job: Job) -> str:
+    if not job.overrides:  # it was submitted again as it was frozen
+        return shlex.join(["python", "-m", "hpc_train", "resume", str(job.run.path)])
+    return resume_command(job.overrides, job.run, job.config.run.root, submits=True)
+
+
+LINE_EVERY_S = 10.0
+ROWS = 30  # a terminal shows no more; jobs that have ended are counted instead
+
+
+class TableRow(Protocol):
+    """What the table says of a job besides how it stands."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def config(self) -> Config: ...
+
+
+class JobTable:
+    """``show`` takes how the jobs stand now; ``close`` leaves the last state on the screen."""
+
+    def __init__(self, jobs: Sequence[TableRow], console: Console) -> None:
+        self._jobs = jobs
+        self._console = console
+        self._live: Live | None = None
+        self._told: dict[int, tuple[str, float]] = {}
+
+    def show(self, views: Sequence[View]) -> None:
+        if self._console.is_terminal:
+            if self._live is None:
+                self._live = Live(console=self._console, auto_refresh=False)
+                self._live.start()
+            self._live.update(self._table(views), refresh=True)
+        else:
+            self._lines(views)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _table(self, views: Sequence[View]) -> Table:
+        table = Table(box=None, pad_edge=False)
+        for name in ("job", "strategy", "state"):
+            table.add_column(name)
+        for name in ("nodes", "step", "loss", "tokens/s", "time left", "restarts"):
+            table.add_column(name, justify="right")
+        rows = list(zip(self._jobs, views, strict=True))
+        shown = sorted(rows, key=lambda row: (row[1].exit == 0, row[0].number))[:ROWS]
+        for job, view in sorted(shown, key=lambda row: row[0].number):
+            table.add_row(*cells(job, view))
+        if len(rows) > ROWS:
+            done = sum(view.exit == 0 for view in views)
+            table.caption = f"{len(rows)} jobs, {done} done, {len(rows) - len(shown)} not shown"
+        return table
+
+    def _lines(self, views: Sequence[View]) -> None:
+        now = time.monotonic()
+        for job, view in zip(self._jobs, views, strict=True):
+            state, told_at = self._told.get(job.number, ("", 0.0))
+            if view.state != state or (view.state == "running" and now - told_at > LINE_EVERY_S):
+                self._told[job.number] = (view.state, now)
+                self._console.print(plain_line(job, view), markup=False, highlight=False, soft_wrap=True)
+
+
+def cells(job: TableRow, view: View) -> tuple[str, ...]:
+    """One row: job, strategy, state, nodes, step, loss, tokens/s, time left, restarts."""
+    metrics, steps = view.metrics, view.steps
+    step, loss, speed = metrics.get("step"), metrics.get("loss"), metrics.get("tokens_per_s")
+    seconds = time_left(view)
+    left = "" if seconds is None else duration(seconds)
+    return (
+        str(job.number),
+        job.config.strategy.name,
+        view.state,
+        str(view.nodes or job.config.cluster.nodes),
+        "" if step is None else f"{step}" + (f"/{steps}" if steps else ""),
+        "" if loss is None else f"{loss:.4f}",
+        "" if speed is None else f"{speed:,.0f}",
+        left,
+        str(view.restarts or ""),
+    )
+
+
+def plain_line(job: TableRow, view: View) -> str:
+    number, strategy, state, _, step, loss, speed, left, restarts = cells(job, view)
+    parts = [f"job {number}", strategy, state]
+    parts += [text for value, text in ((step, f"step {step}"), (loss, f"loss {loss}")) if value]
+    parts += [text for value, text in ((speed, f"{speed} tokens/s"), (left, f"{left} left")) if value]
+    parts += [f"{restarts} restart{'s' if view.restarts > 1 else ''}"] if restarts else []
+    return " · ".join(parts)
+
+
+LEAVING_S = 30.0  # a job whose agents have ended is in Slurm for a few seconds more
+LOOK_EVERY_S = 3.0
+
+
+def resubmit(found: Sequence[RunHandle], sweep: Path, *, detach: bool) -> int:
+    """Submits the runs to where their configs say; returns the exit code of all of them, 0 when detached.
+
+    Raises:
+        ConfigError: one of them is live, or is refused where it would go; nothing was submitted then.
+    """
+    console = Console()
+    until = time.monotonic() + LEAVING_S
+    for item in found:
+        while time.monotonic() < until and find_live(item.run) and _has_ended(item):
+            time.sleep(LOOK_EVERY_S)
+        refuse_live(item.run)
+    jobs = [item.job() for item in found]
+    submitter = select_executor(jobs[0].config.cluster)
+    for line in submitter.check(jobs):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    submitter.confirm(jobs, console)
+    for job in jobs:
+        job.run.update_record(claimed_by=this_process())
+    queue = JobQueue(jobs, submitter, sweep, console)
+    if detach:
+        hand_over(queue, console)
+        return Exit.DONE
+    wait(queue, console)
+    return report(queue, console)
+
+
+def _has_ended(item: RunHandle) -> bool:
+    end = attempt_end(item.run, item.run.newest_attempt())
+    return end is not None and end.final

@@ -1,0 +1,192 @@
+"""Which rank of several nodes the others wait for, by what all ranks waited for collectives since the last line.
+
+An agent sees the ranks of its own node only, and the clocks of nodes differ; how long each rank waited does not depend
+on them. Ranks leave a collective together, so the one that comes last has waited least. Stages of a pipeline do
+different work: only the ranks of one stage are compared.
+
+What the ranks measured since the last line of metrics, and what it comes to over all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, field
+from statistics import fmean, median
+from typing import Any
+
+import torch
+
+from hpc_train.parallel.mesh import Mesh, all_gather_tensor
+from hpc_train.plan.layout import Layout
+
+LEAST_SHARE = 0.2  # of the time, that the others wait for it
+LEAST_BLAME = 0.75  # of that, by which it is also later than the next: one slow rank, and not a busy cluster
+IN_A_ROW = 3  # lines of metrics, after the first of an attempt, which has the start of everything in it
+
+
+@dataclass(frozen=True)
+class LateRank:
+    """``share`` of the time the others of its stage wait for ``rank``, on ``node``."""
+
+    rank: int
+    node: str
+    share: float
+
+    def details(self) -> dict[str, Any]:
+        """For the event."""
+        message = f"the other ranks wait for rank {self.rank} on {self.node} {self.share:.0%} of the time"
+        return {"rank": self.rank, "node": self.node, "share": round(self.share, 3), "message": message}
+
+
+@dataclass
+class LateRankWatch:
+    """Looks at the times of all ranks with every line of metrics of an attempt. ``nodes``: the node of each rank."""
+
+    layout: Layout
+    nodes: Sequence[str]
+    _lines: int = field(default=0, init=False)
+    _suspect: tuple[int, int] = field(default=(-1, 0), init=False)  # rank, lines in a row
+    _named: set[int] = field(default_factory=set, init=False)
+
+    def look(self, rows: Sequence[RankTimes]) -> LateRank | None:
+        """A rank that ``IN_A_ROW`` lines agree on and that was not named before."""
+        self._lines += 1
+        found = find_late_rank(rows, self.layout) if self._lines > 1 else None
+        if found is None:
+            self._suspect = -1, 0
+            return None
+        rank, share = found
+        before, count = self._suspect
+        self._suspect = rank, count + 1 if rank == before else 1
+        if self._suspect[1] < IN_A_ROW or rank in self._named:
+            return None
+        self._named.add(rank)
+        return LateRank(rank, self.nodes[rank], share)
+
+
+def find_late_rank(rows: Sequence[RankTimes], layout: Layout) -> tuple[int, float] | None:
+    """The rank that the others of its stage wait for most, and for which share of the time; None without one."""
+    found = [_latest(range(begin, end), rows) for begin, end in stages(layout)]
+    return max((late for late in found if late is not None), key=lambda late: late[1], default=None)
+
+
+def _latest(ranks: range, rows: Sequence[RankTimes]) -> tuple[int, float] | None:
+    waits = {rank: wait for rank in ranks if (wait := rows[rank].communication_s) is not None}
+    if len(ranks) < 2 or len(waits) < len(ranks):
+        return None
+    least, following, *_ = sorted(waits, key=lambda rank: waits[rank])
+    late_s = median(wait for rank, wait in waits.items() if rank != least) - waits[least]
+    share = late_s / rows[least].seconds
+    if share < LEAST_SHARE or waits[following] - waits[least] < LEAST_BLAME * late_s:
+        return None
+    return least, share
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Of one rank: sums over ``steps`` steps; None for what is not known.
+
+    Attributes:
+        seconds: all time but pauses (evaluation, saves).
+        data_s: waiting for the next batch.
+        communication_s, bubble_s: see ``step_clock.StepTimes``.
+        memory_bytes: the most that it held since the start.
+        gpu_util: share of the time in which a kernel ran on its GPU.
+        rdma_sent, rdma_received, net_sent, net_received: bytes of its node; on the first rank of a node.
+    """
+
+    seconds: float
+    steps: int
+    data_s: float
+    memory_bytes: int
+    communication_s: float | None = None
+    bubble_s: float | None = None
+    gpu_util: float | None = None
+    rdma_sent: int | None = None
+    rdma_received: int | None = None
+    net_sent: int | None = None
+    net_received: int | None = None
+
+    @property
+    def busy_s(self) -> float:
+        """What is left: computing, and on a GPU also waiting for the host."""
+        return max(0.0, self.seconds - self.data_s - (self.communication_s or 0.0) - (self.bubble_s or 0.0))
+
+
+TRAFFIC = {  # key of the metrics -> field
+    "rdma_tx_bytes": "rdma_sent",
+    "rdma_rx_bytes": "rdma_received",
+    "net_tx_bytes": "net_sent",
+    "net_rx_bytes": "net_received",
+}
+
+
+def gather(own: RankTimes, mesh: Mesh) -> list[RankTimes]:
+    """Those of all ranks, in order. Collective: one message of a few numbers on the CPU."""
+    values = [math.nan if value is None else float(value) for value in astuple(own)]
+    gathered = torch.empty(mesh.layout.world_size * len(values), dtype=torch.float64)
+    all_gather_tensor(gathered, torch.tensor(values, dtype=torch.float64), group=mesh.control)
+    return [_row(row) for row in gathered.view(-1, len(values)).tolist()]
+
+
+def _row(values: Sequence[float]) -> RankTimes:
+    seconds, steps, data_s, memory, *rest = (None if math.isnan(value) else value for value in values)
+    assert seconds is not None and steps is not None and data_s is not None and memory is not None
+    return RankTimes(seconds, int(steps), data_s, int(memory), *rest)  # type: ignore[arg-type]
+
+
+def over_ranks(rows: Sequence[RankTimes], layout: Layout) -> dict[str, float]:
+    """The keys of the metrics; absent where any rank does not know its part.
+
+    - data_wait_share, comm_share, bubble_share: of the time; means over the ranks.
+    - compute_imbalance: the longest of the times that ranks computed, over their mean.
+    - arrival_skew_s: per step, how much earlier the first rank of a stage enters collectives than the last. Ranks
+      leave a collective together, so it is the difference of their waiting.
+    - peak_memory_bytes: of the rank with the most; memory_imbalance: that over the mean.
+    - gpu_util: the mean. host_share: the GPU ran no kernel, neither computing nor communicating, though there was data.
+    - rdma_tx_bytes, …: per step, summed over the nodes.
+    """
+    found: dict[str, float | None] = {
+        "data_wait_share": fmean(row.data_s / row.seconds for row in rows),
+        "comm_share": _mean(None if row.communication_s is None else row.communication_s / row.seconds for row in rows),
+        "bubble_share": _mean(None if row.bubble_s is None else row.bubble_s / row.seconds for row in rows),
+        "peak_memory_bytes": max(row.memory_bytes for row in rows),
+        "gpu_util": _mean(row.gpu_util for row in rows),
+        **{key: _per_step(rows, field) for key, field in TRAFFIC.items()},
+    }
+    if len(rows) > 1:
+        found["memory_imbalance"] = _over_mean([row.memory_bytes for row in rows])
+    if len(rows) > 1 and found["comm_share"] is not None:
+        found["compute_imbalance"] = _over_mean([row.busy_s for row in rows])
+        found["arrival_skew_s"] = max(_skew(rows[begin:end]) for begin, end in stages(layout))
+    if (util := found["gpu_util"]) is not None:
+        found["host_share"] = max(0.0, 1.0 - util - fmean(row.data_s / row.seconds for row in rows))
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def stages(layout: Layout) -> list[tuple[int, int]]:
+    """The ranks of each place in the pipeline: those that do the same work."""
+    ranks = layout.dp * layout.tp
+    return [(begin, begin + ranks) for begin in range(0, layout.world_size, ranks)]
+
+
+def _skew(rows: Sequence[RankTimes]) -> float:
+    waits = [row.communication_s or 0.0 for row in rows]
+    return (max(waits) - min(waits)) / max(1, rows[0].steps)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    found = [*values]
+    known = [value for value in found if value is not None]
+    return fmean(known) if len(known) == len(found) else None
+
+
+def _over_mean(values: Sequence[float]) -> float:
+    return max(values) / max(fmean(values), 1e-12)
+
+
+def _per_step(rows: Sequence[RankTimes], field: str) -> float | None:
+    """One rank of each node counts for it."""
+    known = [value for row in rows if (value := getattr(row, field)) is not None]
+    return sum(known) / max(1, rows[0].steps) if known else None

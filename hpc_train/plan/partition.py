@@ -1,0 +1,140 @@
+"""Blocks in a row, cut into pipeline stages so that the slowest stage is as fast as can be. Numbers only, no torch.
+
+A block is the stem, a layer or the head. Every stage gets at least one, so the first may hold the stem alone and the
+last the head alone. Min-max partition of a sequence by dynamic programming over (stages, blocks).
+
+The share of a pipeline's step in which a rank computes nothing, in theory.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from hpc_train.plan.layout import SPLIT_BACKWARD, Layout
+
+Fits = Callable[[int, range], bool]  # whether a stage may hold these blocks
+_Price = Callable[[int, range], float | None]  # of a stage with these blocks; None: it may not hold them
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a split promises for a step of forward and backward.
+
+    Attributes:
+        stage_s: of each stage, for one micro-batch.
+        step_s: of all micro-batches.
+        bubble_share: the share of it in which a rank computes nothing, the mean over the ranks.
+    """
+
+    stage_s: tuple[float, ...]
+    step_s: float
+    bubble_share: float
+
+    @property
+    def imbalance(self) -> float:
+        """The slowest stage against the mean: 1 is balance."""
+        return max(self.stage_s) * len(self.stage_s) / sum(self.stage_s)
+
+
+def partition(seconds: Sequence[float], stages: int, fits: Fits = lambda _, __: True) -> tuple[range, ...] | None:
+    """The blocks of each stage: the slowest stage is as fast as possible, and of those splits the most even one.
+
+    Args:
+        seconds: of each block, in their order.
+        fits: the cap of a stage, as by its memory.
+
+    Returns:
+        None where no split into ``stages`` stages fits.
+    """
+    until = [0.0, *accumulate(seconds)]
+
+    def price(stage: int, blocks: range) -> float | None:
+        return until[blocks.stop] - until[blocks.start] if fits(stage, blocks) else None
+
+    fastest = _cheapest(len(seconds), stages, price, max)
+    if fastest is None:
+        return None
+    bound = fastest[0] * (1 + 1e-9)
+
+    def square(stage: int, blocks: range) -> float | None:
+        cost = price(stage, blocks)
+        return None if cost is None or cost > bound else cost**2
+
+    even = _cheapest(len(seconds), stages, square, operator.add)
+    assert even is not None  # the fastest split is one of those
+    return even[1]
+
+
+def _cheapest(
+    blocks: int, stages: int, price: _Price, join: Callable[[float, float], float]
+) -> tuple[float, tuple[range, ...]] | None:
+    """The split with the least price, joined over its stages."""
+    best: dict[int, tuple[float, tuple[range, ...]]] = {0: (0.0, ())}  # by the number of blocks that are placed
+    for stage in range(stages):
+        following: dict[int, tuple[float, tuple[range, ...]]] = {}
+        for first, (so_far, held) in best.items():
+            for end in range(first + 1, blocks - (stages - stage - 1) + 1):
+                own = price(stage, range(first, end))
+                if own is not None and (end not in following or join(so_far, own) < following[end][0]):
+                    following[end] = (join(so_far, own), (*held, range(first, end)))
+        best = following
+    return best.get(blocks)
+
+
+def layers_of(blocks: Sequence[range]) -> tuple[range, ...]:
+    """The layers of each stage, from its blocks: block 0 is the stem, the last one the head."""
+    last = blocks[-1].stop - 2
+    return tuple(range(max(held.start - 1, 0), min(held.stop - 1, last)) for held in blocks)
+
+
+def blocks_of(layers: Sequence[range]) -> tuple[range, ...]:
+    """The blocks of each stage, from its layers."""
+    cuts = [0, *(held.stop + 1 for held in layers[:-1]), layers[-1].stop + 2]
+    return tuple(range(first, end) for first, end in pairwise(cuts))
+
+
+def in_flight(schedule: str, stage: int, stages: int, micro_batches: int) -> int:
+    """Micro-batches whose activations a stage holds at a time, at most.
+
+    ``1f1b``: Narayanan et al. 2021, arXiv:2104.04473. An upper bound for schedules with several stages per rank.
+    """
+    most = {"sequential": 1, "gpipe": micro_batches, "1f1b": stages - stage}
+    return min(micro_batches, most.get(schedule, stages))
+
+
+def predict(
+    seconds: Sequence[float], blocks: Sequence[range], placement: Sequence[int], micro_batches: int
+) -> Prediction:
+    """Of a schedule without zero-bubble tricks, with messages that take no time.
+
+    The slowest rank works through all micro-batches; around its work the first has come through the other ranks' stages
+    and the last has to go back through them, which v stages per rank make v times shorter. Equal stages give the known
+    bubble, (p - 1) / (v m + p - 1).
+
+    Args:
+        seconds: of each block for one micro-batch.
+        placement: the pp rank of each stage.
+    """
+    stage_s = tuple(sum(seconds[held.start : held.stop]) for held in blocks)
+    ranks = max(placement) + 1
+    of_rank = [sum(cost for cost, rank in zip(stage_s, placement, strict=True) if rank == r) for r in range(ranks)]
+    slowest, total = max(of_rank), sum(of_rank)
+    step_s = micro_batches * slowest + (total - slowest) * ranks / len(stage_s)
+    return Prediction(stage_s, step_s, 1 - micro_batches * total / (ranks * step_s))
+
+
+def ideal_bubble(layout: Layout) -> float:
+    """With equal stages, messages that take no time, and all ranks waiting for each other after every step.
+
+    For p ranks with v stages each and m micro-batches the pipeline fills and drains in p - 1 forwards and backwards:
+    (p - 1) / (m + p - 1) with one stage per rank (GPipe, arXiv:1811.06965, section 2.3; 1F1B is the same),
+    (p - 1) / (v m + p - 1) with v (arXiv:2104.04473, section 2.2). Zero-bubble schedules compute the gradients of
+    weights meanwhile, and where these take as long as a forward and as the gradients of inputs, a third of it is left:
+    (p - 1) / (3 v m + p - 1), from (p - 1) (TF + TB - TW) in arXiv:2401.10241, table 2.
+    """
+    waiting = layout.pp - 1
+    parts = 3 if layout.schedule in SPLIT_BACKWARD else 1
+    return waiting / (parts * layout.stages_per_rank * layout.micro_batches + waiting)

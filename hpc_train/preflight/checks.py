@@ -1,0 +1,353 @@
+"""What follows from the numbers of a preflight: findings, each with the mend. No torch; nothing is measured here.
+
+The all-reduce bus bandwidth that a fabric should give, from the facts of its nodes. No torch.
+
+What is not known stays unknown: None, and nothing is judged against it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from hpc_train.fabric.facts import NodeFacts
+from hpc_train.fabric.rails import match, usable_nics
+from hpc_train.preflight.nccl_log import Transport
+from hpc_train.preflight.paired_test import SlowNode
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.files import read_json
+
+WARNING, ERROR = "warning", "error"
+SKEW_WARN_S, SKEW_ERROR_S = 0.1, 1.0  # munge refuses more than 300 s
+GEMM_WARN, GEMM_ERROR = 0.95, 0.90  # of the median of GPUs of one model
+GEMM_CPU = 0.5  # cores of one model run at different clocks, and other processes use them too
+LEAST_BUS = 0.1e9  # bytes/s: what gigabit Ethernet carries, the slowest that connects nodes
+SEE_LINKS = "bench collectives shows all sizes and operations, doctor the links"
+MAY_DIFFER = ("driver",)  # it is compatible within a major version of CUDA
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What one rank says of itself.
+
+    Attributes:
+        versions: of python, torch, nccl, driver and hpc_train, as far as there are such.
+        device: the model of its GPU, or of the CPU.
+        gpu: the UUID of its GPU; None on the CPU.
+        gemm: FLOP/s of a matrix product.
+        transport: as NCCL's log says; None without NCCL, or where its log goes elsewhere.
+    """
+
+    rank: int
+    node: str
+    config_hash: str
+    versions: Mapping[str, str]
+    device: str
+    gpu: str | None
+    gemm: float
+    transport: Transport | None = None
+
+
+@dataclass(frozen=True)
+class ClockOffset:
+    """How far the clock of ``node`` is ahead of rank 0's, in seconds; the error is half the round trip at most."""
+
+    node: str
+    offset_s: float
+    round_trip_s: float
+
+
+@dataclass(frozen=True)
+class Bandwidths:
+    """All-reduce bus bandwidths in bytes/s: in each node, over each rail with all rails at once, over all ranks."""
+
+    nodes: Mapping[str, float] = field(default_factory=dict)
+    rails: tuple[float, ...] = ()
+    world: float | None = None
+
+
+@dataclass(frozen=True)
+class PreflightFinding:
+    """Something that is not as it should be. ``unfit``: a node that the run is better off without."""
+
+    level: str
+    message: str
+    mend: str
+    unfit: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.level}: {self.message}: {self.mend}"
+
+
+def check_config(ranks: Sequence[RankFacts]) -> Iterator[PreflightFinding]:
+    usual, others = _minority(ranks, lambda rank: rank.config_hash)
+    for value, nodes in others.items():
+        yield PreflightFinding(
+            ERROR,
+            f"the config on {nodes} is another one ({value[:12]}) than on the other nodes ({usual[:12]})",
+            "its file system shows an old copy of config.yaml: a run.root that all nodes share, and submit again",
+        )
+
+
+def check_versions(ranks: Sequence[RankFacts]) -> Iterator[PreflightFinding]:
+    for name in dict.fromkeys(name for rank in ranks for name in rank.versions):
+        usual, others = _minority(ranks, lambda rank, name=name: rank.versions.get(name, "absent"))  # type: ignore[misc]
+        for value, nodes in others.items():
+            yield PreflightFinding(
+                WARNING if name in MAY_DIFFER else ERROR,
+                f"{name} is {value} on {nodes}, and {usual} on the other nodes",
+                "one environment for all nodes (cluster.python, cluster.container.image), or "
+                f"cluster.exclude={nodes.replace(', ', ',')}",
+            )
+
+
+def check_own_gpu(ranks: Sequence[RankFacts]) -> Iterator[PreflightFinding]:
+    """Each rank has a GPU for itself."""
+    users: dict[str, list[int]] = {}
+    for rank in ranks:
+        if rank.gpu is not None:
+            users.setdefault(f"{rank.gpu} on {rank.node}", []).append(rank.rank)
+    for gpu, numbers in users.items():
+        if len(numbers) > 1:
+            yield PreflightFinding(
+                ERROR,
+                f"ranks {', '.join(map(str, numbers))} share the GPU {gpu}",
+                "cluster.gpus_per_node=the GPUs that the job has; --gpus-per-task and --gpu-bind hide GPUs: drop them",
+            )
+
+
+def check_transport(ranks: Sequence[RankFacts], rdma: Mapping[str, bool]) -> Iterator[PreflightFinding]:
+    """``rdma``: by node, whether an active port for training was found; nodes of which nothing is known are absent."""
+    known = [rank for rank in ranks if rank.transport is not None]
+    sockets = _nodes(rank for rank in known if rank.transport and rank.transport.over_sockets and rdma.get(rank.node))
+    if sockets:
+        yield PreflightFinding(
+            ERROR,
+            f"NCCL sends over TCP (NET/Socket) on {sockets}, although RDMA ports are active there",
+            "doctor on that node; NCCL_IB_DISABLE or NCCL_NET in the environment, a missing plugin (aws-ofi-nccl) or "
+            "libibverbs, a container without /dev/infiniband, or a small memlock limit are the usual reasons",
+        )
+    staged = _nodes(rank for rank in known if rank.transport and rank.transport.gpu_direct is False
+                    and not rank.transport.over_sockets)  # fmt: skip
+    if staged:
+        yield PreflightFinding(
+            WARNING,
+            f"NCCL copies through host memory on {staged}: its log has no GDRDMA",
+            "the staff loads nvidia_peermem, or a driver and kernel with DMA-BUF; up to 3 times faster",
+        )
+
+
+@dataclass(frozen=True)
+class SlowDevice:
+    """A rank that computes slowly. ``usual``: the median FLOP/s of ``rank``'s model."""
+
+    rank: RankFacts
+    usual: float
+
+    @property
+    def share(self) -> float:
+        return self.rank.gemm / self.usual
+
+    @property
+    def bad(self) -> bool:
+        """A GPU without which its node's run would be faster. Cores are never: other processes may use them."""
+        return self.rank.gpu is not None and self.share < GEMM_ERROR
+
+    @property
+    def words(self) -> str:
+        of = "" if self.rank.gpu is None else f" (GPU {self.rank.gpu})"
+        return (
+            f"rank {self.rank.rank} on {self.rank.node}{of} multiplies matrices at {self.rank.gemm / 1e12:.3g} TFLOP/s,"
+            f" {self.share:.0%} of the median of {self.rank.device}"
+        )
+
+    @property
+    def drain(self) -> str:
+        return drain(self.rank.node, f"slow GPU {self.rank.gpu}")
+
+
+def slow_devices(ranks: Sequence[RankFacts]) -> tuple[SlowDevice, ...]:
+    """Each rank against the median of its model."""
+    found = []
+    for own in _by(ranks, lambda rank: rank.device).values():
+        usual = median(rank.gemm for rank in own)
+        slow = (SlowDevice(rank, usual) for rank in own)
+        found += [one for one in slow if one.share < (GEMM_CPU if one.rank.gpu is None else GEMM_WARN)]
+    return tuple(found)
+
+
+def check_gemm(slow: Sequence[SlowDevice]) -> Iterator[PreflightFinding]:
+    """A GPU that is slow beyond doubt makes its node unfit."""
+    for one in slow:
+        if one.rank.gpu is None:
+            mend = "other processes use its cores, or the job has fewer of them there: cluster.exclusive=true"
+            yield PreflightFinding(WARNING, one.words, mend)
+        else:
+            look = "look at its clocks and temperature (nvidia-smi -q -d PERFORMANCE)"
+            mend = f"cluster.exclude={one.rank.node}; {look}; {one.drain}"
+            yield PreflightFinding(ERROR if one.bad else WARNING, one.words, mend, one.rank.node if one.bad else None)
+
+
+def check_models(ranks: Sequence[RankFacts], features: Mapping[str, frozenset[str]]) -> Iterator[PreflightFinding]:
+    """One model for all ranks: the slowest sets the pace. ``features``: of the nodes, as Slurm knows them."""
+    nodes = {model: {rank.node for rank in own} for model, own in _by(ranks, lambda rank: rank.device).items()}
+    if len(nodes) < 2:
+        return
+    told = "; ".join(f"{model} on {', '.join(sorted(names))}" for model, names in nodes.items())
+    most = max(nodes, key=lambda model: len(nodes[model]))
+    yield PreflightFinding(WARNING, f"the ranks are of different models: {told}", _constraint(nodes[most], features))
+
+
+def _constraint(nodes: set[str], features: Mapping[str, frozenset[str]]) -> str:
+    """A feature that all of ``nodes`` have and none of the others."""
+    own = [features.get(node, frozenset()) for node in nodes]
+    others = [found for node, found in features.items() if node not in nodes]
+    common = frozenset.intersection(*own).difference(*others) if own else frozenset()
+    if common:
+        return f"cluster.constraint={min(common)}"
+    return "cluster.constraint=FEATURE or cluster.gpu_type=MODEL; sinfo -o '%N %f %G' shows what the nodes have"
+
+
+def check_clocks(offsets: Sequence[ClockOffset]) -> Iterator[PreflightFinding]:
+    for found in offsets:
+        certain = abs(found.offset_s) - found.round_trip_s / 2
+        if certain > SKEW_WARN_S:
+            yield PreflightFinding(
+                ERROR if certain > SKEW_ERROR_S else WARNING,
+                f"the clock of {found.node} is {abs(found.offset_s):.3g} s "
+                f"{'ahead of' if found.offset_s > 0 else 'behind'} that of rank 0's node",
+                f"times in logs and of files mislead; the staff mends chrony there, cluster.exclude={found.node} till "
+                "then",
+            )
+
+
+def check_bandwidths(found: Bandwidths, expected: ExpectedBandwidths) -> Iterator[PreflightFinding]:
+    """Against what the fabric should give; where that is not known, against what any network of a cluster gives."""
+    measured = [
+        *((f"in {node}", bus, expected.node) for node, bus in found.nodes.items()),
+        *((f"over rail {rail}", bus, expected.rail) for rail, bus in enumerate(found.rails)),
+        *([] if found.world is None else [("over all ranks", found.world, expected.world)]),
+    ]
+    for where, bus, wanted in measured:
+        if wanted is not None and bus < WARN * wanted.bus:
+            yield PreflightFinding(
+                ERROR if bus < FAIL * wanted.bus else WARNING,
+                f"an all-reduce {where} reaches {bus / 1e9:.3g} GB/s (bus bandwidth), {bus / wanted.bus:.0%} of what "
+                f"{wanted.reason} should give",
+                SEE_LINKS,
+            )
+    if expected.world is None and found.world is not None and found.world < LEAST_BUS:
+        rate = f"an all-reduce over all ranks reaches {found.world / 1e9:.3g} GB/s (bus bandwidth)"
+        yield PreflightFinding(WARNING, f"{rate}, less than gigabit Ethernet carries", SEE_LINKS)
+
+
+def check_slow_nodes(slow: Sequence[SlowNode]) -> Iterator[PreflightFinding]:
+    for one in slow:
+        mend = drain(one.node, f"slow with {' and '.join(one.partners)}")
+        yield PreflightFinding(ERROR, f"the network of {one.words}", f"cluster.exclude={one.node}; {mend}", one.node)
+
+
+def drain(node: str, reason: str) -> str:
+    """What the staff can do, with the command."""
+    return f"for the staff: scontrol update nodename={node} state=drain reason='{reason}'"
+
+
+def _minority(ranks: Sequence[RankFacts], value: Callable[[RankFacts], str]) -> tuple[str, dict[str, str]]:
+    """What most ranks say, and the nodes by each other value."""
+    usual = Counter(value(rank) for rank in ranks).most_common(1)[0][0]
+    others = _by([rank for rank in ranks if value(rank) != usual], value)
+    return usual, {one: _nodes(own) for one, own in others.items()}
+
+
+def _by(ranks: Sequence[RankFacts], value: Callable[[RankFacts], str]) -> dict[str, list[RankFacts]]:
+    found: dict[str, list[RankFacts]] = {}
+    for rank in ranks:
+        found.setdefault(value(rank), []).append(rank)
+    return found
+
+
+def _nodes(ranks: Sequence[RankFacts] | Iterator[RankFacts]) -> str:
+    return ", ".join(dict.fromkeys(rank.node for rank in ranks))
+
+
+# Of large messages over all 8 GPUs of an NVSwitch node, in bytes/s, as the acceptance tests of GPU clouds ask for;
+# with the NVLinks of a pair
+IN_NODE = {"H200": (18, 431e9), "H100": (18, 460e9), "A100": (12, 228e9), "V100": (1, 110e9)}
+# Of the sum of a node's ports between nodes: 64 H100 on 8 x 400 Gb/s reach 373 to 386 GB/s of 400
+OF_LINE_RATE = 0.92
+WARN, FAIL = 0.9, 0.8  # of what is expected: 0.83 and 0.74 of the line rate
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Bus bandwidth in bytes/s, and where the figure comes from."""
+
+    bus: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class ExpectedBandwidths:
+    """Of an all-reduce in the node, over one rail (all rails at once), and over all ranks."""
+
+    node: Expected | None = None
+    rail: Expected | None = None
+    world: Expected | None = None
+
+
+def expected_bandwidths(nodes: Sequence[NodeFacts], gpus_per_node: int) -> ExpectedBandwidths:
+    """For a job on all GPUs of ``nodes``: the slowest of them counts. On fewer GPUs nothing is known."""
+    if not nodes or gpus_per_node == 0 or any(len(facts.gpus) != gpus_per_node for facts in nodes):
+        return ExpectedBandwidths()
+    inside = _slowest([_in_node(facts) for facts in nodes])
+    if len(nodes) == 1:
+        return ExpectedBandwidths(node=inside, world=inside)
+    between, rail = (_slowest(found) for found in zip(*map(_between_nodes, nodes), strict=True))
+    world = between
+    if between is not None and inside is not None and inside.bus < between.bus:
+        world = inside
+    return ExpectedBandwidths(inside, rail, world)
+
+
+def read_fabric(run: RunDirectory) -> tuple[NodeFacts, ...]:
+    """The facts of the run's nodes; empty where nobody has written them."""
+    if not run.fabric.exists():
+        return ()
+    nodes = read_json(run.fabric)["nodes"]
+    return tuple(replace(NodeFacts.from_json(node["facts"]), node=node["name"]) for node in nodes)
+
+
+def _in_node(facts: NodeFacts) -> Expected | None:
+    links = [facts.link(a.name, b.name) or "" for a, b in itertools.combinations(facts.gpus, 2)]
+    for model, (least, bus) in IN_NODE.items():
+        if links and all(model in (gpu.model or "") for gpu in facts.gpus):
+            whole = len(facts.gpus) == 8 and all(link.startswith("NV") and int(link[2:]) >= least for link in links)
+            return Expected(bus, f"8 {model} with NVLink") if whole else None
+    return None
+
+
+def _between_nodes(facts: NodeFacts) -> tuple[Expected | None, Expected | None]:
+    """Of all ranks, and of one rail."""
+    names = {matched.nic for matched in match(facts)}
+    rates = [_rate(facts, name) for name in names]
+    known = [rate for rate in rates if rate is not None]
+    if not known or len(known) < len(rates):
+        return None, None
+    bus = OF_LINE_RATE * sum(known) * 1e9 / 8
+    reason = f"{len(known)} cards with {sum(known):g} Gb/s together, {OF_LINE_RATE:.0%} of it"
+    return Expected(bus, reason), Expected(bus / len(facts.gpus), f"{reason}, shared by {len(facts.gpus)} GPUs")
+
+
+def _rate(facts: NodeFacts, name: str | None) -> float | None:
+    """Gb/s of the active ports of a card; None where it is not known."""
+    nic = next((nic for nic in usable_nics(facts) if nic.name == name), None)
+    rates = [port.rate_gbps for port in nic.ports if port.active] if nic is not None else []
+    return sum(rate for rate in rates if rate is not None) if rates and None not in rates else None
+
+
+def _slowest(found: Sequence[Expected | None]) -> Expected | None:
+    known = [one for one in found if one is not None]
+    return min(known, key=lambda one: one.bus) if known and len(known) == len(found) else None

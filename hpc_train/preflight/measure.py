@@ -1,0 +1,280 @@
+"""What a preflight measures: the ranks' facts, their clocks, and how fast they compute and exchange data.
+
+Cheap and local things come first; what does not fit into the time is left out and told. All of it is collective.
+
+How far the clocks of the nodes are apart, by messages to and fro between ranks.
+
+How fast this rank multiplies matrices: what takes the place of a data sheet's peak on the CPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpc_train.parallel.mesh import Mesh
+from hpc_train.preflight.checks import Bandwidths, ClockOffset, RankFacts, slow_devices
+from hpc_train.preflight.collectives import Ranks, measure
+from hpc_train.preflight.nccl_log import Transport
+from hpc_train.preflight.paired_test import PairRate, best_of, rounds, slow_nodes
+
+FIRST_BYTES, GROWTH = 256 << 10, 16  # of the all-reduces, as far as the time of a stage allows
+COPIES = 8  # of a message that have to fit into the memory of a GPU
+EXCHANGES = 3  # of a pair in a round; the fastest counts
+LEAST_EXCHANGE = 1 << 20  # bytes: more than what a link buffers
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured. ``bytes``: the largest message; ``limit_s``: after that, no further stage begins."""
+
+    gemm_s: float
+    gemm_size: int
+    stage_s: float
+    bytes: int
+    limit_s: float
+
+
+def effort(mode: str, cuda: bool) -> Effort:
+    """Of ``quick`` and ``full``."""
+    size, largest = (8192, 1 << 30) if cuda else (512, 4 << 20)
+    if mode == "full":
+        return Effort(1.0, size, 1.0, 4 * largest, 120.0)
+    return Effort(0.1, size, 0.25, largest, 20.0)
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The ranks by node: rank = place of the node x ``per_node`` + local rank."""
+
+    mesh: Mesh
+    nodes: tuple[str, ...]
+    per_node: int
+
+    @property
+    def place(self) -> int:
+        return self.mesh.rank // self.per_node
+
+    @property
+    def local(self) -> int:
+        return self.mesh.rank % self.per_node
+
+    @property
+    def world(self) -> Ranks:
+        group = dist.group.WORLD
+        assert group is not None, "it was joined"
+        return Ranks(group, self.mesh.device)
+
+    def gather(self, value: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self.mesh.layout.world_size
+        dist.all_gather_object(gathered, value, group=self.mesh.control)
+        return gathered
+
+
+def fitting(wanted: Effort, crew: Crew) -> Effort:
+    """With messages that all GPUs have room for: a measurement holds a few copies of one. Collective."""
+    if crew.mesh.device.type != "cuda":
+        return wanted
+    free, _ = torch.cuda.mem_get_info(crew.mesh.device)
+    return replace(wanted, bytes=min(wanted.bytes, int(-crew.world.largest(-float(free))) // COPIES))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The same on all ranks, but for ``clocks``, which rank 0 has."""
+
+    ranks: tuple[RankFacts, ...]
+    clocks: tuple[ClockOffset, ...]
+    bandwidths: Bandwidths
+    left_out: tuple[str, ...]
+
+
+def measure_all(
+    crew: Crew, own: RankFacts, wanted: Effort, transport: Callable[[], Transport | None], now: Callable[[], float]
+) -> Measured:
+    """Everything but the paired test.
+
+    Args:
+        own: without ``gemm`` and ``transport``.
+        transport: reads NCCL's log; it connects when the first collectives run.
+        now: this node's clock, in seconds since the epoch.
+    """
+    mesh, began = crew.mesh, time.monotonic()
+    clocks = clock_offsets(crew.nodes, range(0, len(crew.nodes) * crew.per_node, crew.per_node), mesh.control, now)
+    gemm = _gemm(crew, wanted)
+    found, left_out = Bandwidths(), []
+    stages = {"in the node": _in_node, "over each rail": _over_rails, "over all ranks": _over_all}
+    for name, stage in stages.items():
+        if crew.world.largest(time.monotonic() - began) > wanted.limit_s:
+            left_out.append(name)
+        else:
+            found = stage(crew, wanted, found)
+    if mesh.device.type == "cuda":
+        torch.cuda.empty_cache()  # the model needs the room
+    ranks = tuple(crew.gather(replace(own, gemm=gemm, transport=transport())))
+    if slow_devices(ranks):  # the better of two counts: a GPU may have been waking up, a core have had other work
+        again = crew.gather(_gemm(crew, wanted))
+        ranks = tuple(replace(rank, gemm=max(rank.gemm, flops)) for rank, flops in zip(ranks, again, strict=True))
+    return Measured(ranks, clocks, found, tuple(left_out))
+
+
+def paired_test(crew: Crew, world_bus: float, wanted: Effort) -> tuple[PairRate, ...]:
+    """Exchanges between all nodes in pairs, once more where a node seems slow.
+
+    Args:
+        world_bus: bytes/s that an all-reduce reaches: messages are so long that one takes a part of a second.
+    """
+    size = int(min(wanted.bytes, max(LEAST_EXCHANGE, world_bus * wanted.stage_s / 8)))
+    found = _pass(crew, size)
+    return best_of(found, _pass(crew, size)) if slow_nodes(found) else found
+
+
+def _in_node(crew: Crew, wanted: Effort, found: Bandwidths) -> Bandwidths:
+    if crew.per_node == 1:
+        return found
+    first = crew.place * crew.per_node
+    bus = crew.gather(_all_reduce_among(crew, range(first, first + crew.per_node), wanted))
+    return replace(found, nodes=dict(zip(crew.nodes, bus[:: crew.per_node], strict=True)))
+
+
+def _over_rails(crew: Crew, wanted: Effort, found: Bandwidths) -> Bandwidths:
+    if crew.per_node == 1:
+        return found  # the only rail is that of all ranks
+    bus = crew.gather(_all_reduce_among(crew, range(crew.local, crew.mesh.layout.world_size, crew.per_node), wanted))
+    return replace(found, rails=tuple(bus[: crew.per_node]))
+
+
+def _over_all(crew: Crew, wanted: Effort, found: Bandwidths) -> Bandwidths:
+    return replace(found, world=_all_reduce(crew.world, wanted))
+
+
+def _all_reduce_among(crew: Crew, ranks: Sequence[int], wanted: Effort) -> float:
+    """In a group of its own, which goes again."""
+    group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="preflight")
+    bus = _all_reduce(Ranks(group, crew.mesh.device), wanted)
+    dist.barrier(group=crew.mesh.control)  # nobody closes a connection that another still reads
+    dist.destroy_process_group(group)
+    return bus
+
+
+def _all_reduce(ranks: Ranks, wanted: Effort) -> float:
+    """The best bus bandwidth over growing sizes, in bytes/s."""
+    rate = measure("all_reduce", FIRST_BYTES, ranks, 0.0)
+    best = rate.bus
+    while rate.bytes * GROWTH <= wanted.bytes and rate.seconds * GROWTH < wanted.stage_s:
+        rate = measure("all_reduce", rate.bytes * GROWTH, ranks, wanted.stage_s / 4)
+        best = max(best, rate.bus)
+    return best
+
+
+def _pass(crew: Crew, size: int) -> tuple[PairRate, ...]:
+    """All rounds once."""
+    elements = size // 4 // crew.per_node
+    sent, received = (torch.zeros(elements, device=crew.mesh.device) for _ in range(2))
+    own: list[tuple[tuple[str, str], float]] = []
+    for pairs in rounds(len(crew.nodes)):
+        partner = _partners(pairs).get(crew.place)
+        dist.barrier(group=crew.mesh.control)
+        if partner is not None:
+            seconds = min(_exchange(crew, partner, sent, received) for _ in range(EXCHANGES))
+            first, second = sorted((crew.place, partner))
+            own.append(((crew.nodes[first], crew.nodes[second]), seconds))
+    slowest: dict[tuple[str, str], float] = {}
+    for nodes, seconds in (one for rank in crew.gather(own) for one in rank):
+        slowest[nodes] = max(seconds, slowest.get(nodes, 0.0))
+    return tuple(PairRate(nodes, elements * 4 * crew.per_node / seconds) for nodes, seconds in slowest.items())
+
+
+def _partners(pairs: Sequence[tuple[int, int]]) -> Mapping[int, int]:
+    return dict(pairs) | {b: a for a, b in pairs}
+
+
+def _exchange(crew: Crew, partner: int, sent: torch.Tensor, received: torch.Tensor) -> float:
+    """Seconds in which this rank has sent to and received from its like on the node ``partner``."""
+    peer, group = partner * crew.per_node + crew.local, crew.world.group
+    operations = [
+        dist.P2POp(dist.isend, sent, peer, group=group),
+        dist.P2POp(dist.irecv, received, peer, group=group),
+    ]
+    began = time.perf_counter()
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    if crew.mesh.device.type == "cuda":
+        torch.cuda.synchronize(crew.mesh.device)
+    return time.perf_counter() - began
+
+
+def _gemm(crew: Crew, wanted: Effort) -> float:
+    """FLOP/s of this rank's device."""
+    device = crew.mesh.device
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return measured_gemm_flops(device, dtype, wanted.gemm_size, wanted.gemm_s)
+
+
+MESSAGES = 8  # the one with the shortest round trip counts
+
+
+def clock_offsets(
+    names: Sequence[str], first_ranks: Sequence[int], group: dist.ProcessGroup, now: Callable[[], float]
+) -> tuple[ClockOffset, ...]:
+    """The clocks of all nodes against that of rank 0, one node after the other. Collective over ``group``, on the CPU.
+
+    With t0 and t3 rank 0's times of sending and receiving, and t1 and t2 the other's of receiving and sending, the
+    other clock is ((t1 - t0) + (t2 - t3)) / 2 ahead, off by half the round trip at most (NTP, RFC 5905, section 8).
+
+    Args:
+        first_ranks: one rank of each node, in the order of ``names``; that of the first node is 0.
+        now: seconds since the epoch.
+
+    Returns:
+        Of all nodes but the first, on rank 0; nothing on the other ranks.
+    """
+    rank, found = dist.get_rank(group), []
+    for name, peer in zip(names[1:], first_ranks[1:], strict=True):
+        if rank == 0:
+            found.append(_ask(name, peer, group, now))
+        elif rank == peer:
+            _answer(group, now)
+    return tuple(found)
+
+
+def _ask(name: str, peer: int, group: dist.ProcessGroup, now: Callable[[], float]) -> ClockOffset:
+    answers = []
+    for _ in range(MESSAGES):
+        times = torch.zeros(2, dtype=torch.float64)
+        t0 = now()
+        dist.send(times, peer, group=group)
+        dist.recv(times, peer, group=group)
+        t3 = now()
+        t1, t2 = times.tolist()
+        answers.append(ClockOffset(name, ((t1 - t0) + (t2 - t3)) / 2, (t3 - t0) - (t2 - t1)))
+    return min(answers, key=lambda answer: answer.round_trip_s)
+
+
+def _answer(group: dist.ProcessGroup, now: Callable[[], float]) -> None:
+    for _ in range(MESSAGES):
+        times = torch.zeros(2, dtype=torch.float64)
+        dist.recv(times, 0, group=group)
+        received = now()
+        dist.send(torch.tensor([received, now()], dtype=torch.float64), 0, group=group)
+
+
+def measured_gemm_flops(device: torch.device, dtype: torch.dtype, size: int = 1024, seconds: float = 1.0) -> float:
+    """FLOP/s of the fastest product of two ``size`` x ``size`` matrices: 2 ``size``³ / time.
+
+    Repeated for ``seconds``, so that another process that takes the cores for a moment does not lower it.
+    """
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best = float("inf")
+    until = time.perf_counter() + seconds
+    while (begin := time.perf_counter()) < until:
+        torch.mm(left, right)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - begin)
+    return 2.0 * size**3 / best

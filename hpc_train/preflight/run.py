@@ -1,0 +1,211 @@
+"""The preflight of a job on several nodes: whether they fit together and are fast, before the first step.
+
+It runs in the first attempt on a set of nodes; an attempt on the same nodes, or on some of them, needs none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hpc_train.cluster.allocation import current_allocation
+from hpc_train.config.schema import Config
+from hpc_train.errors import ConfigError
+from hpc_train.fabric.facts import NodeFacts
+from hpc_train.fabric.rails import judge_ports
+from hpc_train.parallel.mesh import Mesh
+from hpc_train.preflight.checks import (
+    ERROR,
+    Expected,
+    ExpectedBandwidths,
+    PreflightFinding,
+    check_bandwidths,
+    check_clocks,
+    check_config,
+    check_gemm,
+    check_models,
+    check_own_gpu,
+    check_slow_nodes,
+    check_transport,
+    check_versions,
+    drain,
+    expected_bandwidths,
+    read_fabric,
+    slow_devices,
+)
+from hpc_train.preflight.measure import Crew, Measured, effort, fitting, measure_all, paired_test
+from hpc_train.preflight.paired_test import SLOW, SLOW_ON_CPUS, PairRate, SlowNode, slow_nodes
+from hpc_train.preflight.rank_facts import log_transport, logged_transport, rank_facts
+from hpc_train.run.agent_worker import WorkerSpec
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from hpc_train.run.exits import UnfitNode
+from hpc_train.run.files import read_lines
+from hpc_train.run.freeze import config_hash
+from hpc_train.slurm.site import node_features
+
+clock = time.time  # seconds since the epoch, as this node has it
+LEAST_NODES = 3  # of which a pair can be told from a node
+
+
+def nccl_log(spec: WorkerSpec, config: Config) -> Path | None:
+    """Before the ranks join: where NCCL is to write what it uses; None where there is no preflight or no NCCL."""
+    if config.cluster.preflight == "off" or spec.nodes == 1 or spec.gpus_per_node == 0:
+        return None
+    return log_transport(
+        RunDirectory(Path(spec.run_dir)).logs / "nccl" / f"{spec.attempt:03d}-rank-{spec.rank:04d}.log"
+    )
+
+
+def preflight(
+    spec: WorkerSpec, config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, log: Path | None
+) -> None:
+    """Measures, and tells what is wrong. Collective.
+
+    Args:
+        log: as ``nccl_log`` says.
+
+    Raises:
+        UnfitNode: under ``cluster.preflight_action=stop``, a node was named that the run is to go on without.
+        ConfigError: under the same, something else is wrong.
+    """
+    mode, stop = config.cluster.preflight, config.cluster.preflight_action == "stop"
+    if mode == "off" or spec.nodes == 1:
+        return
+    allocation = current_allocation()
+    crew = _crew(spec, mesh, allocation.node_name)
+    if _once(crew, mesh.rank == 0 and seen(run, allocation.launch_id, crew.nodes)):
+        return
+    began = time.monotonic()
+    wanted, facts = fitting(effort(mode, mesh.device.type == "cuda"), crew), read_fabric(run)
+    expected = expected_bandwidths(facts, spec.gpus_per_node)
+    own = rank_facts(mesh.rank, allocation.node_name, config_hash(run), mesh.device)
+    found = measure_all(crew, own, wanted, lambda: logged_transport(log), clock)
+    low, pairs = [*check_bandwidths(found.bandwidths, expected)], tuple[PairRate, ...]()
+    if len(crew.nodes) >= LEAST_NODES and (mode == "full" or low):
+        pairs = paired_test(crew, found.bandwidths.world or 0.0, wanted)
+    slow = slow_nodes(pairs, SLOW if spec.gpus_per_node else SLOW_ON_CPUS)
+    findings = _once(crew, _judge(found, low, slow, facts) if mesh.rank == 0 else None)
+    if mesh.rank == 0:
+        head = {"launch": allocation.launch_id, "mode": mode, "seconds": round(time.monotonic() - began, 3)}
+        _tell(events, head, findings, found, slow, _numbers(found, pairs, expected))
+    if stop:
+        stop_for(findings)
+
+
+def _crew(spec: WorkerSpec, mesh: Mesh, node: str) -> Crew:
+    names: list[Any] = [None] * mesh.layout.world_size
+    dist.all_gather_object(names, node, group=mesh.control)
+    return Crew(mesh, tuple(names[:: spec.local_world_size]), spec.local_world_size)
+
+
+def _once(crew: Crew, value: Any) -> Any:
+    """Returns the decision of rank 0 on every rank."""
+    said = [value]
+    dist.broadcast_object_list(said, 0, group=crew.mesh.control)
+    return said[0]
+
+
+def seen(run: RunDirectory, launch: str, nodes: Sequence[str]) -> bool:
+    """Whether an earlier attempt of this start of the job has looked at all of ``nodes``."""
+    lines = (line for path in run.events.glob("rank-0000-*.jsonl") for line in read_lines(path))
+    looks = [line for line in lines if line["event"] == "preflight" and line["launch"] == launch]
+    return any(set(nodes) <= set(line["nodes"]) for line in looks)
+
+
+def _judge(
+    found: Measured, low: Sequence[PreflightFinding], slow: Sequence[SlowNode], facts: Sequence[NodeFacts]
+) -> list[PreflightFinding]:
+    rdma = {node.node: any(verdict.usable for verdict in judge_ports(node)) for node in facts if node.node is not None}
+    mixed = len({rank.device for rank in found.ranks}) > 1
+    features = node_features(dict.fromkeys(rank.node for rank in found.ranks)) if mixed else {}
+    return [
+        *check_config(found.ranks),
+        *check_versions(found.ranks),
+        *check_own_gpu(found.ranks),
+        *check_transport(found.ranks, rdma),
+        *check_clocks(found.clocks),
+        *check_gemm(slow_devices(found.ranks)),
+        *check_models(found.ranks, features),
+        *low,
+        *check_slow_nodes(slow),
+    ]
+
+
+def _tell(
+    events: EventLog,
+    head: Mapping[str, Any],
+    findings: Sequence[PreflightFinding],
+    found: Measured,
+    slow: Sequence[SlowNode],
+    numbers: Mapping[str, Any],
+) -> None:
+    """To the event log, and in words to the log of rank 0's node."""
+    nodes = list(dict.fromkeys(rank.node for rank in found.ranks))
+    events.write(
+        "preflight", **head, nodes=nodes, findings=[asdict(finding) for finding in findings], left_out=found.left_out,
+        **numbers,
+    )  # fmt: skip
+    world = "" if found.bandwidths.world is None else f", all-reduce {found.bandwidths.world / 1e9:.3g} GB/s"
+    print(
+        f"preflight ({head['mode']}) of {len(nodes)} nodes in {head['seconds']:.1f} s{world}: {len(findings)} findings"
+    )
+    for finding in findings:
+        print(f"preflight: {finding}")
+    for stage in found.left_out:
+        print(f"preflight: the bandwidth {stage} was left out, what came before took too long")
+    for one in slow:
+        command = drain(one.node, f"slow with {' and '.join(one.partners)}")
+        events.write(
+            "slow_node", node=one.node, message=one.words, rate=one.rate, usual=one.usual,
+            partners=one.partners, drain=command,
+        )  # fmt: skip
+    for device in slow_devices(found.ranks):
+        if device.bad:
+            events.write(
+                "slow_gpu", node=device.rank.node, gpu=device.rank.gpu, slow_rank=device.rank.rank,
+                message=device.words, rate=device.rank.gemm, usual=device.usual, drain=device.drain,
+            )  # fmt: skip
+
+
+def _numbers(found: Measured, pairs: Sequence[PairRate], expected: ExpectedBandwidths) -> Mapping[str, Any]:
+    def gb(bus: float | None) -> float | None:
+        return None if bus is None else round(bus / 1e9, 4)
+
+    def wanted(one: Expected | None) -> dict[str, Any] | None:
+        return None if one is None else {"bus": gb(one.bus), "reason": one.reason}
+
+    return {
+        "bus_gb_per_s": {
+            "nodes": {node: gb(bus) for node, bus in found.bandwidths.nodes.items()},
+            "rails": [gb(bus) for bus in found.bandwidths.rails],
+            "world": gb(found.bandwidths.world),
+        },
+        "expected_gb_per_s": {name: wanted(getattr(expected, name)) for name in ("node", "rail", "world")},
+        "pairs_gb_per_s": {" ".join(pair.nodes): gb(pair.rate) for pair in pairs},
+        "gemm_tflops": [round(rank.gemm / 1e12, 4) for rank in found.ranks],
+        "devices": sorted({rank.device for rank in found.ranks}),
+        "clock_offset_s": {one.node: round(one.offset_s, 6) for one in found.clocks},
+        "versions": dict(found.ranks[0].versions),
+        "networks": sorted({name for rank in found.ranks if rank.transport for name in rank.transport.networks}),
+    }
+
+
+def stop_for(findings: Sequence[PreflightFinding]) -> None:
+    """Raises for errors, as ``preflight`` says; warnings stop nothing."""
+    errors = [finding for finding in findings if finding.level == ERROR]
+    if not errors:
+        return
+    message = "the preflight has found what training would suffer from:\n" + "\n".join(map(str, errors))
+    if any(error.unfit is not None for error in errors):
+        raise UnfitNode(message)
+    raise ConfigError(
+        message,
+        where="cluster.preflight_action=stop",
+        mend="as said above; cluster.preflight_action=warn trains anyway",
+    )

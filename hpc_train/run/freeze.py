@@ -1,0 +1,295 @@
+"""Freezing: the resolved config goes to the run directory once, and agents and workers read that file and nothing else.
+
+Freezing again is harmless: the same config changes nothing; free keys (layout, steps, telemetry) may change, and the
+config before is kept as ``config-NNN.yaml``; identity keys may not.
+
+What makes a run the same run: the keys that may not change when a name is used again.
+
+Which code and which package versions a run was started with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import secrets
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from hpc_train.config.compose import converted, escaped
+from hpc_train.config.run_path import fork_source
+from hpc_train.config.schema import Config
+from hpc_train.errors import ConfigError
+from hpc_train.run.code import FrozenCode
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from hpc_train.run.file_lock import exclusive
+from hpc_train.run.files import group_id, patiently, share, share_one, write_for_group, write_text
+from hpc_train.run.imported import check_start, imported_model
+from hpc_train.run.lease import refuse_live
+from hpc_train.run.processes import this_process
+
+
+def freeze(config: Config, run: RunDirectory, *, claim: bool = False, code: FrozenCode | None = None) -> None:
+    """Writes ``config.yaml`` and ``run.json`` of ``run``.
+
+    Args:
+        claim: this process goes on to work on the run: while it lives, no other may freeze it.
+        code: the snapshot that agents and workers are to start from.
+
+    Raises:
+        ConfigError: the run is live, an identity key differs from the frozen one, or there is nothing to fork.
+    """
+    if config.launch.dry_run:
+        raise ConfigError(
+            "a dry run is asked for in a config file", where="launch.dry_run", mend="launch.dry_run=true when calling"
+        )
+    config, source = _unforked(config, run)
+    if config.run.group is not None:
+        group_id(config.run.group)
+        write_for_group()
+    try:
+        run.create()
+    except OSError as error:
+        raise ConfigError(
+            f"{run.path} cannot be made: {error.strerror}", where="run.root", mend="a directory that can be written"
+        ) from error
+    with _alone(run):
+        _check(config, run, source)
+        _write_config(config, run)
+        _write_record(run, source, claim, code)
+        if config.run.group is not None:
+            _share(config.run.group, Path(config.run.root), run, code)
+
+
+def check_freeze(config: Config, run: RunDirectory) -> None:
+    """Raises ConfigError where ``freeze`` would; writes nothing."""
+    unforked, source = _unforked(config, run)
+    if config.run.group is not None:
+        group_id(config.run.group)
+    _check(unforked, run, source)
+
+
+def load(run: RunDirectory) -> Config:
+    """The frozen config of ``run``.
+
+    Raises:
+        ConfigError: there is none, or it was damaged.
+    """
+    if not run.config.exists():
+        raise ConfigError(
+            f"{run.path} is not a run directory: it has no config.yaml",
+            where="the run directory",
+            mend="python -m hpc_train freeze … makes one and prints it",
+        )
+    return _read(run.config)
+
+
+def _read(path: Path) -> Config:
+    try:
+        values = yaml.safe_load(patiently(lambda: path.read_text(encoding="utf-8")))
+        node = OmegaConf.create(escaped(values))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", where=str(path), mend="restore the file") from error
+    if not isinstance(node, DictConfig) or not node:
+        raise ConfigError(f"{path} is not a config", where=str(path), mend="restore the file")
+    return converted(node)
+
+
+def text_of(config: Config) -> str:
+    """The frozen form: plain YAML without interpolations. Equal configs give equal text."""
+    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True, width=120)
+
+
+def _unforked(config: Config, run: RunDirectory) -> tuple[Config, RunDirectory | None]:
+    """A fork is a run under its own name from here on; what it starts from goes to ``run.json``."""
+    if config.run.fork is None:
+        return config, None
+    assert config.run.name is not None  # run_directory has refused a fork of nothing
+    source = RunDirectory(fork_source(config.run.root, config.run.name, config.run.fork, run.path))
+    if not source.config.exists() and imported_model(source) is None:
+        raise ConfigError(
+            f"there is no run {source.path} to fork", where="run.name", mend="run.name=the name of a run that is there"
+        )
+    if not any(source.checkpoints.glob("step-*")):
+        raise ConfigError(
+            f"{source.path} has no checkpoint yet",
+            where="run.fork",
+            mend="fork it later, or begin anew with run.name=NEW",
+        )
+    check_start(config, source)
+    return replace(config, run=replace(config.run, name=config.run.fork, fork=None)), source
+
+
+@contextmanager
+def _alone(run: RunDirectory) -> Iterator[None]:
+    """One freeze at a time: two commands with one name must not both find the run free."""
+    with exclusive(run.path / ".turns" / "freeze"):
+        yield
+
+
+def _check(config: Config, run: RunDirectory, source: RunDirectory | None) -> None:
+    refuse_live(run)
+    if imported_model(run) is not None:
+        raise ConfigError(
+            f"{run.path} holds imported weights and is no run",
+            where="run.name",
+            mend=f"run.name={config.run.name} run.fork=NEW starts a run from them",
+        )
+    if not run.config.exists():
+        return
+    if source is not None and run.record().get("forked_from") != str(source.path):
+        raise ConfigError(
+            f"{run.path} is there and was not forked from {source.path}", where="run.fork", mend="another run.fork"
+        )
+    check_identity(load(run), config)
+
+
+def _share(group: str, root: Path, run: RunDirectory, code: FrozenCode | None) -> None:
+    """The run, the copy of the code, and the directories between them and the root."""
+    if code is not None:
+        share(Path(code.snapshot).parent, group)
+    share(run.path, group)
+    for parent in run.path.parents:
+        if parent == root or not parent.is_relative_to(root):
+            break
+        share_one(parent, group)
+
+
+def _write_config(config: Config, run: RunDirectory) -> None:
+    text = text_of(config)
+    if run.config.exists():
+        if run.config.read_text(encoding="utf-8") == text:
+            return
+        number = len(list(run.path.glob("config-*.yaml")))
+        different = changes(flat(load(run)), flat(config))
+        shutil.copyfile(run.config, run.path / f"config-{number:03d}.yaml")
+        # named by the process: two submitters on two hosts never append to one file
+        EventLog.open(run, f"submitter-{os.uname().nodename}-{os.getpid()}", number).write(
+            "warning", message="continues with changed settings: " + "; ".join(different)
+        )
+    write_text(run.config, text)
+
+
+def _write_record(run: RunDirectory, source: RunDirectory | None, claim: bool, code: FrozenCode | None) -> None:
+    record = run.record()
+    fields: dict[str, Any] = {
+        "run_id": record.get("run_id") or secrets.token_hex(4),
+        "created": record.get("created") or time.time(),
+        "config_hash": config_hash(run),
+        "code": code_version(),
+        "snapshot": None if code is None else asdict(code),
+        "versions": environment_versions(),
+        "claimed_by": this_process() if claim else {},
+        "submissions": record.get("submissions", []),
+    }
+    if source is not None:
+        fields["forked_from"] = str(source.path)
+    run.update_record(**fields)
+
+
+def config_hash(run: RunDirectory) -> str:
+    """SHA-256 of the frozen config: what ranks compare and what names a configuration."""
+    return hashlib.sha256(run.config.read_bytes()).hexdigest()
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """The identity keys, flat: model, data, global batch, optimizer, seed, reproducibility. Others may change."""
+    nested = {
+        "model": asdict(config.model),
+        "data": asdict(config.data),
+        "optim": {key: value for key, value in asdict(config.optim).items() if key != "moments"},  # a format
+        "batch": {
+            "global_size": config.batch.global_size,
+            "logical_micro_batches": config.batch.logical_micro_batches,
+        },
+        "train": {"seed": config.train.seed, "reproducible": config.train.reproducible},
+    }
+    return dict(_flat(nested))
+
+
+def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """``key: old -> new`` for each key that differs."""
+    keys = [*before, *(key for key in after if key not in before)]
+    return [
+        f"{key}: {before.get(key, 'absent')} -> {after.get(key, 'absent')}"
+        for key in keys
+        if before.get(key, "absent") != after.get(key, "absent")
+    ]
+
+
+def check_identity(old: Config, new: Config) -> None:
+    """Raises ConfigError where an identity key of ``new`` differs from the run's frozen config ``old``."""
+    different = changes(identity(old), identity(new))
+    if different:
+        raise ConfigError(
+            f"the run {new.run.name} was started with another configuration: " + "; ".join(different),
+            where=", ".join(change.split(":")[0] for change in different),
+            mend="the old values to go on with this run; run.fork=NEWNAME to start a new run from its newest "
+            "checkpoint; or another run.name to begin at step 0",
+        )
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """All keys of a config, dotted."""
+    return dict(_flat(asdict(config)))
+
+
+def _flat(nested: dict[str, Any], head: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in nested.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{head}{key}.")
+        else:
+            yield f"{head}{key}", value
+
+
+PACKAGES = ("hpc_train", "torch", "hydra-core", "omegaconf", "submitit", "numpy", "wandb")
+
+
+@cache
+def code_version() -> dict[str, Any]:
+    """Git commit of the checkout that this package runs from, and whether tracked files differ from it.
+
+    Asked once per process, since a sweep freezes a thousand runs. Both are None for an installed wheel and where git is
+    absent.
+    """
+    folder = Path(__file__).resolve().parents[2]
+    if not (folder / ".git").exists():
+        return {"commit": None, "dirty": None}
+    commit = _git(folder, "rev-parse", "HEAD")
+    status = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": None if status is None else bool(status)}
+
+
+@cache
+def environment_versions() -> dict[str, str]:
+    """Python's and the packages' versions, from their metadata: imports nothing."""
+    found = {"python": platform.python_version(), "system": platform.platform()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,253 @@
+"""What the Slurm cluster of this machine has and allows, read from its own commands.
+
+Plain text output, since ``--json`` is missing or different in many versions. What a command does not tell, or a site
+does not have (accounting, say), is None: nobody is refused for what is not known.
+
+Features of nodes, as a site names them for ``--constraint``.
+"""
+
+from __future__ import annotations
+
+import getpass
+import re
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+TIMEOUT_S = 20.0
+Ask = Callable[[Sequence[str]], str | None]
+
+
+@dataclass(frozen=True)
+class NodeKind:
+    """Equal nodes of a partition. ``gpus`` by type; the type is "" where the site names none.
+
+    ``features`` are those that ``--constraint`` takes.
+    """
+
+    count: int
+    cores: int
+    memory_mb: int
+    gpus: Mapping[str, int]
+    features: frozenset[str] = frozenset()
+
+    def meets(self, constraint: str | None) -> bool:
+        """Whether ``--constraint`` lets a job on these nodes. Only ``&`` and ``|`` are read: any other form does."""
+        if not constraint or re.search(r"[^\w.&|-]", constraint):
+            return True
+        return any(self.features.issuperset(together.split("&")) for together in constraint.split("|"))
+
+    def gpus_of(self, gpu_type: str | None) -> int:
+        return self.gpus.get(gpu_type, 0) if gpu_type else sum(self.gpus.values())
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition and its limits; None where there is none."""
+
+    name: str
+    default: bool = False
+    state: str = "UP"
+    nodes: int = 0
+    max_nodes: int | None = None
+    max_time_s: int | None = None
+    accounts: frozenset[str] | None = None
+    qos: frozenset[str] | None = None
+    cores_per_gpu: int | None = None
+    memory_default: bool = False  # Slurm gives a job memory without being asked
+    kinds: tuple[NodeKind, ...] = ()
+
+
+@dataclass(frozen=True)
+class PartitionLimits:
+    """Limits of an association or a QOS."""
+
+    max_jobs: int | None = None  # in the queue at the same time
+    max_time_s: int | None = None
+    max_nodes: int | None = None
+    max_gpus: int | None = None
+
+
+@dataclass(frozen=True)
+class Association:
+    """What accounting lets this user do under one account."""
+
+    account: str
+    qos: frozenset[str]
+    default: bool
+    limits: PartitionLimits
+
+
+@dataclass(frozen=True)
+class Site:
+    """A cluster. ``associations`` and ``qos`` are None where accounting is absent or does not say."""
+
+    name: str
+    max_array_size: int | None = None
+    enforced: frozenset[str] = frozenset()
+    partitions: Mapping[str, Partition] = field(default_factory=dict)
+    associations: tuple[Association, ...] | None = None
+    qos: Mapping[str, PartitionLimits] | None = None
+
+    def partition(self, name: str | None) -> Partition | None:
+        """The named one, or the default where none is named."""
+        if name is not None:
+            return self.partitions.get(name)
+        return next((found for found in self.partitions.values() if found.default), None)
+
+
+def read_site(ask: Ask | None = None) -> Site:
+    """Asks Slurm's controller and, where there is one, its accounting. A command that fails leaves its part unknown."""
+    user = getpass.getuser()
+    commands = {
+        "config": ["scontrol", "show", "config"],
+        "partitions": ["scontrol", "show", "partition", "--oneliner"],
+        "nodes": ["sinfo", "--noheader", "--format=%R|%D|%c|%m|%G|%f"],
+        "associations": ["sacctmgr", "-nP", "show", "assoc", f"user={user}", f"format={','.join(ASSOCIATION)}"],
+        "user": ["sacctmgr", "-nP", "show", "user", user, "format=DefaultAccount"],
+        "qos": ["sacctmgr", "-nP", "show", "qos", f"format={','.join(QOS)}"],
+    }
+    with ThreadPoolExecutor(len(commands)) as pool:
+        answers = dict(zip(commands, pool.map(ask or _output, commands.values()), strict=True))
+    text = {name: answer or "" for name, answer in answers.items()}
+    config = dict(_pairs(text["config"].splitlines()))
+    kinds = _node_kinds(text["nodes"])
+    memory_default = _number(config.get("DefMemPerNode") or config.get("DefMemPerCPU")) is not None
+    lines = [line for line in text["partitions"].splitlines() if line.startswith("PartitionName=")]
+    partitions = [_partition(line, kinds, memory_default) for line in lines]
+    known = answers["associations"] is not None
+    associations = _associations(text["associations"], text["user"].strip(), config.get("ClusterName", ""))
+    return Site(
+        name=config.get("ClusterName", ""),
+        max_array_size=_number(config.get("MaxArraySize")),
+        enforced=frozenset(config.get("AccountingStorageEnforce", "none").split(",")),
+        partitions={found.name: found for found in partitions},
+        associations=associations if known else None,
+        qos=_qos(text["qos"]),
+    )
+
+
+ASSOCIATION = ("Cluster", "Account", "QOS", "MaxSubmitJobs", "MaxWall", "MaxTRES")
+QOS = ("Name", "MaxSubmitJobsPerUser", "MaxWall", "MaxTRESPerJob")
+
+
+def _output(command: Sequence[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _pairs(parts: Iterable[str]) -> list[tuple[str, str]]:
+    found = (part.partition("=") for part in parts)
+    return [(name.strip(), value.strip()) for name, equals, value in found if equals]
+
+
+def _partition(line: str, kinds: Mapping[str, tuple[NodeKind, ...]], memory_default: bool) -> Partition:
+    values = dict(_pairs(line.split()))
+    defaults = dict(_pairs(values.get("JobDefaults", "").split(",")))
+    own_memory = _number(values.get("DefMemPerNode") or values.get("DefMemPerCPU"))
+    return Partition(
+        name=values["PartitionName"],
+        default=values.get("Default") == "YES",
+        state=values.get("State", "UP"),
+        nodes=_number(values.get("TotalNodes")) or 0,
+        max_nodes=_number(values.get("MaxNodes")),
+        max_time_s=seconds(values.get("MaxTime")),
+        accounts=_names(values.get("AllowAccounts")),
+        qos=_names(values.get("AllowQos")),
+        cores_per_gpu=_number(defaults.get("DefCpuPerGPU")),
+        memory_default=memory_default or own_memory is not None or "DefMemPerGPU" in defaults,
+        kinds=kinds.get(values["PartitionName"], ()),
+    )
+
+
+def _node_kinds(text: str) -> dict[str, tuple[NodeKind, ...]]:
+    kinds: dict[str, tuple[NodeKind, ...]] = {}
+    for line in text.splitlines():
+        name, count, cores, memory, gres, features = (line.split("|", 5) + [""] * 6)[:6]
+        # a + stands where nodes of one line have more
+        numbers = [_number(value.rstrip("+")) or 0 for value in (count, cores, memory)]
+        named = frozenset(features.split(",")) - {"", "(null)"}
+        kind = NodeKind(numbers[0], numbers[1], numbers[2], gpus_of(gres), named)
+        kinds[name] = (*kinds.get(name, ()), kind)
+    return kinds
+
+
+def gpus_of(gres: str) -> dict[str, int]:
+    """GPUs by type in a GRES text: ``gpu:a100:4(S:0-1),gpu:2``."""
+    found: dict[str, int] = {}
+    for kind, count in re.findall(r"(?:^|,)(?:gres/)?gpu:(?:([^:,()]+):)?(\d+)", gres):
+        found[kind] = found.get(kind, 0) + int(count)
+    return found
+
+
+def _associations(text: str, default: str, cluster: str) -> tuple[Association, ...]:
+    return tuple(
+        Association(
+            account=row["Account"],
+            qos=frozenset(filter(None, row["QOS"].split(","))),
+            default=row["Account"] == default,
+            limits=_limits(row["MaxSubmitJobs"], row["MaxWall"], row["MaxTRES"]),
+        )
+        for row in _rows(text, ASSOCIATION)
+        if row["Cluster"] == cluster
+    )
+
+
+def _qos(text: str) -> dict[str, PartitionLimits] | None:
+    rows = _rows(text, QOS)
+    limits = (_limits(row["MaxSubmitJobsPerUser"], row["MaxWall"], row["MaxTRESPerJob"]) for row in rows)
+    return {row["Name"]: found for row, found in zip(rows, limits, strict=True)} or None
+
+
+def _rows(text: str, names: Sequence[str]) -> list[dict[str, str]]:
+    split = (line.split("|") for line in text.splitlines())
+    return [dict(zip(names, values, strict=True)) for values in split if len(values) == len(names)]
+
+
+def _limits(jobs: str, wall: str, tres: str) -> PartitionLimits:
+    counts = dict(_pairs(tres.split(",")))
+    return PartitionLimits(_number(jobs), seconds(wall), _number(counts.get("node")), _number(counts.get("gres/gpu")))
+
+
+def _names(text: str | None) -> frozenset[str] | None:
+    return None if text in (None, "", "ALL", "(null)") else frozenset(str(text).split(","))
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdigit() else None
+
+
+def seconds(text: str | None) -> int | None:
+    """A time limit in Slurm's forms (minutes, minutes:seconds, hours:minutes:seconds, days-hours…); None: no limit."""
+    if text is None or not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
+        return None
+    days, dash, rest = text.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash or len(parts) == 3:
+        hours, minutes, last = [*parts, 0, 0][:3]
+    else:
+        hours, minutes, last = 0, parts[0], [*parts, 0][1]
+    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + last
+
+
+PATIENCE_S = 5.0
+
+
+def node_features(nodes: Iterable[str]) -> dict[str, frozenset[str]]:
+    """By node; empty where Slurm does not answer."""
+    command = ["scontrol", "show", "node", "--oneliner", ",".join(nodes)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    return parse_features(done.stdout)
+
+
+def parse_features(text: str) -> dict[str, frozenset[str]]:
+    """From ``scontrol show node``, a node on one line or on many."""
+    nodes = re.findall(r"\bNodeName=(\S+).*?\bActiveFeatures=(\S+)", text, flags=re.DOTALL)
+    return {name: frozenset(features.split(",")) - {"(null)"} for name, features in nodes}

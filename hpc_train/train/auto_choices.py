@@ -1,0 +1,75 @@
+"""What ``strategy.bucket_cap_mb=auto`` has found stays with the run: an attempt in the same layout begins with it.
+
+Makes ``strategy.compression=auto`` a technique: as an earlier attempt of this layout chose, else by measuring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from hpc_train.config.schema import Config
+from hpc_train.parallel.bucket_search import BucketChoice, Tell
+from hpc_train.parallel.compression.auto import choose
+from hpc_train.parallel.mesh import Mesh
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+
+
+def with_known_buckets(config: Config, run: RunDirectory, mesh: Mesh) -> Config:
+    """``config`` with the size that an attempt in this layout has chosen in place of ``auto``. Collective."""
+    if config.strategy.bucket_cap_mb != "auto":
+        return config
+    record: list[Any] = [run.record().get("bucket_cap") if mesh.rank == 0 else None]
+    dist.broadcast_object_list(record, src=0, group=mesh.control)
+    known = record[0]
+    if not known or known["layout"] != str(mesh.layout):
+        return config
+    return replace(config, strategy=replace(config.strategy, bucket_cap_mb=known["cap_mb"]))
+
+
+def teller(run: RunDirectory, mesh: Mesh, events: EventLog) -> Tell:
+    """Writes a choice to the log, the events and ``run.json``; on rank 0."""
+
+    def tell(choice: BucketChoice) -> None:
+        if mesh.rank != 0:
+            return
+        seconds = {f"{size:g}": value for size, value in choice.seconds.items()}
+        found: dict[str, Any] = {"cap_mb": choice.cap_mb, "seconds": seconds}
+        print(choice)
+        run.update_record(bucket_cap={"layout": str(mesh.layout), **found})
+        events.write("bucket_size_chosen", **found)
+
+    return tell
+
+
+def with_chosen_compression(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog | None = None) -> Config:
+    """``config`` with the technique in the place of ``auto``; told in the log, ``events`` and ``run.json``. Collective.
+
+    An attempt in the same layout takes what was chosen before: its steps are those of the attempt before it.
+    """
+    if config.strategy.compression != "auto":
+        return config
+    technique = "none" if mesh.layout.dp == 1 else _known(run, mesh) or _measured(config, run, mesh, events)
+    return replace(config, strategy=replace(config.strategy, compression=technique))
+
+
+def _known(run: RunDirectory, mesh: Mesh) -> str | None:
+    """What rank 0 reads in the run's record."""
+    record: list[Any] = [run.record().get("compression") if mesh.rank == 0 else None]
+    dist.broadcast_object_list(record, src=0, group=mesh.control)
+    known = record[0]
+    return known["technique"] if known and known["layout"] == str(mesh.layout) else None
+
+
+def _measured(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog | None) -> str:
+    choice = choose(config, mesh)
+    if mesh.rank == 0:
+        print(choice, flush=True)
+        found = {"technique": choice.technique, "seconds": dict(choice.seconds)}
+        run.update_record(compression={"layout": str(mesh.layout), **found})
+        if events is not None:
+            events.write("compression_chosen", step=0, **found)
+    return choice.technique

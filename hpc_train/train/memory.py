@@ -1,0 +1,180 @@
+"""Where the memory of every rank went: what is held from step to step, and the rest of the peak.
+
+An error of memory, told with what was asked for, where memory goes, and what would help in this very run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hpc_train.config.schema import Config
+from hpc_train.errors import ConfigError
+from hpc_train.measure.device_use import peak_device_memory, peak_host_memory
+from hpc_train.parallel.engine import Engine
+from hpc_train.parallel.mesh import Mesh
+from hpc_train.plan.layout import resolve_layout
+from hpc_train.plan.memory import GIB, estimate
+from hpc_train.run.exits import Failure, classify
+from hpc_train.train.optimizer import Optimizer
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on the device of one rank.
+
+    Attributes:
+        peak: of the GPU's allocator; on the CPU the resident set, with the interpreter and its libraries.
+        activations: the rest of the peak: activations, and whatever else there was at that moment.
+    """
+
+    peak: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Of all ranks, by rank."""
+
+    ranks: tuple[RankMemory, ...]
+    estimated: float | None  # of the rank that needs most
+
+    def as_json(self) -> dict[str, Any]:
+        return {"estimated": self.estimated, "ranks": [asdict(rank) for rank in self.ranks]}
+
+    def __str__(self) -> str:
+        rank, most = max(enumerate(self.ranks), key=lambda pair: pair[1].peak)
+        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in asdict(most).items() if name != "peak")
+        told = f"memory: at most {most.peak / GIB:.2f} GiB, on rank {rank}: {parts} (with all else)"
+        return told if self.estimated is None else f"{told}; estimated {self.estimated / GIB:.2f}"
+
+
+def report_memory(config: Config, mesh: Mesh, engine: Engine, optimizer: Optimizer) -> MemoryReport:
+    """After a step, while its gradients are there. Collective."""
+    parameters = engine.named_parameters().values()
+    peak = peak_device_memory(mesh.device) or peak_host_memory()
+    weights = _bytes(parameters, mesh)
+    gradients = _bytes((parameter.grad for parameter in parameters if parameter.grad is not None), mesh)
+    state = _bytes(optimizer.tensors(), mesh)
+    own = RankMemory(peak, weights, gradients, state, max(0, peak - weights - gradients - state))
+    ranks: list[Any] = [None] * mesh.layout.world_size
+    dist.all_gather_object(ranks, own, group=mesh.control)
+    needed = estimate(config, mesh.layout)
+    return MemoryReport(tuple(ranks), None if needed is None else needed.total)
+
+
+def _bytes(tensors: Iterable[Tensor], mesh: Mesh) -> int:
+    """Of what is on the ranks' device: not what is offloaded."""
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local if tensor.device.type == mesh.device.type)
+
+
+TOLD = 3  # mends, where their savings are known
+WORTH = 0.02  # of all the memory: a mend that saves less is not told
+
+
+class OutOfMemory(MemoryError):
+    """The message says what to change."""
+
+
+@contextmanager
+def explained(config: Config, mesh: Mesh) -> Iterator[None]:
+    """Around what may need more memory than there is, of the device or of the host.
+
+    Raises:
+        OutOfMemory: in place of what torch or Python raised.
+    """
+    try:
+        yield
+    except Exception as error:
+        if classify(error) is not Failure.OUT_OF_MEMORY:
+            raise
+        raise OutOfMemory(_message(error, config, mesh)) from error
+
+
+def _message(error: Exception, config: Config, mesh: Mesh) -> str:
+    used = peak_device_memory(mesh.device) or peak_host_memory()
+    first_line = str(error).strip().partition("\n")[0] or type(error).__name__
+    told = f"out of memory on rank {mesh.rank}, which had used {used / GIB:.2f} GiB of the {_place(mesh.device)}"
+    needed = estimate(config, mesh.layout)
+    parts = "" if needed is None else f" Estimated need of a rank: {needed}; most of it {needed.largest}."
+    helps = "; ".join(str(mend) for mend in mends(config, mesh)) or "a larger machine"
+    return f"{told}: {first_line}.{parts} In this run would help: {helps}"
+
+
+@dataclass(frozen=True)
+class MemorySaving:
+    """A change of the config, in words, and the bytes per rank that it is estimated to save."""
+
+    words: str
+    saves: float | None
+
+    def __str__(self) -> str:
+        return self.words if self.saves is None else f"{self.words} saves {self.saves / GIB:.2f} GiB"
+
+
+def mends(config: Config, mesh: Mesh) -> list[MemorySaving]:
+    """What is not in use yet, the cheapest in speed first; of those with known savings the first that are worth it."""
+    before = estimate(config, mesh.layout)
+    if before is None:
+        return [MemorySaving(words, None) for words, _ in _candidates(config, mesh)]
+    found = []
+    for words, changed in _candidates(config, mesh):
+        saves = None if changed is None else before.total - _total(changed, mesh, before.total)
+        if saves is None or saves > WORTH * before.total:
+            found.append(MemorySaving(words, saves))
+    return found[:TOLD]
+
+
+def _candidates(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config | None]]:
+    """Overrides, and the config with them; the cheapest first."""
+    layout, train, gpu = mesh.layout, config.train, mesh.device.type == "cuda"
+    if layout.logical_micro_batches and layout.micro_size > 1:
+        yield f"batch.logical_micro_batches={2 * layout.logical_micro_batches}, from the first step on", None
+    elif layout.micro_size > 1:
+        half = layout.micro_size // 2
+        smaller = replace(config, batch=replace(config.batch, micro_size=half, micro_batches="auto"))
+        yield f"batch.micro_size={half} (now {layout.micro_size}; the steps stay the same)", smaller
+    if config.precision.name == "fp32" and gpu:
+        yield "precision=bf16", replace(config, precision=replace(config.precision, name="bf16"))
+    recomputes = train.activation_checkpointing != "none"
+    ops, full = (replace(config, train=replace(train, activation_checkpointing=mode)) for mode in ("ops", "full"))
+    if not recomputes:
+        yield "train.activation_checkpointing=ops", ops
+    if train.loss_chunks == 1 and config.model.kind == "gpt":
+        yield "train.loss_chunks=8", replace(config, train=replace(train, loss_chunks=8))
+    if not recomputes:
+        yield "train.activation_checkpointing=full", full
+    if layout.dp > 1 and layout.data_parallel != "zero3" and not layout.logical_micro_batches:
+        sharded: dict[str, Any] = {"data_parallel": "zero3", "compression": "none"}
+        yield "strategy=zero3", replace(config, strategy=replace(config.strategy, **sharded))
+    if config.optim.name == "adamw" and config.optim.moments == "fp32":
+        yield "optim.moments=bf16", replace(config, optim=replace(config.optim, moments="bf16"))
+    if gpu and config.strategy.offload == "none":
+        yield "strategy.offload=optimizer", replace(config, strategy=replace(config.strategy, offload="optimizer"))
+    if not gpu and layout.world_size > 1:
+        yield "fewer ranks per node (cluster.cpu_workers)", None
+
+
+def _total(config: Config, mesh: Mesh, otherwise: float) -> float:
+    """Of the changed config on the same ranks; ``otherwise`` where it is refused there."""
+    try:
+        changed = estimate(config, resolve_layout(config, 1, mesh.layout.world_size))
+    except ConfigError:
+        return otherwise
+    assert changed is not None
+    return changed.total
+
+
+def _place(device: torch.device) -> str:
+    return "GPU" if device.type == "cuda" else "host"
