@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from hpc_train import commands
 from hpc_train.config.translate import translate
-from hpc_train.errors import ConfigError, nearest
+from hpc_train.errors import UserError, nearest
 from hpc_train.run.exits import Exit
 
 COMMAND = re.compile(r"[a-z][a-z0-9_]*")
@@ -52,7 +52,7 @@ def _command(arguments: list[str]) -> tuple[Callable[[list[str]], int], list[str
         name, rest = arguments[0], arguments[1:]
     known = sorted(module.name for module in pkgutil.iter_modules(commands.__path__))
     if name not in known:
-        raise ConfigError(f"there is no command {name!r}", where="the command line", mend=nearest(name, known))
+        raise UserError(f"there is no command {name!r}", where="the command line", fix=nearest(name, known))
     function: Callable[[list[str]], int] = importlib.import_module(f"hpc_train.commands.{name}").main
     return function, rest
 

@@ -1,6 +1,6 @@
 """The one exception of a user's mistake.
 
-The words of a mend: the allowed values, the nearest first.
+The words of a fix: the allowed values, the nearest first.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ import difflib
 from collections.abc import Sequence
 
 
-class ConfigError(Exception):
+class UserError(Exception):
     """A wrong setting or input, found before anything was started (exit code 2).
 
     Args:
         what: what is wrong, with the offending value.
         where: the config key, file or option that sets it, e.g. ``batch.global_size``.
-        mend: what to change, concretely.
+        fix: what to change, concretely.
     """
 
-    def __init__(self, what: str, *, where: str = "", mend: str = "") -> None:
+    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
         super().__init__(what)
-        self.what, self.where, self.mend = what, where, mend
+        self.what, self.where, self.fix = what, where, fix
 
     def __str__(self) -> str:
         where = f"\n  set in: {self.where}" if self.where else ""
-        mend = f"\n  mend:   {self.mend}" if self.mend else ""
-        return f"{self.what}{where}{mend}"
+        fix = f"\n  fix:    {self.fix}" if self.fix else ""
+        return f"{self.what}{where}{fix}"
 
 
 def nearest(value: object, allowed: Sequence[str]) -> str:

@@ -31,7 +31,7 @@ from hpc_train.bench.measuring import config_of, measured
 from hpc_train.bench.request import NoiseRequest, StepRequest
 from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.config.schema import Config
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.validate import validate
 from hpc_train.preflight.bandwidth import check_plot
@@ -46,15 +46,15 @@ def main(arguments: list[str]) -> int:
     """Measures on this node and prints; returns an exit code."""
     options, rest = _parser().parse_known_args(arguments)
     if min(options.steps, options.pairs, options.most) < 1 or options.noise < 0:
-        raise ConfigError("nothing to measure", where="--steps, --pairs, --most, --noise", mend="1 or more")
+        raise UserError("nothing to measure", where="--steps, --pairs, --most, --noise", fix="1 or more")
     if options.plot is not None:
         check_plot(options.plot)
     config = config_of(rest)
     gpus, workers = workers_per_node(config.cluster)
     layout = validate(config, 1, workers)
     if config.train.reproducible is not None:
-        raise ConfigError(
-            "train.reproducible fixes the micro-batches", where="train.reproducible", mend="train.reproducible=null"
+        raise UserError(
+            "train.reproducible fixes the micro-batches", where="train.reproducible", fix="train.reproducible=null"
         )
     limit = None if gpus else int(GIB * options.memory) if options.memory else _free_memory() // layout.world_size
     code, trials, unit = _trials(config, layout, options, limit)

@@ -13,7 +13,7 @@ from typing import Any
 from hpc_train.bench.measuring import config_of, measured
 from hpc_train.bench.request import CheckpointRequest
 from hpc_train.cluster.allocation import workers_per_node
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.plan.validate import validate
 
 ENTRY = "hpc_train.bench.checkpoint_worker:measure"
@@ -23,9 +23,9 @@ def main(arguments: list[str]) -> int:
     """Measures on this node and prints; returns an exit code."""
     options, rest = _parser().parse_known_args(arguments)
     if options.pairs < 1:
-        raise ConfigError("nothing to measure", where="--pairs", mend="1 or more")
+        raise UserError("nothing to measure", where="--pairs", fix="1 or more")
     if options.against:
-        raise ConfigError("checkpoints always go against plain DCP", where="--against", mend="no --against")
+        raise UserError("checkpoints always go against plain DCP", where="--against", fix="no --against")
     config = config_of(rest)
     validate(config, 1, workers_per_node(config.cluster)[1])
     code, result = measured(config, CheckpointRequest(options.pairs), ENTRY, Path(config.run.root))

@@ -155,7 +155,7 @@ class _CheckpointBench:
 
     def _in_background(self, begin: Callable[[], None], end: Callable[[], None]) -> tuple[float, float]:
         """Seconds until ``begin`` returns, and until ``end`` has."""
-        self._settle()
+        self._synchronize()
         start = time.perf_counter()
         with quiet():
             begin()
@@ -165,7 +165,7 @@ class _CheckpointBench:
         return self._slowest(stall), self._slowest(durable)
 
     def _timed(self, action: Callable[[], None]) -> float:
-        self._settle()
+        self._synchronize()
         start = time.perf_counter()
         with quiet():
             action()
@@ -176,17 +176,17 @@ class _CheckpointBench:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.mesh.control)
         return found.item()
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         if self.mesh.device.type == "cuda":
             torch.cuda.synchronize(self.mesh.device)
         dist.barrier(group=self.mesh.control)
 
     def _forget(self, path: Path) -> None:
         """Removes what was written, so that no save pays for the space of another."""
-        self._settle()
+        self._synchronize()
         if self.mesh.rank == 0:
             shutil.rmtree(path)
-        self._settle()
+        self._synchronize()
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from hpc_train.bench.measuring import config_of, measured
 from hpc_train.bench.request import CollectivesRequest
 from hpc_train.cluster.allocation import current_allocation, workers_per_node
 from hpc_train.config.schema import BatchConfig, Config, StrategyConfig
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.plan.validate import validate
 from hpc_train.preflight.bandwidth import check_plot, collectives_report, parse_sizes, write_csv, write_plot
 
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     config = _all_workers(config, nodes * workers)
     layout = validate(config, nodes, workers)
     if layout.world_size == 1:
-        raise ConfigError("one rank has nobody to talk to", where="cluster", mend="more workers: cluster.cpu_workers=4")
+        raise UserError("one rank has nobody to talk to", where="cluster", fix="more workers: cluster.cpu_workers=4")
     request = CollectivesRequest(sizes or parse_sizes(SIZES[gpus > 0]), SECONDS)
     code, result = measured(config, request, ENTRY, Path(config.run.root) if nodes > 1 else None)
     if result is not None:

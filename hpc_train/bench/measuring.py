@@ -15,7 +15,7 @@ from hpc_train.config.arguments import CommandLine, expand, with_right_plus
 from hpc_train.config.compose import typed
 from hpc_train.config.schema import Config
 from hpc_train.elastic.agent import run_agent
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.launch.launcher import register_launcher
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
@@ -34,18 +34,18 @@ def config_of(arguments: list[str], several_nodes: bool = False) -> Config:
     """The config of ``arguments``, which are those of a training.
 
     Raises:
-        ConfigError: they are none, or of several jobs; or this is a Slurm step of several nodes.
+        UserError: they are none, or of several jobs; or this is a Slurm step of several nodes.
     """
     if current_allocation().nodes > 1 and not several_nodes:
-        raise ConfigError(
+        raise UserError(
             "bench measures the workers of one node",
             where="the Slurm step of several nodes",
-            mend="srun --nodes=1 python -m hpc_train bench …",
+            fix="srun --nodes=1 python -m hpc_train bench …",
         )
     register_launcher()
     line = CommandLine.parse(with_right_plus(arguments))
     if line.multirun or len(expand(line.overrides)) > 1:
-        raise ConfigError("bench measures one job", where="the command line", mend="one value for each key, and no -m")
+        raise UserError("bench measures one job", where="the command line", fix="one value for each key, and no -m")
     with line.composer() as compose:
         return typed(compose(line.overrides))
 
@@ -97,10 +97,10 @@ def _wait_for(path: Path, seconds: float) -> None:
     until = time.monotonic() + seconds
     while path not in set(path.parent.glob("*")):  # listed: a network file system remembers what was not there
         if time.monotonic() > until:
-            raise ConfigError(
+            raise UserError(
                 f"the first node has not written {path} in {seconds:g} s",
                 where="run.root",
-                mend="run.root=DIR that all nodes share",
+                fix="run.root=DIR that all nodes share",
             )
         time.sleep(0.2)
 

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from hpc_train.config.schema import Config
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json, write_json
@@ -107,20 +107,20 @@ def bare_loop(config: Config, layout: Layout) -> str:
     """The bare loop of ``raw.py`` that does what ``config`` does in ``layout``.
 
     Raises:
-        ConfigError: there is none.
+        UserError: there is none.
     """
     data_parallel = layout.data_parallel
     if config.precision.name == "fp16":
-        raise ConfigError(
+        raise UserError(
             "the bare loops have no loss scaling",
             where="precision, --against",
-            mend="precision=bf16 or fp32, or no --against",
+            fix="precision=bf16 or fp32, or no --against",
         )
     if layout.pp > 1 and getattr(config.data, "packing", False):
-        raise ConfigError(
+        raise UserError(
             "the bare pipeline does not pass positions and documents on",
             where="data.packing, --against",
-            mend="data.packing=false, or no --against",
+            fix="data.packing=false, or no --against",
         )
     if layout.world_size == 1:
         return "single"
@@ -131,10 +131,10 @@ def bare_loop(config: Config, layout: Layout) -> str:
             return "zero2"
     if layout.pp == layout.world_size and layout.schedule == "1f1b":
         return "pp"
-    raise ConfigError(
+    raise UserError(
         f"there is no bare loop for {layout}",
         where="strategy, --against",
-        mend="+strategy=single, dp, zero2 or pp with schedule 1f1b, or no --against",
+        fix="+strategy=single, dp, zero2 or pp with schedule 1f1b, or no --against",
     )
 
 

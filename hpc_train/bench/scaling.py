@@ -29,7 +29,7 @@ from hpc_train.bench.measuring import config_of, measured
 from hpc_train.bench.request import StepRequest
 from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.config.arguments import CommandLine, with_right_plus
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.launch.container import IN_SHELL, container_of, quoted
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.slurm import PATIENCE_S, SlurmSubmitter, sbatch
@@ -58,11 +58,11 @@ def main(arguments: list[str]) -> int:
     options, rest = _parser().parse_known_args(arguments)
     unit, sizes, overrides = _sizes(rest)
     if min(options.steps, options.pairs) < 1:
-        raise ConfigError("nothing to measure", where="--steps, --pairs", mend="1 or more")
+        raise UserError("nothing to measure", where="--steps, --pairs", fix="1 or more")
     if options.plot is not None:
         check_plot(options.plot)
     if unit == NODES and not options.multirun:
-        raise ConfigError("several nodes are measured by jobs on Slurm", where="nodes", mend="-m, or workers=1,2,4")
+        raise UserError("several nodes are measured by jobs on Slurm", where="nodes", fix="-m, or workers=1,2,4")
     points = [(kind, size, _overrides(overrides, unit, kind, size, sizes)) for kind in KINDS for size in sizes]
     if unit == NODES:
         step = ["--steps", str(options.steps), "--pairs", str(options.pairs), "--json"]
@@ -113,13 +113,13 @@ def _parser() -> argparse.ArgumentParser:
 def _sizes(arguments: Sequence[str]) -> tuple[str, list[int], list[str]]:
     """``nodes=1,2,4`` or ``workers=1,2,4`` as unit and sizes, and the other arguments."""
     given = [argument for argument in arguments if argument.partition("=")[0] in (NODES, WORKERS)]
-    mend = "nodes=1,2,4 with -m on Slurm, or workers=1,2,4 on this machine"
+    fix = "nodes=1,2,4 with -m on Slurm, or workers=1,2,4 on this machine"
     if len(given) != 1:
-        raise ConfigError("what is to grow is not said, or twice", where="nodes, workers", mend=mend)
+        raise UserError("what is to grow is not said, or twice", where="nodes, workers", fix=fix)
     unit, _, listed = given[0].partition("=")
     numbers = listed.split(",")
     if not all(number.isdigit() and int(number) for number in numbers):
-        raise ConfigError(f"{given[0]} is no list of numbers", where=unit, mend=mend)
+        raise UserError(f"{given[0]} is no list of numbers", where=unit, fix=fix)
     return unit, sorted({int(number) for number in numbers}), [other for other in arguments if other not in given]
 
 
@@ -296,7 +296,7 @@ def measure_on_slurm(words: Sequence[Sequence[str]], nodes: Sequence[int]) -> li
     """Submits ``bench step WORDS`` for each of ``words``; returns their results in order, None where one failed.
 
     Raises:
-        ConfigError: a job cannot run there, or Slurm refuses it.
+        UserError: a job cannot run there, or Slurm refuses it.
     """
     submitter = SlurmSubmitter()
     jobs = [_job(own) for own in words]
@@ -326,9 +326,9 @@ def _submit(job: Job, words: Sequence[str], stem: Path, submitter: SlurmSubmitte
     try:
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"sbatch: {error}", where="-m", mend="a machine of a Slurm cluster, or workers=") from error
+        raise UserError(f"sbatch: {error}", where="-m", fix="a machine of a Slurm cluster, or workers=") from error
     if done.returncode != 0:
-        raise ConfigError(f"Slurm refuses the job: {done.stderr.strip()}", where="cluster", mend="cluster.KEY=VALUE")
+        raise UserError(f"Slurm refuses the job: {done.stderr.strip()}", where="cluster", fix="cluster.KEY=VALUE")
     return _Measurement(done.stdout.strip().partition(";")[0], result, log)
 
 

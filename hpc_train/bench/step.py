@@ -10,7 +10,7 @@ from typing import Any
 from hpc_train.bench.measuring import config_of, measured
 from hpc_train.bench.request import StepRequest, bare_loop
 from hpc_train.cluster.allocation import current_allocation, workers_per_node
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.plan.validate import validate
 
 ENTRY = "hpc_train.bench.step_worker:measure"
@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
     """Measures on this node, or those of the Slurm step, and prints; returns an exit code."""
     options, rest = _parser().parse_known_args(arguments)
     if min(options.steps, options.pairs) < 1:
-        raise ConfigError("nothing to measure", where="--steps, --pairs", mend="1 or more")
+        raise UserError("nothing to measure", where="--steps, --pairs", fix="1 or more")
     config, nodes = config_of(rest, several_nodes=True), current_allocation().nodes
     layout = validate(config, nodes, workers_per_node(config.cluster)[1])
     raw = bare_loop(config, layout) if options.against else None

@@ -21,7 +21,7 @@ from torch import Tensor
 from hpc_train.checkpoint.reader import MODEL, StoredTensors
 from hpc_train.checkpoint.state import TensorShape
 from hpc_train.config.schema import GPTConfig, ModelConfig, ViTConfig
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.models.hf_names import OUTPUT, gpt_config, hf_config, hf_name
 from hpc_train.run.files import write_json
@@ -52,13 +52,13 @@ def export_hf(
         dtype: of the files; None: as stored.
 
     Raises:
-        ConfigError: the model is none that ``transformers`` knows, ``to`` is taken, or safetensors is not installed.
+        UserError: the model is none that ``transformers`` knows, ``to`` is taken, or safetensors is not installed.
     """
     if not isinstance(model, GPTConfig):
-        raise ConfigError(
+        raise UserError(
             f"transformers has no class for a model of kind {model.kind}",
             where="--format",
-            mend="--format pt, which takes any model",
+            fix="--format pt, which takes any model",
         )
     save_file = _save_file()
     shards = _shards(stored.model(), dtype, shard_bytes)
@@ -87,7 +87,7 @@ def export_pt(
     on disk for its time, and no memory.
 
     Raises:
-        ConfigError: ``to`` is taken.
+        UserError: ``to`` is taken.
     """
     with _appearing(to) as file:
         folder = file.with_name(f"{file.name}.tensors")
@@ -107,8 +107,8 @@ def _save_file() -> Callable[..., Any]:
     try:
         from safetensors.torch import save_file
     except ImportError as error:
-        raise ConfigError(
-            "safetensors is not installed", where="--format", mend="pip install 'hpc_train[hf]', or --format pt"
+        raise UserError(
+            "safetensors is not installed", where="--format", fix="pip install 'hpc_train[hf]', or --format pt"
         ) from error
     return save_file
 
@@ -160,7 +160,7 @@ def _tied(model: ModelConfig) -> Mapping[str, str]:
 def _appearing(to: Path) -> Iterator[Path]:
     """A path beside ``to`` that takes its name at the end, and is gone after a failure."""
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
-        raise ConfigError(f"{to} is there already", where="--to", mend="a path that is free")
+        raise UserError(f"{to} is there already", where="--to", fix="a path that is free")
     to.parent.mkdir(parents=True, exist_ok=True)
     partial = to.with_name(f".{to.name}.partial")
     _remove(partial)
@@ -205,7 +205,7 @@ class LlamaFiles:
         """Reads names and shapes, and compares them with the config.
 
         Raises:
-            ConfigError: files are missing, or they hold another model than the config says.
+            UserError: files are missing, or they hold another model than the config says.
         """
         model = gpt_config(_json(folder / "config.json"), str(folder / "config.json"))
         expected = {name: tuple(value.shape) for name, value in build_model(model, 0).named_parameters()}
@@ -231,10 +231,10 @@ class LlamaFiles:
             problems += [f"{name}: {list(found)}, not {list(shape)}"] if found != shape else []
         if problems:
             more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
-            raise ConfigError(
+            raise UserError(
                 "the weights are not those of config.json:\n  " + "\n  ".join(problems[:8]) + more,
                 where=str(self.folder),
-                mend="the whole directory as it was published",
+                fix="the whole directory as it was published",
             )
 
     def _found_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -245,7 +245,7 @@ class LlamaFiles:
                 there = {*opened.keys()}
                 for name in (name for name, place in self._where.items() if place == file):
                     if name not in there:
-                        raise ConfigError(f"{file} has no {name}", where=str(self.folder / file), mend=_AGAIN)
+                        raise UserError(f"{file} has no {name}", where=str(self.folder / file), fix=_AGAIN)
                     shapes[name] = tuple(opened.get_slice(name).get_shape())
         return shapes
 
@@ -256,15 +256,15 @@ def _located(folder: Path) -> dict[str, str]:
         located: dict[str, str] = _json(folder / _INDEX).get("weight_map", {})
         outside = [file for file in located.values() if Path(file).name != file]
         if outside:
-            raise ConfigError(f"{outside[0]} lies outside", where=str(folder / _INDEX), mend="names of files beside it")
+            raise UserError(f"{outside[0]} lies outside", where=str(folder / _INDEX), fix="names of files beside it")
         return located
     if (folder / _SINGLE_HF).exists():
         with _opened(folder / _SINGLE_HF) as file:
             return dict.fromkeys(file.keys(), _SINGLE_HF)
-    raise ConfigError(
+    raise UserError(
         f"{folder} has no {_SINGLE} and no {_INDEX}",
         where=str(folder),
-        mend="the safetensors files of the model; pickled .bin and .pt files can run code and are not read",
+        fix="the safetensors files of the model; pickled .bin and .pt files can run code and are not read",
     )
 
 
@@ -272,25 +272,25 @@ def _opened(path: Path) -> Any:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
-        raise ConfigError(
-            "safetensors is not installed", where="checkpoint import", mend="pip install 'hpc_train[hf]'"
+        raise UserError(
+            "safetensors is not installed", where="checkpoint import", fix="pip install 'hpc_train[hf]'"
         ) from error
     opener: Callable[..., Any] = safe_open
     try:
         return opener(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", where=str(path), mend=_AGAIN) from error
+        raise UserError(f"{path} cannot be read: {error}", where=str(path), fix=_AGAIN) from error
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(
+        raise UserError(
             f"{path} cannot be read: {error}",
             where=str(path),
-            mend="a directory with the config and weights of a Llama",
+            fix="a directory with the config and weights of a Llama",
         ) from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} is not an object", where=str(path), mend=_AGAIN)
+        raise UserError(f"{path} is not an object", where=str(path), fix=_AGAIN)
     return content

@@ -9,7 +9,7 @@ from pathlib import Path
 from hpc_train.checkpoint.archive import Archive
 from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest, read_manifest, verify
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
 
@@ -67,32 +67,32 @@ def choose(run: RunDirectory, step: int | None) -> Checkpoint:
     """The checkpoint of ``step``, or the newest.
 
     Raises:
-        ConfigError: there is none.
+        UserError: there is none.
     """
     committed = CheckpointStore(run.checkpoints).committed()
     if not committed:
-        raise ConfigError(f"{run.path} has no checkpoint", where="RUN", mend="a run that has saved one")
+        raise UserError(f"{run.path} has no checkpoint", where="RUN", fix="a run that has saved one")
     if step is None:
         return committed[-1]
     for found in committed:
         if found.step == step:
             return found
     steps = ", ".join(str(found.step) for found in committed)
-    raise ConfigError(f"{run.path} has no checkpoint of step {step}", where="--step", mend=f"one of {steps}")
+    raise UserError(f"{run.path} has no checkpoint of step {step}", where="--step", fix=f"one of {steps}")
 
 
 def whole(found: Checkpoint, on_bytes: Callable[[int], None] | None = None) -> Manifest:
     """The manifest of a checkpoint whose every byte is as it was written.
 
     Raises:
-        ConfigError: it is damaged.
+        UserError: it is damaged.
     """
     listed = look(found, full=True, on_bytes=on_bytes)
     if listed.problem is not None or listed.manifest is None:
-        raise ConfigError(
+        raise UserError(
             f"the checkpoint {found.path} is damaged: {listed.problem}",
             where="RUN",
-            mend="--step with another one; checkpoint verify RUN tells which are whole",
+            fix="--step with another one; checkpoint verify RUN tells which are whole",
         )
     return listed.manifest
 
@@ -101,13 +101,13 @@ def find_run(target: str, root: Path) -> RunDirectory:
     """The run, or the imported weights, in ``target``: a directory, or its name below ``root``.
 
     Raises:
-        ConfigError: there are no checkpoints.
+        UserError: there are no checkpoints.
     """
     for path in (Path(target), root / target):
         if (path / "checkpoints").is_dir():
             return RunDirectory(path.absolute())
-    raise ConfigError(
+    raise UserError(
         f"there is no run with checkpoints in {target}",
         where="RUN",
-        mend=f"a run directory, or a name below {root}/",
+        fix=f"a run directory, or a name below {root}/",
     )

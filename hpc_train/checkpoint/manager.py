@@ -39,7 +39,7 @@ from hpc_train.checkpoint.verified import NoneGood, VerifiedCheckpoint, Verified
 from hpc_train.checkpoint.writer import HostCopies, SaveFailed, quiet, write_tensors
 from hpc_train.cluster.storage import renames_by_copying
 from hpc_train.config.schema import Config
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.directory import RunDirectory
@@ -172,7 +172,7 @@ class CheckpointManager:
         """Loads the newest good checkpoint, of this run or of the one it was forked from; None without any.
 
         Raises:
-            ConfigError: the checkpoint is of another model or optimizer, there are some and none is good, or the run
+            UserError: the checkpoint is of another model or optimizer, there are some and none is good, or the run
                 has saved some and none is left.
         """
         on_first(partial(self.store.revoke, self.events.attempt), self._group)
@@ -183,15 +183,15 @@ class CheckpointManager:
         if found is None and source is not None:
             found, forked = self._search(CheckpointStore(RunDirectory(Path(source)).checkpoints), own=False), True
         if found is None and source is not None:
-            raise ConfigError(
+            raise UserError(
                 "what the run was forked from has no checkpoint any more",
                 where=str(source),
-                mend="put one back there, or take another run.name to begin at step 0",
+                fix="put one back there, or take another run.name to begin at step 0",
             )
         if found is None:
             return None
         path = found.checkpoint.path
-        reader = SafeReader(path, found.manifest, found.settle_s)
+        reader = SafeReader(path, found.manifest, found.visibility_timeout_s)
         state = training_state(self.engine, self.optimizer)
         stored = self._stored_shapes(reader, path)
         wanted = self._of_all_ranks(shapes(state))
@@ -260,7 +260,7 @@ class CheckpointManager:
         saved = furthest_saved(self.run)
         if saved == 0:
             return False
-        if appears(self.store, self.config.checkpoint.settle_s if on_network(self.store.root) else 0.0):
+        if appears(self.store, self.config.checkpoint.visibility_timeout_s if on_network(self.store.root) else 0.0):
             return True
         archive = Archive.of(self.run, self.config)
         raise refusal(self.run, saved, None if archive is None else archive.copy.checkpoints)
@@ -268,7 +268,9 @@ class CheckpointManager:
     def _search(self, store: CheckpointStore, own: bool) -> VerifiedCheckpoint | None:
         settings = self.config.checkpoint
         on_bad = partial(self._tell_of_bad, store, own)
-        search = VerifiedSearch(store, self._group, settings.verify == "full", settings.settle_s, on_bad, own)
+        search = VerifiedSearch(
+            store, self._group, settings.verify == "full", settings.visibility_timeout_s, on_bad, own
+        )
         return search.newest()
 
     def _tell_of_bad(self, store: CheckpointStore, own: bool, checkpoint: Checkpoint, problem: str) -> None:
@@ -353,8 +355,8 @@ class CheckpointManager:
         try:
             stored: dict[str, TensorShape] = on_first(lambda: stored_shapes(reader.read_metadata()), self._group)
         except BadCheckpoint as error:
-            raise ConfigError(
-                f"the checkpoint is refused: {error}", where=str(path), mend="load only what this program has saved"
+            raise UserError(
+                f"the checkpoint is refused: {error}", where=str(path), fix="load only what this program has saved"
             ) from None
         return stored
 

@@ -99,11 +99,11 @@ def decode(data: bytes) -> Manifest:
     return manifest
 
 
-def read_manifest(checkpoint: Path, settle_s: float = 0.0) -> Manifest:
+def read_manifest(checkpoint: Path, visibility_timeout_s: float = 0.0) -> Manifest:
     """The manifest of the checkpoint in directory ``checkpoint``.
 
     Args:
-        settle_s: for how many seconds a missing or short file is looked at again; see ``settled``.
+        visibility_timeout_s: how long a missing or short file is read again, in seconds; see ``wait_until_visible``.
 
     Raises:
         BadCheckpoint: there is none, or it is damaged, or of another step than the directory's name says.
@@ -114,12 +114,12 @@ def read_manifest(checkpoint: Path, settle_s: float = 0.0) -> Manifest:
             content: bytes = file.readall()  # read(MAX_BYTES) would take that much memory first
             return content
 
-    data = settled(read, settle_s, f"{checkpoint / NAME}")
+    data = wait_until_visible(read, visibility_timeout_s, f"{checkpoint / NAME}")
     manifest, name = decode(data), checkpoint.name.partition(".")[0]
     if name.startswith("step-") and name != f"step-{manifest.step:08d}":
         raise BadCheckpoint(f"{NAME}: of step {manifest.step}, in {checkpoint.name}")
     if name.startswith("step-") and name != checkpoint.name:
-        found = settled(lambda: _read_marker(checkpoint), settle_s, f"{checkpoint / COMMITTED}")
+        found = wait_until_visible(lambda: _read_marker(checkpoint), visibility_timeout_s, f"{checkpoint / COMMITTED}")
         if found != marker(data):
             raise BadCheckpoint(f"{COMMITTED}: not of this {NAME}")
     return manifest
@@ -156,7 +156,7 @@ def verify(
     names: Iterable[str] | None = None,
     *,
     full: bool = True,
-    settle_s: float = 0.0,
+    visibility_timeout_s: float = 0.0,
     on_bytes: Callable[[int], None] | None = None,
 ) -> None:
     """Compares files with the manifest.
@@ -171,18 +171,18 @@ def verify(
         OSError: this process may not read a file, which says nothing about the file.
     """
     if names is None:
-        settled(lambda: _check_listing(checkpoint, manifest), settle_s, str(checkpoint))
+        wait_until_visible(lambda: _check_listing(checkpoint, manifest), visibility_timeout_s, str(checkpoint))
     for name in manifest.files if names is None else names:
         entry = manifest.files[name]
 
         def check(name: str = name, entry: FileEntry = entry) -> None:
             _check_file(checkpoint, name, entry, full, on_bytes)
 
-        settled(check, settle_s, f"{checkpoint / name}")
+        wait_until_visible(check, visibility_timeout_s, f"{checkpoint / name}")
 
 
-def settled(action: Callable[[], T], settle_s: float, what: str) -> T:
-    """Repeats ``action`` while a file is missing, stale or short, or its server away, for ``settle_s`` seconds at most.
+def wait_until_visible(action: Callable[[], T], timeout_s: float, what: str) -> T:
+    """Repeats ``action`` for ``timeout_s`` seconds while a file is missing, stale or short, or its server is away.
 
     Another node's client of a network file system may show an old directory or size until its attribute cache expires,
     after 60 s by default.
@@ -191,7 +191,7 @@ def settled(action: Callable[[], T], settle_s: float, what: str) -> T:
         BadCheckpoint: it still is, or the device does not give the bytes.
         OSError: this process may not read, has no memory or descriptors left, or the server is still away.
     """
-    deadline, pause = time.monotonic() + settle_s, 0.05
+    deadline, pause = time.monotonic() + timeout_s, 0.05
     while True:
         try:
             return action()

@@ -49,13 +49,13 @@ _ARCHIVE_OVERHEAD = 64 << 10  # bytes of a one-tensor archive beside the tensor
 class SafeReader(dcp.FileSystemReader):
     """A ``FileSystemReader`` of the checkpoint at ``path``, whose files agree with ``manifest``.
 
-    Another rank may have verified the file that this one reads: each waits, for ``settle_s`` at most (see
-    ``manifest.settled``), until it sees its own files whole.
+    Another rank may have verified the file that this one reads: each waits, for ``visibility_timeout_s`` at most (see
+    ``manifest.wait_until_visible``), until it sees its own files whole.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, settle_s: float = 0.0) -> None:
+    def __init__(self, path: Path, manifest: Manifest, visibility_timeout_s: float = 0.0) -> None:
         super().__init__(path)
-        self._manifest, self._settle_s = manifest, settle_s
+        self._manifest, self._visibility_s = manifest, visibility_timeout_s
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """
@@ -76,7 +76,7 @@ class SafeReader(dcp.FileSystemReader):
         return super().read_data(plan, planner)
 
     def _await(self, names: Iterable[str]) -> None:
-        verify(Path(self.path), self._manifest, names, full=False, settle_s=self._settle_s)
+        verify(Path(self.path), self._manifest, names, full=False, visibility_timeout_s=self._visibility_s)
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> Any:
         _check_archive(_Window(file, sinfo.offset, sinfo.length), sinfo)

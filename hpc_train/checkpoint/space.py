@@ -34,8 +34,8 @@ def check_space(directory: Path, store: CheckpointStore, tensor_bytes: int, file
     for room in room_in(directory):
         code, whose = (errno.ENOSPC, "") if room.whose == FILE_SYSTEM else (errno.EDQUOT, f" ({room.whose})")
         if needed > room.free:
-            mend = _fitting_keep(store, needed - room.free, keep)
-            what = f"the checkpoint needs {amount(needed)}, {amount(room.free)} free{whose}{mend}"
+            fix = _fitting_keep(store, needed - room.free, keep)
+            what = f"the checkpoint needs {amount(needed)}, {amount(room.free)} free{whose}{fix}"
             raise OSError(code, what, str(store.root))
         if room.inodes is not None and room.inodes < files:
             raise OSError(code, f"the checkpoint needs {files} inodes, {room.inodes} free{whose}", str(store.root))

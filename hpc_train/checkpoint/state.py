@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 
@@ -91,7 +91,7 @@ def check_match(stored: Mapping[str, TensorShape], wanted: Mapping[str, TensorSh
     """Compares a checkpoint with the state of all ranks together, before a live tensor is touched.
 
     Raises:
-        ConfigError: names all kinds of difference at once.
+        UserError: names all kinds of difference at once.
     """
     different = [
         f"{name}: {stored[name]} in the checkpoint, {wanted[name]} in the run"
@@ -104,10 +104,10 @@ def check_match(stored: Mapping[str, TensorShape], wanted: Mapping[str, TensorSh
         *_listed("not the same shape or type", different),
     ]
     if problems:
-        raise ConfigError(
+        raise UserError(
             "the checkpoint is of another model or optimizer:\n  " + "\n  ".join(problems),
             where=where,
-            mend="the model and optimizer that it was saved with, or another run.name to begin at step 0",
+            fix="the model and optimizer that it was saved with, or another run.name to begin at step 0",
         )
 
 

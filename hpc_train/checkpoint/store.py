@@ -38,7 +38,7 @@ from hpc_train.checkpoint.manifest import (
     read_manifest,
     verify,
 )
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 
 _COMMITTED = re.compile(r"step-(\d{8,})(\.attempt-\d+\.\d+)?")
@@ -303,7 +303,7 @@ def _best(checkpoints: Sequence[Kept], metric: str | None) -> int | None:
 LOOK_AGAIN_S = 1.0
 
 
-class Purged(ConfigError):
+class Purged(UserError):
     """The run's record tells of checkpoints, and there is none."""
 
 
@@ -349,6 +349,6 @@ def refusal(run: RunDirectory, saved: int, archive: Path | None) -> Purged:
         f"this run had saved a checkpoint of step {saved}{trained}, but no checkpoint of it is left{copies}\n"
         "  likely causes: a purge of old files on scratch, or a file system that is not mounted here",
         where=f"{run.checkpoints}, where its checkpoints are expected",
-        mend=f"{back}\n          to start over at step 0 on purpose: another run.name, or remove this run first: "
+        fix=f"{back}\n          to start over at step 0 on purpose: another run.name, or remove this run first: "
         f"rm -r {shlex.quote(str(run.path))}",
     )

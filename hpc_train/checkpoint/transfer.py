@@ -21,7 +21,7 @@ from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
 from hpc_train.checkpoint.writer import SaveFailed, write_tensors
 from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import ModelConfig
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
 from hpc_train.run.imported import imported_model, model_overrides, write_imported
@@ -42,7 +42,7 @@ def export(run: RunDirectory, step: int | None, to: Path, format: str, dtype: st
         ``step``, ``path`` and ``bytes`` that were read.
 
     Raises:
-        ConfigError: there is no such checkpoint, it is damaged, or its model cannot be written so.
+        UserError: there is no such checkpoint, it is damaged, or its model cannot be written so.
     """
     found = choose(run, step)
     model, positions = _model(run)
@@ -77,11 +77,11 @@ def import_hf(source: Path, name: str, root: Path, dtype: str, bar: Bar) -> dict
         ``path``, ``parameters`` (elements) and ``overrides`` of a run with the model.
 
     Raises:
-        ConfigError: the files are no Llama that our model computes, or the name is taken.
+        UserError: the files are no Llama that our model computes, or the name is taken.
     """
     directory = RunDirectory(Path(run_directory(str(root), name)))
     if directory.path.exists() and any(directory.path.iterdir()):
-        raise ConfigError(f"{directory.path} is there already", where="--to", mend="another name")
+        raise UserError(f"{directory.path} is there already", where="--to", fix="another name")
     files = LlamaFiles.open(source)
     kind: torch.dtype = getattr(torch, dtype)
     state = {f"{MODEL}{own}": torch.empty(shape, dtype=kind, device="meta") for own, shape in files.shapes.items()}
@@ -92,7 +92,7 @@ def import_hf(source: Path, name: str, root: Path, dtype: str, bar: Bar) -> dict
     except BaseException as error:
         disk.remove(directory.path)  # there was nothing in it
         if isinstance(error, SaveFailed):
-            raise ConfigError(str(error), where="checkpoint import", mend="a root that can hold it") from error
+            raise UserError(str(error), where="checkpoint import", fix="a root that can hold it") from error
         raise
     return {
         "path": str(directory.path),

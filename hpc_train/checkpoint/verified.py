@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest, read_manifest, verify
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.processes import process
 
@@ -27,7 +27,7 @@ MEMORY = ".verified.json"  # in the store's directory: what this job has verifie
 _NETWORK = ("nfs", "lustre", "gpfs", "beegfs", "cifs", "smb", "ceph", "fuse", "9p", "panfs", "afs", "gfs", "ocfs")
 
 
-class NoneGood(ConfigError):
+class NoneGood(UserError):
     """There are checkpoints, and all of them are damaged."""
 
 
@@ -37,7 +37,7 @@ class VerifiedCheckpoint:
 
     checkpoint: Checkpoint
     manifest: Manifest
-    settle_s: float = 0.0  # for how long a rank may not see yet what the others have verified
+    visibility_timeout_s: float = 0.0  # for how long a rank may not see yet what the others have verified
 
 
 @dataclass
@@ -46,7 +46,7 @@ class VerifiedSearch:
 
     Attributes:
         full: the content as well, not the sizes only.
-        settle_s: see ``manifest.settled``; counted on network file systems only.
+        visibility_timeout_s: see ``manifest.wait_until_visible``; counted on network file systems only.
         on_bad: on rank 0, told each bad checkpoint and why; it may set it aside.
         own: the store is this run's, so that something may be written there.
     """
@@ -54,7 +54,7 @@ class VerifiedSearch:
     store: CheckpointStore
     group: dist.ProcessGroup
     full: bool
-    settle_s: float
+    visibility_timeout_s: float
     on_bad: Callable[[Checkpoint, str], None]
     own: bool = True
     _refused: dict[int, str] = field(default_factory=dict, init=False)
@@ -64,7 +64,7 @@ class VerifiedSearch:
 
         Raises:
             NoneGood: there were some and none is good.
-            ConfigError: this process may not read them.
+            UserError: this process may not read them.
             OSError: they cannot be read now.
         """
         while True:
@@ -83,12 +83,12 @@ class VerifiedSearch:
 
     def _candidate(self) -> VerifiedCheckpoint | None:
         """On rank 0, for all: another rank's view of a network file system may be older."""
-        settle = self._settle()
+        timeout_s = self._visibility_s()
         for checkpoint in reversed(self.store.committed()):
             if checkpoint.step in self._refused:
                 continue
             try:
-                return VerifiedCheckpoint(checkpoint, read_manifest(checkpoint.path, settle), settle)
+                return VerifiedCheckpoint(checkpoint, read_manifest(checkpoint.path, timeout_s), timeout_s)
             except BadCheckpoint as error:
                 self._refuse(checkpoint, str(error))
             except OSError as error:
@@ -98,7 +98,7 @@ class VerifiedSearch:
             raise NoneGood(
                 "no checkpoint of this run is good:\n  " + "\n  ".join(bad or [p.name for p in self.store.bad()]),
                 where=str(self.store.root),
-                mend="put a good checkpoint there; or take another run.name to begin at step 0",
+                fix="put a good checkpoint there; or take another run.name to begin at step 0",
             )
         return None
 
@@ -110,9 +110,15 @@ class VerifiedSearch:
         outcome: Any = None
         try:
             if rank == 0:
-                verify(found.checkpoint.path, found.manifest, full=False, settle_s=self._settle())
+                verify(found.checkpoint.path, found.manifest, full=False, visibility_timeout_s=self._visibility_s())
             full = self.full and not known
-            verify(found.checkpoint.path, found.manifest, by_size[rank::ranks], full=full, settle_s=self._settle())
+            verify(
+                found.checkpoint.path,
+                found.manifest,
+                by_size[rank::ranks],
+                full=full,
+                visibility_timeout_s=self._visibility_s(),
+            )
         except BadCheckpoint as error:
             outcome = f"{error} (rank {rank}, {socket.gethostname()})"
         except OSError as error:
@@ -128,8 +134,8 @@ class VerifiedSearch:
         self._refused[checkpoint.step] = problem
         self.on_bad(checkpoint, problem)
 
-    def _settle(self) -> float:
-        return self.settle_s if on_network(self.store.root) else 0.0
+    def _visibility_s(self) -> float:
+        return self.visibility_timeout_s if on_network(self.store.root) else 0.0
 
     def _remember(self, found: VerifiedCheckpoint) -> None:
         """So that a restart within this job does not read all of it again."""
@@ -159,7 +165,7 @@ def _unreadable(checkpoint: Checkpoint, rank: int, error: OSError) -> Exception:
     """What to raise where that says nothing about the checkpoint: a file server that is away may be back later."""
     words = f"rank {rank} cannot read a checkpoint: {error}"
     if error.errno in (errno.EACCES, errno.EPERM):
-        return ConfigError(words, where=str(checkpoint.path))
+        return UserError(words, where=str(checkpoint.path))
     return OSError(error.errno, words)
 
 

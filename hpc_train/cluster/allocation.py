@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from hpc_train.cluster.gpus import gpus_to_use
 from hpc_train.config.schema import ClusterConfig
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout
 from hpc_train.run.exits import Exit
 
@@ -82,22 +82,22 @@ def workers_per_node(cluster: ClusterConfig, visible: int | None = None) -> tupl
     ``visible`` stands for the GPUs of the node where it is not this machine that will run the job.
 
     Raises:
-        ConfigError: more GPUs are asked for than are there. On this machine also ``UnusableGpus``: this process cannot
+        UserError: more GPUs are asked for than are there. On this machine also ``UnusableGpus``: this process cannot
             use those that are there.
     """
     asked = cluster.gpus_per_node
     if asked == 0:
         return 0, cluster.cpu_workers
     if asked != "auto" and (not isinstance(asked, int) or asked < 0):
-        raise ConfigError(f"gpus_per_node is {asked!r}", where="cluster.gpus_per_node", mend="a number >= 0, or auto")
+        raise UserError(f"gpus_per_node is {asked!r}", where="cluster.gpus_per_node", fix="a number >= 0, or auto")
     there = gpus_to_use(asked) if visible is None else visible
     if not isinstance(asked, int):
         return (there, there) if there else (0, cluster.cpu_workers)
     if asked > there:
-        raise ConfigError(
+        raise UserError(
             f"{asked} GPUs per node are asked for, {there} are visible here",
             where="cluster.gpus_per_node",
-            mend=f"cluster.gpus_per_node={there} (0 trains on the CPU), or auto; CUDA_VISIBLE_DEVICES hides GPUs too",
+            fix=f"cluster.gpus_per_node={there} (0 trains on the CPU), or auto; CUDA_VISIBLE_DEVICES hides GPUs too",
         )
     return asked, asked
 
@@ -131,7 +131,7 @@ SILENCE_S = 1.0  # the first task is to have spoken before srun ends it for the 
 class Misplaced:
     """What is wrong, and whether this process is the one to say so."""
 
-    error: ConfigError
+    error: UserError
     first: bool
 
 
@@ -140,18 +140,18 @@ def misplaced(environment: Mapping[str, str] = os.environ) -> Misplaced | None:
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
     nodes = int(environment.get("SLURM_STEP_NUM_NODES", "1"))
     if tasks > nodes:
-        error = ConfigError(
+        error = UserError(
             f"this step has {tasks} tasks on {nodes} node{'s' if nodes > 1 else ''}, and hpc_train starts the workers "
             "of a node itself",
             where="srun, --ntasks",
-            mend=f"one task per node: srun --ntasks={nodes} --ntasks-per-node=1",
+            fix=f"one task per node: srun --ntasks={nodes} --ntasks-per-node=1",
         )
         return Misplaced(error, environment.get("SLURM_PROCID", "0") == "0")
     if "TORCHELASTIC_RUN_ID" in environment or {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= set(environment):
-        error = ConfigError(
+        error = UserError(
             "torchrun or the like has started this process as one rank, and hpc_train starts its ranks itself",
             where="RANK, LOCAL_RANK and WORLD_SIZE in the environment",
-            mend="python -m hpc_train … without torchrun; on several nodes through sbatch or -m. Where these variables "
+            fix="python -m hpc_train … without torchrun; on several nodes through sbatch or -m. Where these variables "
             "are left from something else: unset RANK LOCAL_RANK WORLD_SIZE TORCHELASTIC_RUN_ID",
         )
         return Misplaced(error, environment.get("RANK", "0") == "0")
@@ -162,7 +162,7 @@ def refuse_misplaced(environment: Mapping[str, str] = os.environ) -> None:
     """Ends this process where it is one of several of its node; one of them says why.
 
     Raises:
-        ConfigError: in the first of them.
+        UserError: in the first of them.
         SystemExit: in the others.
     """
     found = misplaced(environment)
@@ -174,15 +174,15 @@ def refuse_several_nodes(environment: Mapping[str, str] = os.environ) -> None:
     """The same where a step of several nodes was given a config: it is composed once, and not by each of them.
 
     Raises:
-        ConfigError: in the first of them.
+        UserError: in the first of them.
         SystemExit: in the others.
     """
     nodes = int(environment.get("SLURM_STEP_NUM_NODES", "1"))
     if nodes > 1:
-        error = ConfigError(
+        error = UserError(
             f"each of the {nodes} nodes of this step would compose a run of its own",
             where="srun",
-            mend='RUN=$(python -m hpc_train freeze OVERRIDES) and then srun python -m hpc_train agent "$RUN"',
+            fix='RUN=$(python -m hpc_train freeze OVERRIDES) and then srun python -m hpc_train agent "$RUN"',
         )
         _refuse(Misplaced(error, environment.get("SLURM_PROCID", "0") == "0"))
 

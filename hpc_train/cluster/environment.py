@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ def threads_per_rank(asked: int | str, local_workers: int, bound_cores: int = 0)
     of this process's affinity mask.
 
     Raises:
-        ConfigError: neither ``auto`` nor a number of at least 1.
+        UserError: neither ``auto`` nor a number of at least 1.
     """
     if asked == "auto":
         return bound_cores or max(1, len(os.sched_getaffinity(0)) // local_workers)
     if not isinstance(asked, int) or asked < 1:
-        raise ConfigError(f"threads is {asked!r}", where="train.threads", mend="a number >= 1, or auto")
+        raise UserError(f"threads is {asked!r}", where="train.threads", fix="a number >= 1, or auto")
     return asked
 
 

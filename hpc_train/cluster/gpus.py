@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
 DEVICES = Path("/dev")
@@ -81,7 +81,7 @@ NVIDIA = "0x10de"
 GPU_CLASSES = ("0x0300", "0x0302")  # of PCI: with a display output, and without
 
 
-class UnusableGpus(ConfigError):
+class UnusableGpus(UserError):
     """This process cannot use the GPUs of its node. A job takes it for a fault of the node, unless all nodes report it.
 
     Args:
@@ -89,7 +89,7 @@ class UnusableGpus(ConfigError):
     """
 
     def __init__(self, reason: str, fix: str) -> None:
-        super().__init__(f"the GPUs of this node cannot be used: {reason}", where=KEY, mend=fix)
+        super().__init__(f"the GPUs of this node cannot be used: {reason}", where=KEY, fix=fix)
         self.reason = reason
 
 
@@ -130,16 +130,16 @@ def gpus_to_use(asked: int | str, environment: Mapping[str, str] = os.environ, m
     """``asked`` GPUs; under ``auto`` those that Slurm has allocated, else all that are visible. 0: the CPU.
 
     Raises:
-        ConfigError: more GPUs are asked for than Slurm has allocated.
+        UserError: more GPUs are asked for than Slurm has allocated.
         UnusableGpus: this process cannot use that many.
     """
     machine = machine or Machine.this()
     allocated = allocated_gpus(environment)
     if isinstance(asked, int) and 0 < allocated < asked:
-        raise ConfigError(
+        raise UserError(
             f"{asked} GPUs per node are asked for, and Slurm has allocated {allocated}",
             where=KEY,
-            mend=f"{KEY}={allocated}, or ask Slurm for more: --gpus-per-node={asked}",
+            fix=f"{KEY}={allocated}, or ask Slurm for more: --gpus-per-node={asked}",
         )
     visible = len(visible_devices(environment, machine.driver, machine.devices))
     wanted, claim = _wanted(asked, allocated, visible, environment, machine)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.launch.job_status import PATIENCE_S, SlurmStatuses, on_clusters
 from hpc_train.launch.lookup import find_runs, statuses_of, stop_runs
 from hpc_train.run.exits import Exit
@@ -37,4 +37,4 @@ def _scancel(options: list[str], ids: list[str]) -> None:
         return
     done = subprocess.run(["scancel", *options, *ids], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     if done.returncode:
-        raise ConfigError(f"scancel failed: {done.stderr.strip()}", where="scancel", mend="try again in a minute")
+        raise UserError(f"scancel failed: {done.stderr.strip()}", where="scancel", fix="try again in a minute")

@@ -1,4 +1,4 @@
-"""``python -m hpc_train doctor [OVERRIDES]``: whether training can run here, what is wrong, and the mend.
+"""``python -m hpc_train doctor [OVERRIDES]``: whether training can run here, what is wrong, and the fix.
 
 Looks at this machine; inside an allocation at all of its nodes; with ``--submit`` at the nodes of a short job with the
 resources of the run that the overrides describe. Exit code 1 where something is an error.
@@ -21,7 +21,7 @@ from rich.table import Table
 from hpc_train.config.schema import Config
 from hpc_train.doctor.finding import ERROR, OK, Finding, worst
 from hpc_train.doctor.node import NodeReport, examine
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.fabric.decision import FabricJob, decide, site_profile
 from hpc_train.fabric.facts import format_cpu_list
 from hpc_train.fabric.nccl_settings import merged, settings
@@ -92,10 +92,10 @@ def _leave(own: NodeReport, folder: Path) -> None:
     try:
         write_json(folder / f"{own.name}.json", own.to_json())
     except OSError as error:
-        raise ConfigError(
+        raise UserError(
             f"{own.name} cannot leave its report: {error.strerror}",
             where=str(folder.parent),
-            mend="space there, as the other nodes see it: remove what is not needed any more, or another run.root",
+            fix="space there, as the other nodes see it: remove what is not needed any more, or another run.root",
         ) from None
 
 
@@ -160,8 +160,8 @@ def _show_live(seen: Seen, findings: Sequence[Finding], as_json: bool) -> None:
 
 def _line(console: Console, finding: Finding) -> None:
     console.print(f"{finding.level:<8}{finding.subject}: {finding.text}", markup=False)
-    if finding.mend:
-        console.print(f"        mend: {finding.mend}", markup=False)
+    if finding.fix:
+        console.print(f"        fix: {finding.fix}", markup=False)
 
 
 def _show(outcome: FabricReport) -> None:

@@ -17,7 +17,7 @@ from hpc_train.config.arguments import CommandLine, expand, with_right_plus
 from hpc_train.config.compose import typed
 from hpc_train.config.run_path import job_directory, run_directory
 from hpc_train.config.schema import Config
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.gpus import gpu_export_lines, gpus_of_this_job
 from hpc_train.launch.launcher import register_launcher
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
     """Freezes one run from overrides, as ``python -m hpc_train`` takes them; with ``--task N`` job N of a sweep.
 
     Raises:
-        ConfigError: the config is wrong, lists several jobs, or the run may not be frozen.
+        UserError: the config is wrong, lists several jobs, or the run may not be frozen.
     """
     parser = argparse.ArgumentParser(prog="python -m hpc_train freeze", add_help=False, allow_abbrev=False)
     parser.add_argument("--task", type=int)
@@ -63,15 +63,15 @@ def main(arguments: list[str]) -> int:
 def _job(jobs: list[list[str]], task: int | None, multirun: bool) -> list[str]:
     if task is None:
         if multirun or len(jobs) > 1:
-            raise ConfigError(
+            raise UserError(
                 "freeze makes one run",
                 where="the command line",
-                mend="one value for each key and no -m, or --task N for job N of the sweep",
+                fix="one value for each key and no -m, or --task N for job N of the sweep",
             )
         return jobs[0]
     if not 0 <= task < len(jobs):
-        raise ConfigError(
-            f"there is no job {task}: these are {len(jobs)}", where="--task", mend=f"sbatch --array=0-{len(jobs) - 1}"
+        raise UserError(
+            f"there is no job {task}: these are {len(jobs)}", where="--task", fix=f"sbatch --array=0-{len(jobs) - 1}"
         )
     return jobs[task]
 

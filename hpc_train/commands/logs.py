@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.launch.diagnosis import find_cause
 from hpc_train.launch.job_status import SlurmStatuses
 from hpc_train.launch.lookup import RunHandle, find_run, statuses_of
@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--attempt", type=int, metavar="N", help="default: the newest")
     options = parser.parse_args(arguments)
     if options.rank != "all" and not options.rank.isdigit():
-        raise ConfigError(f"there is no rank {options.rank!r}", where="--rank", mend="a number, or all")
+        raise UserError(f"there is no rank {options.rank!r}", where="--rank", fix="a number, or all")
     found = find_run(options.target)
     rank = None if options.rank == "all" else int(options.rank)
     attempt = found.run.newest_attempt() if options.attempt is None else options.attempt

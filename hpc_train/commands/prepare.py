@@ -15,7 +15,7 @@ from hpc_train.data.documents import find_inputs
 from hpc_train.data.image_shards import make_shards
 from hpc_train.data.prepare import PrepareProgress, Settings, prepare
 from hpc_train.data.tokens import TokensMeta
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.run.exits import Exit
 
 MIB = 1 << 20
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     """Builds the files; returns an exit code."""
     options = _parser().parse_args(argv)
     if options.workers < 1:
-        raise ConfigError(f"{options.workers} processes", where="--workers", mend="1 or more")
+        raise UserError(f"{options.workers} processes", where="--workers", fix="1 or more")
     if options.images:
         return _shards(options)
     settings = Settings(
@@ -64,10 +64,10 @@ def main(argv: list[str]) -> int:
 
 def _shards(options: argparse.Namespace) -> int:
     if len(options.inputs) != 1 or options.shard_mib < 1:
-        raise ConfigError(
+        raise UserError(
             "images are one directory with train/ and validation/, in shards of 1 MiB or more",
             where="INPUT, --shard-mib",
-            mend="prepare --images DIRECTORY --out DIR",
+            fix="prepare --images DIRECTORY --out DIR",
         )
     with _bars(Console(stderr=True)) as bars:
         task = bars.add_task("packing", inputs="0")

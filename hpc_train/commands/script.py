@@ -14,7 +14,7 @@ from hpc_train.config.compose import typed
 from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.values import fewest_nodes, node_range
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.launch.container import container_of
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import controller_answers
@@ -31,15 +31,15 @@ def main(arguments: list[str]) -> int:
     """Prints the script of the run that overrides describe.
 
     Raises:
-        ConfigError: the config is wrong, lists several jobs, or is for this machine only.
+        UserError: the config is wrong, lists several jobs, or is for this machine only.
     """
     register_launcher()
     line = CommandLine.parse(with_right_plus(arguments))
     if line.multirun or len(expand(line.overrides)) > 1:
-        raise ConfigError(
+        raise UserError(
             "script prints one job",
             where="the command line",
-            mend="one value for each key, and no -m; launch.dry_run=true -m shows the scripts of a sweep",
+            fix="one value for each key, and no -m; launch.dry_run=true -m shows the scripts of a sweep",
         )
     with line.composer() as compose:
         config = typed(compose(line.overrides))
@@ -50,9 +50,9 @@ def main(arguments: list[str]) -> int:
 def _text(config: Config, line: CommandLine) -> str:
     cluster = config.cluster
     if cluster.kind == "local":
-        raise ConfigError("a batch script is for Slurm", where="cluster.kind", mend="cluster=slurm")
+        raise UserError("a batch script is for Slurm", where="cluster.kind", fix="cluster=slurm")
     if config.launch.chain > 1:
-        raise ConfigError("a chain is several jobs", where="launch.chain", mend="-m submits it; launch.chain=1 here")
+        raise UserError("a chain is several jobs", where="launch.chain", fix="-m submits it; launch.chain=1 here")
     site = read_site() if controller_answers() else NO_SITE
     asked = asked_gpus(cluster, site)
     gpus, workers = workers_per_node(cluster, visible=asked.count)

@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.launch.lookup import find_run
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
@@ -40,9 +40,9 @@ def _nodes(run: RunDirectory) -> int:
     """How many agents are at work on the run.
 
     Raises:
-        ConfigError: none is.
+        UserError: none is.
     """
     attempt = run.attempts / f"{run.newest_attempt():03d}.json"
     if not is_live(run) or not attempt.exists() or not attempt.stat().st_size:
-        raise ConfigError(f"no worker is at work on the run in {run.path}", where="RUN", mend="a live one: status")
+        raise UserError(f"no worker is at work on the run in {run.path}", where="RUN", fix="a live one: status")
     return int(read_json(attempt)["nodes"])

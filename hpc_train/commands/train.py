@@ -14,7 +14,7 @@ from hpc_train.cluster.allocation import refuse_misplaced, refuse_several_nodes
 from hpc_train.config.arguments import CommandLine, wants_dry_run, with_right_plus
 from hpc_train.config.compose import PRIMARY, config_directory, typed, version_base
 from hpc_train.config.schema import Config
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import local_shape
 from hpc_train.launch.executors.select import controller_answers, in_allocation
 from hpc_train.launch.launcher import register_launcher
@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
         The exit code of the training; that of a submission the launcher gives by leaving with it.
 
     Raises:
-        ConfigError, hydra.errors.HydraException, OmegaConfBaseException: a user's mistake.
+        UserError, hydra.errors.HydraException, OmegaConfBaseException: a user's mistake.
     """
     refuse_misplaced()
     if len(arguments) == 1 and RunDirectory(Path(arguments[0])).config.is_file():
@@ -66,7 +66,7 @@ def task(node: DictConfig) -> None:
         validate(config, *_nodes_and_workers(config))
         check_freeze(config, run)
         freeze(config, run, claim=True, code=take([config], run.code))
-    except ConfigError as error:
+    except UserError as error:
         _leave_nothing(run.path, Path(node.run.root).expanduser().absolute())
         print(error, file=sys.stderr)  # raised through Hydra it would come with Hydra's own words around it
         sys.exit(Exit.REFUSED)
@@ -88,16 +88,16 @@ def _leave_nothing(path: Path, root: Path) -> None:
 
 def _check_foreground(config: Config) -> None:
     if config.cluster.kind == "slurm":
-        raise ConfigError(
+        raise UserError(
             "a run on Slurm is submitted, this command trains in the foreground",
             where="cluster.kind",
-            mend="-m to submit it, cluster=local to train here, launch.dry_run=true to see what it would be",
+            fix="-m to submit it, cluster=local to train here, launch.dry_run=true to see what it would be",
         )
     if config.cluster.kind == "auto" and not in_allocation() and controller_answers():
-        raise ConfigError(
+        raise UserError(
             "this is a login node of a Slurm cluster, where training in the foreground is in other people's way",
             where="cluster.kind",
-            mend="-m submits it to Slurm; cluster=local trains here all the same",
+            fix="-m submits it to Slurm; cluster=local trains here all the same",
         )
 
 

@@ -44,7 +44,7 @@ def _headline(found: Diagnosis) -> str:
     head = f"{shown(Path(found.run))}: {found.state}"
     if found.waiting is not None or _ended_badly(found) or found.state == TO_BE_REQUEUED:
         return head
-    return f"{head}; nothing failed" if found.cause is None else f"{head}; what failed before was mended"
+    return f"{head}; nothing failed" if found.cause is None else f"{head}; what failed before was fixed"
 
 
 def _ended_badly(found: Diagnosis) -> bool:
@@ -69,7 +69,7 @@ def _waiting(found: Diagnosis) -> list[str]:
         return []
     lines = [f"{waiting.words} ({waiting.reason})"]
     lines += [f"expected to start at {waiting.starts.replace('T', ' ')}"] if waiting.starts else []
-    lines += [f"mend: {waiting.mend}"] if waiting.mend else []
+    lines += [f"fix: {waiting.fix}"] if waiting.fix else []
     return lines + [f"sooner: {change}" for change in waiting.sooner]
 
 

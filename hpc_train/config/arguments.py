@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train.config.compose import PRIMARY, initialized
 from hpc_train.config.secrets import refuse_secret_arguments
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 STRATEGY = re.compile(r"\+{0,2}strategy=(?![{\[])")
 EXPERIMENT = re.compile(r"\+{0,2}experiment=")
@@ -83,8 +83,8 @@ class CommandLine:
         if self.config_directory is None:
             return given
         if not self.config_directory.is_dir():
-            raise ConfigError(
-                f"there is no directory {self.config_directory}", where="--config-dir", mend="-cd DIR that is there"
+            raise UserError(
+                f"there is no directory {self.config_directory}", where="--config-dir", fix="-cd DIR that is there"
             )
         listed = [part for item in given for part in _search_directories(item)]
         return [f"hydra.searchpath=[{','.join([f'file://{self.config_directory}', *listed])}]"]
@@ -96,7 +96,7 @@ def with_right_plus(arguments: Sequence[str]) -> list[str]:
     (Hydra's own parser does not understand overrides on both sides of an option.)
 
     Raises:
-        ConfigError: a secret on the command line, a sweep over what has one value for all jobs, or over experiments
+        UserError: a secret on the command line, a sweep over what has one value for all jobs, or over experiments
             that disagree on whether they choose a strategy.
     """
     refuse_secret_arguments(arguments)
@@ -121,7 +121,7 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
     """The jobs of a sweep: every combination of the values that are listed with commas.
 
     Raises:
-        ConfigError: a sweep that only an optimizing sweeper understands.
+        UserError: a sweep that only an optimizing sweeper understands.
     """
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.errors import HydraException
@@ -132,9 +132,7 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
     try:
         (jobs,) = BasicSweeper.split_arguments(parsed, None)
     except HydraException as error:
-        raise ConfigError(
-            str(error), where="the command line", mend="values with commas: optim.lr=1e-3,3e-4"
-        ) from error
+        raise UserError(str(error), where="the command line", fix="values with commas: optim.lr=1e-3,3e-4") from error
     return jobs
 
 
@@ -147,10 +145,10 @@ def wants_dry_run(overrides: Sequence[str]) -> bool:
 def _refuse_sweeps(overrides: Sequence[str]) -> None:
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         if override.key_or_group in ONE_VALUE and override.is_sweep_override():
-            raise ConfigError(
+            raise UserError(
                 f"{override.input_line} is one value for all jobs of a sweep",
                 where=override.key_or_group,
-                mend="one value; in a sweep run.name is the parent directory of the jobs",
+                fix="one value; in a sweep run.name is the parent directory of the jobs",
             )
 
 
@@ -163,10 +161,10 @@ def _chosen_already(line: CommandLine) -> bool:
     with initialized(line.primary_directory):
         answers = {_chooses(line, choice) for choice in expand(experiments)}
     if len(answers) > 1:
-        raise ConfigError(
+        raise UserError(
             "some of these experiments choose a strategy and others do not",
             where="experiment, strategy",
-            mend="sweep them in two commands",
+            fix="sweep them in two commands",
         )
     return answers.pop()
 

@@ -28,7 +28,7 @@ from hpc_train.config.schema import DATA_SCHEMAS, MODEL_SCHEMAS, Config
 from hpc_train.config.secrets import leaves, refuse_secrets
 from hpc_train.config.translate import translate
 from hpc_train.config.values import for_debugging
-from hpc_train.errors import ConfigError, nearest
+from hpc_train.errors import UserError, nearest
 
 PRIMARY = "config"
 LAUNCHER = "hydra_plugins.hpc_train_launcher.launcher.HpcTrainLauncher"
@@ -99,7 +99,7 @@ def typed(node: DictConfig) -> Config:
     Relative paths become absolute, so that a frozen config means the same in every working directory.
 
     Raises:
-        ConfigError: a missing value, an unknown key or kind, a value of the wrong type, or a secret in clear text.
+        UserError: a missing value, an unknown key or kind, a value of the wrong type, or a secret in clear text.
     """
     if "hydra" in node:
         node = node.copy()
@@ -150,10 +150,10 @@ def _check_missing(node: DictConfig) -> None:
     missing = [key for key, value in leaves(raw) if value == "???"]
     if missing:
         verb = "have" if len(missing) > 1 else "has"
-        raise ConfigError(
+        raise UserError(
             f"{' and '.join(missing)} {verb} no value",
             where=", ".join(missing),
-            mend=" ".join(f"{key}=VALUE" for key in missing),
+            fix=" ".join(f"{key}=VALUE" for key in missing),
         )
 
 
@@ -190,31 +190,29 @@ DATA = {TEXT: "data=text", IMAGES: "data=cifar100"}
 
 
 def check_kinds(node: DictConfig) -> None:
-    """Raises ConfigError for an unknown kind, and for a language model on images or the other way round."""
+    """Raises UserError for an unknown kind, and for a language model on images or the other way round."""
     model = _kind(node, "model", tuple(MODEL_SCHEMAS))
     data = _kind(node, "data", tuple(DATA_SCHEMAS))
     task = OmegaConf.select(node, "data.task") if data == "synthetic" else None
     gives, takes = task or OF_DATA.get(data), OF_MODEL.get(model)
     if gives in MODELS and takes is not None and gives != takes:
-        mend = f"data.task={takes}, or {MODELS[gives]}" if task else f"{DATA[takes]}, or {MODELS[gives]}"
-        raise ConfigError(
-            f"a {model} model learns from {takes}, data={data} gives {gives}", where="model, data", mend=mend
-        )
+        fix = f"data.task={takes}, or {MODELS[gives]}" if task else f"{DATA[takes]}, or {MODELS[gives]}"
+        raise UserError(f"a {model} model learns from {takes}, data={data} gives {gives}", where="model, data", fix=fix)
     vocabulary = node.model._get_node("vocab_size") if model == "gpt" else None
     if data == "custom" and vocabulary is not None and vocabulary._value() == "${data.vocab_size}":
-        raise ConfigError(
-            "the vocabulary of custom data is not known here", where="model.vocab_size", mend="model.vocab_size=N"
+        raise UserError(
+            "the vocabulary of custom data is not known here", where="model.vocab_size", fix="model.vocab_size=N"
         )
 
 
 def _kind(node: DictConfig, group: str, known: tuple[str, ...]) -> str:
     kind = OmegaConf.select(node, f"{group}.kind") if OmegaConf.is_dict(node.get(group)) else None
     if kind is None:
-        raise ConfigError(
+        raise UserError(
             f"{group} is not one of the config group {group}",
             where=group,
-            mend=f"{group}=NAME of a file in conf/{group}, with kind: {' | '.join(known)}",
+            fix=f"{group}=NAME of a file in conf/{group}, with kind: {' | '.join(known)}",
         )
     if kind not in known:
-        raise ConfigError(f"{group}.kind is {kind!r}", where=f"{group}.kind", mend=nearest(kind, known))
+        raise UserError(f"{group}.kind is {kind!r}", where=f"{group}.kind", fix=nearest(kind, known))
     return str(kind)

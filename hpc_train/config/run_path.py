@@ -8,7 +8,7 @@ import secrets
 from datetime import datetime
 from pathlib import Path
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=,@-]*(/[A-Za-z0-9_][A-Za-z0-9_.+=,@-]*)*")
 
@@ -30,12 +30,12 @@ def run_directory(root: str, name: str | None = None, fork: str | None = None) -
     can start in one second.
 
     Raises:
-        ConfigError: the name leads out of ``root``, the place is taken by a file, or it cannot be written.
+        UserError: the name leads out of ``root``, the place is taken by a file, or it cannot be written.
     """
     base = Path(root).expanduser().absolute()
     if fork is not None and name is None:
-        raise ConfigError("run.fork says how the fork is called, not what it starts from", where="run.fork",
-                          mend="run.name=OLD run.fork=NEW")  # fmt: skip
+        raise UserError("run.fork says how the fork is called, not what it starts from", where="run.fork",
+                          fix="run.name=OLD run.fork=NEW")  # fmt: skip
     chosen, key = (fork, "run.fork") if fork is not None else (name, "run.name")
     if chosen is None:
         path = base / f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"
@@ -58,21 +58,21 @@ def fork_source(root: str, name: str, fork: str, path: Path) -> Path:
 
 def _checked(name: str, key: str) -> str:
     if not NAME.fullmatch(name):
-        raise ConfigError(
+        raise UserError(
             f"the run name {name!r} cannot be a directory under run.root",
             where=key,
-            mend=f"{key}=letters, digits and _-.+=,@ (and / between two names, no leading . or /)",
+            fix=f"{key}=letters, digits and _-.+=,@ (and / between two names, no leading . or /)",
         )
     return name
 
 
 def _check_writable(path: Path) -> None:
     if path.exists() and not path.is_dir():
-        raise ConfigError(
-            f"{path} is a file, not a run directory", where="run.name", mend="another run.name, or move the file away"
+        raise UserError(
+            f"{path} is a file, not a run directory", where="run.name", fix="another run.name, or move the file away"
         )
     present = next(parent for parent in (path, *path.parents) if parent.exists())
     if not present.is_dir():
-        raise ConfigError(f"{present} is not a directory", where="run.root", mend="run.root=DIR that can be written")
+        raise UserError(f"{present} is not a directory", where="run.root", fix="run.root=DIR that can be written")
     if not os.access(present, os.W_OK | os.X_OK):
-        raise ConfigError(f"{present} cannot be written", where="run.root", mend="run.root=DIR that can be written")
+        raise UserError(f"{present} cannot be written", where="run.root", fix="run.root=DIR that can be written")

@@ -259,7 +259,7 @@ class PrecisionConfig:
 
     name: str = "fp32"  # fp64 | fp32 | bf16 | fp16
     loss_scale_init: float = 65536.0  # fp16
-    loss_scale_growth_every: int = 2000  # fp16: finite steps before the scale doubles
+    loss_scale_growth_interval: int = 2000  # fp16: finite steps before the scale doubles
 
 
 @dataclass
@@ -302,7 +302,7 @@ class CheckpointConfig:
     keep_every: int = 0  # and the first one of each so many steps
     keep_best: str | None = None  # and the best by val_loss or val_accuracy
     verify: str = "full"  # full | sizes: what is compared with the manifest before a load
-    settle_s: float = 75.0  # on a network file system: how long a missing or short file is looked at again
+    visibility_timeout_s: float = 75.0  # on a network file system: how long a missing or short file is looked at again
     asynchronous: bool = False  # a copy in host memory is written while training goes on
     wait_for_room_s: float = 600.0  # the last save of a run is tried again for so long while the disk is full
     archive: str | None = None  # a directory elsewhere that gets a copy of the best and the last
@@ -321,7 +321,7 @@ class ElasticConfig:
     max_requeues: int = 10  # of one Slurm job, each with a new checkpoint since the one before; then it is given up
     spares: int = 0  # nodes on top of cluster.nodes, idle until one of the others is lost
     min_nodes: int | None = None  # fewer nodes go on when one is lost, down to these; null: the job is requeued
-    silent_node_s: float = 15.0  # a node that says nothing for so long is lost; one that closes its connection, at once
+    heartbeat_timeout_s: float = 15.0  # a node that sends nothing for this long counts as lost
     join_timeout_s: float = 300.0  # from the start of the job until a node that has not joined is done without
     exclude_hours: float = 24.0  # for which the failures of a node count; one that failed twice is avoided
 

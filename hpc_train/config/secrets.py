@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 SECRET_NAME = re.compile(
     r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?)(_|$|\d)", re.IGNORECASE
@@ -39,12 +39,12 @@ MEND = "leave it in the environment: workers inherit it; the config is written t
 
 
 def refuse_secrets(node: DictConfig, environment: Mapping[str, str] = os.environ) -> None:
-    """Raises ConfigError where a value is, holds, or is taken from a secret of the environment."""
+    """Raises UserError where a value is, holds, or is taken from a secret of the environment."""
     held = _secrets(environment)
     for key, raw in leaves(OmegaConf.to_container(node, resolve=False)):
         for name in FROM_ENVIRONMENT.findall(raw):
             if SECRET_NAME.search(name):
-                raise ConfigError(f"{key} takes the secret {name} from the environment", where=key, mend=MEND)
+                raise UserError(f"{key} takes the secret {name} from the environment", where=key, fix=MEND)
         value = _resolved(node, key) if "${" in raw else raw
         _refuse(key, value, held)
 
@@ -73,7 +73,7 @@ def _secrets(environment: Mapping[str, str]) -> dict[str, str]:
 def _refuse(key: str, value: str, held: Mapping[str, str]) -> None:
     for name, secret in held.items():
         if secret in value:
-            raise ConfigError(f"{key} holds the value of the secret {name}", where=key, mend=MEND)
+            raise UserError(f"{key} holds the value of the secret {name}", where=key, fix=MEND)
 
 
 def _resolved(node: DictConfig, key: str) -> str:

@@ -1,4 +1,4 @@
-"""Hydra's and OmegaConf's errors in the words of all other messages: what, where and the mend."""
+"""Hydra's and OmegaConf's errors in the words of all other messages: what, where and the fix."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import fields, is_dataclass
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from hpc_train.errors import ConfigError, nearest
+from hpc_train.errors import UserError, nearest
 
 
-def translate(error: BaseException) -> ConfigError | None:
+def translate(error: BaseException) -> UserError | None:
     """The user's mistake that ``error`` tells of; None where it is none.
 
     OmegaConf drops the cause of what it raises, so an error of ours inside a resolver is found as the context.
     """
     chain = list(_chain(error))
     for link in chain:
-        if isinstance(link, ConfigError):
+        if isinstance(link, UserError):
             return link
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return _of_python(error)
@@ -29,39 +29,39 @@ def translate(error: BaseException) -> ConfigError | None:
         if isinstance(link, OmegaConfBaseException):
             return _of_omegaconf(link)
     where = str(error.override) if isinstance(error, OverrideParseException) else "the command line or conf/"
-    return ConfigError(str(error).strip(), where=where, mend="python -m hpc_train --help lists groups and keys")
+    return UserError(str(error).strip(), where=where, fix="python -m hpc_train --help lists groups and keys")
 
 
-def _of_python(error: BaseException) -> ConfigError | None:
+def _of_python(error: BaseException) -> UserError | None:
     if isinstance(error, ValueError) and str(error).startswith("Config group override"):  # Hydra's own: group=null
-        return ConfigError(str(error), where="the command line", mend="GROUP=NAME of a file in conf/GROUP")
+        return UserError(str(error), where="the command line", fix="GROUP=NAME of a file in conf/GROUP")
     if isinstance(error, PermissionError) and error.filename:
-        mend = "a directory of your own as run.root; of a run that is shared, run.group= of who made it"
-        return ConfigError(f"you may not use {error.filename}", where="its permissions", mend=mend)
+        fix = "a directory of your own as run.root; of a run that is shared, run.group= of who made it"
+        return UserError(f"you may not use {error.filename}", where="its permissions", fix=fix)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        mend = "make room, or take another run.root or TMPDIR; python -m hpc_train doctor shows what is full"
-        return ConfigError(f"{error.strerror}: nothing more can be written", where="run.root or TMPDIR", mend=mend)
+        fix = "make room, or take another run.root or TMPDIR; python -m hpc_train doctor shows what is full"
+        return UserError(f"{error.strerror}: nothing more can be written", where="run.root or TMPDIR", fix=fix)
     return None
 
 
-def _of_omegaconf(error: OmegaConfBaseException) -> ConfigError:
+def _of_omegaconf(error: OmegaConfBaseException) -> UserError:
     key = str(error.full_key or "")
     if isinstance(error, MissingMandatoryValue):
-        return ConfigError(f"{key} has no value", where=key, mend=f"{key}=VALUE on the command line")
+        return UserError(f"{key} has no value", where=key, fix=f"{key}=VALUE on the command line")
     if isinstance(error, ConfigAttributeError | ConfigKeyError) and is_dataclass(error.object_type):
         names = [field.name for field in fields(error.object_type)]
-        return ConfigError(f"there is no key {key}", where=key, mend=nearest(error.key, names))
+        return UserError(f"there is no key {key}", where=key, fix=nearest(error.key, names))
     group = key.split(".", maxsplit=1)[0]
     first = (error.msg or str(error)).strip().splitlines()[0]
     shows = f"python -m hpc_train --cfg job{f' --package {group}' if group else ''} shows what stands there"
-    return ConfigError(first, where=key or "the config", mend=shows)
+    return UserError(first, where=key or "the config", fix=shows)
 
 
-def _unknown_option(error: MissingConfigException) -> ConfigError:
+def _unknown_option(error: MissingConfigException) -> UserError:
     name = str(error.missing_cfg_file or "")
     group, _, option = name.rpartition("/")
-    return ConfigError(
-        f"there is no {name}", where=group or "the defaults", mend=nearest(option, list(error.options or ()))
+    return UserError(
+        f"there is no {name}", where=group or "the defaults", fix=nearest(option, list(error.options or ()))
     )
 
 

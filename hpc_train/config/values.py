@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hpc_train.config.schema import ClusterConfig, Config, ProfileConfig
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -33,7 +33,7 @@ class SaveEvery:
 def parse_save_every(text: str) -> SaveEvery:
     """
     Raises:
-        ConfigError: it is none of the three.
+        UserError: it is none of the three.
     """
     if text == "auto":
         return SaveEvery(auto=True)
@@ -42,10 +42,10 @@ def parse_save_every(text: str) -> SaveEvery:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
     if match and float(match[1]) > 0:
         return SaveEvery(seconds=float(match[1]) * _SECONDS[match[2]])
-    raise ConfigError(
+    raise UserError(
         f"checkpoint.every is {text!r}",
         where="checkpoint.every",
-        mend="steps (500), minutes (30m) or hours (2h), auto, or 0 to save on a stop request and at the end only",
+        fix="steps (500), minutes (30m) or hours (2h), auto, or 0 to save on a stop request and at the end only",
     )
 
 
@@ -70,17 +70,17 @@ def parse_profile(config: ProfileConfig) -> Profiled | None:
     """None where nothing is to be profiled.
 
     Raises:
-        ConfigError: it is not to be understood.
+        UserError: it is not to be understood.
     """
     if config.steps is None:
         return None
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", config.steps.strip())
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= first <= last:
-        raise ConfigError(
+        raise UserError(
             f"telemetry.profile.steps is {config.steps!r}",
             where="telemetry.profile.steps",
-            mend="a step or several in a row: 10, 10-12",
+            fix="a step or several in a row: 10, 10-12",
         )
     return Profiled(first, last, _ranks(config.ranks))
 
@@ -91,20 +91,20 @@ def _ranks(given: Any) -> frozenset[int] | None:
     ranks = list(given) if isinstance(given, list) else [given]
     if ranks and all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in ranks):
         return frozenset(ranks)
-    raise ConfigError(
-        f"telemetry.profile.ranks is {given!r}", where="telemetry.profile.ranks", mend="a rank, [0,3] or all"
+    raise UserError(
+        f"telemetry.profile.ranks is {given!r}", where="telemetry.profile.ranks", fix="a rank, [0,3] or all"
     )
 
 
 def check_profiled_steps(config: ProfileConfig, world_size: int) -> None:
-    """Raises ConfigError where it is not to be understood, or names a rank that there is not."""
+    """Raises UserError where it is not to be understood, or names a rank that there is not."""
     profiled = parse_profile(config)
     beyond = sorted(rank for rank in (profiled.ranks or ()) if rank >= world_size) if profiled is not None else []
     if beyond:
-        raise ConfigError(
+        raise UserError(
             f"there is no rank {beyond[0]} of {world_size}",
             where="telemetry.profile.ranks",
-            mend=f"ranks 0 to {world_size - 1}, or all",
+            fix=f"ranks 0 to {world_size - 1}, or all",
         )
 
 
@@ -112,7 +112,7 @@ def parse_hang_timeout(text: str) -> float | None:
     """Seconds; 0 where nothing is taken for a hang; None where the bound is to be learned.
 
     Raises:
-        ConfigError: it is none of the three.
+        UserError: it is none of the three.
     """
     if text == "auto":
         return None
@@ -122,10 +122,10 @@ def parse_hang_timeout(text: str) -> float | None:
         seconds = -1.0
     if 0 <= seconds < float("inf"):
         return seconds
-    raise ConfigError(
+    raise UserError(
         f"elastic.hang_timeout_s is {text!r}",
         where="elastic.hang_timeout_s",
-        mend="auto, the seconds that a step may take, or 0 to wait for ever",
+        fix="auto, the seconds that a step may take, or 0 to wait for ever",
     )
 
 
@@ -158,15 +158,15 @@ def node_range(cluster: ClusterConfig) -> tuple[int, int]:
     """The fewest and the most nodes of ``cluster.nodes``: ``4`` or ``2-4``.
 
     Raises:
-        ConfigError: neither, or an empty range.
+        UserError: neither, or an empty range.
     """
     found = NODES.fullmatch(str(cluster.nodes))
     if found is not None:
         fewest, most = int(found[1]), int(found[2] or found[1])
         if 1 <= fewest <= most:
             return fewest, most
-    raise ConfigError(
-        f"nodes is {cluster.nodes}", where="cluster.nodes", mend="1 or more, or a range for Slurm: cluster.nodes=2-4"
+    raise UserError(
+        f"nodes is {cluster.nodes}", where="cluster.nodes", fix="1 or more, or a range for Slurm: cluster.nodes=2-4"
     )
 
 
@@ -180,13 +180,13 @@ def fewest_nodes(config: Config) -> int:
     """The fewest that the run must be able to work on: what it may start with, or is left with.
 
     Raises:
-        ConfigError: more are to be left than it starts with.
+        UserError: more are to be left than it starts with.
     """
     fewest, least = node_range(config.cluster)[0], config.elastic.min_nodes
     if least is not None and least > fewest:
-        raise ConfigError(
+        raise UserError(
             f"min_nodes is {least}, and the run starts with {fewest}",
             where="elastic.min_nodes",
-            mend=f"elastic.min_nodes={fewest} or fewer, or more cluster.nodes",
+            fix=f"elastic.min_nodes={fewest} or fewer, or more cluster.nodes",
         )
     return fewest if least is None else least

@@ -27,7 +27,7 @@ from hpc_train.data.images import ImagesDataset
 from hpc_train.data.synthetic import SyntheticDataset
 from hpc_train.data.text import TextDataset
 from hpc_train.data.tokens import PackedDataset, TokensDataset
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 
 def build_dataset(config: DataConfig, split: str, seed: int) -> Dataset:
@@ -37,7 +37,7 @@ def build_dataset(config: DataConfig, split: str, seed: int) -> Dataset:
         seed: of augmentations and synthetic samples; the order of samples is not the dataset's matter.
 
     Raises:
-        ConfigError: the input is missing, empty, damaged or does not fit the config.
+        UserError: the input is missing, empty, damaged or does not fit the config.
     """
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}, not one of {SPLITS}")
@@ -50,8 +50,8 @@ def build_dataset(config: DataConfig, split: str, seed: int) -> Dataset:
             return SyntheticDataset(config, split, seed)
         case CustomDataConfig():
             return build_custom(config, split)
-    raise ConfigError(
-        f"unknown kind of data {type(config).__name__}", where="data.kind", mend="data=text, or another of conf/data/"
+    raise UserError(
+        f"unknown kind of data {type(config).__name__}", where="data.kind", fix="data=text, or another of conf/data/"
     )
 
 
@@ -80,7 +80,7 @@ def build_custom(config: CustomDataConfig, split: str) -> Dataset:
     as one of (inputs, targets), (inputs, targets, context), a dict with ``inputs`` and ``targets``, or a ``Sample``.
 
     Raises:
-        ConfigError: the target cannot be imported or called, or what it returns has no random access.
+        UserError: the target cannot be imported or called, or what it returns has no random access.
     """
     from hydra.utils import instantiate
 
@@ -89,20 +89,20 @@ def build_custom(config: CustomDataConfig, split: str) -> Dataset:
         built = instantiate(target)
     except Exception as error:
         cause = error.__cause__ or error
-        if isinstance(cause, ConfigError):
+        if isinstance(cause, UserError):
             raise cause from None
-        raise ConfigError(
+        raise UserError(
             f"{config._target_} cannot be built for the {split} split: {type(cause).__name__}: {cause}",
             where="data._target_, data.args",
-            mend="package.module.ClassOrFunction that takes split= and the given args, importable where workers run",
+            fix="package.module.ClassOrFunction that takes split= and the given args, importable where workers run",
         ) from error
     if isinstance(built, Dataset):
         return built
     if not (hasattr(built, "__len__") and hasattr(built, "__getitem__")):
-        raise ConfigError(
+        raise UserError(
             f"{config._target_} returned {type(built).__name__}, which has no random access",
             where="data._target_",
-            mend="an object with __len__ and __getitem__(index): the order of samples is computed, not iterated",
+            fix="an object with __len__ and __getitem__(index): the order of samples is computed, not iterated",
         )
     return CustomDataset(built)
 
@@ -113,7 +113,7 @@ class CustomDataset(Dataset):
     Its attribute ``lengths``, where there is one, has the number of tokens of each item: then they may differ.
 
     Raises:
-        ConfigError: ``lengths`` are not one positive number for each item.
+        UserError: ``lengths`` are not one positive number for each item.
     """
 
     def __init__(self, items: Any) -> None:
@@ -134,10 +134,10 @@ class CustomDataset(Dataset):
 def _lengths(items: Any) -> Indices:
     lengths = np.asarray(items.lengths)
     if lengths.shape != (len(items),) or lengths.dtype.kind not in "iu" or (lengths.size and lengths.min() < 1):
-        raise ConfigError(
+        raise UserError(
             f"the lengths of {type(items).__name__} have the shape {lengths.shape}: {lengths.ravel()[:3].tolist()}, …",
             where="data._target_",
-            mend=f"lengths: the number of tokens of each of its {len(items)} items, 1 or more",
+            fix=f"lengths: the number of tokens of each of its {len(items)} items, 1 or more",
         )
     return lengths.astype(np.int64)
 

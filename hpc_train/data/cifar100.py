@@ -18,7 +18,7 @@ import numpy as np
 from hpc_train.config.schema import CIFAR100DataConfig
 from hpc_train.data.dataset import Array, Dataset, Sample
 from hpc_train.data.images import flip, generator, resize, shifted_crop
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 OFFICIAL_MD5 = {
     "train": "16019d7e3df5f24257cddd939b257f8d",
@@ -55,19 +55,19 @@ def read_file(path: Path, md5: str) -> dict[str, Any]:
     """The dict in one official file.
 
     Raises:
-        ConfigError: it is missing, does not have the md5, or holds more than arrays, lists and strings.
+        UserError: it is missing, does not have the md5, or holds more than arrays, lists and strings.
     """
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}", where="data.path", mend=_MEND) from error
+        raise UserError(f"{path} cannot be read: {error.strerror}", where="data.path", fix=_MEND) from error
     found = hashlib.md5(content, usedforsecurity=False).hexdigest()
     if found != md5:
-        raise ConfigError(f"{path} has md5 {found}, the official file {md5}", where="data.path", mend=_MEND)
+        raise UserError(f"{path} has md5 {found}, the official file {md5}", where="data.path", fix=_MEND)
     try:
         return _NumpyOnly(io.BytesIO(content), encoding="latin1").load()
     except Exception as error:
-        raise ConfigError(f"{path} is no file of CIFAR-100: {error}", where="data.path", mend=_MEND) from error
+        raise UserError(f"{path} is no file of CIFAR-100: {error}", where="data.path", fix=_MEND) from error
 
 
 class CIFAR100Dataset(Dataset):
@@ -80,7 +80,7 @@ class CIFAR100Dataset(Dataset):
         md5: expected md5 of each file.
 
     Raises:
-        ConfigError: a file is missing or not the official one, or the sizes do not fit.
+        UserError: a file is missing or not the official one, or the sizes do not fit.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class CIFAR100Dataset(Dataset):
         _check_sizes(config)
         directory = Path(config.path)
         if not directory.is_dir():
-            raise ConfigError(f"there is no directory {directory}", where="data.path", mend=_MEND)
+            raise UserError(f"there is no directory {directory}", where="data.path", fix=_MEND)
         if (directory / _FOLDER).is_dir():
             directory = directory / _FOLDER
         name = "train" if split == "train" else "test"
@@ -119,6 +119,6 @@ class CIFAR100Dataset(Dataset):
 def _check_sizes(config: CIFAR100DataConfig) -> None:
     for key, value, right in (("channels", config.channels, 3), ("n_classes", config.n_classes, 100)):
         if value != right:
-            raise ConfigError(f"CIFAR-100 with {key} {value}", where=f"data.{key}", mend=f"data.{key}={right}")
+            raise UserError(f"CIFAR-100 with {key} {value}", where=f"data.{key}", fix=f"data.{key}={right}")
     if config.image_size < 1:
-        raise ConfigError(f"images of {config.image_size} pixels", where="data.image_size", mend="data.image_size=32")
+        raise UserError(f"images of {config.image_size} pixels", where="data.image_size", fix="data.image_size=32")

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 Array = NDArray[Any]
 Indices = NDArray[np.int64]
@@ -76,7 +76,7 @@ class SampleError(RuntimeError):
 
 def check_sequence_length(length: int) -> None:
     if length < 1:
-        raise ConfigError(f"sequences of {length} tokens", where="data.sequence_length", mend="1 or more")
+        raise UserError(f"sequences of {length} tokens", where="data.sequence_length", fix="1 or more")
 
 
 def next_token_sample(window: Array) -> Sample:

@@ -19,7 +19,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 TEXT, JSONL = (".txt", ".md", ".text"), (".jsonl", ".ndjson")
 _PIECE = 1 << 20  # characters of a text file encoded at once; the cut is at the end of a line
@@ -53,23 +53,23 @@ def find_inputs(arguments: list[str]) -> list[InputFile]:
     """The files that files, directories (searched for text and JSONL) and globs stand for, each once.
 
     Raises:
-        ConfigError: an argument stands for no file.
+        UserError: an argument stands for no file.
     """
     found: dict[Path, InputFile] = {}
     for argument in arguments:
         paths = list(_expand(argument))
         if not paths:
-            raise ConfigError(
+            raise UserError(
                 f"no input at {argument!r}",
                 where="INPUT",
-                mend=f"a file, a quoted glob, or a directory with files ending in {', '.join(TEXT + JSONL)} (or .gz)",
+                fix=f"a file, a quoted glob, or a directory with files ending in {', '.join(TEXT + JSONL)} (or .gz)",
             )
         for path, name in paths:
             try:
                 status = path.stat()
                 path.open("rb").close()
             except OSError as error:
-                raise ConfigError(f"{path} cannot be read: {error.strerror}", where="INPUT", mend="chmod") from error
+                raise UserError(f"{path} cannot be read: {error.strerror}", where="INPUT", fix="chmod") from error
             found.setdefault(path.resolve(), InputFile(str(path.resolve()), name, status.st_size, status.st_mtime_ns))
     return list(found.values())
 
@@ -92,7 +92,7 @@ def read_documents(file: InputFile, field: str, encoding: str) -> Iterator[Piece
     """The documents of a file: each line of JSONL is one, any other file is one as a whole.
 
     Raises:
-        ConfigError: a line is no JSON object with a string in ``field``, or the bytes are not in ``encoding``.
+        UserError: a line is no JSON object with a string in ``field``, or the bytes are not in ``encoding``.
     """
     with Path(file.path).open("rb") as raw:
         stream: IO[bytes] = gzip.GzipFile(fileobj=raw) if file.path.endswith(".gz") else raw  # type: ignore[assignment]
@@ -100,8 +100,8 @@ def read_documents(file: InputFile, field: str, encoding: str) -> Iterator[Piece
             pieces = _json_lines(stream, raw, file, field, encoding)
             yield from pieces if file.is_jsonl else _text(stream, raw, file, encoding)
         except (EOFError, gzip.BadGzipFile) as error:
-            raise ConfigError(
-                f"{file.path} is no whole gzip file: {error}", where="INPUT", mend="copy it again"
+            raise UserError(
+                f"{file.path} is no whole gzip file: {error}", where="INPUT", fix="copy it again"
             ) from error
 
 
@@ -112,16 +112,16 @@ def _json_lines(stream: IO[bytes], raw: IO[bytes], file: InputFile, field: str, 
         try:
             value = json.loads(_decode(line, file, encoding))
         except ValueError as error:
-            raise ConfigError(
-                f"{file.path}:{number + 1} is no JSON: {error}", where="INPUT", mend="mend the line"
+            raise UserError(
+                f"{file.path}:{number + 1} is no JSON: {error}", where="INPUT", fix="fix the line"
             ) from error
         text = value.get(field) if isinstance(value, dict) else None
         if not isinstance(text, str):
             keys = sorted(value) if isinstance(value, dict) else type(value).__name__
-            raise ConfigError(
+            raise UserError(
                 f"{file.path}:{number + 1} has no text in {field!r}; there is {keys}",
                 where="--jsonl-field",
-                mend="the field that holds the text",
+                fix="the field that holds the text",
             )
         yield Piece(number, text, True, raw.tell())
 
@@ -143,8 +143,8 @@ def _decode(content: bytes, file: InputFile, encoding: str) -> str:
     try:
         return content.decode(encoding)
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{file.path} is not {encoding}: {error.reason}", where="--encoding", mend="the encoding of the file"
+        raise UserError(
+            f"{file.path} is not {encoding}: {error.reason}", where="--encoding", fix="the encoding of the file"
         ) from error
 
 
@@ -180,7 +180,7 @@ class FileEncoder(Encoder):
         self._tokenizer = _load(path)
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         if eos is not None and eos not in vocabulary:
-            raise ConfigError(f"{path} has no token {eos!r}", where="--eos", mend="a token of the tokenizer")
+            raise UserError(f"{path} has no token {eos!r}", where="--eos", fix="a token of the tokenizer")
         known = [token for token in ((eos,) if eos is not None else SEPARATORS) if token in vocabulary]
         self.vocab_size = max(vocabulary.values()) + 1
         self.separator = vocabulary[known[0]] if known else None
@@ -194,12 +194,12 @@ def open_encoder(tokenizer: str, eos: str | None) -> Encoder:
     """``bytes``, or the path of a ``tokenizer.json``.
 
     Raises:
-        ConfigError: there is no such file, it is no tokenizer, or the library is not installed.
+        UserError: there is no such file, it is no tokenizer, or the library is not installed.
     """
     if tokenizer != BYTES:
         return FileEncoder(tokenizer, eos)
     if eos is not None:
-        raise ConfigError("bytes have no end token", where="--eos", mend="leave it out, or --tokenizer tokenizer.json")
+        raise UserError("bytes have no end token", where="--eos", fix="leave it out, or --tokenizer tokenizer.json")
     return ByteEncoder()
 
 
@@ -212,20 +212,20 @@ def fingerprint(tokenizer: str) -> str:
 
 def _load(path: str) -> Any:
     if not Path(path).is_file():
-        raise ConfigError(f"there is no tokenizer file {path}", where="--tokenizer", mend="tokenizer.json, or bytes")
+        raise UserError(f"there is no tokenizer file {path}", where="--tokenizer", fix="tokenizer.json, or bytes")
     try:
         library = importlib.import_module("tokenizers")
     except ImportError as error:
-        raise ConfigError(
+        raise UserError(
             "a tokenizer file needs the tokenizers library, which is not installed",
             where="--tokenizer",
-            mend="pip install 'hpc_train[tokenizers]', or --tokenizer bytes",
+            fix="pip install 'hpc_train[tokenizers]', or --tokenizer bytes",
         ) from error
     try:
         return library.Tokenizer.from_file(path)
     except Exception as error:  # the library raises bare Exception
-        raise ConfigError(
+        raise UserError(
             f"{path} is no tokenizer file: {error}",
             where="--tokenizer",
-            mend="tokenizer.json of the tokenizers library",
+            fix="tokenizer.json of the tokenizers library",
         ) from error

@@ -15,7 +15,7 @@ from hpc_train.data.dataset import Batch, Dataset, SampleError
 from hpc_train.data.length_batching import TokenBalance
 from hpc_train.data.loader import LoadRequest, MicroBatchReader, Stacked
 from hpc_train.data.sampler import Order, Skipped
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout
 
 NOTHING = Skipped()
@@ -47,7 +47,7 @@ def loader_workers(batch: BatchConfig, dataset: Dataset, local_ranks: int) -> in
             return 0
         return min(MOST_LOADER_WORKERS, len(os.sched_getaffinity(0)) // local_ranks)
     if not isinstance(chosen, int) or chosen < 0:
-        raise ConfigError(f"{chosen!r} loader processes", where="batch.loader_workers", mend="a number >= 0, or auto")
+        raise UserError(f"{chosen!r} loader processes", where="batch.loader_workers", fix="a number >= 0, or auto")
     return chosen
 
 
@@ -70,7 +70,7 @@ class TrainFeed:
         skipped: what of the sequence of batches is passed over.
 
     Raises:
-        ConfigError: the dataset is too small for one global batch, or the data itself is wrong (also from ``next``).
+        UserError: the dataset is too small for one global batch, or the data itself is wrong (also from ``next``).
         SampleError: from ``next``: a sample could not be read; the message names its index and file.
     """
 
@@ -120,7 +120,7 @@ class TrainFeed:
         """An error of the step ahead waits for its step: the one before it is whole."""
         try:
             return next(self._steps)
-        except (ConfigError, SampleError) as error:
+        except (UserError, SampleError) as error:
             return error
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from hpc_train.config.schema import ShardsDataConfig
 from hpc_train.data.dataset import SPLITS
 from hpc_train.data.images import Pictures, check_classes, class_names, image_files
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.run.files import write_json
 
 META = "shards.json"
@@ -49,7 +49,7 @@ class ShardsDataset(Pictures):
     position, so processes that share an open file by a fork do not disturb each other.
 
     Raises:
-        ConfigError: Pillow is missing, files are missing or damaged, or the classes are not those of the config.
+        UserError: Pillow is missing, files are missing or damaged, or the classes are not those of the config.
     """
 
     def __init__(self, config: ShardsDataConfig, split: str, seed: int) -> None:
@@ -57,10 +57,10 @@ class ShardsDataset(Pictures):
         meta = _read_json(directory / META)
         self.classes: list[str] = meta["classes"]
         if len(self.classes) != config.n_classes:
-            raise ConfigError(
+            raise UserError(
                 f"{directory} has {len(self.classes)} classes, the config says {config.n_classes}",
                 where="data.n_classes",
-                mend=f"data.n_classes={len(self.classes)}",
+                fix=f"data.n_classes={len(self.classes)}",
             )
         self._index = _load_index(index_file(directory, split), meta["counts"][split])
         super().__init__(config, self._index[:, 3].copy(), split, seed)
@@ -88,16 +88,16 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", where="data.path", mend=MEND) from error
+        raise UserError(f"{path} cannot be read: {error}", where="data.path", fix=MEND) from error
 
 
 def _load_index(path: Path, samples: int) -> Any:
     try:
         index = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", where="data.path", mend=MEND) from error
+        raise UserError(f"{path} cannot be read: {error}", where="data.path", fix=MEND) from error
     if index.shape != (samples, 4) or not samples:
-        raise ConfigError(f"{path} has the shape {index.shape}, not {(samples, 4)}", where="data.path", mend=MEND)
+        raise UserError(f"{path} has the shape {index.shape}, not {(samples, 4)}", where="data.path", fix=MEND)
     return index
 
 
@@ -116,21 +116,21 @@ def make_shards(source: Path, out: Path, shard_bytes: int, on_progress: Callable
         on_progress: gets the images done and their number.
 
     Raises:
-        ConfigError: there are no images, or ``out`` holds other ones.
+        UserError: there are no images, or ``out`` holds other ones.
     """
     classes = class_names(source / "train")
     check_classes(source, "validation", classes, len(classes))
     images = {split: list(_images(source / split, classes)) for split in SPLITS}
     empty = [split for split in SPLITS if not images[split]]
     if empty:
-        raise ConfigError(f"there is no image under {source / empty[0]}", where="INPUT", mend="train/CLASS/IMAGE")
+        raise UserError(f"there is no image under {source / empty[0]}", where="INPUT", fix="train/CLASS/IMAGE")
     listing = [(str(i.path.relative_to(source)), i.size, shard_bytes) for split in SPLITS for i in images[split]]
     key = hashlib.blake2b(json.dumps(listing).encode(), digest_size=16).hexdigest()
     meta = {"classes": classes, "counts": {split: len(images[split]) for split in SPLITS}, "key": key}
     if (out / META).exists():
         if json.loads((out / META).read_text(encoding="utf-8")).get("key") == key:
             return meta
-        raise ConfigError(f"{out} holds shards of other images", where="--out", mend="another directory, or remove it")
+        raise UserError(f"{out} holds shards of other images", where="--out", fix="another directory, or remove it")
     out.mkdir(parents=True, exist_ok=True)
     done, total = 0, len(listing)
     for split in SPLITS:

@@ -15,7 +15,7 @@ import numpy as np
 
 from hpc_train.config.schema import ImagesDataConfig, ShardsDataConfig
 from hpc_train.data.dataset import Array, Dataset, Sample
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff"})
 MEAN = np.array([0.485, 0.456, 0.406], dtype=np.float32).reshape(3, 1, 1)  # of ImageNet's pixels in [0, 1]
@@ -34,17 +34,15 @@ class Pictures(Dataset):
         labels: of each image, int64.
 
     Raises:
-        ConfigError: Pillow is missing, or there are no such images.
+        UserError: Pillow is missing, or there are no such images.
     """
 
     def __init__(self, config: ImagesDataConfig | ShardsDataConfig, labels: Array, split: str, seed: int) -> None:
         self._pillow = _pillow()
         if config.channels not in _MODES:
-            raise ConfigError(
-                f"images of {config.channels} channels", where="data.channels", mend="1 (grey) or 3 (RGB)"
-            )
+            raise UserError(f"images of {config.channels} channels", where="data.channels", fix="1 (grey) or 3 (RGB)")
         if config.image_size < 1:
-            raise ConfigError(f"images of {config.image_size} pixels", where="data.image_size", mend="1 or more")
+            raise UserError(f"images of {config.image_size} pixels", where="data.image_size", fix="1 or more")
         self._labels = labels
         self._augment = config.augment and split == "train"
         self._size, self._channels, self._seed = config.image_size, config.channels, seed
@@ -80,7 +78,7 @@ class ImagesDataset(Pictures):
     """The files of class folders; the label is the place of the class among the sorted names.
 
     Raises:
-        ConfigError: Pillow is missing, folders are missing or empty, or the classes are not those of the config.
+        UserError: Pillow is missing, folders are missing or empty, or the classes are not those of the config.
     """
 
     def __init__(self, config: ImagesDataConfig, split: str, seed: int) -> None:
@@ -95,7 +93,7 @@ class ImagesDataset(Pictures):
             labels += [label] * len(files)
         super().__init__(config, np.array(labels, dtype=np.int64), split, seed)
         if not labels:
-            raise ConfigError(f"there is no image under {root / split}", where="data.path", mend=_MEND)
+            raise UserError(f"there is no image under {root / split}", where="data.path", fix=_MEND)
 
     def source(self, index: int) -> str:
         return self._files[index]
@@ -108,30 +106,30 @@ def _pillow() -> Any:
     try:
         return importlib.import_module("PIL.Image")
     except ImportError as error:
-        raise ConfigError(
+        raise UserError(
             "data=images needs Pillow, which is not installed",
             where="data.kind",
-            mend="pip install 'hpc_train[images]'",
+            fix="pip install 'hpc_train[images]'",
         ) from error
 
 
 def class_names(directory: Path) -> list[str]:
     if not directory.is_dir():
-        raise ConfigError(f"there is no directory {directory}", where="data.path", mend=_MEND)
+        raise UserError(f"there is no directory {directory}", where="data.path", fix=_MEND)
     return sorted(path.name for path in directory.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
 def check_classes(root: Path, split: str, classes: list[str], n_classes: int) -> None:
     if len(classes) != n_classes:
-        raise ConfigError(
+        raise UserError(
             f"{root / 'train'} has {len(classes)} class directories, the config says {n_classes}",
             where="data.n_classes",
-            mend=f"data.n_classes={len(classes)}" if classes else _MEND,
+            fix=f"data.n_classes={len(classes)}" if classes else _MEND,
         )
     strange = sorted(set(class_names(root / split)) - set(classes))
     if strange:
-        raise ConfigError(
-            f"{root / split} has classes that train/ has not: {', '.join(strange[:5])}", where="data.path", mend=_MEND
+        raise UserError(
+            f"{root / split} has classes that train/ has not: {', '.join(strange[:5])}", where="data.path", fix=_MEND
         )
 
 

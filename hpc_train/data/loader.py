@@ -29,7 +29,7 @@ from torch.utils.data import Dataset as TorchDataset
 from hpc_train.data.dataset import IGNORED, Array, Dataset, Sample, SampleError
 from hpc_train.data.length_batching import fitted
 from hpc_train.data.sampler import PADDING
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.run.processes import die_with_parent
 
 Stacked = tuple[Tensor, Tensor, dict[str, Tensor], int]  # inputs, targets, context, number of targets that count
@@ -62,7 +62,7 @@ class MicroBatchReader:
         pin: into page-locked memory, for copies that do not block.
 
     Raises (from ``next``):
-        ConfigError: the data itself is wrong.
+        UserError: the data itself is wrong.
         SampleError: a sample could not be read, or a loader process died.
     """
 
@@ -143,7 +143,7 @@ class _MicroBatches(TorchDataset[Stacked | Exception]):
     def __getitem__(self, request: LoadRequest) -> Stacked | Exception:
         try:
             return self._stack(request)
-        except (ConfigError, SampleError) as error:
+        except (UserError, SampleError) as error:
             return error
 
     def _stack(self, request: LoadRequest) -> Stacked:
@@ -168,7 +168,7 @@ class _MicroBatches(TorchDataset[Stacked | Exception]):
             if width is None:
                 return sample
             return fitted(Sample(sample.inputs, _wide(sample.targets), sample.context), width)
-        except ConfigError:
+        except UserError:
             raise
         except Exception as error:
             raise SampleError(f"{self._name(index)}: {error!r}\n{traceback.format_exc()}") from None

@@ -26,7 +26,7 @@ import numpy as np
 from hpc_train.data.dataset import SPLITS, position
 from hpc_train.data.documents import Encoder, InputFile, Piece, fingerprint, open_encoder, read_documents
 from hpc_train.data.tokens import DTYPES, LENGTHS, META, TokensMeta, documents_file, read_meta
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.processes import die_with_parent
 
@@ -110,13 +110,13 @@ def prepare(
         on_progress: called a few times per second, and at the end.
 
     Raises:
-        ConfigError: an input or the tokenizer is wrong, ``out`` holds other tokens, or another process is at it.
+        UserError: an input or the tokenizer is wrong, ``out`` holds other tokens, or another process is at it.
     """
     if not 0 < settings.validation_share < 1:
-        raise ConfigError(
+        raise UserError(
             f"a share of {settings.validation_share} for validation",
             where="--validation-share",
-            mend="a number between 0 and 1",
+            fix="a number between 0 and 1",
         )
     encoder = open_encoder(settings.tokenizer, settings.eos)
     keys = [_key(source, settings) for source in inputs]
@@ -148,7 +148,7 @@ def _locked(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise ConfigError(f"another process prepares {out}", where="--out", mend="wait, or end it") from error
+            raise UserError(f"another process prepares {out}", where="--out", fix="wait, or end it") from error
         yield
 
 
@@ -158,8 +158,8 @@ def _finished(out: Path, whole: str) -> TokensMeta | None:
         return None
     meta = read_meta(out)
     if meta.source.get("key") != whole:
-        raise ConfigError(
-            f"{out} holds tokens of other inputs or settings", where="--out", mend="another directory, or remove it"
+        raise UserError(
+            f"{out} holds tokens of other inputs or settings", where="--out", fix="another directory, or remove it"
         )
     return meta
 
@@ -187,8 +187,8 @@ def _write_shards(
                 future.result()
             on_progress(PrepareProgress(sum(s.bytes_done() for s in shards), sum(s.committed for s in shards)))
     except BrokenProcessPool as error:
-        raise ConfigError(
-            "a process that encodes was killed (out of memory?)", where="--workers", mend="fewer; run it again to go on"
+        raise UserError(
+            "a process that encodes was killed (out of memory?)", where="--workers", fix="fewer; run it again to go on"
         ) from error
     finally:
         for process in set(active_children()) - others:  # after an error or Ctrl-C they would work on
@@ -289,7 +289,7 @@ def _join(shards: list[_Shard], out: Path, settings: Settings, encoder: Encoder,
     counts = {split: sum(count[split] for count in found) for split in SPLITS}
     total = sum(counts.values())
     if total < 2:
-        raise ConfigError(f"the inputs hold {total} tokens", where="INPUT", mend="inputs with text")
+        raise UserError(f"the inputs hold {total} tokens", where="INPUT", fix="inputs with text")
     by_document = min(counts.values()) > 0
     if not by_document:
         validation = min(max(1, round(total * settings.validation_share)), total - 1)

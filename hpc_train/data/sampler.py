@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_train.data.dataset import Indices
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout
 
 PADDING = -1  # a slot without a sample
@@ -41,7 +41,7 @@ class Order:
         seed: of the permutation of each epoch; None keeps the order of the dataset (validation).
 
     Raises:
-        ConfigError: no samples, or too few for one batch with ``drop_last``.
+        UserError: no samples, or too few for one batch with ``drop_last``.
     """
 
     samples: int
@@ -51,12 +51,12 @@ class Order:
 
     def __post_init__(self) -> None:
         if self.samples < 1:
-            raise ConfigError("the dataset has no samples", where="data", mend="point data at a set with samples")
+            raise UserError("the dataset has no samples", where="data", fix="point data at a set with samples")
         if self.drop_last and self.samples < self.global_size:
-            raise ConfigError(
+            raise UserError(
                 f"{self.samples} samples do not fill one global batch of {self.global_size}",
                 where="batch.global_size",
-                mend=f"batch.global_size={self.samples} or smaller, batch.drop_last=false (pads it), or more data",
+                fix=f"batch.global_size={self.samples} or smaller, batch.drop_last=false (pads it), or more data",
             )
 
     @property

@@ -7,7 +7,7 @@ import numpy as np
 from hpc_train.config.schema import SyntheticDataConfig
 from hpc_train.data.dataset import Array, Dataset, Sample, next_token_sample
 from hpc_train.data.images import generator
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 _CLASSES, _TRAIN, _VALIDATION = 0, 1, 2  # streams of randomness that do not meet
 
@@ -19,20 +19,20 @@ class SyntheticDataset(Dataset):
     Images: a fixed pattern per class in noise; class = index modulo the number of classes.
 
     Raises:
-        ConfigError: sizes that are not positive, or an unknown task.
+        UserError: sizes that are not positive, or an unknown task.
     """
 
     loads_cheaply = True
 
     def __init__(self, config: SyntheticDataConfig, split: str, seed: int) -> None:
         if config.task not in ("tokens", "images"):
-            raise ConfigError(f"unknown task {config.task!r}", where="data.task", mend="tokens or images")
+            raise UserError(f"unknown task {config.task!r}", where="data.task", fix="tokens or images")
         self._config, self._seed = config, seed
         self._stream = _TRAIN if split == "train" else _VALIDATION
         self._samples = config.samples if split == "train" else config.validation_samples
         if self._samples < 1:
             key = "samples" if split == "train" else "validation_samples"
-            raise ConfigError(f"{self._samples} synthetic samples", where=f"data.{key}", mend="1 or more")
+            raise UserError(f"{self._samples} synthetic samples", where=f"data.{key}", fix="1 or more")
         self._patterns = self._class_patterns() if config.task == "images" else None
 
     def __len__(self) -> int:

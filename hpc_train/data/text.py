@@ -19,7 +19,7 @@ import numpy as np
 
 from hpc_train.config.schema import TextDataConfig
 from hpc_train.data.dataset import Array, Dataset, Sample, check_sequence_length, next_token_sample, position
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 _SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__"})
 _OPEN_FILES = 4096  # maps kept; a process may hold 65,530
@@ -45,17 +45,17 @@ def find_files(path: str | None, pattern: str) -> list[TextFile]:
         pattern: a glob relative to a directory.
 
     Raises:
-        ConfigError: nothing is there, or a file cannot be read.
+        UserError: nothing is there, or a file cannot be read.
     """
     root, found = _search(path, pattern)
     where = "data.path, data.pattern"
     files = [_stat(str(name.relative_to(root)), name) for name in found]
     files = sorted((file for file in files if file.size), key=lambda file: file.name)
     if not files:
-        raise ConfigError(
+        raise UserError(
             f"no text in {path or root}: {len(found)} files match {pattern!r}, none of them with a byte in it",
             where=where,
-            mend="data.path=FILE, DIRECTORY or 'GLOB'; data.pattern='**/*.txt' chooses files in a directory",
+            fix="data.path=FILE, DIRECTORY or 'GLOB'; data.pattern='**/*.txt' chooses files in a directory",
         )
     return files
 
@@ -68,8 +68,8 @@ def _search(path: str | None, pattern: str) -> tuple[Path, list[Path]]:
         return root, _matches(root, pattern)
     anchor = Path(*_fixed_parts(root))
     if anchor == root or not anchor.is_dir():
-        raise ConfigError(
-            f"there is no {root}", where="data.path", mend="an existing file or directory, or a glob in quotes"
+        raise UserError(
+            f"there is no {root}", where="data.path", fix="an existing file or directory, or a glob in quotes"
         )
     return anchor, _matches(anchor, str(root.relative_to(anchor)))
 
@@ -116,10 +116,10 @@ def _stat(name: str, path: Path) -> TextFile:
         if not os.access(path, os.R_OK):
             raise PermissionError("permission denied")
     except OSError as error:
-        raise ConfigError(
+        raise UserError(
             f"{path} cannot be read: {error.strerror or error}",
             where="data.path",
-            mend="make it readable (chmod), or leave it out by data.pattern",
+            fix="make it readable (chmod), or leave it out by data.pattern",
         ) from error
     return TextFile(name, str(path), size)
 
@@ -131,8 +131,8 @@ def split_files(files: list[TextFile], share: float) -> dict[str, list[TextFile]
     validation.
     """
     if not 0 < share < 1:
-        raise ConfigError(
-            f"a share of {share} for validation", where="data.validation_share", mend="a number between 0 and 1"
+        raise UserError(
+            f"a share of {share} for validation", where="data.validation_share", fix="a number between 0 and 1"
         )
     if len(files) == 1:
         return _split_one(files[0], share)
@@ -161,15 +161,15 @@ class TextDataset(Dataset):
     its target. A last window without a byte behind it is dropped.
 
     Raises:
-        ConfigError: no such files, a split shorter than one sequence, or a vocabulary of less than 256.
+        UserError: no such files, a split shorter than one sequence, or a vocabulary of less than 256.
     """
 
     loads_cheaply = True
 
     def __init__(self, config: TextDataConfig, split: str) -> None:
         if config.vocab_size < 256:
-            raise ConfigError(
-                f"bytes do not fit a vocabulary of {config.vocab_size}", where="data.vocab_size", mend="256 or more"
+            raise UserError(
+                f"bytes do not fit a vocabulary of {config.vocab_size}", where="data.vocab_size", fix="256 or more"
             )
         check_sequence_length(config.sequence_length)
         self._length = config.sequence_length
@@ -178,10 +178,10 @@ class TextDataset(Dataset):
         self._maps: OrderedDict[int, mmap.mmap] = OrderedDict()
         total = int(self._ends[-1])
         if total <= self._length:
-            raise ConfigError(
+            raise UserError(
                 f"the {split} text has {total} bytes, too short for one sequence of {self._length} and its next byte",
                 where="data.sequence_length, data.validation_share",
-                mend="more text, a shorter data.sequence_length, or another data.validation_share",
+                fix="more text, a shorter data.sequence_length, or another data.validation_share",
             )
         self._samples = (total - 1) // self._length
 
@@ -219,10 +219,10 @@ class TextDataset(Dataset):
     def _bytes(self, number: int, start: int, length: int) -> bytes:
         piece = self._map(number)[start : start + length]
         if len(piece) < length:
-            raise ConfigError(
+            raise UserError(
                 f"{self.files[number].path} has become shorter since training began",
                 where="data.path",
-                mend="train on files that nobody changes: copy them first",
+                fix="train on files that nobody changes: copy them first",
             )
         return piece
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from hpc_train.config.schema import TokensDataConfig
 from hpc_train.data.dataset import IGNORED, Array, Dataset, Indices, Sample, check_sequence_length, next_token_sample
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 META = "meta.json"
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -59,21 +59,21 @@ def read_meta(directory: Path) -> TokensMeta:
     """Reads and checks ``meta.json``.
 
     Raises:
-        ConfigError: it is missing, no JSON, or its content is not what it must be.
+        UserError: it is missing, no JSON, or its content is not what it must be.
     """
     path = directory / META
     try:
         meta = TokensMeta(**json.loads(path.read_text(encoding="utf-8")))
         valid = meta.dtype in DTYPES and meta.vocab_size > 0 and all(int(count) >= 0 for count in meta.counts.values())
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}", where="data.path", mend=_MEND) from error
+        raise UserError(f"{path} cannot be read: {error.strerror}", where="data.path", fix=_MEND) from error
     except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{path} is not a description of tokens: {error}", where="data.path", mend=_MEND) from error
+        raise UserError(f"{path} is not a description of tokens: {error}", where="data.path", fix=_MEND) from error
     if not valid:
-        raise ConfigError(
+        raise UserError(
             f"{path} says dtype {meta.dtype!r}, vocab_size {meta.vocab_size}, counts {meta.counts}",
             where="data.path",
-            mend=f"dtype {' or '.join(DTYPES)} and positive numbers; {_MEND}",
+            fix=f"dtype {' or '.join(DTYPES)} and positive numbers; {_MEND}",
         )
     return meta
 
@@ -84,7 +84,7 @@ class TokensDataset(Dataset):
     Sample i has the tokens [i * S, i * S + S) as inputs and the token after each as its target.
 
     Raises:
-        ConfigError: files are missing, damaged or too short, or hold token ids that the vocabulary does not have.
+        UserError: files are missing, damaged or too short, or hold token ids that the vocabulary does not have.
     """
 
     loads_cheaply = True
@@ -94,22 +94,22 @@ class TokensDataset(Dataset):
         directory = Path(config.path)
         self._documents = documents_file(directory, split)
         if not directory.is_dir():
-            raise ConfigError(f"there is no directory {directory}", where="data.path", mend=_MEND)
+            raise UserError(f"there is no directory {directory}", where="data.path", fix=_MEND)
         meta = read_meta(directory)
         self.path = directory / f"{split}.bin"
         self._length, self._vocab_size = config.sequence_length, config.vocab_size
         if meta.vocab_size > config.vocab_size:
-            raise ConfigError(
+            raise UserError(
                 f"{directory} holds token ids up to {meta.vocab_size - 1}, the vocabulary has {config.vocab_size}",
                 where="data.vocab_size",
-                mend=f"data.vocab_size={meta.vocab_size}, and the same of the model",
+                fix=f"data.vocab_size={meta.vocab_size}, and the same of the model",
             )
         self._tokens = _map_tokens(self.path, DTYPES[meta.dtype], meta.counts.get(split))
         if len(self._tokens) <= self._length:
-            raise ConfigError(
+            raise UserError(
                 f"{self.path} has {len(self._tokens)} tokens, too few for one sequence of {self._length} and the next",
                 where="data.sequence_length",
-                mend="more tokens, or a shorter data.sequence_length",
+                fix="more tokens, or a shorter data.sequence_length",
             )
 
     def __len__(self) -> int:
@@ -125,33 +125,33 @@ class TokensDataset(Dataset):
         return str(self.path)
 
     def window(self, start: int, length: int) -> Array:
-        """``length`` tokens from token ``start`` on; ConfigError where one is not of the vocabulary."""
+        """``length`` tokens from token ``start`` on; UserError where one is not of the vocabulary."""
         window = self._tokens[start : start + length]
         if int(window.max()) >= self._vocab_size:
-            raise ConfigError(
+            raise UserError(
                 f"{self.path} holds token id {int(window.max())} behind token {start}, "
                 f"the vocabulary has {self._vocab_size}",
                 where="data.vocab_size",
-                mend=f"the vocabulary of the tokenizer that made the file, or {_MEND}",
+                fix=f"the vocabulary of the tokenizer that made the file, or {_MEND}",
             )
         return window
 
     def document_lengths(self) -> NDArray[Any]:
-        """Tokens of each document, the separator among them; ConfigError where nobody has noted them."""
+        """Tokens of each document, the separator among them; UserError where nobody has noted them."""
         return _read_lengths(self._documents, len(self._tokens))
 
 
 def _read_lengths(path: Path, tokens: int) -> NDArray[Any]:
-    mend = "prepare the directory anew: python -m hpc_train prepare INPUT... --out DIR"
+    fix = "prepare the directory anew: python -m hpc_train prepare INPUT... --out DIR"
     try:
         lengths = np.fromfile(path, dtype=LENGTHS)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}", where="data.packing", mend=mend) from error
+        raise UserError(f"{path} cannot be read: {error.strerror}", where="data.packing", fix=fix) from error
     if int(lengths.sum(dtype=np.int64)) != tokens:
-        raise ConfigError(
+        raise UserError(
             f"{path} tells of documents of {lengths.sum(dtype=np.int64)} tokens, and there are {tokens}",
             where="data.packing",
-            mend=mend,
+            fix=fix,
         )
     return lengths
 
@@ -160,15 +160,15 @@ def _map_tokens(path: Path, dtype: np.dtype[Any], expected: int | None) -> np.me
     try:
         size = path.stat().st_size
         if not size:
-            raise ConfigError(f"{path} is empty", where="data.path", mend=_MEND)
+            raise UserError(f"{path} is empty", where="data.path", fix=_MEND)
         tokens = np.memmap(path, dtype=dtype, mode="r", shape=(size // dtype.itemsize,))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}", where="data.path", mend=_MEND) from error
+        raise UserError(f"{path} cannot be read: {error.strerror}", where="data.path", fix=_MEND) from error
     if size % dtype.itemsize or expected != len(tokens):
-        raise ConfigError(
+        raise UserError(
             f"{path} has {size} bytes, {META} says {expected} tokens of {dtype.itemsize} bytes",
             where="data.path",
-            mend=f"copy it again whole, or {_MEND}",
+            fix=f"copy it again whole, or {_MEND}",
         )
     return tokens
 
@@ -223,7 +223,7 @@ class PackedDataset(Dataset):
     """Sequences of whole documents, with ``positions`` and ``document_ids`` ``[seq]`` in the context.
 
     Raises:
-        ConfigError: nobody has noted where documents end.
+        UserError: nobody has noted where documents end.
     """
 
     loads_cheaply = True

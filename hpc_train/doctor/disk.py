@@ -13,7 +13,7 @@ from pathlib import Path
 from hpc_train.checkpoint.space import amount
 from hpc_train.cluster.storage import file_system_of, room_in
 from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.launch.storage import check_shared
 
 SLOW_S = 1.0  # for a small file to be on disk
@@ -29,13 +29,13 @@ def check_root(root: Path) -> Iterator[Finding]:
     except OSError as error:
         text = f"{root} cannot be used: {error.strerror}"
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        mend = "remove what is not needed any more, or another run.root" if full else "another run.root"
-        yield Finding("run directory", ERROR, text, mend)
+        fix = "remove what is not needed any more, or another run.root" if full else "another run.root"
+        yield Finding("run directory", ERROR, text, fix)
         return
     kind = getattr(file_system_of(root), "kind", "unknown")
     if written > SLOW_S:
-        mend = "a busy file system; checkpoint.asynchronous=true hides it, another run.root may be faster"
-        yield Finding("run directory", WARNING, f"a small file took {written:.1f} s ({kind})", mend)
+        fix = "a busy file system; checkpoint.asynchronous=true hides it, another run.root may be faster"
+        yield Finding("run directory", WARNING, f"a small file took {written:.1f} s ({kind})", fix)
     else:
         yield Finding("run directory", OK, f"{root} ({kind}): a small file is on disk in {1000 * written:.0f} ms")
     yield check_skew(skew)
@@ -46,8 +46,8 @@ def check_skew(skew: float) -> Finding:
     text = f"this node's clock is {abs(skew):.2f} s {'behind' if skew > 0 else 'ahead of'} the file server's"
     if abs(skew) < SKEW_S:
         return Finding("clock", OK, "agrees with the file server's")
-    mend = "chrony or ntpd on the node and on the server: ask the site"
-    return Finding("clock", ERROR if abs(skew) > BAD_SKEW_S else WARNING, text, mend)
+    fix = "chrony or ntpd on the node and on the server: ask the site"
+    return Finding("clock", ERROR if abs(skew) > BAD_SKEW_S else WARNING, text, fix)
 
 
 def probe(root: Path) -> tuple[float, float]:
@@ -104,9 +104,9 @@ def check_sharing(root: Path) -> Finding:
     """Whether the nodes of a Slurm job can see it, as far as this machine can tell."""
     try:
         notes = check_shared(root)
-    except ConfigError as error:
-        return Finding("shared file system", ERROR, error.what, error.mend)
+    except UserError as error:
+        return Finding("shared file system", ERROR, error.what, error.fix)
     if notes:
-        mend = "doctor --submit looks from the nodes"
-        return Finding("shared file system", WARNING, notes[0].removeprefix("note: "), mend)
+        fix = "doctor --submit looks from the nodes"
+        return Finding("shared file system", WARNING, notes[0].removeprefix("note: "), fix)
     return Finding("shared file system", OK, f"{root}: nothing speaks against it")

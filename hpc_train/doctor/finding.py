@@ -12,12 +12,12 @@ _ORDER = (OK, WARNING, ERROR)
 
 @dataclass(frozen=True)
 class Finding:
-    """``level`` is ``ok``, ``warning`` or ``error``; the last two have a ``mend``."""
+    """``level`` is ``ok``, ``warning`` or ``error``; the last two have a ``fix``."""
 
     subject: str
     level: str
     text: str
-    mend: str = ""
+    fix: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -17,7 +17,7 @@ from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import Config
 from hpc_train.doctor.disk import check_sharing
 from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import controller_answers, select_executor
 from hpc_train.launch.gpus import asked_gpus
@@ -40,7 +40,7 @@ class Asked:
 
 
 def composed(overrides: Sequence[str]) -> Asked:
-    """Raises ConfigError where a value is wrong, whatever the machine."""
+    """Raises UserError where a value is wrong, whatever the machine."""
     line = CommandLine.parse(with_right_plus(list(overrides)))
     with line.composer() as compose:
         config = typed(compose(list(line.overrides)))
@@ -62,8 +62,8 @@ def check_place(asked: Asked, submits: bool) -> Iterator[Finding]:
             yield check_sharing(Path(asked.config.run.root))
     try:
         job = _job(asked)
-    except ConfigError as error:
-        yield Finding("job", ERROR, f"{error.what} ({error.where})", error.mend)
+    except UserError as error:
+        yield Finding("job", ERROR, f"{error.what} ({error.where})", error.fix)
         return
     yield from check_job(job, site)
 
@@ -113,8 +113,8 @@ def check_accounting(site: Site) -> Finding:
     if site.associations is not None:
         accounts = ", ".join(sorted({found.account for found in site.associations})) or "none of yours"
         return Finding("accounting", OK, f"answers; accounts: {accounts}")
-    mend = "none needed; where the site has accounting: sacctmgr on PATH"
-    return Finding("accounting", WARNING, "does not answer: limits of accounts are not checked before submission", mend)
+    fix = "none needed; where the site has accounting: sacctmgr on PATH"
+    return Finding("accounting", WARNING, "does not answer: limits of accounts are not checked before submission", fix)
 
 
 def check_partitions(site: Site) -> Iterator[Finding]:
@@ -134,8 +134,8 @@ def check_job(job: Job, site: Site | None) -> Iterator[Finding]:
         if site is not None:
             check_limits(job, site)
         notes = check_room([job])
-    except ConfigError as error:
-        yield Finding("job", ERROR, f"{error.what} ({error.where})", error.mend)
+    except UserError as error:
+        yield Finding("job", ERROR, f"{error.what} ({error.where})", error.fix)
         return
     device = f"{job.gpus} GPUs per node" if job.gpus else "on CPUs"
     yield Finding("job", OK, f"{job.layout}, {device}: {'; '.join(notes) or 'can start'}")

@@ -23,8 +23,8 @@ def check_gpus(facts: NodeFacts, asked: int | str) -> Iterator[Finding]:
     if not facts.gpus:
         wanted = isinstance(asked, int) and asked > 0
         text = f"cluster.gpus_per_node={asked}, and no GPU is seen" if wanted else "none: training runs on the CPU"
-        mend = "look from a compute node: doctor --submit, or ask for GPUs: salloc --gpus-per-node=1"
-        yield Finding("GPUs", ERROR if wanted else OK, text, mend if wanted else "")
+        fix = "look from a compute node: doctor --submit, or ask for GPUs: salloc --gpus-per-node=1"
+        yield Finding("GPUs", ERROR if wanted else OK, text, fix if wanted else "")
         return
     text = f"{len(facts.gpus)} x {', '.join(models)}, {len(facts.visible)} visible"
     if not facts.visible:
@@ -35,8 +35,8 @@ def check_gpus(facts: NodeFacts, asked: int | str) -> Iterator[Finding]:
         yield Finding("GPUs", OK, text)
     for gpu in facts.gpus:
         for trouble in gpu.troubles:
-            mend = f"cluster.exclude={facts.node}; for the staff: nvidia-smi -q -i {gpu.pci or gpu.index}"
-            yield Finding("GPUs", WARNING, f"{gpu.name}: {trouble}", mend)
+            fix = f"cluster.exclude={facts.node}; for the staff: nvidia-smi -q -i {gpu.pci or gpu.index}"
+            yield Finding("GPUs", WARNING, f"{gpu.name}: {trouble}", fix)
 
 
 def check_ports(facts: NodeFacts) -> Iterator[Finding]:
@@ -51,8 +51,8 @@ def check_ports(facts: NodeFacts) -> Iterator[Finding]:
     unmatched = [matched for matched in match(facts) if matched.nic is None]
     if facts.nics and unmatched:
         names = ", ".join(matched.gpu for matched in unmatched)
-        mend = "nvidia-smi topo -m shows what the driver knows; NCCL_TOPO_FILE where the PCI tree is hidden"
-        yield Finding("network", WARNING, f"no card is matched to {names}: {unmatched[0].reason}", mend)
+        fix = "nvidia-smi topo -m shows what the driver knows; NCCL_TOPO_FILE where the PCI tree is hidden"
+        yield Finding("network", WARNING, f"no card is matched to {names}: {unmatched[0].reason}", fix)
     if (total := rate_gbps(facts)) is not None:
         yield Finding("network", OK, f"{total:g} Gb/s between nodes, each way")
     if facts.gpus and facts.nics and facts.gpu_direct is not None:
@@ -63,8 +63,8 @@ def _gpu_direct(by: str) -> Finding:
     if by != NONE:
         return Finding("network", OK, f"cards read GPU memory (GPUDirect RDMA) by {by}")
     text = "cards cannot read GPU memory: all traffic goes through the host's, up to 3 times slower (GPUDirect RDMA)"
-    mend = "the site: modprobe nvidia_peermem, or NVIDIA's open kernel modules and Linux 5.12 for DMA-BUF"
-    return Finding("network", WARNING, text, mend)
+    fix = "the site: modprobe nvidia_peermem, or NVIDIA's open kernel modules and Linux 5.12 for DMA-BUF"
+    return Finding("network", WARNING, text, fix)
 
 
 def check_environment(
@@ -78,8 +78,8 @@ def check_environment(
     for note in decision.unknown:
         yield Finding("environment", WARNING, f"not known: {note}", "the site, or a profile: cluster/fabric=NAME")
     if decision.fabric == "efa" and not _has_plugin(environment):
-        mend = "aws-ofi-nccl (the EFA installer has it), its lib directory on LD_LIBRARY_PATH"
-        yield Finding("environment", ERROR, "EFA without its plugin for NCCL: everything would go over TCP", mend)
+        fix = "aws-ofi-nccl (the EFA installer has it), its lib directory on LD_LIBRARY_PATH"
+        yield Finding("environment", ERROR, "EFA without its plugin for NCCL: everything would go over TCP", fix)
 
 
 def _has_plugin(environment: Mapping[str, str]) -> bool:

@@ -90,11 +90,11 @@ def check_software(facts: NodeFacts) -> Iterator[Finding]:
         yield Finding("versions", ERROR, "torch is not installed for this interpreter", "pip install torch")
         return
     if facts.gpus and versions["torch"].endswith("+cpu"):
-        mend = "torch for CUDA: https://pytorch.org/get-started"
-        yield Finding("versions", ERROR, f"torch {versions['torch']} is built without CUDA, and there are GPUs", mend)
+        fix = "torch for CUDA: https://pytorch.org/get-started"
+        yield Finding("versions", ERROR, f"torch {versions['torch']} is built without CUDA, and there are GPUs", fix)
     elif facts.gpus and "nccl" not in versions:
-        mend = "doctor --nccl VERSION judges for a version; torch.cuda.nccl.version() shows it"
-        yield Finding("versions", WARNING, "NCCL comes with no wheel here: its version is not known", mend)
+        fix = "doctor --nccl VERSION judges for a version; torch.cuda.nccl.version() shows it"
+        yield Finding("versions", WARNING, "NCCL comes with no wheel here: its version is not known", fix)
 
 
 PER_RANK = 10**9  # bytes: loaders hand batches over in it, NCCL and gloo their buffers
@@ -112,20 +112,20 @@ def check_limits(facts: NodeFacts, ranks: int) -> Iterator[Finding]:
 
 def check_shared_memory(ranks: int, directory: Path = SHARED_MEMORY) -> Finding:
     """1 GB for each rank is enough for loaders and NCCL."""
-    mend = (
+    fix = (
         "a container: --shm-size, or bind the host's /dev/shm; a node: ask the site; batch.loader_workers=0 needs less"
     )
     try:
         found = os.statvfs(directory)
     except OSError as error:
-        return Finding("shared memory", ERROR, f"{directory}: {error.strerror}", mend)
+        return Finding("shared memory", ERROR, f"{directory}: {error.strerror}", fix)
     free, wanted = found.f_bavail * found.f_frsize, ranks * PER_RANK
     if not os.access(directory, os.W_OK):
-        return Finding("shared memory", ERROR, f"{directory} cannot be written", mend)
+        return Finding("shared memory", ERROR, f"{directory} cannot be written", fix)
     if free >= wanted:
         return Finding("shared memory", OK, f"{amount(free)} free in {directory}")
     level = ERROR if free < ranks * FEWEST_PER_RANK else WARNING
-    return Finding("shared memory", level, f"{amount(free)} free in {directory}, {ranks} ranks want 1 GB each", mend)
+    return Finding("shared memory", level, f"{amount(free)} free in {directory}, {ranks} ranks want 1 GB each", fix)
 
 
 def check_locked_memory(limits: NodeLimits, rdma: bool) -> Finding:
@@ -137,8 +137,8 @@ def check_locked_memory(limits: NodeLimits, rdma: bool) -> Finding:
         return Finding("locked memory", OK, "unlimited")
     if not rdma:
         return Finding("locked memory", OK, f"{text}; no RDMA card that would need more")
-    mend = "LimitMEMLOCK=infinity for slurmd, and PropagateResourceLimitsExcept=MEMLOCK in slurm.conf (the site)"
-    return Finding("locked memory", ERROR, f"{text}: RDMA cards cannot register their buffers", mend)
+    fix = "LimitMEMLOCK=infinity for slurmd, and PropagateResourceLimitsExcept=MEMLOCK in slurm.conf (the site)"
+    return Finding("locked memory", ERROR, f"{text}: RDMA cards cannot register their buffers", fix)
 
 
 def check_open_files(limits: NodeLimits, ranks: int) -> Finding:
@@ -148,8 +148,8 @@ def check_open_files(limits: NodeLimits, ranks: int) -> Finding:
         return _unknown("open files", "-n")
     if files == UNLIMITED or files >= FILES_PER_RANK:
         return Finding("open files", OK, f"{'unlimited' if files == UNLIMITED else files} per process")
-    mend = f"cluster.setup=['ulimit -n {most if most > files else FILES_PER_RANK * ranks}']"
-    return Finding("open files", WARNING, f"{files} per process", mend)
+    fix = f"cluster.setup=['ulimit -n {most if most > files else FILES_PER_RANK * ranks}']"
+    return Finding("open files", WARNING, f"{files} per process", fix)
 
 
 def _unknown(subject: str, option: str) -> Finding:

@@ -54,8 +54,8 @@ def examine_all(nodes: int, config: Config, overrides: Sequence[str]) -> tuple[l
         names = set(expand(os.environ.get("SLURM_JOB_NODELIST", ""))) - {report.name for report in reports}
         text = f"{nodes - len(reports)} of {nodes} nodes have not told" + (f": {problem}" if problem else "")
         text += f" ({', '.join(sorted(names))})" if names else ""
-        mend = f"do they see {root} and the same Python? srun --overlap ls {root}"
-        findings.append(Finding("nodes", ERROR, text, mend))
+        fix = f"do they see {root} and the same Python? srun --overlap ls {root}"
+        findings.append(Finding("nodes", ERROR, text, fix))
     return reports, findings
 
 

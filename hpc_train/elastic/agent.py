@@ -35,7 +35,7 @@ from hpc_train.elastic.requeue import JobEnd
 from hpc_train.elastic.store import Stores
 from hpc_train.elastic.watch import Watch
 from hpc_train.elastic.worker_process import start_warm_parent
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.fabric.node import this_node
 from hpc_train.fabric.rank_binding import Device, bindings, devices
 from hpc_train.plan.layout import resolve_layout
@@ -86,7 +86,7 @@ def run_agent(
                     end.begin()
             with _sole_agent(run, allocation, stop), reserve(stop) if reserve else nullcontext():
                 return _run(run, allocation, end, stop, on_tick or _nothing, entry, store)
-        except ConfigError as error:
+        except UserError as error:
             print(error, file=sys.stderr)
             if end is not None and allocation.node_rank == 0:  # the job's end is not another node's to tell
                 end.tell(Exit.REFUSED)
@@ -167,8 +167,8 @@ def _this_node(config: Config, allocation: Allocation) -> Node:
     try:
         gpus, workers = workers_per_node(config.cluster)
     except UnusableGpus as error:
-        unfit = Unfit(error.reason, error.mend)
-    except ConfigError as error:
+        unfit = Unfit(error.reason, error.fix)
+    except UserError as error:
         refusal = str(error)
     number, name, address = allocation.node_rank, allocation.node_name, allocation.address
     return Node(number, name, address, switch_address(), gpus, workers, unfit=unfit, refusal=refusal)
@@ -207,7 +207,9 @@ def _start_hub(run: RunDirectory, config: Config, allocation: Allocation, attemp
         elsewhere=attempts.end is not None,
     )
     suspended = None if attempts.end is None else is_suspended
-    hub = Hub(coordinator, listener, address.token, elastic.silent_node_s, attempts.begin, attempts.leave, suspended)
+    hub = Hub(
+        coordinator, listener, address.token, elastic.heartbeat_timeout_s, attempts.begin, attempts.leave, suspended
+    )
     hub.start()
     if allocation.nodes > 1:
         address.publish(run, allocation.launch_id)
@@ -265,7 +267,7 @@ class Agent:
                 link.quit("killed by a second Ctrl-C: steps after the last checkpoint are lost")
 
     def _join(self) -> HubClient:
-        return HubClient.connect(self.hub, self.node, self.config.elastic.silent_node_s)
+        return HubClient.connect(self.hub, self.node, self.config.elastic.heartbeat_timeout_s)
 
     def _tick(self, link: HubClient) -> None:
         self.on_tick()

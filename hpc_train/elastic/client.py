@@ -36,7 +36,7 @@ from hpc_train.slurm.client import own_job
 
 # A hub that dies closes its connections, unless its whole node is cut off. It may be busy with a slow file system, and
 # it asks Slurm before it takes a silent node for lost: so it is given more time than a node.
-HUB_BUSY_S = 15.0  # on top of elastic.silent_node_s
+HUB_BUSY_S = 15.0  # on top of elastic.heartbeat_timeout_s
 CONNECT_S = 5.0
 AGAIN_S = 0.2
 
@@ -48,9 +48,9 @@ class HubLost(ConnectionError):
 class HubClient:
     """Made by ``connect``. Its thread reads and says that this agent lives, whatever the agent is busy with."""
 
-    def __init__(self, channel: Channel, silent_node_s: float) -> None:
+    def __init__(self, channel: Channel, heartbeat_timeout_s: float) -> None:
         self._channel = channel
-        self._silent_node_s = silent_node_s
+        self._silent_node_s = heartbeat_timeout_s
         self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._ended = -1  # the last attempt that is to end
         self._stop_told = False
@@ -60,7 +60,9 @@ class HubClient:
         threading.Thread(target=self._serve, name="link", daemon=True).start()
 
     @classmethod
-    def connect(cls, hub: HubAddress, node: Node, silent_node_s: float, patience_s: float = CONNECT_S) -> HubClient:
+    def connect(
+        cls, hub: HubAddress, node: Node, heartbeat_timeout_s: float, patience_s: float = CONNECT_S
+    ) -> HubClient:
         """Joins the hub as ``node``.
 
         Raises:
@@ -78,7 +80,7 @@ class HubClient:
                     raise HubLost(f"the hub at {hub.host}:{hub.port} does not answer: {error}") from error
                 time.sleep(AGAIN_S)
         channel.send({"kind": "hello", "node": node.to_json()})
-        return cls(channel, silent_node_s)
+        return cls(channel, heartbeat_timeout_s)
 
     def order(self, timeout: float) -> Message | None:
         """The next order (start or leave); None when none came in ``timeout`` seconds.

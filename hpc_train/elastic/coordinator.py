@@ -23,7 +23,7 @@ from hpc_train.elastic.decision import (
     is_echo,
 )
 from hpc_train.elastic.nodes import TOO_OFTEN, Node, NodeFailures, in_order_of_rank, why_unfit
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.fabric.rank_binding import refuse_slices_of_one_gpu
 from hpc_train.plan.layout import Layout, resolve_layout
 from hpc_train.run.exits import Action, Exit, Failure
@@ -195,7 +195,7 @@ class Coordinator:
             cause = self._note_unfit(now)
         try:
             start = self._choose()
-        except ConfigError as error:
+        except UserError as error:
             return Leave(RestartDecision(Action.REFUSE, str(error)))
         if start is not None:
             return self._begin(replace(start, cause=cause))
@@ -206,7 +206,7 @@ class Coordinator:
     def _refuse(self, now: float) -> Leave:
         """Refuses the job: a cause that all nodes report is not the fault of a node."""
         reasons, fixes = why_unfit(self.unfit.values())
-        message = str(ConfigError(reasons, where=KEY, mend=fixes))
+        message = str(UserError(reasons, where=KEY, fix=fixes))
         return Leave(RestartDecision(Action.REFUSE, message), self._unfit_cause(Failure.REFUSED, message, now))
 
     def _note_unfit(self, now: float) -> FailureReport:
@@ -255,7 +255,7 @@ class Coordinator:
         unfit |= failure is Failure.DEVICE and self.elsewhere and cause is not None and cause.node in seen_on
         try:
             start = self._choose(only_sound=unfit)
-        except ConfigError as error:
+        except UserError as error:
             start, why = None, str(error)
         else:
             why = "too few nodes are fit" if unfit else self._who_is_left(cause)
@@ -306,7 +306,7 @@ class Coordinator:
         ``only_sound``.
 
         Raises:
-            ConfigError: the run cannot be laid out on them.
+            UserError: the run cannot be laid out on them.
         """
         size = self.expected - self.config.elastic.spares
         fewest = min(self.config.elastic.min_nodes or size, size)
@@ -314,7 +314,7 @@ class Coordinator:
         nodes = sorted(self.present.values(), key=lambda node: (node.name in failing, node.number))
         sound = sum(node.name not in failing for node in nodes)
         most = min(size, sound if sound >= fewest or only_sound else len(nodes))
-        refusal: ConfigError | None = None
+        refusal: UserError | None = None
         for count in range(most, fewest - 1, -1):
             chosen = in_order_of_rank(nodes[:count])
             try:
@@ -323,7 +323,7 @@ class Coordinator:
                 for node in chosen:
                     refuse_slices_of_one_gpu(node.facts, min(workers, layout.world_size))
                 return Start(chosen, layout)
-            except ConfigError as error:
+            except UserError as error:
                 refusal = refusal or error
         if refusal is not None:
             raise refusal

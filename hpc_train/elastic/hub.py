@@ -1,7 +1,7 @@
 """The hub: a thread in the agent of the batch host to which the agents of all nodes hold a connection.
 
-It alone decides (``coordinator.py``) and tells all: the next attempt, its end, or that the job is over. A node whose
-connection closes or that is silent for ``elastic.silent_node_s`` is lost. Time in which this process itself stood still
+It alone decides (``coordinator.py``) and tells all: the next attempt, its end, or that the job is over. A node is lost
+when its connection closes or it is silent for ``elastic.heartbeat_timeout_s``. Time in which this process stood still
 (a suspended job, a machine that sleeps) does not count, nor does that of a job that Slurm says is suspended.
 """
 
@@ -26,7 +26,7 @@ from hpc_train.elastic.nodes import Node
 from hpc_train.run.exits import Action, Exit, Failure
 
 BEAT_S = 1.0
-BEATS = 3  # at least, in elastic.silent_node_s
+BEATS = 3  # at least, in elastic.heartbeat_timeout_s
 ASK_S = 5.0  # for Slurm to say whether the job is suspended
 LEAVE_S = 10.0  # for the agents to take leave
 TICK_S = 0.1
@@ -74,13 +74,13 @@ class Hub:
         coordinator: Coordinator,
         listener: socket.socket,
         token: str,
-        silent_node_s: float,
+        heartbeat_timeout_s: float,
         begin: Callable[[Start], Message],
         leave: Callable[[Leave], int],
         is_suspended: Callable[[], bool] | None = None,
     ) -> None:
         self._coordinator = coordinator
-        self._silent_node_s = silent_node_s
+        self._silent_node_s = heartbeat_timeout_s
         self._begin, self._leave = begin, leave
         self._is_suspended = is_suspended
         self._question: Question | None = None
@@ -191,7 +191,7 @@ class Hub:
                 self._count_anew(now)
                 return
         for member in silent:
-            self._drop(member, f"silent for {self._silent_node_s:g} s (elastic.silent_node_s)")
+            self._drop(member, f"silent for {self._silent_node_s:g} s (elastic.heartbeat_timeout_s)")
 
     def _count_anew(self, now: float) -> None:
         """Restarts the timers of silence of all nodes."""
@@ -240,14 +240,14 @@ class Hub:
         self._selector.close()
 
 
-def beat_s(silent_node_s: float) -> float:
+def beat_s(heartbeat_timeout_s: float) -> float:
     """How often hub and agents tell each other that they live."""
-    return min(BEAT_S, silent_node_s / BEATS)
+    return min(BEAT_S, heartbeat_timeout_s / BEATS)
 
 
-def stood_still(seconds: float, silent_node_s: float) -> bool:
+def stood_still(seconds: float, heartbeat_timeout_s: float) -> bool:
     """Whether a loop whose last round began ``seconds`` ago stood still: that it heard nothing then means nothing."""
-    return seconds > 2 * beat_s(silent_node_s)
+    return seconds > 2 * beat_s(heartbeat_timeout_s)
 
 
 def _said_bye(channel: Channel) -> bool:

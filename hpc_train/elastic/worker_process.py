@@ -161,7 +161,7 @@ def ensure_warm_parent() -> int:
 
 
 def _keep_sockets_short() -> None:
-    """Sockets go under /tmp where those of $TMPDIR would have too long a name (mended in Python 3.14).
+    """Sockets go under /tmp where those of $TMPDIR would have too long a name (fixed in Python 3.14).
 
     The workers and their loaders inherit the choice.
     """

@@ -117,7 +117,7 @@ def _number(text: str, allowed: range, default: int) -> int:
 
 
 def warnings(found: Mapping[str, Setting]) -> list[str]:
-    """What is wrong with the names and values that are set, each with the mend."""
+    """What is wrong with the names and values that are set, each with the fix."""
     told = [f"{name} ({found[name].place}) is an old name: use {new}" for name, new in RENAMED.items() if name in found]
     for name in _LEVELS:
         if name in found and found[name].value.strip().isdigit():

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.fabric.facts import Gpu, NodeFacts, runs
 
 BINDERS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")  # bind the threads of a process to CPUs of their own
@@ -109,17 +109,17 @@ def refuse_slices_of_one_gpu(facts: NodeFacts, ranks: int) -> None:
     """Two ranks on one GPU cannot be connected by NCCL, whatever slices they have.
 
     Raises:
-        ConfigError: that would be so for the first ``ranks`` devices.
+        UserError: that would be so for the first ``ranks`` devices.
     """
     slices = [device for device in devices(facts)[:ranks] if device.is_slice and device.gpu is not None]
     counts = Counter(device.gpu.name for device in slices if device.gpu is not None)
     for name, count in counts.items():
         if count > 1:
-            raise ConfigError(
+            raise UserError(
                 f"{count} ranks would run on MIG slices of {name} of {facts.node}, and NCCL connects no two ranks on "
                 "one GPU",
                 where="CUDA_VISIBLE_DEVICES",
-                mend="cluster.gpus_per_node=1 trains on one slice; slices of different GPUs, or whole GPUs, train "
+                fix="cluster.gpus_per_node=1 trains on one slice; slices of different GPUs, or whole GPUs, train "
                 "together",
             )
 

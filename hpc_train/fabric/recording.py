@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.fabric.decision import FabricDecision, FabricJob, decide
 from hpc_train.fabric.discovery import merge, read_tree, recorded_tree
 from hpc_train.fabric.facts import NodeFacts, format_cpu_list
@@ -83,12 +83,12 @@ def read_recording(sysfs: Path | None, matrix: Path | None, rdma: Path | None = 
         rdma: a file with the output of ``ibstat`` or its kin, taken where ``sysfs`` shows no card.
 
     Raises:
-        ConfigError: one of them is not there.
+        UserError: one of them is not there.
     """
     facts = NodeFacts()
     if sysfs is not None:
         if not sysfs.is_dir():
-            raise ConfigError(f"{sysfs} is not a directory", where="--sysfs", mend="a copy of /sys")
+            raise UserError(f"{sysfs} is not a directory", where="--sysfs", fix="a copy of /sys")
         facts = replace(read_tree(*recorded_tree(sysfs)), versions=recorded_versions(sysfs))
     if rdma is not None and not facts.nics:
         facts = replace(facts, nics=parse_rdma_text(_read(rdma, "--ibstat", "a file with what ibstat printed")))
@@ -103,8 +103,8 @@ def gpus_recorded(facts: NodeFacts, sysfs: Path | None) -> int:
     return len(facts.gpus) or (0 if whole else 1)
 
 
-def _read(path: Path, where: str, mend: str) -> str:
+def _read(path: Path, where: str, fix: str) -> str:
     try:
         return path.read_text(encoding="utf-8-sig", errors="replace")
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}", where=where, mend=mend) from None
+        raise UserError(f"{path}: {error.strerror}", where=where, fix=fix) from None

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.fabric.facts import NodeFacts
 from hpc_train.fabric.nccl_settings import who_has_what
 
@@ -88,9 +88,9 @@ def parse_version(text: str) -> Version:
     """``2.21.5``, also with a suffix such as ``+cuda12.4``.
 
     Raises:
-        ConfigError: not a version.
+        UserError: not a version.
     """
     found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(?!\d)", text.strip())
     if found is None:
-        raise ConfigError(f"{text!r} is not a version", where="--nccl", mend="a version of NCCL, like 2.21.5")
+        raise UserError(f"{text!r} is not a version", where="--nccl", fix="a version of NCCL, like 2.21.5")
     return tuple(int(part) for part in found.groups() if part is not None)

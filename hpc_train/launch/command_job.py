@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.config.schema import Config
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.launch.container import IN_SHELL, container_of, quoted
 from hpc_train.launch.script import python
 from hpc_train.run.exits import Exit
@@ -48,7 +48,7 @@ def submit(words: Sequence[str], config: Config, folder: Path, extra: Sequence[s
         extra: further options of sbatch, which win.
 
     Raises:
-        ConfigError: there is no Slurm here, or it refuses the job.
+        UserError: there is no Slurm here, or it refuses the job.
     """
     folder.mkdir(parents=True, exist_ok=True)
     log = folder.absolute() / f"{'-'.join(words[:2])}-{secrets.token_hex(3)}.out"
@@ -58,10 +58,10 @@ def submit(words: Sequence[str], config: Config, folder: Path, extra: Sequence[s
     try:
         done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"sbatch: {error}", where="--submit", mend="leave --submit out to do it here") from error
+        raise UserError(f"sbatch: {error}", where="--submit", fix="leave --submit out to do it here") from error
     if done.returncode != 0:
-        mend = "--sbatch='--partition=NAME --time=1:00:00', as Slurm would have it"
-        raise ConfigError(f"Slurm refuses the job: {done.stderr.strip()}", where="--submit", mend=mend)
+        fix = "--sbatch='--partition=NAME --time=1:00:00', as Slurm would have it"
+        raise UserError(f"Slurm refuses the job: {done.stderr.strip()}", where="--submit", fix=fix)
     return CommandJob(done.stdout.strip().partition(";")[0], log, code)
 
 

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from hpc_train.config.schema import Config
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 LOCAL = ("SLURM_TMPDIR", "TMPDIR")  # node-local space, where caches go
 SRUN_HELP_S = 20.0
@@ -61,7 +61,7 @@ def container_of(config: Config, gpus: int) -> Container | None:
     """What ``cluster.container`` asks for; None where it names no image.
 
     Raises:
-        ConfigError: the image is a file that is not there.
+        UserError: the image is a file that is not there.
     """
     asked = config.cluster.container
     if asked.image is None:
@@ -70,8 +70,8 @@ def container_of(config: Config, gpus: int) -> Container | None:
     if image.startswith(("/", ".", "~")) or image.endswith((".sif", ".sqsh")):
         image = str(Path(image).expanduser().absolute())
         if not Path(image).exists():
-            raise ConfigError(
-                f"there is no image {image}", where="cluster.container.image", mend="the path of a .sif or .sqsh file"
+            raise UserError(
+                f"there is no image {image}", where="cluster.container.image", fix="the path of a .sif or .sqsh file"
             )
     auto = asked.runtime == "auto"
     pyxis = (not image.endswith(".sif") and srun_has_pyxis()) if auto else asked.runtime == "pyxis"

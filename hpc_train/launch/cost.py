@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from hpc_train.config.values import asked_nodes
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.gpus import asked_gpus
 from hpc_train.launch.sbatch import cores, memory
@@ -52,15 +52,15 @@ def confirm_cost(jobs: Sequence[Job], site: Site, console: Console) -> None:
     """Asks at a terminal where the submission may cost more than ``launch.confirm_gpu_hours``.
 
     Raises:
-        ConfigError: the answer was no, or nobody is there to be asked and ``launch.yes`` is not set.
+        UserError: the answer was no, or nobody is there to be asked and ``launch.yes`` is not set.
     """
     if not _is_much(jobs):
         return
     what, above = f"this may cost up to {gpu_hours(jobs):g} GPU-hours", _above(jobs)
     if not can_ask(console):
-        raise ConfigError(f"{what}, {above}", where="launch.confirm_gpu_hours", mend="launch.yes=true to agree")
+        raise UserError(f"{what}, {above}", where="launch.confirm_gpu_hours", fix="launch.yes=true to agree")
     if console.input(f"{what}. Submit? [y/N] ").strip().lower() not in ("y", "yes"):
-        raise ConfigError(f"{what}: not submitted", where="the terminal", mend="y to submit, or launch.yes=true")
+        raise UserError(f"{what}: not submitted", where="the terminal", fix="y to submit, or launch.yes=true")
 
 
 def _starts(job: Job) -> int:

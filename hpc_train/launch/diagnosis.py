@@ -79,7 +79,7 @@ class Waiting:
 
     reason: str
     words: str
-    mend: str
+    fix: str
     starts: str
     sooner: tuple[str, ...]
 
@@ -212,7 +212,7 @@ def _waiting(found: RunHandle, standing: JobStatus, view: View) -> Waiting:
     return Waiting(
         reason=standing.reason,
         words=reason.words,
-        mend=reason.mend.format(job=found.job_id),
+        fix=reason.fix.format(job=found.job_id),
         starts=standing.starts,
         sooner=tuple(changes),
     )

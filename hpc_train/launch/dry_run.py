@@ -10,7 +10,7 @@ from rich.console import Console
 from hpc_train.cluster.gpus import gpu_memory
 from hpc_train.config.arguments import CommandLine, expand
 from hpc_train.config.run_path import job_directory, run_directory
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.submission import prepare
@@ -25,8 +25,8 @@ def dry_run(line: CommandLine) -> int:
     console = Console(soft_wrap=True)
     jobs = expand(line.overrides)
     if len(jobs) > 1 and not line.multirun:
-        raise ConfigError(
-            f"these are {len(jobs)} jobs", where="the command line", mend="-m for a sweep, or one value each"
+        raise UserError(
+            f"these are {len(jobs)} jobs", where="the command line", fix="-m for a sweep, or one value each"
         )
     refused, accepted = 0, []
     with line.composer() as compose:
@@ -37,13 +37,13 @@ def dry_run(line: CommandLine) -> int:
             job = prepare(config, RunDirectory(job_directory(directory, number, len(jobs))), number, overrides)
             text = _plan(job)
             accepted.append(job)
-        except ConfigError as error:
+        except UserError as error:
             refused += 1
             text = f"job {number}: {' '.join(overrides)}\n  verdict: refused: {error}"
         console.print(text, markup=False, highlight=False)
     try:
         _show_submissions(accepted, directory, console)
-    except ConfigError as error:
+    except UserError as error:
         refused += 1
         console.print(f"verdict: refused: {error}", markup=False, highlight=False)
     total = f"{len(jobs)} job{'s' if len(jobs) > 1 else ''}, {refused} refused" if refused else "nothing was written"

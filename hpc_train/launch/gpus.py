@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from hpc_train.config.schema import ClusterConfig
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.slurm.site import NodeKind, Site, gpus_of
 
 IN_EXTRA = ("gpus", "gpus_per_task", "gpus_per_socket")  # sbatch's other options for GPUs
@@ -35,7 +35,7 @@ def asked_gpus(cluster: ClusterConfig, site: Site) -> AskedGpus:
     """The GPUs per node of a job. ``auto`` is what all nodes with GPUs of its partition have.
 
     Raises:
-        ConfigError: no node has a GPU of ``cluster.gpu_type``, or ``cluster.extra`` asks for GPUs beside ``auto``.
+        UserError: no node has a GPU of ``cluster.gpu_type``, or ``cluster.extra`` asks for GPUs beside ``auto``.
     """
     asked = cluster.gpus_per_node
     if asked != "auto":
@@ -52,10 +52,10 @@ def asked_gpus(cluster: ClusterConfig, site: Site) -> AskedGpus:
     having = [kind for kind in kinds if kind.gpus_of(cluster.gpu_type)]
     if cluster.gpu_type and not having:
         types = sorted({name for kind in kinds for name in kind.gpus if name})
-        raise ConfigError(
+        raise UserError(
             f"nodes of {where} have no GPUs of type {cluster.gpu_type}",
             where="cluster.gpu_type",
-            mend=f"types here: {', '.join(types)}" if types else "cluster.gpu_type=null, or another cluster.partition",
+            fix=f"types here: {', '.join(types)}" if types else "cluster.gpu_type=null, or another cluster.partition",
         )
     counts = sorted({kind.gpus_of(cluster.gpu_type) for kind in having})
     note = _note(where, kinds if cluster.gpu_type is None else having, having, counts)
@@ -96,10 +96,10 @@ def _kinds(cluster: ClusterConfig, partition: str | None, site: Site) -> list[No
 def _check_extra(cluster: ClusterConfig) -> None:
     for name in cluster.extra:
         if name.replace("-", "_") in IN_EXTRA:
-            raise ConfigError(
+            raise UserError(
                 f"sbatch's option {name} in cluster.extra asks for GPUs, and so does cluster.gpus_per_node=auto",
                 where="cluster.extra",
-                mend=f"leave {name} out: cluster.gpus_per_node=N asks for N per node",
+                fix=f"leave {name} out: cluster.gpus_per_node=N asks for N per node",
             )
 
 

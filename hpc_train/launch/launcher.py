@@ -26,7 +26,7 @@ from rich.progress import track
 from hpc_train.config.arguments import JobComposer
 from hpc_train.config.compose import LAUNCHER, SWEEPER, register
 from hpc_train.config.run_path import job_directory
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.monitor import hand_over, report, wait
@@ -63,7 +63,7 @@ class HpcTrainLauncher(Launcher):
             the last loss of each job, for sweepers that search; nothing when detached.
 
         Raises:
-            ConfigError: a job is wrong or was refused.
+            UserError: a job is wrong or was refused.
             SystemExit: a job did not end well; the code says how.
         """
         console = Console()
@@ -101,11 +101,11 @@ class HpcTrainLauncher(Launcher):
             run = RunDirectory(job_directory(self._sweep, number, count))
             try:
                 jobs.append(prepare(compose(overrides), run, number, own))
-            except ConfigError as error:
+            except UserError as error:
                 if count == 1:
                     raise
                 what = f"job {number} ({' '.join(own)}): {error.what}"
-                raise ConfigError(what, where=error.where, mend=error.mend) from error
+                raise UserError(what, where=error.where, fix=error.fix) from error
         return jobs
 
     def _composer(self, count: int) -> Callable[[Sequence[str]], DictConfig]:

@@ -1,6 +1,6 @@
 """Jobs against the limits of the site, before sbatch: many sites accept an impossible job and let it wait for ever.
 
-Only what is known refuses; each refusal names the limit and the mend.
+Only what is known refuses; each refusal names the limit and the fix.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hpc_train.config.values import asked_nodes
-from hpc_train.errors import ConfigError, nearest
+from hpc_train.errors import UserError, nearest
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.sbatch import cores
 from hpc_train.slurm.site import Association, Partition, PartitionLimits, Site, seconds
 
 
 def check_limits(job: Job, site: Site) -> None:
-    """Raises ConfigError where the job can never start on ``site``."""
+    """Raises UserError where the job can never start on ``site``."""
     if job.config.cluster.clusters is not None:
         return  # another cluster's limits: sbatch knows them
     partition = _partition(job, site)
@@ -29,14 +29,14 @@ def check_limits(job: Job, site: Site) -> None:
 
 
 def check_queue(jobs: Sequence[Job], site: Site) -> None:
-    """Raises ConfigError where more jobs are submitted than the user may have in the queue."""
+    """Raises UserError where more jobs are submitted than the user may have in the queue."""
     count = sum(job.config.launch.chain for job in jobs)
     for whose, limits in _limits(jobs[0], site, _association(jobs[0], site)):
         if limits.max_jobs is not None and count > limits.max_jobs:
-            raise ConfigError(
+            raise UserError(
                 f"{count} jobs are submitted, and {whose} has at most {limits.max_jobs} in the queue",
                 where="the command line",
-                mend=f"sweeps of {limits.max_jobs} jobs or fewer, one after the other",
+                fix=f"sweeps of {limits.max_jobs} jobs or fewer, one after the other",
             )
 
 
@@ -47,26 +47,26 @@ def _partition(job: Job, site: Site) -> Partition | None:
     names = (cluster.partition or "").split(",")
     unknown = [name for name in names if name and name not in site.partitions]
     if unknown:
-        raise ConfigError(
+        raise UserError(
             f"there is no partition {unknown[0]!r} on {site.name or 'this cluster'}",
             where="cluster.partition",
-            mend=nearest(unknown[0], sorted(site.partitions)),
+            fix=nearest(unknown[0], sorted(site.partitions)),
         )
     if len(names) > 1:
         return None  # sbatch takes whichever starts first
     partition = site.partition(cluster.partition)
     if partition is None:
-        raise ConfigError(
+        raise UserError(
             "this cluster has no default partition",
             where="cluster.partition",
-            mend=f"one of {', '.join(sorted(site.partitions))}",
+            fix=f"one of {', '.join(sorted(site.partitions))}",
         )
     if partition.state != "UP":
         open_ones = sorted(found.name for found in site.partitions.values() if found.state == "UP")
-        raise ConfigError(
+        raise UserError(
             f"the partition {partition.name} is {partition.state}",
             where="cluster.partition",
-            mend=f"one of {', '.join(open_ones)}" if open_ones else "wait until it is up",
+            fix=f"one of {', '.join(open_ones)}" if open_ones else "wait until it is up",
         )
     return partition
 
@@ -77,17 +77,17 @@ def _association(job: Job, site: Site) -> Association | None:
         return None
     account, known = job.config.cluster.account, sorted({found.account for found in site.associations})
     if not known:
-        raise ConfigError(
+        raise UserError(
             "you have no account on this cluster, and jobs without one are refused",
             where="cluster.account",
-            mend="ask the site's staff for an account",
+            fix="ask the site's staff for an account",
         )
     if account is None:
         return next((found for found in site.associations if found.default), None)
     found = next((found for found in site.associations if found.account == account.lower()), None)
     if found is None:
-        raise ConfigError(
-            f"you have no account {account!r} here", where="cluster.account", mend=f"one of {', '.join(known)}"
+        raise UserError(
+            f"you have no account {account!r} here", where="cluster.account", fix=f"one of {', '.join(known)}"
         )
     return found
 
@@ -98,10 +98,10 @@ def _check_qos(job: Job, site: Site, association: Association | None) -> None:
         return
     allowed = association.qos if association is not None and association.qos else frozenset(site.qos)
     if qos not in allowed:
-        raise ConfigError(
+        raise UserError(
             f"you may not use the QOS {qos!r}" if qos in site.qos else f"there is no QOS {qos!r} here",
             where="cluster.qos",
-            mend=f"one of {', '.join(sorted(allowed))}, or null for the default",
+            fix=f"one of {', '.join(sorted(allowed))}, or null for the default",
         )
 
 
@@ -112,10 +112,10 @@ def _check_access(job: Job, partition: Partition, association: Association | Non
         ("qos", job.config.cluster.qos, partition.qos),
     ):
         if name is not None and allowed is not None and name not in allowed:
-            raise ConfigError(
+            raise UserError(
                 f"the partition {partition.name} is not open to the {key} {name}",
                 where=f"cluster.{key}",
-                mend=f"one of {', '.join(sorted(allowed))}, or another cluster.partition",
+                fix=f"one of {', '.join(sorted(allowed))}, or another cluster.partition",
             )
 
 
@@ -124,10 +124,10 @@ def _check_nodes(job: Job, partition: Partition) -> None:
     most = min(limit for limit in (partition.max_nodes, partition.nodes or None, 10**9) if limit is not None)
     if fewest > most:
         owns = "has" if most == partition.nodes else "allows"
-        raise ConfigError(
+        raise UserError(
             f"{fewest} nodes are asked for, and the partition {partition.name} {owns} {most}",
             where="cluster.nodes",
-            mend=f"cluster.nodes={most} or fewer, or another cluster.partition",
+            fix=f"cluster.nodes={most} or fewer, or another cluster.partition",
         )
 
 
@@ -141,28 +141,28 @@ def _check_hardware(job: Job, partition: Partition) -> None:
         if job.gpus > best:
             types = sorted({found for kind in partition.kinds for found in kind.gpus if found})
             of_type = f" of type {cluster.gpu_type}" if cluster.gpu_type else ""
-            mend = f"cluster.gpus_per_node={best} or fewer" if best else "another cluster.partition"
-            raise ConfigError(
+            fix = f"cluster.gpus_per_node={best} or fewer" if best else "another cluster.partition"
+            raise UserError(
                 f"{job.gpus} GPUs{of_type} per node are asked for, {name} have {best}",
                 where="cluster.gpus_per_node" + (", cluster.gpu_type" if of_type else ""),
-                mend=mend + (f"; types here: {', '.join(types)}" if types else ""),
+                fix=fix + (f"; types here: {', '.join(types)}" if types else ""),
             )
         _check_nodes_with_gpus(job, partition)
     most = max(kind.cores for kind in partition.kinds)
     asked = cores(job, partition)
     if most and asked is not None and asked > most:
         key = "cluster.cpus_per_gpu" if isinstance(cluster.cpus_per_gpu, int) else "cluster.cpu_workers"
-        raise ConfigError(f"{asked} cores per node are asked for, {name} have {most}", where=key, mend=f"{key} smaller")
+        raise UserError(f"{asked} cores per node are asked for, {name} have {most}", where=key, fix=f"{key} smaller")
 
 
 def _check_nodes_with_gpus(job: Job, partition: Partition) -> None:
     fewest = asked_nodes(job.config)[0]
     there = sum(kind.count for kind in partition.kinds if kind.gpus_of(job.config.cluster.gpu_type) >= job.gpus)
     if fewest > there:
-        raise ConfigError(
+        raise UserError(
             f"{fewest} nodes with {job.gpus} GPUs are asked for, and the partition {partition.name} has {there}",
             where="cluster.nodes, cluster.gpus_per_node",
-            mend=f"cluster.nodes={there} or fewer, another cluster.partition, or cluster.gpus_per_node=0 for CPUs",
+            fix=f"cluster.nodes={there} or fewer, another cluster.partition, or cluster.gpus_per_node=0 for CPUs",
         )
 
 
@@ -174,20 +174,20 @@ def _check_time(job: Job, site: Site, partition: Partition | None, association: 
         spans.append((f"the partition {partition.name}", partition.max_time_s))
     for whose, limit in spans:
         if asked is not None and limit is not None and asked > limit:
-            raise ConfigError(
+            raise UserError(
                 f"a time limit of {cluster.time_min or cluster.time} is asked for, and {whose} allows {clock(limit)}",
                 where="cluster.time",
-                mend=f"cluster.time={clock(limit)} or less: a run goes on in its next job; or another partition or QOS",
+                fix=f"cluster.time={clock(limit)} or less: a run goes on in its next job; or another partition or QOS",
             )
     for whose, limits in _limits(job, site, association):
         fewest = asked_nodes(job.config)[0]
         wants = (("nodes", fewest, limits.max_nodes), ("GPUs", fewest * job.gpus, limits.max_gpus))
         for what, count, most in wants:
             if most is not None and count > most:
-                raise ConfigError(
+                raise UserError(
                     f"{count} {what} are asked for, and {whose} allows {most} per job",
                     where="cluster.nodes, cluster.gpus_per_node",
-                    mend="fewer, or another account or QOS",
+                    fix="fewer, or another account or QOS",
                 )
 
 

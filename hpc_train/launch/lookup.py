@@ -14,7 +14,7 @@ from typing import Any
 
 from hpc_train.config.run_path import default_root
 from hpc_train.config.schema import Config
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.job_status import PRESENT, JobStatus, SlurmStatuses, ask, folded, status_of
@@ -75,7 +75,7 @@ class RunHandle:
         """The job as it was frozen, to be submitted again.
 
         Raises:
-            ConfigError: it does not fit what would take it now.
+            UserError: it does not fit what would take it now.
         """
         config = self.config
         nodes, gpus, workers = select_executor(config.cluster).shape(config.cluster)
@@ -86,17 +86,17 @@ def find_runs(target: str) -> list[RunHandle]:
     """The run in ``target``, or all runs of the sweep there: a directory, or its name below the usual root.
 
     Raises:
-        ConfigError: there is neither.
+        UserError: there is neither.
     """
     root = Path(default_root())
     for path in (Path(target), root / target):
         runs = [path] if (path / "config.yaml").exists() else sorted(_runs_below(path), key=_number)
         if runs:
             return [_found(RunDirectory(run.absolute()), place) for place, run in enumerate(runs)]
-    raise ConfigError(
+    raise UserError(
         f"there is no run or sweep in {target}",
         where="the command line",
-        mend=f"a run directory, or a name below {root}/; without one, status lists your jobs in Slurm",
+        fix=f"a run directory, or a name below {root}/; without one, status lists your jobs in Slurm",
     )
 
 
@@ -104,11 +104,11 @@ def find_run(target: str) -> RunHandle:
     """The one run in ``target``.
 
     Raises:
-        ConfigError: there is none, or it is a sweep.
+        UserError: there is none, or it is a sweep.
     """
     found = find_runs(target)
     if len(found) > 1:
-        raise ConfigError(f"{target} is a sweep of {len(found)} runs", where="the command line", mend=f"{target}/0, …")
+        raise UserError(f"{target} is a sweep of {len(found)} runs", where="the command line", fix=f"{target}/0, …")
     return found[0]
 
 
@@ -116,18 +116,18 @@ def find_my_runs() -> list[RunHandle]:
     """All runs of this user that Slurm has jobs of, known by the comment on the job.
 
     Raises:
-        ConfigError: no controller answers.
+        UserError: no controller answers.
     """
     standings = ask(["--me"])
     if standings is None:
-        raise ConfigError(
-            "Slurm does not answer here", where="squeue", mend="status RUN_DIR, which needs no Slurm; or a login node"
+        raise UserError(
+            "Slurm does not answer here", where="squeue", fix="status RUN_DIR, which needs no Slurm; or a login node"
         )
     comments = {found.comment for found in standings.values() if found.comment.startswith(COMMENT)}
     runs: dict[Path, RunHandle] = {}
     for comment in sorted(comments):
         path = comment.removeprefix(COMMENT)
-        with suppress(ConfigError):  # the directory is gone
+        with suppress(UserError):  # the directory is gone
             found = find_runs(path if Path(path).exists() else path.partition(" ")[0])
             runs |= {item.run.path: item for item in found if any(status_of(i, standings) for i in item.job_ids)}
     return list(runs.values())

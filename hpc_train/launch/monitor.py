@@ -286,7 +286,7 @@ def resubmit(found: Sequence[RunHandle], sweep: Path, *, detach: bool) -> int:
     """Submits the runs to where their configs say; returns the exit code of all of them, 0 when detached.
 
     Raises:
-        ConfigError: one of them is live, or is refused where it would go; nothing was submitted then.
+        UserError: one of them is live, or is refused where it would go; nothing was submitted then.
     """
     console = Console()
     until = time.monotonic() + LEAVING_S

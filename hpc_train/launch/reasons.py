@@ -21,14 +21,14 @@ from hpc_train.slurm.site import seconds
 
 @dataclass(frozen=True)
 class Reason:
-    """One of Slurm's reasons. ``mend``: the change or command that helps; ``{job}`` stands for the id of the job.
+    """One of Slurm's reasons. ``fix``: the change or command that helps; ``{job}`` stands for the id of the job.
 
     Attributes:
         by_size: whether a smaller or shorter job, or another partition, would start sooner.
     """
 
     words: str
-    mend: str = ""
+    fix: str = ""
     by_size: bool = False
 
 

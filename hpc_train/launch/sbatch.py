@@ -13,7 +13,7 @@ from typing import Any
 from hpc_train.checkpoint.space import StopTime, stop_time
 from hpc_train.config.schema import ClusterConfig, ElasticConfig
 from hpc_train.config.values import asked_nodes, node_range
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.slurm.site import NodeKind, Partition, Site, gpus_of, seconds
 
@@ -26,7 +26,7 @@ def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
     """The resources of ``job``: equal for jobs that may share an array.
 
     Raises:
-        ConfigError: ``cluster.extra`` holds an option that has a key of its own.
+        UserError: ``cluster.extra`` holds an option that has a key of its own.
     """
     cluster = job.config.cluster
     partition = site.partition(cluster.partition)
@@ -157,10 +157,10 @@ def _check_extra(cluster: ClusterConfig, asked: Mapping[str, Any]) -> None:
         key = name.replace("-", "_")
         if name in asked or key in ("array", "job_name", "comment", "output", "gpus_per_node"):
             own = f"cluster.{key}" if hasattr(cluster, key) else "what hpc_train sets itself"
-            raise ConfigError(
+            raise UserError(
                 f"sbatch's option {name} stands in cluster.extra",
                 where="cluster.extra",
-                mend=f"leave it out: it is {own}",
+                fix=f"leave it out: it is {own}",
             )
 
 
@@ -171,7 +171,7 @@ def _text(value: Any) -> str | None:
 def _times(amount: str, count: int) -> str:
     digits = amount.rstrip("KMGTkmgt")
     if not digits.isdigit() or len(amount) - len(digits) > 1:
-        raise ConfigError(
-            f"mem_per_gpu is {amount!r}", where="cluster.mem_per_gpu", mend="a number with K, M, G or T: 64G; or auto"
+        raise UserError(
+            f"mem_per_gpu is {amount!r}", where="cluster.mem_per_gpu", fix="a number with K, M, G or T: 64G; or auto"
         )
     return f"{int(digits) * count}{amount[len(digits) :]}"

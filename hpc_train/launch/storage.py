@@ -18,7 +18,7 @@ from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.cluster.storage import FileSystem, Room, file_system_of, is_exported, room_in
 from hpc_train.config.schema import Config
 from hpc_train.config.values import parse_save_every
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.plan.memory import state_bytes
 
@@ -47,7 +47,7 @@ def check_room(jobs: Sequence[Job], rooms: Sequence[Room] | None = None) -> list
     """Says how much the checkpoints of ``jobs`` may take; nothing where their size is not known.
 
     Raises:
-        ConfigError: they do not fit, with the largest ``checkpoint.keep`` that does.
+        UserError: they do not fit, with the largest ``checkpoint.keep`` that does.
     """
     known = [(job, found) for job in jobs if (found := Checkpoints.of(job)) is not None]
     if not known:
@@ -56,18 +56,18 @@ def check_room(jobs: Sequence[Job], rooms: Sequence[Room] | None = None) -> list
     least = min(rooms, key=lambda room: room.free)
     needed = _bytes(known)
     if needed > least.free:
-        raise ConfigError(
+        raise UserError(
             f"the checkpoints need {amount(needed)}, {amount(least.free)} free ({least.whose})",
             where="checkpoint.keep, run.root",
-            mend=_fitting_keep(known, least.free) + "another run.root, or remove what is not needed any more",
+            fix=_fitting_keep(known, least.free) + "another run.root, or remove what is not needed any more",
         )
     files = sum(_count(job.config, job.config.checkpoint.keep) * found.files + OTHER_FILES for job, found in known)
     for room in rooms:
         if room.inodes is not None and files > room.inodes:
-            raise ConfigError(
+            raise UserError(
                 f"the run needs {files} files, {room.inodes} more can be made ({room.whose})",
                 where="run.root",
-                mend="another run.root, or remove files that are not needed any more",
+                fix="another run.root, or remove files that are not needed any more",
             )
     return [f"checkpoints: up to {amount(needed)} more in {jobs[0].config.run.root}, {amount(least.free)} free"]
 
@@ -79,7 +79,7 @@ def check_shared(path: Path, system: FileSystem | None = None, nodes: Callable[[
         nodes: what ``scontrol show node`` says.
 
     Raises:
-        ConfigError: they certainly do not: it is in the memory or in the temporary directory of this machine.
+        UserError: they certainly do not: it is in the memory or in the temporary directory of this machine.
     """
     system = system or file_system_of(path)
     if system is None or not (system.in_memory or system.on_a_disk_here) or is_exported(path):
@@ -89,10 +89,10 @@ def check_shared(path: Path, system: FileSystem | None = None, nodes: Callable[[
         return []
     what = f"{path} is on a file system of this machine ({system.kind} on {system.mount_point})"
     if system.in_memory or _is_temporary(path):
-        raise ConfigError(
+        raise UserError(
             f"{what}; the jobs run on others, {others[0]} for one, which cannot see it",
             where="run.root",
-            mend="run.root=DIR on a file system that all nodes share, or set HPC_TRAIN_ROOT",
+            fix="run.root=DIR on a file system that all nodes share, or set HPC_TRAIN_ROOT",
         )
     return [f"note: {what}; the nodes must see it under the same path: a run.root on shared storage is safe"]
 

@@ -100,7 +100,7 @@ def prepare(node: DictConfig, run: RunDirectory, number: int = 0, overrides: Seq
     """The job that ``node`` describes; writes nothing.
 
     Raises:
-        ConfigError: it is wrong, or cannot run where it would go.
+        UserError: it is wrong, or cannot run where it would go.
     """
     config = typed(node)
     nodes, gpus, workers = select_executor(config.cluster).shape(config.cluster)

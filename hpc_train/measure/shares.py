@@ -103,11 +103,11 @@ def bubble_share(step: Callable[[], None], device: torch.device, steps: int = 3)
     taken with the host's clock on the CPU and with events on the GPU; waiting for messages lies outside of them.
     """
     with timed_stages(device) as computing:
-        _settle(device)
+        _synchronize(device)
         begin = time.perf_counter()
         for _ in range(steps):
             step()
-        _settle(device)
+        _synchronize(device)
         elapsed = time.perf_counter() - begin
     return max(0.0, 1.0 - sum(seconds() for _, seconds in computing) / elapsed)
 
@@ -116,7 +116,7 @@ def bubble_share(step: Callable[[], None], device: torch.device, steps: int = 3)
 def timed_stages(
     device: torch.device, clock: Callable[[], float] = time.perf_counter
 ) -> Iterator[list[tuple[int, Callable[[], float]]]]:
-    """Notes the stage of each chunk of work and how long it took, a function that knows once the device has settled.
+    """Notes the stage of each chunk of work and how long it took, a function that knows once the device has finished.
 
     Args:
         clock: of the host; GPUs are timed by events.
@@ -155,6 +155,6 @@ def _timed(
     return timed
 
 
-def _settle(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -113,7 +113,7 @@ class StepClock:
         yield
         self._counts = False
         for watch in (self._communication, self._pass, self._work):
-            watch.settle()
+            watch.collect()
 
     def read(self) -> StepTimes:
         """Since the last ``read``. Waits for the device."""
@@ -225,7 +225,7 @@ class Stopwatch(Protocol):
 
     def end(self, begun: Any) -> None: ...
 
-    def settle(self) -> None:
+    def collect(self) -> None:
         """Now and then: adds up what is known by now. Does not wait."""
 
     def take(self) -> float:
@@ -250,7 +250,7 @@ class HostStopwatch:
         self._seconds += time.perf_counter() - begun
         self.stretches += 1
 
-    def settle(self) -> None:
+    def collect(self) -> None:
         pass
 
     def take(self) -> float:
@@ -276,7 +276,7 @@ class DeviceStopwatch:
         self._open.append((begun, self.begin()))
         self.stretches += 1
 
-    def settle(self) -> None:
+    def collect(self) -> None:
         while self._open and self._open[0][1].query():
             first, last = self._open.popleft()
             self._seconds += first.elapsed_time(last) * 1e-3
@@ -285,6 +285,6 @@ class DeviceStopwatch:
     def take(self) -> float:
         if self._open:
             self._open[-1][1].synchronize()
-        self.settle()
+        self.collect()
         seconds, self._seconds = self._seconds, 0.0
         return seconds

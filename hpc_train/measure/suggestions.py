@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_train.config.schema import Config
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.plan.layout import ZERO, Layout
 from hpc_train.plan.validate import validate
 
@@ -45,16 +45,16 @@ class Advice:
 
     limit: str
     value: float
-    mends: tuple[Suggestion, ...]
+    fixes: tuple[Suggestion, ...]
 
     @property
     def message(self) -> str:
         said = WORDS[self.limit].format(self.value)
-        return f"{said}; what may help: " + ", or ".join(map(str, self.mends)) if self.mends else said
+        return f"{said}; what may help: " + ", or ".join(map(str, self.fixes)) if self.fixes else said
 
     def details(self) -> dict[str, Any]:
         """For the event."""
-        told = [[f"{key}={value}" for key, value in mend.overrides.items()] for mend in self.mends]
+        told = [[f"{key}={value}" for key, value in fix.overrides.items()] for fix in self.fixes]
         return {"limit": self.limit, "value": round(self.value, 4), "message": self.message, "overrides": told}
 
 
@@ -78,7 +78,7 @@ class AdviceWatch:
         self._told.add(limit)
         self._suspect = "", 0
         key, _ = (SHARES | RATIOS)[limit]
-        return Advice(limit, line[key], tuple(mends(limit, self.setting)))
+        return Advice(limit, line[key], tuple(fixes(limit, self.setting)))
 
 
 def find_limit(line: Mapping[str, Any], told: set[str] | frozenset[str] = frozenset()) -> str | None:
@@ -130,9 +130,9 @@ class Suggestion:
         return " ".join(f"{key}={_written(value)}" for key, value in self.overrides.items()) + f" ({self.why})"
 
 
-def mends(limit: str, setting: SuggestedSetting) -> list[Suggestion]:
+def fixes(limit: str, setting: SuggestedSetting) -> list[Suggestion]:
     """For ``limit`` (a key of ``LIMITS``), the cheapest first; only such as this very run would be allowed."""
-    return [mend for mend in LIMITS[limit](setting) if _is_allowed(mend, setting)]
+    return [fix for fix in LIMITS[limit](setting) if _is_allowed(fix, setting)]
 
 
 def _data(setting: SuggestedSetting) -> Iterator[Suggestion]:
@@ -219,16 +219,16 @@ def _balanced() -> Suggestion:
     return Suggestion({"strategy.pp_split": "measured"}, "stages cut by what their layers take in time and memory")
 
 
-def _is_allowed(mend: Suggestion, setting: SuggestedSetting) -> bool:
+def _is_allowed(fix: Suggestion, setting: SuggestedSetting) -> bool:
     """Whether it changes something, and the run would be accepted with it."""
     config = setting.config
-    for key, value in mend.overrides.items():
+    for key, value in fix.overrides.items():
         config = _with(config, key.split("."), value)
     if config == setting.config:
         return False
     try:
         validate(config, setting.nodes, setting.workers_per_node)
-    except ConfigError:
+    except UserError:
         return False
     return True
 

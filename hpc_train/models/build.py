@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hpc_train.config.schema import CustomModelConfig, GPTConfig, ModelConfig, ViTConfig
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.models.batch_norm import convert
 from hpc_train.models.gpt import GPT
 from hpc_train.models.model import Model
@@ -26,7 +26,7 @@ def build_model(config: ModelConfig, seed: int) -> Model | WrappedModel:
     process's own random state is left as it was.
 
     Raises:
-        ConfigError: the sizes do not fit together, or ``_target_`` cannot be imported or called.
+        UserError: the sizes do not fit together, or ``_target_`` cannot be imported or called.
     """
     if isinstance(config, GPTConfig | ViTConfig):
         with torch.device("meta"):
@@ -44,10 +44,10 @@ def _build_custom(config: CustomModelConfig, seed: int) -> Model | WrappedModel:
     if isinstance(built, Model):  # a function that returns one
         return _on_meta(target, config)
     if not isinstance(built, nn.Module):
-        raise ConfigError(
+        raise UserError(
             f"{config._target_} returned {type(built).__name__}, not an nn.Module",
             where="model._target_",
-            mend="a class or function that returns an nn.Module",
+            fix="a class or function that returns an nn.Module",
         )
     return WrappedModel(convert(built) if config.sync_batch_norm else built, config.loss)
 
@@ -60,13 +60,13 @@ def _on_meta(target: Callable[..., Any], config: CustomModelConfig) -> Model:
 def _call(target: Callable[..., Any], config: CustomModelConfig) -> Any:
     try:
         return target(**config.args)
-    except ConfigError:
+    except UserError:
         raise
     except Exception as error:
-        raise ConfigError(
+        raise UserError(
             f"{config._target_} could not be built: {type(error).__name__}: {error}",
             where="model.args",
-            mend=f"arguments that it takes; these were given: {dict(config.args)}",
+            fix=f"arguments that it takes; these were given: {dict(config.args)}",
         ) from error
 
 
@@ -93,10 +93,10 @@ def _locate(path: str) -> Callable[..., Any]:
     raise _not_imported(path, f"there is no module {'.'.join(parts[:-1]) or path}")
 
 
-def _not_imported(path: str, reason: object) -> ConfigError:
+def _not_imported(path: str, reason: object) -> UserError:
     detail = f"{type(reason).__name__}: {reason}" if isinstance(reason, Exception) else str(reason)
-    return ConfigError(
+    return UserError(
         f"model {path!r} cannot be imported: {detail}",
         where="model._target_",
-        mend="package.module.Class, importable where the workers run (installed, or beside the directory of the call)",
+        fix="package.module.Class, importable where the workers run (installed, or beside the directory of the call)",
     )

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpc_train.config.schema import GPTConfig
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.models.attention import Attention, RotaryCache, RotaryScaling, rotary_tables
 from hpc_train.models.layer import CrossEntropyHead, PreNormLayer
 from hpc_train.models.model import FlopTerms, Model
@@ -156,14 +156,14 @@ def _document_mask(document_ids: Tensor) -> Tensor:
 
 def _check(config: GPTConfig) -> None:
     if config.dim % config.n_heads or config.dim // config.n_heads % 2:
-        raise ConfigError(
+        raise UserError(
             f"width {config.dim} does not divide into {config.n_heads} heads of an even width",
             where="model.dim, model.n_heads",
-            mend=f"model.dim a multiple of {2 * config.n_heads}",
+            fix=f"model.dim a multiple of {2 * config.n_heads}",
         )
     if config.n_heads % config.n_kv_heads:
-        raise ConfigError(
+        raise UserError(
             f"{config.n_heads} query heads do not divide into {config.n_kv_heads} groups",
             where="model.n_kv_heads",
-            mend=f"a divisor of {config.n_heads}",
+            fix=f"a divisor of {config.n_heads}",
         )

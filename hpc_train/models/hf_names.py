@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpc_train.config.schema import GPTConfig
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 OUTPUT = "lm_head.weight"  # absent from the files of a tied model, or a copy of the embedding
 _WHOLE = {
@@ -86,7 +86,7 @@ def gpt_config(values: Mapping[str, Any], where: str) -> GPTConfig:
     """The GPT that a ``config.json`` of Llama describes, as ``transformers`` 4 or 5 wrote it.
 
     Raises:
-        ConfigError: it is of another architecture, or has parts that our model lacks.
+        UserError: it is of another architecture, or has parts that our model lacks.
     """
     _refuse_unsupported(values, where)
     try:
@@ -107,7 +107,7 @@ def gpt_config(values: Mapping[str, Any], where: str) -> GPTConfig:
             tied_embeddings=bool(values.get("tie_word_embeddings", False)),
         )
     except KeyError as error:
-        raise ConfigError(f"{where} has no {error.args[0]}", where=where, mend="a config.json of Llama") from error
+        raise UserError(f"{where} has no {error.args[0]}", where=where, fix="a config.json of Llama") from error
 
 
 def _refuse_unsupported(values: Mapping[str, Any], where: str) -> None:
@@ -131,10 +131,10 @@ def _scaling(values: Mapping[str, Any], where: str) -> dict[str, float]:
     if kind == "llama3":
         return {name: float(rotary[name]) for name in _SCALING}
     if kind != "default":
-        raise ConfigError(
+        raise UserError(
             f"{where} scales its rotary positions ({kind}), which our model does not",
             where=where,
-            mend="rope_scaling: null in it trains the weights without scaling; they then compute something else",
+            fix="rope_scaling: null in it trains the weights without scaling; they then compute something else",
         )
     return {}
 
@@ -146,7 +146,7 @@ def _scaling_there(config: GPTConfig) -> dict[str, Any] | None:
     return {"rope_type": "llama3", **config.rope_scaling, last: int(config.rope_scaling[last])}
 
 
-def _unsupported(what: str, where: str) -> ConfigError:
-    return ConfigError(
-        f"{where} has {what}, which model kind gpt does not compute", where=where, mend="the weights of a plain Llama"
+def _unsupported(what: str, where: str) -> UserError:
+    return UserError(
+        f"{where} has {what}, which model kind gpt does not compute", where=where, fix="the weights of a plain Llama"
     )

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpc_train.config.schema import ViTConfig
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.models.attention import Attention
 from hpc_train.models.layer import CrossEntropyHead, PreNormLayer
 from hpc_train.models.model import FlopTerms, Model
@@ -130,14 +130,14 @@ class ViT(Model):
 
 def _check(config: ViTConfig) -> None:
     if config.image_size % config.patch_size:
-        raise ConfigError(
+        raise UserError(
             f"images of {config.image_size} pixels do not divide into patches of {config.patch_size}",
             where="model.patch_size",
-            mend=f"a divisor of {config.image_size}, or another model.image_size",
+            fix=f"a divisor of {config.image_size}, or another model.image_size",
         )
     if config.dim % config.n_heads:
-        raise ConfigError(
+        raise UserError(
             f"width {config.dim} does not divide into {config.n_heads} heads",
             where="model.n_heads",
-            mend=f"a divisor of {config.dim}",
+            fix=f"a divisor of {config.dim}",
         )

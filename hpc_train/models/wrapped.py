@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.models.batch_norm import SyncBatchNorm
 from hpc_train.models.layer import count_correct, cross_entropy, squared_error
 
@@ -33,13 +33,13 @@ class WrappedModel(nn.Module):
             ``mse`` (targets of any number format and the shape of the outputs).
 
     Raises:
-        ConfigError: there is no such loss.
+        UserError: there is no such loss.
     """
 
     def __init__(self, module: nn.Module, loss: str) -> None:
         super().__init__()
         if loss not in _LOSSES:
-            raise ConfigError(f"unknown loss {loss!r}", where="model.loss", mend=" or ".join(_LOSSES))
+            raise UserError(f"unknown loss {loss!r}", where="model.loss", fix=" or ".join(_LOSSES))
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
         self._module = (module,)  # in a tuple, so that it is not registered as a child
@@ -98,19 +98,19 @@ def _classes_last(outputs: Tensor, targets: Tensor) -> Tensor:
             return outputs.movedim(1, -1)
         if outputs.shape[:-1] == targets.shape:
             return outputs
-    raise ConfigError(
+    raise UserError(
         f"outputs of shape {tuple(outputs.shape)} are no class scores for targets of shape {tuple(targets.shape)}",
         where="model.loss",
-        mend="a model that returns [micro, classes, ...] or [micro, ..., classes], or model.loss=mse",
+        fix="a model that returns [micro, classes, ...] or [micro, ..., classes], or model.loss=mse",
     )
 
 
 def _mse(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     if outputs.shape != targets.shape:
-        raise ConfigError(
+        raise UserError(
             f"outputs of shape {tuple(outputs.shape)} against targets of shape {tuple(targets.shape)}",
             where="model.loss",
-            mend="mse needs equal shapes",
+            fix="mse needs equal shapes",
         )
     return squared_error(outputs, targets)
 

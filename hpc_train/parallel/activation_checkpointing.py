@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.models.model import Model
 from hpc_train.plan.techniques import KEY, parse_recomputation
 
@@ -32,16 +32,16 @@ def apply(model: nn.Module, mode: str) -> None:
     """Wraps the layers of ``model`` (whole or a stage) in place; ``naming.canonical_name`` hides the wrappers.
 
     Raises:
-        ConfigError: ``mode`` is unknown, or the model has no ``layers``.
+        UserError: ``mode`` is unknown, or the model has no ``layers``.
     """
     recomputation = parse_recomputation(mode)
     if not recomputation.every:
         return
     if not isinstance(model, Model):
-        raise ConfigError(
+        raise UserError(
             "the model has no layers that are known, so none can be checkpointed",
             where=KEY,
-            mend="none, or a model with stem, layers and head (hpc_train.models.model.Model)",
+            fix="none, or a model with stem, layers and head (hpc_train.models.model.Model)",
         )
     extra = {"context_fn": _keeping_products} if recomputation.keep_products else {}
     for key, layer in list(model.layers.items()):

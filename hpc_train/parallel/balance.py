@@ -26,7 +26,7 @@ from torch import Tensor
 from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Batch, Dataset
 from hpc_train.data.feed import example_micro_batch
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.batch_statistics import has_batch_statistics
@@ -92,7 +92,7 @@ def plan_split(config: Config, mesh: Mesh, dataset: Dataset, run: RunDirectory |
         run: where a split is looked for and written; None: it is found anew.
 
     Raises:
-        ConfigError: the model does not say what its blocks cost, or no split fits into memory.
+        UserError: the model does not say what its blocks cost, or no split fits into memory.
     """
     how = config.strategy.pp_split
     if mesh.layout.pp == 1 or how not in ("flops", "measured"):
@@ -114,20 +114,20 @@ def plan_split(config: Config, mesh: Mesh, dataset: Dataset, run: RunDirectory |
 def _counted(model: Model, example: Batch) -> tuple[BlockCost, ...]:
     flops = model.block_flops(example.inputs)
     if flops is None:
-        raise ConfigError(
+        raise UserError(
             f"{type(model).__name__} does not say how many operations its blocks take (block_flops)",
             where=_WHERE,
-            mend="strategy.pp_split=measured, or one number of layers per stage",
+            fix="strategy.pp_split=measured, or one number of layers per stage",
         )
     return tuple(map(BlockCost, block_names(model), flops, block_parameters(model)))
 
 
 def _measured(config: Config, mesh: Mesh, model: Model, example: Batch) -> tuple[BlockCost, ...]:
     if has_batch_statistics(model):
-        raise ConfigError(
+        raise UserError(
             "the blocks of a model with batch statistics cannot be measured one by one: they wait for all ranks",
             where=_WHERE,
-            mend="strategy.pp_split=even, or one number of layers per stage",
+            fix="strategy.pp_split=even, or one number of layers per stage",
         )
     return measure_blocks(config, mesh, model, example)
 
@@ -142,10 +142,10 @@ def _partition(config: Config, mesh: Mesh, blocks: Sequence[BlockCost]) -> tuple
 
     found = partition([block.seconds for block in blocks], layout.stages, fits)
     if found is None:
-        raise ConfigError(
+        raise UserError(
             f"no split into {layout.stages} stages fits {(cap or 0) / 2**30:.1f} GiB for each stage",
             where=_WHERE,
-            mend="a smaller batch.micro_size, train.activation_checkpointing=full, or more stages (strategy.pp)",
+            fix="a smaller batch.micro_size, train.activation_checkpointing=full, or more stages (strategy.pp)",
         )
     return layers_of(found)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpc_train.config.schema import Config
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.models.batch_norm import SyncBatchNorm
 from hpc_train.parallel.mesh import Mesh
 
@@ -21,21 +21,21 @@ def has_batch_statistics(model: nn.Module) -> bool:
 
 
 def check_batch(config: Config, mesh: Mesh) -> None:
-    """Raises ConfigError where a step would hold padding: it would enter the statistics."""
+    """Raises UserError where a step would hold padding: it would enter the statistics."""
     layout, size = mesh.layout, config.batch.global_size
     slots = layout.dp * layout.micro_batches * layout.micro_size
     if slots != size:
-        raise ConfigError(
+        raise UserError(
             f"a global batch of {size} does not divide over {layout.dp} ranks x {layout.micro_batches} micro-batches: "
             f"{slots - size} padded samples would enter the batch statistics of the model",
             where="batch.global_size",
-            mend=f"batch.global_size={slots}, or a model without BatchNorm",
+            fix=f"batch.global_size={slots}, or a model without BatchNorm",
         )
     if not config.batch.drop_last:
-        raise ConfigError(
+        raise UserError(
             "the last batch of an epoch is padded, and padding would enter the batch statistics of the model",
             where="batch.drop_last",
-            mend="batch.drop_last=true",
+            fix="batch.drop_last=true",
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from hpc_train.config.schema import Config
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel import batch_statistics
@@ -28,7 +28,7 @@ def build_engine(
         tell_buckets: called on every rank with what ``strategy.bucket_cap_mb=auto`` finds.
 
     Raises:
-        ConfigError: the model cannot be laid out so.
+        UserError: the model cannot be laid out so.
     """
     model = build_model(config.model, config.train.seed)
     if batch_statistics.has_batch_statistics(model):
@@ -50,9 +50,9 @@ def _check_parts(model: nn.Module, mesh: Mesh) -> Model:
     if isinstance(model, Model) and not missing:
         return model
     layout = mesh.layout
-    raise ConfigError(
+    raise UserError(
         "the model has no stem, layers and head: it can neither be cut into pipeline stages nor split over "
         "tensor-parallel ranks",
         where=f"strategy.pp={layout.pp}, strategy.tp={layout.tp}, model",
-        mend="strategy=single, dp, zero1, zero2, zero3 or hsdp, or the three parts of hpc_train.models.model.Model",
+        fix="strategy=single, dp, zero1, zero2, zero3 or hsdp, or the three parts of hpc_train.models.model.Model",
     )

@@ -69,7 +69,7 @@ class Engine(Protocol):
         ``batch.target_count`` for a built-in loss. Starts from cleared gradients.
         """
 
-    def settle(self, finite: Tensor) -> None:
+    def commit(self, finite: Tensor) -> None:
         """After a training step: what compression carries to the next one changes where the gradients of all ranks
         were ``finite``, a scalar bool on the device."""
 
@@ -109,8 +109,8 @@ class WrappedEngine:
     def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
         return self._engine.train_step(step, batch, loss_scale)
 
-    def settle(self, finite: Tensor) -> None:
-        self._engine.settle(finite)
+    def commit(self, finite: Tensor) -> None:
+        self._engine.commit(finite)
 
     def eval_step(self, batch: StepBatch) -> StepResult:
         return self._engine.eval_step(batch)

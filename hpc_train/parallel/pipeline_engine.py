@@ -71,7 +71,7 @@ class PipelineEngine:
         tell_buckets: called with what ``strategy.bucket_cap_mb=auto`` finds.
 
     Raises:
-        ConfigError: the model cannot be cut into the stages of ``mesh.layout``.
+        UserError: the model cannot be cut into the stages of ``mesh.layout``.
     """
 
     def __init__(
@@ -156,10 +156,10 @@ class PipelineEngine:
         for each in replicas:
             each.finish()
 
-    def settle(self, finite: Tensor) -> None:
-        """See ``Engine.settle``."""
+    def commit(self, finite: Tensor) -> None:
+        """See ``Engine.commit``."""
         for compression in self.compressions():
-            compression.settle(finite)
+            compression.commit(finite)
 
     def eval_step(self, batch: StepBatch) -> StepResult:
         """See ``Engine.eval_step``."""

@@ -84,10 +84,10 @@ class ReplicaEngine:
         batch_statistics.average_(self._statistics, self._mesh)
         return result
 
-    def settle(self, finite: Tensor) -> None:
-        """See ``Engine.settle``."""
+    def commit(self, finite: Tensor) -> None:
+        """See ``Engine.commit``."""
         for compression in self.compressions():
-            compression.settle(finite)
+            compression.commit(finite)
 
     def eval_step(self, batch: StepBatch) -> StepResult:
         """See ``Engine.eval_step``."""

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hpc_train.config.schema import StrategyConfig
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.parallel import fsdp
 from hpc_train.parallel.bucket_search import SearchedReplicas, Tell, first_cap
 from hpc_train.parallel.compression.build import Compression
@@ -245,7 +245,7 @@ def accumulating(model: DistributedDataParallel, last: bool) -> Iterator[None]:
     """Around forward and backward of each micro-batch: gradients are reduced in the ``last`` one only.
 
     Raises:
-        ConfigError: a parameter was not used in the step before.
+        UserError: a parameter was not used in the step before.
     """
     try:
         with nullcontext() if last else model.no_sync():
@@ -253,10 +253,10 @@ def accumulating(model: DistributedDataParallel, last: bool) -> Iterator[None]:
     except RuntimeError as error:
         if "Expected to have finished reduction" not in str(error):
             raise
-        raise ConfigError(
+        raise UserError(
             "the model has parameters that its forward does not use: DDP waits for their gradients",
             where="strategy.static_graph",
-            mend="strategy.static_graph=true where every step leaves out the same ones, else "
+            fix="strategy.static_graph=true where every step leaves out the same ones, else "
             "strategy.data_parallel=reduce",
         ) from error
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Batch, StepBatch
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.models.model import Model
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel import batch_statistics
@@ -43,15 +43,15 @@ class ReproducibleEngine(ReplicaEngine):
     """An ``Engine`` (see there) with the same bits on any number of ranks.
 
     Raises:
-        ConfigError: the samples of a batch influence each other in this model.
+        UserError: the samples of a batch influence each other in this model.
     """
 
     def __init__(self, config: Config, mesh: Mesh, model: Model | WrappedModel) -> None:
         if batch_statistics.has_batch_statistics(model):
-            raise ConfigError(
+            raise UserError(
                 "the model normalises by batch statistics, which are kept in the order of the ranks",
                 where="train.reproducible, model",
-                mend="train.reproducible=null, or a model without BatchNorm",
+                fix="train.reproducible=null, or a model without BatchNorm",
             )
         super().__init__(config, mesh, model)
         self._seed = config.train.seed

@@ -33,7 +33,7 @@ def split_layers(n_layers: int, stages: int, split: Any = "even") -> tuple[range
         split: ``even``, or the number of layers of each stage; ``flops`` and ``measured`` are found by ``balance.py``.
 
     Raises:
-        ConfigError: the layers do not suffice, or the list does not fit them.
+        UserError: the layers do not suffice, or the list does not fit them.
     """
     check_split(split, n_layers, stages)
     counts = layer_counts(n_layers, stages, split)

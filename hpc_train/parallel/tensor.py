@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.models.gpt import GPT
 from hpc_train.models.model import Model
 from hpc_train.models.vit import ViT
@@ -37,7 +37,7 @@ def apply_tensor_parallel(model: Model, tp_mesh: DeviceMesh) -> None:
     """Splits ``model`` (whole or a stage, on ``meta`` or not) over ``tp_mesh`` in place, before anything wraps it.
 
     Raises:
-        ConfigError: there is no plan for this model, or its sizes do not divide.
+        UserError: there is no plan for this model, or its sizes do not divide.
     """
     plan = _plan(model, tp_mesh.size())
     with keep_shared(model):
@@ -46,12 +46,12 @@ def apply_tensor_parallel(model: Model, tp_mesh: DeviceMesh) -> None:
 
 
 def check_sequence(model: Model, inputs: Tensor) -> None:
-    """Raises ConfigError where the sequence of ``inputs`` ``[micro, seq]`` cannot be cut into equal shards."""
+    """Raises UserError where the sequence of ``inputs`` ``[micro, seq]`` cannot be cut into equal shards."""
     if model.sequence_shards > 1 and inputs.shape[1] % model.sequence_shards:
-        raise ConfigError(
+        raise UserError(
             f"a sequence of {inputs.shape[1]} does not divide over {model.sequence_shards} tensor-parallel ranks",
             where="data.sequence_length, strategy.tp",
-            mend=f"a sequence length that is a multiple of {model.sequence_shards}",
+            fix=f"a sequence length that is a multiple of {model.sequence_shards}",
         )
 
 
@@ -83,20 +83,20 @@ def _plan(model: Model, ranks: int) -> Plan:
     if isinstance(model, ViT):
         _check({"n_heads": model.config.n_heads, "mlp_dim": model.config.mlp_dim}, ranks)
         return _vit_plan(model)
-    raise ConfigError(
+    raise UserError(
         f"there is no tensor-parallel plan for {type(model).__name__}",
         where="strategy.tp",
-        mend="strategy.tp=1, or one of the built-in models (gpt, vit)",
+        fix="strategy.tp=1, or one of the built-in models (gpt, vit)",
     )
 
 
 def _check(sizes: Mapping[str, int], ranks: int) -> None:
     for key, size in sizes.items():
         if size % ranks:
-            raise ConfigError(
+            raise UserError(
                 f"{key} {size} does not divide over {ranks} tensor-parallel ranks",
                 where=f"strategy.tp, model.{key}",
-                mend=f"a strategy.tp that divides {size}",
+                fix=f"a strategy.tp that divides {size}",
             )
 
 

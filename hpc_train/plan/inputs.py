@@ -19,14 +19,14 @@ from hpc_train.config.schema import (
     TextDataConfig,
     TokensDataConfig,
 )
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 WILDCARDS = "*?["
 LOOKED_AT = 1000  # files whose size is asked: enough to tell a wrong path, cheap on a network file system
 
 
 def check_inputs(data: DataConfig) -> None:
-    """Raises ConfigError where the files of ``data`` are missing, unreadable or empty."""
+    """Raises UserError where the files of ``data`` are missing, unreadable or empty."""
     if isinstance(data, TextDataConfig) and data.path is not None:
         _check_text(data)
     elif isinstance(data, TokensDataConfig):
@@ -57,51 +57,51 @@ def _check_text(data: TextDataConfig) -> None:
     files = _directory(str(root)).glob(pattern)
     sizes = [_size(file) for file in itertools.islice((file for file in files if file.is_file()), LOOKED_AT)]
     if not sizes:
-        raise ConfigError(
+        raise UserError(
             f"no file in {root} matches {pattern}",
             where="data.path, data.pattern",
-            mend="data.pattern='**/*.txt' chooses files in a directory; data.path may be a glob in quotes",
+            fix="data.pattern='**/*.txt' chooses files in a directory; data.path may be a glob in quotes",
         )
     if not any(sizes):
-        raise ConfigError(f"all files of {data.path} are empty", where="data.path", mend="a path with text in it")
+        raise UserError(f"all files of {data.path} are empty", where="data.path", fix="a path with text in it")
 
 
 def _check_images(data: ImagesDataConfig) -> None:
     root = _directory(data.path)
     for split in ("train", "validation"):
         folder = root / split
-        mend = f"{folder}/CLASS/IMAGE.png, one directory per class"
+        fix = f"{folder}/CLASS/IMAGE.png, one directory per class"
         if not folder.is_dir():
-            raise ConfigError(f"{folder} is not a directory", where="data.path", mend=mend)
+            raise UserError(f"{folder} is not a directory", where="data.path", fix=fix)
         _readable(folder)
         classes = sum(entry.is_dir() for entry in os.scandir(folder))
         if classes == 0:
-            raise ConfigError(f"{folder} holds no class directories", where="data.path", mend=mend)
+            raise UserError(f"{folder} holds no class directories", where="data.path", fix=fix)
         if split == "train" and classes != data.n_classes:
-            raise ConfigError(
+            raise UserError(
                 f"{folder} holds {classes} classes, not {data.n_classes}",
                 where="data.n_classes",
-                mend=f"data.n_classes={classes}",
+                fix=f"data.n_classes={classes}",
             )
 
 
 def _directory(path: str) -> Path:
     directory = Path(path)
     if not directory.exists():
-        raise ConfigError(f"{directory} does not exist", where="data.path", mend="data.path=a directory that is there")
+        raise UserError(f"{directory} does not exist", where="data.path", fix="data.path=a directory that is there")
     if not directory.is_dir():
-        raise ConfigError(f"{directory} is not a directory", where="data.path", mend="data.path=the directory")
+        raise UserError(f"{directory} is not a directory", where="data.path", fix="data.path=the directory")
     _readable(directory)
     return directory
 
 
-def _check_file(path: Path, mend: str) -> None:
+def _check_file(path: Path, fix: str) -> None:
     if not path.exists():
-        raise ConfigError(f"{path} does not exist", where="data.path", mend=mend)
+        raise UserError(f"{path} does not exist", where="data.path", fix=fix)
     if not path.is_file():
-        raise ConfigError(f"{path} is not a file", where="data.path", mend=mend)
+        raise UserError(f"{path} is not a file", where="data.path", fix=fix)
     if _size(path) == 0:
-        raise ConfigError(f"{path} is empty", where="data.path", mend=mend)
+        raise UserError(f"{path} is empty", where="data.path", fix=fix)
 
 
 def _size(path: Path) -> int:
@@ -111,21 +111,21 @@ def _size(path: Path) -> int:
 
 def _readable(path: Path) -> None:
     if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
-        raise ConfigError(f"{path} cannot be read", where="data.path", mend="its permissions, or another data.path")
+        raise UserError(f"{path} cannot be read", where="data.path", fix="its permissions, or another data.path")
 
 
 VARIABLE = re.compile(r"(NCCL|TORCH_NCCL|GLOO|TP|FI|OFI|UCX|SHARP|MLX5|RDMAV)_[A-Z0-9_]+")
 
 
 def check_profile(fabric: FabricConfig) -> None:
-    """Raises ConfigError for a name that no communication library reads, or a value that cannot be exported."""
+    """Raises UserError for a name that no communication library reads, or a value that cannot be exported."""
     for name, value in fabric.variables.items():
         where = f"cluster.fabric.variables.{name}"
         if not VARIABLE.fullmatch(name):
-            raise ConfigError(
+            raise UserError(
                 f"{name} is no variable of NCCL, libfabric, UCX or gloo",
                 where=where,
-                mend=f"its right name; variables of other kinds go to cluster.env: +cluster.env.{name}={value}",
+                fix=f"its right name; variables of other kinds go to cluster.env: +cluster.env.{name}={value}",
             )
         if not value or not value.isprintable():
-            raise ConfigError(f"{name} is {value!r}", where=where, mend="a value, or leave it out")
+            raise UserError(f"{name} is {value!r}", where=where, fix="a value, or leave it out")

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from hpc_train.config.schema import Config, StrategyConfig
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.plan.reproducible import check_reproducible, divide
 from hpc_train.plan.stages import check_split
 from hpc_train.plan.techniques import check_compression
@@ -104,7 +104,7 @@ def resolve_layout(config: Config, nodes: int, workers_per_node: int) -> Layout:
     """Derives the layout of ``config`` on ``nodes`` x ``workers_per_node`` ranks.
 
     Raises:
-        ConfigError: the strategy cannot be laid out there; the message holds the mend.
+        UserError: the strategy cannot be laid out there; the message holds the fix.
     """
     strategy = config.strategy
     available = nodes * workers_per_node
@@ -138,10 +138,10 @@ def resolve_layout(config: Config, nodes: int, workers_per_node: int) -> Layout:
 
 def _tensor_parallel(strategy: StrategyConfig, workers_per_node: int) -> int:
     if strategy.tp < 1 or workers_per_node % strategy.tp:
-        raise ConfigError(
+        raise UserError(
             f"tensor parallelism over {strategy.tp} ranks does not fit a node of {workers_per_node} workers",
             where="strategy.tp",
-            mend=f"a divisor of {workers_per_node}: tensor parallelism stays inside a node",
+            fix=f"a divisor of {workers_per_node}: tensor parallelism stays inside a node",
         )
     return strategy.tp
 
@@ -160,12 +160,12 @@ def _pipeline(config: Config, nodes: int, columns: int, notes: list[str]) -> int
             return 1
         return pp
     if not isinstance(strategy.pp, int) or strategy.pp < 1:
-        raise ConfigError(f"pp is {strategy.pp!r}", where="strategy.pp", mend="a number >= 1, auto or fill")
+        raise UserError(f"pp is {strategy.pp!r}", where="strategy.pp", fix="a number >= 1, auto or fill")
     if strategy.pp > columns:
-        raise ConfigError(
+        raise UserError(
             f"{strategy.pp} pipeline ranks do not fit on {columns} workers",
             where="strategy.pp",
-            mend=f"strategy.pp={columns} or fewer, or more workers (cluster.gpus_per_node, cluster.cpu_workers)",
+            fix=f"strategy.pp={columns} or fewer, or more workers (cluster.gpus_per_node, cluster.cpu_workers)",
         )
     return strategy.pp
 
@@ -174,8 +174,8 @@ def _fill_pipeline(config: Config, columns: int, notes: list[str]) -> int:
     """``pp: fill`` makes stages of all ranks that dp and tp leave, as far as there are layers to cut."""
     strategy = config.strategy
     if not isinstance(strategy.dp, int):
-        raise ConfigError(
-            "dp and pp cannot both be fill", where="strategy.dp, strategy.pp", mend="a number for one of them"
+        raise UserError(
+            "dp and pp cannot both be fill", where="strategy.dp, strategy.pp", fix="a number for one of them"
         )
     room = max(1, columns // max(1, strategy.dp))
     layers = getattr(config.model, "n_layers", None)
@@ -190,12 +190,12 @@ def _data_parallel(strategy: StrategyConfig, available: int, pp: int, tp: int) -
     if strategy.dp == "fill":
         return room
     if not isinstance(strategy.dp, int) or strategy.dp < 1:
-        raise ConfigError(f"dp is {strategy.dp!r}", where="strategy.dp", mend="a number >= 1, or fill")
+        raise UserError(f"dp is {strategy.dp!r}", where="strategy.dp", fix="a number >= 1, or fill")
     if strategy.dp > room:
-        raise ConfigError(
+        raise UserError(
             f"dp {strategy.dp} x pp {pp} x tp {tp} needs {strategy.dp * pp * tp} workers, {available} are there",
             where="strategy.dp",
-            mend="strategy.dp=fill, or more workers (cluster.nodes, cluster.gpus_per_node, cluster.cpu_workers)",
+            fix="strategy.dp=fill, or more workers (cluster.nodes, cluster.gpus_per_node, cluster.cpu_workers)",
         )
     return strategy.dp
 
@@ -215,26 +215,26 @@ def _check_use(world_size: int, nodes: int, available: int, notes: list[str]) ->
     if world_size == available:
         return
     if nodes > 1:
-        raise ConfigError(
+        raise UserError(
             f"the layout uses {world_size} of {available} workers on {nodes} nodes",
             where="strategy",
-            mend="strategy.dp=fill, or fewer nodes: idle nodes would be paid for",
+            fix="strategy.dp=fill, or fewer nodes: idle nodes would be paid for",
         )
     notes.append(f"the layout uses {world_size} of {available} workers")
 
 
 def _check_tensor_parallel(config: Config, dp: int, tp: int) -> None:
     if tp > 1 and config.train.compile:
-        raise ConfigError(
+        raise UserError(
             "compiled layers fail in the backward of tensor parallelism (torch 2.13)",
             where="train.compile, strategy.tp",
-            mend="train.compile=false, or strategy.tp=1",
+            fix="train.compile=false, or strategy.tp=1",
         )
     if tp > 1 and dp > 1 and config.strategy.data_parallel == "ddp":
-        raise ConfigError(
+        raise UserError(
             "DDP does not know tensor-parallel parameters",
             where="strategy.data_parallel",
-            mend="strategy.data_parallel=reduce or zero2",
+            fix="strategy.data_parallel=reduce or zero2",
         )
 
 
@@ -244,14 +244,14 @@ def _schedule(config: Config, dp: int, pp: int, stages_per_rank: int, notes: lis
     if asked != AUTO or pp == 1:
         schedule = "1f1b" if asked == AUTO else asked
         return schedule, _scheduled(config, schedule, dp, pp, stages_per_rank)
-    problems: list[ConfigError] = []
+    problems: list[UserError] = []
     for schedule, reason in AUTO_SCHEDULES.items():
         least, most = STAGES_PER_RANK[schedule]
         if not least <= stages_per_rank <= most:
             continue
         try:
             found = _scheduled(config, schedule, dp, pp, stages_per_rank)
-        except ConfigError as problem:
+        except UserError as problem:
             problems.append(problem)
             continue
         notes.append(f"schedule {schedule}: {reason}")
@@ -269,16 +269,16 @@ def _check_pipeline(config: Config, schedule: str, pp: int, dp: int, stages_per_
     data_parallel = config.strategy.data_parallel
     least, most = STAGES_PER_RANK[schedule]
     if not least <= stages_per_rank <= most:
-        raise ConfigError(
+        raise UserError(
             f"schedule {schedule} with {stages_per_rank} stages per rank",
             where="strategy.stages_per_rank",
-            mend=f"strategy.stages_per_rank={least}",
+            fix=f"strategy.stages_per_rank={least}",
         )
     if dp > 1 and data_parallel not in SCHEDULES[schedule]:
-        raise ConfigError(
+        raise UserError(
             f"schedule {schedule} computes wrong gradients with {data_parallel} (pytorch#144530)",
             where="strategy.data_parallel",
-            mend=f"strategy.data_parallel={' or '.join(SCHEDULES[schedule])}",
+            fix=f"strategy.data_parallel={' or '.join(SCHEDULES[schedule])}",
         )
     _check_backward(config, schedule, dp)
     check_split(config.strategy.pp_split, getattr(config.model, "n_layers", None), pp * stages_per_rank)
@@ -288,22 +288,22 @@ def _check_backward(config: Config, schedule: str, dp: int) -> None:
     """What a pipeline's way of running the backward does not go with."""
     strategy = config.strategy
     if config.train.compile and schedule in SPLIT_BACKWARD:
-        raise ConfigError(
+        raise UserError(
             f"schedule {schedule} runs the backward in two parts, and a compiled layer has only one",
             where="train.compile",
-            mend="train.compile=false, or strategy.schedule=1f1b or interleaved_1f1b",
+            fix="train.compile=false, or strategy.schedule=1f1b or interleaved_1f1b",
         )
     if config.train.activation_checkpointing == "ops" and schedule in SPLIT_BACKWARD:
-        raise ConfigError(
+        raise UserError(
             f"schedule {schedule} runs the backward in two parts, and what ops has kept is taken once",
             where="train.activation_checkpointing",
-            mend="full or selective, or strategy.schedule=1f1b or interleaved_1f1b",
+            fix="full or selective, or strategy.schedule=1f1b or interleaved_1f1b",
         )
     if strategy.static_graph and strategy.data_parallel == "ddp" and dp > 1:
-        raise ConfigError(
+        raise UserError(
             "DDP's static graph expects forward and backward in turns, and a pipeline runs several forwards first",
             where="strategy.static_graph",
-            mend="strategy.static_graph=false",
+            fix="strategy.static_graph=false",
         )
 
 
@@ -314,10 +314,10 @@ def _shard(strategy: StrategyConfig, dp: int, dp_per_node: int) -> int:
         return dp
     shard = min(dp, max(1, dp_per_node)) if strategy.shard == "node" else strategy.shard
     if not isinstance(shard, int) or shard < 1 or dp % shard:
-        raise ConfigError(
+        raise UserError(
             f"{dp} data-parallel ranks do not divide into shard groups of {strategy.shard!r}",
             where="strategy.shard",
-            mend=f"fill, node, or a divisor of {dp}",
+            fix=f"fill, node, or a divisor of {dp}",
         )
     return shard
 
@@ -326,17 +326,17 @@ def _micro_batches(config: Config, schedule: str, dp: int, pp: int, stages: int)
     """Micro-batches per step and rank, and samples per micro-batch."""
     batch = config.batch
     if batch.global_size < dp:
-        raise ConfigError(
+        raise UserError(
             f"a global batch of {batch.global_size} leaves some of {dp} data-parallel ranks without a sample",
             where="batch.global_size",
-            mend=f"batch.global_size={dp} or more, or fewer data-parallel ranks",
+            fix=f"batch.global_size={dp} or more, or fewer data-parallel ranks",
         )
     local = math.ceil(batch.global_size / dp)
     if isinstance(batch.micro_size, int) and isinstance(batch.micro_batches, int):
-        raise ConfigError(
+        raise UserError(
             "micro_size and micro_batches are both set, and one follows from the other",
             where="batch.micro_size, batch.micro_batches",
-            mend="leave one of them auto",
+            fix="leave one of them auto",
         )
     if isinstance(batch.micro_size, int):
         size = min(batch.micro_size, local)
@@ -364,20 +364,20 @@ def _check_micro_batches(schedule: str, pp: int, stages: int, count: int) -> Non
     if pp == 1:
         return
     if schedule == "sequential" and count != 1:
-        raise ConfigError(
+        raise UserError(
             f"schedule sequential takes one micro-batch per step, not {count}",
             where="batch.micro_batches",
-            mend="strategy.schedule=gpipe or 1f1b, or leave batch.micro_size and batch.micro_batches auto",
+            fix="strategy.schedule=gpipe or 1f1b, or leave batch.micro_size and batch.micro_batches auto",
         )
     if schedule != "sequential" and count < stages:
-        raise ConfigError(
+        raise UserError(
             f"{count} micro-batches cannot fill {stages} pipeline stages",
             where="batch.micro_batches",
-            mend=f"at least {stages} micro-batches per step: a smaller batch.micro_size or a larger batch.global_size",
+            fix=f"at least {stages} micro-batches per step: a smaller batch.micro_size or a larger batch.global_size",
         )
     if schedule.startswith("interleaved") and count % pp:
-        raise ConfigError(
+        raise UserError(
             f"schedule {schedule} over {pp} ranks with {count} micro-batches",
             where="batch.micro_batches",
-            mend=f"a multiple of {pp}",
+            fix=f"a multiple of {pp}",
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from hpc_train.config.schema import BatchConfig, Config
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 ANY_WORLD_SIZE = "any_world_size"
 AUTO = 8  # logical micro-batches: as many ranks as a node has GPUs
@@ -19,46 +19,46 @@ def divide(config: Config, dp: int) -> tuple[int, int, int]:
     """Logical micro-batches of a step, and the micro-batches of each of ``dp`` ranks, and the samples of each.
 
     Raises:
-        ConfigError: more ranks than logical micro-batches, or more of these than samples.
+        UserError: more ranks than logical micro-batches, or more of these than samples.
     """
     batch = config.batch
     logical = _logical(batch)
     if dp > logical:
-        raise ConfigError(
+        raise UserError(
             f"{dp} ranks share {logical} logical micro-batches: some would have none",
             where=f"batch.logical_micro_batches, {_WHERE}",
-            mend=f"batch.logical_micro_batches={dp} or more from the first step on, or at most {logical} ranks",
+            fix=f"batch.logical_micro_batches={dp} or more from the first step on, or at most {logical} ranks",
         )
     return logical, math.ceil(logical / dp), math.ceil(batch.global_size / logical)
 
 
 def check_reproducible(config: Config, pp: int, tp: int) -> None:
-    """Raises ConfigError where the weights would depend on the number of ranks, with the reason."""
+    """Raises UserError where the weights would depend on the number of ranks, with the reason."""
     kind = config.strategy.data_parallel
     if pp > 1 or tp > 1:
-        raise ConfigError(
+        raise UserError(
             f"{'a pipeline' if pp > 1 else 'tensor parallelism'} computes a layer's sums in parts that depend on how "
             "many ranks share them, so the bits of the weights would too",
             where=f"strategy.pp={pp}, strategy.tp={tp}, {_WHERE}",
-            mend="strategy=single or dp, or train.reproducible=null",
+            fix="strategy=single or dp, or train.reproducible=null",
         )
     if kind not in ("ddp", "reduce"):
-        raise ConfigError(
+        raise UserError(
             f"{kind} reduces gradients in an order that depends on the number of ranks",
             where=f"strategy.data_parallel, {_WHERE}",
-            mend="strategy=single or dp, or train.reproducible=null",
+            fix="strategy=single or dp, or train.reproducible=null",
         )
     if config.train.compile:
-        raise ConfigError(
+        raise UserError(
             "compiled code may be another on each machine, and so may its rounding",
             where=f"train.compile, {_WHERE}",
-            mend="train.compile=false",
+            fix="train.compile=false",
         )
     if config.batch.micro_size != "auto" or config.batch.micro_batches != "auto":
-        raise ConfigError(
+        raise UserError(
             "the micro-batches of a rank depend on the number of ranks",
             where=f"batch.micro_size, batch.micro_batches, {_WHERE}",
-            mend="leave both auto; batch.logical_micro_batches divides the global batch",
+            fix="leave both auto; batch.logical_micro_batches divides the global batch",
         )
 
 
@@ -66,9 +66,9 @@ def _logical(batch: BatchConfig) -> int:
     if not isinstance(batch.logical_micro_batches, int):
         return min(AUTO, batch.global_size)
     if batch.logical_micro_batches > batch.global_size:
-        raise ConfigError(
+        raise UserError(
             f"{batch.global_size} samples do not fill {batch.logical_micro_batches} logical micro-batches",
             where="batch.logical_micro_batches",
-            mend=f"batch.logical_micro_batches={batch.global_size} or fewer",
+            fix=f"batch.logical_micro_batches={batch.global_size} or fewer",
         )
     return batch.logical_micro_batches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 
 def layer_counts(n_layers: int, stages: int, split: Any = "even") -> list[int]:
@@ -40,22 +40,22 @@ def check_split(split: Any, layers: int | None, stages: int) -> None:
     A stage may hold no layer where it holds the stem or the head: the first and the last may.
 
     Raises:
-        ConfigError: it cannot.
+        UserError: it cannot.
     """
     if isinstance(split, str):
         most = None if layers is None else layers if split == "even" else layers + 2
         if most is not None and most < stages:
-            raise ConfigError(
+            raise UserError(
                 f"{layers} layers cannot be cut into {stages} stages",
                 where="strategy.pp",
-                mend=f"at most {most} stages (pp x stages_per_rank), or a deeper model",
+                fix=f"at most {most} stages (pp x stages_per_rank), or a deeper model",
             )
         return
     counts = [*split]
     named = len(counts) == stages and min(counts) >= 0 and all(counts[1:-1])
     if not named or (layers is not None and sum(counts) != layers):
-        raise ConfigError(
+        raise UserError(
             f"pp_split {counts} does not name {stages} stages of {layers} layers in all",
             where="strategy.pp_split",
-            mend="even, flops, measured, or one number of layers per stage (0 at most in the first and the last)",
+            fix="even, flops, measured, or one number of layers per stage (0 at most in the first and the last)",
         )

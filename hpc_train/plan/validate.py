@@ -1,6 +1,6 @@
 """All checks of a config before anything is submitted: allowed words, ranges, what does not go together, the layout.
 
-The rules are data where they can be; each message says what is wrong, where it was set and the mend.
+The rules are data where they can be; each message says what is wrong, where it was set and the fix.
 
 What saves memory, and what it does not go with.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from hpc_train.config.schema import Config, GPTConfig, SyntheticDataConfig, ViTConfig
 from hpc_train.config.values import check_profiled_steps, node_range, parse_hang_timeout, parse_save_every
-from hpc_train.errors import ConfigError, nearest
+from hpc_train.errors import UserError, nearest
 from hpc_train.plan.inputs import check_inputs, check_profile
 from hpc_train.plan.layout import AUTO, DATA_PARALLEL, SCHEDULES, SPLITS, Layout, resolve_layout
 from hpc_train.plan.reproducible import ANY_WORLD_SIZE
@@ -78,14 +78,14 @@ INSIDE = Range(lambda value: 0 < value < 1, "above 0 and below 1")
 RANGES: dict[Range, tuple[str, ...]] = {
     POSITIVE: (
         "strategy.bucket_cap_mb", "model.rope_theta", "model.norm_eps", "optim.lr", "optim.eps", "train.epochs",
-        "precision.loss_scale_init", "elastic.collective_timeout_s", "elastic.stop_grace_s", "elastic.silent_node_s",
-        "elastic.join_timeout_s", "run.max_gpu_hours",
+        "precision.loss_scale_init", "elastic.collective_timeout_s", "elastic.stop_grace_s",
+        "elastic.heartbeat_timeout_s", "elastic.join_timeout_s", "run.max_gpu_hours",
     ),
     NOT_NEGATIVE: (
         "cluster.gpus_per_node", "optim.weight_decay", "optim.clip_norm", "optim.warmup_steps", "train.eval_every",
         "train.seed", "train.spike_mads", "train.max_rollbacks", "strategy.compression_warmup_steps",
-        "batch.loader_workers", "checkpoint.keep_every", "checkpoint.settle_s", "checkpoint.wait_for_room_s",
-        "launch.confirm_gpu_hours", "elastic.spares", "elastic.exclude_hours",
+        "batch.loader_workers", "checkpoint.keep_every", "checkpoint.visibility_timeout_s",
+        "checkpoint.wait_for_room_s", "launch.confirm_gpu_hours", "elastic.spares", "elastic.exclude_hours",
     ),
     AT_LEAST_ONE: (
         "cluster.cpu_workers", "cluster.cpus_per_gpu", "strategy.dp", "strategy.pp", "strategy.tp", "strategy.shard",
@@ -96,7 +96,7 @@ RANGES: dict[Range, tuple[str, ...]] = {
         "train.steps", "train.threads", "train.loss_chunks", "batch.global_size", "batch.micro_size",
         "batch.micro_batches", "batch.logical_micro_batches", "checkpoint.keep", "telemetry.log_every",
         "launch.array_parallelism", "launch.chain", "elastic.min_nodes", "train.nonfinite_limit",
-        "precision.loss_scale_growth_every", "strategy.compression_rank",
+        "precision.loss_scale_growth_interval", "strategy.compression_rank",
     ),
     SHARE: ("optim.min_lr_ratio", "optim.decay_share"),
     BELOW_ONE: ("model.dropout", "optim.momentum", "strategy.compression_momentum"),
@@ -110,7 +110,7 @@ def validate(config: Config, nodes: int, workers_per_node: int) -> Layout:
     """Checks ``config`` as a whole and lays it out on ``nodes`` x ``workers_per_node`` workers. Imports no torch.
 
     Raises:
-        ConfigError: the first thing that is wrong.
+        UserError: the first thing that is wrong.
     """
     check_values(config)
     _check_length(config)
@@ -129,29 +129,29 @@ def check_values(config: Config) -> None:
     for key, allowed in ALLOWED.items():
         value = _get(config, key)
         if value is not None and value not in allowed:
-            raise ConfigError(f"{key} is {value!r}", where=key, mend=nearest(value, allowed))
+            raise UserError(f"{key} is {value!r}", where=key, fix=nearest(value, allowed))
     for key, words in WORDS.items():
         value = _get(config, key)
         if isinstance(value, str) and value not in words:
-            raise ConfigError(f"{key} is {value!r}", where=key, mend=f"a number, or {' or '.join(words)}")
+            raise UserError(f"{key} is {value!r}", where=key, fix=f"a number, or {' or '.join(words)}")
     for span, keys in RANGES.items():
         for key in keys:
             value = _get(config, key)
             if isinstance(value, int | float) and not span.holds(value):
-                raise ConfigError(f"{key} is {value}", where=key, mend=f"{key}={span.words}")
+                raise UserError(f"{key} is {value}", where=key, fix=f"{key}={span.words}")
     _check_lists(config)
 
 
 def _check_lists(config: Config) -> None:
     betas, split = config.optim.betas, config.strategy.pp_split
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ConfigError(f"betas are {list(betas)}", where="optim.betas", mend="two numbers, 0 or more and below 1")
+        raise UserError(f"betas are {list(betas)}", where="optim.betas", fix="two numbers, 0 or more and below 1")
     numbers = isinstance(split, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in split)
     if split not in SPLITS and not numbers:
-        raise ConfigError(
+        raise UserError(
             f"pp_split is {split!r}",
             where="strategy.pp_split",
-            mend=f"{', '.join(SPLITS)}, or the layers of each stage as [1,2,…]",
+            fix=f"{', '.join(SPLITS)}, or the layers of each stage as [1,2,…]",
         )
     node_range(config.cluster)
     check_profile(config.cluster.fabric)
@@ -161,10 +161,10 @@ def _check_lists(config: Config) -> None:
     for name in ("time", "time_min"):
         limit = getattr(config.cluster, name)
         if limit is not None and not TIME.fullmatch(limit):
-            raise ConfigError(
+            raise UserError(
                 f"the time limit is {limit!r}",
                 where=f"cluster.{name}",
-                mend="as sbatch takes it: 01:30:00, 2-12:00:00",
+                fix="as sbatch takes it: 01:30:00, 2-12:00:00",
             )
 
 
@@ -172,10 +172,10 @@ def _check_length(config: Config) -> None:
     steps, epochs = config.train.steps, config.train.epochs
     if (steps is None) == (epochs is None):
         both = steps is not None
-        raise ConfigError(
+        raise UserError(
             f"training for {steps} steps and for {epochs} epochs" if both else "the length of training is not set",
             where="train.steps, train.epochs",
-            mend="give one of them" if both else "train.steps=N or train.epochs=N",
+            fix="give one of them" if both else "train.steps=N or train.epochs=N",
         )
 
 
@@ -185,18 +185,18 @@ def _check_model(config: Config) -> None:
         _divides(model.n_heads, model.dim, "model.n_heads", "the width model.dim")
         _divides(model.n_kv_heads, model.n_heads, "model.n_kv_heads", "model.n_heads")
         if model.dim // model.n_heads % 2:
-            raise ConfigError(
+            raise UserError(
                 f"rotary positions need an even head width, not {model.dim // model.n_heads}",
                 where="model.dim, model.n_heads",
-                mend="a dim that is an even multiple of n_heads",
+                fix="a dim that is an even multiple of n_heads",
             )
         _check_rope_scaling(model.rope_scaling)
         vocabulary = getattr(data, "vocab_size", None)
         if vocabulary is not None and model.vocab_size < vocabulary:
-            raise ConfigError(
+            raise UserError(
                 f"the data has {vocabulary} token ids, the model knows {model.vocab_size}",
                 where="model.vocab_size",
-                mend=f"model.vocab_size={vocabulary} or more",
+                fix=f"model.vocab_size={vocabulary} or more",
             )
     if isinstance(model, ViTConfig):
         _divides(model.n_heads, model.dim, "model.n_heads", "the width model.dim")
@@ -209,16 +209,16 @@ def _check_rope_scaling(scaling: dict[str, float]) -> None:
     if not scaling:
         return
     if set(scaling) != set(names) or min(scaling.values()) <= 0:
-        raise ConfigError(
+        raise UserError(
             f"model.rope_scaling is {dict(scaling)}",
             where="model.rope_scaling",
-            mend=f"{', '.join(names)}, all above 0",
+            fix=f"{', '.join(names)}, all above 0",
         )
     if scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
-        raise ConfigError(
+        raise UserError(
             f"low_freq_factor is {scaling['low_freq_factor']:g}, high_freq_factor {scaling['high_freq_factor']:g}",
             where="model.rope_scaling",
-            mend="a high_freq_factor above low_freq_factor; Llama 3.1 has 4 and 1",
+            fix="a high_freq_factor above low_freq_factor; Llama 3.1 has 4 and 1",
         )
 
 
@@ -226,17 +226,17 @@ def _check_images(model: ViTConfig, data: Any) -> None:
     for name in ("image_size", "channels"):
         given, taken = getattr(data, name, None), getattr(model, name)
         if given is not None and given != taken:
-            raise ConfigError(
+            raise UserError(
                 f"the data's {name} is {given}, the model's {taken}",
                 where=f"model.{name}",
-                mend=f"model.{name}={given}",
+                fix=f"model.{name}={given}",
             )
     classes = getattr(data, "n_classes", None)
     if classes is not None and model.n_classes < classes:
-        raise ConfigError(
+        raise UserError(
             f"the data has {classes} classes, the model {model.n_classes}",
             where="model.n_classes",
-            mend=f"model.n_classes={classes} or more",
+            fix=f"model.n_classes={classes} or more",
         )
 
 
@@ -249,10 +249,10 @@ def _check_tensor_parallel(config: Config, layout: Layout) -> None:
         if width is not None:
             _divides(tp, width, "strategy.tp", f"model.{name}")
     if not isinstance(model, GPTConfig | ViTConfig):
-        raise ConfigError(
+        raise UserError(
             "tensor parallelism has no plan for a custom model",
             where="strategy.tp",
-            mend="strategy.tp=1, or a gpt or vit",
+            fix="strategy.tp=1, or a gpt or vit",
         )
     length = getattr(config.data, "sequence_length", None)
     if isinstance(model, GPTConfig) and length is not None:
@@ -262,31 +262,31 @@ def _check_tensor_parallel(config: Config, layout: Layout) -> None:
 def _check_pieces(config: Config, layout: Layout) -> None:
     """What the engines cannot do together."""
     if config.strategy.static_graph and layout.data_parallel != "ddp":
-        raise ConfigError(
+        raise UserError(
             f"static_graph is DDP's; the replicas here are kept in step by {layout.data_parallel}",
             where="strategy.static_graph",
-            mend="strategy.static_graph=false, or strategy.data_parallel=ddp",
+            fix="strategy.static_graph=false, or strategy.data_parallel=ddp",
         )
     if config.strategy.bucket_cap_mb == "auto" and layout.pp > 1 and layout.data_parallel == "ddp":
-        raise ConfigError(
+        raise UserError(
             "the buckets of DDP cannot change once a pipeline's schedule holds it",
             where="strategy.bucket_cap_mb",
-            mend="strategy.data_parallel=reduce, or strategy.bucket_cap_mb=25",
+            fix="strategy.data_parallel=reduce, or strategy.bucket_cap_mb=25",
         )
     short = isinstance(config.data, SyntheticDataConfig) and config.data.samples < config.batch.global_size
     if short and config.batch.drop_last:
-        raise ConfigError(
+        raise UserError(
             f"{getattr(config.data, 'samples', 0)} samples do not fill one global batch of {config.batch.global_size}",
             where="data.samples, batch.global_size",
-            mend=f"data.samples={config.batch.global_size} or more, or batch.drop_last=false",
+            fix=f"data.samples={config.batch.global_size} or more, or batch.drop_last=false",
         )
 
 
 def _divides(divisor: int, number: int, key: str, what: str) -> None:
     if number % divisor:
         below = max(n for n in range(1, divisor) if number % n == 0)
-        raise ConfigError(
-            f"{key}={divisor} does not divide {what}={number}", where=key, mend=f"{key}={below}, for example"
+        raise UserError(
+            f"{key}={divisor} does not divide {what}={number}", where=key, fix=f"{key}={below}, for example"
         )
 
 
@@ -304,48 +304,48 @@ OFFLOADS_ALL = ("zero2", "zero3")
 def check_savers(config: Config, layout: Layout) -> None:
     """
     Raises:
-        ConfigError: what is asked for is not possible with this model or layout.
+        UserError: what is asked for is not possible with this model or layout.
     """
     _check_loss_chunks(config, layout)
     _check_offload(config, layout)
     if config.optim.moments != "fp32" and config.optim.name != "adamw":
-        raise ConfigError(
+        raise UserError(
             f"{config.optim.name} has no moments that could be kept as {config.optim.moments}",
             where="optim.moments",
-            mend="optim.moments=fp32, or optim=adamw",
+            fix="optim.moments=fp32, or optim=adamw",
         )
 
 
 def _check_loss_chunks(config: Config, layout: Layout) -> None:
     chunks, length = config.train.loss_chunks, getattr(config.data, "sequence_length", None)
     if chunks > 1 and not isinstance(config.model, GPTConfig):
-        raise ConfigError(
+        raise UserError(
             "the loss is taken in chunks of a sequence of tokens, and this model has none",
             where="train.loss_chunks",
-            mend="train.loss_chunks=1, or a gpt",
+            fix="train.loss_chunks=1, or a gpt",
         )
     most = chunks if length is None else length // layout.tp
     if chunks > most:
-        raise ConfigError(
+        raise UserError(
             f"a rank's {most} tokens of a sequence cannot be cut into {chunks} chunks",
             where="train.loss_chunks",
-            mend=f"train.loss_chunks={most} or fewer",
+            fix=f"train.loss_chunks={most} or fewer",
         )
 
 
 def _check_offload(config: Config, layout: Layout) -> None:
     if config.strategy.offload != "all":
         return
-    mend = "strategy.offload=optimizer, which goes with every strategy, or strategy=zero2 or zero3"
+    fix = "strategy.offload=optimizer, which goes with every strategy, or strategy=zero2 or zero3"
     if layout.dp == 1 or layout.data_parallel not in OFFLOADS_ALL:
-        raise ConfigError(
+        raise UserError(
             "parameters are in host memory only where they are gathered for each step, by ZeRO-2 or ZeRO-3",
             where="strategy.offload",
-            mend=mend,
+            fix=fix,
         )
     if layout.pp > 1 or layout.tp > 1:
-        raise ConfigError(
+        raise UserError(
             "tensor-parallel ranks and pipeline stages with tied weights exchange gradients, which the host's cannot",
             where="strategy.offload",
-            mend=mend,
+            fix=fix,
         )

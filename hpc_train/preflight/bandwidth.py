@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
@@ -57,7 +57,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     """Bytes from ``4K,1M`` or ``1K-1G`` (times 4 each).
 
     Raises:
-        ConfigError: it is neither.
+        UserError: it is neither.
     """
     first, dash, last = text.partition("-")
     if not dash:
@@ -85,8 +85,8 @@ def _size(word: str) -> int:
     return int(found[1]) * _UNITS[found[2]]
 
 
-def _no_size(word: str) -> ConfigError:
-    return ConfigError(f"{word!r} is no size", where="--sizes", mend="4K,1M,64M or a range, 1K-64M")
+def _no_size(word: str) -> UserError:
+    return UserError(f"{word!r} is no size", where="--sizes", fix="4K,1M,64M or a range, 1K-64M")
 
 
 COLUMNS = ("group", "ranks", "operation", "bytes", "repeats", "seconds", "algorithm_gb_per_s", "bus_gb_per_s", "wrong")
@@ -135,18 +135,18 @@ def check_plot(path: Path) -> None:
     """Before anything is measured.
 
     Raises:
-        ConfigError: matplotlib is not installed, or does not write such files.
+        UserError: matplotlib is not installed, or does not write such files.
     """
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ConfigError(
+        raise UserError(
             "matplotlib draws the plot, and it is not installed",
             where="--plot",
-            mend="pip install 'hpc_train[plots]', or --csv FILE instead",
+            fix="pip install 'hpc_train[plots]', or --csv FILE instead",
         ) from error
     if path.suffix not in PLOTS:
-        raise ConfigError(f"{path} is no picture", where="--plot", mend=f"a file that ends in {', '.join(PLOTS)}")
+        raise UserError(f"{path} is no picture", where="--plot", fix=f"a file that ends in {', '.join(PLOTS)}")
 
 
 def write_plot(result: dict[str, Any], path: Path) -> None:

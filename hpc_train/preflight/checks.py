@@ -1,4 +1,4 @@
-"""What follows from the numbers of a preflight: findings, each with the mend. No torch; nothing is measured here.
+"""What follows from the numbers of a preflight: findings, each with the fix. No torch; nothing is measured here.
 
 The all-reduce bus bandwidth that a fabric should give, from the facts of its nodes. No torch.
 
@@ -75,11 +75,11 @@ class PreflightFinding:
 
     level: str
     message: str
-    mend: str
+    fix: str
     unfit: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.level}: {self.message}: {self.mend}"
+        return f"{self.level}: {self.message}: {self.fix}"
 
 
 def check_config(ranks: Sequence[RankFacts]) -> Iterator[PreflightFinding]:
@@ -183,12 +183,12 @@ def check_gemm(slow: Sequence[SlowDevice]) -> Iterator[PreflightFinding]:
     """A GPU that is slow beyond doubt makes its node unfit."""
     for one in slow:
         if one.rank.gpu is None:
-            mend = "other processes use its cores, or the job has fewer of them there: cluster.exclusive=true"
-            yield PreflightFinding(WARNING, one.words, mend)
+            fix = "other processes use its cores, or the job has fewer of them there: cluster.exclusive=true"
+            yield PreflightFinding(WARNING, one.words, fix)
         else:
             look = "look at its clocks and temperature (nvidia-smi -q -d PERFORMANCE)"
-            mend = f"cluster.exclude={one.rank.node}; {look}; {one.drain}"
-            yield PreflightFinding(ERROR if one.bad else WARNING, one.words, mend, one.rank.node if one.bad else None)
+            fix = f"cluster.exclude={one.rank.node}; {look}; {one.drain}"
+            yield PreflightFinding(ERROR if one.bad else WARNING, one.words, fix, one.rank.node if one.bad else None)
 
 
 def check_models(ranks: Sequence[RankFacts], features: Mapping[str, frozenset[str]]) -> Iterator[PreflightFinding]:
@@ -219,7 +219,7 @@ def check_clocks(offsets: Sequence[ClockOffset]) -> Iterator[PreflightFinding]:
                 ERROR if certain > SKEW_ERROR_S else WARNING,
                 f"the clock of {found.node} is {abs(found.offset_s):.3g} s "
                 f"{'ahead of' if found.offset_s > 0 else 'behind'} that of rank 0's node",
-                f"times in logs and of files mislead; the staff mends chrony there, cluster.exclude={found.node} till "
+                f"times in logs and of files mislead; the staff fixes chrony there, cluster.exclude={found.node} till "
                 "then",
             )
 
@@ -246,8 +246,8 @@ def check_bandwidths(found: Bandwidths, expected: ExpectedBandwidths) -> Iterato
 
 def check_slow_nodes(slow: Sequence[SlowNode]) -> Iterator[PreflightFinding]:
     for one in slow:
-        mend = drain(one.node, f"slow with {' and '.join(one.partners)}")
-        yield PreflightFinding(ERROR, f"the network of {one.words}", f"cluster.exclude={one.node}; {mend}", one.node)
+        fix = drain(one.node, f"slow with {' and '.join(one.partners)}")
+        yield PreflightFinding(ERROR, f"the network of {one.words}", f"cluster.exclude={one.node}; {fix}", one.node)
 
 
 def drain(node: str, reason: str) -> str:

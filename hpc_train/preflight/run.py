@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hpc_train.cluster.allocation import current_allocation
 from hpc_train.config.schema import Config
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.fabric.facts import NodeFacts
 from hpc_train.fabric.rails import judge_ports
 from hpc_train.parallel.mesh import Mesh
@@ -72,7 +72,7 @@ def preflight(
 
     Raises:
         UnfitNode: under ``cluster.preflight_action=stop``, a node was named that the run is to go on without.
-        ConfigError: under the same, something else is wrong.
+        UserError: under the same, something else is wrong.
     """
     mode, stop = config.cluster.preflight, config.cluster.preflight_action == "stop"
     if mode == "off" or spec.nodes == 1:
@@ -204,8 +204,8 @@ def stop_for(findings: Sequence[PreflightFinding]) -> None:
     message = "the preflight has found what training would suffer from:\n" + "\n".join(map(str, errors))
     if any(error.unfit is not None for error in errors):
         raise UnfitNode(message)
-    raise ConfigError(
+    raise UserError(
         message,
         where="cluster.preflight_action=stop",
-        mend="as said above; cluster.preflight_action=warn trains anyway",
+        fix="as said above; cluster.preflight_action=warn trains anyway",
     )

@@ -30,7 +30,7 @@ from typing import Any
 
 from hpc_train.config.schema import Config
 from hpc_train.config.secrets import is_secret_file
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 
 LIMIT_BYTES = 50 * 2**20
@@ -47,7 +47,7 @@ def take(configs: Sequence[Config], into: Path, directory: Path | None = None) -
         None where ``directory`` is in no work tree, git is absent, or ``run.snapshot`` is off.
 
     Raises:
-        ConfigError: more than 50 MB would be copied, or a ``_target_`` would be left behind. Nothing was written.
+        UserError: more than 50 MB would be copied, or a ``_target_`` would be left behind. Nothing was written.
     """
     config = configs[0]  # run.* are one value for all jobs of a sweep
     here = Path(os.path.realpath(directory or Path.cwd()))
@@ -110,11 +110,11 @@ def _check_size(root: Path, names: Iterable[str]) -> None:
         groups[head] = groups.get(head, 0) + size
     largest = sorted(groups.items(), key=lambda item: -item[1])[:LISTED]
     listed = ", ".join(f"{name} ({size / 2**20:.1f} MB)" for name, size in largest)
-    raise ConfigError(
+    raise UserError(
         f"the snapshot of {root} would have {total / 2**20:.0f} MB, and at most {LIMIT_BYTES // 2**20} are copied; "
         f"the largest: {listed}",
         where="the git work tree of the current directory",
-        mend="name what is not code in .gitignore, or run.snapshot=false to train from the work tree as it will be",
+        fix="name what is not code in .gitignore, or run.snapshot=false to train from the work tree as it will be",
     )
 
 
@@ -194,7 +194,7 @@ def _import_paths(here: Path, root: Path) -> list[Path]:
 
 
 def _check_target(target: str, root: Path, names: Collection[str]) -> None:
-    """Raises ConfigError where the user's module is found in the work tree now and will not be in the snapshot."""
+    """Raises UserError where the user's module is found in the work tree now and will not be in the snapshot."""
     try:
         spec = importlib.util.find_spec(target.partition(".")[0])
     except (ImportError, ValueError):
@@ -204,10 +204,10 @@ def _check_target(target: str, root: Path, names: Collection[str]) -> None:
         return
     inside = str(Path(origin).relative_to(root))
     if not any(name == inside or name.startswith(f"{inside}/") for name in names):
-        raise ConfigError(
+        raise UserError(
             f"{origin} is ignored by git, so it would not be in the snapshot of the code that workers start from",
             where="_target_",
-            mend="take it out of .gitignore, or run.snapshot=false to train from the work tree as it will be",
+            fix="take it out of .gitignore, or run.snapshot=false to train from the work tree as it will be",
         )
 
 

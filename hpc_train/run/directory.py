@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.run.file_lock import LockOwner, exclusive, superseded
 from hpc_train.run.files import read_json, read_lines, write_json
 
@@ -112,14 +112,14 @@ class RunDirectory:
             holder: this process, unless a test says otherwise.
 
         Raises:
-            ConfigError: another process holds the run's lease, or has taken it over.
+            UserError: another process holds the run's lease, or has taken it over.
         """
         other = superseded(lease_folder(self.path), holder or LockOwner.of_this_process())
         if other is not None:
-            raise ConfigError(
+            raise UserError(
                 f"{other.holder()} works on the run by now; this process may not start an attempt",
                 where=str(self.path),
-                mend="leave the run to it",
+                fix="leave the run to it",
             )
         self.attempts.mkdir(parents=True, exist_ok=True)
         number = self.newest_attempt() + 1

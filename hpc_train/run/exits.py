@@ -21,7 +21,7 @@ class Failure(StrEnum):
     """Classes of failure, as events and the agent's decisions name them."""
 
     USER_ERROR = "user_error"  # an exception in the model, the data or the config
-    REFUSED = "refused"  # a ConfigError: nothing was started
+    REFUSED = "refused"  # a UserError: nothing was started
     OUT_OF_MEMORY = "out_of_memory"
     DEVICE = "device_error"  # a GPU, its memory or its driver has failed, or the GPU is gone
     KERNEL = "kernel_error"  # a kernel on a GPU has failed: mostly by the code, sometimes by the GPU
@@ -108,7 +108,7 @@ RESPONSES: dict[Failure, Response] = {
     # A wrong line fails again at the same step: that is told at once. A flaky file system or a rare sample is not.
     Failure.USER_ERROR: Response(
         Action.RESTART_IF_FURTHER,
-        "mend the line that the traceback ends at; the same command with run.name goes on from the last checkpoint",
+        "fix the line that the traceback ends at; the same command with run.name goes on from the last checkpoint",
     ),
     Failure.REFUSED: Response(Action.REFUSE, "the message says what to change"),
     Failure.OUT_OF_MEMORY: Response(
@@ -144,9 +144,9 @@ class Diverged(CollectiveFailure, FloatingPointError):
 
 def classify(error: BaseException) -> Failure:
     """The class of an exception that ended a worker. Looks at types and messages; needs no torch."""
-    from hpc_train.errors import ConfigError
+    from hpc_train.errors import UserError
 
-    if isinstance(error, ConfigError):
+    if isinstance(error, UserError):
         return Failure.REFUSED
     for type_, failure in _TYPES.items():
         if isinstance(error, type_):

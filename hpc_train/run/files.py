@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 TAIL_BYTES = 8192  # more than a line of metrics
 # The hub does nothing else meanwhile: shorter than the time after which agents give it up (elastic/link.py).
@@ -117,7 +117,7 @@ def group_id(name: str) -> int:
     """The id of the group.
 
     Raises:
-        ConfigError: there is none, or this user is not in it.
+        UserError: there is none, or this user is not in it.
     """
     try:
         found = grp.getgrnam(name).gr_gid
@@ -127,7 +127,7 @@ def group_id(name: str) -> int:
     if found is None or (found not in own and os.geteuid() != 0):
         what = "is no group here" if found is None else "is a group that you are not in"
         names = ", ".join(sorted(_names(own)))
-        raise ConfigError(f"{name} {what}", where="run.group", mend=f"one of your groups: {names}")
+        raise UserError(f"{name} {what}", where="run.group", fix=f"one of your groups: {names}")
     return found
 
 

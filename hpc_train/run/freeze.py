@@ -31,7 +31,7 @@ from omegaconf import DictConfig, OmegaConf
 from hpc_train.config.compose import converted, escaped
 from hpc_train.config.run_path import fork_source
 from hpc_train.config.schema import Config
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.run.code import FrozenCode
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -50,11 +50,11 @@ def freeze(config: Config, run: RunDirectory, *, claim: bool = False, code: Froz
         code: the snapshot that agents and workers are to start from.
 
     Raises:
-        ConfigError: the run is live, an identity key differs from the frozen one, or there is nothing to fork.
+        UserError: the run is live, an identity key differs from the frozen one, or there is nothing to fork.
     """
     if config.launch.dry_run:
-        raise ConfigError(
-            "a dry run is asked for in a config file", where="launch.dry_run", mend="launch.dry_run=true when calling"
+        raise UserError(
+            "a dry run is asked for in a config file", where="launch.dry_run", fix="launch.dry_run=true when calling"
         )
     config, source = _unforked(config, run)
     if config.run.group is not None:
@@ -63,8 +63,8 @@ def freeze(config: Config, run: RunDirectory, *, claim: bool = False, code: Froz
     try:
         run.create()
     except OSError as error:
-        raise ConfigError(
-            f"{run.path} cannot be made: {error.strerror}", where="run.root", mend="a directory that can be written"
+        raise UserError(
+            f"{run.path} cannot be made: {error.strerror}", where="run.root", fix="a directory that can be written"
         ) from error
     with _alone(run):
         _check(config, run, source)
@@ -75,7 +75,7 @@ def freeze(config: Config, run: RunDirectory, *, claim: bool = False, code: Froz
 
 
 def check_freeze(config: Config, run: RunDirectory) -> None:
-    """Raises ConfigError where ``freeze`` would; writes nothing."""
+    """Raises UserError where ``freeze`` would; writes nothing."""
     unforked, source = _unforked(config, run)
     if config.run.group is not None:
         group_id(config.run.group)
@@ -86,13 +86,13 @@ def load(run: RunDirectory) -> Config:
     """The frozen config of ``run``.
 
     Raises:
-        ConfigError: there is none, or it was damaged.
+        UserError: there is none, or it was damaged.
     """
     if not run.config.exists():
-        raise ConfigError(
+        raise UserError(
             f"{run.path} is not a run directory: it has no config.yaml",
             where="the run directory",
-            mend="python -m hpc_train freeze … makes one and prints it",
+            fix="python -m hpc_train freeze … makes one and prints it",
         )
     return _read(run.config)
 
@@ -102,9 +102,9 @@ def _read(path: Path) -> Config:
         values = yaml.safe_load(patiently(lambda: path.read_text(encoding="utf-8")))
         node = OmegaConf.create(escaped(values))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", where=str(path), mend="restore the file") from error
+        raise UserError(f"{path} cannot be read: {error}", where=str(path), fix="restore the file") from error
     if not isinstance(node, DictConfig) or not node:
-        raise ConfigError(f"{path} is not a config", where=str(path), mend="restore the file")
+        raise UserError(f"{path} is not a config", where=str(path), fix="restore the file")
     return converted(node)
 
 
@@ -120,14 +120,14 @@ def _unforked(config: Config, run: RunDirectory) -> tuple[Config, RunDirectory |
     assert config.run.name is not None  # run_directory has refused a fork of nothing
     source = RunDirectory(fork_source(config.run.root, config.run.name, config.run.fork, run.path))
     if not source.config.exists() and imported_model(source) is None:
-        raise ConfigError(
-            f"there is no run {source.path} to fork", where="run.name", mend="run.name=the name of a run that is there"
+        raise UserError(
+            f"there is no run {source.path} to fork", where="run.name", fix="run.name=the name of a run that is there"
         )
     if not any(source.checkpoints.glob("step-*")):
-        raise ConfigError(
+        raise UserError(
             f"{source.path} has no checkpoint yet",
             where="run.fork",
-            mend="fork it later, or begin anew with run.name=NEW",
+            fix="fork it later, or begin anew with run.name=NEW",
         )
     check_start(config, source)
     return replace(config, run=replace(config.run, name=config.run.fork, fork=None)), source
@@ -143,16 +143,16 @@ def _alone(run: RunDirectory) -> Iterator[None]:
 def _check(config: Config, run: RunDirectory, source: RunDirectory | None) -> None:
     refuse_live(run)
     if imported_model(run) is not None:
-        raise ConfigError(
+        raise UserError(
             f"{run.path} holds imported weights and is no run",
             where="run.name",
-            mend=f"run.name={config.run.name} run.fork=NEW starts a run from them",
+            fix=f"run.name={config.run.name} run.fork=NEW starts a run from them",
         )
     if not run.config.exists():
         return
     if source is not None and run.record().get("forked_from") != str(source.path):
-        raise ConfigError(
-            f"{run.path} is there and was not forked from {source.path}", where="run.fork", mend="another run.fork"
+        raise UserError(
+            f"{run.path} is there and was not forked from {source.path}", where="run.fork", fix="another run.fork"
         )
     check_identity(load(run), config)
 
@@ -231,13 +231,13 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def check_identity(old: Config, new: Config) -> None:
-    """Raises ConfigError where an identity key of ``new`` differs from the run's frozen config ``old``."""
+    """Raises UserError where an identity key of ``new`` differs from the run's frozen config ``old``."""
     different = changes(identity(old), identity(new))
     if different:
-        raise ConfigError(
+        raise UserError(
             f"the run {new.run.name} was started with another configuration: " + "; ".join(different),
             where=", ".join(change.split(":")[0] for change in different),
-            mend="the old values to go on with this run; run.fork=NEWNAME to start a new run from its newest "
+            fix="the old values to go on with this run; run.fork=NEWNAME to start a new run from its newest "
             "checkpoint; or another run.name to begin at step 0",
         )
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hpc_train.config.schema import Config, GPTConfig
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json, write_json
 
@@ -42,7 +42,7 @@ def model_overrides(model: GPTConfig) -> list[str]:
 
 
 def check_start(config: Config, source: RunDirectory) -> None:
-    """Raises ConfigError where a run of ``config`` cannot start from the imported weights in ``source``.
+    """Raises UserError where a run of ``config`` cannot start from the imported weights in ``source``.
 
     The shapes alone do not tell: another base of the rotary positions or another number of heads loads and computes
     something else.
@@ -57,10 +57,10 @@ def check_start(config: Config, source: RunDirectory) -> None:
         if key not in _FREE and model.get(key) != value
     ]
     if different:
-        raise ConfigError(
+        raise UserError(
             f"the weights in {source.path} are of another model: " + "; ".join(different),
             where="model",
-            mend=" ".join(model_overrides(imported)),
+            fix=" ".join(model_overrides(imported)),
         )
 
 

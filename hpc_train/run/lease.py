@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory, lease_folder
 from hpc_train.run.file_lock import BEAT_S, STALE_S, Lock, LockOwner, LockTaken, acquire, newest_lock
 from hpc_train.run.files import patiently
@@ -56,7 +56,7 @@ def hold_lease(
         beat_s: seconds between signs of life.
 
     Raises:
-        ConfigError: another process holds it.
+        UserError: another process holds it.
     """
     turn = _take(run, holder or LockOwner.of_this_process(), give_up)
     ended = threading.Event()
@@ -101,11 +101,11 @@ def _beat(turn: Lock, ended: threading.Event, on_loss: Callable[[], None], beat_
                 return
 
 
-def _live(path: Path, who: str) -> ConfigError:
-    return ConfigError(
+def _live(path: Path, who: str) -> UserError:
+    return UserError(
         f"the run in {path} is live: {who} is at work",
         where="run.name",
-        mend="wait for it, stop it, or take another run.name",
+        fix="wait for it, stop it, or take another run.name",
     )
 
 
@@ -123,13 +123,13 @@ def add_submission(
 
 
 def refuse_live(run: RunDirectory) -> None:
-    """Raises ConfigError where another process or job works on ``run`` or waits to."""
+    """Raises UserError where another process or job works on ``run`` or waits to."""
     live = find_live(run)
     if live is not None:
-        raise ConfigError(
+        raise UserError(
             f"the run in {run.path} is live: {live}",
             where="run.name",
-            mend="wait for it, stop it, or take another run.name",
+            fix="wait for it, stop it, or take another run.name",
         )
 
 

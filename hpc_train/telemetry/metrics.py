@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, Protocol
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import append_line
 
@@ -67,15 +67,15 @@ class TensorBoard:
         first_step: steps after this one that an earlier attempt wrote are hidden.
 
     Raises:
-        ConfigError: the package is missing.
+        UserError: the package is missing.
     """
 
     def __init__(self, run: RunDirectory, first_step: int) -> None:
         if find_spec("tensorboard") is None:
-            raise ConfigError(
+            raise UserError(
                 "the package tensorboard is not installed",
                 where="telemetry.tensorboard",
-                mend="pip install 'hpc_train[tensorboard]', or telemetry.tensorboard=false",
+                fix="pip install 'hpc_train[tensorboard]', or telemetry.tensorboard=false",
             )
         from torch.utils.tensorboard import SummaryWriter
 

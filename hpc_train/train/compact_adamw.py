@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 BLOCK = 256
 LEAST = 4096  # elements; smaller tensors, and those that are no multiple of BLOCK, keep full moments
@@ -29,7 +29,7 @@ class CompactAdamW(torch.optim.Optimizer):
         moments: ``bf16`` or ``8bit``.
 
     Raises:
-        ConfigError: torchao is not installed.
+        UserError: torchao is not installed.
     """
 
     found_inf: Tensor
@@ -131,9 +131,9 @@ def _state_8bit() -> Any:
     try:
         from torchao.optim.subclass_8bit import OptimState8bit
     except ImportError as error:
-        raise ConfigError(
+        raise UserError(
             f"optim.moments=8bit is done with torchao, which cannot be imported: {error}",
             where="optim.moments",
-            mend="pip install 'hpc_train[8bit]', or optim.moments=bf16, which needs nothing",
+            fix="pip install 'hpc_train[8bit]', or optim.moments=bf16, which needs nothing",
         ) from error
     return OptimState8bit

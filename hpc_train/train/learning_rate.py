@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from hpc_train.config.schema import OptimConfig
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 LR_SCALINGS = ("none", "linear", "sqrt")
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
@@ -25,7 +25,7 @@ def peak_rate(config: OptimConfig, batch_size: int) -> float:
             return config.lr * ratio
         case "sqrt":
             return config.lr * math.sqrt(ratio)
-    raise ConfigError(f"unknown scaling {config.lr_scaling!r}", where="optim.lr_scaling", mend=" | ".join(LR_SCALINGS))
+    raise UserError(f"unknown scaling {config.lr_scaling!r}", where="optim.lr_scaling", fix=" | ".join(LR_SCALINGS))
 
 
 def rate(config: OptimConfig, peak: float, step: int, total_steps: int) -> float:
@@ -54,7 +54,7 @@ def _factor(config: OptimConfig, step: int, total_steps: int) -> float:
         case "wsd":
             begin = max(config.warmup_steps, total_steps - math.ceil(config.decay_share * total_steps) - 1)
             return 1.0 - (1.0 - lowest) * _share(step, begin, last)
-    raise ConfigError(f"unknown schedule {config.schedule!r}", where="optim.schedule", mend=" | ".join(SCHEDULES))
+    raise UserError(f"unknown schedule {config.schedule!r}", where="optim.schedule", fix=" | ".join(SCHEDULES))
 
 
 def _share(step: int, begin: int, end: int) -> float:

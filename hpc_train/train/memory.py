@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hpc_train.config.schema import Config
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.measure.device_use import peak_device_memory, peak_host_memory
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
@@ -79,8 +79,8 @@ def _bytes(tensors: Iterable[Tensor], mesh: Mesh) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in local if tensor.device.type == mesh.device.type)
 
 
-TOLD = 3  # mends, where their savings are known
-WORTH = 0.02  # of all the memory: a mend that saves less is not told
+TOLD = 3  # fixes, where their savings are known
+WORTH = 0.02  # of all the memory: a fix that saves less is not told
 
 
 class OutOfMemory(MemoryError):
@@ -108,7 +108,7 @@ def _message(error: Exception, config: Config, mesh: Mesh) -> str:
     told = f"out of memory on rank {mesh.rank}, which had used {used / GIB:.2f} GiB of the {_place(mesh.device)}"
     needed = estimate(config, mesh.layout)
     parts = "" if needed is None else f" Estimated need of a rank: {needed}; most of it {needed.largest}."
-    helps = "; ".join(str(mend) for mend in mends(config, mesh)) or "a larger machine"
+    helps = "; ".join(str(fix) for fix in fixes(config, mesh)) or "a larger machine"
     return f"{told}: {first_line}.{parts} In this run would help: {helps}"
 
 
@@ -123,7 +123,7 @@ class MemorySaving:
         return self.words if self.saves is None else f"{self.words} saves {self.saves / GIB:.2f} GiB"
 
 
-def mends(config: Config, mesh: Mesh) -> list[MemorySaving]:
+def fixes(config: Config, mesh: Mesh) -> list[MemorySaving]:
     """What is not in use yet, the cheapest in speed first; of those with known savings the first that are worth it."""
     before = estimate(config, mesh.layout)
     if before is None:
@@ -170,7 +170,7 @@ def _total(config: Config, mesh: Mesh, otherwise: float) -> float:
     """Of the changed config on the same ranks; ``otherwise`` where it is refused there."""
     try:
         changed = estimate(config, resolve_layout(config, 1, mesh.layout.world_size))
-    except ConfigError:
+    except UserError:
         return otherwise
     assert changed is not None
     return changed.total

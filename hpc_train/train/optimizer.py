@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from hpc_train.config.schema import OptimConfig
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.train.compact_adamw import CompactAdamW, is_8bit, wide
 
 
@@ -155,7 +155,7 @@ def _build(config: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.Opt
         return torch.optim.AdamW(groups, lr=config.lr, betas=(first, second), eps=config.eps, fused=True)
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
-    raise ConfigError(f"unknown optimizer {config.name!r}", where="optim.name", mend="adamw | sgd")
+    raise UserError(f"unknown optimizer {config.name!r}", where="optim.name", fix="adamw | sgd")
 
 
 def _initial_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:

@@ -47,10 +47,10 @@ class BalanceWatch(WrappedEngine):
 
     def _timed(self, step: int, batch: StepBatch, loss_scale: Tensor | None) -> StepResult:
         with timed_stages(self._mesh.device) as work:
-            self._settle()
+            self._collect()
             begin = time.perf_counter()
             result = self._engine.train_step(step, batch, loss_scale)
-            self._settle()
+            self._collect()
             self._elapsed += time.perf_counter() - begin
         for stage, seconds in work:
             self._stage_s[stage] = self._stage_s.get(stage, 0.0) + seconds()
@@ -73,7 +73,7 @@ class BalanceWatch(WrappedEngine):
             f"({promised.bubble_share:.1%} predicted, without messages and the reduction of gradients)"
         )
 
-    def _settle(self) -> None:
+    def _collect(self) -> None:
         if self._mesh.device.type == "cuda":
             torch.cuda.synchronize(self._mesh.device)
 

@@ -149,7 +149,7 @@ def open_report(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog,
     """The report of this rank; W&B and TensorBoard as configured.
 
     Raises:
-        ConfigError: TensorBoard is asked for and not installed.
+        UserError: TensorBoard is asked for and not installed.
     """
     silent = Report(run, events, mesh.device, mesh.layout.world_size, total)
     if mesh.rank != 0:

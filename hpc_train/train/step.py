@@ -64,7 +64,7 @@ class TrainStep:
         result = self._engine.train_step(step, batch, scale)
         norm = self._engine.clip_grad_norm_(self._config.optim.clip_norm, scale)
         finite = norm.isfinite()
-        self._engine.settle(finite)
+        self._engine.commit(finite)
         learning_rate = rate(self._config.optim, self._peak, step, self._total_steps)
         self.optimizer.step(learning_rate, finite)
         if self.loss_scale is not None:
@@ -104,7 +104,7 @@ class LossScale:
     """The scale (a scalar fp32 tensor on ``device``) and the finite steps since it last changed."""
 
     def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
-        self._growth_every = config.loss_scale_growth_every
+        self._growth_every = config.loss_scale_growth_interval
         self.value = torch.tensor(config.loss_scale_init, dtype=torch.float32, device=device)
         self._finite_steps = torch.zeros((), dtype=torch.int64, device=device)
 

@@ -58,7 +58,7 @@ def train(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
         listen_fd: on rank 0, the socket that already listens on ``spec.master_port``.
 
     Raises:
-        ConfigError: the config does not fit the model, the data or the checkpoint.
+        UserError: the config does not fit the model, the data or the checkpoint.
     """
     run = RunDirectory(Path(spec.run_dir))
     with closing(EventLog.open(run, f"rank-{spec.rank:04d}", spec.attempt, spec.rank)) as events:

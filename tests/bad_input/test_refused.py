@@ -156,7 +156,7 @@ def test_a_mistake_is_one_message_and_exit_code_2(
     assert named in output
     assert "Traceback" not in output
     assert output.count("set in:") == 1
-    assert output.count("mend:") == 1
+    assert output.count("fix:") == 1
     assert everything(place) == before
 
 
@@ -210,4 +210,4 @@ def test_a_full_disk_is_told_in_one_message() -> None:
     mistake = translate(full.value)
     assert mistake is not None
     assert mistake.what == "No space left on device: nothing more can be written"
-    assert "run.root" in mistake.mend
+    assert "run.root" in mistake.fix

@@ -19,7 +19,7 @@ from hpc_train.checkpoint.manager import CheckpointManager, Superseded
 from hpc_train.checkpoint.manifest import verify
 from hpc_train.checkpoint.store import CheckpointStore, Retention
 from hpc_train.checkpoint.writer import SaveFailed
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.progress import LONG
 from tests.checkpoint.tiny import LIMIT_S, commit
@@ -193,7 +193,7 @@ def damage_and_restore(rank: int, world_size: int, path: str) -> list[Any]:
     refusals = []
     for _ in range(2):
         again = make_manager(rank, world_size, path)
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(UserError) as caught:
             again.restore()
         refusals.append(caught.value.what.splitlines()[0])
     return [restored.step, *refusals]

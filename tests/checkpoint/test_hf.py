@@ -17,7 +17,7 @@ from hpc_train.checkpoint.listing import choose, whole
 from hpc_train.checkpoint.reader import StoredTensors
 from hpc_train.checkpoint.transfer import export, import_hf
 from hpc_train.config.schema import GPTConfig
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.models.hf_names import gpt_config, hf_config, hf_name
 from hpc_train.models.model import Model
 from hpc_train.run.directory import RunDirectory
@@ -149,7 +149,7 @@ def test_what_our_model_does_not_compute_is_refused(tmp_path: Path, change: dict
     if words is None:
         import_hf(tmp_path / "llama", "back", tmp_path, "float32", quiet_bar)
         return
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         import_hf(tmp_path / "llama", "back", tmp_path, "float32", quiet_bar)
     assert words in str(caught.value)
     assert not (tmp_path / "back").exists()
@@ -161,7 +161,7 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    with pytest.raises(ConfigError, match=r"damaged: .*its content is not what was written"):
+    with pytest.raises(UserError, match=r"damaged: .*its content is not what was written"):
         export(run, None, tmp_path / "llama", "hf", None, quiet_bar)
     assert not (tmp_path / "llama").exists()
 
@@ -174,7 +174,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         lambda: export(run, None, tmp_path / "llama", "pt", None, quiet_bar),
         lambda: import_hf(tmp_path / "llama", "run", tmp_path, "float32", quiet_bar),
     ):
-        with pytest.raises(ConfigError, match="is there already"):
+        with pytest.raises(UserError, match="is there already"):
             action()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.tensors import assert_same_bits, read_tensors
 from tests.checkpoint.training import make_manager
@@ -73,7 +73,7 @@ def test_a_fork_with_another_optimizer_takes_the_model_only(tmp_path: Path) -> N
 
 def restore_error(rank: int, world_size: int, path: str) -> str:
     manager = make_manager(rank, world_size, path)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         manager.restore()
     return str(caught.value)
 

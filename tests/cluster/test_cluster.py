@@ -11,7 +11,7 @@ from hpc_train.cluster.allocation import LOOPBACK, current_allocation, workers_p
 from hpc_train.cluster.environment import Variable, apply, own_environment, threads_per_rank
 from hpc_train.cluster.gpus import visible_devices, visible_gpus
 from hpc_train.config.schema import ClusterConfig
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 STEP = {
     "SLURM_STEP_NUM_NODES": "4",
@@ -69,7 +69,7 @@ def test_workers_per_node(asked: int | str, visible: int, expected: tuple[int, i
 
 
 def test_more_gpus_than_there_are() -> None:
-    with pytest.raises(ConfigError, match="4 GPUs per node are asked for, 1 are visible"):
+    with pytest.raises(UserError, match="4 GPUs per node are asked for, 1 are visible"):
         workers_per_node(ClusterConfig(gpus_per_node=4), 1)
 
 

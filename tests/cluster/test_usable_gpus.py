@@ -12,7 +12,7 @@ import pytest
 from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.cluster.gpus import Machine, UnusableGpus, allocated_gpus, gpus_to_use
 from hpc_train.config.schema import ClusterConfig
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 # As Slurm 22.05 sets them in a step of a job that asked for GPUs, in the batch script of such a job, in a step to
 # which srun gave none of the GPUs of its --exclusive job, and in a job without GPUs.
@@ -165,12 +165,12 @@ def test_gpus_that_cannot_be_used(
     with pytest.raises(UnusableGpus) as caught:
         gpus_to_use(asked, environment, kind.under(tmp_path))
     assert caught.value.reason.startswith(reason), caught.value.reason
-    assert fix in caught.value.mend
-    assert caught.value.mend.endswith("; cluster.gpus_per_node=0 trains on the CPU")
+    assert fix in caught.value.fix
+    assert caught.value.fix.endswith("; cluster.gpus_per_node=0 trains on the CPU")
 
 
 def test_more_gpus_than_slurm_has_allocated_are_a_mistake_of_the_config(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="8 GPUs per node are asked for, and Slurm has allocated 4") as caught:
+    with pytest.raises(UserError, match="8 GPUs per node are asked for, and Slurm has allocated 4") as caught:
         gpus_to_use(8, GIVEN, HEALTHY.under(tmp_path))
     assert not isinstance(caught.value, UnusableGpus)
 

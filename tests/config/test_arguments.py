@@ -8,7 +8,7 @@ import pytest
 
 from hpc_train.config.arguments import CommandLine, expand, with_right_plus
 from hpc_train.config.compose import typed
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 
 @pytest.mark.parametrize("form", ["strategy=dp", "+strategy=dp", "++strategy=dp"])
@@ -30,7 +30,7 @@ def test_an_experiment_of_the_users_own_may_leave_the_strategy_open(tmp_path: Pa
     for where in (["-cd", str(tmp_path)], [f"hydra.searchpath=[file://{tmp_path}]"]):
         assert "+strategy=dp" in with_right_plus(["experiment=open", "strategy=dp", *where])
         assert "strategy=dp" in with_right_plus(["experiment=closed", "+strategy=dp", *where])
-    with pytest.raises(ConfigError, match="choose a strategy"):
+    with pytest.raises(UserError, match="choose a strategy"):
         with_right_plus(["experiment=open,closed", "strategy=dp", "-m", "-cd", str(tmp_path)])
 
 

@@ -10,7 +10,7 @@ import yaml
 
 from hpc_train.config.compose import config_directory
 from hpc_train.config.schema import Config
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.plan.memory import estimate
 from hpc_train.plan.validate import ALLOWED, RANGES, WORDS, check_values, validate
@@ -71,8 +71,8 @@ def test_every_strategy_fits_or_says_what_would(strategy: str) -> None:
     for workers in (1, 2, 3, 4, 8):
         try:
             layout = resolve_layout(config, nodes=1, workers_per_node=workers)
-        except ConfigError as error:
-            assert error.where and error.mend
+        except UserError as error:
+            assert error.where and error.fix
             assert strategy in ("tp", "hybrid3d", "hybrid4"), "the others fit any number of workers"
         else:
             assert 1 <= layout.world_size <= workers

@@ -11,7 +11,7 @@ import pytest
 
 from hpc_train.config.run_path import job_directory
 from hpc_train.config.schema import Config
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import config_hash, freeze, load
@@ -68,9 +68,9 @@ def test_free_keys_may_change_and_the_config_before_is_kept(run: RunDirectory) -
 def test_identity_keys_may_not_change(run: RunDirectory, change: str) -> None:
     freeze(config(run), run)
     before = run.config.read_bytes()
-    with pytest.raises(ConfigError, match=change.split("=", maxsplit=1)[0]) as refused:
+    with pytest.raises(UserError, match=change.split("=", maxsplit=1)[0]) as refused:
         freeze(config(run, change), run)
-    assert "run.fork=" in refused.value.mend
+    assert "run.fork=" in refused.value.fix
     assert run.config.read_bytes() == before
 
 
@@ -78,7 +78,7 @@ def test_a_fork_starts_from_the_newest_checkpoint_under_its_own_name(run: RunDir
     freeze(config(run), run)
     forked = config(run, "optim.lr=1", "run.fork=other")
     other = RunDirectory(run.path.parent / "other")
-    with pytest.raises(ConfigError, match="no checkpoint"):
+    with pytest.raises(UserError, match="no checkpoint"):
         freeze(forked, other)
     (run.checkpoints / "step-00000010").mkdir()
     freeze(forked, other)
@@ -94,7 +94,7 @@ def test_a_fork_does_not_take_over_another_run(run: RunDirectory) -> None:
     (run.checkpoints / "step-00000010").mkdir()
     other = RunDirectory(run.path.parent / "other")
     freeze(config_of(f"run.root={run.path.parent}", "run.name=other"), other)
-    with pytest.raises(ConfigError, match="was not forked"):
+    with pytest.raises(UserError, match="was not forked"):
         freeze(config(run, "run.fork=other"), other)
 
 
@@ -102,7 +102,7 @@ def test_a_run_whose_process_lives_is_refused_until_it_ends(run: RunDirectory) -
     freeze(config(run), run)
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     lease.add_submission(run, "this machine", pid=process.pid)
-    with pytest.raises(ConfigError, match=f"live: process {process.pid}"):
+    with pytest.raises(UserError, match=f"live: process {process.pid}"):
         freeze(config(run), run)
     process.communicate(b"\n")
     freeze(config(run), run)
@@ -118,7 +118,7 @@ def test_a_process_id_that_was_used_again_is_no_live_run(run: RunDirectory) -> N
 
 def test_a_run_whose_agent_works_is_refused(run: RunDirectory) -> None:
     freeze(config(run), run)
-    with lease.hold_lease(run), pytest.raises(ConfigError, match="live"):
+    with lease.hold_lease(run), pytest.raises(UserError, match="live"):
         freeze(config(run), run)
 
 
@@ -133,7 +133,7 @@ def test_slurm_is_asked_about_its_jobs(run: RunDirectory, tmp_path: Path, monkey
     lease.add_submission(run, "Slurm", job_id="16")
     freeze(config(run), run)
     lease.add_submission(run, "Slurm", job_id="17")
-    with pytest.raises(ConfigError, match="Slurm job 17 is PENDING"):
+    with pytest.raises(UserError, match="Slurm job 17 is PENDING"):
         freeze(config(run), run)
     monkeypatch.setenv("SLURM_JOB_ID", "17")  # the job itself, started again
     freeze(config(run), run)
@@ -141,7 +141,7 @@ def test_slurm_is_asked_about_its_jobs(run: RunDirectory, tmp_path: Path, monkey
 
 def test_a_dry_run_in_a_file_is_not_frozen(run: RunDirectory) -> None:
     asked = config(run)
-    with pytest.raises(ConfigError, match="dry run"):
+    with pytest.raises(UserError, match="dry run"):
         freeze(replace(asked, launch=replace(asked.launch, dry_run=True)), run)
     assert not run.path.exists()
 
@@ -150,12 +150,12 @@ def test_a_dry_run_in_a_file_is_not_frozen(run: RunDirectory) -> None:
 def test_a_damaged_frozen_config_is_a_clear_refusal(run: RunDirectory, text: str) -> None:
     run.create()
     run.config.write_text(text)
-    with pytest.raises(ConfigError):
+    with pytest.raises(UserError):
         load(run)
 
 
 def test_loading_what_is_no_run_is_a_clear_refusal(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not a run directory"):
+    with pytest.raises(UserError, match="not a run directory"):
         load(RunDirectory(tmp_path))
 
 
@@ -176,7 +176,7 @@ def test_paths_do_not_depend_on_the_working_directory(tmp_path: Path, monkeypatc
 )
 def test_a_secret_of_the_environment_is_not_frozen(argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVICE_API_KEY", "s3cr3t-s3cr3t")
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(UserError) as refused:
         config_of(argument)
     assert "s3cr3t-s3cr3t" not in str(refused.value)
 
@@ -185,6 +185,6 @@ def test_a_secret_is_found_by_its_value_too(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("SERVICE_TOKEN", "s3cr3t-s3cr3t")
     monkeypatch.setenv("INNOCENT", "s3cr3t-s3cr3t")
     for argument in ("data.pattern=s3cr3t-s3cr3t", "data.pattern=${oc.env:INNOCENT}"):
-        with pytest.raises(ConfigError, match="SERVICE_TOKEN") as refused:
+        with pytest.raises(UserError, match="SERVICE_TOKEN") as refused:
             config_of(argument)
         assert "s3cr3t-s3cr3t" not in str(refused.value)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.run import code
 from hpc_train.run.code import FrozenCode, check_imports, frozen_code, start_again_from, take
 from hpc_train.run.directory import RunDirectory
@@ -186,7 +186,7 @@ def test_no_work_tree_or_not_wanted_no_copy(tree: Path, tmp_path: Path) -> None:
 def test_too_large_a_tree_is_refused_and_the_largest_are_named(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code, "LIMIT_BYTES", 2**20)
     (tree / "weights.bin").write_bytes(bytes(2**20))
-    with pytest.raises(ConfigError, match=r"at most 1 are copied; the largest: weights\.bin \(1\.0 MB\)"):
+    with pytest.raises(UserError, match=r"at most 1 are copied; the largest: weights\.bin \(1\.0 MB\)"):
         taken(tree)
     assert not (tree / "outputs").exists()
 
@@ -194,7 +194,7 @@ def test_too_large_a_tree_is_refused_and_the_largest_are_named(tree: Path, monke
 def test_a_module_that_git_ignores_is_refused(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tree))
     config = config_of("model=custom", "model._target_=hidden_module.Model", f"run.root={tree}/outputs")
-    with pytest.raises(ConfigError, match=r"hidden_module\.py is ignored by git"):
+    with pytest.raises(UserError, match=r"hidden_module\.py is ignored by git"):
         take([config], tree / "outputs" / "code", tree)
     assert not (tree / "outputs").exists()
     tracked = config_of("model=custom", "model._target_=untracked.Model", f"run.root={tree}/outputs")

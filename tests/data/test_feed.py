@@ -16,7 +16,7 @@ from hpc_train.config.schema import BatchConfig, SyntheticDataConfig, TextDataCo
 from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import IGNORED, Dataset, SampleError
 from hpc_train.data.feed import EvalFeed, LocalBatch, TrainFeed, loader_workers
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from tests.data.layouts import replicas
 from tests.data.stand_ins import Numbers, Where
 
@@ -191,12 +191,12 @@ def test_how_many_loader_processes() -> None:
     assert loader_workers(BatchConfig(), Numbers(1), cores + 1) == 0
     assert loader_workers(BatchConfig(loader_workers=3), cheap, 8) == 3
     for wrong in (-1, "many"):
-        with pytest.raises(ConfigError, match="loader processes"):
+        with pytest.raises(UserError, match="loader processes"):
             loader_workers(BatchConfig(loader_workers=wrong), cheap, 1)
 
 
 def test_too_small_a_dataset_is_refused() -> None:
-    with pytest.raises(ConfigError, match="7 samples do not fill one global batch of 8"):
+    with pytest.raises(UserError, match="7 samples do not fill one global batch of 8"):
         feed(Numbers(7))
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpc_train.data.sampler import PADDING, Order
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from tests.data.layouts import replicas
 
 
@@ -84,9 +84,9 @@ def test_a_billion_samples_cost_nothing() -> None:
 
 
 def test_too_few_samples() -> None:
-    with pytest.raises(ConfigError, match="31 samples do not fill one global batch of 32") as error:
+    with pytest.raises(UserError, match="31 samples do not fill one global batch of 32") as error:
         Order(31, 32, drop_last=True, seed=0)
-    assert "drop_last=false" in error.value.mend
+    assert "drop_last=false" in error.value.fix
     assert Order(31, 32, drop_last=False, seed=0).steps_per_epoch == 1
-    with pytest.raises(ConfigError, match="no samples"):
+    with pytest.raises(UserError, match="no samples"):
         Order(0, 32, drop_last=False, seed=0)

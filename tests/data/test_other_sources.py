@@ -5,7 +5,7 @@ import pytest
 
 from hpc_train.config.schema import CustomDataConfig, SyntheticDataConfig
 from hpc_train.data.build import build_dataset
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 HERE = "tests.data.stand_ins"
 
@@ -33,9 +33,9 @@ def test_a_map_style_dataset(form: str) -> None:
     ],
 )
 def test_wrong_targets(target: str, args: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         build_dataset(CustomDataConfig(_target_=target, args=args), "train", 0)
-    assert error.value.mend
+    assert error.value.fix
 
 
 def test_an_item_of_no_known_form() -> None:
@@ -72,5 +72,5 @@ def test_synthetic_shapes() -> None:
     ("fields", "message"), [({"task": "music"}, "unknown task 'music'"), ({"samples": 0}, "0 synthetic samples")]
 )
 def test_wrong_synthetic(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(UserError, match=message):
         build_dataset(SyntheticDataConfig(**fields), "train", 0)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from hpc_train.config.schema import TextDataConfig, TokensDataConfig
 from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import IGNORED
 from hpc_train.data.tokens import PackedDataset, pack, pieces_of
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -60,7 +60,7 @@ def test_prepared_documents_are_found_again(tmp_path: Path) -> None:
     assert [text for text in sorted(found) if text in set(short)] == short
     assert sum(len(piece) - 1 for piece in found) == sum(len(text) - 1 for text in texts)
     (out / "train.documents").unlink()
-    with pytest.raises(ConfigError, match=r"train.documents cannot be read"):
+    with pytest.raises(UserError, match=r"train.documents cannot be read"):
         build_dataset(config, "train", 0)
 
 

@@ -15,7 +15,7 @@ from PIL import Image
 from hpc_train.config.schema import CIFAR100DataConfig, ImagesDataConfig
 from hpc_train.data.cifar100 import MEAN, OFFICIAL_MD5, STD, CIFAR100Dataset
 from hpc_train.data.images import ImagesDataset, generator, random_box, resize, shifted_crop
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
 
@@ -67,9 +67,9 @@ def test_augmentation_is_a_function_of_seed_epoch_and_index(cifar: tuple[Path, d
 
 
 def test_wrong_md5_is_refused_before_anything_is_loaded(cifar: tuple[Path, dict[str, str]]) -> None:
-    with pytest.raises(ConfigError, match=f"meta has md5 .*, the official file {OFFICIAL_MD5['meta']}") as error:
+    with pytest.raises(UserError, match=f"meta has md5 .*, the official file {OFFICIAL_MD5['meta']}") as error:
         CIFAR100Dataset(CIFAR100DataConfig(path=str(cifar[0])), "train", 0)
-    assert "cifar-100-python.tar.gz" in error.value.mend
+    assert "cifar-100-python.tar.gz" in error.value.fix
 
 
 class _Intruder:
@@ -81,18 +81,18 @@ def test_a_pickle_with_code_is_refused(cifar: tuple[Path, dict[str, str]], capsy
     path = cifar[0] / "cifar-100-python" / "train"
     path.write_bytes(pickle.dumps({"data": _Intruder()}, protocol=2))
     md5 = cifar[1] | {"train": hashlib.md5(path.read_bytes()).hexdigest()}
-    with pytest.raises(ConfigError, match=r"the file asks for \w+.print"):
+    with pytest.raises(UserError, match=r"the file asks for \w+.print"):
         cifar_dataset((cifar[0], md5), "train")
     assert "code was run" not in capsys.readouterr().out
 
 
 def test_wrong_cifar_input(cifar: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no directory"):
+    with pytest.raises(UserError, match="there is no directory"):
         cifar_dataset((tmp_path / "nowhere", cifar[1]), "train")
-    with pytest.raises(ConfigError, match="n_classes 10"):
+    with pytest.raises(UserError, match="n_classes 10"):
         cifar_dataset(cifar, "train", n_classes=10)
     (cifar[0] / "cifar-100-python" / "test").unlink()
-    with pytest.raises(ConfigError, match="test cannot be read"):
+    with pytest.raises(UserError, match="test cannot be read"):
         cifar_dataset(cifar, "validation")
 
 
@@ -144,23 +144,23 @@ def test_wrong_images(pictures: Path, tmp_path: Path) -> None:
         (pictures, {"channels": 2}, "2 channels"),
         (pictures, {"image_size": 0}, "0 pixels"),
     ):
-        with pytest.raises(ConfigError, match=message) as error:
+        with pytest.raises(UserError, match=message) as error:
             images(path, **fields)
-        assert error.value.mend
+        assert error.value.fix
     (pictures / "validation" / "violet").mkdir()
-    with pytest.raises(ConfigError, match="train/ has not: violet"):
+    with pytest.raises(UserError, match="train/ has not: violet"):
         images(pictures, "validation")
     for file in (pictures / "train").rglob("*.*"):
         file.unlink()
-    with pytest.raises(ConfigError, match="no image under"):
+    with pytest.raises(UserError, match="no image under"):
         images(pictures)
 
 
 def test_pillow_is_an_extra(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    with pytest.raises(ConfigError, match="needs Pillow") as error:
+    with pytest.raises(UserError, match="needs Pillow") as error:
         images(pictures)
-    assert "hpc_train[images]" in error.value.mend
+    assert "hpc_train[images]" in error.value.fix
 
 
 def test_crops_stay_inside() -> None:

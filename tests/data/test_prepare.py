@@ -16,7 +16,7 @@ import pytest
 from hpc_train.commands.prepare import main
 from hpc_train.config.schema import TokensDataConfig
 from hpc_train.data.tokens import TokensDataset
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 SEPARATOR = "<|endoftext|>"
 
@@ -111,7 +111,7 @@ def test_running_it_again_does_nothing_and_other_settings_are_refused(tmp_path: 
     written = (out / "train.bin").stat()
     assert run(source, "--out", out, "--workers", 1) == 0
     assert (out / "train.bin").stat().st_ino == written.st_ino
-    with pytest.raises(ConfigError, match="holds tokens of other inputs or settings"):
+    with pytest.raises(UserError, match="holds tokens of other inputs or settings"):
         run(source, "--out", out, "--validation-share", 0.5, "--workers", 1)
 
 
@@ -181,29 +181,29 @@ def test_ctrl_c_ends_all_and_says_how_to_go_on(tmp_path: Path) -> None:
 def test_wrong_input(tmp_path: Path, content: str, arguments: tuple[str, ...], message: str) -> None:
     source = tmp_path / "documents.jsonl"
     source.write_text(content)
-    with pytest.raises(ConfigError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         run(source, "--out", tmp_path / "out", *arguments)
-    assert error.value.mend and error.value.where
+    assert error.value.fix and error.value.where
 
 
 def test_other_wrong_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="no input at"):
+    with pytest.raises(UserError, match="no input at"):
         run(tmp_path / "*.txt", "--out", tmp_path / "out")
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
-    with pytest.raises(ConfigError, match=r"latin.txt is not utf-8"):
+    with pytest.raises(UserError, match=r"latin.txt is not utf-8"):
         run(tmp_path / "latin.txt", "--out", tmp_path / "out")
     assert run(tmp_path / "latin.txt", "--out", tmp_path / "out", "--encoding", "latin-1", "--workers", 1) == 0
     (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"text" * 1000)[:-10])
-    with pytest.raises(ConfigError, match="no whole gzip file"):
+    with pytest.raises(UserError, match="no whole gzip file"):
         run(tmp_path / "cut.txt.gz", "--out", tmp_path / "other")
     source = write_jsonl(tmp_path / "documents.jsonl", ["text"])
     tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
-    with pytest.raises(ConfigError, match="has no token '</s>'"):
+    with pytest.raises(UserError, match="has no token '</s>'"):
         run(source, "--out", tmp_path / "out", "--tokenizer", tokenizer, "--eos", "</s>")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ConfigError, match="needs the tokenizers library") as error:
+    with pytest.raises(UserError, match="needs the tokenizers library") as error:
         run(source, "--out", tmp_path / "out", "--tokenizer", tokenizer)
-    assert "hpc_train[tokenizers]" in error.value.mend
+    assert "hpc_train[tokenizers]" in error.value.fix
 
 
 def test_help_is_useful(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from hpc_train.commands.prepare import main
 from hpc_train.config.schema import ImagesDataConfig, ShardsDataConfig
 from hpc_train.data.image_shards import ShardsDataset
 from hpc_train.data.images import ImagesDataset
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_the_directory_is_whole_once_and_webdataset_reads_it(
         assert label is not None and label.read() == b"2"
     assert first["classes"] == ["cat", "dog", "emu"] and first["counts"] == {"train": 15, "validation": 6}
     Image.new("RGB", (8, 8)).save(pictures / "images" / "train" / "cat" / "new.png")
-    with pytest.raises(ConfigError, match="other images"):
+    with pytest.raises(UserError, match="other images"):
         prepare(pictures)
 
 
@@ -99,8 +99,8 @@ def test_damage_is_told(pictures: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:2000])
     with pytest.raises(OSError, match="ends before byte"):
         ShardsDataset(config, "train", 0).sample(14, 0)
-    with pytest.raises(ConfigError, match="has 3 classes"):
+    with pytest.raises(UserError, match="has 3 classes"):
         ShardsDataset(ShardsDataConfig(path=config.path, n_classes=4), "train", 0)
     (pictures / "shards" / "train.index.npy").unlink()
-    with pytest.raises(ConfigError, match=r"train.index.npy cannot be read"):
+    with pytest.raises(UserError, match=r"train.index.npy cannot be read"):
         ShardsDataset(config, "train", 0)

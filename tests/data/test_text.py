@@ -9,7 +9,7 @@ import pytest
 from hpc_train.config.schema import TextDataConfig
 from hpc_train.data.build import build_dataset
 from hpc_train.data.text import TextDataset, find_files, split_files
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 CONTENT = {f"{folder}/{name}.txt": f"{folder}-{name} ".encode() * (3 * name) for folder in "ab" for name in range(30)}
 
@@ -112,14 +112,14 @@ def test_the_standard_library_is_the_default() -> None:
     ],
 )
 def test_wrong_input(texts: Path, make, fields: dict[str, object], message: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ConfigError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         TextDataset(config(make(texts), **fields), "train")
-    assert error.value.mend and error.value.where
+    assert error.value.fix and error.value.where
 
 
 def test_an_unreadable_file_is_named(texts: Path) -> None:
     (texts / "a" / "dangling.txt").symlink_to(texts / "nowhere")
-    with pytest.raises(ConfigError, match=r"dangling.txt cannot be read"):
+    with pytest.raises(UserError, match=r"dangling.txt cannot be read"):
         split(texts, "train")
 
 
@@ -127,6 +127,6 @@ def test_a_file_that_shrinks_is_named(texts: Path) -> None:
     dataset = split(texts, "train")
     path = Path(dataset.source(len(dataset) // 2))
     path.write_bytes(path.read_bytes()[:3])
-    with pytest.raises(ConfigError, match=f"{path} has become shorter"):
+    with pytest.raises(UserError, match=f"{path} has become shorter"):
         for index in range(len(dataset)):
             dataset.sample(index, 0)

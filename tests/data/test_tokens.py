@@ -8,7 +8,7 @@ import pytest
 
 from hpc_train.config.schema import TokensDataConfig
 from hpc_train.data.tokens import TokensDataset
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 
 
 def write(directory: Path, written: str = "uint16", **changes: object) -> Path:
@@ -49,39 +49,39 @@ def test_windows(tmp_path: Path, dtype: str) -> None:
     ],
 )
 def test_bad_meta(tmp_path: Path, changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         dataset(write(tmp_path, **changes))  # type: ignore[arg-type]
-    assert error.value.mend and error.value.where
+    assert error.value.fix and error.value.where
 
 
 def test_no_json(tmp_path: Path) -> None:
     (write(tmp_path) / "meta.json").write_text("{")
-    with pytest.raises(ConfigError, match="not a description of tokens"):
+    with pytest.raises(UserError, match="not a description of tokens"):
         dataset(tmp_path)
 
 
 @pytest.mark.parametrize("missing", ["meta.json", "train.bin"])
 def test_missing_files(tmp_path: Path, missing: str) -> None:
     (write(tmp_path) / missing).unlink()
-    with pytest.raises(ConfigError, match=f"{missing} cannot be read"):
+    with pytest.raises(UserError, match=f"{missing} cannot be read"):
         dataset(tmp_path)
 
 
 def test_other_damage(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no directory"):
+    with pytest.raises(UserError, match="there is no directory"):
         dataset(tmp_path / "nowhere")
     write(tmp_path)
-    with pytest.raises(ConfigError, match="too few for one sequence"):
+    with pytest.raises(UserError, match="too few for one sequence"):
         dataset(tmp_path, sequence_length=1000)
     (tmp_path / "train.bin").write_bytes(b"")
-    with pytest.raises(ConfigError, match="is empty"):
+    with pytest.raises(UserError, match="is empty"):
         dataset(tmp_path)
     (tmp_path / "train.bin").write_bytes(bytes(1999))
-    with pytest.raises(ConfigError, match="has 1999 bytes"):
+    with pytest.raises(UserError, match="has 1999 bytes"):
         dataset(tmp_path)
 
 
 def test_a_token_outside_of_the_vocabulary_is_named(tmp_path: Path) -> None:
     tokens = dataset(write(tmp_path, vocab_size=495), vocab_size=495)
-    with pytest.raises(ConfigError, match=r"train.bin holds token id 499 behind token \d+, the vocabulary has 495"):
+    with pytest.raises(UserError, match=r"train.bin holds token id 499 behind token \d+, the vocabulary has 495"):
         tokens.sample(49, 0)

@@ -16,7 +16,7 @@ from hpc_train.data.dataset import IGNORED, Dataset, Indices, Sample, SampleErro
 from hpc_train.data.feed import EvalFeed, LocalBatch, TrainFeed
 from hpc_train.data.length_batching import WIDTHS, BatchRow, TokenBalance, fitted
 from hpc_train.data.sampler import PADDING, Order
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout
 from tests.data.layouts import replicas
 
@@ -136,7 +136,7 @@ def test_a_dataset_of_a_user_says_how_long_its_samples_are() -> None:
 
 
 def test_lengths_that_are_wrong_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the lengths of Growing have the shape \(29,\)"):
+    with pytest.raises(UserError, match=r"the lengths of Growing have the shape \(29,\)"):
         growing("validation", wrong=True)
     feed = TrainFeed(growing(wrong=True), BatchConfig(global_size=8, loader_workers=0), replicas(1, 8), 0, 5, CPU, 0)
     with pytest.raises(SampleError, match="targets behind the first 1 tokens"):

@@ -11,7 +11,7 @@ import threading
 import time
 from pathlib import Path
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.exits import Exit
 from hpc_train.run.requests import StopFlag
@@ -122,7 +122,7 @@ def one_exits(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
 
 def one_refuses(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
     if spec.rank == 1:
-        raise ConfigError("no such data", where="data.path", mend="another path")
+        raise UserError("no such data", where="data.path", fix="another path")
     return _lose_connection()
 
 

@@ -148,7 +148,7 @@ def test_an_agent_that_nobody_listens_to_goes_on(frozen: Freeze) -> None:
 def test_a_mistake_found_by_a_worker_is_refused_without_a_traceback(frozen: Freeze) -> None:
     code, error = end(start_agent(frozen().path, "one_refuses"))
     assert code == 2
-    assert error.splitlines() == ["no such data", "  set in: data.path", "  mend:   another path"]
+    assert error.splitlines() == ["no such data", "  set in: data.path", "  fix:    another path"]
 
 
 def test_an_entry_that_cannot_be_imported_is_a_failure_with_its_traceback(frozen: Freeze) -> None:

@@ -122,7 +122,7 @@ def test_gpus_that_no_node_can_use_refuse_the_job(tmp_path: Path) -> None:
     assert order.decision.reason.splitlines() == [
         "nodes n0, n1 cannot use their GPUs: 4 are allocated to the step, and the process sees none: no driver",
         "  set in: cluster.gpus_per_node",
-        "  mend:   cluster.exclude=NODE",
+        "  fix:    cluster.exclude=NODE",
     ]
     assert order.cause.failure.failure is Failure.REFUSED
     assert course.head.node_failures.too_often() == frozenset(), "it is not the nodes"

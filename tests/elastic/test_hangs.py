@@ -16,7 +16,7 @@ from hpc_train.elastic.culprit import GroupState, RankState, culprit, group_stat
 from hpc_train.elastic.decision import WorkerFailure
 from hpc_train.elastic.hangs import COLD_S, FACTOR, PATIENCE_S, SEEN_S, START_S, UNSEEN_S, Hang, HangWatch, patience_s
 from hpc_train.elastic.stragglers import arrivals_of, find_straggler
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.run.agent_worker import Beat, Phase
 from hpc_train.run.exits import Failure
 
@@ -161,7 +161,7 @@ def test_a_bound_that_the_user_gives(setting: str, bound: float | None) -> None:
 
 @pytest.mark.parametrize("text", ["-1", "soon", "inf", "nan"])
 def test_another_bound_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="hang_timeout_s is"):
+    with pytest.raises(UserError, match="hang_timeout_s is"):
         parse_hang_timeout(text)
 
 

@@ -11,14 +11,14 @@ import pytest
 from hpc_train.cluster.kernel_counters import OomKills
 from hpc_train.elastic.decision import ended_without_report, is_echo
 from hpc_train.elastic.workers import class_of_end
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.run.exits import Failure, classify
 
 
 @pytest.mark.parametrize(
     ("error", "failure"),
     [
-        (ConfigError("no data", where="data.path", mend="another"), Failure.REFUSED),
+        (UserError("no data", where="data.path", fix="another"), Failure.REFUSED),
         (MemoryError(), Failure.OUT_OF_MEMORY),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), Failure.OUT_OF_MEMORY),
         (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), Failure.OUT_OF_MEMORY),

@@ -36,7 +36,7 @@ from tests.slurm.runs import events
 
 pytestmark = [skip_unless_long("minutes on a real Slurm"), pytest.mark.timeout(1800)]
 TWO = ["cluster.nodes=2", ASKED]
-SOON_LOST = "elastic.silent_node_s=4"
+SOON_LOST = "elastic.heartbeat_timeout_s=4"
 MODEL = "model._target_=tests.faults.models.OnNode"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpc_train.config.schema import ClusterConfig
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.launch import cost
 from hpc_train.launch.gpus import asked_gpus
 from hpc_train.launch.limits import check_limits
@@ -70,16 +70,16 @@ def test_auto_is_what_the_nodes_have(cluster: ClusterConfig, count: int, said: s
 
 
 @pytest.mark.parametrize(
-    ("cluster", "what", "mend"),
+    ("cluster", "what", "fix"),
     [
         (asked(partition="mixed", gpu_type="v100"), "have no GPUs of type v100", "types here: a100, h100"),
         (asked(partition="gpu", extra={"gpus-per-task": 4}), "gpus-per-task in cluster.extra", "gpus_per_node=N"),
     ],
 )
-def test_auto_that_cannot_be(cluster: ClusterConfig, what: str, mend: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_auto_that_cannot_be(cluster: ClusterConfig, what: str, fix: str) -> None:
+    with pytest.raises(UserError) as refused:
         asked_gpus(cluster, SITE)
-    assert what in refused.value.what and mend in refused.value.mend
+    assert what in refused.value.what and fix in refused.value.fix
 
 
 def test_sbatch_takes_the_partition_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +102,8 @@ def test_the_choice_is_said_and_so_is_none(tmp_path: Path) -> None:
 
 def test_more_nodes_than_have_the_gpus_are_refused(tmp_path: Path) -> None:
     job = make_job(tmp_path / "sweep", cluster=asked(partition="all", nodes=3, gpus_per_node=8), gpus=8)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(UserError) as refused:
         check_limits(job, SITE)
     assert refused.value.what == "3 nodes with 8 GPUs are asked for, and the partition all has 2"
-    assert "cluster.nodes=2 or fewer" in refused.value.mend
+    assert "cluster.nodes=2 or fewer" in refused.value.fix
     check_limits(make_job(tmp_path / "other", cluster=asked(partition="all", nodes=10), gpus=4), SITE)

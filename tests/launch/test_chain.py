@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.config.schema import ClusterConfig
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.launch import cost
 from hpc_train.launch.executors.slurm import SlurmSubmitter
 from hpc_train.launch.job_status import JobStatus, folded
@@ -44,7 +44,7 @@ def test_a_chain_that_is_refused_in_the_middle_leaves_nothing(slurm: Path, tmp_p
     place = submitter(slurm, tmp_path, "[ $n -lt 3 ] || exit 1; echo Submitted batch job $((40 + n))")
     job = make_job(tmp_path / "sweep", cluster=ClusterConfig(kind="slurm"))
     job.config.launch.chain = 3
-    with pytest.raises(ConfigError):
+    with pytest.raises(UserError):
         place.submit([job], tmp_path / "sweep", 1)
     assert (tmp_path / "calls").read_text().splitlines()[-1] == "scancel 41 42"
 

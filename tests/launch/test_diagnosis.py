@@ -97,7 +97,7 @@ def test_what_was_done_stands_in_its_order(run: RunDirectory, capsys: pytest.Cap
     agent_again.write("finished", exit_code=0)
     run.claim_attempt()
     text = page(run, capsys)
-    assert "done; what failed before was mended" in text
+    assert "done; what failed before was fixed" in text
     assert "what failed before\n  node_lost, node n1" in text
     done = text.partition("what was done\n")[2].partition("\n\n")[0].splitlines()
     assert [line.split("  ")[3] for line in done] == ["node_lost", "shrunk", "resumed"]

@@ -1,4 +1,4 @@
-"""What the doctor finds, and that each finding that is not ok has its mend."""
+"""What the doctor finds, and that each finding that is not ok has its fix."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def report(node: str, skew: float = 0.0, torch: str = "2.13.0", python: str = "/
     return NodeReport(facts, (), (("python", python),), skew)
 
 
-def test_nodes_that_differ_are_named_with_the_mend() -> None:
+def test_nodes_that_differ_are_named_with_the_fix() -> None:
     alike = [report("n1"), report("n2", skew=0.03)]
     assert worst(compare(alike)) == OK
     others = [*alike, report("n3", torch="2.12.0"), report("n4", skew=2.5), report("n5", python="/usr/bin/python")]
@@ -40,7 +40,7 @@ def test_nodes_that_differ_are_named_with_the_mend() -> None:
     assert "2.12.0 on n3" in found["versions"].text
     assert "/usr/bin/python on n5" in found["nodes"].text
     assert "n4 are 2.50 s apart" in found["clock"].text
-    assert all(finding.level == ERROR and finding.mend for finding in found.values())
+    assert all(finding.level == ERROR and finding.fix for finding in found.values())
     late = [report("n1"), report("n2", skew=0.4)]
     assert [finding.level for finding in compare(late)] == [WARNING]
     setting = replace(report("n6").facts, settings=(Setting("NCCL_DEBUG", "INFO", "/etc/nccl.conf"),))
@@ -57,21 +57,21 @@ def test_clocks_and_shared_memory(tmp_path: Path) -> None:
     assert "0.50 s behind" in check_skew(0.5).text
     assert check_shared_memory(1, tmp_path).level == OK
     missing = check_shared_memory(1, tmp_path / "shm")
-    assert missing.level == ERROR and "No such file" in missing.text and missing.mend
+    assert missing.level == ERROR and "No such file" in missing.text and missing.fix
     assert check_shared_memory(10**9, tmp_path).level == ERROR
 
 
 def test_limits_of_a_process() -> None:
     assert check_locked_memory(NodeLimits(locked_memory=UNLIMITED), rdma=True).level == OK
     small = check_locked_memory(NodeLimits(locked_memory=8 << 20), rdma=True)
-    assert small.level == ERROR and "RDMA cards cannot register" in small.text and "LimitMEMLOCK" in small.mend
+    assert small.level == ERROR and "RDMA cards cannot register" in small.text and "LimitMEMLOCK" in small.fix
     assert check_locked_memory(NodeLimits(locked_memory=8 << 20), rdma=False).level == OK
     few = check_open_files(NodeLimits(open_files=256, most_open_files=4096), 2)
-    assert few.level == WARNING and "ulimit -n 4096" in few.mend
-    assert "ulimit -n 2048" in check_open_files(NodeLimits(open_files=256, most_open_files=256), 2).mend
+    assert few.level == WARNING and "ulimit -n 4096" in few.fix
+    assert "ulimit -n 2048" in check_open_files(NodeLimits(open_files=256, most_open_files=256), 2).fix
     assert check_open_files(NodeLimits(open_files=UNLIMITED), 2).level == OK
     for unknown in (check_locked_memory(NodeLimits(), rdma=True), check_open_files(NodeLimits(), 2)):
-        assert unknown.level == WARNING and unknown.mend
+        assert unknown.level == WARNING and unknown.fix
 
 
 def test_gpus_ports_and_versions() -> None:
@@ -92,7 +92,7 @@ def test_gpus_ports_and_versions() -> None:
     assert any("no subnet manager" in text for text in told)
     assert "200 Gb/s between nodes, each way" in told
     (without,) = (one for one in check_ports(replace(facts, gpu_direct="none")) if "cannot read GPU" in one.text)
-    assert without.level == WARNING and "nvidia_peermem" in without.mend
+    assert without.level == WARNING and "nvidia_peermem" in without.fix
     assert any("by DMA-BUF" in finding.text for finding in check_ports(replace(facts, gpu_direct="DMA-BUF")))
     assert [finding.level for finding in check_software(facts)] == [OK, ERROR]
     assert [finding.level for finding in check_software(NodeFacts())] == [OK, ERROR]
@@ -111,5 +111,5 @@ def test_a_full_disk_and_a_small_shared_memory_are_errors(tmp_path: Path) -> Non
         finding["subject"]: finding for finding in found["findings"] + node["findings"] if finding["level"] == ERROR
     }
     assert set(errors) == {"job", "shared memory", "space", "run directory"}
-    assert all(finding["mend"] for finding in errors.values())
+    assert all(finding["fix"] for finding in errors.values())
     assert "No space left" in errors["run directory"]["text"]

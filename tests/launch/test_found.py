@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.launch.lookup import find_runs
 from hpc_train.run.freeze import text_of
 from tests.launch.jobs import make_job
@@ -23,5 +23,5 @@ def test_a_name_is_looked_up_where_runs_lie(
     (found,) = find_runs("sweep/3")
     assert (found.run, found.number) == (job.run, 3)
     assert [item.run for item in find_runs("sweep")] == [job.run]
-    with pytest.raises(ConfigError, match="no run or sweep"):
+    with pytest.raises(UserError, match="no run or sweep"):
         find_runs("sweep/4")

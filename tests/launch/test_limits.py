@@ -11,7 +11,7 @@ from rich.console import Console
 
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.config.values import fewest_nodes
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.launch import cost
 from hpc_train.launch.limits import check_limits, check_queue
 from hpc_train.slurm.site import Association, NodeKind, Partition, PartitionLimits, Site
@@ -58,16 +58,16 @@ def asked(**keys: Any) -> ClusterConfig:
 )
 def test_a_refusal_names_the_limit(cluster: ClusterConfig, found: Site, named: str, tmp_path: Path) -> None:
     job = make_job(tmp_path / "sweep", cluster=cluster, gpus=4)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(UserError) as refused:
         check_limits(job, found)
-    assert named in refused.value.what + refused.value.mend
-    assert refused.value.mend
+    assert named in refused.value.what + refused.value.fix
+    assert refused.value.fix
     assert refused.value.where
 
 
 def test_a_user_without_any_account(tmp_path: Path) -> None:
     job = make_job(tmp_path / "sweep", cluster=asked(), gpus=4)
-    with pytest.raises(ConfigError, match="no account on this cluster"):
+    with pytest.raises(UserError, match="no account on this cluster"):
         check_limits(job, Site("big", enforced=EVERYTHING, associations=()))
     check_limits(job, Site("big", associations=()))  # where nobody needs one
 
@@ -89,7 +89,7 @@ def test_what_may_start_is_let_through(cluster: ClusterConfig, found: Site, tmp_
 def test_the_queue_of_a_user_is_finite(tmp_path: Path) -> None:
     jobs = [make_job(tmp_path / "sweep", number, cluster=asked(), gpus=4) for number in range(3)]
     small = Association("lab", frozenset({"normal"}), True, PartitionLimits(max_jobs=2))
-    with pytest.raises(ConfigError, match="the account lab has at most 2"):
+    with pytest.raises(UserError, match="the account lab has at most 2"):
         check_queue(jobs, site(GPU, small))
     check_queue(jobs[:2], site(GPU, small))
 
@@ -106,11 +106,11 @@ def test_the_cost_is_said_and_asked_about(tmp_path: Path, monkeypatch: pytest.Mo
     lines = cost.cost_lines(jobs, site())
     assert lines[0] == "2 x account lab, partition gpu, 1-2 nodes with 4 GPUs, 64 cores, 512000M memory, 02:00:00"
     assert "at most 352 GPU-hours" in lines[1]
-    with pytest.raises(ConfigError, match="352 GPU-hours"):
+    with pytest.raises(UserError, match="352 GPU-hours"):
         cost.confirm_cost(jobs, site(), Console(force_terminal=False))
     monkeypatch.setattr("sys.stdin", Terminal("n\ny\n"))
     terminal = Console(force_terminal=True, file=io.StringIO())
-    with pytest.raises(ConfigError, match="not submitted"):
+    with pytest.raises(UserError, match="not submitted"):
         cost.confirm_cost(jobs, site(), terminal)
     cost.confirm_cost(jobs, site(), terminal)
     jobs[0].config.launch.yes = True
@@ -122,10 +122,10 @@ def test_spare_nodes_count(tmp_path: Path) -> None:
     job.config.elastic.spares = 1
     assert cost.gpu_hours([job]) == 5 * 4 * 11
     assert "2-4 and 1 spare nodes" in cost.cost_lines([job], site())[0]
-    with pytest.raises(ConfigError, match="3 nodes are asked for"):
+    with pytest.raises(UserError, match="3 nodes are asked for"):
         check_limits(job, site(Partition("gpu", default=True, max_nodes=2)))
     job.config.elastic.spares, job.config.elastic.min_nodes = 0, 3
-    with pytest.raises(ConfigError, match="starts with 2"):
+    with pytest.raises(UserError, match="starts with 2"):
         fewest_nodes(job.config)
 
 

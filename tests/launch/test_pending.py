@@ -22,7 +22,7 @@ def test_reasons_as_squeue_prints_them() -> None:
         "are up"
         in explain("Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions").words
     )
-    assert "release {job}" in explain("launch_failed_requeued_held").mend
+    assert "release {job}" in explain("launch_failed_requeued_held").fix
     assert explain("Priority").by_size
     assert "Slurm says Sunspots" in explain("Sunspots").words
 

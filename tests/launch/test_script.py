@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.config.schema import ClusterConfig, GPTConfig
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.launch.container import Container, container_of
 from hpc_train.launch.sbatch import arguments, options, stop_note
 from hpc_train.launch.script import Script, by_hand, freezing, one_run, render, run_of_task
@@ -97,7 +97,7 @@ def test_what_an_image_is_and_what_it_sees(tmp_path: Path, monkeypatch: pytest.M
         "docker://site/image", True, (root, "/data:/data", "/data:/inside"), True
     )
     asked.image = str(tmp_path / "torch.sif")
-    with pytest.raises(ConfigError, match="there is no image"):
+    with pytest.raises(UserError, match="there is no image"):
         container_of(job.config, 0)
     Path(asked.image).touch()
     found = container_of(job.config, 0)
@@ -168,5 +168,5 @@ def test_a_job_is_asked_to_stop_in_time_for_its_save(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_asked(cluster: ClusterConfig, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises(UserError):
         options(make_job(tmp_path / "sweep", cluster=cluster))

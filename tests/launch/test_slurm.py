@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.config.schema import ClusterConfig
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.executors.slurm import SlurmSubmitter
 from hpc_train.launch.job_status import SlurmStatuses
@@ -83,9 +83,9 @@ def test_inside_a_job_nothing_of_it_is_handed_down(
 def test_a_refusal_of_sbatch_is_one_message(slurm: Path, tmp_path: Path) -> None:
     command(slurm, "sbatch", "echo 'sbatch: error: invalid partition specified: gpu' >&2; exit 1")
     job = make_job(tmp_path / "sweep", cluster=SITE, gpus=4)
-    with pytest.raises(ConfigError, match="invalid partition"):
+    with pytest.raises(UserError, match="invalid partition"):
         SlurmSubmitter().submit([job], tmp_path / "sweep", 1)
-    with pytest.raises(ConfigError, match="invalid partition"):
+    with pytest.raises(UserError, match="invalid partition"):
         SlurmSubmitter().check([job])
 
 
@@ -146,7 +146,7 @@ def test_slurm_is_asked_rarely(slurm: Path, tmp_path: Path) -> None:
 def test_without_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert select_executor(ClusterConfig()).name == "this machine"
-    with pytest.raises(ConfigError, match="sbatch is not on the PATH"):
+    with pytest.raises(UserError, match="sbatch is not on the PATH"):
         select_executor(SITE)
-    with pytest.raises(ConfigError, match="this machine is one"):
+    with pytest.raises(UserError, match="this machine is one"):
         select_executor(ClusterConfig()).shape(ClusterConfig(nodes=2))

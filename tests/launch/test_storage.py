@@ -9,7 +9,7 @@ import torch
 
 from hpc_train.cluster.storage import FileSystem, Room, file_system_of, is_exported, room_in
 from hpc_train.config.schema import CheckpointConfig, GPTConfig, OptimConfig, ViTConfig
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.launch import storage
 from hpc_train.launch.storage import check_room, check_shared
 from hpc_train.models.build import build_model
@@ -99,22 +99,22 @@ def test_checkpoints_that_do_not_fit_are_refused_with_the_number_that_does(tmp_p
     job = make_job(tmp_path / "sweep")
     job.config.model = GPTConfig(vocab_size=32000, n_layers=32, dim=4096, n_heads=32, n_kv_heads=32, ffn_dim=11008)
     job.config.checkpoint = CheckpointConfig(keep=4)
-    with pytest.raises(ConfigError) as refused:  # 6.7 billion parameters, 12 bytes each, and 2 % for the rest
+    with pytest.raises(UserError) as refused:  # 6.7 billion parameters, 12 bytes each, and 2 % for the rest
         check_room([job], [Room(300 * GIGABYTE, None, "your quota")])
     assert refused.value.what == "the checkpoints need 412 GB, 300 GB free (your quota)"
-    assert refused.value.mend.startswith("checkpoint.keep=2 would fit")
+    assert refused.value.fix.startswith("checkpoint.keep=2 would fit")
     (line,) = check_room([job], [Room(500 * GIGABYTE, 1000, "your quota")])
     assert "up to 412 GB" in line
-    with pytest.raises(ConfigError, match="89 files, 88 more can be made"):
+    with pytest.raises(UserError, match="89 files, 88 more can be made"):
         check_room([job], [Room(500 * GIGABYTE, 88, "your quota")])
     job.config.checkpoint.every = "0"  # one at the end
     check_room([job], [Room(83 * GIGABYTE, None, "the file system")])
 
 
 def test_a_run_directory_that_only_this_machine_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="n7 for one"):
+    with pytest.raises(UserError, match="n7 for one"):
         check_shared(Path("/run/user/7"), TMPFS, lambda: NODE)
-    with pytest.raises(ConfigError, match="n7 for one"):
+    with pytest.raises(UserError, match="n7 for one"):
         check_shared(Path("/tmp/me"), DISK, lambda: NODE)
     (note,) = check_shared(Path("/home/me"), DISK, lambda: NODE)
     assert note.startswith("note: /home/me is on a file system of this machine (xfs on /)")

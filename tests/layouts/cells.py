@@ -21,7 +21,7 @@ from hpc_train.config.schema import (
     TrainConfig,
     ViTConfig,
 )
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.plan.layout import DATA_PARALLEL, SCHEDULES, STAGES_PER_RANK, ZERO, Layout
 from hpc_train.plan.validate import validate
 
@@ -66,7 +66,7 @@ class Cell:
         )
 
     def layout(self) -> Layout:
-        """Raises ConfigError where the cell is refused."""
+        """Raises UserError where the cell is refused."""
         return validate(self.config(), nodes=1, workers_per_node=self.world_size)
 
     def __str__(self) -> str:
@@ -111,7 +111,7 @@ def cells(world_size: int, pipelines: bool) -> tuple[list[Cell], list[Refused]]:
                 try:
                     cell.layout()
                     allowed.append(cell)
-                except ConfigError as error:
+                except UserError as error:
                     refused.append(Refused(cell, error.what))
     return allowed, refused
 
@@ -145,7 +145,7 @@ def saver_cells(world_size: int, savers: Collection[str]) -> tuple[list[Cell], l
         batch = _batches(strategy)[-1]
         try:
             Cell(world_size, "gpt-tied", strategy=strategy, batch=batch).layout()
-        except ConfigError:
+        except UserError:
             continue
         for saver in (SAVERS[name] for name in savers):
             split = strategy | saver.get("strategy", {})
@@ -153,7 +153,7 @@ def saver_cells(world_size: int, savers: Collection[str]) -> tuple[list[Cell], l
             try:
                 cell.layout()
                 allowed.append(cell)
-            except ConfigError as error:
+            except UserError as error:
                 refused.append(Refused(cell, error.what))
     return allowed, refused
 

@@ -243,7 +243,7 @@ def train_engine(cell: Cell, mesh: Mesh, engine: Engine) -> Record:
         if step == 0:
             gradients = {name: whole(value.grad) / (cell.loss_scale or 1) for name, value in parameters.items()}
         norm = engine.clip_grad_norm_(MAX_NORM, scale)
-        engine.settle(norm.isfinite())
+        engine.commit(norm.isfinite())
         norms.append(norm.item())
         optimizer.step()
     evaluation = engine.reduce(engine.eval_step(local_batch(cell, mesh.layout, mesh.dp_rank, STEPS)))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.parallel import bucket_search
 from hpc_train.parallel.bucket_search import BucketChoice, SearchedReplicas
 from hpc_train.parallel.mesh import join_mesh
@@ -65,7 +65,7 @@ def test_gradients_are_exact_during_the_search(cell: Cell) -> None:
 
 
 def test_ddp_inside_a_pipeline_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the buckets of DDP cannot change"):
+    with pytest.raises(UserError, match="the buckets of DDP cannot change"):
         pipeline().layout()
 
 

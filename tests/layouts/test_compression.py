@@ -109,7 +109,7 @@ def exchange_for_a_while(rank: int, world_size: int, technique: str, bad_step: i
         reduction.reduce()
         seen = torch.stack([p.grad.isfinite().all() for p in parameters if p.grad is not None]).all()
         assert bool(seen) == finite, "every rank sees the NaN of one"
-        exchange.settle(seen)
+        exchange.commit(seen)
         if not finite:
             kept_still = all(torch.equal(a, b) for a, b in zip(before, held(exchange, parameters), strict=True))
             continue
@@ -150,7 +150,7 @@ def correct_momentum(rank: int, world_size: int) -> list[list[float]]:
         total = torch.tensor(gradient, dtype=torch.float64)
         for work in exchange.run([parameter], [total]):
             work.wait()
-        exchange.settle(torch.tensor(True))
+        exchange.commit(torch.tensor(True))
         found.append(total.tolist())
     return found
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hpc_train.config.schema import CustomModelConfig
 from hpc_train.data.dataset import IGNORED, Batch, StepBatch
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.parallel import gradient_norm, naming
 from hpc_train.parallel.build import build_engine
@@ -180,7 +180,7 @@ def forgotten_parameter(rank: int, world_size: int) -> str:
     try:
         for step in range(2):
             engine.train_step(step, local_batch(cell, mesh.layout, mesh.dp_rank, step))
-    except ConfigError as error:
+    except UserError as error:
         return str(error)
     return "nothing was refused"
 
@@ -252,7 +252,7 @@ def refusal(rank: int, world_size: int, cell: Cell, model: CustomModelConfig) ->
     config.model = model
     try:
         build_engine(config, join_mesh(cell.layout(), rank, torch.device("cpu")))
-    except ConfigError as error:
+    except UserError as error:
         return str(error)
     return "nothing was refused"
 
@@ -277,7 +277,7 @@ def odd_sequence(rank: int, world_size: int) -> str:
     tokens = torch.zeros(2, 7, dtype=torch.int64)
     try:
         engine.train_step(0, StepBatch((Batch(tokens, tokens),), 14))
-    except ConfigError as error:
+    except UserError as error:
         return str(error)
     return "nothing was refused"
 

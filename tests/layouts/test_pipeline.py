@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.data.dataset import Batch, StepBatch
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.build import build_engine
@@ -90,7 +90,7 @@ def test_activation_checkpointing_in_a_pipeline(mode: str, record: Callable[...,
     if mode == "ops":
         refused = [cell for cell in chosen if cell.strategy["schedule"] in SPLIT_BACKWARD]
         for cell in refused:
-            with pytest.raises(ConfigError, match="what ops has kept is taken once"):
+            with pytest.raises(UserError, match="what ops has kept is taken once"):
                 cell.layout()
         chosen = [cell for cell in chosen if cell not in refused]
     record(check_cells(chosen), [])
@@ -103,11 +103,11 @@ def test_a_loss_scale_in_a_pipeline(record: Callable[..., None]) -> None:
 
 
 def test_what_a_pipeline_does_not_go_with_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a compiled layer has only one"):
+    with pytest.raises(UserError, match="a compiled layer has only one"):
         Cell(2, strategy=pipeline("zbv"), train={"compile": True}).layout()
-    with pytest.raises(ConfigError, match="static graph"):
+    with pytest.raises(UserError, match="static graph"):
         Cell(4, strategy=pipeline("1f1b", dp=2, static_graph=True)).layout()
-    with pytest.raises(ConfigError, match="does not name 4 stages of 4 layers"):
+    with pytest.raises(UserError, match="does not name 4 stages of 4 layers"):
         Cell(2, strategy=pipeline("interleaved_1f1b", pp_split=[2, 0, 1, 1])).layout()
 
 
@@ -134,7 +134,7 @@ def test_auto_takes_a_schedule_that_goes_and_says_why() -> None:
     ):
         layout = Cell(2, strategy={"pp": 2, "schedule": "auto"} | fields, batch=batch).layout()
         assert layout.schedule == schedule and f"schedule {schedule}" in layout.notes[-1]
-    with pytest.raises(ConfigError, match=r"a multiple of 2|cannot fill"):
+    with pytest.raises(UserError, match=r"a multiple of 2|cannot fill"):
         Cell(2, strategy={"pp": 2, "schedule": "auto", "stages_per_rank": 2}, batch={"micro_batches": 5}).layout()
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.config.schema import CustomModelConfig
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import seed_step
 from hpc_train.parallel.mesh import join_mesh
@@ -105,7 +105,7 @@ def test_sub_trees_add_up_in_one_order(leaves: int, data: st.DataObject) -> None
     ],
 )
 def test_refused_with_the_reason(ranks: int, strategy: dict[str, Any], fields: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
+    with pytest.raises(UserError, match=reason):
         Cell(ranks, strategy=strategy, **{"train": ON} | fields).layout()
 
 
@@ -113,7 +113,7 @@ def build_with_batch_norm(rank: int, world_size: int) -> str:
     whole = Cell(1, train=ON, batch={"global_size": 8})
     config = whole.config()
     config.model = CustomModelConfig(_target_="hpc_train.models.resnet.resnet18", args={"n_classes": 4})
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(UserError) as error:
         build_engine(config, join_mesh(whole.layout(), rank, torch.device("cpu")))
     return error.value.what
 

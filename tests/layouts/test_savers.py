@@ -10,7 +10,7 @@ import torch
 
 from hpc_train.config.schema import BatchConfig, Config, GPTConfig, StrategyConfig, SyntheticDataConfig, TrainConfig
 from hpc_train.data.dataset import Batch, StepBatch
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import join_mesh
@@ -151,13 +151,13 @@ def test_the_logits_of_a_loss_in_chunks_never_exist_whole() -> None:
 
 
 def test_a_loss_that_cannot_be_cut_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a sequence of tokens, and this model has none"):
+    with pytest.raises(UserError, match="a sequence of tokens, and this model has none"):
         Cell(1, "vit", train={"loss_chunks": 2}).layout()
-    with pytest.raises(ConfigError, match="a rank's 4 tokens of a sequence cannot be cut into 5 chunks"):
+    with pytest.raises(UserError, match="a rank's 4 tokens of a sequence cannot be cut into 5 chunks"):
         Cell(2, strategy={"tp": 2}, train={"loss_chunks": 5}).layout()
-    with pytest.raises(ConfigError, match="gathered for each step, by ZeRO-2 or ZeRO-3"):
+    with pytest.raises(UserError, match="gathered for each step, by ZeRO-2 or ZeRO-3"):
         Cell(2, strategy={"dp": 2, "data_parallel": "zero1", "offload": "all"}).layout()
-    with pytest.raises(ConfigError, match="exchange gradients, which the host's cannot"):
+    with pytest.raises(UserError, match="exchange gradients, which the host's cannot"):
         Cell(4, strategy={"dp": 2, "tp": 2, "data_parallel": "zero3", "offload": "all"}).layout()
-    with pytest.raises(ConfigError, match=r"selective:N \(every N-th\)"):
+    with pytest.raises(UserError, match=r"selective:N \(every N-th\)"):
         Cell(1, train={"activation_checkpointing": "selective:0"}).layout()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hpc_train.config.arguments import CommandLine
-from hpc_train.measure.suggestions import Advice, AdviceWatch, SuggestedSetting, find_limit, mends
+from hpc_train.measure.suggestions import Advice, AdviceWatch, SuggestedSetting, find_limit, fixes
 from hpc_train.plan.validate import validate
 from tests.config.composing import config_of
 
@@ -81,11 +81,11 @@ CASES: list[tuple[str, SuggestedSetting, list[str]]] = [
 
 
 @pytest.mark.parametrize(("limit", "given", "expected"), CASES)
-def test_the_mends_of_a_config_can_be_pasted(limit: str, given: SuggestedSetting, expected: list[str]) -> None:
-    found = [str(mend) for mend in mends(limit, given)]
-    places = [next(i for i, mend in enumerate(found) if mend.startswith(text)) for text in expected]
+def test_the_fix_of_a_config_can_be_pasted(limit: str, given: SuggestedSetting, expected: list[str]) -> None:
+    found = [str(fix) for fix in fixes(limit, given)]
+    places = [next(i for i, fix in enumerate(found) if fix.startswith(text)) for text in expected]
     assert places == sorted(places), found
     assert bool(found) == bool(expected), found
-    for mend in mends(limit, given):
-        arguments: list[Any] = [f"{key}={value}" for key, value in mend.overrides.items()]
+    for fix in fixes(limit, given):
+        arguments: list[Any] = [f"{key}={value}" for key, value in fix.overrides.items()]
         CommandLine.parse(arguments)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.fabric.discovery import read_tree
 from hpc_train.fabric.facts import GpuLink, NodeFacts
 from hpc_train.preflight.bandwidth import OPERATIONS, Rate, parse_sizes, size_text
@@ -65,7 +65,7 @@ def test_sizes_as_a_person_writes_them() -> None:
     assert parse_sizes("100,4k,2MB") == (100, 4096, 2 << 20)
     assert [size_text(size) for size in (1000, 1024, 3 << 20, 1 << 30)] == ["1000", "1K", "3M", "1G"]
     for wrong in ("", "1T", "0", "1M-1K", "big"):
-        with pytest.raises(ConfigError):
+        with pytest.raises(UserError):
             parse_sizes(wrong)
 
 

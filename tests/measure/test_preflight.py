@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.plan.layout import Layout
 from hpc_train.preflight.checks import (
@@ -67,13 +67,13 @@ def test_ranks_as_they_should_be_give_no_finding() -> None:
     assert not list(check_transport(ranks, {"n0": True}))
 
 
-def test_what_differs_is_named_with_its_node_and_the_mend() -> None:
+def test_what_differs_is_named_with_its_node_and_the_fix() -> None:
     ranks = gpus()
     ranks[4:] = [replace(rank, config_hash="def", versions={"torch": "2.8.0", "driver": "580"}) for rank in ranks[4:]]
     found = only(check_config(ranks))
-    assert found.level == "error" and "n2" in found.message and "run.root" in found.mend
+    assert found.level == "error" and "n2" in found.message and "run.root" in found.fix
     torch_found, driver = check_versions(ranks)
-    assert torch_found.level == "error" and "2.8.0 on n2" in torch_found.message and "exclude=n2" in torch_found.mend
+    assert torch_found.level == "error" and "2.8.0 on n2" in torch_found.message and "exclude=n2" in torch_found.fix
     assert driver.level == "warning"
     ranks[1] = replace(ranks[1], gpu="GPU-0")
     assert "ranks 0, 1 share the GPU GPU-0 on n0" in only(check_own_gpu(ranks)).message
@@ -91,7 +91,7 @@ def test_a_slow_gpu_is_told_against_its_own_model_and_its_node_is_unfit() -> Non
     assert "rank 3 on n1 (GPU GPU-3)" in found(ranks).message
     ranks[3] = replace(ranks[3], gemm=6e14)
     assert (found(ranks).level, found(ranks).unfit) == ("error", "n1")
-    assert "scontrol update nodename=n1 state=drain reason='slow GPU GPU-3'" in found(ranks).mend
+    assert "scontrol update nodename=n1 state=drain reason='slow GPU GPU-3'" in found(ranks).fix
     others = [replace(rank, device="A100", gemm=2.5e14) for rank in ranks[4:]]
     assert found([*ranks[:4], *others]).level == "error", "the A100 are as fast as each other"
     cpus = [replace(rank, gpu=None, device="a CPU") for rank in ranks]
@@ -109,8 +109,8 @@ def test_mixed_models_come_with_the_constraint() -> None:
         "NodeName=n2 Arch=x86_64 AvailableFeatures=ib,a100 ActiveFeatures=ib,a100 Gres=gpu:8\n"
     )
     found = only(check_models(ranks, parse_features(shown)))
-    assert "A100 on n2" in found.message and found.mend == "cluster.constraint=h100"
-    assert "sinfo" in only(check_models(ranks, parse_features("NodeName=n0 ActiveFeatures=(null)\n"))).mend
+    assert "A100 on n2" in found.message and found.fix == "cluster.constraint=h100"
+    assert "sinfo" in only(check_models(ranks, parse_features("NodeName=n0 ActiveFeatures=(null)\n"))).fix
 
 
 def test_tcp_beside_an_active_rdma_port_is_an_error_and_a_copy_through_the_host_a_warning() -> None:
@@ -163,7 +163,7 @@ def test_the_slow_node_is_named_and_no_other(count: int) -> None:
         (found,) = slow_nodes(pairs)
         assert found.node == f"n{slow}" and len(set(found.partners)) >= 2
         finding = only(check_slow_nodes([found]))
-        assert finding.unfit == f"n{slow}" and f"nodename=n{slow} state=drain" in finding.mend
+        assert finding.unfit == f"n{slow}" and f"nodename=n{slow} state=drain" in finding.fix
 
 
 def test_one_slow_pair_names_nobody_and_the_better_pass_counts() -> None:
@@ -237,11 +237,11 @@ def test_nodes_are_looked_at_once_per_start_of_a_job(tmp_path: Path) -> None:
 
 def test_what_stops_a_job() -> None:
     error, warning = (
-        PreflightFinding("error", "the clocks differ", "mend it"),
+        PreflightFinding("error", "the clocks differ", "fix it"),
         PreflightFinding("warning", "mixed", "choose"),
     )
     stop_for([warning])
-    with pytest.raises(ConfigError, match="the clocks differ: mend it"):
+    with pytest.raises(UserError, match="the clocks differ: fix it"):
         stop_for([warning, error])
     with pytest.raises(UnfitNode, match="n2 is slow"):
         stop_for([error, PreflightFinding("error", "n2 is slow", "without it", "n2")])

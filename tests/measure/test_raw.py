@@ -17,7 +17,7 @@ from hpc_train.config.schema import (
     SyntheticDataConfig,
     TrainConfig,
 )
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.plan.validate import validate
 from tests.ranks import run_ranks
 
@@ -99,5 +99,5 @@ def test_what_has_no_bare_loop_is_said_before_anything_starts(
     strategy: dict[str, Any], precision: str, words: str
 ) -> None:
     config = config_of(strategy, precision)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(UserError, match=words):
         bare_loop(config, validate(config, 1, 4))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hpc_train.config.schema import CustomModelConfig, GPTConfig
 from hpc_train.data.dataset import IGNORED
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.models.batch_norm import SyncBatchNorm, convert
 from hpc_train.models.build import build_model
 from hpc_train.models.gpt import GPT, GPTHead
@@ -193,16 +193,16 @@ def test_models_with_the_three_parts_come_on_meta() -> None:
     ],
 )
 def test_what_cannot_be_built_is_said(target: str, args: dict[str, int], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(UserError, match=words):
         build_model(CustomModelConfig(_target_=target, args=args), seed=0)
 
 
 def test_wrong_losses_and_shapes_are_said() -> None:
-    with pytest.raises(ConfigError, match="unknown loss"):
+    with pytest.raises(UserError, match="unknown loss"):
         wrap(f"{HERE}.two_layers", loss="hinge")
-    with pytest.raises(ConfigError, match="no class scores"):
+    with pytest.raises(UserError, match="no class scores"):
         wrap(f"{HERE}.two_layers")(torch.randn(2, 4), {}, torch.zeros(2, 5, dtype=torch.int64))
-    with pytest.raises(ConfigError, match="against targets"):
+    with pytest.raises(UserError, match="against targets"):
         wrap(f"{HERE}.two_layers", loss="mse")(torch.randn(2, 4), {}, torch.zeros(2))
 
 

@@ -10,7 +10,7 @@ import torch
 
 from hpc_train.config.compose import compose, typed
 from hpc_train.config.schema import GPTConfig
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.models.attention import RotaryScaling, rotary_tables
 from hpc_train.models.hf_names import gpt_config, hf_config, hf_name
 from hpc_train.plan.validate import validate
@@ -58,5 +58,5 @@ def test_the_config_goes_there_and_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", [{"factor": 0.0}, {"low_freq_factor": 4.0}, {"other": 1.0}])
 def test_what_makes_no_sense_is_refused(change: dict[str, float]) -> None:
     scaling = [f"++model.rope_scaling.{name}={value}" for name, value in (SCALING | change).items()]
-    with pytest.raises(ConfigError, match="factor"):
+    with pytest.raises(UserError, match="factor"):
         validate(typed(compose(["+strategy=single", *scaling])), 1, 1)

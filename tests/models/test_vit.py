@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hpc_train.data.dataset import IGNORED
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from tests.models.models import TINY_VIT, with_values
@@ -102,5 +102,5 @@ def test_bf16_autocast_runs() -> None:
 
 @pytest.mark.parametrize(("key", "value"), [("patch_size", 5), ("n_heads", 5)])
 def test_sizes_that_do_not_fit_are_refused(key: str, value: int) -> None:
-    with pytest.raises(ConfigError, match="divide"):
+    with pytest.raises(UserError, match="divide"):
         build_model(replace(TINY_VIT, **{key: value}), seed=0)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.run import file_lock, lease
 from hpc_train.run.directory import RunDirectory, lease_folder
 from hpc_train.run.file_lock import STALE_S, LockOwner, newest_lock
@@ -73,7 +73,7 @@ def keep(path: Path, told: Any = None, **options: Any) -> None:
     if told is not None:
         try:
             RunDirectory(path).claim_attempt(options.get("holder"))
-        except ConfigError as error:
+        except UserError as error:
             told.put(error.what)
 
 
@@ -83,7 +83,7 @@ def race(path: Path, start: Any, won: Any, over: Any) -> None:
         with lease.hold_lease(RunDirectory(path)):
             won.put(os.getpid())
             over.wait(LIMIT_S)
-    except ConfigError:
+    except UserError:
         won.put(None)
 
 
@@ -92,7 +92,7 @@ def test_a_killed_holder_is_followed_by_one(tmp_path: Path) -> None:
     with process(keep, tmp_path) as holder:
         until((tmp_path / "held").exists)
         assert lease.is_live(run)
-        with pytest.raises(ConfigError, match="is live"), lease.hold_lease(run):
+        with pytest.raises(UserError, match="is live"), lease.hold_lease(run):
             pass
         os.kill(holder.pid, signal.SIGKILL)
         holder.join()
@@ -118,7 +118,7 @@ def test_a_holder_that_is_asleep(tmp_path: Path) -> None:
         until((tmp_path / "held").exists)
         os.kill(holder.pid, signal.SIGSTOP)
         until(lambda: Path(f"/proc/{holder.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
-        with pytest.raises(ConfigError, match=f"process {holder.pid} on"), lease.hold_lease(run, holder=elsewhere()):
+        with pytest.raises(UserError, match=f"process {holder.pid} on"), lease.hold_lease(run, holder=elsewhere()):
             pass
         turn = newest_lock(lease_folder(tmp_path))
         assert turn is not None

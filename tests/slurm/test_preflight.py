@@ -35,7 +35,7 @@ def srun(network: Cluster, nodes: str, *arguments: str, cwd: Path) -> subprocess
     return network.call(*step, cwd=cwd, timeout=280)
 
 
-def test_nodes_that_differ_are_named_with_the_mend(network: Cluster, tmp_path: Path) -> None:
+def test_nodes_that_differ_are_named_with_the_fix(network: Cluster, tmp_path: Path) -> None:
     """n1 has a slow GPU, n2 a slow link, n3 another config, n4 another torch and a wrong clock; the job is warned, and
     trains."""
     asked = [*CASE, "cluster.nodes=4", "cluster.preflight=full", "run.name=run"]
@@ -45,14 +45,14 @@ def test_nodes_that_differ_are_named_with_the_mend(network: Cluster, tmp_path: P
     (found,) = events(run.path, "preflight")
     assert found["nodes"] == ["n1", "n2", "n3", "n4"] and len(found["pairs_gb_per_s"]) == 6
     told = {one["message"]: one for one in found["findings"] if one["level"] == "error"}
-    for words, mend in (
+    for words, fix in (
         ("the config on n3", "run.root"),
         ("torch is 1.0 on n4", "cluster.exclude=n4"),
         ("the clock of n4 is 5 s ahead", "chrony"),
         ("the network of n2", "scontrol update nodename=n2 state=drain"),
         ("on n1 (GPU GPU-of-n1)", "scontrol update nodename=n1 state=drain"),
     ):
-        assert [one["mend"] for message, one in told.items() if words in message and mend in one["mend"]], told
+        assert [one["fix"] for message, one in told.items() if words in message and fix in one["fix"]], told
     slow = next(event for event in events(run.path, "slow_node") if event["node"] == "n2")
     assert slow["rate"] < slow["usual"] and set(slow["partners"]) == {"n1", "n3", "n4"}
     (device,) = events(run.path, "slow_gpu")
@@ -102,12 +102,12 @@ def test_the_doctor_names_each_node_and_what_is_wrong_there(network: Cluster, tm
     found, _ = json.JSONDecoder().raw_decode(done.stdout[done.stdout.index("\n{") :].lstrip())
     assert set(found["nodes"]) == {"n1", "n2", "n4"}
     shm = [one for one in found["nodes"]["n2"]["findings"] if one["subject"] == "shared memory"]
-    assert [(one["level"], "No such file" in one["text"], "--shm-size" in one["mend"]) for one in shm] == [
+    assert [(one["level"], "No such file" in one["text"], "--shm-size" in one["fix"]) for one in shm] == [
         ("error", True, True)
     ]
     told = {one["subject"]: one for one in found["findings"] if one["level"] == "error"}
-    assert "torch is not the same on all nodes: 1.0 on n4" in told["versions"]["text"] and told["versions"]["mend"]
-    assert "n3 cannot leave its report: No space left on device" in told["nodes"]["text"] and told["nodes"]["mend"]
+    assert "torch is not the same on all nodes: 1.0 on n4" in told["versions"]["text"] and told["versions"]["fix"]
+    assert "n3 cannot leave its report: No space left on device" in told["nodes"]["text"] and told["nodes"]["fix"]
 
 
 def test_bench_collectives_over_two_nodes(network: Cluster, tmp_path: Path) -> None:

@@ -32,13 +32,13 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("arguments", "named"), REFUSED, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
 )
-def test_a_job_that_cannot_be_is_refused_with_the_mend(
+def test_a_job_that_cannot_be_is_refused_with_the_fix(
     arguments: list[str], named: str, cluster: Cluster, tmp_path: Path
 ) -> None:
     done = cluster.hpc_train("+strategy=dp", *TINY, *WORKERS, *arguments, "-m", cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert named in done.stderr
-    assert done.stderr.count("mend:") == 1
+    assert done.stderr.count("fix:") == 1
     assert not list(tmp_path.iterdir())
 
 

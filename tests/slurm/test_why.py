@@ -34,7 +34,7 @@ def test_a_job_that_waits_for_nodes(cluster: Cluster, tmp_path: Path) -> None:
         assert held.returncode == 0, held.stderr
         waiting = why(cluster, tmp_path)["waiting"]
         assert waiting["reason"] == "JobHeldUser"
-        assert waiting["mend"] == f"scontrol release {job_id(tmp_path / 'outputs' / 'run')} lets it go"
+        assert waiting["fix"] == f"scontrol release {job_id(tmp_path / 'outputs' / 'run')} lets it go"
     finally:
         cluster.call("scancel", other)
         cluster.call("scancel", "--name=hpc_train-run")
@@ -49,6 +49,6 @@ def test_a_job_that_failed(cluster: Cluster, tmp_path: Path) -> None:
     assert "ArithmeticError" in found["cause"]["traceback"]
     assert (found["slurm"]["state"], found["slurm"]["exit_code"]) == ("FAILED", "1:0")
     assert [node["state"].rstrip("*") for node in found["slurm"]["nodes"]]
-    assert found["advice"][0].startswith("mend the line")
+    assert found["advice"][0].startswith("fix the line")
     told = cluster.hpc_train("why", "run", cwd=tmp_path).stdout
     assert "job " + job_id(tmp_path / "outputs" / "run") in told

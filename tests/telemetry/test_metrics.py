@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.telemetry import metrics
 from hpc_train.telemetry.metrics import MetricsLog, TensorBoard
@@ -51,7 +51,7 @@ def test_tensorboard_writes_event_files(tmp_path: Path) -> None:
 
 def test_tensorboard_that_is_missing_is_a_clear_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="tensorboard is not installed"):
+    with pytest.raises(UserError, match="tensorboard is not installed"):
         TensorBoard(RunDirectory(tmp_path), 0)
 
 

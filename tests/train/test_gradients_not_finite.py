@@ -123,7 +123,7 @@ def test_fp16_halves_its_scale_until_gradients_are_finite_and_grows_again(tmp_pa
         "+strategy=zero2",
         "precision=fp16",
         f"precision.loss_scale_init={2.0**24}",
-        "precision.loss_scale_growth_every=3",
+        "precision.loss_scale_growth_interval=3",
         "train.steps=16",
     )
     assert run_attempt(run, 2) == [0, 0]
@@ -138,7 +138,7 @@ def test_fp16_halves_its_scale_until_gradients_are_finite_and_grows_again(tmp_pa
 
 
 def test_the_scale_stays_in_its_bounds() -> None:
-    scale = LossScale(PrecisionConfig(loss_scale_init=2.0, loss_scale_growth_every=1), torch.device("cpu"))
+    scale = LossScale(PrecisionConfig(loss_scale_init=2.0, loss_scale_growth_interval=1), torch.device("cpu"))
     for _ in range(40):
         scale.update(torch.tensor(False))
     assert scale.value.item() == SMALLEST
@@ -148,7 +148,7 @@ def test_the_scale_stays_in_its_bounds() -> None:
 
 
 def test_the_scale_grows_after_finite_steps_in_a_row_and_survives_a_checkpoint() -> None:
-    config = PrecisionConfig(loss_scale_init=8.0, loss_scale_growth_every=3)
+    config = PrecisionConfig(loss_scale_init=8.0, loss_scale_growth_interval=3)
     scale = LossScale(config, torch.device("cpu"))
     seen = []
     for finite in (True, True, False, True, True):

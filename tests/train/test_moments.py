@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hpc_train.config.schema import OptimConfig
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import check_identity
 from hpc_train.train.optimizer import Optimizer
@@ -141,7 +141,7 @@ def without_torchao(rank: int, world_size: int) -> str:
     sys.modules["torchao"] = None  # type: ignore[assignment]  # importing it fails
     try:
         Optimizer(OptimConfig(moments="8bit"), {"w": nn.Parameter(torch.zeros(4))})
-    except ConfigError as error:
+    except UserError as error:
         return str(error)
     return "nothing was refused"
 

@@ -15,7 +15,7 @@ from hpc_train.plan.layout import resolve_layout
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.exits import Failure, classify
 from hpc_train.run.requests import StopFlag
-from hpc_train.train.memory import mends
+from hpc_train.train.memory import fixes
 from tests.train.runs import frozen, run_attempt
 
 
@@ -47,10 +47,10 @@ def rank_of(*overrides: str, device: str = "cuda", ranks: int = 8) -> tuple[Conf
 
 
 def told(*overrides: str, device: str = "cuda") -> list[str]:
-    return [mend.words.partition(" ")[0] for mend in mends(*rank_of(*overrides, device=device))]
+    return [fix.words.partition(" ")[0] for fix in fixes(*rank_of(*overrides, device=device))]
 
 
-def test_the_three_cheapest_mends_that_are_worth_it_are_told_with_what_they_save() -> None:
+def test_the_three_cheapest_savings_that_are_worth_it_are_told_with_what_they_save() -> None:
     one_billion = ("model=llama_1b", "data.vocab_size=128256", "data.sequence_length=2048", "precision=bf16")
     few_samples = ("+strategy=dp", *one_billion, "batch.global_size=8")
     again = "train.activation_checkpointing"
@@ -58,14 +58,14 @@ def test_the_three_cheapest_mends_that_are_worth_it_are_told_with_what_they_save
     spared = (*few_samples, "train.activation_checkpointing=full", "train.loss_chunks=16")
     assert told(*spared) == ["strategy=zero3", "optim.moments=bf16", "strategy.offload=optimizer"]
     config, mesh = rank_of(*spared)
-    sharded, halved, offloaded = mends(config, mesh)
+    sharded, halved, offloaded = fixes(config, mesh)
     parameters = 1_235_814_400
     # fp32 parameters, gradients and two moments, of which an eighth stays
     assert sharded.saves == pytest.approx(parameters * 16 * 7 / 8, rel=0.15)
     assert (halved.saves, offloaded.saves) == (4 * parameters, 8 * parameters)
     custom = rank_of("+strategy=dp", "model=custom", "model._target_=hpc_train.models.resnet.resnet18",
                      "data.task=images", "batch.global_size=16", device="cpu", ranks=2)  # fmt: skip
-    assert [mend.saves for mend in mends(*custom)] == [None] * len(mends(*custom))
+    assert [fix.saves for fix in fixes(*custom)] == [None] * len(fixes(*custom))
 
 
 def test_torch_says_it_in_several_ways() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hpc_train.config.schema import Config, OptimConfig
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.balance import FILE, BlockCost, stage_bytes
@@ -109,7 +109,7 @@ def test_the_memory_of_a_stage() -> None:
 def test_a_model_that_does_not_count_is_told_so(tmp_path: Path) -> None:
     custom = ["model=custom", "model._target_=tests.train.test_pipeline_split.uncounted", "strategy.pp_split=flops"]
     overrides = ["+strategy=pp", *custom]
-    with pytest.raises(AssertionError, match=r"block_flops.*\n.*\n.*mend: *strategy.pp_split=measured"):
+    with pytest.raises(AssertionError, match=r"block_flops.*\n.*\n.*fix: *strategy.pp_split=measured"):
         run_attempt(_custom(tmp_path, overrides), 2)
 
 
@@ -134,5 +134,5 @@ def uncounted() -> Model:
 
 def test_words_are_checked_before_a_submission() -> None:
     assert Cell(2, strategy={"pp": 2, "pp_split": "measured"}).layout().pp == 2
-    with pytest.raises(ConfigError, match="even, flops, measured"):
+    with pytest.raises(UserError, match="even, flops, measured"):
         Cell(2, strategy={"pp": 2, "pp_split": "best"}).layout()

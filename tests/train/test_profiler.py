@@ -13,7 +13,7 @@ import torch
 
 from hpc_train.config.schema import ProfileConfig
 from hpc_train.config.values import Profiled, check_profiled_steps, parse_profile
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.telemetry.progress import summary
 from hpc_train.train.profiler import composition
 from tests.train.runs import frozen, run_attempt
@@ -50,7 +50,7 @@ def test_steps_and_ranks_as_they_are_written() -> None:
     ("steps", "ranks"), [("0", 0), ("5-4", 0), ("ten", 0), ("5", -1), ("5", "0,3"), ("5", []), ("5", 2), ("5", [0, 2])]
 )
 def test_what_cannot_be_profiled_is_refused(steps: str, ranks: Any) -> None:
-    with pytest.raises(ConfigError, match=r"telemetry\.profile|no rank 2 of 2"):
+    with pytest.raises(UserError, match=r"telemetry\.profile|no rank 2 of 2"):
         check_profiled_steps(ProfileConfig(steps, ranks), world_size=2)
 
 

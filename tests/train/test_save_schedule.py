@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.config.values import SaveEvery, parse_save_every
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import append_line
@@ -30,7 +30,7 @@ def test_what_every_may_be() -> None:
     assert parse_save_every("auto") == SaveEvery(auto=True)
     assert parse_save_every("0") == SaveEvery()
     for text in ("", "-5", "5 m", "often", "0m", "1e3"):
-        with pytest.raises(ConfigError, match=r"checkpoint\.every is"):
+        with pytest.raises(UserError, match=r"checkpoint\.every is"):
             parse_save_every(text)
 
 

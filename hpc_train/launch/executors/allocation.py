@@ -21,7 +21,7 @@ from hpc_train.cluster.gpus import visible_gpus
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.config.values import node_range
 from hpc_train.elastic.agent import run_agent
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.launch.container import container_of
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.local import ProcessSubmitter
@@ -53,10 +53,10 @@ class AllocationSubmitter(ProcessSubmitter):
         fewest, most = node_range(cluster)
         here = _nodes_here()
         if fewest > here:
-            raise ConfigError(
+            raise UserError(
                 f"{fewest} nodes are asked for, and this allocation has {here}",
                 where="cluster.nodes",
-                mend=f"cluster.nodes={here}; cluster=slurm submits a job of its own instead",
+                fix=f"cluster.nodes={here}; cluster=slurm submits a job of its own instead",
             )
         return (min(most, here), *workers_per_node(cluster, visible=gpus_of_this_job().per_node or visible_gpus()))
 

@@ -30,7 +30,7 @@ from hpc_train.cluster.gpus import visible_devices
 from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.config.values import node_range
 from hpc_train.elastic.agent import run_agent
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.launch.job_status import JobStatus
 from hpc_train.plan.layout import Layout
 from hpc_train.run.code import start_again_from
@@ -47,7 +47,7 @@ class Executor(Protocol):
         """Nodes (the most, of a range), GPUs per node and workers per node that a job gets.
 
         Raises:
-            ConfigError: this place cannot give what is asked for.
+            UserError: this place cannot give what is asked for.
         """
 
     def at_once(self, jobs: Sequence[Job]) -> int:
@@ -57,14 +57,14 @@ class Executor(Protocol):
         """Lines that say what ``jobs`` ask for and may cost. Writes nothing.
 
         Raises:
-            ConfigError: this place would refuse one of them, or never start it.
+            UserError: this place would refuse one of them, or never start it.
         """
 
     def confirm(self, jobs: Sequence[Job], console: Console) -> None:
         """Asks the person at the terminal where ``jobs`` may cost much.
 
         Raises:
-            ConfigError: they are not to be submitted.
+            UserError: they are not to be submitted.
         """
 
     def plan(self, jobs: Sequence[Job], sweep: Path) -> list[tuple[str, str]]:
@@ -76,7 +76,7 @@ class Executor(Protocol):
         ``at_once`` is that of all jobs of the directory ``sweep``.
 
         Raises:
-            ConfigError: the scheduler refuses them.
+            UserError: the scheduler refuses them.
         """
 
     def identity(self, job_id: str) -> dict[str, Any]:
@@ -102,13 +102,13 @@ def local_shape(cluster: ClusterConfig) -> tuple[int, int, int]:
     """Nodes, GPUs and workers of a job on this machine.
 
     Raises:
-        ConfigError: more nodes or GPUs are asked for than this machine has.
+        UserError: more nodes or GPUs are asked for than this machine has.
     """
     if node_range(cluster) != (1, 1):
-        raise ConfigError(
+        raise UserError(
             f"{cluster.nodes} nodes are asked for, and this machine is one",
             where="cluster.nodes",
-            mend="cluster.nodes=1, or submit where sbatch is",
+            fix="cluster.nodes=1, or submit where sbatch is",
         )
     return (1, *workers_per_node(cluster))
 

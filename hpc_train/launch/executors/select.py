@@ -8,7 +8,7 @@ import subprocess
 from functools import cache
 
 from hpc_train.config.schema import ClusterConfig
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.launch.executors.allocation import AllocationSubmitter
 from hpc_train.launch.executors.executor import Executor
 from hpc_train.launch.executors.local import LocalSubmitter
@@ -21,17 +21,17 @@ def select_executor(cluster: ClusterConfig) -> Executor:
     """The place of jobs. ``kind: auto`` is the allocation that this process runs in, Slurm, or this machine.
 
     Raises:
-        ConfigError: Slurm is asked for, and there is none here.
+        UserError: Slurm is asked for, and there is none here.
     """
     if cluster.kind == "auto" and in_allocation():
         return AllocationSubmitter()
     if cluster.kind == "local" or (cluster.kind == "auto" and not controller_answers()):
         return LocalSubmitter()
     if shutil.which("sbatch") is None:
-        raise ConfigError(
+        raise UserError(
             "sbatch is not on the PATH of this machine",
             where="cluster.kind",
-            mend="submit from a login node, or cluster=local",
+            fix="submit from a login node, or cluster=local",
         )
     return SlurmSubmitter()
 

@@ -20,7 +20,7 @@ from submitit.slurm.slurm import SlurmExecutor
 from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.config.values import node_range
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.launch.command_job import without_inherited
 from hpc_train.launch.container import container_of
 from hpc_train.launch.cost import confirm_cost, cost_lines
@@ -166,7 +166,7 @@ class SlurmSubmitter:
 
         try:
             submit_chain(count, one)
-        except ConfigError:
+        except UserError:
             _scancel([*on_clusters(self._clusters), *ids])
             raise
         if count > 1:
@@ -287,10 +287,10 @@ def _away(cluster: ClusterConfig) -> set[str]:
     return {node for node, state in states if state.startswith(AWAY) or state.endswith("*")}
 
 
-def _refusal(said: str) -> ConfigError:
+def _refusal(said: str) -> UserError:
     words = said.strip().splitlines()[-1] if said.strip() else "it did not say why"
-    return ConfigError(
+    return UserError(
         f"sbatch refused the job: {words}",
         where="cluster",
-        mend="cluster.partition, account, qos, time, nodes, gpus_per_node as this cluster allows them",
+        fix="cluster.partition, account, qos, time, nodes, gpus_per_node as this cluster allows them",
     )

@@ -97,7 +97,7 @@ def _round(
     began = time.perf_counter()
     reduction.begin(1, exchange)
     reduction.reduce()
-    exchange.settle(torch.ones((), dtype=torch.bool, device=mesh.device))
+    exchange.commit(torch.ones((), dtype=torch.bool, device=mesh.device))
     if mesh.device.type == "cuda":
         torch.cuda.synchronize(mesh.device)
     return time.perf_counter() - began

@@ -60,8 +60,8 @@ class Compression:
         return self._dense if step < self._warmup_steps else self._compressed
 
     @torch.no_grad()
-    def settle(self, finite: Tensor) -> None:
-        self._compressed.settle(finite)
+    def commit(self, finite: Tensor) -> None:
+        self._compressed.commit(finite)
 
     def carried(self) -> Iterator[CarriedTensor]:
         rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)

@@ -26,7 +26,7 @@ class Exchange(Protocol):
             gradients: this rank's, changed in place.
         """
 
-    def settle(self, finite: Tensor) -> None:
+    def commit(self, finite: Tensor) -> None:
         """After the reduction: what is carried to the next step changes only where ``finite``, a scalar bool."""
 
     def carried(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
@@ -39,7 +39,7 @@ class Exchange(Protocol):
 class Stateless:
     """An exchange that carries nothing."""
 
-    def settle(self, finite: Tensor) -> None:
+    def commit(self, finite: Tensor) -> None:
         pass
 
     def carried(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
@@ -94,7 +94,7 @@ class Carried:
         """Notes what this step leaves; ``value`` is not copied."""
         self._left[parameter] = value.view_as(self._held[parameter])
 
-    def settle(self, finite: Tensor) -> None:
+    def commit(self, finite: Tensor) -> None:
         """Takes over what the step has left where ``finite``, a scalar bool on the device; else nothing changes."""
         for parameter, value in self._left.items():
             held = self._held[parameter]

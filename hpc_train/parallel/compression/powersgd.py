@@ -56,9 +56,9 @@ class PowerSGD:
             gradient.copy_((left @ right.t()).view_as(gradient))
             self._basis.leave(parameter, _orthonormal(right))
 
-    def settle(self, finite: Tensor) -> None:
-        self._residual.settle(finite)
-        self._basis.settle(finite)
+    def commit(self, finite: Tensor) -> None:
+        self._residual.commit(finite)
+        self._basis.commit(finite)
 
     def carried(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
         return {"residual": self._residual[parameter]} if parameter in self._residual else {}

@@ -51,9 +51,9 @@ class TopK:
             total.index_add_(0, where, theirs.clone().view(value.dtype))
         unflatten(total, gradients)
 
-    def settle(self, finite: Tensor) -> None:
-        self._residual.settle(finite)
-        self._velocity.settle(finite)
+    def commit(self, finite: Tensor) -> None:
+        self._residual.commit(finite)
+        self._velocity.commit(finite)
 
     def carried(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
         kept = {"residual": self._residual[parameter]}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.cluster.gpus import own_gpus, visible_devices
-from hpc_train.errors import ConfigError
+from hpc_train.errors import UserError
 from hpc_train.fabric.discovery import read_tree
 from hpc_train.fabric.facts import NodeFacts, format_cpu_list
 from hpc_train.fabric.nccl_settings import Setting
@@ -82,7 +82,7 @@ def test_ranks_on_slices_of_one_gpu_are_refused(tmp_path: Path) -> None:
         machine.gpu(switch(1, slot, 1), 0)
     facts = facts_of(machine, visible=("MIG-aaaa", "MIG-bbbb"))
     facts = replace(facts, gpus=with_slices(facts.gpus, LISTING))
-    with pytest.raises(ConfigError, match="2 ranks would run on MIG slices of GPU0 of n1"):
+    with pytest.raises(UserError, match="2 ranks would run on MIG slices of GPU0 of n1"):
         refuse_slices_of_one_gpu(facts, 2)
     refuse_slices_of_one_gpu(facts, 1)
     refuse_slices_of_one_gpu(replace(facts, visible=("MIG-aaaa", "MIG-cccc")), 2)

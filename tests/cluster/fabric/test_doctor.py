@@ -59,4 +59,4 @@ def test_text_for_people_and_mistakes(tmp_path: Path) -> None:
     assert "mlx5_4:1 400 Gb/s InfiniBand: left out" in shown.stdout.replace("\n", " ")
     for wrong in (["--sysfs", "/nonexistent"], ["--topo", "/nonexistent"], ["--nccl", "new"]):
         refused = subprocess.run([*command, *wrong], capture_output=True, text=True, check=False, timeout=60)
-        assert refused.returncode == 2 and "mend:" in refused.stderr and "Traceback" not in refused.stderr
+        assert refused.returncode == 2 and "fix:" in refused.stderr and "Traceback" not in refused.stderr

@@ -82,7 +82,7 @@ def test_what_is_wrong_with_a_gpu_is_told() -> None:
     )
     facts = NodeFacts("n1", (worn,), visible=("0",))
     found = [finding for finding in check_gpus(facts, "auto") if finding.level == "warning"]
-    assert len(found) == 4 and all("cluster.exclude=n1" in finding.mend for finding in found)
+    assert len(found) == 4 and all("cluster.exclude=n1" in finding.fix for finding in found)
     assert NodeFacts.from_json(facts.to_json()) == facts
 
 
