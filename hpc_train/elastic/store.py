@@ -12,8 +12,7 @@ import signal
 import socket
 import time
 from multiprocessing.process import BaseProcess
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from hpc_train.elastic.worker_process import (
     die_with_warm_parent,
@@ -21,6 +20,10 @@ from hpc_train.elastic.worker_process import (
     ensure_warm_parent,
     fork_process,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
 
 PATIENCE_S = 5.0  # with a warm parent that dies
 
@@ -87,7 +90,9 @@ def _main(warm_parent_pid: int, listener: socket.socket, entry: str) -> None:
         signal.pause()
 
 
-def serve(listener: socket.socket) -> dist.TCPStore:
+def serve(listener: socket.socket) -> TCPStore:
     """Serves on the listening socket ``listener`` as long as the returned object lives."""
+    from torch.distributed import TCPStore  # the agent, which imports this module, does without torch
+
     port = listener.getsockname()[1]
-    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

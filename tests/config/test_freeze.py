@@ -112,7 +112,7 @@ def test_a_process_id_that_was_used_again_is_no_live_run(run: RunDirectory) -> N
     freeze(config(run), run)
     lease.add_submission(run, "this machine", pid=1)
     entry = run.record()["submissions"][0]
-    run.update_record(lease=[entry | {"pid_started": "another boot:17"}])
+    run.update_record(submissions=[entry | {"pid_started": "another boot:17"}])
     freeze(config(run), run)
 
 

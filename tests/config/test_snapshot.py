@@ -204,7 +204,7 @@ def test_a_module_that_git_ignores_is_refused(tree: Path, monkeypatch: pytest.Mo
 def recorded(tree: Path) -> RunDirectory:
     run = RunDirectory(tree / "outputs" / "run")
     run.create()
-    run.update_record(code=asdict(taken(tree)))
+    run.update_record(snapshot=asdict(taken(tree)))
     return run
 
 
