@@ -103,13 +103,16 @@ def read_result(run: RunDirectory) -> dict[str, Any]:
     return read_json(run.path / RESULT)
 
 
+BARE_REPLICAS = {"ddp": "dp", "zero2": "zero2"}  # the loop of ``bare_loop.py`` for each data-parallel kind that has one
+BARE_PIPELINES = {"1f1b": "pp"}  # and for each pipeline schedule
+
+
 def bare_loop(config: Config, layout: Layout) -> str:
     """The bare loop of ``raw.py`` that does what ``config`` does in ``layout``.
 
     Raises:
         UserError: there is none.
     """
-    data_parallel = layout.data_parallel
     if config.precision.name == "fp16":
         raise UserError(
             "the bare loops have no loss scaling",
@@ -124,13 +127,10 @@ def bare_loop(config: Config, layout: Layout) -> str:
         )
     if layout.world_size == 1:
         return "single"
-    if layout.dp == layout.world_size and layout.shard in (1, layout.dp):
-        if data_parallel == "ddp":
-            return "dp"
-        if data_parallel == "zero2":
-            return "zero2"
-    if layout.pp == layout.world_size and layout.schedule == "1f1b":
-        return "pp"
+    if layout.dp == layout.world_size and layout.shard in (1, layout.dp) and layout.data_parallel in BARE_REPLICAS:
+        return BARE_REPLICAS[layout.data_parallel]
+    if layout.pp == layout.world_size and layout.schedule in BARE_PIPELINES:
+        return BARE_PIPELINES[layout.schedule]
     raise UserError(
         f"there is no bare loop for {layout}",
         where="strategy, --against",

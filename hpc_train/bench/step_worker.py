@@ -30,7 +30,6 @@ from hpc_train.parallel.bucket_search import MOST_STEPS
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision import compute_dtype, parameter_dtype
-from hpc_train.plan.partition import ideal_bubble
 from hpc_train.preflight.measure import measured_gemm_flops
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
@@ -133,7 +132,7 @@ def _measure(bench: _StepBench, request: StepRequest, run: RunDirectory) -> dict
         **_rates(seconds[0], bench),
         "memory": _memory(memory, mesh),
         "bubble_share": _gather(bubble_share(bench.gradients, mesh.device), mesh) if mesh.layout.pp > 1 else None,
-        "ideal_bubble_share": ideal_bubble(mesh.layout) if mesh.layout.pp > 1 else None,
+        "ideal_bubble_share": mesh.layout.bubble_share if mesh.layout.pp > 1 else None,
         "communication_share": _communication(bench),
         "measurement": _measurement_cost(bench, Spread.of(seconds[0]).median),
         "mfu": _utilisation(bench, Spread.of(speeds[0]).median),

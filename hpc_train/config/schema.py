@@ -85,15 +85,15 @@ class StrategyConfig:
     dp: int | str = 1  # replicas (or ZeRO ranks), or "fill": all ranks that pp and tp leave
     pp: int | str = 1  # ranks in the pipeline; "auto": 2 on one node, else one per node; "fill": all that dp leaves
     tp: int = 1  # ranks that share each layer; kept inside a node
-    data_parallel: str = "ddp"  # ddp | reduce | zero1 | zero2 | zero3: how the dp ranks keep in step
+    data_parallel: str = "ddp"  # ddp | allreduce | zero1 | zero2 | zero3, or package.module:ROW
     shard: int | str = "fill"  # ranks one ZeRO state is sharded over: "fill" (all of dp), "node", or a number
-    schedule: str = "1f1b"  # auto | sequential | gpipe | 1f1b | interleaved_1f1b | interleaved_zero_bubble | zbv
+    schedule: str = "1f1b"  # auto, a row of plan/techniques.py, or package.module:ROW
     stages_per_rank: int = 1  # pipeline stages held by each pp rank
     # even: as many layers for each stage; flops: by the model's own count; measured: by a profile of every block before
     # the first step; or the number of layers of each stage as a list
     pp_split: Any = "even"
-    bucket_cap_mb: float | int | str = 25.0  # gradient bucket of ddp and reduce; auto: found in the first steps
-    compression: str = "none"  # none | fp16 | bf16 | powersgd | topk | auto (as measured); under ddp and reduce
+    bucket_cap_mb: float | int | str = 25.0  # gradient bucket of ddp and allreduce; auto: found in the first steps
+    compression: str = "none"  # none | fp16 | bf16 | powersgd | topk | auto (as measured); under ddp and allreduce
     compression_share: float = 0.01  # topk: of each gradient's elements, the largest
     compression_momentum: float = 0.0  # topk: momentum correction, in place of the optimizer's momentum
     compression_rank: int = 4  # powersgd

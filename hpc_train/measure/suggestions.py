@@ -13,7 +13,8 @@ from typing import Any
 
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.plan.layout import ZERO, Layout
+from hpc_train.plan.layout import Layout
+from hpc_train.plan.techniques import KINDS, SCHEDULES, PipelineShape
 from hpc_train.plan.validate import validate
 
 LEAST_UTILISATION = 0.6
@@ -145,16 +146,18 @@ def _data(setting: SuggestedSetting) -> Iterator[Suggestion]:
 
 def _communication(setting: SuggestedSetting) -> Iterator[Suggestion]:
     layout, batch = setting.layout, setting.config.batch
-    if layout.data_parallel == "zero3" and layout.micro_batches > 1:
+    shards = layout.kind.shards
+    if "parameters" in shards and layout.micro_batches > 1:
         yield _larger_micro_batches(layout, "parameters are gathered for each micro-batch")
-    if layout.data_parallel == "zero3":
-        yield Suggestion({"strategy.data_parallel": "zero2"}, "parameters stay gathered; takes memory")
-    if layout.data_parallel in ZERO and setting.nodes > 1 and layout.shard == layout.dp:
+    for kind in KINDS.values() if "parameters" in shards else ():
+        if kind.shards == shards - {"parameters"}:
+            yield Suggestion({"strategy.data_parallel": kind.name}, "parameters stay gathered; takes memory")
+    if shards and setting.nodes > 1 and layout.shard == layout.dp:
         yield Suggestion({"strategy.shard": "node"}, "state is sharded inside a node; takes memory")
-    if layout.data_parallel in ("ddp", "reduce"):
+    if layout.kind.bucket_search != "never":
         yield Suggestion({"strategy.bucket_cap_mb": "auto"}, "the fastest of a few sizes of gradient buckets")
-        if setting.config.strategy.compression == "none":
-            yield Suggestion({"strategy.compression": "bf16"}, "half the bytes; powersgd and topk send far less")
+    if layout.kind.compressed_as is not None and setting.config.strategy.compression == "none":
+        yield Suggestion({"strategy.compression": "bf16"}, "half the bytes; powersgd and topk send far less")
     if layout.tp > 1:
         yield Suggestion({"strategy.tp": layout.tp // 2}, "fewer ranks exchange activations in every layer")
     if layout.dp > 1 and layout.pp == 1:
@@ -173,8 +176,10 @@ def _bubble(setting: SuggestedSetting) -> Iterator[Suggestion]:
         yield Suggestion(more, "the pipeline fills and drains less often")
     yield _balanced()
     if layout.stages_per_rank == 1:
-        for schedule in ("zbv", "interleaved_1f1b"):
-            chosen = {"strategy.schedule": schedule, "strategy.stages_per_rank": 2}
+        shape = PipelineShape(layout.pp, 2, layout.micro_batches)
+        several = [row for row in SCHEDULES.values() if row.stages_per_rank[0] == 2]
+        for row in sorted(several, key=lambda row: (row.bubble(shape), row.placement != "v")):
+            chosen = {"strategy.schedule": row.name, "strategy.stages_per_rank": 2}
             yield Suggestion(chosen, "two shorter stages on each rank")
     if layout.pp > 2:
         yield Suggestion({"strategy.pp": layout.pp // 2}, "fewer stages; takes memory")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpc_train.config.schema import TrainConfig
 from hpc_train.models.model import Model
-from hpc_train.plan.techniques import parse_recomputation
+from hpc_train.plan.recomputation import parse_recomputation
 
 FORMULA = (
     "MFU = FLOP per sample x samples/s / peak, PaLM appendix B: 6 per parameter and token without the embedding table, "

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from hpc_train.errors import UserError
 from hpc_train.models.model import Model
-from hpc_train.plan.techniques import KEY, parse_recomputation
+from hpc_train.plan.recomputation import KEY, parse_recomputation
 
 _NAMES = (
     "mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_dot_product_flash_attention",

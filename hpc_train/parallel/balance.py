@@ -36,8 +36,7 @@ from hpc_train.parallel.precision import autocast, parameter_dtype, travelling_d
 from hpc_train.parallel.split import cut, split_layers
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.memory import values_per_parameter
-from hpc_train.plan.partition import Prediction, blocks_of, in_flight, layers_of, partition, predict
-from hpc_train.plan.stages import place_stages
+from hpc_train.plan.partition import Prediction, blocks_of, layers_of, partition, predict
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json, write_json
 
@@ -152,14 +151,11 @@ def _partition(config: Config, mesh: Mesh, blocks: Sequence[BlockCost]) -> tuple
 
 def stage_bytes(config: Config, layout: Layout, stage: int, blocks: Sequence[BlockCost]) -> int:
     """Bytes that a stage of ``blocks`` needs at most: parameters, gradients, optimizer state and activations."""
-    kind, shard = layout.data_parallel, layout.shard if layout.dp > 1 else 1
-    sharded = {"zero1": (1, 1, shard), "zero2": (1, shard, shard), "zero3": (shard, shard, shard)}
-    shares = sharded.get(kind, (1, 1, 1))
-    copies = (1, 1, values_per_parameter(config.optim))
+    copies = {"parameters": 1, "gradients": 1, "optimizer": values_per_parameter(config.optim)}
     values = sum(block.parameters for block in blocks) * parameter_dtype(config.precision.name).itemsize
-    state = sum(values * number // share for number, share in zip(copies, shares, strict=True))
-    micro = in_flight(layout.schedule, stage, layout.stages, layout.micro_batches)
-    return state + micro * sum(block.activation_bytes for block in blocks)
+    shards = layout.kind.shards if layout.shards_state else frozenset()
+    state = sum(values * number // (layout.shard if part in shards else 1) for part, number in copies.items())
+    return state + layout.in_flight(stage) * sum(block.activation_bytes for block in blocks)
 
 
 def _memory_cap(mesh: Mesh) -> int | None:
@@ -175,10 +171,9 @@ def _plan(
     how: str, layers: tuple[range, ...], blocks: tuple[BlockCost, ...], layout: Layout, reused: bool = False
 ) -> SplitPlan:
     seconds = [block.seconds for block in blocks]
-    placement = place_stages(layout.pp, layout.stages_per_rank, layout.schedule)
 
     def prediction(split: tuple[range, ...]) -> Prediction:
-        return predict(seconds, blocks_of(split), placement, layout.micro_batches)
+        return predict(seconds, blocks_of(split), layout.placement, layout.micro_batches)
 
     n_layers = len(blocks) - 2
     even = prediction(split_layers(n_layers, layout.stages)) if n_layers >= layout.stages else None

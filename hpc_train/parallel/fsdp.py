@@ -23,16 +23,17 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from hpc_train.models.model import Model
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision import compute_dtype, parameter_dtype
+from hpc_train.plan.techniques import DataParallelKind
 
 
-def shard(model: nn.Module, mesh: Mesh, data_parallel: str, precision: str, offload: bool = False) -> None:
+def shard(model: nn.Module, mesh: Mesh, kind: DataParallelKind, precision: str, offload: bool = False) -> None:
     """Shards ``model`` in place: each layer is one group, stem and head another; a model without parts is one group.
 
     The gradients come out averaged over the dp ranks: scale the loss by their number where a sum is wanted.
 
     Args:
         model: whole or a stage, before it is materialised; layers already wrapped and compiled.
-        data_parallel: ``zero1``, ``zero2`` or ``zero3``.
+        kind: ``zero1``, ``zero2`` or ``zero3``.
         precision: of the config; under bf16 and fp16 parameters are gathered in that type, gradients reduced in fp32.
         offload: shards of parameters and gradients are in host memory.
     """
@@ -47,16 +48,16 @@ def shard(model: nn.Module, mesh: Mesh, data_parallel: str, precision: str, offl
     wrap = partial(fully_shard, mesh=mesh.device_mesh[axes], mp_policy=policy, offload_policy=home)
     if isinstance(model, Model):
         for layer in model.layers.values():
-            wrap(layer, reshard_after_forward=data_parallel == "zero3")
+            wrap(layer, reshard_after_forward="parameters" in kind.shards)
     wrap(model, reshard_after_forward=False)
 
 
-def begin_backward(model: nn.Module, data_parallel: str, last: bool) -> None:
+def begin_backward(model: nn.Module, kind: DataParallelKind, last: bool) -> None:
     """Tells ``model`` before each micro-batch whether it is the last of the step."""
     for module in _sharded(model):
-        module.set_requires_gradient_sync(last or data_parallel != "zero1", recurse=False)
+        module.set_requires_gradient_sync(last or "gradients" in kind.shards, recurse=False)
         module.set_requires_all_reduce(last, recurse=False)
-        module.set_reshard_after_backward(last or data_parallel == "zero3", recurse=False)
+        module.set_reshard_after_backward(last or "parameters" in kind.shards, recurse=False)
 
 
 def release(model: nn.Module) -> None:

@@ -37,12 +37,12 @@ from hpc_train.config.schema import Config
 from hpc_train.models.layer import CrossEntropyHead
 from hpc_train.models.model import Model
 from hpc_train.models.wrapped import WrappedModel
-from hpc_train.parallel import activation_checkpointing, batch_statistics, fsdp
+from hpc_train.parallel import activation_checkpointing, batch_statistics
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.naming import canonical_name, keep_shared
 from hpc_train.parallel.precision import parameter_dtype
 from hpc_train.parallel.tensor import apply_tensor_parallel
-from hpc_train.plan.layout import ZERO
+from hpc_train.plan.extensions import import_attribute
 
 AnyModel = TypeVar("AnyModel", bound=Model | WrappedModel)
 
@@ -60,8 +60,10 @@ def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
         batch_statistics.use_fused(model, mesh)
         model.to(device=mesh.device, dtype=dtype)
         _take_first_replica(model, mesh)
-    if mesh.layout.dp > 1 and mesh.layout.data_parallel in ZERO:
-        fsdp.shard(model, mesh, mesh.layout.data_parallel, config.precision.name, offload)
+    sharder = mesh.layout.kind.sharder if mesh.layout.dp > 1 else None
+    if sharder is not None:
+        shard = import_attribute(sharder, f"strategy.data_parallel={mesh.layout.data_parallel}")
+        shard(model, mesh, mesh.layout.kind, config.precision.name, offload)
     if meta and isinstance(model, Model):
         home = torch.device("cpu") if offload else mesh.device
         materialise(model, mesh.device, config.train.seed, dtype, home)

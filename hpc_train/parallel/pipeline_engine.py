@@ -34,10 +34,9 @@ from hpc_train.parallel.parallelise import parallelise
 from hpc_train.parallel.precision import parameter_dtype, travelling_dtype
 from hpc_train.parallel.reduction import SendOrder
 from hpc_train.parallel.replicas import finish_own_count, make_replicas
-from hpc_train.parallel.schedules import Part, Schedule
+from hpc_train.parallel.schedules import Part, Schedule, check_extension
 from hpc_train.parallel.split import TiedWeights, cut, split_layers
 from hpc_train.parallel.tensor import check_sequence
-from hpc_train.plan.stages import place_stages
 
 
 @dataclass
@@ -83,9 +82,10 @@ class PipelineEngine:
         tell_buckets: Tell | None = None,
     ) -> None:
         layout = mesh.layout
+        check_extension(layout)
         self._mesh, self._precision = mesh, config.precision.name
         layers = layers or split_layers(len(model.layers), layout.stages, config.strategy.pp_split)
-        placement = place_stages(layout.pp, layout.stages_per_rank, layout.schedule)
+        placement = layout.placement
         held = [stage for stage in range(layout.stages) if placement[stage] == mesh.pp_rank]
         models = {stage: parallelise(config, mesh, cut(model, stage, layers)) for stage in held}
         self._tied = TiedWeights(models, model.tied, layers, placement, mesh)
@@ -189,9 +189,7 @@ class PipelineEngine:
             if self._parts[0].model.sequence_shards > 1:
                 check_sequence(self._parts[0].model, example.inputs)
             layout, group = self._mesh.layout, self._mesh.group("pp")
-            self._schedule = Schedule(
-                layout.schedule, self._parts, layout.stages, len(micro_batches), example, group, self._loss
-            )
+            self._schedule = Schedule(layout, self._parts, len(micro_batches), example, group, self._loss)
             self._schedule_shape = shape
         return self._schedule
 

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from hpc_train.plan.layout import ZERO, Layout
+from hpc_train.plan.layout import Layout
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -35,5 +35,5 @@ def autocast(name: str, device: torch.device) -> AbstractContextManager[object]:
 
 def travelling_dtype(layout: Layout, precision: str) -> torch.dtype:
     """Of hidden states between stages: FSDP gathers parameters in the compute type, autocast alone keeps them wide."""
-    sharded = layout.dp > 1 and layout.data_parallel in ZERO
-    return (compute_dtype(precision) if sharded else None) or parameter_dtype(precision)
+    casts = layout.dp > 1 and layout.kind.casts_parameters
+    return (compute_dtype(precision) if casts else None) or parameter_dtype(precision)

@@ -32,7 +32,8 @@ from hpc_train.parallel.gradient_norm import multiply_
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.naming import canonical_name
 from hpc_train.parallel.reduction import GradientReduction, SendOrder, sum_partial_gradients
-from hpc_train.plan.layout import ZERO
+from hpc_train.plan.extensions import import_attribute
+from hpc_train.plan.layout import Layout
 
 
 class Replicas(Protocol):
@@ -79,6 +80,7 @@ class AllReduceReplicas:
         module: nn.Module,
         mesh: Mesh,
         strategy: StrategyConfig,
+        *,
         tied: Mapping[str, str],
         turns: SendOrder,
         own_count: bool,
@@ -89,7 +91,7 @@ class AllReduceReplicas:
         layout, group = mesh.layout, mesh.group("dp")
         self.reduction: GradientReduction | None = None
         self.compression: Compression | None = None
-        if layout.dp > 1 and layout.data_parallel == "reduce":
+        if layout.dp > 1:
             compresses = strategy.compression != "none"
             waits = compresses and own_count  # for the division, which comes before the compression
             self.reduction = GradientReduction(self._parameters, group, first_cap(strategy), None if waits else turns)
@@ -127,7 +129,7 @@ class DDPReplicas:
 
     compression: Compression | None = None
 
-    def __init__(self, module: nn.Module, mesh: Mesh, strategy: StrategyConfig) -> None:
+    def __init__(self, module: nn.Module, mesh: Mesh, strategy: StrategyConfig, **_: object) -> None:
         self._bare, self._mesh, self._strategy = module, mesh, strategy
         self.loss_factor = mesh.layout.dp
         self._wrap(first_cap(strategy))
@@ -166,16 +168,16 @@ class Sharded:
 
     compression: Compression | None = None
 
-    def __init__(self, module: nn.Module, mesh: Mesh, data_parallel: str) -> None:
+    def __init__(self, module: nn.Module, mesh: Mesh, strategy: StrategyConfig, **_: object) -> None:
         self.module = module
         self.loss_factor = mesh.layout.dp
-        self._data_parallel = data_parallel
+        self._kind = mesh.layout.kind
 
     def begin(self, step: int, backwards: int) -> None:
         pass
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        fsdp.begin_backward(self.module, self._data_parallel, last)
+        fsdp.begin_backward(self.module, self._kind, last)
         return nullcontext()
 
     def backward_done(self) -> None:
@@ -205,18 +207,34 @@ def make_replicas(
         turns: of the other stages of this rank, whose gradients are final before this one's.
         own_count: of the model; gradients that are compressed are then not sent before ``finish``.
     """
-    layout, data_parallel = mesh.layout, mesh.layout.data_parallel
-    if layout.dp > 1 and data_parallel in ZERO:
-        return Sharded(module, mesh, data_parallel)
-    ddp = layout.dp > 1 and data_parallel == "ddp"
-    turns = [] if turns is None else turns
-    replicas = (
-        DDPReplicas(module, mesh, strategy)
-        if ddp
-        else AllReduceReplicas(module, mesh, strategy, tied, turns, own_count)
-    )
-    searches = strategy.bucket_cap_mb == "auto" and layout.dp > 1 and data_parallel in ("ddp", "reduce")
+    layout, turns = mesh.layout, [] if turns is None else turns
+    kind = layout.kind
+    served = replica_class(layout) if layout.dp > 1 else AllReduceReplicas
+    replicas: Any = served(module, mesh, strategy, tied=tied, turns=turns, own_count=own_count)
+    searches = strategy.bucket_cap_mb == "auto" and layout.dp > 1 and kind.bucket_search != "never"
     return SearchedReplicas(replicas, mesh, tell) if searches else replicas
+
+
+def replica_class(layout: Layout) -> Any:
+    """The class that the row of ``layout``'s data-parallel kind names.
+
+    Raises:
+        UserError: it cannot be imported, or lacks a method that the row's facts ask for.
+    """
+    kind, where = layout.kind, f"strategy.data_parallel={layout.data_parallel}"
+    found = import_attribute(kind.replicas, where)
+    methods = [*_METHODS, *(["rebucket"] if kind.bucket_search != "never" else [])]
+    missing = [name for name in methods if not callable(getattr(found, name, None))]
+    if missing:
+        raise UserError(
+            f"{kind.replicas} has no method {' and no method '.join(missing)}",
+            where=where,
+            fix="the methods of hpc_train.parallel.replicas.Replicas, and rebucket where the row names a bucket search",
+        )
+    return found
+
+
+_METHODS = ("begin", "micro_batch", "backward_done", "finish", "evaluated")
 
 
 # The name changed in torch 2.13.
@@ -257,7 +275,7 @@ def accumulating(model: DistributedDataParallel, last: bool) -> Iterator[None]:
             "the model has parameters that its forward does not use: DDP waits for their gradients",
             where="strategy.static_graph",
             fix="strategy.static_graph=true where every step leaves out the same ones, else "
-            "strategy.data_parallel=reduce",
+            "strategy.data_parallel=allreduce",
         ) from error
 
 

@@ -9,33 +9,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from hpc_train.data.dataset import Batch
+from hpc_train.errors import UserError
 from hpc_train.models.model import Model
 from hpc_train.parallel.precision import autocast
-
-_CLASSES: dict[str, Any] = {
-    "sequential": ScheduleGPipe,  # with one micro-batch: a stage computes while the others wait
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved_1f1b": ScheduleInterleaved1F1B,
-    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-}
-_ONE_STAGE = (ScheduleGPipe, Schedule1F1B)
+from hpc_train.plan.extensions import import_attribute, is_import_path
+from hpc_train.plan.layout import Layout
 
 Loss = Callable[[tuple[Tensor, Tensor], Tensor], Tensor]
 
@@ -121,25 +109,23 @@ class Schedule:
 
     Args:
         parts: the stages of this rank.
-        stages: the number of stages over all ranks.
         example: a micro-batch of the shape of all.
         loss: from what the last stage returns for a micro-batch to the scalar whose gradient is taken.
     """
 
     def __init__(
         self,
-        name: str,
+        layout: Layout,
         parts: Sequence[Part],
-        stages: int,
         micro_batches: int,
         example: Batch,
         group: dist.ProcessGroup,
         loss: Loss,
     ) -> None:
-        built = [_Stage(part, stages, example, group) for part in parts]
-        kind = _CLASSES[name]
+        built = [_Stage(part, layout.stages, example, group) for part in parts]
+        kind = schedule_class(layout)
         # The gradients are of the mean over the global batch already: nothing is left to be scaled by micro-batches.
-        held = built[0] if kind in _ONE_STAGE else built
+        held = built[0] if issubclass(kind, PipelineScheduleSingle) else built
         self._schedule = kind(held, micro_batches, loss_fn=loss, scale_grads=False)
         self._is_first = parts[0].stage == 0
         # Without it torch keeps and concatenates what the last stage returned; not every release since 2.9 has it.
@@ -161,3 +147,115 @@ def _join(values: list[Tensor]) -> Tensor:
 
 def _join_context(contexts: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {name: _join([context[name] for context in contexts]) for name in contexts[0]}
+
+
+def schedule_class(layout: Layout) -> Any:
+    """The class of torch's that the row of ``layout``'s schedule names.
+
+    Raises:
+        UserError: it cannot be imported, or is no schedule of torch's.
+    """
+    path, where = layout.pipeline.torch_class, f"strategy.schedule={layout.schedule}"
+    found = import_attribute(path, where)
+    if isinstance(found, type) and issubclass(found, PipelineScheduleSingle | PipelineScheduleMulti):
+        return found
+    raise UserError(
+        f"{path} is no pipeline schedule of torch's",
+        where=where,
+        fix="a subclass of PipelineScheduleSingle or PipelineScheduleMulti in torch_class",
+    )
+
+
+Action = tuple[str, int]  # FORWARD, FULL_BACKWARD, BACKWARD_INPUT or BACKWARD_WEIGHT, and the stage
+
+
+def recorded_actions(layout: Layout) -> list[list[Action]]:
+    """What each rank of a pipeline does in one step, in order, as torch's schedule of ``layout`` plans it."""
+    kind, stages = schedule_class(layout), layout.stages
+    planned = [_planned_stage(stage, layout) for stage in range(stages) if layout.placement[stage] == 0]
+    single = issubclass(kind, PipelineScheduleSingle)
+    schedule = kind(planned[0] if single else planned, layout.micro_batches, loss_fn=lambda *_: None)
+    orders = schedule._get_pipeline_order() if single else schedule.pipeline_order
+    return [
+        [
+            (part.computation_type.name, part.stage_index)
+            for action in orders[rank]
+            if action is not None
+            for part in (action.sub_actions or (action,))
+            if part.computation_type.name in ("FORWARD", "FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT")
+        ]
+        for rank in range(layout.pp)
+    ]
+
+
+def _planned_stage(stage: int, layout: Layout) -> Any:
+    """What torch's schedules read of a stage when they plan a step."""
+    return SimpleNamespace(
+        stage_index=stage,
+        num_stages=layout.stages,
+        group_rank=0,
+        group_size=layout.pp,
+        group=None,
+        stage_index_to_group_rank={},
+        submod=None,
+        has_backward=True,
+        is_first=stage == 0,
+        is_last=stage == layout.stages - 1,
+        device=torch.device("cpu"),
+    )
+
+
+def count_in_flight(actions: Sequence[Action], stages: Sequence[int]) -> set[tuple[int, ...]]:
+    """Micro-batches that each of a rank's ``stages`` keeps activations of, at the moments when it keeps most in all.
+
+    A forward keeps them until the gradients of the weights are taken.
+    """
+    kept, counts = dict.fromkeys(stages, 0), set()
+    for action, stage in actions:
+        kept[stage] += {"FORWARD": 1, "BACKWARD_INPUT": 0}.get(action, -1)
+        counts.add(tuple(kept.values()))
+    most = max(map(sum, counts))
+    return {count for count in counts if sum(count) == most}
+
+
+def check_extension(layout: Layout) -> None:
+    """Compares the row of a schedule from a user's package with what torch's schedule does.
+
+    Raises:
+        UserError: torch does not accept the stages, or a fact of the row is wrong.
+    """
+    if not is_import_path(layout.schedule):
+        return
+    row, where = layout.pipeline, f"strategy.schedule={layout.schedule}"
+    try:
+        ranks = recorded_actions(layout)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(
+            f"{row.torch_class} does not accept {layout.stages_per_rank} stages on each of {layout.pp} ranks with "
+            f"{layout.micro_batches} micro-batches: {error}",
+            where=where,
+            fix="stages_per_rank, placement and micro_batches of the row as torch's schedule needs them",
+        ) from error
+    for rank, actions in enumerate(ranks):
+        _check_rank(layout, rank, actions, where)
+
+
+def _check_rank(layout: Layout, rank: int, actions: Sequence[Action], where: str) -> None:
+    row = layout.pipeline
+    stages = [stage for stage, owner in enumerate(layout.placement) if owner == rank]
+    wrong: dict[str, object] = {"placement": {stage for _, stage in actions} != {*stages}}
+    if not wrong["placement"]:
+        stated = tuple(layout.in_flight(stage) for stage in stages)
+        wrong["in_flight"] = stated not in count_in_flight(actions, stages)
+    wrong["splits_backward"] = row.splits_backward != _splits(actions)
+    for fact, differs in wrong.items():
+        if differs:
+            raise UserError(
+                f"{fact} of row {row.name!r} is not what {row.torch_class} does on rank {rank} of {layout.pp}",
+                where=where,
+                fix=f"{fact} as hpc_train.parallel.schedules.recorded_actions shows it",
+            )
+
+
+def _splits(actions: Sequence[Action]) -> bool:
+    return any(action == "BACKWARD_WEIGHT" for action, _ in actions)

@@ -11,46 +11,21 @@ from dataclasses import dataclass
 
 from hpc_train.config.schema import Config, StrategyConfig
 from hpc_train.errors import UserError
+from hpc_train.plan.compression import check_compression
 from hpc_train.plan.reproducible import check_reproducible, divide
 from hpc_train.plan.stages import check_split
-from hpc_train.plan.techniques import check_compression
-
-ZERO = ("zero1", "zero2", "zero3")
-DATA_PARALLEL = ("ddp", "reduce", *ZERO)
-TREE = "tree"  # how replicas are kept in step under train.reproducible
-
-# Which data parallelism each pipeline schedule computes right gradients with. torch's zero-bubble schedules split the
-# backward, so DDP's and resharding FSDP's hooks fire at the wrong moment: wrong gradients without an error
-# (pytorch#144530). `reduce` is our own reduction, which looks at the stages' backwards, and serves all of them.
-SCHEDULES: dict[str, tuple[str, ...]] = {
-    "sequential": DATA_PARALLEL,
-    "gpipe": DATA_PARALLEL,
-    "1f1b": DATA_PARALLEL,
-    "interleaved_1f1b": DATA_PARALLEL,
-    "interleaved_zero_bubble": ("reduce", "zero1", "zero2"),
-    "zbv": ("reduce", "zero1", "zero2"),
-}
-STAGES_PER_RANK: dict[str, tuple[int, int]] = {  # least and most stages of one rank
-    "sequential": (1, 1),
-    "gpipe": (1, 1),
-    "1f1b": (1, 1),
-    "interleaved_1f1b": (2, 64),
-    "interleaved_zero_bubble": (2, 64),
-    "zbv": (2, 2),
-}
-
-# Schedules that take the gradients of a stage's inputs and of its weights at different times.
-SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv")
-
-# What ``schedule=auto`` takes the first of that goes with the rest, and why. Zero-bubble schedules are not among them:
-# torch's run a backward as two graphs, and whether the smaller bubble pays for that is for a measurement to say.
-AUTO = "auto"
-_ASSUMED = "where stages are equal and messages between them take no time"
-AUTO_SCHEDULES: dict[str, str] = {
-    "interleaved_1f1b": f"several stages per rank make its bubble the smallest, (p - 1) / (v m + p - 1) {_ASSUMED}",
-    "1f1b": f"the bubble of gpipe, (p - 1) / (m + p - 1) {_ASSUMED}, with the activations of at most p micro-batches",
-    "sequential": "one micro-batch leaves nothing to overlap",
-}
+from hpc_train.plan.techniques import (
+    AUTO,
+    SCHEDULES,
+    TREE,
+    DataParallelKind,
+    PipelineSchedule,
+    PipelineShape,
+    find_kind,
+    find_schedule,
+    kinds_where,
+    schedules_where,
+)
 
 SPLITS = ("even", "flops", "measured")  # the words of pp_split
 
@@ -93,6 +68,42 @@ class Layout:
         """Pipeline stages over all ranks."""
         return self.pp * self.stages_per_rank
 
+    @property
+    def kind(self) -> DataParallelKind:
+        return TREE if self.logical_micro_batches else find_kind(self.data_parallel)
+
+    @property
+    def shards_state(self) -> bool:
+        """Whether the data-parallel ranks share the state of the model."""
+        return self.dp > 1 and bool(self.kind.shards)
+
+    @property
+    def pipeline(self) -> PipelineSchedule:
+        return find_schedule(self.schedule)
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The pipeline rank of each stage."""
+        return self.pipeline.place(self.pp, self.stages_per_rank)
+
+    @property
+    def bubble_share(self) -> float:
+        """The share of a step in which a rank computes nothing, as the schedule's row assumes it."""
+        return self.pipeline.bubble(self._shape) if self.pp > 1 else 0.0
+
+    def in_flight(self, stage: int) -> int:
+        """Micro-batches whose activations ``stage`` keeps at the moment when its rank keeps most."""
+        if self.pp == 1:
+            return 1
+        placement = self.placement
+        rank = placement[stage]
+        held = [number for number, owner in enumerate(placement) if owner == rank]
+        return min(self.micro_batches, self.pipeline.in_flight(self._shape, rank)[held.index(stage)])
+
+    @property
+    def _shape(self) -> PipelineShape:
+        return PipelineShape(self.pp, self.stages_per_rank, self.micro_batches)
+
     def __str__(self) -> str:
         split = f"dp {self.dp} x pp {self.pp} x tp {self.tp}"
         kind = self.data_parallel if self.dp > 1 else "no replicas"
@@ -114,9 +125,10 @@ def resolve_layout(config: Config, nodes: int, workers_per_node: int) -> Layout:
     dp = _data_parallel(strategy, available, pp, tp)
     _check_use(dp * pp * tp, nodes, available, notes)
     stages_per_rank = strategy.stages_per_rank if pp > 1 else 1
-    _check_tensor_parallel(config, dp, tp)
-    schedule, (micro_batches, micro_size) = _schedule(config, dp, pp, stages_per_rank, notes)
-    kind = _kept_in_step_by(config, dp, tp, notes)
+    asked = _asked_kind(config)
+    _check_tensor_parallel(config, asked, dp, tp)
+    schedule, (micro_batches, micro_size) = _schedule(config, asked, dp, pp, stages_per_rank, notes)
+    kind = _used_kind(config, asked, dp, tp, notes)
     reproducible, logical = config.train.reproducible is not None, 0
     if reproducible:
         check_reproducible(config, pp, tp)
@@ -125,8 +137,8 @@ def resolve_layout(config: Config, nodes: int, workers_per_node: int) -> Layout:
         dp=dp,
         pp=pp,
         tp=tp,
-        shard=_shard(strategy, dp, workers_per_node // tp),
-        data_parallel=TREE if reproducible else kind,
+        shard=_shard(strategy, find_kind(asked), dp, workers_per_node // tp),
+        data_parallel=TREE.name if reproducible else kind,
         schedule=schedule,
         stages_per_rank=stages_per_rank,
         micro_batches=micro_batches,
@@ -200,15 +212,23 @@ def _data_parallel(strategy: StrategyConfig, available: int, pp: int, tp: int) -
     return strategy.dp
 
 
-def _kept_in_step_by(config: Config, dp: int, tp: int, notes: list[str]) -> str:
-    """Compressed gradients go through our own reduction."""
+def _asked_kind(config: Config) -> str:
+    """The kind that the config names, or the one that replaces it under ``train.debug``."""
     kind = config.strategy.data_parallel
-    if dp > 1:
-        check_compression(config, tp)
-        if kind == "ddp" and config.strategy.compression != "none":
-            notes.append("compressed gradients are summed by our own reduction instead of DDP")
-            return "reduce"
-    return kind
+    return (find_kind(kind).debugged_as if config.train.debug else None) or kind
+
+
+def _used_kind(config: Config, asked: str, dp: int, tp: int, notes: list[str]) -> str:
+    """The kind that sums the gradients: compressed ones may need another kind than ``asked``."""
+    kind = find_kind(asked)
+    if dp == 1:
+        return asked
+    check_compression(config, kind, tp)
+    if config.strategy.compression == "none" or kind.compressed_as in (None, asked):
+        return asked
+    assert kind.compressed_as is not None
+    notes.append(f"the data-parallel kind {kind.compressed_as} sums compressed gradients in place of {kind.name}")
+    return kind.compressed_as
 
 
 def _check_use(world_size: int, nodes: int, available: int, notes: list[str]) -> None:
@@ -223,92 +243,103 @@ def _check_use(world_size: int, nodes: int, available: int, notes: list[str]) ->
     notes.append(f"the layout uses {world_size} of {available} workers")
 
 
-def _check_tensor_parallel(config: Config, dp: int, tp: int) -> None:
+def _check_tensor_parallel(config: Config, asked: str, dp: int, tp: int) -> None:
     if tp > 1 and config.train.compile:
         raise UserError(
             "compiled layers fail in the backward of tensor parallelism (torch 2.13)",
             where="train.compile, strategy.tp",
             fix="train.compile=false, or strategy.tp=1",
         )
-    if tp > 1 and dp > 1 and config.strategy.data_parallel == "ddp":
+    if tp > 1 and dp > 1 and not find_kind(asked).tensor_parallel:
         raise UserError(
-            "DDP does not know tensor-parallel parameters",
+            f"{find_kind(asked).name} cannot reduce the gradients of tensor-parallel parameters",
             where="strategy.data_parallel",
-            fix="strategy.data_parallel=reduce or zero2",
+            fix=f"strategy.data_parallel={kinds_where(lambda row: row.tensor_parallel)}",
         )
 
 
-def _schedule(config: Config, dp: int, pp: int, stages_per_rank: int, notes: list[str]) -> tuple[str, tuple[int, int]]:
-    """The schedule, and micro-batches and samples in each; ``auto`` is the first of ``AUTO_SCHEDULES`` that goes."""
+def _schedule(
+    config: Config, kind: str, dp: int, pp: int, stages_per_rank: int, notes: list[str]
+) -> tuple[str, tuple[int, int]]:
+    """The schedule, and the micro-batches of a step and the samples in each."""
     asked = config.strategy.schedule
     if asked != AUTO or pp == 1:
         schedule = "1f1b" if asked == AUTO else asked
-        return schedule, _scheduled(config, schedule, dp, pp, stages_per_rank)
+        return schedule, _scheduled(config, schedule, kind, dp, pp, stages_per_rank)
     problems: list[UserError] = []
-    for schedule, reason in AUTO_SCHEDULES.items():
-        least, most = STAGES_PER_RANK[schedule]
-        if not least <= stages_per_rank <= most:
+    for row in reversed(SCHEDULES.values()):
+        least, most = row.stages_per_rank
+        if row.auto is None or not least <= stages_per_rank <= most:
             continue
         try:
-            found = _scheduled(config, schedule, dp, pp, stages_per_rank)
+            found = _scheduled(config, row.name, kind, dp, pp, stages_per_rank)
         except UserError as problem:
             problems.append(problem)
             continue
-        notes.append(f"schedule {schedule}: {reason}")
-        return schedule, found
+        notes.append(f"schedule {row.name}: {row.auto}")
+        return row.name, found
     raise problems[0]
 
 
-def _scheduled(config: Config, schedule: str, dp: int, pp: int, stages_per_rank: int) -> tuple[int, int]:
+def _scheduled(config: Config, schedule: str, kind: str, dp: int, pp: int, stages_per_rank: int) -> tuple[int, int]:
+    row = find_schedule(schedule)
     if pp > 1:
-        _check_pipeline(config, schedule, pp, dp, stages_per_rank)
-    return _micro_batches(config, schedule, dp, pp, pp * stages_per_rank)
+        _check_pipeline(config, schedule, kind if dp > 1 else None, stages_per_rank)
+        check_split(config.strategy.pp_split, getattr(config.model, "n_layers", None), pp * stages_per_rank)
+    return _micro_batches(config, row, dp, pp, pp * stages_per_rank)
 
 
-def _check_pipeline(config: Config, schedule: str, pp: int, dp: int, stages_per_rank: int) -> None:
-    data_parallel = config.strategy.data_parallel
-    least, most = STAGES_PER_RANK[schedule]
+def _check_pipeline(config: Config, schedule: str, kind: str | None, stages_per_rank: int) -> None:
+    """Raises UserError where ``schedule`` does not go with the stages, the kind (None: no replicas) or the options."""
+    row = find_schedule(schedule)
+    least, most = row.stages_per_rank
     if not least <= stages_per_rank <= most:
+        wanted = f"{least} to {most} stages" if least < most else f"{least} stage{'s' if least > 1 else ''}"
         raise UserError(
-            f"schedule {schedule} with {stages_per_rank} stages per rank",
+            f"schedule {row.name} needs {wanted} per rank, not {stages_per_rank}",
             where="strategy.stages_per_rank",
             fix=f"strategy.stages_per_rank={least}",
         )
-    if dp > 1 and data_parallel not in SCHEDULES[schedule]:
-        raise UserError(
-            f"schedule {schedule} computes wrong gradients with {data_parallel} (pytorch#144530)",
-            where="strategy.data_parallel",
-            fix=f"strategy.data_parallel={' or '.join(SCHEDULES[schedule])}",
-        )
-    _check_backward(config, schedule, dp)
-    check_split(config.strategy.pp_split, getattr(config.model, "n_layers", None), pp * stages_per_rank)
+    if kind is not None:
+        _check_pair(schedule, kind)
+    _check_backward(config, row, kind)
 
 
-def _check_backward(config: Config, schedule: str, dp: int) -> None:
-    """What a pipeline's way of running the backward does not go with."""
-    strategy = config.strategy
-    if config.train.compile and schedule in SPLIT_BACKWARD:
+def _check_pair(schedule: str, kind: str) -> None:
+    row, replicas = find_schedule(schedule), find_kind(kind)
+    if kind in row.data_parallel or schedule in replicas.schedules:
+        return
+    raise UserError(
+        f"schedule {row.name} does not go with {replicas.name}: {row.data_parallel_reason}",
+        where="strategy.schedule, strategy.data_parallel",
+        fix=f"strategy.data_parallel={' or '.join(row.data_parallel)}",
+    )
+
+
+def _check_backward(config: Config, row: PipelineSchedule, kind: str | None) -> None:
+    """Raises UserError for options that do not go with how the schedule runs its backward."""
+    if config.train.compile and not row.compiles:
         raise UserError(
-            f"schedule {schedule} runs the backward in two parts, and a compiled layer has only one",
+            f"schedule {row.name} runs the backward in two parts, and a compiled layer has only one",
             where="train.compile",
-            fix="train.compile=false, or strategy.schedule=1f1b or interleaved_1f1b",
+            fix=f"train.compile=false, or strategy.schedule={schedules_where(lambda row: row.compiles)}",
         )
-    if config.train.activation_checkpointing == "ops" and schedule in SPLIT_BACKWARD:
+    if config.train.activation_checkpointing == "ops" and not row.ops_checkpointing:
         raise UserError(
-            f"schedule {schedule} runs the backward in two parts, and what ops has kept is taken once",
+            f"schedule {row.name} runs the backward in two parts, and what ops has kept can be taken once only",
             where="train.activation_checkpointing",
-            fix="full or selective, or strategy.schedule=1f1b or interleaved_1f1b",
+            fix=f"full or selective, or strategy.schedule={schedules_where(lambda row: row.ops_checkpointing)}",
         )
-    if strategy.static_graph and strategy.data_parallel == "ddp" and dp > 1:
+    if config.strategy.static_graph and kind is not None and find_kind(kind).static_graph:
         raise UserError(
-            "DDP's static graph expects forward and backward in turns, and a pipeline runs several forwards first",
+            "a static graph expects forward and backward in turns, and a pipeline runs several forwards first",
             where="strategy.static_graph",
             fix="strategy.static_graph=false",
         )
 
 
-def _shard(strategy: StrategyConfig, dp: int, dp_per_node: int) -> int:
-    if strategy.data_parallel not in ZERO:
+def _shard(strategy: StrategyConfig, kind: DataParallelKind, dp: int, dp_per_node: int) -> int:
+    if not kind.shards:
         return 1
     if strategy.shard == "fill":
         return dp
@@ -322,7 +353,7 @@ def _shard(strategy: StrategyConfig, dp: int, dp_per_node: int) -> int:
     return shard
 
 
-def _micro_batches(config: Config, schedule: str, dp: int, pp: int, stages: int) -> tuple[int, int]:
+def _micro_batches(config: Config, schedule: PipelineSchedule, dp: int, pp: int, stages: int) -> tuple[int, int]:
     """Micro-batches per step and rank, and samples per micro-batch."""
     batch = config.batch
     if batch.global_size < dp:
@@ -344,40 +375,43 @@ def _micro_batches(config: Config, schedule: str, dp: int, pp: int, stages: int)
     elif isinstance(batch.micro_batches, int):
         count = batch.micro_batches
         size = math.ceil(local / count)
-    elif pp == 1 or schedule == "sequential":
+    elif pp == 1 or schedule.micro_batches == "one":
         return 1, local
     else:
-        count = _least_padding(local, stages, schedule)
+        step = stages if schedule.micro_batches == "multiple_of_ranks" else 1
+        count = _least_padding(local, stages, step)
         size = math.ceil(local / count)
     _check_micro_batches(schedule, pp, stages, count)
     return count, size
 
 
-def _least_padding(local: int, stages: int, schedule: str) -> int:
+def _least_padding(local: int, stages: int, step: int) -> int:
     """Four micro-batches per stage, or the number between one and four that pads least (the more the better)."""
-    step = stages if schedule.startswith("interleaved") else 1
     candidates = range(stages, 4 * stages + 1, step)
     return min(candidates, key=lambda count: (count * math.ceil(local / count), -count))
 
 
-def _check_micro_batches(schedule: str, pp: int, stages: int, count: int) -> None:
+def _check_micro_batches(schedule: PipelineSchedule, pp: int, stages: int, count: int) -> None:
     if pp == 1:
         return
-    if schedule == "sequential" and count != 1:
+    if schedule.micro_batches == "one":
+        if count == 1:
+            return
+        others = schedules_where(lambda row: row.stages_per_rank == (1, 1) and row.micro_batches == "any")
         raise UserError(
-            f"schedule sequential takes one micro-batch per step, not {count}",
+            f"schedule {schedule.name} takes one micro-batch per step, not {count}",
             where="batch.micro_batches",
-            fix="strategy.schedule=gpipe or 1f1b, or leave batch.micro_size and batch.micro_batches auto",
+            fix=f"strategy.schedule={others}, or leave batch.micro_size and batch.micro_batches auto",
         )
-    if schedule != "sequential" and count < stages:
+    if count < stages:
         raise UserError(
             f"{count} micro-batches cannot fill {stages} pipeline stages",
             where="batch.micro_batches",
             fix=f"at least {stages} micro-batches per step: a smaller batch.micro_size or a larger batch.global_size",
         )
-    if schedule.startswith("interleaved") and count % pp:
+    if schedule.micro_batches == "multiple_of_ranks" and count % pp:
         raise UserError(
-            f"schedule {schedule} over {pp} ranks with {count} micro-batches",
+            f"schedule {schedule.name} needs a multiple of its {pp} ranks as micro-batches, not {count}",
             where="batch.micro_batches",
-            fix=f"a multiple of {pp}",
+            fix=f"batch.micro_batches={count - count % pp + pp}, a multiple of {pp}",
         )

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from math import ceil
 
 from hpc_train.config.schema import Config, GPTConfig, ModelConfig, OptimConfig, StrategyConfig, ViTConfig
-from hpc_train.plan.layout import ZERO, Layout
-from hpc_train.plan.stages import layer_counts, place_stages
-from hpc_train.plan.techniques import CARRYING, parse_recomputation
+from hpc_train.plan.compression import CARRYING
+from hpc_train.plan.layout import Layout
+from hpc_train.plan.recomputation import parse_recomputation
+from hpc_train.plan.stages import layer_counts
 
 GIB = 2**30
 NORMED = 4  # bytes of what norms take in: fp32 also where the rest is half as wide
@@ -57,12 +58,12 @@ def estimate(config: Config, layout: Layout) -> Memory | None:
 def _of_rank(config: Config, layout: Layout, pp_rank: int) -> Memory:
     width, narrow = _widths(config)
     parameters = _held_parameters(config, layout, pp_rank)
-    sharded = layout.data_parallel in ZERO and layout.dp > 1
+    sharded = layout.shards_state
     offload = config.strategy.offload
     share = parameters / layout.shard if sharded else parameters
     gathered = _gathered(config, layout, pp_rank, parameters) if sharded else parameters
     copies = gathered * narrow if sharded or narrow < width else 0.0  # autocast keeps its copies until the backward
-    whole_gradients = not sharded or (layout.data_parallel == "zero1" and layout.micro_batches > 1)
+    whole_gradients = not sharded or ("gradients" not in layout.kind.shards and layout.micro_batches > 1)
     moments = values_per_parameter(config.optim) * {"bf16": 2, "8bit": 1}.get(config.optim.moments, width)
     return Memory(
         parameters=copies + (0.0 if offload == "all" else share * width),
@@ -78,14 +79,14 @@ def _widths(config: Config) -> tuple[int, int]:
     return (8, 8) if name == "fp64" else (4, 2 if name in ("bf16", "fp16") else 4)
 
 
-def _layers_of_rank(config: Config, layout: Layout, pp_rank: int) -> int:
-    placement = place_stages(layout.pp, layout.stages_per_rank, layout.schedule)
+def _layers_of_rank(config: Config, layout: Layout, pp_rank: int) -> dict[int, int]:
+    """The number of layers of each stage of the rank."""
     counts = layer_counts(config.model.n_layers, layout.stages, config.strategy.pp_split if layout.pp > 1 else "even")
-    return sum(count for count, rank in zip(counts, placement, strict=True) if rank == pp_rank)
+    return {stage: counts[stage] for stage, rank in enumerate(layout.placement) if rank == pp_rank}
 
 
 def _has_head(layout: Layout, pp_rank: int) -> bool:
-    return pp_rank == place_stages(layout.pp, layout.stages_per_rank, layout.schedule)[-1]
+    return pp_rank == layout.placement[-1]
 
 
 def _held_parameters(config: Config, layout: Layout, pp_rank: int) -> float:
@@ -95,7 +96,8 @@ def _held_parameters(config: Config, layout: Layout, pp_rank: int) -> float:
     outside = count - config.model.n_layers * layer  # stem and head
     tied = getattr(config.model, "tied_embeddings", False)
     ends = (pp_rank == 0) + _has_head(layout, pp_rank)
-    return (_layers_of_rank(config, layout, pp_rank) * layer + outside * (1 if tied and ends else ends / 2)) / layout.tp
+    layers = sum(_layers_of_rank(config, layout, pp_rank).values())
+    return (layers * layer + outside * (1 if tied and ends else ends / 2)) / layout.tp
 
 
 def _layer_parameters(config: Config) -> int:
@@ -108,20 +110,22 @@ def _layer_parameters(config: Config) -> int:
 
 
 def _gathered(config: Config, layout: Layout, pp_rank: int, parameters: float) -> float:
-    """Parameters that are whole at one time: all of them, under ZeRO-3 two layers and what is no layer."""
-    if layout.data_parallel != "zero3":
+    """Parameters that are whole at one time: all, or where they are sharded two layers and what is no layer."""
+    if "parameters" not in layout.kind.shards:
         return parameters
-    layer, layers = _layer_parameters(config) / layout.tp, _layers_of_rank(config, layout, pp_rank)
+    layer, layers = _layer_parameters(config) / layout.tp, sum(_layers_of_rank(config, layout, pp_rank).values())
     return parameters - max(0, layers - 2) * layer
 
 
 def _activations(config: Config, layout: Layout, pp_rank: int, narrow: int) -> float:
     tokens = layout.micro_size * _tokens(config)
     every, kept = _layer_bytes(config, narrow)
-    layers, in_flight = _layers_of_rank(config, layout, pp_rank), _in_flight(layout, pp_rank)
+    of_stages = _layers_of_rank(config, layout, pp_rank)
+    layers = sum(of_stages.values())
     recomputed = _recomputed_layers(config, layers)
-    # of the layers that compute again, one at a time is whole
-    of_layers = in_flight * ((layers - recomputed) * every + recomputed * kept) + (every if recomputed else 0)
+    of_layer = ((layers - recomputed) * every + recomputed * kept) / max(1, layers)
+    in_flight = sum(count * layout.in_flight(stage) for stage, count in of_stages.items())  # layers x micro-batches
+    of_layers = in_flight * of_layer + (every if recomputed else 0)  # a layer that computes again is whole then
     logits = _logit_bytes(config, narrow) if _has_head(layout, pp_rank) else 0.0
     return tokens * (of_layers / layout.tp + logits)
 
@@ -152,15 +156,6 @@ def _layer_bytes(config: Config, narrow: int) -> tuple[float, float]:
 def _recomputed_layers(config: Config, layers: int) -> int:
     every = parse_recomputation(config.train.activation_checkpointing).every
     return ceil(layers / every) if every else 0
-
-
-def _in_flight(layout: Layout, pp_rank: int) -> int:
-    """Micro-batches whose activations wait for their backward."""
-    if layout.pp == 1:
-        return 1
-    if layout.schedule in ("gpipe", "interleaved_1f1b", "interleaved_zero_bubble"):
-        return layout.micro_batches
-    return min(layout.micro_batches, layout.pp if layout.schedule == "zbv" else layout.pp - pp_rank)
 
 
 def _logit_bytes(config: Config, narrow: int) -> float:

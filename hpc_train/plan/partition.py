@@ -2,8 +2,6 @@
 
 A block is the stem, a layer or the head. Every stage gets at least one, so the first may hold the stem alone and the
 last the head alone. Min-max partition of a sequence by dynamic programming over (stages, blocks).
-
-The share of a pipeline's step in which a rank computes nothing, in theory.
 """
 
 from __future__ import annotations
@@ -12,8 +10,6 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-
-from hpc_train.plan.layout import SPLIT_BACKWARD, Layout
 
 Fits = Callable[[int, range], bool]  # whether a stage may hold these blocks
 _Price = Callable[[int, range], float | None]  # of a stage with these blocks; None: it may not hold them
@@ -96,15 +92,6 @@ def blocks_of(layers: Sequence[range]) -> tuple[range, ...]:
     return tuple(range(first, end) for first, end in pairwise(cuts))
 
 
-def in_flight(schedule: str, stage: int, stages: int, micro_batches: int) -> int:
-    """Micro-batches whose activations a stage holds at a time, at most.
-
-    ``1f1b``: Narayanan et al. 2021, arXiv:2104.04473. An upper bound for schedules with several stages per rank.
-    """
-    most = {"sequential": 1, "gpipe": micro_batches, "1f1b": stages - stage}
-    return min(micro_batches, most.get(schedule, stages))
-
-
 def predict(
     seconds: Sequence[float], blocks: Sequence[range], placement: Sequence[int], micro_batches: int
 ) -> Prediction:
@@ -124,17 +111,3 @@ def predict(
     slowest, total = max(of_rank), sum(of_rank)
     step_s = micro_batches * slowest + (total - slowest) * ranks / len(stage_s)
     return Prediction(stage_s, step_s, 1 - micro_batches * total / (ranks * step_s))
-
-
-def ideal_bubble(layout: Layout) -> float:
-    """With equal stages, messages that take no time, and all ranks waiting for each other after every step.
-
-    For p ranks with v stages each and m micro-batches the pipeline fills and drains in p - 1 forwards and backwards:
-    (p - 1) / (m + p - 1) with one stage per rank (GPipe, arXiv:1811.06965, section 2.3; 1F1B is the same),
-    (p - 1) / (v m + p - 1) with v (arXiv:2104.04473, section 2.2). Zero-bubble schedules compute the gradients of
-    weights meanwhile, and where these take as long as a forward and as the gradients of inputs, a third of it is left:
-    (p - 1) / (3 v m + p - 1), from (p - 1) (TF + TB - TW) in arXiv:2401.10241, table 2.
-    """
-    waiting = layout.pp - 1
-    parts = 3 if layout.schedule in SPLIT_BACKWARD else 1
-    return waiting / (parts * layout.stages_per_rank * layout.micro_batches + waiting)

@@ -9,6 +9,7 @@ import math
 
 from hpc_train.config.schema import BatchConfig, Config
 from hpc_train.errors import UserError
+from hpc_train.plan.techniques import find_kind
 
 ANY_WORLD_SIZE = "any_world_size"
 AUTO = 8  # logical micro-batches: as many ranks as a node has GPUs
@@ -34,7 +35,7 @@ def divide(config: Config, dp: int) -> tuple[int, int, int]:
 
 def check_reproducible(config: Config, pp: int, tp: int) -> None:
     """Raises UserError where the weights would depend on the number of ranks, with the reason."""
-    kind = config.strategy.data_parallel
+    kind = find_kind(config.strategy.data_parallel)
     if pp > 1 or tp > 1:
         raise UserError(
             f"{'a pipeline' if pp > 1 else 'tensor parallelism'} computes a layer's sums in parts that depend on how "
@@ -42,9 +43,9 @@ def check_reproducible(config: Config, pp: int, tp: int) -> None:
             where=f"strategy.pp={pp}, strategy.tp={tp}, {_WHERE}",
             fix="strategy=single or dp, or train.reproducible=null",
         )
-    if kind not in ("ddp", "reduce"):
+    if not kind.reproducible:
         raise UserError(
-            f"{kind} reduces gradients in an order that depends on the number of ranks",
+            f"{kind.name} reduces gradients in an order that depends on the number of ranks",
             where=f"strategy.data_parallel, {_WHERE}",
             fix="strategy=single or dp, or train.reproducible=null",
         )

@@ -1,4 +1,4 @@
-"""How many layers each pipeline stage has where no profile says it, and which rank holds which stage. No torch."""
+"""How many layers each pipeline stage has where no profile says it. No torch."""
 
 from __future__ import annotations
 
@@ -24,14 +24,6 @@ def layer_counts(n_layers: int, stages: int, split: Any = "even") -> list[int]:
     for stage in [*middle, 0, stages - 1][: n_layers % stages]:
         counts[stage] += 1
     return counts
-
-
-def place_stages(pp: int, stages_per_rank: int, schedule: str) -> tuple[int, ...]:
-    """The pp rank of each stage: in a loop (stage % pp), or there and back again (a V) for ``zbv``."""
-    stages = range(pp * stages_per_rank)
-    if schedule == "zbv":
-        return tuple(min(stage, 2 * pp - 1 - stage) for stage in stages)
-    return tuple(stage % pp for stage in stages)
 
 
 def check_split(split: Any, layers: int | None, stages: int) -> None:

@@ -1,102 +1,373 @@
-"""``strategy.compression``: what goes with it, and why the rest does not.
+"""What each pipeline schedule and each data-parallel kind is. No torch.
 
-``train.activation_checkpointing``: what of a forward is computed again in the backward, and in which layers.
+A row of ``SCHEDULES`` or ``KINDS`` is the only place that states these facts. A user's package adds a row by import
+path; see ``extensions``.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal, get_args
 
-from hpc_train.config.schema import Config
-from hpc_train.errors import UserError
+from hpc_train.errors import UserError, nearest
+from hpc_train.plan.extensions import IMPORT_PATH, is_import_path, load_row
 
-COMPRESSION = ("none", "fp16", "bf16", "powersgd", "topk", "auto")
-CARRYING = ("powersgd", "topk", "auto")  # what they do not send is added to the next gradient
-_WHERE = "strategy.compression"
-
-
-def check_compression(config: Config, tp: int) -> None:
-    """Raises UserError where gradients of several replicas cannot be compressed as asked, with the reason."""
-    strategy, technique = config.strategy, config.strategy.compression
-    if technique == "none":
-        return
-    if strategy.data_parallel not in ("ddp", "reduce"):
-        raise UserError(
-            f"{strategy.data_parallel} scatters gradients as FSDP sums them: no rank has a whole one to compress",
-            where=f"strategy.data_parallel, {_WHERE}",
-            fix=f"strategy.data_parallel=reduce, or {_WHERE}=none",
-        )
-    if config.train.reproducible is not None:
-        raise UserError(
-            "what is left out of a compressed gradient depends on how many ranks share the batch, and so would the "
-            "bits of the weights",
-            where=f"{_WHERE}, train.reproducible",
-            fix=f"{_WHERE}=none, or train.reproducible=null",
-        )
-    if technique in CARRYING:
-        _check_carried(config, tp)
-
-
-def _check_carried(config: Config, tp: int) -> None:
-    """For techniques that carry what they did not send to the next step."""
-    strategy, technique = config.strategy, config.strategy.compression
-    if tp > 1:
-        raise UserError(
-            f"under tensor parallelism a rank has slices of gradients; what {technique} carries of them would not fit "
-            "another layout",
-            where=f"{_WHERE}, strategy.tp",
-            fix=f"{_WHERE}=bf16 or none, or strategy.tp=1",
-        )
-    if config.precision.name == "fp16":
-        raise UserError(
-            f"what {technique} carries to the next step is in units of the loss scale, which changes",
-            where=f"{_WHERE}, precision",
-            fix=f"precision=bf16, or {_WHERE}=fp16",
-        )
-    twice = technique in ("topk", "auto") and config.optim.name == "sgd" and config.optim.momentum
-    if twice and strategy.compression_momentum:
-        raise UserError(
-            f"momentum would count twice: {strategy.compression_momentum:g} before the sum over the replicas and "
-            f"{config.optim.momentum:g} after it",
-            where="strategy.compression_momentum, optim.momentum",
-            fix="optim.momentum=0 (the correction takes its place), or strategy.compression_momentum=0",
-        )
-
-
-KEY = "train.activation_checkpointing"
-MODES = ("none", "full", "selective", "ops")
-SELECTIVE_EVERY = 2  # layers, where ``selective`` says no number
+Placement = Literal["linear", "looped", "v"]
+MicroBatches = Literal["one", "any", "multiple_of_ranks"]
+State = Literal["parameters", "gradients", "optimizer"]
+BucketSearch = Literal["never", "without_pipeline", "always"]
 
 
 @dataclass(frozen=True)
-class Recomputation:
-    """In every ``every``-th layer (by its global number, from 0 on; 0: in none).
+class PipelineShape:
+    """The size of a pipeline: its ranks, the stages of each rank, and the micro-batches of a step."""
+
+    ranks: int
+    stages_per_rank: int
+    micro_batches: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSchedule:
+    """One pipeline schedule. Every fact is required.
 
     Attributes:
-        keep_products: results of matrix products and attention are kept, and only the rest is computed again.
+        name: used in messages.
+        torch_class: ``module:attribute`` of a subclass of torch's ``PipelineScheduleSingle`` or
+            ``PipelineScheduleMulti``, imported on workers only.
+        stages_per_rank: the fewest and the most stages of a rank.
+        placement: ``linear`` (one stage per rank), ``looped`` (stage s on rank s % ranks) or ``v`` (from the first rank
+            to the last one and back).
+        micro_batches: ``one``, ``any`` (at least one per stage), or ``multiple_of_ranks`` (the same, and a multiple of
+            the number of ranks).
+        data_parallel: the kinds with which its gradients are right. A kind's own row may name this schedule instead.
+        data_parallel_reason: why gradients are wrong with other kinds, as the end of a sentence.
+        in_flight: of a shape and a rank, how many micro-batches each stage of the rank (in ascending order) keeps
+            activations of at the moment when the rank keeps most.
+        bubble: the share of a step in which a rank computes nothing, where stages are equal, messages take no time, and
+            the gradients of inputs and of weights each take as long as a forward.
+        splits_backward: whether the gradients of inputs and of weights are computed at different times.
+        compiles: whether it goes with ``train.compile``.
+        ops_checkpointing: whether it goes with ``train.activation_checkpointing=ops``.
+        auto: why ``strategy.schedule=auto`` takes it; None: it does not. Later rows of the table come first.
     """
 
-    every: int = 0
-    keep_products: bool = False
+    name: str
+    torch_class: str
+    stages_per_rank: tuple[int, int]
+    placement: Placement
+    micro_batches: MicroBatches
+    data_parallel: tuple[str, ...]
+    data_parallel_reason: str
+    in_flight: Callable[[PipelineShape, int], tuple[int, ...]]
+    bubble: Callable[[PipelineShape], float]
+    splits_backward: bool
+    compiles: bool
+    ops_checkpointing: bool
+    auto: str | None
 
-    def applies_to(self, layer: int) -> bool:
-        return self.every > 0 and layer % self.every == 0
+    def __post_init__(self) -> None:
+        least, most = self.stages_per_rank
+        one_pass = self.splits_backward and (self.compiles or self.ops_checkpointing)
+        shape = PipelineShape(2, least, 1 if self.micro_batches == "one" else 4 * least)
+        _refuse(
+            self.name,
+            {
+                f"torch_class is {self.torch_class!r}, not module:attribute": not _is_path(self.torch_class),
+                f"placement is {self.placement!r}": self.placement not in get_args(Placement),
+                f"micro_batches is {self.micro_batches!r}": self.micro_batches not in get_args(MicroBatches),
+                f"stages_per_rank is {self.stages_per_rank}": not 1 <= least <= most,
+                "placement linear has one stage per rank": self.placement == "linear" and most > 1,
+                "placement v has two stages per rank": self.placement == "v" and (least, most) != (2, 2),
+                "data_parallel names no kind": not self.data_parallel,
+                "a split backward goes with neither compiles nor ops_checkpointing": one_pass,
+            },
+        )
+        counts, share = self.in_flight(shape, 0), self.bubble(shape)
+        _refuse(
+            self.name,
+            {
+                f"in_flight returns {counts} for {least} stages of a rank": len(counts) != least or min(counts) < 1,
+                f"bubble returns {share}, which is no share": not 0 <= share < 1,
+            },
+        )
+
+    def place(self, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+        """The pipeline rank of each stage."""
+        stages = range(ranks * stages_per_rank)
+        if self.placement == "v":
+            return tuple(min(stage, 2 * ranks - 1 - stage) for stage in stages)
+        return tuple(stage % ranks for stage in stages)
 
 
-def parse_recomputation(text: str) -> Recomputation:
+@dataclass(frozen=True, kw_only=True)
+class DataParallelKind:
+    """One way to keep data-parallel ranks in step. Every fact is required.
+
+    Attributes:
+        name: used in messages.
+        replicas: ``module:attribute`` of the class with the methods of ``hpc_train.parallel.replicas.Replicas``,
+            imported on workers only and called as ``make_replicas`` calls it.
+        sharder: ``module:attribute`` of the function that shards the model before it gets its values, with the
+            signature of ``hpc_train.parallel.fsdp.shard``; None where nothing is sharded.
+        shards: which of ``parameters``, ``gradients`` and ``optimizer`` are sharded between two micro-batches.
+        casts_parameters: whether the forward computes with parameters in the compute type, without autocast's copies.
+        schedules: pipeline schedules with which its gradients are right, besides those whose rows name this kind.
+        tensor_parallel: whether it reduces the gradients of tensor-parallel parameters.
+        compressed_as: the kind that sums compressed gradients in its place, perhaps itself; None: it cannot compress.
+        debugged_as: the kind that takes its place under ``train.debug``; None: itself.
+        offloads: the words of ``strategy.offload`` that it goes with, besides ``none``.
+        reproducible: whether ``train.reproducible`` may replace its reduction by a tree.
+        bucket_search: where it goes with ``strategy.bucket_cap_mb=auto``: ``never``, ``without_pipeline``, ``always``.
+        static_graph: whether it goes with ``strategy.static_graph``.
+        waits_in_backward: whether the backward waits for the reduction in C++, where Python cannot time it.
     """
-    Raises:
-        UserError: it is none of ``MODES``, nor ``selective:N``.
-    """
-    selective = re.fullmatch(r"selective(?::([1-9]\d*))?", text)
-    if selective:
-        return Recomputation(int(selective[1] or SELECTIVE_EVERY))
-    if text in MODES:
-        return Recomputation(0 if text == "none" else 1, keep_products=text == "ops")
-    raise UserError(
-        f"activation checkpointing {text!r} is unknown",
-        where=KEY,
-        fix="none, full, selective (every second layer), selective:N (every N-th) or ops (all but matrix products "
-        "and attention)",
+
+    name: str
+    replicas: str
+    sharder: str | None
+    shards: frozenset[State]
+    casts_parameters: bool
+    schedules: tuple[str, ...]
+    tensor_parallel: bool
+    compressed_as: str | None
+    debugged_as: str | None
+    offloads: tuple[str, ...]
+    reproducible: bool
+    bucket_search: BucketSearch
+    static_graph: bool
+    waits_in_backward: bool
+
+    def __post_init__(self) -> None:
+        unknown = {*self.shards} - {*get_args(State)}
+        offloaded = "all" in self.offloads and not {"gradients", "optimizer"} <= self.shards
+        _refuse(
+            self.name,
+            {
+                f"replicas is {self.replicas!r}, not module:attribute": not _is_path(self.replicas),
+                f"sharder is {self.sharder!r}, not module:attribute": self.sharder and not _is_path(self.sharder),
+                f"shards names {', '.join(sorted(unknown))}": unknown,
+                "shards and sharder are given together or not at all": bool(self.shards) != bool(self.sharder),
+                f"offloads is {self.offloads}": {*self.offloads} - {"optimizer", "all"},
+                "offloads names all, but the gradients are not sharded": offloaded,
+                "gradients that are sharded cannot be compressed": "gradients" in self.shards and self.compressed_as,
+                "sharded state is reduced in no tree: reproducible must be False": self.shards and self.reproducible,
+                f"bucket_search is {self.bucket_search!r}": self.bucket_search not in get_args(BucketSearch),
+            },
+        )
+
+
+def _is_path(text: str) -> bool:
+    return IMPORT_PATH.fullmatch(text) is not None
+
+
+def _refuse(name: str, wrong: dict[str, object]) -> None:
+    """Raises ValueError with the first sentence of ``wrong`` whose value is true."""
+    for sentence, holds in wrong.items():
+        if holds:
+            raise ValueError(f"row {name!r}: {sentence}")
+
+
+def _filled(shape: PipelineShape, forwards: int) -> tuple[int, ...]:
+    """Forwards of each stage of a rank after the first ``forwards``: a rank's stages take turns of ``ranks`` each."""
+    turn, stages = shape.ranks, range(shape.stages_per_rank)
+    forwards = min(forwards, len(stages) * shape.micro_batches)
+    rounds, rest = divmod(forwards, turn * len(stages))
+    return tuple(rounds * turn + min(turn, max(0, rest - stage * turn)) for stage in stages)
+
+
+def _interleaved_in_flight(shape: PipelineShape, rank: int) -> tuple[int, ...]:
+    return _filled(shape, (shape.stages_per_rank - 1) * shape.ranks + 2 * (shape.ranks - 1 - rank) + 1)
+
+
+def _bubble(shape: PipelineShape) -> float:
+    """(p - 1) / (v m + p - 1): GPipe, arXiv:1811.06965, section 2.3, and interleaved, arXiv:2104.04473, section 2.2."""
+    waiting = shape.ranks - 1
+    return waiting / (shape.stages_per_rank * shape.micro_batches + waiting)
+
+
+def _zero_bubble(shape: PipelineShape) -> float:
+    """A third of it: (p - 1) (TF + TB - TW) in arXiv:2401.10241, table 2; gradients of weights fill the rest."""
+    waiting = shape.ranks - 1
+    return waiting / (3 * shape.stages_per_rank * shape.micro_batches + waiting)
+
+
+_TORCH = "torch.distributed.pipelining.schedules"
+_ASSUMED = "where stages are equal and messages between them take no time"
+
+_GPIPE = PipelineSchedule(
+    name="gpipe",
+    torch_class=f"{_TORCH}:ScheduleGPipe",
+    stages_per_rank=(1, 1),
+    placement="linear",
+    micro_batches="any",
+    data_parallel=("ddp", "allreduce", "zero1", "zero2", "zero3"),
+    data_parallel_reason="it was not compared with one process",
+    in_flight=lambda shape, _: (shape.micro_batches,),
+    bubble=_bubble,
+    splits_backward=False,
+    compiles=True,
+    ops_checkpointing=True,
+    auto=None,
+)
+_INTERLEAVED = replace(
+    _GPIPE,
+    name="interleaved_1f1b",
+    torch_class=f"{_TORCH}:ScheduleInterleaved1F1B",
+    stages_per_rank=(2, 64),
+    placement="looped",
+    micro_batches="multiple_of_ranks",
+    in_flight=_interleaved_in_flight,
+    auto=f"several stages per rank make its bubble the smallest, (p - 1) / (v m + p - 1) {_ASSUMED}",
+)
+# ``auto`` takes no zero-bubble schedule: torch runs their backward as two graphs, and only a measurement says whether
+# the smaller bubble pays for that. The hooks of DDP and of resharding FSDP give wrong gradients there without an error;
+# the kind ``allreduce`` does not rely on hooks, so it serves every schedule.
+_ZERO_BUBBLE = replace(
+    _INTERLEAVED,
+    name="interleaved_zero_bubble",
+    torch_class=f"{_TORCH}:ScheduleInterleavedZeroBubble",
+    data_parallel=("allreduce", "zero1", "zero2"),
+    data_parallel_reason="a split backward runs the hooks of DDP and of resharding FSDP at the wrong time "
+    "(pytorch#144530)",
+    in_flight=lambda shape, _: _filled(shape, shape.stages_per_rank * shape.ranks),
+    bubble=_zero_bubble,
+    splits_backward=True,
+    compiles=False,
+    ops_checkpointing=False,
+    auto=None,
+)
+
+AUTO = "auto"
+SCHEDULES: dict[str, PipelineSchedule] = {
+    row.name: row
+    for row in (
+        replace(  # a stage computes while the others wait
+            _GPIPE, name="sequential", micro_batches="one", auto="one micro-batch leaves nothing to overlap"
+        ),
+        _GPIPE,
+        replace(
+            _GPIPE,
+            name="1f1b",  # Narayanan et al. 2021, arXiv:2104.04473
+            torch_class=f"{_TORCH}:Schedule1F1B",
+            in_flight=lambda shape, rank: (min(shape.micro_batches, shape.ranks - rank),),
+            auto=f"the bubble of gpipe, (p - 1) / (m + p - 1) {_ASSUMED}, with the activations of at most p "
+            "micro-batches",
+        ),
+        _INTERLEAVED,
+        _ZERO_BUBBLE,
+        replace(
+            _ZERO_BUBBLE,
+            name="zbv",
+            torch_class=f"{_TORCH}:ScheduleZBVZeroBubble",
+            stages_per_rank=(2, 2),
+            placement="v",
+            micro_batches="any",
+            in_flight=lambda shape, rank: (2 * shape.ranks - 1 - rank, 1 + rank),
+        ),
     )
+}
+
+_REPLICAS = "hpc_train.parallel.replicas"
+_DDP = DataParallelKind(
+    name="ddp",
+    replicas=f"{_REPLICAS}:DDPReplicas",
+    sharder=None,
+    shards=frozenset(),
+    casts_parameters=False,
+    schedules=(),
+    tensor_parallel=False,
+    compressed_as="allreduce",
+    debugged_as="allreduce",  # torch 2.13's DDP dies of a SIGSEGV when collectives are compared over the ranks
+    offloads=("optimizer",),
+    reproducible=True,
+    bucket_search="without_pipeline",  # its buckets cannot change once a schedule holds it
+    static_graph=True,
+    waits_in_backward=True,
+)
+_ALLREDUCE = replace(  # sums gradients in buckets during the last backward, or after it; see parallel/reduction.py
+    _DDP,
+    name="allreduce",
+    replicas=f"{_REPLICAS}:AllReduceReplicas",
+    tensor_parallel=True,
+    debugged_as=None,
+    bucket_search="always",
+    static_graph=False,
+    waits_in_backward=False,
+)
+_ZERO1 = replace(
+    _ALLREDUCE,
+    name="zero1",
+    replicas=f"{_REPLICAS}:Sharded",
+    sharder="hpc_train.parallel.fsdp:shard",
+    shards=frozenset({"optimizer"}),
+    casts_parameters=True,
+    compressed_as=None,
+    reproducible=False,
+    bucket_search="never",
+)
+_ZERO2 = replace(_ZERO1, name="zero2", shards=frozenset({"gradients", "optimizer"}), offloads=("optimizer", "all"))
+_ZERO3 = replace(_ZERO2, name="zero3", shards=frozenset({"parameters", "gradients", "optimizer"}))
+
+KINDS: dict[str, DataParallelKind] = {row.name: row for row in (_DDP, _ALLREDUCE, _ZERO1, _ZERO2, _ZERO3)}
+TREE = replace(_ALLREDUCE, name="tree", bucket_search="never")  # what train.reproducible puts in place of a kind
+
+
+@cache
+def find_schedule(name: str) -> PipelineSchedule:
+    """The row of ``strategy.schedule=name``, a built-in name or an import path.
+
+    Raises:
+        UserError: there is no such row, or a fact of it is missing or contradicts another.
+    """
+    key = "strategy.schedule"
+    if name in SCHEDULES:
+        return SCHEDULES[name]
+    if not is_import_path(name):
+        raise UserError(f"{key} is {name!r}", where=key, fix=nearest(name, (AUTO, *SCHEDULES)))
+    row: PipelineSchedule = load_row(name, key, PipelineSchedule)
+    for kind in row.data_parallel:
+        _known(row.name, "data_parallel", kind, KINDS, f"{key}={name}")
+    if row.auto is not None:
+        raise UserError(
+            f"row {row.name!r}: auto chooses among the built-in schedules only", where=f"{key}={name}", fix="auto=None"
+        )
+    return row
+
+
+@cache
+def find_kind(name: str) -> DataParallelKind:
+    """The row of ``strategy.data_parallel=name``, a built-in name or an import path.
+
+    Raises:
+        UserError: there is no such row, or a fact of it is missing or contradicts another.
+    """
+    key = "strategy.data_parallel"
+    if name in KINDS:
+        return KINDS[name]
+    if not is_import_path(name):
+        raise UserError(f"{key} is {name!r}", where=key, fix=nearest(name, tuple(KINDS)))
+    row: DataParallelKind = load_row(name, key, DataParallelKind)
+    for schedule in row.schedules:
+        _known(row.name, "schedules", schedule, SCHEDULES, f"{key}={name}")
+    for fact, kind in (("compressed_as", row.compressed_as), ("debugged_as", row.debugged_as)):
+        if kind is not None:
+            _known(row.name, fact, kind, KINDS, f"{key}={name}")
+    return row
+
+
+def _known(row: str, fact: str, name: str, table: Iterable[str], where: str) -> None:
+    if name not in table and not is_import_path(name):
+        raise UserError(f"row {row!r}: {fact} names {name!r}", where=where, fix=nearest(name, tuple(table)))
+
+
+def schedules_where(holds: Callable[[PipelineSchedule], bool]) -> str:
+    """The names of the built-in schedules for which ``holds``, as a message lists them."""
+    return " or ".join(row.name for row in SCHEDULES.values() if holds(row))
+
+
+def kinds_where(holds: Callable[[DataParallelKind], bool]) -> str:
+    """The names of the built-in data-parallel kinds for which ``holds``, as a message lists them."""
+    return " or ".join(row.name for row in KINDS.values() if holds(row))

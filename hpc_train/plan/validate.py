@@ -15,18 +15,18 @@ from typing import Any
 from hpc_train.config.schema import Config, GPTConfig, SyntheticDataConfig, ViTConfig
 from hpc_train.config.values import check_profiled_steps, node_range, parse_hang_timeout, parse_save_every
 from hpc_train.errors import UserError, nearest
+from hpc_train.plan.compression import COMPRESSION
 from hpc_train.plan.inputs import check_inputs, check_profile
-from hpc_train.plan.layout import AUTO, DATA_PARALLEL, SCHEDULES, SPLITS, Layout, resolve_layout
+from hpc_train.plan.layout import SPLITS, Layout, resolve_layout
+from hpc_train.plan.recomputation import parse_recomputation
 from hpc_train.plan.reproducible import ANY_WORLD_SIZE
-from hpc_train.plan.techniques import COMPRESSION, parse_recomputation
+from hpc_train.plan.techniques import AUTO, find_kind, find_schedule, kinds_where
 
 ALLOWED: dict[str, tuple[str, ...]] = {
     "cluster.kind": ("auto", "local", "slurm"),
     "cluster.preflight": ("quick", "full", "off"),
     "cluster.preflight_action": ("warn", "stop"),
     "cluster.container.runtime": ("auto", "apptainer", "pyxis"),
-    "strategy.data_parallel": DATA_PARALLEL,
-    "strategy.schedule": (AUTO, *SCHEDULES),
     "strategy.compression": COMPRESSION,
     "model.loss": ("cross_entropy", "mse"),
     "data.task": ("tokens", "images"),
@@ -144,6 +144,9 @@ def check_values(config: Config) -> None:
 
 def _check_lists(config: Config) -> None:
     betas, split = config.optim.betas, config.strategy.pp_split
+    find_kind(config.strategy.data_parallel)
+    if config.strategy.schedule != AUTO:
+        find_schedule(config.strategy.schedule)
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise UserError(f"betas are {list(betas)}", where="optim.betas", fix="two numbers, 0 or more and below 1")
     numbers = isinstance(split, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in split)
@@ -261,17 +264,19 @@ def _check_tensor_parallel(config: Config, layout: Layout) -> None:
 
 def _check_pieces(config: Config, layout: Layout) -> None:
     """What the engines cannot do together."""
-    if config.strategy.static_graph and layout.data_parallel != "ddp":
+    kind = layout.kind
+    if config.strategy.static_graph and not kind.static_graph:
         raise UserError(
-            f"static_graph is DDP's; the replicas here are kept in step by {layout.data_parallel}",
+            f"the data-parallel kind {kind.name} knows no static graph",
             where="strategy.static_graph",
-            fix="strategy.static_graph=false, or strategy.data_parallel=ddp",
+            fix=f"strategy.static_graph=false, or strategy.data_parallel={kinds_where(lambda row: row.static_graph)}",
         )
-    if config.strategy.bucket_cap_mb == "auto" and layout.pp > 1 and layout.data_parallel == "ddp":
+    if config.strategy.bucket_cap_mb == "auto" and layout.pp > 1 and kind.bucket_search == "without_pipeline":
         raise UserError(
-            "the buckets of DDP cannot change once a pipeline's schedule holds it",
+            f"the buckets of {kind.name} cannot change once a pipeline's schedule holds the module",
             where="strategy.bucket_cap_mb",
-            fix="strategy.data_parallel=reduce, or strategy.bucket_cap_mb=25",
+            fix=f"strategy.data_parallel={kinds_where(lambda row: row.bucket_search == 'always')}, or "
+            "strategy.bucket_cap_mb=25",
         )
     short = isinstance(config.data, SyntheticDataConfig) and config.data.samples < config.batch.global_size
     if short and config.batch.drop_last:
@@ -296,9 +301,6 @@ def _get(config: Config, key: str) -> Any:
     for name in key.split("."):
         value = getattr(value, name, None)
     return value
-
-
-OFFLOADS_ALL = ("zero2", "zero3")
 
 
 def check_savers(config: Config, layout: Layout) -> None:
@@ -334,18 +336,29 @@ def _check_loss_chunks(config: Config, layout: Layout) -> None:
 
 
 def _check_offload(config: Config, layout: Layout) -> None:
-    if config.strategy.offload != "all":
+    offload, kind = config.strategy.offload, layout.kind
+    if offload == "none":
         return
-    fix = "strategy.offload=optimizer, which goes with every strategy, or strategy=zero2 or zero3"
-    if layout.dp == 1 or layout.data_parallel not in OFFLOADS_ALL:
+    if offload == "optimizer":
+        if layout.dp > 1 and offload not in kind.offloads:
+            raise UserError(
+                f"the data-parallel kind {kind.name} does not go with an optimizer in host memory",
+                where="strategy.offload",
+                fix="strategy.offload=none",
+            )
+        return
+    others = kinds_where(lambda row: offload in row.offloads)
+    fix = f"strategy.offload=optimizer, which goes with every strategy, or strategy={others}"
+    if layout.dp == 1 or offload not in kind.offloads:
         raise UserError(
-            "parameters are in host memory only where they are gathered for each step, by ZeRO-2 or ZeRO-3",
+            f"parameters can be in host memory only where they are gathered for each step, by {others}",
             where="strategy.offload",
             fix=fix,
         )
     if layout.pp > 1 or layout.tp > 1:
         raise UserError(
-            "tensor-parallel ranks and pipeline stages with tied weights exchange gradients, which the host's cannot",
+            "tensor-parallel ranks and pipeline stages with tied weights exchange gradients, and gradients in host "
+            "memory cannot be exchanged",
             where="strategy.offload",
             fix=fix,
         )

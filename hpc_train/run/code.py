@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -59,7 +60,8 @@ def take(configs: Sequence[Config], into: Path, directory: Path | None = None) -
     names = [name for name in listed if not is_secret_file(name)]
     _check_size(root, names)
     owners = [owner for each in configs for owner in (each.model, each.data) if owner.kind == "custom"]
-    for target in {owner._target_ for owner in owners}:
+    rows = [name for each in configs for name in (each.strategy.schedule, each.strategy.data_parallel) if ":" in name]
+    for target in {*rows, *(owner._target_ for owner in owners)}:
         _check_target(target, root, names)
     contents = {name: _read(root / name) for name in names}
     modes = _modes(root, names)
@@ -196,7 +198,7 @@ def _import_paths(here: Path, root: Path) -> list[Path]:
 def _check_target(target: str, root: Path, names: Collection[str]) -> None:
     """Raises UserError where the user's module is found in the work tree now and will not be in the snapshot."""
     try:
-        spec = importlib.util.find_spec(target.partition(".")[0])
+        spec = importlib.util.find_spec(re.split(r"[.:]", target)[0])
     except (ImportError, ValueError):
         return
     origin = None if spec is None else spec.origin or next(iter(spec.submodule_search_locations or ()), None)

@@ -37,7 +37,7 @@ class Measures:
 
     def __init__(self, config: Config, mesh: Mesh, first_of_node: bool) -> None:
         self._mesh = mesh
-        self._ddp = mesh.layout.dp > 1 and mesh.layout.data_parallel == "ddp"
+        self._ddp = mesh.layout.dp > 1 and mesh.layout.kind.waits_in_backward
         # the functional collectives of tensor parallelism inside compiled layers are not seen
         self._sees_communication = mesh.layout.world_size > 1 and not (mesh.layout.tp > 1 and config.train.compile)
         self.clock = StepClock(mesh.device)

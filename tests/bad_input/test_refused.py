@@ -81,7 +81,7 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["strategy=tp", "strategy.tp=3"], "tensor parallelism"),
     (["strategy=tp", "data.sequence_length=255"], "data.sequence_length"),
     (["strategy=tp", "model.n_kv_heads=1"], "model.n_kv_heads"),
-    (["strategy=tp", "strategy.data_parallel=ddp"], "reduce or zero2"),
+    (["strategy=tp", "strategy.data_parallel=ddp"], "allreduce or zero1"),
     (["strategy=hybrid", "strategy.schedule=zbv"], "stages_per_rank=2"),
     (["strategy=hybrid", "strategy.schedule=zbv", "strategy.stages_per_rank=2"], "pytorch#144530"),
     (["strategy=hybrid", "model.n_layers=1"], "cannot be cut"),

@@ -29,8 +29,8 @@ from hpc_train.config.schema import (
 )
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.models.gpt import GPT
-from hpc_train.plan.layout import STAGES_PER_RANK, Layout, resolve_layout
-from hpc_train.plan.partition import ideal_bubble
+from hpc_train.plan.layout import Layout, resolve_layout
+from hpc_train.plan.techniques import SCHEDULES as ROWS
 from tests.ranks import run_ranks
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv")
@@ -80,7 +80,7 @@ class Sleeping(GPT):
 
 
 def config_of(schedule: str, ranks: int, seconds: float) -> Config:
-    stages = max(1, min(2, STAGES_PER_RANK[schedule][1]))
+    stages = max(1, min(2, ROWS[schedule].stages_per_rank[1]))
     return Config(
         strategy=StrategyConfig(pp=ranks, schedule=schedule, stages_per_rank=stages),
         model=CustomModelConfig(
@@ -118,7 +118,7 @@ def compare(schedule: str, ranks: int, seconds: float, steps: int = 3) -> tuple[
     """Measured, the mean over the ranks in the step that was disturbed least, and in theory."""
     found = run_ranks(ranks, measure, schedule, seconds, steps, timeout=300)
     of_steps = zip(*(shares for shares, _ in found), strict=True)
-    return min(map(statistics.mean, of_steps)), ideal_bubble(found[0][1])
+    return min(map(statistics.mean, of_steps)), found[0][1].bubble_share
 
 
 def main() -> None:

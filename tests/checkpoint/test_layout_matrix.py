@@ -38,7 +38,7 @@ COMMON = (  # ten samples are no multiple of four ranks, and the fifth step ends
     "precision=fp64", "model.dropout=0", "batch.global_size=10", "data.samples=44", f"train.steps={END}",
 )  # fmt: skip
 KINDS = ("untied", "tied")
-REDUCE, TWO_STAGES = "strategy.data_parallel=reduce", "strategy.stages_per_rank=2"
+REDUCE, TWO_STAGES = "strategy.data_parallel=allreduce", "strategy.stages_per_rank=2"
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "single": (1, ("+strategy=single",)),
     "dp4": (4, ("+strategy=dp",)),

@@ -22,7 +22,8 @@ from hpc_train.config.schema import (
     ViTConfig,
 )
 from hpc_train.errors import UserError
-from hpc_train.plan.layout import DATA_PARALLEL, SCHEDULES, STAGES_PER_RANK, ZERO, Layout
+from hpc_train.plan.layout import Layout
+from hpc_train.plan.techniques import KINDS, SCHEDULES
 from hpc_train.plan.validate import validate
 
 MODELS = ("gpt", "gpt-tied", "vit")
@@ -162,16 +163,16 @@ def _strategies(world_size: int) -> Iterator[dict[str, Any]]:
     for pp in _divisors(world_size):
         for tp in _divisors(world_size // pp):
             dp = world_size // pp // tp
-            for data_parallel in DATA_PARALLEL if dp > 1 else DATA_PARALLEL[:1]:
+            for data_parallel in KINDS if dp > 1 else ("ddp",):
                 for schedule in SCHEDULES if pp > 1 else (None,):
                     yield from _shards({"dp": dp, "pp": pp, "tp": tp, "data_parallel": data_parallel}, schedule)
 
 
 def _shards(strategy: dict[str, Any], schedule: str | None) -> Iterator[dict[str, Any]]:
     if schedule is not None:
-        strategy = strategy | {"schedule": schedule, "stages_per_rank": STAGES_PER_RANK[schedule][0]}
+        strategy = strategy | {"schedule": schedule, "stages_per_rank": SCHEDULES[schedule].stages_per_rank[0]}
     yield strategy
-    if strategy["dp"] > 2 and strategy["data_parallel"] in ZERO:
+    if strategy["dp"] > 2 and KINDS[strategy["data_parallel"]].shards:
         yield strategy | {"shard": 2}
 
 

@@ -51,10 +51,10 @@ def pipeline(**strategy: Any) -> Cell:
     "cell",
     [
         Cell(2, strategy={"dp": 2, "bucket_cap_mb": "auto"}, batch={"micro_batches": 3}),
-        Cell(2, strategy={"dp": 2, "bucket_cap_mb": "auto", "data_parallel": "reduce"}),
-        pipeline(data_parallel="reduce"),
+        Cell(2, strategy={"dp": 2, "bucket_cap_mb": "auto", "data_parallel": "allreduce"}),
+        pipeline(data_parallel="allreduce"),
     ],
-    ids=["ddp", "reduce", "pipeline"],
+    ids=["ddp", "allreduce", "pipeline"],
 )
 def test_gradients_are_exact_during_the_search(cell: Cell) -> None:
     ranks = run_ranks(cell.world_size, compare, cell)
@@ -65,7 +65,7 @@ def test_gradients_are_exact_during_the_search(cell: Cell) -> None:
 
 
 def test_ddp_inside_a_pipeline_is_refused() -> None:
-    with pytest.raises(UserError, match="the buckets of DDP cannot change"):
+    with pytest.raises(UserError, match="the buckets of ddp cannot change"):
         pipeline().layout()
 
 

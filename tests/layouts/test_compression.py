@@ -29,10 +29,10 @@ def cells(world_size: int, compression: dict[str, Any]) -> list[Cell]:
     """Under every way to keep two replicas in step, and every schedule of pipelines."""
     common = compression | {"dp": 2, "bucket_cap_mb": 0.002}
     if world_size == 2:
-        splits = [common | {"data_parallel": kind} for kind in ("ddp", "reduce")]
+        splits = [common | {"data_parallel": kind} for kind in ("ddp", "allreduce")]
         return [Cell(2, model, strategy=s, batch={"micro_batches": 3}) for s in splits for model in ("gpt", "custom")]
     schedules = (("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2), ("zbv", 2))
-    common |= {"data_parallel": "reduce", "pp": 2}
+    common |= {"data_parallel": "allreduce", "pp": 2}
     pipelines = [common | {"schedule": schedule, "stages_per_rank": stages} for schedule, stages in schedules]
     return [Cell(4, "gpt-tied", strategy=split, batch={"micro_batches": 4}) for split in pipelines]
 
@@ -69,7 +69,7 @@ def cast_errors(rank: int, world_size: int, split: dict[str, Any]) -> list[float
     return [error(cast, dense) for cast in casts]
 
 
-@pytest.mark.parametrize("split", [{"dp": 2}, {"dp": 2, "tp": 2, "data_parallel": "reduce"}], ids=["dp", "tp"])
+@pytest.mark.parametrize("split", [{"dp": 2}, {"dp": 2, "tp": 2, "data_parallel": "allreduce"}], ids=["dp", "tp"])
 def test_a_cast_rounds_and_no_more(split: dict[str, Any]) -> None:
     for fp16, bf16 in run_ranks(2 * split.get("tp", 1), cast_errors, split):
         assert 1e-5 < fp16 < 2e-3 < bf16 < 2e-2

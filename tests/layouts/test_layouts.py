@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hpc_train.plan.layout import DATA_PARALLEL
+from hpc_train.plan.techniques import KINDS
 from tests.checkpoint.progress import LONG, Progress
 from tests.checkpoint.tiny import LIMIT_S
 from tests.layouts.cells import MODELS, SAVERS, Cell, cells, in_turn, saver_cells
@@ -22,12 +22,12 @@ def test_every_layout_trains_as_one_process_does(world_size: int, model: str, re
     chosen = [cell for cell in compared if cell.model == model]
     record(check_cells(chosen, timeout=280), [entry for entry in refused if entry.cell.model == model])
     seen = {cell.strategy["data_parallel"] for cell in compared if cell.strategy["dp"] > 1}
-    assert seen == (set(DATA_PARALLEL) if world_size > 1 else set())
+    assert seen == (set(KINDS) if world_size > 1 else set())
 
 
 def test_single_precision_and_a_batch_that_divides(record: Callable[..., None]) -> None:
     batch = {"global_size": 8, "micro_batches": 2}
-    splits = [{"dp": 2, "data_parallel": kind} for kind in DATA_PARALLEL] + [{"tp": 2}]
+    splits = [{"dp": 2, "data_parallel": kind} for kind in KINDS] + [{"tp": 2}]
     chosen = [Cell(2, model, "fp32", split, batch) for split in splits for model in ("gpt", "gpt-tied", "vit")]
     record(check_cells(chosen), [])
 
@@ -35,7 +35,7 @@ def test_single_precision_and_a_batch_that_divides(record: Callable[..., None]) 
 @pytest.mark.parametrize("mode", ["full", "selective:3", "ops"])
 def test_activation_checkpointing_changes_no_gradient(mode: str, record: Callable[..., None]) -> None:
     train, batch = {"activation_checkpointing": mode}, {"micro_batches": 2}
-    splits = [{"dp": 2, "data_parallel": kind} for kind in DATA_PARALLEL] + [{"tp": 2}]
+    splits = [{"dp": 2, "data_parallel": kind} for kind in KINDS] + [{"tp": 2}]
     chosen = [Cell(2, model, strategy=split, batch=batch, train=train) for split in splits for model in ("gpt", "vit")]
     record(check_cells(chosen), [])
 
@@ -76,14 +76,14 @@ def test_what_saves_memory_or_time_changes_no_gradient(
 def test_a_module_without_parts_trains_under_every_data_parallelism(record: Callable[..., None]) -> None:
     chosen = [
         Cell(4, "custom", strategy={"dp": 4, "data_parallel": kind, "shard": shard}, batch={"micro_batches": 2})
-        for kind in DATA_PARALLEL
+        for kind in KINDS
         for shard in (["fill", 2] if kind.startswith("zero") else ["fill"])
     ]
     record(check_cells(chosen), [])
 
 
 def test_a_loss_scale_leaves_the_gradients(record: Callable[..., None]) -> None:
-    splits = [{"dp": 2, "data_parallel": kind} for kind in DATA_PARALLEL] + [{"tp": 2}]
+    splits = [{"dp": 2, "data_parallel": kind} for kind in KINDS] + [{"tp": 2}]
     record(check_cells([Cell(2, strategy=split, loss_scale=1024.0) for split in splits]), [])
 
 
@@ -92,7 +92,7 @@ def test_options_of_ddp_and_small_buckets(record: Callable[..., None]) -> None:
     splits = [
         small | {"data_parallel": "ddp"},
         small | {"data_parallel": "ddp", "static_graph": True},
-        small | {"data_parallel": "reduce"},
+        small | {"data_parallel": "allreduce"},
     ]
     chosen = [Cell(2, "gpt-tied", strategy=split, batch={"micro_batches": n}) for split in splits for n in (1, 3)]
     record(check_cells(chosen), [])

@@ -17,7 +17,7 @@ from tests.layouts.cells import Cell
 from tests.layouts.oracle import check_cells, local_batch
 from tests.ranks import run_ranks
 
-SMALL = {"data_parallel": "reduce", "bucket_cap_mb": 0.002}
+SMALL = {"data_parallel": "allreduce", "bucket_cap_mb": 0.002}
 
 
 def pipeline(schedule: str, stages_per_rank: int = 1, model: str = "gpt") -> Cell:

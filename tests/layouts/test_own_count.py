@@ -18,7 +18,7 @@ from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.compression import powersgd
 from hpc_train.parallel.mesh import join_mesh
-from hpc_train.plan.layout import DATA_PARALLEL, SCHEDULES, STAGES_PER_RANK
+from hpc_train.plan.techniques import KINDS, SCHEDULES
 from tests.checkpoint.progress import LONG
 from tests.layouts.cells import CLASSES, Cell
 from tests.layouts.oracle import (
@@ -80,7 +80,7 @@ def test_tensor_parallel_ranks_count_once() -> None:
 
 
 def data_parallel_cells() -> list[Cell]:
-    splits: list[dict[str, Any]] = [{"dp": 2, "data_parallel": kind} | SMALL for kind in DATA_PARALLEL]
+    splits: list[dict[str, Any]] = [{"dp": 2, "data_parallel": kind} | SMALL for kind in KINDS]
     chosen = [Cell(2, m, strategy=s, batch=ACCUMULATED) for s in splits for m in ("gpt-weighted", "custom-weighted")]
     chosen += [
         Cell(2, "gpt-weighted", strategy={"dp": 2, "data_parallel": "ddp", "static_graph": True}, batch=ACCUMULATED),
@@ -90,18 +90,26 @@ def data_parallel_cells() -> list[Cell]:
         Cell(2, "gpt-weighted", strategy={"dp": 2}, loss_scale=1024.0, **REPRODUCIBLE),
     ]
     schedules = [
-        {"pp": 2, "schedule": schedule, "stages_per_rank": STAGES_PER_RANK[schedule][0]} for schedule in SCHEDULES
+        {"pp": 2, "schedule": schedule, "stages_per_rank": SCHEDULES[schedule].stages_per_rank[0]}
+        for schedule in SCHEDULES
     ]
     return chosen + [Cell(2, "gpt-weighted", strategy=split, loss_scale=1024.0) for split in schedules]
 
 
 def cells_of_four() -> list[Cell]:
     """Pipelines of two stages and two replicas, and shards beside replicas."""
-    pairs = [(schedule, kind) for schedule, kinds in SCHEDULES.items() for kind in kinds]
+    pairs = [(schedule, kind) for schedule, row in SCHEDULES.items() for kind in row.data_parallel]
     if not LONG:
-        pairs = [("1f1b", kind) for kind in DATA_PARALLEL] + [("zbv", "reduce"), ("interleaved_zero_bubble", "zero1")]
+        pairs = [("1f1b", kind) for kind in KINDS]
+        pairs += [("zbv", "allreduce"), ("interleaved_zero_bubble", "zero1")]
     splits: list[dict[str, Any]] = [
-        {"dp": 2, "data_parallel": kind, "pp": 2, "schedule": schedule, "stages_per_rank": STAGES_PER_RANK[schedule][0]}
+        {
+            "dp": 2,
+            "data_parallel": kind,
+            "pp": 2,
+            "schedule": schedule,
+            "stages_per_rank": SCHEDULES[schedule].stages_per_rank[0],
+        }
         for schedule, kind in pairs
     ]
     splits += [{"dp": 4, "data_parallel": "zero3", "shard": 2}]
@@ -124,7 +132,7 @@ def compare_whole(rank: int, world_size: int, chosen: list[Cell]) -> list[Outcom
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_compressed_gradients_are_divided_too(world_size: int, record: Callable[..., None]) -> None:
-    split: dict[str, Any] = {"dp": 2, "data_parallel": "reduce", "bucket_cap_mb": 0.002}
+    split: dict[str, Any] = {"dp": 2, "data_parallel": "allreduce", "bucket_cap_mb": 0.002}
     if world_size == 4:
         split |= {"pp": 2, "schedule": "zbv", "stages_per_rank": 2}
     chosen = [
@@ -156,7 +164,7 @@ def test_what_compression_carries_to_the_next_step_is_divided_already() -> None:
         {"compression": "topk", "compression_share": 0.1, "compression_momentum": 0.5},
         {"compression": "powersgd", "compression_rank": 1},
     ]
-    common = {"dp": 2, "data_parallel": "reduce"}
+    common = {"dp": 2, "data_parallel": "allreduce"}
     chosen = [Cell(2, "custom", strategy=common | each, batch={"micro_batches": 1}) for each in techniques]
     for differences in run_ranks(2, difference_of_a_growing_count, chosen):
         assert max(differences) < 1e-10

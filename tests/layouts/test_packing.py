@@ -37,7 +37,7 @@ CELLS: dict[int, list[Cell]] = {
     4: [
         Cell(4, strategy={"dp": 2, "pp": 2, "data_parallel": "zero2"}),
         Cell(4, strategy={"pp": 2, "tp": 2}),
-        Cell(4, strategy={"dp": 2, "tp": 2, "data_parallel": "reduce"}),
+        Cell(4, strategy={"dp": 2, "tp": 2, "data_parallel": "allreduce"}),
     ],
 }
 

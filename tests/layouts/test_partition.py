@@ -9,8 +9,8 @@ from itertools import combinations, pairwise
 import pytest
 
 from hpc_train.parallel.split import split_layers
-from hpc_train.plan.partition import blocks_of, in_flight, layers_of, partition, predict
-from hpc_train.plan.stages import place_stages
+from hpc_train.plan.partition import blocks_of, layers_of, partition, predict
+from hpc_train.plan.techniques import SCHEDULES
 
 
 def splits(blocks: int, stages: int) -> Iterator[tuple[range, ...]]:
@@ -62,7 +62,7 @@ def test_blocks_and_layers_say_the_same(counts: list[int]) -> None:
 def test_equal_stages_have_the_known_bubble(pp: int, per_rank: int, micro_batches: int) -> None:
     stages = pp * per_rank
     blocks = tuple(range(stage, stage + 1) for stage in range(stages))
-    found = predict([2.0] * stages, blocks, place_stages(pp, per_rank, "interleaved_1f1b"), micro_batches)
+    found = predict([2.0] * stages, blocks, SCHEDULES["interleaved_1f1b"].place(pp, per_rank), micro_batches)
     assert found.bubble_share == pytest.approx((pp - 1) / (per_rank * micro_batches + pp - 1))
     assert found.imbalance == pytest.approx(1)
 
@@ -81,10 +81,3 @@ def test_uneven_stages_take_as_long_as_a_simulated_pipeline(seed: int) -> None:
     found = predict(seconds, tuple(range(s, s + 1) for s in range(stages)), tuple(range(stages)), micro_batches)
     assert found.step_s == pytest.approx(through[-1])
     assert found.imbalance == pytest.approx(max(seconds) * stages / sum(seconds))
-
-
-def test_micro_batches_in_flight() -> None:
-    assert [in_flight("1f1b", stage, 4, 16) for stage in range(4)] == [4, 3, 2, 1]
-    assert [in_flight("1f1b", stage, 4, 2) for stage in range(4)] == [2, 2, 2, 1]
-    assert in_flight("gpipe", 0, 4, 16) == 16 and in_flight("sequential", 0, 4, 1) == 1
-    assert in_flight("zbv", 3, 4, 16) == 4

@@ -19,7 +19,7 @@ from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh, join_mesh
 from hpc_train.parallel.parallelise import materialise
 from hpc_train.parallel.pipeline_engine import PipelineEngine
-from hpc_train.plan.layout import SCHEDULES, SPLIT_BACKWARD, STAGES_PER_RANK
+from hpc_train.plan.techniques import SCHEDULES
 from tests.checkpoint.progress import LONG
 from tests.layouts.cells import Cell, cells, in_turn
 from tests.layouts.oracle import check_cells, error, local_batch, whole
@@ -27,7 +27,7 @@ from tests.ranks import run_ranks
 
 
 def pipeline(schedule: str, **fields: Any) -> dict[str, Any]:
-    return {"pp": 2, "schedule": schedule, "stages_per_rank": STAGES_PER_RANK[schedule][0]} | fields
+    return {"pp": 2, "schedule": schedule, "stages_per_rank": SCHEDULES[schedule].stages_per_rank[0]} | fields
 
 
 @pytest.mark.parametrize(("world_size", "pp", "tp"), [(2, 2, 1), (4, 2, 1), (4, 2, 2), (4, 4, 1)])
@@ -43,12 +43,12 @@ def test_every_pipeline_trains_as_one_process_does(
     assert {cell.strategy["schedule"] for cell in chosen} == set(SCHEDULES)
     if world_size > pp * tp:
         pairs = {(cell.strategy["schedule"], cell.strategy["data_parallel"]) for cell in chosen}
-        assert pairs == {(schedule, kind) for schedule, kinds in SCHEDULES.items() for kind in kinds}
+        assert pairs == {(schedule, kind) for schedule, row in SCHEDULES.items() for kind in row.data_parallel}
 
 
 def test_three_dimensions(record: Callable[..., None]) -> None:
     splits = [
-        pipeline("1f1b", dp=2, tp=2, data_parallel="reduce"),
+        pipeline("1f1b", dp=2, tp=2, data_parallel="allreduce"),
         pipeline("1f1b", dp=2, tp=2, data_parallel="zero3"),
         pipeline("zbv", dp=2, tp=2, data_parallel="zero2"),
         pipeline("interleaved_1f1b", dp=4, data_parallel="zero2", shard=2),
@@ -81,16 +81,16 @@ def test_activation_checkpointing_in_a_pipeline(mode: str, record: Callable[...,
         for schedule, kind in (
             ("1f1b", "ddp"),
             ("1f1b", "zero3"),
-            ("interleaved_1f1b", "reduce"),
+            ("interleaved_1f1b", "allreduce"),
             ("interleaved_zero_bubble", "zero1"),
-            ("zbv", "reduce"),
+            ("zbv", "allreduce"),
             ("zbv", "zero2"),
         )
     ]
     if mode == "ops":
-        refused = [cell for cell in chosen if cell.strategy["schedule"] in SPLIT_BACKWARD]
+        refused = [cell for cell in chosen if SCHEDULES[cell.strategy["schedule"]].splits_backward]
         for cell in refused:
-            with pytest.raises(UserError, match="what ops has kept is taken once"):
+            with pytest.raises(UserError, match="what ops has kept can be taken once"):
                 cell.layout()
         chosen = [cell for cell in chosen if cell not in refused]
     record(check_cells(chosen), [])
@@ -105,14 +105,14 @@ def test_a_loss_scale_in_a_pipeline(record: Callable[..., None]) -> None:
 def test_what_a_pipeline_does_not_go_with_is_refused() -> None:
     with pytest.raises(UserError, match="a compiled layer has only one"):
         Cell(2, strategy=pipeline("zbv"), train={"compile": True}).layout()
-    with pytest.raises(UserError, match="static graph"):
+    with pytest.raises(UserError, match="a static graph expects"):
         Cell(4, strategy=pipeline("1f1b", dp=2, static_graph=True)).layout()
     with pytest.raises(UserError, match="does not name 4 stages of 4 layers"):
         Cell(2, strategy=pipeline("interleaved_1f1b", pp_split=[2, 0, 1, 1])).layout()
 
 
 def test_stages_of_stem_or_head_alone_with_replicas_and_tensor_parallelism(record: Callable[..., None]) -> None:
-    ends, kinds = [0, 3], ("ddp", "reduce", "zero1", "zero2", "zero3")
+    ends, kinds = [0, 3], ("ddp", "allreduce", "zero1", "zero2", "zero3")
     chosen = [
         Cell(4, model, strategy=pipeline("1f1b", dp=2, data_parallel=kind, pp_split=split))
         for model, split in (("gpt-tied", ends[::-1]), ("vit", ends))
@@ -230,7 +230,7 @@ def _documents(batch: StepBatch) -> StepBatch:
 
 @pytest.mark.parametrize(("precision", "loss_scale"), [("bf16", None), ("fp16", 1024.0)])
 def test_half_precision_travels_in_the_type_that_the_model_computes(precision: str, loss_scale: float | None) -> None:
-    kinds = (("1f1b", "reduce"), ("1f1b", "zero2"), ("zbv", "zero1"), ("interleaved_1f1b", "ddp"))
+    kinds = (("1f1b", "allreduce"), ("1f1b", "zero2"), ("zbv", "zero1"), ("interleaved_1f1b", "ddp"))
     chosen = [
         Cell(4, model, precision, pipeline(schedule, dp=2, data_parallel=kind), loss_scale=loss_scale)
         for schedule, kind in kinds

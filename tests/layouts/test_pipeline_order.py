@@ -13,7 +13,7 @@ from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.pipeline_engine import forward_order
 from hpc_train.parallel.split import cut, split_layers, stage_of
-from hpc_train.plan.stages import place_stages
+from hpc_train.plan.techniques import SCHEDULES
 
 
 def test_an_even_split_spares_the_ends() -> None:
@@ -37,8 +37,8 @@ def test_more_stages_than_layers_are_refused() -> None:
 
 
 def test_stages_go_round_in_a_loop_or_in_a_v() -> None:
-    assert place_stages(2, 2, "interleaved_1f1b") == (0, 1, 0, 1)
-    assert place_stages(3, 2, "zbv") == (0, 1, 2, 2, 1, 0)
+    assert SCHEDULES["interleaved_1f1b"].place(2, 2) == (0, 1, 0, 1)
+    assert SCHEDULES["zbv"].place(3, 2) == (0, 1, 2, 2, 1, 0)
 
 
 def test_the_parts_of_a_cut_model_are_the_model() -> None:
@@ -57,8 +57,8 @@ def test_the_parts_of_a_cut_model_are_the_model() -> None:
 
 
 PLACEMENTS = [
-    *((place_stages(pp, stages, "1f1b"), pp) for pp in (2, 3, 4) for stages in (1, 2, 3)),
-    *((place_stages(pp, 2, "zbv"), pp) for pp in (2, 3, 4)),
+    *((SCHEDULES["interleaved_1f1b"].place(pp, stages), pp) for pp in (2, 3, 4) for stages in (1, 2, 3)),
+    *((SCHEDULES["zbv"].place(pp, 2), pp) for pp in (2, 3, 4)),
 ]
 
 

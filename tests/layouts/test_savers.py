@@ -98,7 +98,7 @@ def held_by(rank: int, world_size: int, configs: list[Config]) -> list[MemoryRep
 
 SPLITS: list[dict[str, Any]] = [
     {"dp": 2},
-    *({"dp": 2, "data_parallel": kind} for kind in ("reduce", "zero2", "zero3")),
+    *({"dp": 2, "data_parallel": kind} for kind in ("allreduce", "zero2", "zero3")),
     {"tp": 2},
     {"pp": 2},
     {"pp": 2, "pp_split": [2, 6]},

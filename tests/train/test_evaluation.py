@@ -55,7 +55,10 @@ def both_means(rank: int, world_size: int, path: str) -> tuple[float, float, flo
         (2, ["+strategy=zero3"]),
         (2, ["+strategy=tp"]),
         (4, ["+strategy=hybrid"]),
-        (2, ["+strategy=pp", "strategy.schedule=zbv", "strategy.stages_per_rank=2", "strategy.data_parallel=reduce"]),
+        (
+            2,
+            ["+strategy=pp", "strategy.schedule=zbv", "strategy.stages_per_rank=2", "strategy.data_parallel=allreduce"],
+        ),
     ],
 )
 def test_the_mean_is_exact(tmp_path: Path, ranks: int, overrides: list[str]) -> None:

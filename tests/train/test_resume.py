@@ -30,7 +30,7 @@ def told(run: RunDirectory) -> list[dict[str, object]]:
 CASES = [
     pytest.param(1, ["+strategy=single", "batch.micro_size=3"], id="single"),
     pytest.param(2, ["+strategy=dp", "batch.micro_size=2"], id="dp"),
-    pytest.param(2, ["+strategy=dp", "strategy.data_parallel=reduce", "optim=sgd"], id="reduce-sgd"),
+    pytest.param(2, ["+strategy=dp", "strategy.data_parallel=allreduce", "optim=sgd"], id="reduce-sgd"),
     pytest.param(2, ["+strategy=zero1", "batch.micro_size=2"], id="zero1"),
     pytest.param(3, ["+strategy=zero2", "precision=bf16"], id="zero2-uneven-bf16"),
     pytest.param(2, ["+strategy=zero3", "train.activation_checkpointing=full"], id="zero3"),
