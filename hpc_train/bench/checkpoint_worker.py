@@ -45,11 +45,11 @@ Times = dict[str, float]  # what was done -> seconds
 _PIECE = 1 << 20  # bytes that are hashed at a time
 
 
-def measure(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
+def measure(spec: WorkerSpec, stop: StopFlag) -> Exit:
     """Runs what ``bench-request.json`` asks for; rank 0 writes ``bench-result.json``."""
     run = RunDirectory(Path(spec.run_dir))
     config, request = load(run), CheckpointRequest.read(run)
-    mesh = join(spec, config, listen_fd)
+    mesh = join(spec, config)
     bench = _CheckpointBench(config, run, mesh)
     rounds: list[Times] = []
     for number in range(request.rounds + 1):

@@ -22,11 +22,11 @@ from hpc_train.run.requests import StopFlag
 from hpc_train.train.processes import join, leave
 
 
-def measure_all(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
+def measure_all(spec: WorkerSpec, stop: StopFlag) -> Exit:
     """Runs what ``bench-request.json`` asks for; rank 0 writes ``bench-result.json``."""
     run = RunDirectory(Path(spec.run_dir))
     config, request = load(run), CollectivesRequest.read(run)
-    mesh = join(spec, config, listen_fd)
+    mesh = join(spec, config)
     groups = _groups(mesh)
     points = [(name, operation, size) for name in groups for operation in OPERATIONS for size in request.sizes]
     rates: list[dict[str, Any]] = []

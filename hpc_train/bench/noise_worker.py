@@ -25,11 +25,11 @@ from hpc_train.train.processes import join, leave
 from hpc_train.train.step import TrainStep
 
 
-def measure(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
+def measure(spec: WorkerSpec, stop: StopFlag) -> Exit:
     """Runs what ``bench-request.json`` asks for; rank 0 writes the squared norms to ``bench-result.json``."""
     run = RunDirectory(Path(spec.run_dir))
     config, request = load(run), NoiseRequest.read(run)
-    mesh = join(spec, config, listen_fd)
+    mesh = join(spec, config)
     dataset = build_dataset(config.data, "train", config.train.seed)
     plan = plan_split(config, mesh, dataset)
     engine = build_engine(config, mesh, None if plan is None else plan.layers)

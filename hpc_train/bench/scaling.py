@@ -18,7 +18,6 @@ import json
 import os
 import secrets
 import shlex
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -32,7 +31,7 @@ from hpc_train.config.arguments import CommandLine, with_right_plus
 from hpc_train.errors import UserError
 from hpc_train.launch.container import IN_SHELL, container_of, quoted
 from hpc_train.launch.executors.executor import Job
-from hpc_train.launch.executors.slurm import PATIENCE_S, SlurmSubmitter, sbatch
+from hpc_train.launch.executors.slurm import SlurmSubmitter
 from hpc_train.launch.sbatch import arguments, options
 from hpc_train.launch.script import ENVIRONMENT, python
 from hpc_train.launch.submission import prepare
@@ -40,7 +39,9 @@ from hpc_train.plan.validate import validate
 from hpc_train.preflight.bandwidth import check_plot
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
-from hpc_train.slurm.client import ENDED, job_state
+from hpc_train.slurm import client
+from hpc_train.slurm.client import Problem, SlurmError
+from hpc_train.slurm.states import FORGOTTEN
 
 ENTRY = "hpc_train.bench.step_worker:measure"
 WARMUP = 5  # steps before the first block
@@ -321,15 +322,13 @@ def _submit(job: Job, words: Sequence[str], stem: Path, submitter: SlurmSubmitte
     log, result = stem.with_suffix(".log"), stem.with_suffix(".out")
     asked = {name: value for name, value in options(job, submitter.site).items() if name not in _OF_A_TRAINING}
     asked |= {"job-name": "hpc_train-scaling", "output": str(log), "no-requeue": None}
-    command = [*sbatch({}), "--parsable", *arguments(asked)]
-    text = _script(job, words, result)
     try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"sbatch: {error}", where="-m", fix="a machine of a Slurm cluster, or workers=") from error
-    if done.returncode != 0:
-        raise UserError(f"Slurm refuses the job: {done.stderr.strip()}", where="cluster", fix="cluster.KEY=VALUE")
-    return _Measurement(done.stdout.strip().partition(";")[0], result, log)
+        return _Measurement(client.submit(arguments(asked), _script(job, words, result)), result, log)
+    except SlurmError as error:
+        if error.problem is not Problem.REFUSED:
+            fix = "-m on a machine of a Slurm cluster, or workers=1,2,4"
+            raise UserError(error.what, where="-m", fix=fix) from error
+        raise UserError(f"Slurm refuses the job: {error.said}", where="cluster", fix="cluster.KEY=VALUE") from error
 
 
 def _script(job: Job, words: Sequence[str], result: Path) -> str:
@@ -364,10 +363,10 @@ def _wait(measurement: _Measurement) -> dict[str, Any] | None:
             return _read(measurement.result)
         now = time.monotonic()
         if now - asked > _ASK_EVERY_S:
-            asked, state = now, job_state(measurement.job_id)
-            ended = state in (ENDED, "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY")
-            gone = (gone or now) if ended else None
-            if gone is not None and (now - gone > _SETTLE_S or state not in (ENDED, "COMPLETED")):
-                print(f"job {measurement.job_id} has no result ({state}): {measurement.log}", flush=True)
+            asked, state = now, client.job_state(measurement.job_id)
+            if state is None or state.is_alive:
+                gone = None
+            elif now - (gone := gone or now) > _SETTLE_S or not (state.ended_well or state.name == FORGOTTEN):
+                print(f"job {measurement.job_id} has no result ({state.name}): {measurement.log}", flush=True)
                 return None
         time.sleep(_POLL_S)

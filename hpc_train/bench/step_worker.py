@@ -48,11 +48,11 @@ HORIZON = 1_000_000  # steps of the learning rate's schedule
 Loop = Callable[[], None]
 
 
-def measure(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
+def measure(spec: WorkerSpec, stop: StopFlag) -> Exit:
     """Runs what ``bench-request.json`` asks for; rank 0 writes ``bench-result.json``."""
     run = RunDirectory(Path(spec.run_dir))
     config, request = load(run), StepRequest.read(run)
-    mesh = join(spec, config, listen_fd)
+    mesh = join(spec, config)
     config = with_chosen_compression(config, run, mesh)
     bench = _StepBench(config, mesh, stop)
     result = _measure(bench, request, run)

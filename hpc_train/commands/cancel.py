@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
 
-from hpc_train.errors import UserError
-from hpc_train.launch.job_status import PATIENCE_S, SlurmStatuses, on_clusters
+from hpc_train.launch.job_status import SlurmStatuses
 from hpc_train.launch.lookup import find_runs, statuses_of, stop_runs
 from hpc_train.run.exits import Exit
+from hpc_train.slurm.client import cancel
 
 
 def main(arguments: list[str]) -> int:
@@ -25,16 +24,8 @@ def main(arguments: list[str]) -> int:
     for clusters in {item.clusters for item in in_slurm}:
         ids = [job_id for item in in_slurm if item.clusters == clusters for job_id in item.job_ids]
         states = slurm.of(ids, clusters)
-        running = [job_id for job_id in ids if options.save and job_id in states and states[job_id].state == "RUNNING"]
-        _scancel([*on_clusters(clusters), "--signal=USR1"], running)
-        _scancel(on_clusters(clusters), [job_id for job_id in ids if job_id not in running])
+        running = [job_id for job_id in ids if options.save and job_id in states and states[job_id].is_running]
+        cancel(running, signal="USR1", clusters=clusters)
+        cancel([job_id for job_id in ids if job_id not in running], clusters=clusters)
     print(f"{len(in_slurm) + len(here)} of {len(found)} jobs were there to be cancelled")
     return Exit.DONE
-
-
-def _scancel(options: list[str], ids: list[str]) -> None:
-    if not ids:
-        return
-    done = subprocess.run(["scancel", *options, *ids], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    if done.returncode:
-        raise UserError(f"scancel failed: {done.stderr.strip()}", where="scancel", fix="try again in a minute")

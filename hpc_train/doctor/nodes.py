@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,8 @@ from hpc_train.fabric.versions import different_versions
 from hpc_train.launch.container import container_of
 from hpc_train.launch.gpus import gpus_of_this_job
 from hpc_train.launch.script import python
+from hpc_train.slurm import client
+from hpc_train.slurm.client import SlurmError
 
 STEP_S = 300.0
 SETTLE_S = 20.0  # until files of other nodes are seen here
@@ -70,12 +71,12 @@ def _start(nodes: int, config: Config, overrides: Sequence[str], folder: Path) -
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SRUN_"))}
     environment = inherited | {name: os.environ[name] for name in KEPT if name in os.environ}
     try:
-        done = subprocess.run(step, env=environment, capture_output=True, text=True, timeout=STEP_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    lines = done.stderr.strip().splitlines()
-    own = [line.strip() for line in lines if not line.startswith(("srun: ", "slurmstepd: "))]
-    return None if done.returncode == 0 else " / ".join((own or lines)[-3:])
+        client.run(step, environment=environment, timeout_s=STEP_S)
+    except SlurmError as error:
+        lines = error.said.splitlines()
+        own = [line.strip() for line in lines if not line.startswith(("srun: ", "slurmstepd: "))]
+        return " / ".join((own or lines)[-3:])
+    return None
 
 
 def _collect(folder: Path, nodes: int, wait: bool) -> list[NodeReport]:

@@ -305,7 +305,7 @@ class Agent:
         grace_s = stop_time(self.config, self.run, self.allocation.nodes).seconds
         specs = self._specs(meeting, grace_s)
         try:
-            outcome = run_attempt(specs, None, log, self.stop, grace_s, tick, self.entry, self.watch)
+            outcome = run_attempt(specs, log, self.stop, grace_s, tick, self.entry, self.watch)
             report = NodeReport(outcome.exit, outcome.failure, max(outcome.step, self._furthest_step(meeting.attempt)))
         except EndedByHub:
             report = NodeReport(Exit.FAILED, None, self._furthest_step(meeting.attempt))

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from socket import socket
 from typing import Any
 
 import psutil
@@ -213,7 +212,6 @@ class Outcome:
 
 def run_attempt(
     specs: Sequence[WorkerSpec],
-    listener: socket | None,
     log: WorkerLog,
     stop: StopRequests,
     stop_grace_s: float,
@@ -224,7 +222,7 @@ def run_attempt(
     """Runs the workers ``specs`` to their end. No worker is alive when this returns or raises."""
     workers = Workers(log)
     try:
-        _start(workers, specs, listener, entry)
+        _start(workers, specs, entry)
         _watch(workers, stop, stop_grace_s, on_tick, watch)
     finally:
         workers.kill()
@@ -232,17 +230,14 @@ def run_attempt(
     return replace(_outcome(workers, stop_grace_s), step=max((worker.step for worker in workers), default=0))
 
 
-def _start(workers: Workers, specs: Sequence[WorkerSpec], listener: socket | None, entry: str) -> None:
+def _start(workers: Workers, specs: Sequence[WorkerSpec], entry: str) -> None:
     pid = ensure_warm_parent()
     try:
         for spec in specs:
-            workers.start(pid, spec, listener if spec.rank == 0 else None, entry)
+            workers.start(pid, spec, entry)
     except (EOFError, ConnectionError) as error:  # the warm parent is gone, and its workers with it
         message = f"the warm parent ended while it started rank {spec.rank}: {error!r}; its words are above"
         workers.fail(WorkerFailure(spec.rank, Failure.KILLED, message, message, time.time()))
-    finally:
-        if listener is not None:
-            listener.close()  # rank 0 has it now, and the port is to close with it
 
 
 def _watch(

@@ -12,7 +12,6 @@ import os
 import queue
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -32,7 +31,8 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit, Failure
 from hpc_train.run.files import patiently
-from hpc_train.slurm.client import own_job
+from hpc_train.slurm.client import PATIENT_S, own_job, query, state_and_priority
+from hpc_train.slurm.states import Phase
 
 # A hub that dies closes its connections, unless its whole node is cut off. It may be busy with a slow file system, and
 # it asks Slurm before it takes a silent node for lost: so it is given more time than a node.
@@ -172,7 +172,6 @@ def wait_for_hub(run: RunDirectory, launch_id: str, give_up: Callable[[], bool],
     return found
 
 
-TIMEOUT_S = 30.0  # of one command
 ASK_AGAIN_S = 5.0
 REFUSALS = 3
 PATIENCE_S = 600.0  # for a Slurm controller that is away
@@ -205,7 +204,7 @@ def after_the_hub(
     events.close()
     _ask_slurm(_end_of_job(code, config))
     if code is Exit.STOPPED and end.exclude_file.exists():
-        _call(["scontrol", "update", f"JobId={own_job()}", f"ExcNodeList={end.exclude_file.read_text()}"])
+        query(["scontrol", "update", f"JobId={own_job()}", f"ExcNodeList={end.exclude_file.read_text()}"], PATIENT_S)
     with suppress(OSError):
         end.tell(code)  # at the end: the batch script has the step killed soon after that
     return code
@@ -221,26 +220,19 @@ def _end_of_job(code: Exit, config: Config) -> list[str]:
 
 
 def _ask_slurm(command: list[str]) -> None:
-    """Until Slurm has taken it. Not where the job is being cancelled, is held, or is requeued by Slurm itself.
+    """Runs ``command`` until Slurm accepts it, unless the job is being cancelled, is held, or is requeued by Slurm.
 
-    What Slurm refuses again and again it is not asked for any longer: the job ends.
+    After ``REFUSALS`` refusals the job is cancelled instead.
     """
     until, refused = time.monotonic() + PATIENCE_S, 0
     while time.monotonic() < until:
-        state = _call(["squeue", "--noheader", f"--jobs={os.environ['SLURM_JOB_ID']}", "--format=%T %Q"])
-        if state is not None and (not state.startswith("RUNNING") or state.endswith(" 0")):
-            return
-        if state is not None and _call(command if refused < REFUSALS else ["scancel", own_job()]) is not None:
-            return
-        refused += state is not None
+        known = state_and_priority(os.environ["SLURM_JOB_ID"])
+        if known is not None:
+            state, priority = known
+            if state.phase is not Phase.RUNNING or priority == 0:
+                return
+            if query(command if refused < REFUSALS else ["scancel", own_job()], PATIENT_S) is not None:
+                return
+            refused += 1
         time.sleep(ASK_AGAIN_S)
-    print(f"Slurm does not answer; somebody has to call: {' '.join(command)}", file=sys.stderr)
-
-
-def _call(command: list[str]) -> str | None:
-    """What it prints; None where it fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    print(f"Slurm does not respond; run this by hand: {' '.join(command)}", file=sys.stderr)

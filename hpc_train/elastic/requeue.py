@@ -34,7 +34,7 @@ from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import patiently, read_json, write_json, write_text
 from hpc_train.run.ledger import read_ledger
-from hpc_train.slurm.client import may_run_again
+from hpc_train.slurm.client import may_requeue
 
 LEAST_USEFUL = 0.2
 SAYS_MUCH_S = 600.0  # of a shorter job the start takes most of the time anyway
@@ -76,7 +76,7 @@ def _useless(run: RunDirectory) -> str | None:
 def _once(end: JobEnd, config: Config) -> str | None:
     """Words for a job that Slurm runs only once; not for one of a chain, where the next job goes on."""
     in_job = os.environ.get("SLURM_JOB_ID") == end.job_id
-    if not in_job or config.launch.chain > 1 or may_run_again(end.job_id):
+    if not in_job or config.launch.chain > 1 or may_requeue(end.job_id):
         return None
     return (
         f"Slurm may not run job {end.job_id} again (Requeue=0). This goes on: python -m hpc_train resume {end.run.path}"

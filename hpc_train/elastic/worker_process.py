@@ -19,7 +19,6 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -36,7 +35,7 @@ from hpc_train.run.exits import CollectiveFailure, Exit, Failure, classify
 from hpc_train.run.processes import die_with_parent, process_state
 from hpc_train.run.requests import StopFlag
 
-Entry = Callable[[WorkerSpec, StopFlag, int | None], Exit]
+Entry = Callable[[WorkerSpec, StopFlag], Exit]
 SHOW_STACKS = signal.SIGQUIT  # as a JVM does: the stacks of all threads, and on with the work
 REPORTS = {Exit.DONE: "finished", Exit.STOPPED: "stopped"}
 
@@ -47,13 +46,9 @@ def main(
     output: Connection,
     report: Connection,
     block: SharedBlock,
-    listener: socket.socket | None,
     entry: str,
 ) -> None:
-    """Runs ``entry`` ("module:function") as the worker ``spec``; never returns.
-
-    ``listener`` is the listening socket of the attempt's store, for rank 0.
-    """
+    """Runs ``entry`` ("module:function") as the worker ``spec``; never returns."""
     die_with_warm_parent(warm_parent_pid)
     _prepare_process(spec)
     _no_core_files()
@@ -62,7 +57,7 @@ def main(
     spec = replace(spec, heartbeat=block.descriptor)
     stop = _flag_on_signals()
     report.send({"kind": "ready"})
-    code = _run(entry, spec, stop, listener, report)
+    code = _run(entry, spec, stop, report)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # no exit handlers: after a failure they may wait for peers that are gone
@@ -102,11 +97,11 @@ def _flag_on_signals() -> StopFlag:
     return stop
 
 
-def _run(entry: str, spec: WorkerSpec, stop: StopFlag, listener: socket.socket | None, report: Connection) -> Exit:
+def _run(entry: str, spec: WorkerSpec, stop: StopFlag, report: Connection) -> Exit:
     try:
         module, function = entry.split(":")
         train: Entry = getattr(importlib.import_module(module), function)
-        code = train(spec, stop, None if listener is None else listener.detach())
+        code = train(spec, stop)
         report.send({"kind": REPORTS[code], "reason": stop.reason})
         return code
     except BaseException as error:

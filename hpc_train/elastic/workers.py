@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -78,11 +77,11 @@ class Workers:
         """How workers failed so far; not those that the agent ended itself."""
         return list(self._failures.values())
 
-    def start(self, warm_parent_pid: int, spec: WorkerSpec, listener: socket.socket | None, entry: str) -> None:
+    def start(self, warm_parent_pid: int, spec: WorkerSpec, entry: str) -> None:
         output, output_end = FORKSERVER.Pipe(duplex=False)
         reports, report_end = FORKSERVER.Pipe(duplex=False)
         block = SharedBlock.create()
-        process = fork_process(main, warm_parent_pid, spec, output_end, report_end, block, listener, entry)
+        process = fork_process(main, warm_parent_pid, spec, output_end, report_end, block, entry)
         output_end.close()
         report_end.close()
         os.set_blocking(output.fileno(), False)

@@ -5,13 +5,11 @@ What a job must not hand down to the jobs that are submitted from inside it.
 
 from __future__ import annotations
 
-import os
 import secrets
 import shlex
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +19,11 @@ from hpc_train.errors import UserError
 from hpc_train.launch.container import IN_SHELL, container_of, quoted
 from hpc_train.launch.script import python
 from hpc_train.run.exits import Exit
-from hpc_train.slurm.client import ENDED, job_state
+from hpc_train.slurm import client
+from hpc_train.slurm.client import Problem, SlurmError
 
 CORES = 2  # one hashes, one reads and writes
-PATIENCE_S = 120.0  # sbatch at a controller under load
 SETTLE_S = 75.0  # until a file of another node is seen here: attribute caches
-_WAITS_OR_RUNS = (None, "PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING")
 _POLL_S, _ASK_EVERY_S = 0.5, 15.0
 
 
@@ -53,16 +50,14 @@ def submit(words: Sequence[str], config: Config, folder: Path, extra: Sequence[s
     folder.mkdir(parents=True, exist_ok=True)
     log = folder.absolute() / f"{'-'.join(words[:2])}-{secrets.token_hex(3)}.out"
     code = log.with_suffix(".code")
-    command = [*without_inherited(), "sbatch", "--parsable", *_options(words[0], config), f"--output={log}", *extra]
-    script = _script(words, config, code)
+    options = [*_options(words[0], config), f"--output={log}", *extra]
     try:
-        done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"sbatch: {error}", where="--submit", fix="leave --submit out to do it here") from error
-    if done.returncode != 0:
-        fix = "--sbatch='--partition=NAME --time=1:00:00', as Slurm would have it"
-        raise UserError(f"Slurm refuses the job: {done.stderr.strip()}", where="--submit", fix=fix)
-    return CommandJob(done.stdout.strip().partition(";")[0], log, code)
+        return CommandJob(client.submit(options, _script(words, config, code)), log, code)
+    except SlurmError as error:
+        if error.problem is not Problem.REFUSED:
+            raise UserError(error.what, where="--submit", fix="leave --submit out to run it on this machine") from error
+        fix = "--sbatch='--partition=NAME --time=1:00:00', with the values of your site"
+        raise UserError(f"Slurm refuses the job: {error.said}", where="--submit", fix=fix) from error
 
 
 def follow(job: CommandJob) -> int:
@@ -87,13 +82,13 @@ def _follow(job: CommandJob) -> int:
             return code
         now = time.monotonic()
         if now - asked > _ASK_EVERY_S:
-            asked, state = now, job_state(job.job_id)
-            if state in _WAITS_OR_RUNS:
+            asked, state = now, client.job_state(job.job_id)
+            if state is None or state.is_alive:
                 gone = None
             else:
                 gone = gone or now
-                if now - gone > SETTLE_S or state not in (ENDED, "COMPLETED", "FAILED"):
-                    print(f"job {job.job_id} has ended: {state}")
+                if now - gone > SETTLE_S or not state.by_itself:
+                    print(f"job {job.job_id} ended without an exit code: {state.name}")
                     return Exit.FAILED
         time.sleep(_POLL_S)
 
@@ -150,18 +145,3 @@ def _script(words: Sequence[str], config: Config, code: Path) -> str:
         'exit "$status"',
     ]
     return "\n".join(lines) + "\n"
-
-
-KEPT = ("SLURM_CONF",)  # says which cluster this is, not which job
-
-
-def without_inherited(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """The head of a command that runs without the surrounding job's variables; empty outside of a job.
-
-    Inside of one, ``SLURM_CPUS_PER_TASK`` and its like would reach the new job's steps and contradict what it asked
-    for.
-    """
-    if "SLURM_JOB_ID" not in environment:
-        return []
-    names = sorted(name for name in environment if name.startswith(("SLURM_", "SBATCH_", "SRUN_")) and name not in KEPT)
-    return ["env", *(part for name in names for part in ("-u", name))]

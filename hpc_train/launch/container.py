@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,9 +16,9 @@ from pathlib import Path
 
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
+from hpc_train.slurm.client import query
 
 LOCAL = ("SLURM_TMPDIR", "TMPDIR")  # node-local space, where caches go
-SRUN_HELP_S = 20.0
 IN_SHELL = "HPC_TRAIN_BINDS"  # stands for the variable BINDS of a batch script
 
 
@@ -94,8 +93,4 @@ def _same(bind: str) -> str:
 @cache
 def srun_has_pyxis() -> bool:
     """Whether this site's ``srun`` starts containers. Asked once per process."""
-    try:
-        done = subprocess.run(["srun", "--help"], capture_output=True, text=True, timeout=SRUN_HELP_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return "--container-image" in done.stdout
+    return "--container-image" in (query(["srun", "--help"]) or "")

@@ -5,7 +5,6 @@ Nodes that a run avoids, as they failed too often, and what to ask the site's ad
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,6 +21,7 @@ from hpc_train.launch.watch import View, time_left
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import RESPONSES, Exit, Failure
 from hpc_train.run.ledger import Account, read_ledger
+from hpc_train.slurm.client import query
 
 Event = dict[str, Any]
 
@@ -110,7 +110,7 @@ def diagnose(found: RunHandle) -> Diagnosis:
     view = found.view({} if standing is None else {found.job_id or "": standing})
     events = found.run.read_events()
     cause = find_cause(events)
-    waits = standing is not None and standing.state == "PENDING"
+    waits = standing is not None and standing.is_pending
     facts = read_facts(found.job_id) if found.job_id else None
     metrics = list(found.run.read_all_metrics())
     of_attempt = [line for line in metrics if cause is None or line["attempt"] == cause.attempt]
@@ -205,7 +205,7 @@ def _waiting(found: RunHandle, standing: JobStatus, view: View) -> Waiting:
     changes: list[str] = []
     if reason.by_size:
         gpus, rest = found.config.cluster.gpus_per_node, time_left(view)
-        free = read_free(_sinfo())
+        free = read_free(query(SINFO) or "")
         if not isinstance(gpus, int):
             gpus = with_gpus(found.config.cluster, free)
         changes = sooner(found.config.cluster, gpus, free, rest)
@@ -216,13 +216,6 @@ def _waiting(found: RunHandle, standing: JobStatus, view: View) -> Waiting:
         starts=standing.starts,
         sooner=tuple(changes),
     )
-
-
-def _sinfo() -> str:
-    try:
-        return subprocess.run(SINFO, capture_output=True, text=True, timeout=20, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
 
 
 @dataclass(frozen=True)

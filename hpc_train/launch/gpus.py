@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
+from hpc_train.slurm.client import show_job
 from hpc_train.slurm.site import NodeKind, Site, gpus_of
 
 IN_EXTRA = ("gpus", "gpus_per_task", "gpus_per_socket")  # sbatch's other options for GPUs
@@ -103,8 +103,6 @@ def _check_extra(cluster: ClusterConfig) -> None:
             )
 
 
-PATIENCE_S = 20.0  # a controller under load
-
 # Bash, because a batch script stands outside of containers and may have no Python. Of the tasks of an array,
 # `scontrol show job` prints only the one that is named by both of its numbers.
 EXPORT = r"""
@@ -176,12 +174,8 @@ def _job_id(environment: Mapping[str, str]) -> str:
 
 @cache
 def _show_job(job_id: str, path: str | None) -> str:
-    """What the controller says of a job, asked once per process and ``path``, where scontrol is; "" without one."""
-    command = ["scontrol", "show", "job", "--details", job_id]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
+    """What ``scontrol`` prints of a job, asked for once per process and ``path``, which says whose ``scontrol``."""
+    return show_job(job_id)
 
 
 def _count(asked: str) -> int:

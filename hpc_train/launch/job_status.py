@@ -5,29 +5,16 @@ Only ``squeue`` is asked: it answers on sites without accounting too, and still 
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from hpc_train.slurm.client import list_jobs, on_clusters
+from hpc_train.slurm.states import Phase, state_of
+
 ASK_EVERY_S = 30.0
 ASK_MANY_EVERY_S = 60.0  # with more than MANY jobs
 MANY = 100
-PATIENCE_S = 120.0  # with a controller under load
-ENDED = frozenset(
-    [
-        "BOOT_FAIL",
-        "CANCELLED",
-        "COMPLETED",
-        "DEADLINE",
-        "FAILED",
-        "NODE_FAIL",
-        "OUT_OF_MEMORY",
-        "PREEMPTED",
-        "TIMEOUT",
-    ]
-)  # not REVOKED: another cluster of the federation runs the job
-FORMAT = "%i|%T|%S|%k|%r"  # id, state, (expected) start, comment, reason
 
 
 @dataclass(frozen=True)
@@ -43,7 +30,17 @@ class JobStatus:
     @property
     def present(self) -> bool:
         """Whether it waits or runs."""
-        return self.state not in ENDED
+        return state_of(self.state).is_alive
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it waits for nodes; False where no scheduler knows a state of it."""
+        return bool(self.state) and state_of(self.state).phase is Phase.PENDING
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a scheduler says that it runs."""
+        return bool(self.state) and state_of(self.state).phase is Phase.RUNNING
 
     @property
     def words(self) -> str:
@@ -51,7 +48,7 @@ class JobStatus:
         text = self.state.lower() or "waiting"
         if self.part:
             text = f"{self.part}, {text}"
-        if self.state != "PENDING":
+        if not self.is_pending:
             return text
         if self.reason not in ("", "None"):
             text += f" ({self.reason})"
@@ -98,31 +95,12 @@ def status_of(job_id: str, known: Mapping[str, JobStatus]) -> JobStatus | None:
     return known.get(job_id) or known.get(job_id.partition("_")[0])
 
 
-def on_clusters(clusters: str | None) -> list[str]:
-    """The option of Slurm's commands for jobs that went to other clusters."""
-    return [f"--clusters={clusters}"] if clusters else []
-
-
 def ask(selection: Sequence[str]) -> dict[str, JobStatus] | None:
-    """The jobs that squeue's options ``selection`` name, by id (``12`` or ``12_3``); None where nobody answers."""
-    command = ["squeue", "--noheader", "--array", "--states=all", f"--format={FORMAT}", *selection]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=PATIENCE_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+    """The jobs that ``squeue``'s options ``selection`` select, by id (``12`` or ``12_3``); None without an answer."""
+    jobs = list_jobs(selection)
+    if jobs is None:
         return None
-    if done.returncode and b"Invalid job id" not in done.stderr:
-        return None
-    # comments are in any encoding; with --clusters each cluster has a title line
-    lines = done.stdout.decode(errors="replace").splitlines()
-    return dict(_parse(line) for line in lines if line.count("|") >= 4)
-
-
-def _parse(line: str) -> tuple[str, JobStatus]:
-    job_id, state, starts, rest = line.split("|", 3)
-    comment, _, reason = rest.rpartition("|")
-    return job_id, JobStatus(
-        state, reason, "" if starts in ("N/A", "NONE") else starts, "" if comment == "(null)" else comment
-    )
+    return {job.job_id: JobStatus(job.state, job.reason, job.starts, job.comment) for job in jobs}
 
 
 def folded(chains: Mapping[str, Sequence[str]], known: Mapping[str, JobStatus]) -> dict[str, JobStatus]:
@@ -134,7 +112,7 @@ def folded(chains: Mapping[str, Sequence[str]], known: Mapping[str, JobStatus]) 
 def _of_chain(ids: Sequence[str], known: Mapping[str, JobStatus]) -> JobStatus | None:
     """Of the job that runs, else of the next to run, else of the last that has ended by itself."""
     present = [job_id for job_id in ids if job_id in known and known[job_id].present]
-    running = [job_id for job_id in present if known[job_id].state != "PENDING"]
+    running = [job_id for job_id in present if not known[job_id].is_pending]
     ended = [job_id for job_id in ids if job_id in known and job_id not in present]
     by_themselves = [job_id for job_id in ended if known[job_id].state != "CANCELLED"]
     current = next(iter([*running, *present, *reversed(by_themselves), *ended]), None)

@@ -1,9 +1,4 @@
-"""The Hydra launcher behind ``-m``: compose and check all jobs, freeze, submit, then watch them or leave.
-
-The Hydra sweeper behind ``-m``: which jobs there are. It writes nothing and composes nothing; the launcher does.
-
-Hydra's own makes the sweep's directory before anything is checked and composes every job once more to check it.
-"""
+"""The Hydra launcher behind ``-m``: compose and check all jobs, freeze, submit, then watch them or leave."""
 
 from __future__ import annotations
 
@@ -13,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, filter_overrides
@@ -139,19 +133,3 @@ def _result(job: Job, metrics: dict[str, Any]) -> JobReturn:
     result.status = JobStatus.COMPLETED
     result.return_value = metrics.get("val_loss", metrics.get("loss"))
     return result
-
-
-class HpcTrainSweeper(BasicSweeper):
-    """Every combination of the values that are listed with commas, as Hydra's basic sweeper gives them."""
-
-    def sweep(self, arguments: list[str]) -> list[Sequence[Any]]:
-        """Launches the jobs of ``arguments``; returns the launcher's results, one list per batch."""
-        assert self.hydra_context is not None and self.launcher is not None
-        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
-        overrides = parser.parse_overrides([*self._parse_config(), *arguments])
-        results: list[Sequence[Any]] = []
-        first = 0
-        for batch in self.split_arguments(overrides, self.max_batch_size):
-            results.append(self.launcher.launch(batch, initial_job_idx=first))
-            first += len(batch)
-        return results

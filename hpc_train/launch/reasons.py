@@ -9,13 +9,13 @@ accounting. What none of them says stays empty.
 from __future__ import annotations
 
 import re
-import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.config.values import node_range
 from hpc_train.launch.limits import clock
+from hpc_train.slurm.client import Query, query
 from hpc_train.slurm.site import seconds
 
 
@@ -220,10 +220,6 @@ def _shorter(asked_s: int | None, needed_s: float | None) -> str:
     return f"cluster.time={half}: short jobs fit into gaps between others; the run goes on in its next job"
 
 
-TIMEOUT_S = 20.0
-Ask = Callable[[Sequence[str]], str | None]
-
-
 @dataclass(frozen=True)
 class NodeState:
     """A node as ``sinfo`` sees it; ``reason`` is an administrator's or Slurm's own."""
@@ -249,27 +245,18 @@ class JobFacts:
     dependency: str = ""
 
 
-def read_facts(job_id: str, ask: Ask | None = None) -> JobFacts | None:
-    """None where no Slurm answers or it no longer knows the job."""
-    asking = ask or _output
-    facts = _of_scontrol(job_id, asking(["scontrol", "show", "job", "--oneliner", job_id]) or "")
-    accounted = asking(["sacct", "--jobs", job_id, "--noheader", "--parsable2", f"--format={','.join(SACCT)}"]) or ""
+def read_facts(job_id: str, ask: Query = query) -> JobFacts | None:
+    """What Slurm knows of a job; None where it does not respond or no longer knows the job."""
+    facts = _of_scontrol(job_id, ask(["scontrol", "show", "job", "--oneliner", job_id]) or "")
+    accounted = ask(["sacct", "--jobs", job_id, "--noheader", "--parsable2", f"--format={','.join(SACCT)}"]) or ""
     facts = _with_accounting(job_id, facts, accounted)
     if facts is None or not facts.node_list:
         return facts
-    nodes = asking(["sinfo", "--noheader", "--Node", f"--nodes={facts.node_list}", "--format=%N|%T|%E"]) or ""
+    nodes = ask(["sinfo", "--noheader", "--Node", f"--nodes={facts.node_list}", "--format=%N|%T|%E"]) or ""
     return replace(facts, nodes=tuple(dict.fromkeys(_node(line) for line in nodes.splitlines())))
 
 
 SACCT = ("JobID", "State", "ExitCode", "DerivedExitCode", "MaxRSS", "NodeList")
-
-
-def _output(command: Sequence[str]) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
 
 
 def _of_scontrol(job_id: str, text: str) -> JobFacts | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import socket
-import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,10 +20,10 @@ from hpc_train.config.values import parse_save_every
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.plan.memory import state_bytes
+from hpc_train.slurm.client import show_nodes
 
 OTHER_FILES = 64  # of a run: logs, events, metrics, W&B
 SAME_BOOT_S = 5  # Slurm and the kernel round differently
-TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def check_room(jobs: Sequence[Job], rooms: Sequence[Room] | None = None) -> list
     return [f"checkpoints: up to {amount(needed)} more in {jobs[0].config.run.root}, {amount(least.free)} free"]
 
 
-def check_shared(path: Path, system: FileSystem | None = None, nodes: Callable[[], str] | None = None) -> list[str]:
+def check_shared(path: Path, system: FileSystem | None = None, nodes: Callable[[], str] = show_nodes) -> list[str]:
     """A note where the nodes of a Slurm job may not see ``path``; it may be exported in a way that is not known here.
 
     Args:
@@ -84,7 +83,7 @@ def check_shared(path: Path, system: FileSystem | None = None, nodes: Callable[[
     system = system or file_system_of(path)
     if system is None or not (system.in_memory or system.on_a_disk_here) or is_exported(path):
         return []
-    others = _other_hosts((nodes or _show_nodes)())
+    others = _other_hosts(nodes())
     if not others:
         return []
     what = f"{path} is on a file system of this machine ({system.kind} on {system.mount_point})"
@@ -159,11 +158,3 @@ def _same_boot(told: str, booted: float) -> bool:
 def _booted() -> float:
     lines = Path("/proc/stat").read_text().splitlines()
     return next((float(line.split()[1]) for line in lines if line.startswith("btime ")), 0.0)
-
-
-def _show_nodes() -> str:
-    command = ["scontrol", "show", "node", "--oneliner"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""

@@ -14,6 +14,7 @@ from hpc_train.launch.job_status import JobStatus
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import last_line, read_json, read_lines
+from hpc_train.slurm.states import state_of
 
 WISHES = ("SIGUSR1", "SIGINT", "SIGHUP")  # signals that people send; others may have the scheduler run the job again
 
@@ -105,9 +106,9 @@ def _between_starts(end: AttemptEnd, standing: JobStatus | None) -> str:
     """The state of a job that may go on by itself."""
     if end.state != "requeued" or standing is None:
         return end.state
-    if standing.state == "PENDING":
+    if standing.is_pending:
         return f"{end.state}, {standing.words}"
-    return TO_BE_REQUEUED if standing.state == "RUNNING" else end.state
+    return TO_BE_REQUEUED if standing.is_running else end.state
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def _lost(known: View, standing: JobStatus | None, output: Path) -> View:
         return replace(known, state="cancelled", exit=Exit.STOPPED if not known.metrics else Exit.FAILED)
     text = output.read_text(errors="replace") if output.exists() else ""
     said = "\n".join(text.strip().splitlines()[-30:]) or "the agent ended without a word: was it killed?"
-    called = "" if standing is None or standing.state in ("FAILED", "COMPLETED") else f"Slurm says {standing.state}\n"
+    called = "" if standing is None or state_of(standing.state).by_itself else f"Slurm says {standing.state}\n"
     return replace(known, state="failed", exit=Exit.FAILED, message=called + said)
 
 

@@ -187,8 +187,6 @@ def _server_time(folder: Path) -> float:
 
 BEAT_S = 15.0
 STALE_S = 180.0  # well past the attribute caches of network file systems (60 s) and some lost beats
-_MAY_RUN = ("RUNNING", "COMPLETING", "CONFIGURING", "RESIZING", "SIGNALING", "STAGE_OUT")
-_ASLEEP = ("SUSPENDED", "STOPPED")
 
 
 @dataclass(frozen=True)
@@ -245,6 +243,6 @@ class LockOwner:
             return False if seen_by.restart > self.restart else None
         assert self.job_id is not None
         state = client.job_state(self.job_id)
-        if state is None or state in _MAY_RUN:
+        if state is None or state.may_execute:
             return None
-        return state in _ASLEEP
+        return state.holds_nodes  # a suspended process gives no sign of life

@@ -109,9 +109,6 @@ def _live(path: Path, who: str) -> UserError:
     )
 
 
-PENDING_OR_RUNNING = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING", "STOPPED")
-
-
 def add_submission(
     run: RunDirectory, door: str, *, pid: int | None = None, job_id: str | None = None, **details: Any
 ) -> None:
@@ -142,8 +139,8 @@ def find_live(run: RunDirectory) -> str | None:
             return f"process {claim['pid']} on {claim['host']}"
     for job_id, clusters in {job_id: claim.get("clusters") for claim in claims for job_id in job_ids(claim)}.items():
         state = None if job_id in _own_jobs() else job_state(job_id, clusters)
-        if state in PENDING_OR_RUNNING:
-            return f"Slurm job {job_id} is {state}"
+        if state is not None and state.is_alive:
+            return f"Slurm job {job_id} is {state.name}"
     return "its agent is at work" if is_live(run) else None
 
 

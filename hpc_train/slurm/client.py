@@ -1,48 +1,260 @@
-"""What Slurm says of one job, in one call."""
+"""The client of Slurm: all of Slurm's commands that Python runs are run here, with one policy for waiting and errors.
+
+Each command has one of three time limits. ``SlurmError.problem`` distinguishes a command that is missing, a controller
+that does not respond, and a refusal. A query is not repeated: its caller continues without the answer, or asks again at
+its own interval. Neither is a submission, since one whose answer is lost may have been accepted. ``cancel``, which may
+safely be sent twice, is repeated once.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 
-ENDED = "ENDED"  # Slurm answers and has forgotten it
+from hpc_train.errors import UserError
+from hpc_train.slurm.states import FORGOTTEN, JobState, Phase, state_of
+
+BRIEF_S = 5.0  # for a query inside a job that has little time left, or that is merely nice to have
+QUERY_S = 20.0  # for any other query: a controller under load takes seconds
+PATIENT_S = 120.0  # for a submission, a cancellation, a requeue, and for watching jobs: giving up early gains nothing
+REPEAT_AFTER_S = 5.0
+UNREACHABLE = (
+    "Unable to contact slurm controller",
+    "Unable to establish controller",
+    "Socket timed out",
+    "Connection refused",
+    "Connection timed out",
+    "Zero Bytes were transmitted",
+)
+UNKNOWN_JOB = "Invalid job id"
+FORMAT = "%i|%T|%S|%k|%r"  # id, state, (expected) start, comment, reason
+KEPT = ("SLURM_CONF",)  # says which cluster this is, not which job
+
+Query = Callable[[Sequence[str]], str | None]
 
 
-def job_state(job_id: str, clusters: str | None = None) -> str | None:
-    """The state by Slurm's name, ``ENDED``, or None where Slurm does not answer.
+class Problem(StrEnum):
+    """Why a command of Slurm gave no answer."""
 
-    ``clusters`` are others than this machine's, where the same id may be another person's.
+    MISSING = "missing"  # the command is not on the PATH
+    SILENT = "silent"  # the controller, or the database, does not respond
+    REFUSED = "refused"
+
+
+FIXES = {
+    Problem.MISSING: "run it on a login node, or load the site's Slurm module",
+    Problem.SILENT: "try again when the controller responds (scontrol ping)",
+    Problem.REFUSED: "correct what the message names",
+}
+
+
+class SlurmError(UserError):
+    """A command of Slurm that failed.
+
+    Attributes:
+        said: what it wrote to standard error.
+        output: what it wrote to standard output nevertheless.
     """
-    where = [f"--clusters={clusters}", "--me"] if clusters else []
-    command = ["squeue", "--noheader", "--jobs", job_id, "--format", "%T", *where]
+
+    def __init__(self, command: str, problem: Problem, said: str, output: str = "") -> None:
+        super().__init__(f"{command} failed: {said}", where=command, fix=FIXES[problem])
+        self.problem, self.said, self.output = problem, said, output
+
+
+def run(
+    command: Sequence[str],
+    *,
+    timeout_s: float = QUERY_S,
+    stdin: str | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    """Runs a command of Slurm and returns its standard output.
+
+    Raises:
+        SlurmError: it is missing, takes longer than ``timeout_s`` seconds, or exits with another code than 0.
+    """
+    name = command[0]
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            command,
+            input=stdin,
+            env=environment,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",  # comments on jobs are in any encoding
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise SlurmError(name, Problem.SILENT, f"no answer within {timeout_s:g} s") from None
+    except OSError as error:
+        raise SlurmError(name, Problem.MISSING, str(error)) from error
+    if done.returncode == 0:
+        return done.stdout
+    said = done.stderr.strip() or f"exit code {done.returncode}"
+    unreachable = any(text in said for text in UNREACHABLE)
+    problem = Problem.SILENT if unreachable else Problem.REFUSED
+    raise SlurmError(name, problem, said, done.stdout)
+
+
+def query(command: Sequence[str], timeout_s: float = QUERY_S) -> str | None:
+    """The standard output of a command; None where it fails, for callers that can do without the answer."""
+    try:
+        return run(command, timeout_s=timeout_s)
+    except SlurmError:
         return None
-    if asked.returncode != 0:
-        return ENDED if "Invalid job id" in asked.stderr else None
-    states = [line.strip() for line in asked.stdout.splitlines() if not line.startswith("CLUSTER:")]
-    return next(filter(None, states), ENDED)
+
+
+def controller_responds() -> bool:
+    """Whether a controller is up (``scontrol ping``)."""
+    return " is UP" in (query(["scontrol", "ping"]) or "")
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """A job as ``squeue`` prints it. ``starts`` is empty where no start is expected: 2026-01-31T12:00:00."""
+
+    job_id: str
+    state: str
+    starts: str
+    comment: str
+    reason: str
+
+
+def list_jobs(selection: Sequence[str]) -> list[QueuedJob] | None:
+    """The jobs that the options ``selection`` of ``squeue`` select, one for each task of an array (``12_3``).
+
+    ``squeue`` responds on sites without accounting too, and knows a job for minutes after its end.
+
+    Returns:
+        None where Slurm does not respond.
+    """
+    command = ["squeue", "--noheader", "--array", "--states=all", f"--format={FORMAT}", *selection]
+    try:
+        text = run(command, timeout_s=PATIENT_S)
+    except SlurmError as error:
+        if UNKNOWN_JOB not in error.said:
+            return None
+        text = error.output
+    return [_queued(line) for line in text.splitlines() if line.count("|") >= 4]  # not the title line of a cluster
+
+
+def _queued(line: str) -> QueuedJob:
+    job_id, state, starts, rest = line.split("|", 3)
+    comment, _, reason = rest.rpartition("|")
+    starts = "" if starts in ("N/A", "NONE") else starts
+    return QueuedJob(job_id, state, starts, "" if comment == "(null)" else comment, reason)
+
+
+def job_state(job_id: str, clusters: str | None = None) -> JobState | None:
+    """The state of one job; None where Slurm does not respond.
+
+    Args:
+        clusters: other clusters than this machine's, where the same id may belong to another user's job.
+    """
+    command = ["squeue", "--noheader", "--jobs", job_id, "--format", "%T", *on_clusters(clusters)]
+    try:
+        text = run([*command, *(["--me"] if clusters else [])])
+    except SlurmError as error:
+        return state_of(FORGOTTEN) if UNKNOWN_JOB in error.said else None
+    states = [line.strip() for line in text.splitlines() if not line.startswith("CLUSTER:")]
+    return state_of(next(filter(None, states), FORGOTTEN))
+
+
+def state_and_priority(job_id: str) -> tuple[JobState, int] | None:
+    """The state of one job and its priority, which is 0 while it is held; None where Slurm does not respond."""
+    text = query(["squeue", "--noheader", f"--jobs={job_id}", "--format=%T %Q"])
+    if text is None:
+        return None
+    state, priority = [*text.split(), FORGOTTEN, "0"][:2]
+    return state_of(state), int(priority)
 
 
 def own_job(environment: Mapping[str, str] = os.environ) -> str:
-    """The job of this process, as Slurm's commands want it: a task of an array by the array's id and its number."""
+    """The job of this process, as Slurm's commands name it: ``12``, or ``12_3`` for a task of an array."""
     array = environment.get("SLURM_ARRAY_JOB_ID")
     return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}" if array else environment["SLURM_JOB_ID"]
 
 
 def is_suspended() -> bool:
-    """Whether the job of this process is suspended, by a person or by gang scheduling; False where nobody answers."""
-    return job_state(own_job()) == "SUSPENDED"
+    """Whether the job of this process is suspended, by a user or by gang scheduling; False without an answer."""
+    state = job_state(own_job())
+    return state is not None and state.phase is Phase.STOPPED
 
 
-def may_run_again(job_id: str) -> bool:
-    """Whether Slurm would requeue the job; True also where it does not say, as in a container without its commands."""
+def may_requeue(job_id: str) -> bool:
+    """Whether Slurm would requeue the job; True also without an answer, as in a container without Slurm's commands."""
+    return "Requeue=0" not in (query(["scontrol", "show", "job", job_id], BRIEF_S) or "").split()
+
+
+def show_job(job_id: str) -> str:
+    """What ``scontrol`` prints of a job, with its nodes; empty without an answer."""
+    return query(["scontrol", "show", "job", "--details", job_id]) or ""
+
+
+def show_nodes(names: Collection[str] = (), timeout_s: float = QUERY_S) -> str:
+    """What ``scontrol`` prints of the nodes ``names``, or of all, one on each line; empty without an answer."""
+    selected = [",".join(names)] if names else []
+    return query(["scontrol", "show", "node", "--oneliner", *selected], timeout_s) or ""
+
+
+def on_clusters(clusters: str | None) -> list[str]:
+    """The option of Slurm's commands for jobs that went to other clusters."""
+    return [f"--clusters={clusters}"] if clusters else []
+
+
+def cancel(ids: Collection[str], *, signal: str | None = None, clusters: str | None = None) -> None:
+    """Cancels jobs, or sends their steps ``signal`` (``USR1``).
+
+    Raises:
+        SlurmError: Slurm refuses, or does not respond twice in a row.
+    """
+    if not ids:
+        return
+    command = ["scancel", *on_clusters(clusters), *([f"--signal={signal}"] if signal else []), *ids]
     try:
-        asked = subprocess.run(
-            ["scontrol", "show", "job", job_id], capture_output=True, text=True, timeout=5, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return True
-    return "Requeue=0" not in asked.stdout.split()
+        run(command, timeout_s=PATIENT_S)
+    except SlurmError as error:
+        if error.problem is not Problem.SILENT:
+            raise
+        time.sleep(REPEAT_AFTER_S)
+        run(command, timeout_s=PATIENT_S)
+
+
+def submit(options: Sequence[str], script: str) -> str:
+    """Submits a batch script and returns the id of the job.
+
+    Raises:
+        SlurmError: Slurm does not take it.
+    """
+    printed = _sbatch(["--parsable", *options], script)
+    return printed.strip().partition(";")[0]
+
+
+def check_submission(options: Sequence[str]) -> None:
+    """Asks the controller whether it would take a job with these options.
+
+    Raises:
+        SlurmError: it would not.
+    """
+    _sbatch([*options, "--test-only"], "#!/bin/sh\ntrue\n")
+
+
+def _sbatch(options: Sequence[str], script: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name not in inherited_variables()}
+    return run(["sbatch", *options], stdin=script, environment=environment, timeout_s=PATIENT_S)
+
+
+def inherited_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """The variables of a surrounding job, which a submission must not pass on; none outside of a job.
+
+    ``SLURM_CPUS_PER_TASK`` and its like would reach the steps of the new job and contradict its own options.
+    """
+    if "SLURM_JOB_ID" not in environment:
+        return []
+    prefixes = ("SLURM_", "SBATCH_", "SRUN_")
+    return sorted(name for name in environment if name.startswith(prefixes) and name not in KEPT)

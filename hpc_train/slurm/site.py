@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import getpass
 import re
-import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-TIMEOUT_S = 20.0
-Ask = Callable[[Sequence[str]], str | None]
+from hpc_train.slurm.client import BRIEF_S, Query, query, show_nodes
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ class Site:
         return next((found for found in self.partitions.values() if found.default), None)
 
 
-def read_site(ask: Ask | None = None) -> Site:
+def read_site(ask: Query = query) -> Site:
     """Asks Slurm's controller and, where there is one, its accounting. A command that fails leaves its part unknown."""
     user = getpass.getuser()
     commands = {
@@ -109,7 +107,7 @@ def read_site(ask: Ask | None = None) -> Site:
         "qos": ["sacctmgr", "-nP", "show", "qos", f"format={','.join(QOS)}"],
     }
     with ThreadPoolExecutor(len(commands)) as pool:
-        answers = dict(zip(commands, pool.map(ask or _output, commands.values()), strict=True))
+        answers = dict(zip(commands, pool.map(ask, commands.values()), strict=True))
     text = {name: answer or "" for name, answer in answers.items()}
     config = dict(_pairs(text["config"].splitlines()))
     kinds = _node_kinds(text["nodes"])
@@ -130,14 +128,6 @@ def read_site(ask: Ask | None = None) -> Site:
 
 ASSOCIATION = ("Cluster", "Account", "QOS", "MaxSubmitJobs", "MaxWall", "MaxTRES")
 QOS = ("Name", "MaxSubmitJobsPerUser", "MaxWall", "MaxTRESPerJob")
-
-
-def _output(command: Sequence[str]) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
 
 
 def _pairs(parts: Iterable[str]) -> list[tuple[str, str]]:
@@ -234,17 +224,9 @@ def seconds(text: str | None) -> int | None:
     return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + last
 
 
-PATIENCE_S = 5.0
-
-
 def node_features(nodes: Iterable[str]) -> dict[str, frozenset[str]]:
-    """By node; empty where Slurm does not answer."""
-    command = ["scontrol", "show", "node", "--oneliner", ",".join(nodes)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
-    return parse_features(done.stdout)
+    """The active features of each node; empty where Slurm does not respond."""
+    return parse_features(show_nodes([*nodes], BRIEF_S))
 
 
 def parse_features(text: str) -> dict[str, frozenset[str]]:

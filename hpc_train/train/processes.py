@@ -24,13 +24,9 @@ from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
 LEAVE_S = 10.0  # for the end of the process groups, which can hang
 
 
-def join(spec: WorkerSpec, config: Config, listen_fd: int | None) -> Mesh:
-    """Sets threads and device of this process and meets the other ranks. Collective.
-
-    Args:
-        listen_fd: the socket that already listens on ``spec.master_port``, where this rank is to serve the store;
-            None where another process does.
-    """
+def join(spec: WorkerSpec, config: Config) -> Mesh:
+    """Sets threads and device of this process and joins the other ranks through the store at
+    ``spec.master_port``. Collective."""
     torch.set_num_threads(_threads(spec, config.train))
     if config.train.reproducible is not None:
         _use_deterministic()
@@ -38,7 +34,7 @@ def join(spec: WorkerSpec, config: Config, listen_fd: int | None) -> Mesh:
         dist.set_debug_level(dist.DebugLevel.DETAIL)  # each collective is compared over all ranks before it runs
     device = _device(spec)
     timeout = timedelta(seconds=config.elastic.collective_timeout_s)
-    _join(spec, device, timeout, listen_fd)
+    _join(spec, device, timeout)
     return join_mesh(spec.layout, spec.rank, device, timeout)
 
 
@@ -62,16 +58,14 @@ def _device(spec: WorkerSpec) -> torch.device:
     return device
 
 
-def _join(spec: WorkerSpec, device: torch.device, timeout: timedelta, listen_fd: int | None) -> None:
+def _join(spec: WorkerSpec, device: torch.device, timeout: timedelta) -> None:
     world_size = spec.layout.world_size
     store = dist.TCPStore(
         spec.master_address,
         spec.master_port,
         world_size,
-        is_master=listen_fd is not None,
         timeout=timeout,
         wait_for_workers=False,
-        master_listen_fd=listen_fd,
     )
     cuda = device.type == "cuda"
     dist.init_process_group(

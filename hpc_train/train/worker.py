@@ -50,27 +50,26 @@ from hpc_train.train.step import TrainStep
 from hpc_train.train.trainer import Length, Trainer, skipped_data
 
 
-def train(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
+def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
     """Trains as rank ``spec.rank`` of one attempt.
 
     Args:
         stop: set by a signal; all ranks stop together, after a checkpoint.
-        listen_fd: on rank 0, the socket that already listens on ``spec.master_port``.
 
     Raises:
         UserError: the config does not fit the model, the data or the checkpoint.
     """
     run = RunDirectory(Path(spec.run_dir))
     with closing(EventLog.open(run, f"rank-{spec.rank:04d}", spec.attempt, spec.rank)) as events:
-        return _train(spec, stop, listen_fd, run, events)
+        return _train(spec, stop, run, events)
 
 
-def _train(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None, run: RunDirectory, events: EventLog) -> Exit:
+def _train(spec: WorkerSpec, stop: StopFlag, run: RunDirectory, events: EventLog) -> Exit:
     config = load(run)
     heartbeat = Heartbeat.of(spec.heartbeat)
     answer_questions(spec.heartbeat)
     log = nccl_log(spec, config)
-    mesh = join(spec, config, listen_fd)
+    mesh = join(spec, config)
     preflight(spec, config, run, mesh, events, log)
     with explained(config, mesh):
         trainer = _build(config, run, mesh, events, stop, spec, heartbeat)

@@ -1,7 +1,30 @@
-"""Hydra takes a sweeper only from a class defined under ``hydra_plugins``; the real one is in ``hpc_train``."""
+"""The Hydra sweeper behind ``-m``. It only lists the jobs; the launcher composes and checks them.
 
-from hpc_train.launch import launcher
+Hydra's own sweeper creates the sweep's directory before anything is checked, and composes every job once more to check
+it. The class is defined here because Hydra takes a sweeper only from a class under ``hydra_plugins``. It must not be
+imported before Hydra has searched for plugins, since that loads the module of the base class a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 
-class HpcTrainSweeper(launcher.HpcTrainSweeper):
-    """The jobs of ``-m``."""
+class HpcTrainSweeper(BasicSweeper):
+    """Takes every combination of the values that are listed with commas, as Hydra's basic sweeper does."""
+
+    def sweep(self, arguments: list[str]) -> list[Sequence[Any]]:
+        """Launches the jobs of ``arguments``; returns the launcher's results, one list per batch."""
+        assert self.hydra_context is not None and self.launcher is not None
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        overrides = parser.parse_overrides([*self._parse_config(), *arguments])
+        results: list[Sequence[Any]] = []
+        first = 0
+        for batch in self.split_arguments(overrides, self.max_batch_size):
+            results.append(self.launcher.launch(batch, initial_job_idx=first))
+            first += len(batch)
+        return results

@@ -68,7 +68,7 @@ def worker(path: str) -> int:
         gpus_per_node=0,
         threads=1,
     )
-    return int(train(spec, StopFlag(), None))
+    return int(train(spec, StopFlag()))
 
 
 def trial(door: Start, kind: str, folder: Path) -> float | None:

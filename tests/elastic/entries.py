@@ -28,18 +28,18 @@ def _wait_for_stop(stop: StopFlag, seconds: float = 30) -> Exit:
     return Exit.STOPPED if stop.requested else Exit.DONE
 
 
-def finish(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
+def finish(spec: WorkerSpec, stop: StopFlag) -> Exit:
     print(f"hello from {spec.rank} of {spec.layout.world_size}")
     _mark(spec, f"{spec.master_port} {os.environ['OMP_NUM_THREADS']}")
     return Exit.DONE
 
 
-def until_stopped(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
+def until_stopped(spec: WorkerSpec, stop: StopFlag) -> Exit:
     _mark(spec, str(spec.master_port))
     return _wait_for_stop(stop)
 
 
-def finish_when_told(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
+def finish_when_told(spec: WorkerSpec, stop: StopFlag) -> Exit:
     """As soon as there is a file ``go`` in the run directory."""
     _mark(spec, "")
     until = time.monotonic() + 60
@@ -50,11 +50,11 @@ def finish_when_told(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> 
     return Exit.DONE
 
 
-def one_is_killed_when_told(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
+def one_is_killed_when_told(spec: WorkerSpec, stop: StopFlag) -> Exit:
     """In the first attempt; the next is done at once."""
     if spec.attempt > 0:
         return Exit.DONE
-    code = finish_when_told(spec, stop, listener)
+    code = finish_when_told(spec, stop)
     if spec.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return code if spec.rank == 1 else _wait_for_stop(StopFlag())
@@ -65,7 +65,7 @@ def _lose_connection() -> Exit:
     raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
 
 
-def one_raises(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
+def one_raises(spec: WorkerSpec, stop: StopFlag) -> Exit:
     if spec.rank == 1:
         time.sleep(0.3)
         raise ArithmeticError("rank one cannot count")
@@ -76,13 +76,13 @@ class AcceleratorError(RuntimeError):
     """As torch raises it on a GPU."""
 
 
-def one_gpu_fails(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
+def one_gpu_fails(spec: WorkerSpec, stop: StopFlag) -> Exit:
     if spec.rank == 1:
         raise AcceleratorError("CUDA error: uncorrectable ECC error encountered")
     return _lose_connection()
 
 
-def one_gpu_fails_in_the_watchdog(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
+def one_gpu_fails_in_the_watchdog(spec: WorkerSpec, stop: StopFlag) -> Exit:
     """The abort prints the stacks of all threads below the error."""
 
     def abort(depth: int) -> None:
@@ -101,32 +101,32 @@ def one_gpu_fails_in_the_watchdog(spec: WorkerSpec, stop: StopFlag, listener: in
     return _lose_connection()
 
 
-def one_kernel_fails(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
+def one_kernel_fails(spec: WorkerSpec, stop: StopFlag) -> Exit:
     if spec.rank == 1:
         raise AcceleratorError("CUDA error: device-side assert triggered")
     return _lose_connection()
 
 
-def one_is_killed(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
+def one_is_killed(spec: WorkerSpec, stop: StopFlag) -> Exit:
     if spec.rank == 1:
         print("the last words of rank one", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     return _lose_connection()
 
 
-def one_exits(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
+def one_exits(spec: WorkerSpec, stop: StopFlag) -> Exit:
     if spec.rank == 1:
         os._exit(0)
     return _wait_for_stop(StopFlag())
 
 
-def one_refuses(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
+def one_refuses(spec: WorkerSpec, stop: StopFlag) -> Exit:
     if spec.rank == 1:
         raise UserError("no such data", where="data.path", fix="another path")
     return _lose_connection()
 
 
-def never_stops(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
+def never_stops(spec: WorkerSpec, stop: StopFlag) -> Exit:
     _mark(spec, "")
     return _wait_for_stop(StopFlag())
 
@@ -145,13 +145,13 @@ def serve(listener: socket.socket) -> threading.Thread:
     return thread
 
 
-def connects(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
+def connects(spec: WorkerSpec, stop: StopFlag) -> Exit:
     with socket.create_connection((spec.master_address, spec.master_port)) as client:
         assert client.recv(7) == b"welcome"
     return Exit.DONE
 
 
-def prints_much(spec: WorkerSpec, stop: StopFlag, listener: int | None) -> Exit:
+def prints_much(spec: WorkerSpec, stop: StopFlag) -> Exit:
     for number in range(20_000):
         print(f"line {number} " + "x" * 60)
     sys.stdout.write("no newline at the end")

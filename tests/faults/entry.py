@@ -28,7 +28,7 @@ SLOW_S = 0.1
 NOT_A_NUMBER = torch.tensor(float("nan"))
 
 
-def train(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
+def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
     shift_clock()
     with Path(spec.run_dir, "pids").open("a") as pids:
         pids.write(f"{os.getpid()}\n")
@@ -44,15 +44,15 @@ def train(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
             take(self, batch, save)
 
     Trainer._train = faulty  # type: ignore[method-assign]
-    return worker.train(spec, stop, listen_fd)
+    return worker.train(spec, stop)
 
 
-def train_past(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
+def train_past(spec: WorkerSpec, stop: StopFlag) -> Exit:
     """The undisturbed run: it passes over the bad batches of the plan from the beginning."""
     pass_over(bad_windows(read_plan()))
     with Path(spec.run_dir, "pids").open("a") as pids:
         pids.write(f"{os.getpid()}\n")
-    return worker.train(spec, stop, listen_fd)
+    return worker.train(spec, stop)
 
 
 def pass_over(windows: Sequence[tuple[int, int]]) -> None:

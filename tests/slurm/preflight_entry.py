@@ -24,7 +24,7 @@ from hpc_train.train import worker
 AHEAD_S = 5.0
 
 
-def train(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
+def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
     node, plain, own = current_allocation().node_name, rank_facts.versions, rank_facts.rank_facts
     run.rank_facts = lambda *facts: replace(own(*facts), gpu=f"GPU-of-{node}")
     measuring.measured_gemm_flops = lambda *wanted: 5e14 if node == "n1" else 7e14
@@ -33,7 +33,7 @@ def train(spec: WorkerSpec, stop: StopFlag, listen_fd: int | None) -> Exit:
     if node == "n4":
         rank_facts.versions = lambda cuda: plain(cuda) | {"torch": "1.0"}
         run.clock = lambda: time.time() + AHEAD_S
-    return worker.train(spec, stop, listen_fd)
+    return worker.train(spec, stop)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from hpc_train.config.compose import compose, typed
+from hpc_train.elastic.store import serve
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
@@ -58,7 +59,7 @@ def run_attempt(run: RunDirectory, workers: int = 4, prepare: Prepare | None = N
     """
     layout = resolve_layout(load(run), 1, workers)
     attempt = run.claim_attempt()
-    listener = socket.create_server(("127.0.0.1", 0))
+    store = serve(socket.create_server(("127.0.0.1", 0)))
     specs = [
         WorkerSpec(
             run_dir=str(run.path),
@@ -70,7 +71,7 @@ def run_attempt(run: RunDirectory, workers: int = 4, prepare: Prepare | None = N
             nodes=1,
             layout=layout,
             master_address="127.0.0.1",
-            master_port=listener.getsockname()[1],
+            master_port=store.port,
             gpus_per_node=0,
             threads=1,
         )
@@ -78,8 +79,7 @@ def run_attempt(run: RunDirectory, workers: int = 4, prepare: Prepare | None = N
     ]
     pipes = [CONTEXT.Pipe(duplex=False) for _ in specs]
     processes = [
-        CONTEXT.Process(target=_rank, args=(spec, listener if spec.rank == 0 else None, pipe[1], prepare))
-        for spec, pipe in zip(specs, pipes, strict=True)
+        CONTEXT.Process(target=_rank, args=(spec, pipe[1], prepare)) for spec, pipe in zip(specs, pipes, strict=True)
     ]
     try:
         for process in processes:
@@ -88,13 +88,12 @@ def run_attempt(run: RunDirectory, workers: int = 4, prepare: Prepare | None = N
             sender.close()
         return collect([receiver for receiver, _ in pipes], timeout)
     finally:
-        listener.close()
         for process in processes:
             process.kill()
             process.join()
 
 
-def _rank(spec: WorkerSpec, listener: socket.socket | None, sender: Connection, prepare: Prepare | None) -> None:
+def _rank(spec: WorkerSpec, sender: Connection, prepare: Prepare | None) -> None:
     from hpc_train.train.worker import train
 
     log = Path(spec.run_dir) / "logs" / f"rank-{spec.rank}-{spec.attempt:03d}.log"
@@ -104,7 +103,7 @@ def _rank(spec: WorkerSpec, listener: socket.socket | None, sender: Connection, 
     try:
         if prepare is not None:
             prepare(spec, stop)
-        sender.send((True, int(train(spec, stop, None if listener is None else listener.detach()))))
+        sender.send((True, int(train(spec, stop))))
     except BaseException:
         sender.send((False, traceback.format_exc()))
     finally:

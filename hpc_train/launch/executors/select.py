@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from functools import cache
 
 from hpc_train.config.schema import ClusterConfig
@@ -13,8 +12,7 @@ from hpc_train.launch.executors.allocation import AllocationSubmitter
 from hpc_train.launch.executors.executor import Executor
 from hpc_train.launch.executors.local import LocalSubmitter
 from hpc_train.launch.executors.slurm import SlurmSubmitter
-
-PING_S = 10.0  # a controller that is busy may take a few seconds
+from hpc_train.slurm.client import controller_responds
 
 
 def select_executor(cluster: ClusterConfig) -> Executor:
@@ -44,10 +42,4 @@ def in_allocation() -> bool:
 @cache
 def controller_answers() -> bool:
     """Whether this machine can submit to Slurm: its tools are here and a controller is up. Asked once per process."""
-    if shutil.which("sbatch") is None or shutil.which("scontrol") is None:
-        return False
-    try:
-        ping = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=PING_S, check=False)
-    except subprocess.TimeoutExpired:
-        return False
-    return ping.returncode == 0 and " is UP" in ping.stdout
+    return shutil.which("sbatch") is not None and controller_responds()

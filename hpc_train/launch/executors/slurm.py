@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import subprocess
+import sys
 from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
@@ -21,12 +21,11 @@ from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.config.values import node_range
 from hpc_train.errors import UserError
-from hpc_train.launch.command_job import without_inherited
 from hpc_train.launch.container import container_of
 from hpc_train.launch.cost import confirm_cost, cost_lines
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.gpus import asked_gpus
-from hpc_train.launch.job_status import JobStatus, SlurmStatuses, folded, on_clusters
+from hpc_train.launch.job_status import JobStatus, SlurmStatuses, folded
 from hpc_train.launch.limits import check_limits, check_queue
 from hpc_train.launch.sbatch import (
     NO_SITE,
@@ -42,9 +41,10 @@ from hpc_train.launch.script import Script, chain_file, one_run, render, run_of_
 from hpc_train.launch.storage import check_room, check_shared
 from hpc_train.run.code import frozen_code
 from hpc_train.run.files import write_text
+from hpc_train.slurm import client
+from hpc_train.slurm.client import Problem, SlurmError, inherited_variables, on_clusters
 from hpc_train.slurm.site import Site, read_site
 
-PATIENCE_S = 120.0  # sbatch and squeue at a controller under load
 TOO_FEW_NOW = "Requested node configuration is not available"  # also what can never be; the submission tells
 AWAY = ("down", "drain", "fail", "maint", "reboot", "unknown", "inval")  # how states of nodes begin; * no answer
 
@@ -66,7 +66,8 @@ class ScriptExecutor(SlurmExecutor):
         return self._text
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        return [*sbatch(self._asked), str(submission_file_path)]
+        unset = [part for name in inherited_variables() for part in ("-u", name)]
+        return [*(["env", *unset] if unset else []), "sbatch", *arguments(self._asked), str(submission_file_path)]
 
 
 class SlurmSubmitter:
@@ -139,10 +140,10 @@ class SlurmSubmitter:
         return folded({job_id: self._chains[job_id] for job_id in ids if job_id in self._chains}, known)
 
     def stop(self, ids: Collection[str]) -> None:
-        _scancel([*on_clusters(self._clusters), "--signal=USR1", *self._all(ids)])
+        self._cancel(self._all(ids), signal="USR1")
 
     def cancel(self, ids: Collection[str]) -> None:
-        _scancel([*on_clusters(self._clusters), *self._all(ids)])
+        self._cancel(self._all(ids))
 
     def stop_command(self, ids: Collection[str]) -> str:
         jobs = sorted({job_id.partition("_")[0] for job_id in self._all(ids)})
@@ -150,6 +151,12 @@ class SlurmSubmitter:
 
     def output(self, job: Job, job_id: str) -> Path:
         return self._outputs[job_id]
+
+    def _cancel(self, ids: Sequence[str], signal: str | None = None) -> None:
+        try:
+            client.cancel(ids, signal=signal, clusters=self._clusters)
+        except SlurmError as error:  # whoever stops jobs is still to see how they end
+            print(error.what, file=sys.stderr)
 
     def _all(self, ids: Collection[str]) -> list[str]:
         """With the other jobs of chains."""
@@ -167,7 +174,7 @@ class SlurmSubmitter:
         try:
             submit_chain(count, one)
         except UserError:
-            _scancel([*on_clusters(self._clusters), *ids])
+            self._cancel(ids)
             raise
         if count > 1:
             write_text(chain_file(job.run), "".join(f"{job_id}\n" for job_id in ids))
@@ -230,15 +237,6 @@ def _site(path: str | None, conf: str | None) -> Site:
     return read_site()
 
 
-def sbatch(asked: Options) -> list[str]:
-    """The sbatch command with ``asked``, free of what a surrounding job would hand down."""
-    return [*without_inherited(), "sbatch", *arguments(asked)]
-
-
-def _scancel(arguments: Sequence[str]) -> None:
-    subprocess.run(["scancel", *arguments], check=False, timeout=PATIENCE_S)
-
-
 def _title(same: Sequence[Job]) -> str:
     first = same[0]
     what = f"{first.config.strategy.name}: {first.layout}" if len(same) == 1 else f"{len(same)} runs of one shape"
@@ -264,17 +262,14 @@ def _test_only(job: Job, asked: Options) -> list[str]:
     It looks at the nodes that are there now, whereas a job may wait for one that is not: then there is something to
     say, and the submission itself decides.
     """
-    command = [*sbatch(asked), "--test-only"]
     try:
-        done = subprocess.run(
-            command, input="#!/bin/sh\ntrue\n", capture_output=True, text=True, timeout=PATIENCE_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return []
-    if TOO_FEW_NOW in done.stderr and (away := _away(job.config.cluster)):
-        return [f"the job may have to wait for nodes that are down or drained at present: {', '.join(sorted(away))}"]
-    if done.returncode:
-        raise _refusal(done.stderr)
+        client.check_submission(arguments(asked))
+    except SlurmError as error:
+        if error.problem is Problem.SILENT:
+            return []
+        if TOO_FEW_NOW in error.said and (away := _away(job.config.cluster)):
+            return [f"note: the job may have to wait for nodes that are down or drained now: {', '.join(sorted(away))}"]
+        raise _refusal(error.said) from error
     return []
 
 
@@ -282,8 +277,7 @@ def _away(cluster: ClusterConfig) -> set[str]:
     """The nodes of its partition that take no job at present, and may come back."""
     partition = [f"--partition={cluster.partition}"] if cluster.partition else []
     command = ["sinfo", "--noheader", "--Node", "--format=%N %T", *on_clusters(cluster.clusters), *partition]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False).stdout
-    states = [line.split() for line in shown.splitlines() if line.count(" ") == 1]
+    states = [line.split() for line in (client.query(command) or "").splitlines() if line.count(" ") == 1]
     return {node for node, state in states if state.startswith(AWAY) or state.endswith("*")}
 
 
