@@ -22,16 +22,16 @@ from hpc_train.cluster.environment import Variable, apply, node_local_caches, ow
 from hpc_train.cluster.gpus import UnusableGpus
 from hpc_train.config.schema import Config
 from hpc_train.elastic.attempts import Attempts, run_attempt
-from hpc_train.elastic.client import HubClient, HubLost, after_the_hub, wait_for_hub
+from hpc_train.elastic.client import RendezvousClient, ServerLost, requeue_after_server_loss, wait_for_server
 from hpc_train.elastic.coordinator import Coordinator, NodeReport
 from hpc_train.elastic.decision import OVER_BUDGET, Budget, History, over_budget
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.hangs import patience_s
-from hpc_train.elastic.hub import Hub
-from hpc_train.elastic.logs import WorkerLog, unbroken_streams
+from hpc_train.elastic.logs import WorkerLog, nonfailing_streams
 from hpc_train.elastic.nodes import TOO_OFTEN, Node, NodeFailures, Unfit
-from hpc_train.elastic.rendezvous import HubAddress, Meeting, bind
+from hpc_train.elastic.rendezvous import Meeting, ServerAddress, bind
 from hpc_train.elastic.requeue import JobEnd
+from hpc_train.elastic.server import RendezvousServer
 from hpc_train.elastic.store import Stores
 from hpc_train.elastic.watch import Watch
 from hpc_train.elastic.worker_process import start_warm_parent
@@ -40,7 +40,7 @@ from hpc_train.fabric.node import this_node
 from hpc_train.fabric.rank_binding import Device, bindings, devices
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.run.agent_worker import WorkerSpec
-from hpc_train.run.code import frozen_code, use
+from hpc_train.run.code import frozen_code, use_frozen_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
@@ -79,7 +79,7 @@ def run_agent(
     raise_descriptor_limit()
     allocation = current_allocation()
     end = JobEnd.of_this_process(run)
-    with unbroken_streams(), watch_signals() as stop:
+    with nonfailing_streams(), watch_signals() as stop:
         try:
             if end is not None:
                 with suppress(OSError):  # the batch script has removed it as well
@@ -119,7 +119,7 @@ def _run(
     store: str,
 ) -> int:
     config = load(run)
-    use(frozen_code(run))
+    use_frozen_code(frozen_code(run))
     if config.run.group is not None:
         write_for_group()
     node = _this_node(config, allocation)
@@ -132,14 +132,14 @@ def _run(
         if allocation.node_rank == 0:
             stores = Stores(store)
             attempts = Attempts(run, config, allocation, end, stores, Fabric(run, config, own), events)
-            hub, address = _start_hub(run, config, allocation, attempts)
+            hub, address = _start_server(run, config, allocation, attempts)
         else:
             try:
-                found = wait_for_hub(
+                found = wait_for_server(
                     run, allocation.launch_id, lambda: stop.requested or _told(end), config.elastic.join_timeout_s
                 )
-            except HubLost as lost:
-                return after_the_hub(run, config, allocation, end, lost, TOO_OFTEN)
+            except ServerLost as lost:
+                return requeue_after_server_loss(run, config, allocation, end, lost, TOO_OFTEN)
             if found is None:
                 return Exit.STOPPED
             address = found
@@ -151,8 +151,8 @@ def _run(
         agent = Agent(run, config, allocation, node, address, stores, stop, watch, budget, on_tick, entry, events)
         try:
             return agent.work()
-        except HubLost as lost:
-            return after_the_hub(run, config, allocation, end, lost)
+        except ServerLost as lost:
+            return requeue_after_server_loss(run, config, allocation, end, lost)
         finally:
             if stores is not None:
                 stores.stop()
@@ -174,7 +174,7 @@ def _this_node(config: Config, allocation: Allocation) -> Node:
     return Node(number, name, address, switch_address(), gpus, workers, unfit=unfit, refusal=refusal)
 
 
-def _meeting_host(allocation: Allocation, hub: HubAddress) -> str | None:
+def _meeting_host(allocation: Allocation, hub: ServerAddress) -> str | None:
     if allocation.nodes == 1:
         return None
     return allocation.address if allocation.node_rank == 0 else hub.host
@@ -191,10 +191,12 @@ def _set_environment(
     return apply([*own_environment(threads), *caches])
 
 
-def _start_hub(run: RunDirectory, config: Config, allocation: Allocation, attempts: Attempts) -> tuple[Hub, HubAddress]:
+def _start_server(
+    run: RunDirectory, config: Config, allocation: Allocation, attempts: Attempts
+) -> tuple[RendezvousServer, ServerAddress]:
     elastic = config.elastic
     listener = bind(allocation, f"{allocation.launch_id}:hub")
-    address = HubAddress(allocation.address, listener.getsockname()[1], secrets.token_hex(16))
+    address = ServerAddress(allocation.address, listener.getsockname()[1], secrets.token_hex(16))
     newest = CheckpointStore(run.checkpoints).newest()
     coordinator = Coordinator(
         config,
@@ -207,13 +209,13 @@ def _start_hub(run: RunDirectory, config: Config, allocation: Allocation, attemp
         elsewhere=attempts.end is not None,
     )
     suspended = None if attempts.end is None else is_suspended
-    hub = Hub(
+    hub = RendezvousServer(
         coordinator, listener, address.token, elastic.heartbeat_timeout_s, attempts.begin, attempts.leave, suspended
     )
     hub.start()
     if allocation.nodes > 1:
         address.publish(run, allocation.launch_id)
-    return hub, HubAddress(LOOPBACK, address.port, address.token)
+    return hub, ServerAddress(LOOPBACK, address.port, address.token)
 
 
 def _told(end: JobEnd | None) -> bool:
@@ -221,7 +223,7 @@ def _told(end: JobEnd | None) -> bool:
     return end is not None and end.told()
 
 
-class EndedByHub(Exception):
+class EndedByServer(Exception):
     """The attempt is over, by a failure on another node."""
 
 
@@ -233,7 +235,7 @@ class Agent:
     config: Config
     allocation: Allocation
     node: Node
-    hub: HubAddress
+    hub: ServerAddress
     stores: Stores | None  # with the agent that has the hub
     stop: StopRequests
     watch: Watch
@@ -247,7 +249,7 @@ class Agent:
         """Does what the hub says until it lets the agent go; returns the exit code.
 
         Raises:
-            HubLost: the hub is gone. No worker of this node is left.
+            ServerLost: the hub is gone. No worker of this node is left.
         """
         link = self._join()
         while True:
@@ -259,30 +261,30 @@ class Agent:
                     return int(order["code"])
                 if order is not None:
                     self._take_part(link, Meeting.parse(order["meeting"]))
-            except HubLost:
+            except ServerLost:
                 if link.silent:  # its kernel would accept another connection, even where its agent is frozen
                     raise
                 link = self._join()  # a hub that lives takes back a node that was silent for too long
             except KeyboardInterrupt:
                 link.quit("killed by a second Ctrl-C: steps after the last checkpoint are lost")
 
-    def _join(self) -> HubClient:
-        return HubClient.connect(self.hub, self.node, self.config.elastic.heartbeat_timeout_s)
+    def _join(self) -> RendezvousClient:
+        return RendezvousClient.connect(self.hub, self.node, self.config.elastic.heartbeat_timeout_s)
 
-    def _tick(self, link: HubClient) -> None:
+    def _tick(self, link: RendezvousClient) -> None:
         self.on_tick()
         if self.stores is not None and self.budget.is_used_up:
             self.stop.request(OVER_BUDGET)
-        if self.stop.reason is not None and link.tell_stop(self.stop.reason):
+        if self.stop.reason is not None and link.send_stop(self.stop.reason):
             attempt = max(0, self.run.newest_attempt()) if self._attempt is None else self._attempt
             self.events.of(attempt).write("stop_requested", reason=self.stop.reason)
 
-    def _check_store(self, link: HubClient, attempt: int) -> None:
+    def _check_store(self, link: RendezvousClient, attempt: int) -> None:
         if self.stores is not None and self.stores.lost:
             self.stores.stop()
-            link.tell_store_lost(attempt)
+            link.send_store_lost(attempt)
 
-    def _take_part(self, link: HubClient, meeting: Meeting) -> None:
+    def _take_part(self, link: RendezvousClient, meeting: Meeting) -> None:
         """Runs this node's workers in one attempt, unless it is a spare."""
         self._attempt = meeting.attempt
         self.budget.hold(self.allocation.nodes * meeting.gpus_per_node)
@@ -298,7 +300,7 @@ class Agent:
             if link.is_to_end(meeting.attempt):
                 if link.hung:
                     self.watch.keep_stacks()
-                raise EndedByHub
+                raise EndedByServer
 
         log = WorkerLog(self.run.logs / f"{self.allocation.node_name}-{meeting.attempt:03d}.log")
         self.watch.begin(self.events.of(meeting.attempt), meeting.layout, self._patience_s(meeting))
@@ -307,7 +309,7 @@ class Agent:
         try:
             outcome = run_attempt(specs, None, log, self.stop, grace_s, tick, self.entry, self.watch)
             report = NodeReport(outcome.exit, outcome.failure, max(outcome.step, self._furthest_step(meeting.attempt)))
-        except EndedByHub:
+        except EndedByServer:
             report = NodeReport(Exit.FAILED, None, self._furthest_step(meeting.attempt))
         link.tell_end(meeting.attempt, report)
 

@@ -20,7 +20,7 @@ from hpc_train.cluster.allocation import Allocation, mapping
 from hpc_train.config.schema import Config
 from hpc_train.elastic.channel import Message
 from hpc_train.elastic.coordinator import FailureReport, Leave, Start
-from hpc_train.elastic.decision import RestartDecision, WorkerFailure, is_echo, root_cause
+from hpc_train.elastic.decision import RestartDecision, WorkerFailure, is_secondary, root_cause
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.logs import WorkerLog
 from hpc_train.elastic.rendezvous import Meeting, bind, withdraw
@@ -190,7 +190,7 @@ def _text(cause: FailureReport, run: RunDirectory, attempt: int) -> str:
     if failure.failure in (Failure.NODE_LOST, Failure.UNFIT_NODE):
         return failure.message
     head = f"rank {failure.rank} on {cause.node} failed ({failure.failure}):"
-    if is_echo(failure):
+    if is_secondary(failure):
         head += " most likely the echo of a failure that left no trace"
     log = run.logs / f"{cause.node}-{attempt:03d}.log"
     return f"{head}\n{failure.traceback.rstrip()}\nall output of this node: {log}"
@@ -266,7 +266,7 @@ def _watch(
 
 
 def _grace(failures: Sequence[WorkerFailure]) -> float:
-    causes = [failure for failure in failures if not is_echo(failure)]
+    causes = [failure for failure in failures if not is_secondary(failure)]
     if not causes:
         return ECHO_GRACE_S
     return REPORT_GRACE_S if all(failure.exit_code is None for failure in causes) else 0.0

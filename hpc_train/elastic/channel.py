@@ -93,13 +93,13 @@ def _parse(line: bytes) -> Message:
     return message
 
 
-STRANGERS = 32  # connections at a time that have not sent the token yet
-STRANGER_S = 1.0  # for the token of each; an agent sends it as soon as it is connected
+MAX_PENDING = 32  # connections at a time that have not sent the token yet
+TOKEN_TIMEOUT_S = 1.0  # for the token of each; an agent sends it as soon as it is connected
 PAUSE_S = 0.2  # without accepting, after an error: a process without free descriptors would do nothing but fail
 
 
 @dataclass(eq=False)
-class Stranger:
+class PendingConnection:
     """A connection that has not sent the whole token."""
 
     connection: socket.socket
@@ -125,7 +125,7 @@ class Admission:
         self._token = token.encode()
         self._selector = selector
         self._admit = admit
-        self._strangers: dict[Stranger, None] = {}  # the oldest first
+        self._strangers: dict[PendingConnection, None] = {}  # the oldest first
         self._paused_until: float | None = None
 
     def open(self) -> None:
@@ -134,7 +134,7 @@ class Admission:
 
     def tend(self, now: float) -> None:
         """Called a few times per second: ends what is overdue."""
-        for stranger in [one for one in self._strangers if now - one.since > STRANGER_S]:
+        for stranger in [one for one in self._strangers if now - one.since > TOKEN_TIMEOUT_S]:
             self._turn_away(stranger)
         if self._paused_until is not None and now >= self._paused_until:
             self._paused_until = None
@@ -156,12 +156,12 @@ class Admission:
         except OSError:  # no descriptor is free, say
             self._pause()
             return
-        if len(self._strangers) >= STRANGERS:
+        if len(self._strangers) >= MAX_PENDING:
             oldest = next(iter(self._strangers))
             self._read(oldest)  # its token may have come by now
             self._turn_away(oldest)
         connection.setblocking(False)
-        stranger = Stranger(connection, time.monotonic())
+        stranger = PendingConnection(connection, time.monotonic())
         self._strangers[stranger] = None
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(stranger))
         self._read(stranger)
@@ -172,7 +172,7 @@ class Admission:
         for stranger in list(self._strangers):
             self._turn_away(stranger)
 
-    def _read(self, stranger: Stranger) -> None:
+    def _read(self, stranger: PendingConnection) -> None:
         if stranger not in self._strangers:  # turned away since the selector named it
             return
         try:
@@ -191,12 +191,12 @@ class Admission:
             else:
                 self._turn_away(stranger)
 
-    def _turn_away(self, stranger: Stranger) -> None:
+    def _turn_away(self, stranger: PendingConnection) -> None:
         if stranger in self._strangers:
             self._forget(stranger)
             stranger.connection.close()
 
-    def _forget(self, stranger: Stranger) -> None:
+    def _forget(self, stranger: PendingConnection) -> None:
         del self._strangers[stranger]
         with suppress(KeyError, ValueError):
             self._selector.unregister(stranger.connection)

@@ -24,10 +24,10 @@ from hpc_train.cluster.allocation import Allocation
 from hpc_train.config.schema import Config
 from hpc_train.elastic.channel import Channel, Message
 from hpc_train.elastic.coordinator import NodeReport
-from hpc_train.elastic.hub import beat_s, report_message, stood_still
 from hpc_train.elastic.nodes import Node, NodeFailures
-from hpc_train.elastic.rendezvous import HubAddress
+from hpc_train.elastic.rendezvous import ServerAddress
 from hpc_train.elastic.requeue import JobEnd, request
+from hpc_train.elastic.server import beat_s, has_stalled, report_message
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit, Failure
@@ -41,11 +41,11 @@ CONNECT_S = 5.0
 AGAIN_S = 0.2
 
 
-class HubLost(ConnectionError):
+class ServerLost(ConnectionError):
     """The hub is gone: its node, or its agent."""
 
 
-class HubClient:
+class RendezvousClient:
     """Made by ``connect``. Its thread reads and says that this agent lives, whatever the agent is busy with."""
 
     def __init__(self, channel: Channel, heartbeat_timeout_s: float) -> None:
@@ -61,12 +61,12 @@ class HubClient:
 
     @classmethod
     def connect(
-        cls, hub: HubAddress, node: Node, heartbeat_timeout_s: float, patience_s: float = CONNECT_S
-    ) -> HubClient:
+        cls, hub: ServerAddress, node: Node, heartbeat_timeout_s: float, patience_s: float = CONNECT_S
+    ) -> RendezvousClient:
         """Joins the hub as ``node``.
 
         Raises:
-            HubLost: nobody answers in ``patience_s``.
+            ServerLost: nobody answers in ``patience_s``.
         """
         until = time.monotonic() + patience_s
         while True:
@@ -77,7 +77,7 @@ class HubClient:
                 break
             except OSError as error:
                 if time.monotonic() > until:
-                    raise HubLost(f"the hub at {hub.host}:{hub.port} does not answer: {error}") from error
+                    raise ServerLost(f"the hub at {hub.host}:{hub.port} does not answer: {error}") from error
                 time.sleep(AGAIN_S)
         channel.send({"kind": "hello", "node": node.to_json()})
         return cls(channel, heartbeat_timeout_s)
@@ -86,21 +86,21 @@ class HubClient:
         """The next order (start or leave); None when none came in ``timeout`` seconds.
 
         Raises:
-            HubLost: no order will come any more.
+            ServerLost: no order will come any more.
         """
         try:
             return self._orders.get(timeout=timeout)
         except queue.Empty:
             if self.lost:
                 silent = f"the hub was silent for {self._silent_node_s + HUB_BUSY_S:g} s"
-                raise HubLost(silent if self.silent else "the hub is gone") from None
+                raise ServerLost(silent if self.silent else "the hub is gone") from None
             return None
 
     def is_to_end(self, attempt: int) -> bool:
         """Whether the workers of ``attempt`` are to be killed."""
         return self.lost or self._ended >= attempt
 
-    def tell_stop(self, reason: str) -> bool:
+    def send_stop(self, reason: str) -> bool:
         """Whether the hub did not know it yet from here."""
         if self._stop_told:
             return False
@@ -112,7 +112,7 @@ class HubClient:
         """The workers of this node were killed by somebody who does not want to wait."""
         self._channel.send({"kind": "quit", "message": message})
 
-    def tell_store_lost(self, attempt: int) -> None:
+    def send_store_lost(self, attempt: int) -> None:
         self._channel.send({"kind": "store_lost", "attempt": attempt})
 
     def tell_end(self, attempt: int, report: NodeReport) -> None:
@@ -132,7 +132,7 @@ class HubClient:
         with suppress(ConnectionError, OSError, ValueError):
             while not self.silent:
                 now = time.monotonic()
-                if stood_still(now - looked, self._silent_node_s):  # a suspended job, say: the hub did too
+                if has_stalled(now - looked, self._silent_node_s):  # a suspended job, say: the hub did too
                     heard = now
                 looked = now
                 if now >= next_beat:
@@ -156,18 +156,20 @@ class HubClient:
             print(f"the hub has dropped this node: {message['why']}", file=sys.stderr, flush=True)
 
 
-def wait_for_hub(run: RunDirectory, launch_id: str, give_up: Callable[[], bool], timeout: float) -> HubAddress | None:
+def wait_for_server(
+    run: RunDirectory, launch_id: str, give_up: Callable[[], bool], timeout: float
+) -> ServerAddress | None:
     """Where the hub of a launch is; None when ``give_up`` says so first.
 
     Raises:
-        HubLost: nothing was published in ``timeout`` seconds.
+        ServerLost: nothing was published in ``timeout`` seconds.
     """
     until = time.monotonic() + timeout
-    while (found := HubAddress.find(run, launch_id)) is None:
+    while (found := ServerAddress.find(run, launch_id)) is None:
         if give_up():
             return None
         if time.monotonic() > until:
-            raise HubLost(f"the agent of node 0 has not said where to meet in {timeout:.0f} s")
+            raise ServerLost(f"the agent of node 0 has not said where to meet in {timeout:.0f} s")
         time.sleep(AGAIN_S)
     return found
 
@@ -178,8 +180,8 @@ REFUSALS = 3
 PATIENCE_S = 600.0  # for a Slurm controller that is away
 
 
-def after_the_hub(
-    run: RunDirectory, config: Config, allocation: Allocation, end: JobEnd | None, lost: HubLost, times: int = 1
+def requeue_after_server_loss(
+    run: RunDirectory, config: Config, allocation: Allocation, end: JobEnd | None, lost: ServerLost, times: int = 1
 ) -> Exit:
     """Called by every agent that is left, with no worker alive; returns its exit code.
 

@@ -20,7 +20,7 @@ from hpc_train.elastic.decision import (
     RestartDecision,
     WorkerFailure,
     decide,
-    is_echo,
+    is_secondary,
 )
 from hpc_train.elastic.nodes import TOO_OFTEN, Node, NodeFailures, in_order_of_rank, why_unfit
 from hpc_train.errors import UserError
@@ -179,7 +179,7 @@ class Coordinator:
         """Whether the attempt is beyond help, and why is known or has had the time to be."""
         if not self._working or not self._causes:
             return False
-        known = any(not is_echo(cause.failure) or cause.failure.exit_code == -9 for cause in self._causes)
+        known = any(not is_secondary(cause.failure) or cause.failure.exit_code == -9 for cause in self._causes)
         return known or now - self._causes[0].noticed > ECHO_S
 
     def _gather(self, now: float) -> Order | None:
@@ -264,10 +264,10 @@ class Coordinator:
         return self._begin(replace(start, before=self._team, cause=cause))
 
     def _seen_on(self, failure: Failure | None) -> set[str]:
-        """The nodes where an error of a GPU of this class has ended an attempt of the run lately."""
+        """The nodes where an error of a GPU of this class has ended an attempt of the run recent."""
         if failure not in (Failure.DEVICE, Failure.KERNEL):
             return set()
-        return {line["node"] for line in self.node_failures.lately() if line["class"] == failure}
+        return {line["node"] for line in self.node_failures.recent() if line["class"] == failure}
 
     def _note(self, cause: FailureReport, is_codes: bool) -> None:
         """A failure counts against its node, unless it is the code's, as an error in a kernel on different nodes."""
@@ -297,7 +297,7 @@ class Coordinator:
         """Whether a requeue is to bring another node. What fails after some steps fails the same way elsewhere."""
         if not self.elsewhere or cause is None or self._has_stepped or self.history.fruitless < FRUITLESS:
             return False
-        return cause.node in self.node_failures.too_often()
+        return cause.node in self.node_failures.failing_nodes()
 
     def _choose(self, only_sound: bool = False) -> Start | None:
         """The nodes of the next attempt: as many as the run asks for, fewer where it is elastic and they are not there.
@@ -310,7 +310,7 @@ class Coordinator:
         """
         size = self.expected - self.config.elastic.spares
         fewest = min(self.config.elastic.min_nodes or size, size)
-        failing = self.node_failures.too_often()
+        failing = self.node_failures.failing_nodes()
         nodes = sorted(self.present.values(), key=lambda node: (node.name in failing, node.number))
         sound = sum(node.name not in failing for node in nodes)
         most = min(size, sound if sound >= fewest or only_sound else len(nodes))
@@ -335,7 +335,9 @@ def root(causes: Sequence[FailureReport]) -> FailureReport | None:
     if len(causes) > 1 and all(cause.failure.states for cause in causes):
         hang = find_culprit([cause.failure for cause in causes])
         return next(replace(cause, failure=hang) for cause in causes if cause.failure.states == hang.states)
-    return min(causes, key=lambda cause: (not _is_loss(cause), is_echo(cause.failure), cause.noticed), default=None)
+    return min(
+        causes, key=lambda cause: (not _is_loss(cause), is_secondary(cause.failure), cause.noticed), default=None
+    )
 
 
 def _is_loss(cause: FailureReport) -> bool:

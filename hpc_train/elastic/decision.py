@@ -107,7 +107,7 @@ def root_cause(failures: Iterable[WorkerFailure]) -> WorkerFailure:
     return min(failures, key=lambda failure: (_echo(failure), failure.noticed))
 
 
-def is_echo(failure: WorkerFailure) -> bool:
+def is_secondary(failure: WorkerFailure) -> bool:
     """Whether it tells of another rank's failure rather than of one of its own."""
     return _echo(failure) > 0
 

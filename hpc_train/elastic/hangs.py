@@ -190,7 +190,7 @@ def collect(workers: Workers, node: str, limit_s: float = ANSWER_S) -> list[Evid
 def _ask(worker: Worker) -> _Question:
     beat = worker.block.beat()
     question = _Question(worker, worker.block.ask(), beat, time.monotonic() - beat.since)
-    worker.block.forget_stacks()
+    worker.block.clear_stacks()
     if worker.ready:  # until then it has no handler, and the signal would end it
         worker.signal(SHOW_STACKS)
     return question

@@ -129,7 +129,7 @@ class _Unbroken:
 
 
 @contextmanager
-def unbroken_streams() -> Iterator[None]:
+def nonfailing_streams() -> Iterator[None]:
     """Inside the ``with`` block, stdout and stderr are such streams."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _Unbroken(sys.stdout), _Unbroken(sys.stderr)  # type: ignore[assignment]

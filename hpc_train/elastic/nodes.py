@@ -107,14 +107,14 @@ class NodeFailures:
         line = {"time": time.time(), "node": node, "class": failure, "times": times}
         patiently(lambda: append_text(self._path, line_end(self._path) + json.dumps(line) + "\n"))
 
-    def too_often(self) -> frozenset[str]:
-        """The names of nodes that have failed ``TOO_OFTEN`` times lately."""
+    def failing_nodes(self) -> frozenset[str]:
+        """The names of nodes that have failed ``TOO_OFTEN`` times recent."""
         counts: Counter[str] = Counter()
-        for line in self.lately():
+        for line in self.recent():
             counts[line["node"]] += line.get("times", 1)
         return frozenset(name for name, count in counts.items() if count >= TOO_OFTEN)
 
-    def lately(self) -> list[dict[str, Any]]:
+    def recent(self) -> list[dict[str, Any]]:
         """The failures that count: ``time``, ``node`` and ``class`` of each."""
         since = time.time() - self.expiry_s
         lines = patiently(lambda: [*read_lines(self._path), *self._slow()])

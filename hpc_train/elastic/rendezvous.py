@@ -83,7 +83,7 @@ def candidate_ports(seed: str) -> Iterator[int]:
 
 
 @dataclass(frozen=True)
-class HubAddress:
+class ServerAddress:
     """Where the hub of a launch listens, and the word without which it takes nobody in.
 
     Agents of other nodes find it in ``attempts/hub-<launch>.json``, which only the run's user, or group, can read.
@@ -104,7 +104,7 @@ class HubAddress:
         temporary.replace(path)
 
     @classmethod
-    def find(cls, run: RunDirectory, launch_id: str) -> HubAddress | None:
+    def find(cls, run: RunDirectory, launch_id: str) -> ServerAddress | None:
         """None where the hub has not published it yet."""
         # listed, not looked up: a network file system remembers for long that a name was not there
         path = _hub_file(run, launch_id)

@@ -84,8 +84,8 @@ def _once(end: JobEnd, config: Config) -> str | None:
 
 
 def _excluded(run: RunDirectory, config: Config) -> list[str]:
-    """The nodes that the user excludes and those that have failed too often lately; none where none of these have."""
-    failing = sorted(NodeFailures(run, config.elastic.exclude_hours * 3600).too_often())
+    """The nodes that the user excludes and those that have failed too often recent; none where none of these have."""
+    failing = sorted(NodeFailures(run, config.elastic.exclude_hours * 3600).failing_nodes())
     return [*filter(None, [config.cluster.exclude]), *failing]
 
 

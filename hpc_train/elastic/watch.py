@@ -80,7 +80,7 @@ class Watch:
             self._show_stacks(workers)
 
     def _enough_told(self, now: float) -> bool:
-        """Whether enough slow steps have been reported lately."""
+        """Whether enough slow steps have been reported recent."""
         return len(self._slow_told) == SLOW_STEPS and now - self._slow_told[0] < SLOW_EVERY_S
 
     def keep_stacks(self) -> None:

@@ -120,7 +120,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
     below = own_frame.tb_next if own_frame else None
     told, echo = "".join(traceback.format_exception(type(error), error, below)), False
     if isinstance(error, CollectiveFailure):
-        told, echo = (str(error) if error.__cause__ is None else told), error.echo
+        told, echo = (str(error) if error.__cause__ is None else told), error.secondary
     return {
         "kind": "failed",
         "class": classify(error),

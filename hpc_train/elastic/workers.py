@@ -22,7 +22,7 @@ from hpc_train.elastic.decision import WorkerFailure, ended_without_report
 from hpc_train.elastic.logs import KEPT_LINES, WorkerLog
 from hpc_train.elastic.worker_process import FORKSERVER, died_with_warm_parent, fork_process, main
 from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
-from hpc_train.run.exits import Failure, in_words
+from hpc_train.run.exits import Failure, classify_message
 
 READ_BYTES = 1 << 16
 
@@ -196,7 +196,7 @@ def _killed(name: str, killed: OomKills) -> tuple[Failure, str]:
 def _aborted(name: str, output: Sequence[str]) -> tuple[Failure, str]:
     """The watchdog thread of NCCL prints an error of the rank's GPU and aborts the process."""
     for line in output:
-        failure = in_words(line)
+        failure = classify_message(line)
         if failure in (Failure.DEVICE, Failure.KERNEL):
             return failure, f"{name}: {line.strip()}"
     return Failure.KILLED, name

@@ -21,7 +21,7 @@ from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import read_json
-from hpc_train.run.requests import ECHO_S
+from hpc_train.run.requests import DUPLICATE_SIGINT_S
 from tests.elastic.conftest import Freeze
 from tests.elastic.entries import start_agent
 from tests.elastic.flood import flood
@@ -194,7 +194,7 @@ def test_a_second_interrupt_kills_at_once(frozen: Freeze) -> None:
     agent = start_agent(run.path, "never_stops")
     pids = [int(mark[0]) for mark in until(lambda: marks(run))]
     os.killpg(agent.pid, signal.SIGINT)
-    time.sleep(ECHO_S + 0.2)
+    time.sleep(DUPLICATE_SIGINT_S + 0.2)
     assert all(alive(pid) for pid in pids)
     os.killpg(agent.pid, signal.SIGINT)
     code, error = end(agent)
@@ -294,8 +294,8 @@ def test_a_restart_while_the_event_log_cannot_be_written(frozen: Freeze) -> None
         until(lambda: run.newest_attempt() == 1 or agent.poll() is not None)
     code, error = end(agent)
     assert code == 0, error
-    assert "the event log cannot be written; its lines are kept in memory until it can: [Errno 2]" in error
-    assert "the event log can be written again, and has the lines that were kept" in error
+    assert "cannot write the event log; its lines are kept in memory until it is writable: [Errno 2]" in error
+    assert "the event log is writable again; the lines kept in memory are written" in error
     assert "Traceback" not in error
     told = [event["event"] for event in run.read_events()]
     assert told == ["started", "worker_failed", "started", "restarted", "finished"]
@@ -309,7 +309,7 @@ def test_a_stop_request_while_the_event_log_cannot_be_written(frozen: Freeze) ->
     with outage():
         agent.terminate()
         assert agent.stderr is not None
-        assert "the event log cannot be written" in agent.stderr.readline()
+        assert "cannot write the event log" in agent.stderr.readline()
     code, error = end(agent)
     assert code == 75, error
     assert [event["event"] for event in run.read_events()] == ["started", "stop_requested", "stopped"]

@@ -125,7 +125,7 @@ def test_gpus_that_no_node_can_use_refuse_the_job(tmp_path: Path) -> None:
         "  fix:    cluster.exclude=NODE",
     ]
     assert order.cause.failure.failure is Failure.REFUSED
-    assert course.head.node_failures.too_often() == frozenset(), "it is not the nodes"
+    assert course.head.node_failures.failing_nodes() == frozenset(), "it is not the nodes"
     late = Course(tmp_path / "late", 2, joined=0)
     late.join_unfit(0)
     assert action(late.next(JOIN_UNTIL + 1)) is Action.REFUSE, "all that have come report it"
@@ -149,7 +149,7 @@ def test_a_node_that_cannot_use_its_gpus_is_done_without(
     course.join_unfit(1)
     course.join(2)
     order = course.next()
-    assert course.head.node_failures.too_often() == {"n1"}, "a requeue leaves it out"
+    assert course.head.node_failures.failing_nodes() == {"n1"}, "a requeue leaves it out"
     assert (order.cause.node, order.cause.failure.failure) == ("n1", Failure.UNFIT_NODE)
     assert order.cause.failure.message.startswith("node n1 cannot use its GPUs: 4 are allocated to the step")
     found = [node.number for node in order.nodes] if isinstance(order, Start) else action(order)
@@ -244,13 +244,13 @@ def test_nodes_that_never_join_are_done_without_where_the_run_is_elastic(tmp_pat
     course = Course(tmp_path / "elastic", 3, joined=2, min_nodes=2)
     assert course.next(JOIN_UNTIL - 1) is None
     assert course.started(2) == [0, 1]
-    assert course.head.node_failures.too_often() == {"n2"}, "a requeue leaves it out"
+    assert course.head.node_failures.failing_nodes() == {"n2"}, "a requeue leaves it out"
     order = Course(tmp_path / "fixed", 3, joined=2).next(JOIN_UNTIL + 1)
     assert action(order) is Action.REQUEUE
     assert (order.cause.node, order.cause.failure.rank) == ("n2", 4)
     few = Course(tmp_path / "few", 4, joined=1, min_nodes=1)
     few.next(JOIN_UNTIL + 1)
-    assert few.head.node_failures.too_often() == frozenset(), "not all of the others are broken"
+    assert few.head.node_failures.failing_nodes() == frozenset(), "not all of the others are broken"
 
 
 def test_time_in_which_the_hub_stood_still_does_not_count(tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_a_node_whose_gpu_failed_is_done_without(tmp_path: Path, elastic: dict[s
     team = [0, 1] if "spares" in elastic else [0, 1, 2]
     fail_on(course, team, 1, Failure.DEVICE, step=9)
     assert course.started() == left
-    assert course.head.node_failures.too_often() == {"n1"}
+    assert course.head.node_failures.failing_nodes() == {"n1"}
 
 
 @pytest.mark.parametrize("steps", [(0, 0), (9, 20)])
@@ -291,7 +291,7 @@ def test_a_gpu_that_fails_again_on_the_only_nodes_takes_the_job_elsewhere(
     order = course.next()
     assert action(order) is Action.REQUEUE
     assert order.cause.node == "n1"
-    assert course.head.node_failures.too_often() == {"n1"}, "the requeue excludes it"
+    assert course.head.node_failures.failing_nodes() == {"n1"}, "the requeue excludes it"
 
 
 def test_a_gpu_that_fails_without_another_node_gives_the_run_up(tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_a_gpu_that_fails_without_another_node_gives_the_run_up(tmp_path: Path) 
         fail_on(course, [0], 0, Failure.DEVICE, step=0)
     order = course.next()
     assert action(order) is Action.GIVE_UP
-    assert order.decision.reason.startswith("no new step in 3 attempts. the GPU or its driver has failed")
+    assert order.decision.reason.startswith("no new step in 3 attempts. the GPU or its driver failed")
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_an_error_in_a_kernel_that_follows_to_another_node_is_the_codes(tmp_path
     fail_on(course, [0, 1], 1, Failure.KERNEL, step=20)
     fail_on(course, [0, 2], 2, Failure.KERNEL, step=20)
     assert action(course.next()) is Action.FAIL
-    assert course.head.node_failures.too_often() == {"n1"}
+    assert course.head.node_failures.failing_nodes() == {"n1"}
 
 
 @pytest.mark.parametrize(("step", "attempts", "expected"), [(0, 2, Action.REQUEUE), (3, 4, Action.GIVE_UP)])

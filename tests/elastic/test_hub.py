@@ -22,12 +22,12 @@ from typing import Any
 import pytest
 
 from hpc_train.elastic.channel import Channel
-from hpc_train.elastic.client import HubClient, HubLost
+from hpc_train.elastic.client import RendezvousClient, ServerLost
 from hpc_train.elastic.coordinator import Coordinator, Leave, NodeReport, Start
 from hpc_train.elastic.decision import WorkerFailure
-from hpc_train.elastic.hub import Hub
 from hpc_train.elastic.nodes import Node, Unfit
-from hpc_train.elastic.rendezvous import HubAddress
+from hpc_train.elastic.rendezvous import ServerAddress
+from hpc_train.elastic.server import RendezvousServer
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import EXITS, Action, Exit, Failure
 from tests.elastic.flood import flood
@@ -51,8 +51,8 @@ class Served:
         self.left: list[Leave] = []
         self.broken: Exception | None = None  # what ``begin`` raises
         listener = socket.create_server(("127.0.0.1", 0))
-        self.address = HubAddress("127.0.0.1", listener.getsockname()[1], TOKEN)
-        self.hub = Hub(self.head, listener, TOKEN, SILENT_S, self._begin, self._leave, is_suspended)
+        self.address = ServerAddress("127.0.0.1", listener.getsockname()[1], TOKEN)
+        self.hub = RendezvousServer(self.head, listener, TOKEN, SILENT_S, self._begin, self._leave, is_suspended)
         self.hub.start()
 
     def _begin(self, start: Start) -> dict[str, Any]:
@@ -65,8 +65,8 @@ class Served:
         self.left.append(leave)
         return EXITS[leave.decision.action]
 
-    def link(self, number: int) -> HubClient:
-        return HubClient.connect(self.address, Node(number, f"n{number}", f"n{number}", None, 0, 2), SILENT_S)
+    def link(self, number: int) -> RendezvousClient:
+        return RendezvousClient.connect(self.address, Node(number, f"n{number}", f"n{number}", None, 0, 2), SILENT_S)
 
 
 def connected(served: Served) -> socket.socket:
@@ -94,7 +94,7 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def order_of(link: HubClient) -> dict[str, Any]:
+def order_of(link: RendezvousClient) -> dict[str, Any]:
     found = until(lambda: link.order(0.5), timeout=60)
     assert isinstance(found, dict)
     return found
@@ -122,7 +122,7 @@ def test_agents_start_and_leave_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize("why", [{"unfit": Unfit("no driver", "load it")}, {"refusal": "a wrong key"}])
 def test_a_node_that_cannot_take_part_says_so_as_it_joins(tmp_path: Path, why: dict[str, Any]) -> None:
     served = Served(tmp_path, 1)
-    link = HubClient.connect(served.address, Node(0, "n0", "n0", None, 0, 0, **why), SILENT_S)
+    link = RendezvousClient.connect(served.address, Node(0, "n0", "n0", None, 0, 0, **why), SILENT_S)
     assert order_of(link)["code"] == Exit.REFUSED
     assert served.starts == []
 
@@ -130,8 +130,8 @@ def test_a_node_that_cannot_take_part_says_so_as_it_joins(tmp_path: Path, why: d
 def test_a_stop_at_one_node_reaches_the_hub(tmp_path: Path) -> None:
     served = Served(tmp_path, 2)
     link = served.link(0)
-    assert link.tell_stop("SIGTERM")
-    assert not link.tell_stop("SIGTERM"), "told once"
+    assert link.send_stop("SIGTERM")
+    assert not link.send_stop("SIGTERM"), "told once"
     assert order_of(link)["code"] == Exit.STOPPED
 
 
@@ -188,7 +188,7 @@ def test_a_silent_node_of_a_suspended_job_is_not_lost(tmp_path: Path) -> None:
 
 
 def test_a_slurm_that_does_not_answer_does_not_hold_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpc_train.elastic.hub.ASK_S", 600.0)
+    monkeypatch.setattr("hpc_train.elastic.server.ASK_S", 600.0)
     answer, asked = threading.Event(), list[float]()
 
     def is_suspended() -> bool:
@@ -199,10 +199,10 @@ def test_a_slurm_that_does_not_answer_does_not_hold_the_hub(tmp_path: Path, monk
     first, silent = served.link(0), mute(served, 1)
     order_of(first)
     until(lambda: asked, timeout=60)
-    first.tell_stop("SIGTERM")
+    first.send_stop("SIGTERM")
     until(lambda: served.head.stop, timeout=60)
     assert 1 in served.head.present, "the hub goes on while it waits for Slurm"
-    monkeypatch.setattr("hpc_train.elastic.hub.ASK_S", 0.0)
+    monkeypatch.setattr("hpc_train.elastic.server.ASK_S", 0.0)
     until(lambda: first.is_to_end(0), timeout=60)
     answer.set()
     assert len(asked) == 1
@@ -213,9 +213,9 @@ def test_a_silent_hub_is_not_joined_again(monkeypatch: pytest.MonkeyPatch) -> No
     """Its kernel would take the connection, even where the process is frozen."""
     monkeypatch.setattr("hpc_train.elastic.client.HUB_BUSY_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        address = HubAddress("127.0.0.1", server.getsockname()[1], TOKEN)
-        link = HubClient.connect(address, Node(0, "n0", "n0", None, 0, 2), 1.0)
-        with pytest.raises(HubLost, match="silent"):
+        address = ServerAddress("127.0.0.1", server.getsockname()[1], TOKEN)
+        link = RendezvousClient.connect(address, Node(0, "n0", "n0", None, 0, 2), 1.0)
+        with pytest.raises(ServerLost, match="silent"):
             until(lambda: link.order(0.2), timeout=60)
         assert link.silent
 
@@ -347,14 +347,14 @@ def test_a_hub_without_free_descriptors_goes_on_when_there_are_some_again(tmp_pa
 
 def test_an_agent_notices_that_the_hub_is_gone(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        address = HubAddress("127.0.0.1", server.getsockname()[1], TOKEN)
-        link = HubClient.connect(address, Node(0, "n0", "n0", None, 0, 2), SILENT_S)
+        address = ServerAddress("127.0.0.1", server.getsockname()[1], TOKEN)
+        link = RendezvousClient.connect(address, Node(0, "n0", "n0", None, 0, 2), SILENT_S)
         server.accept()[0].close()
-        with pytest.raises(HubLost):
+        with pytest.raises(ServerLost):
             until(lambda: link.order(0.2), timeout=60)
         assert link.is_to_end(0)
-    with pytest.raises(HubLost):
-        HubClient.connect(address, Node(0, "n0", "n0", None, 0, 2), SILENT_S, patience_s=0.5)
+    with pytest.raises(ServerLost):
+        RendezvousClient.connect(address, Node(0, "n0", "n0", None, 0, 2), SILENT_S, patience_s=0.5)
 
 
 @pytest.mark.parametrize(("in_slurm", "action"), [(True, Action.REQUEUE), (False, Action.FAIL)])
@@ -393,7 +393,7 @@ def test_two_hundred_nodes(many: Served) -> None:
 def test_the_token_is_not_for_everybody(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     run.create()
-    HubAddress("n0", 7, TOKEN).publish(run, "7.0.0")
+    ServerAddress("n0", 7, TOKEN).publish(run, "7.0.0")
     assert (run.attempts / "hub-7.0.0.json").stat().st_mode & 0o077 == 0
-    assert HubAddress.find(run, "7.0.0") == HubAddress("n0", 7, TOKEN)
-    assert HubAddress.find(run, "7.0.1") is None
+    assert ServerAddress.find(run, "7.0.0") == ServerAddress("n0", 7, TOKEN)
+    assert ServerAddress.find(run, "7.0.1") is None

@@ -58,7 +58,7 @@ class Question:
         return False if self._answer is None and now - self._asked > ASK_S else self._answer
 
 
-class Hub:
+class RendezvousServer:
     """Serves until the job is over.
 
     Args:
@@ -124,7 +124,7 @@ class Hub:
                 key.data()
             now = time.monotonic()
             self._admission.tend(now)
-            if stood_still(now - looked, self._silent_node_s):
+            if has_stalled(now - looked, self._silent_node_s):
                 self._count_anew(now)
                 self._coordinator.postpone(now - looked)
             looked = now
@@ -245,7 +245,7 @@ def beat_s(heartbeat_timeout_s: float) -> float:
     return min(BEAT_S, heartbeat_timeout_s / BEATS)
 
 
-def stood_still(seconds: float, heartbeat_timeout_s: float) -> bool:
+def has_stalled(seconds: float, heartbeat_timeout_s: float) -> bool:
     """Whether a loop whose last round began ``seconds`` ago stood still: that it heard nothing then means nothing."""
     return seconds > 2 * beat_s(heartbeat_timeout_s)
 
