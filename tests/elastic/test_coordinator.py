@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpc_train.config.schema import BatchConfig, ClusterConfig, Config, ElasticConfig, StrategyConfig
-from hpc_train.elastic.coordinator import ECHO_S, SETTLE_S, Coordinator, End, Leave, NodeReport, Start
+from hpc_train.elastic.coordinator import NODE_LOSS_WAIT_S, SECONDARY_WAIT_S, Coordinator, End, Leave, NodeReport, Start
 from hpc_train.elastic.decision import OVER_BUDGET, History, WorkerFailure
 from hpc_train.elastic.nodes import Node, NodeFailures, Unfit
 from hpc_train.run.directory import RunDirectory
@@ -176,7 +176,7 @@ def test_an_echo_waits_for_its_cause(tmp_path: Path) -> None:
     course = Course(tmp_path / "alone", 2)
     course.started()
     course.report(failed(Failure.COMMUNICATION), 0)
-    assert isinstance(course.next(ECHO_S + 0.1), End), "no cause has come"
+    assert isinstance(course.next(SECONDARY_WAIT_S + 0.1), End), "no cause has come"
 
 
 def test_a_spare_takes_over_and_then_fewer_nodes_go_on(tmp_path: Path) -> None:
@@ -186,15 +186,15 @@ def test_a_spare_takes_over_and_then_fewer_nodes_go_on(tmp_path: Path) -> None:
     assert isinstance(course.next(), End)
     course.report(failed(Failure.COMMUNICATION), 0, 2)
     assert course.next() is None, "others may go down with it"
-    assert course.started(SETTLE_S) == [0, 2, 3]
+    assert course.started(NODE_LOSS_WAIT_S) == [0, 2, 3]
     course.lose(3)
     course.next()
     course.report(failed(Failure.COMMUNICATION, step=20), 0, 2)
-    assert course.started(SETTLE_S) == [0, 2]
+    assert course.started(NODE_LOSS_WAIT_S) == [0, 2]
     course.lose(2)
     course.next()
     course.report(failed(Failure.COMMUNICATION, step=30), 0)
-    assert action(course.next(SETTLE_S)) is Action.REQUEUE, "fewer than elastic.min_nodes"
+    assert action(course.next(NODE_LOSS_WAIT_S)) is Action.REQUEUE, "fewer than elastic.min_nodes"
 
 
 def test_three_nodes_at_once_are_one_decision(tmp_path: Path) -> None:
@@ -203,10 +203,10 @@ def test_three_nodes_at_once_are_one_decision(tmp_path: Path) -> None:
     course.lose(1)
     assert isinstance(course.next(), End)
     course.report(failed(Failure.COMMUNICATION), 0)
-    course.now += SETTLE_S / 2
+    course.now += NODE_LOSS_WAIT_S / 2
     course.lose(2, 3)
-    assert course.next(SETTLE_S / 2) is None
-    assert course.started(SETTLE_S / 2) == [0]
+    assert course.next(NODE_LOSS_WAIT_S / 2) is None
+    assert course.started(NODE_LOSS_WAIT_S / 2) == [0]
 
 
 def test_a_run_that_is_not_elastic_is_requeued_when_a_node_is_lost(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_run_that_is_not_elastic_is_requeued_when_a_node_is_lost(tmp_path: Pat
     course.lose(1)
     course.next()
     course.report(failed(Failure.COMMUNICATION), 0)
-    assert action(course.next(SETTLE_S)) is Action.REQUEUE
+    assert action(course.next(NODE_LOSS_WAIT_S)) is Action.REQUEUE
 
 
 def test_a_lost_node_that_comes_back_is_a_spare(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_lost_node_that_comes_back_is_a_spare(tmp_path: Path) -> None:
     course.next()
     course.join(1)
     course.report(failed(Failure.COMMUNICATION), 0)
-    assert course.started(SETTLE_S) == [0, 1]
+    assert course.started(NODE_LOSS_WAIT_S) == [0, 1]
 
 
 def test_a_node_that_fails_at_every_start_is_done_without(tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def test_an_agent_that_cannot_end_its_workers_is_lost(tmp_path: Path) -> None:
     course.report(failed(Failure.KILLED), 0)
     course.next()
     assert course.next(61) is None
-    assert course.started(SETTLE_S) == [0]
+    assert course.started(NODE_LOSS_WAIT_S) == [0]
 
 
 @pytest.mark.parametrize(

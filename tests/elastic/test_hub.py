@@ -105,7 +105,7 @@ def test_agents_start_and_leave_together(tmp_path: Path) -> None:
     links = [served.link(number) for number in range(3)]
     assert [order_of(link)["meeting"]["attempt"] for link in links] == [0, 0, 0]
     for link in links:
-        link.tell_end(0, DONE)
+        link.send_attempt_end(0, DONE)
     assert [order_of(link)["code"] for link in links] == [0, 0, 0]
     gone: list[int] = []
     threads = [threading.Thread(target=lambda n=n: (links[n].leave(30), gone.append(n))) for n in (1, 2)]
@@ -139,10 +139,10 @@ def test_reports_of_another_attempt_are_ignored(tmp_path: Path) -> None:
     served = Served(tmp_path, 1)
     link = served.link(0)
     order_of(link)
-    link.tell_end(7, DONE)
-    link.tell_end(-1, DONE)
+    link.send_attempt_end(7, DONE)
+    link.send_attempt_end(-1, DONE)
     assert link.order(1.0) is None
-    link.tell_end(0, DONE)
+    link.send_attempt_end(0, DONE)
     assert order_of(link)["code"] == 0
 
 
@@ -152,13 +152,13 @@ def test_a_silent_node_is_lost_and_its_agent_may_join_again(tmp_path: Path) -> N
     silent = mute(served, 1)
     assert order_of(first)["meeting"]["order"] == [0, 1]
     until(lambda: first.is_to_end(0), timeout=60)
-    first.tell_end(0, NodeReport(Exit.FAILED, None, 9))
+    first.send_attempt_end(0, NodeReport(Exit.FAILED, None, 9))
     assert order_of(first)["meeting"]["order"] == [0]
     assert not first.is_to_end(1)
     again = served.link(1)
     until(lambda: 1 in served.head.present, timeout=60)
     assert again.order(0.5) is None, "it waits as a spare"
-    first.tell_end(1, DONE)
+    first.send_attempt_end(1, DONE)
     assert order_of(again)["code"] == 0
     silent.close()
 
@@ -211,7 +211,7 @@ def test_a_slurm_that_does_not_answer_does_not_hold_the_hub(tmp_path: Path, monk
 
 def test_a_silent_hub_is_not_joined_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel would take the connection, even where the process is frozen."""
-    monkeypatch.setattr("hpc_train.elastic.client.HUB_BUSY_S", 0.5)
+    monkeypatch.setattr("hpc_train.elastic.client.SERVER_BUSY_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = ServerAddress("127.0.0.1", server.getsockname()[1], TOKEN)
         link = RendezvousClient.connect(address, Node(0, "n0", "n0", None, 0, 2), 1.0)
@@ -270,13 +270,13 @@ def test_time_in_which_the_job_was_suspended_is_no_silence() -> None:
 def test_strangers_are_not_taken_in(tmp_path: Path, said: bytes) -> None:
     """What they send, or that they send nothing, ends their connection and nothing else."""
     served = Served(tmp_path, 1)
-    with connected(served) as stranger:
-        stranger.sendall(said)
-        all_from(stranger)  # the hub closes
+    with connected(served) as pending:
+        pending.sendall(said)
+        all_from(pending)  # the hub closes
     link = served.link(0)
     assert order_of(link)["meeting"]["order"] == [0]
     assert served.head.stop is None
-    link.tell_end(0, DONE)
+    link.send_attempt_end(0, DONE)
     order_of(link)
 
 
@@ -303,12 +303,12 @@ def test_an_agent_that_sends_nonsense_is_lost_and_told_why(
     second.sendall(said + b"\n")
     told = json.loads(all_from(second).splitlines()[-1])
     assert told["kind"] == "dropped"
-    assert "its agent sent a message that the hub cannot use" in told["why"]
-    assert f"the hub drops node n1: {told['why']}" in capfd.readouterr().err
+    assert "its agent sent an invalid message" in told["why"]
+    assert f"the rendezvous server drops node n1: {told['why']}" in capfd.readouterr().err
     until(lambda: first.is_to_end(0), timeout=60)
-    first.tell_end(0, NodeReport(Exit.FAILED, None, 9))
+    first.send_attempt_end(0, NodeReport(Exit.FAILED, None, 9))
     assert order_of(first)["meeting"]["order"] == [0]
-    first.tell_end(1, DONE)
+    first.send_attempt_end(1, DONE)
     assert order_of(first)["code"] == 0
 
 
@@ -322,26 +322,26 @@ def test_an_agent_is_taken_in_during_a_flood_of_connections(tmp_path: Path) -> N
         assert [order_of(link)["meeting"]["order"] for link in (first, second)] == [[0, 1]] * 2
         opened(500)
         for link in (first, second):
-            link.tell_end(0, DONE)
+            link.send_attempt_end(0, DONE)
         assert [order_of(link)["code"] for link in (first, second)] == [0, 0]
 
 
 def test_a_hub_without_free_descriptors_goes_on_when_there_are_some_again(tmp_path: Path) -> None:
     served = Served(tmp_path, 1)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    stranger = socket.socket()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (stranger.fileno() + 1, limit[1]))
+    pending = socket.socket()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (pending.fileno() + 1, limit[1]))
     try:
-        stranger.connect((served.address.host, served.address.port))
+        pending.connect((served.address.host, served.address.port))
         began = time.process_time()
         time.sleep(0.5)
         assert time.process_time() - began < 0.05, "it does not spin"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-    stranger.close()
+    pending.close()
     link = served.link(0)
     assert order_of(link)["meeting"]["order"] == [0]
-    link.tell_end(0, DONE)
+    link.send_attempt_end(0, DONE)
     assert order_of(link)["code"] == 0
 
 
@@ -366,10 +366,12 @@ def test_a_hub_whose_file_system_stays_away_ends_the_job_for_another_start(
     link = served.link(0)
     order_of(link)
     served.broken = OSError(errno.ESTALE, "Stale file handle")
-    link.tell_end(0, NodeReport(Exit.FAILED, WorkerFailure(0, Failure.KILLED, "", "", 0.0), 9))
+    link.send_attempt_end(0, NodeReport(Exit.FAILED, WorkerFailure(0, Failure.KILLED, "", "", 0.0), 9))
     assert order_of(link)["code"] == EXITS[action]
     assert served.left[0].decision.action is action
-    assert served.left[0].decision.reason.startswith("the hub cannot go on: [Errno 116] Stale file handle")
+    assert served.left[0].decision.reason.startswith(
+        "the rendezvous server cannot continue: [Errno 116] Stale file handle"
+    )
     assert capfd.readouterr().err == ""
 
 

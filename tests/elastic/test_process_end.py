@@ -135,7 +135,7 @@ def test_a_watchdog_that_ends_the_process_for_an_error_of_its_gpu() -> None:
     [
         (-signal.SIGKILL, OomKills(), Failure.KILLED, "killed by SIGKILL"),
         (-signal.SIGKILL, OomKills(group=1, node=1), Failure.OUT_OF_MEMORY, "out of host memory"),
-        (-signal.SIGKILL, OomKills(node=1), Failure.KILLED, "the kernel killed for memory on this node"),
+        (-signal.SIGKILL, OomKills(node=1), Failure.KILLED, "the kernel killed a process for memory on this node"),
         (-signal.SIGSEGV, OomKills(), Failure.KILLED, "killed by SIGSEGV"),
         (0, OomKills(), Failure.EXITED, "exited early with code 0"),
     ],
