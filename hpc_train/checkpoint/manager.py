@@ -296,7 +296,7 @@ class CheckpointManager:
         except (SaveFailed, OSError) as error:
             self._copies.forget_plan()
             self._error = failed = error if isinstance(error, SaveFailed) else _of_first_rank(error)
-            failed.echo = self.mesh.rank not in failed.ranks
+            failed.secondary = self.mesh.rank not in failed.ranks
             if self.mesh.rank == 0:
                 if writing is not None:
                     disk.remove(writing)  # before the event, which may need the room

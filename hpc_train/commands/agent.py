@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpc_train.cluster.allocation import refuse_misplaced
 from hpc_train.elastic.agent import run_agent
-from hpc_train.run.code import start_again_from
+from hpc_train.run.code import reexec_from_snapshot
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
 
@@ -18,5 +18,5 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("run_dir", type=Path, help="a run directory, as `python -m hpc_train freeze …` prints it")
     run = RunDirectory(parser.parse_args(arguments).run_dir.absolute())
     load(run)
-    start_again_from(run)
+    reexec_from_snapshot(run)
     return run_agent(run)

@@ -48,13 +48,13 @@ def main(arguments: list[str]) -> int:
     if options.node is not None:
         _leave(own, options.node)
         return Exit.DONE
-    from hpc_train.doctor.job import check_place
+    from hpc_train.doctor.job import check_slurm_and_job
     from hpc_train.doctor.nodes import examine_all, nodes_of_allocation
 
     count = nodes_of_allocation()
     reports, between = examine_all(count, asked.config, overrides) if count > 1 else ([own], [])
     seen = Seen.of(reports or [own], asked.config, max(count, options.nodes), nccl)
-    findings = [*check_place(asked, submits=count == 0), *between, *seen.environment]
+    findings = [*check_slurm_and_job(asked, submits=count == 0), *between, *seen.environment]
     _show_live(seen, findings, options.json)
     told = [*findings, *(finding for node in seen.nodes for finding in node.findings)]
     return Exit.FAILED if worst(told) == ERROR else Exit.DONE

@@ -24,7 +24,7 @@ from hpc_train.launch.launcher import register_launcher
 from hpc_train.launch.sbatch import goes_on_without_a_node
 from hpc_train.launch.script import by_hand
 from hpc_train.plan.validate import validate
-from hpc_train.run.code import take
+from hpc_train.run.code import snapshot_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import write_text
 from hpc_train.run.freeze import check_freeze, freeze
@@ -79,7 +79,7 @@ def _job(jobs: list[list[str]], task: int | None, multirun: bool) -> list[str]:
 def _freeze(config: Config, run: RunDirectory, parent: Path) -> None:
     validate(config, *_nodes_and_workers(config))
     check_freeze(config, run)
-    freeze(config, run, code=take([config], parent / "code"))
+    freeze(config, run, code=snapshot_code([config], parent / "code"))
     write_text(run.job_script, by_hand(goes_on_without_a_node(config.elastic)))
     write_text(run.gpus_script, "".join(f"{line}\n" for line in gpu_export_lines()))
 

@@ -19,7 +19,7 @@ from hpc_train.launch.executors.executor import local_shape
 from hpc_train.launch.executors.select import controller_answers, in_allocation
 from hpc_train.launch.launcher import register_launcher
 from hpc_train.plan.validate import validate
-from hpc_train.run.code import take
+from hpc_train.run.code import snapshot_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import check_freeze, freeze
@@ -65,7 +65,7 @@ def task(node: DictConfig) -> None:
         _check_foreground(config)
         validate(config, *_nodes_and_workers(config))
         check_freeze(config, run)
-        freeze(config, run, claim=True, code=take([config], run.code))
+        freeze(config, run, claim=True, code=snapshot_code([config], run.code))
     except UserError as error:
         _leave_nothing(run.path, Path(node.run.root).expanduser().absolute())
         print(error, file=sys.stderr)  # raised through Hydra it would come with Hydra's own words around it

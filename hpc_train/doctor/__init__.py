@@ -1,1 +1,1 @@
-"""What ``python -m hpc_train doctor`` looks at: a module for each subject, a function for each check."""
+"""The checks of ``python -m hpc_train doctor``: a module per subject, a function per check."""

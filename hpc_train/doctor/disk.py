@@ -1,4 +1,6 @@
-"""The file system of the runs: whether nodes share it, whether a checkpoint fits, whether it does what runs need."""
+"""Checks the file system of ``run.root``: whether nodes share it, has free space, and supports the operations runs
+need.
+"""
 
 from __future__ import annotations
 
@@ -16,48 +18,52 @@ from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding
 from hpc_train.errors import UserError
 from hpc_train.launch.storage import check_shared
 
-SLOW_S = 1.0  # for a small file to be on disk
+SLOW_S = 1.0  # time to write a small file to disk
 SKEW_S, BAD_SKEW_S = 0.1, 1.0  # between a node and the file server
-LITTLE = 10**9  # bytes
+MIN_FREE_BYTES = 10**9
 
 
 def check_root(root: Path) -> Iterator[Finding]:
-    """What any node can tell of the directory of the runs."""
+    """Checks what any node can check of ``run.root``: space, latency and the file server's clock."""
     yield check_room(root)
     try:
         written, skew = probe(root)
     except OSError as error:
-        text = f"{root} cannot be used: {error.strerror}"
+        text = f"cannot use {root}: {error.strerror}"
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        fix = "remove what is not needed any more, or another run.root" if full else "another run.root"
+        fix = "remove files that are no longer needed, or set another run.root" if full else "set another run.root"
         yield Finding("run directory", ERROR, text, fix)
         return
     kind = getattr(file_system_of(root), "kind", "unknown")
     if written > SLOW_S:
-        fix = "a busy file system; checkpoint.asynchronous=true hides it, another run.root may be faster"
-        yield Finding("run directory", WARNING, f"a small file took {written:.1f} s ({kind})", fix)
+        fix = "the file system is busy: checkpoint.asynchronous=true hides it, another run.root may be faster"
+        yield Finding("run directory", WARNING, f"writing a small file took {written:.1f} s ({kind})", fix)
     else:
-        yield Finding("run directory", OK, f"{root} ({kind}): a small file is on disk in {1000 * written:.0f} ms")
+        yield Finding(
+            "run directory", OK, f"{root} ({kind}): a small file is written to disk in {1000 * written:.0f} ms"
+        )
     yield check_skew(skew)
 
 
 def check_skew(skew: float) -> Finding:
-    """``skew``: seconds by which this node's clock is behind the file server's."""
+    """Checks the clock skew: ``skew`` is the number of seconds by which this node's clock is behind the file
+    server's.
+    """
     text = f"this node's clock is {abs(skew):.2f} s {'behind' if skew > 0 else 'ahead of'} the file server's"
     if abs(skew) < SKEW_S:
-        return Finding("clock", OK, "agrees with the file server's")
-    fix = "chrony or ntpd on the node and on the server: ask the site"
+        return Finding("clock", OK, "this node's clock agrees with the file server's")
+    fix = "ask the site to run chrony or ntpd on the node and on the server"
     return Finding("clock", ERROR if abs(skew) > BAD_SKEW_S else WARNING, text, fix)
 
 
 def probe(root: Path) -> tuple[float, float]:
-    """Does what leases and checkpoints do (exclusive creation, fsync, rename) with a file of its own in ``root``.
+    """Performs what leases and checkpoints need (exclusive creation, fsync, rename) on a temporary file in ``root``.
 
     Returns:
-        The seconds it took, and by how many the file server's clock is ahead of this node's.
+        The seconds it took, and the seconds by which the file server's clock is ahead of this node's.
 
     Raises:
-        OSError: one of them does not work.
+        OSError: one of the operations failed.
     """
     root.mkdir(parents=True, exist_ok=True)
     path = root / f".doctor-{secrets.token_hex(4)}"
@@ -77,36 +83,38 @@ def probe(root: Path) -> tuple[float, float]:
     finally:
         with suppress(OSError):
             path.unlink(missing_ok=True)
-    return took, _outside(stamp, clock, clock + took)
+    return took, _skew_of_stamp(stamp, clock, clock + took)
 
 
-def _outside(stamp: float, first: float, last: float) -> float:
-    """How far ``stamp`` is outside of the time in which it was made; file systems count in ticks of the kernel."""
+def _skew_of_stamp(stamp: float, first: float, last: float) -> float:
+    """Returns how far ``stamp`` lies outside the interval in which it was made, allowing for the kernel's tick
+    resolution.
+    """
     return stamp - last if stamp > last else min(0.0, stamp - first + 0.02)
 
 
 def check_room(root: Path) -> Finding:
-    """How much may still be written there."""
+    """Checks the space that is left below ``root``."""
     try:
         rooms = room_in(root)
     except OSError as error:
-        return Finding("space", ERROR, f"{root}: {error.strerror}", "another run.root")
+        return Finding("space", ERROR, f"{root}: {error.strerror}", "set another run.root")
     least = min(rooms, key=lambda room: room.free)
     text = f"{amount(least.free)} free below {root} ({least.whose})"
     if any(room.inodes == 0 for room in rooms):
-        return Finding("space", ERROR, f"no more files can be made below {root}", "remove what is not needed any more")
-    if least.free < LITTLE:
-        return Finding("space", ERROR, text, "remove what is not needed any more, or another run.root")
+        return Finding("space", ERROR, f"no inodes are left below {root}", "remove files that are no longer needed")
+    if least.free < MIN_FREE_BYTES:
+        return Finding("space", ERROR, text, "remove files that are no longer needed, or set another run.root")
     return Finding("space", OK, text)
 
 
 def check_sharing(root: Path) -> Finding:
-    """Whether the nodes of a Slurm job can see it, as far as this machine can tell."""
+    """Checks whether the nodes of a Slurm job can access ``root``, as far as this machine can tell."""
     try:
         notes = check_shared(root)
     except UserError as error:
         return Finding("shared file system", ERROR, error.what, error.fix)
     if notes:
-        fix = "doctor --submit looks from the nodes"
+        fix = "run `doctor --submit`, which checks from the nodes"
         return Finding("shared file system", WARNING, notes[0].removeprefix("note: "), fix)
-    return Finding("shared file system", OK, f"{root}: nothing speaks against it")
+    return Finding("shared file system", OK, f"{root}: no problem found")

@@ -1,4 +1,4 @@
-"""One line of the doctor's report."""
+"""A finding: one line of the doctor's report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ORDER = (OK, WARNING, ERROR)
 
 @dataclass(frozen=True)
 class Finding:
-    """``level`` is ``ok``, ``warning`` or ``error``; the last two have a ``fix``."""
+    """The result of one check. ``level`` is ``ok``, ``warning`` or ``error``; the last two have a ``fix``."""
 
     subject: str
     level: str

@@ -1,6 +1,5 @@
-"""The job that the overrides describe: whether it can start from here, and what it asks of Slurm.
-
-Slurm as this machine sees it: tools, controller, accounting, partitions; and whether the job asked for can start.
+"""Checks Slurm as seen from this machine (tools, controller, accounting, partitions), and whether the configured job
+can start.
 """
 
 from __future__ import annotations
@@ -40,7 +39,11 @@ class Asked:
 
 
 def composed(overrides: Sequence[str]) -> Asked:
-    """Raises UserError where a value is wrong, whatever the machine."""
+    """Composes the config from ``overrides``.
+
+    Raises:
+        UserError: a value is wrong on any machine.
+    """
     line = CommandLine.parse(with_right_plus(list(overrides)))
     with line.composer() as compose:
         config = typed(compose(list(line.overrides)))
@@ -48,8 +51,10 @@ def composed(overrides: Sequence[str]) -> Asked:
     return Asked(config, line)
 
 
-def check_place(asked: Asked, submits: bool) -> Iterator[Finding]:
-    """Slurm, and the job on it. ``submits``: jobs are submitted from here; else this is inside an allocation."""
+def check_slurm_and_job(asked: Asked, submits: bool) -> Iterator[Finding]:
+    """Checks Slurm and the job. With ``submits`` jobs are submitted from here; otherwise this is inside an
+    allocation.
+    """
     cluster = asked.config.cluster
     slurm = submits and cluster.kind != "local"
     site = None
@@ -69,7 +74,7 @@ def check_place(asked: Asked, submits: bool) -> Iterator[Finding]:
 
 
 def resources(config: Config, overrides: Sequence[str]) -> list[str]:
-    """sbatch's options for a short job on the nodes that a run with this config would get."""
+    """Returns sbatch's options for a short job on the nodes that a run with this config would get."""
     line = CommandLine.parse(with_right_plus(list(overrides)))
     site = read_site() if controller_answers() else NO_SITE
     gpus, workers = workers_per_node(config.cluster, visible=asked_gpus(config.cluster, site).count)
@@ -96,40 +101,43 @@ SHOWN = 12
 
 
 def check_tools(wanted: bool) -> Finding:
-    """Whether jobs can be submitted from here. ``wanted``: the config says that they must."""
+    """Checks whether jobs can be submitted from here. With ``wanted`` the config requires Slurm."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if len(missing) == len(TOOLS):
-        text = "there is none here: runs stay on this machine"
-        return Finding("Slurm", ERROR if wanted else OK, text, "a login node, or cluster=local" if wanted else "")
+        text = "Slurm is not installed here; runs use this machine only"
+        return Finding("Slurm", ERROR if wanted else OK, text, "use a login node or cluster=local" if wanted else "")
     if missing:
-        return Finding("Slurm", ERROR, f"{', '.join(missing)} missing", "the site's Slurm module on PATH")
+        return Finding("Slurm", ERROR, f"{', '.join(missing)} not found", "load the site's Slurm module")
     if not controller_answers():
-        text = "the controller does not answer (scontrol ping)" + ("" if wanted else ": runs stay on this machine")
+        text = "the controller does not respond to `scontrol ping`" + ("" if wanted else "; runs use this machine only")
         return Finding("Slurm", ERROR if wanted else WARNING, text, "wait, or ask the site")
-    return Finding("Slurm", OK, "tools are here and the controller answers")
+    return Finding("Slurm", OK, "the tools are installed and the controller responds")
 
 
 def check_accounting(site: Site) -> Finding:
     if site.associations is not None:
         accounts = ", ".join(sorted({found.account for found in site.associations})) or "none of yours"
-        return Finding("accounting", OK, f"answers; accounts: {accounts}")
-    fix = "none needed; where the site has accounting: sacctmgr on PATH"
-    return Finding("accounting", WARNING, "does not answer: limits of accounts are not checked before submission", fix)
+        return Finding("accounting", OK, f"sacctmgr responds; accounts: {accounts}")
+    fix = "put sacctmgr on PATH if the site has accounting; otherwise nothing to do"
+    text = "sacctmgr does not respond; limits of accounts are not checked before submission"
+    return Finding("accounting", WARNING, text, fix)
 
 
 def check_partitions(site: Site) -> Iterator[Finding]:
     for found in list(site.partitions.values())[:SHOWN]:
-        text = _described(found)
+        text = _describe(found)
         if found.state == "UP":
             yield Finding("partition", OK, text)
         else:
-            yield Finding("partition", WARNING, f"{text}: {found.state}", "another one, or wait until it is up")
+            yield Finding(
+                "partition", WARNING, f"{text}: {found.state}", "use another partition, or wait until it is up"
+            )
     if len(site.partitions) > SHOWN:
-        yield Finding("partition", OK, f"and {len(site.partitions) - SHOWN} more: sinfo -s")
+        yield Finding("partition", OK, f"and {len(site.partitions) - SHOWN} more; list them with `sinfo -s`")
 
 
 def check_job(job: Job, site: Site | None) -> Iterator[Finding]:
-    """Whether a run with this config can start, and its checkpoints fit."""
+    """Checks whether a run with this config can start and its checkpoints fit on the disk."""
     try:
         if site is not None:
             check_limits(job, site)
@@ -141,7 +149,7 @@ def check_job(job: Job, site: Site | None) -> Iterator[Finding]:
     yield Finding("job", OK, f"{job.layout}, {device}: {'; '.join(notes) or 'can start'}")
 
 
-def _described(partition: Partition) -> str:
+def _describe(partition: Partition) -> str:
     default = ", the default" if partition.default else ""
     hours = "no time limit" if partition.max_time_s is None else f"up to {partition.max_time_s / 3600:g} h"
     gpus = sorted({f"{count} {kind or 'GPUs'}" for nodes in partition.kinds for kind, count in nodes.gpus.items()})

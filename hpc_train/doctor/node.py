@@ -1,8 +1,6 @@
-"""All that one node can tell of itself, as a value that goes to the node which compares them.
+"""The report of one node: versions, process limits (shared memory, locked memory, open files, ports), devices and disk.
 
-Versions, told without importing anything.
-
-What the node lets a process have: shared memory, locked memory, open files, ports.
+The report is a value that is sent to the node that compares all reports.
 """
 
 from __future__ import annotations
@@ -28,7 +26,10 @@ from hpc_train.run.processes import can_listen
 
 @dataclass(frozen=True)
 class NodeReport:
-    """``places``: what must be the same everywhere; ``skew``: the file server's clock minus the node's, in seconds."""
+    """The report of one node. ``places`` must be equal on all nodes; ``skew`` is the file server's clock minus the
+    node's, in
+    seconds.
+    """
 
     facts: NodeFacts
     findings: tuple[Finding, ...]
@@ -58,7 +59,7 @@ class NodeReport:
 
 
 def examine(facts: NodeFacts, config: Config) -> NodeReport:
-    """What this node says of itself."""
+    """Examines this node."""
     root = Path(config.run.root)
     findings = (
         *check_gpus(facts, config.cluster.gpus_per_node),
@@ -84,22 +85,23 @@ def _skew(root: Path) -> float | None:
 
 def check_software(facts: NodeFacts) -> Iterator[Finding]:
     versions = dict(facts.versions)
-    told = ", ".join(f"{name} {text}" for name, text in versions.items())
-    yield Finding("versions", OK, f"python {platform.python_version()}, {told}")
+    listed = ", ".join(f"{name} {text}" for name, text in versions.items())
+    yield Finding("versions", OK, f"python {platform.python_version()}, {listed}")
     if "torch" not in versions:
         yield Finding("versions", ERROR, "torch is not installed for this interpreter", "pip install torch")
         return
     if facts.gpus and versions["torch"].endswith("+cpu"):
-        fix = "torch for CUDA: https://pytorch.org/get-started"
-        yield Finding("versions", ERROR, f"torch {versions['torch']} is built without CUDA, and there are GPUs", fix)
+        fix = "install torch with CUDA: https://pytorch.org/get-started"
+        text = f"torch {versions['torch']} is built without CUDA, but the node has GPUs"
+        yield Finding("versions", ERROR, text, fix)
     elif facts.gpus and "nccl" not in versions:
-        fix = "doctor --nccl VERSION judges for a version; torch.cuda.nccl.version() shows it"
-        yield Finding("versions", WARNING, "NCCL comes with no wheel here: its version is not known", fix)
+        fix = "pass the version with `doctor --nccl VERSION`; torch.cuda.nccl.version() shows it"
+        yield Finding("versions", WARNING, "the version of NCCL is unknown because no wheel provides it", fix)
 
 
-PER_RANK = 10**9  # bytes: loaders hand batches over in it, NCCL and gloo their buffers
-FEWEST_PER_RANK = 1 << 24  # with less the first batch of pictures ends a loader with a bus error
-FILES_PER_RANK = 1024  # sockets to the other ranks, files of the data
+PER_RANK = 10**9  # bytes of shared memory for batches of loaders and for buffers of NCCL and gloo
+FEWEST_PER_RANK = 1 << 24  # with less, a loader gets a bus error on the first batch of images
+FILES_PER_RANK = 1024  # sockets to other ranks and data files
 SAMPLE = 20
 
 
@@ -111,9 +113,10 @@ def check_limits(facts: NodeFacts, ranks: int) -> Iterator[Finding]:
 
 
 def check_shared_memory(ranks: int, directory: Path = SHARED_MEMORY) -> Finding:
-    """1 GB for each rank is enough for loaders and NCCL."""
+    """Checks that /dev/shm has 1 GB per rank, which is enough for loaders and NCCL."""
     fix = (
-        "a container: --shm-size, or bind the host's /dev/shm; a node: ask the site; batch.loader_workers=0 needs less"
+        "in a container use --shm-size or bind the host's /dev/shm; on a node ask the site; batch.loader_workers=0 "
+        "needs less"
     )
     try:
         found = os.statvfs(directory)
@@ -121,48 +124,50 @@ def check_shared_memory(ranks: int, directory: Path = SHARED_MEMORY) -> Finding:
         return Finding("shared memory", ERROR, f"{directory}: {error.strerror}", fix)
     free, wanted = found.f_bavail * found.f_frsize, ranks * PER_RANK
     if not os.access(directory, os.W_OK):
-        return Finding("shared memory", ERROR, f"{directory} cannot be written", fix)
+        return Finding("shared memory", ERROR, f"{directory} is not writable", fix)
     if free >= wanted:
         return Finding("shared memory", OK, f"{amount(free)} free in {directory}")
     level = ERROR if free < ranks * FEWEST_PER_RANK else WARNING
-    return Finding("shared memory", level, f"{amount(free)} free in {directory}, {ranks} ranks want 1 GB each", fix)
+    return Finding("shared memory", level, f"{amount(free)} free in {directory}, but {ranks} ranks need 1 GB each", fix)
 
 
 def check_locked_memory(limits: NodeLimits, rdma: bool) -> Finding:
-    """RDMA cards read from memory that is locked."""
+    """Checks the limit of locked memory, from which RDMA NICs read."""
     if limits.locked_memory is None:
         return _unknown("locked memory", "-l")
     text = limits.locking
     if text is None:
         return Finding("locked memory", OK, "unlimited")
     if not rdma:
-        return Finding("locked memory", OK, f"{text}; no RDMA card that would need more")
-    fix = "LimitMEMLOCK=infinity for slurmd, and PropagateResourceLimitsExcept=MEMLOCK in slurm.conf (the site)"
-    return Finding("locked memory", ERROR, f"{text}: RDMA cards cannot register their buffers", fix)
+        return Finding("locked memory", OK, f"{text}; no RDMA NIC needs more")
+    fix = "ask the site to set LimitMEMLOCK=infinity for slurmd and PropagateResourceLimitsExcept=MEMLOCK in slurm.conf"
+    return Finding("locked memory", ERROR, f"{text}: RDMA NICs cannot register their buffers", fix)
 
 
 def check_open_files(limits: NodeLimits, ranks: int) -> Finding:
-    """Of one process; the agent holds some for each rank of its node."""
+    """Checks the limit of open files per process; the agent holds some for each rank of its node."""
     files, most = limits.open_files, limits.most_open_files or 0
     if files is None:
         return _unknown("open files", "-n")
     if files == UNLIMITED or files >= FILES_PER_RANK:
         return Finding("open files", OK, f"{'unlimited' if files == UNLIMITED else files} per process")
-    fix = f"cluster.setup=['ulimit -n {most if most > files else FILES_PER_RANK * ranks}']"
+    fix = f"set cluster.setup=['ulimit -n {most if most > files else FILES_PER_RANK * ranks}']"
     return Finding("open files", WARNING, f"{files} per process", fix)
 
 
 def _unknown(subject: str, option: str) -> Finding:
-    return Finding(subject, WARNING, "the limit is not known: /proc/self/limits", f"ulimit {option} shows it")
+    return Finding(
+        subject, WARNING, "the limit is unknown: cannot read /proc/self/limits", f"check it with `ulimit {option}`"
+    )
 
 
 def check_free_ports() -> Finding:
-    """Of those on which ranks meet."""
+    """Checks that ports for the rendezvous are free."""
     free = sum(can_listen(port) for port, _ in zip(candidate_ports("doctor"), range(SAMPLE), strict=False))
     if free > SAMPLE // 2:
-        return Finding("ports", OK, f"{free} of {SAMPLE} that were tried are free")
+        return Finding("ports", OK, f"{free} of {SAMPLE} tested ports are free")
     if free:
         return Finding(
-            "ports", WARNING, f"{free} of {SAMPLE} that were tried are free", "look for what listens: ss -ltn"
+            "ports", WARNING, f"{free} of {SAMPLE} tested ports are free", "list listening sockets with `ss -ltn`"
         )
-    return Finding("ports", ERROR, "no port can be listened on", "a firewall or a sandbox on the node: ask the site")
+    return Finding("ports", ERROR, "cannot listen on any port", "ask the site about a firewall or sandbox on the node")

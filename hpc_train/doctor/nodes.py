@@ -1,4 +1,4 @@
-"""All nodes of an allocation: each examines itself in a task of its own, and what must be alike is compared."""
+"""Checks all nodes of an allocation: each examines itself in its own task, and the reports are compared."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ from hpc_train.slurm import client
 from hpc_train.slurm.client import SlurmError
 
 STEP_S = 300.0
-SETTLE_S = 20.0  # until files of other nodes are seen here
-KEPT = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID")  # of what a surrounding step hands down
+VISIBLE_S = 20.0  # until files of other nodes are visible here
+KEPT = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID")  # variables of a surrounding step that are passed on
 
 
 def nodes_of_allocation() -> int:
-    """How many nodes are to be asked; 0 outside of an allocation, and in a task of ``doctor`` itself."""
+    """Returns the number of nodes to examine; 0 outside of an allocation and in a task of ``doctor`` itself."""
     if "SLURM_JOB_ID" not in os.environ or shutil.which("srun") is None:
         return 0
     return int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
 
 
 def examine_all(nodes: int, config: Config, overrides: Sequence[str]) -> tuple[list[NodeReport], list[Finding]]:
-    """The reports of the nodes that have answered, and what is wrong with the others and between them."""
+    """Returns the reports of the nodes that responded, and findings about the others and about differences."""
     root = Path(config.run.root)
     try:
         root.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=".doctor-", dir=root))
     except OSError as error:
-        text = f"the nodes cannot leave their reports in {root}: {error.strerror}"
-        return [], [Finding("nodes", ERROR, text, "remove what is not needed any more, or another run.root")]
+        text = f"the nodes cannot write their reports to {root}: {error.strerror}"
+        fix = "remove files that are no longer needed, or set another run.root"
+        return [], [Finding("nodes", ERROR, text, fix)]
     try:
         problem = _start(nodes, config, overrides, folder)
         reports = _collect(folder, nodes, wait=problem is None)
@@ -53,19 +54,19 @@ def examine_all(nodes: int, config: Config, overrides: Sequence[str]) -> tuple[l
     findings = list(compare(reports))
     if len(reports) < nodes:
         names = set(expand(os.environ.get("SLURM_JOB_NODELIST", ""))) - {report.name for report in reports}
-        text = f"{nodes - len(reports)} of {nodes} nodes have not told" + (f": {problem}" if problem else "")
+        text = f"no report from {nodes - len(reports)} of {nodes} nodes" + (f": {problem}" if problem else "")
         text += f" ({', '.join(sorted(names))})" if names else ""
-        fix = f"do they see {root} and the same Python? srun --overlap ls {root}"
+        fix = f"check that they see {root} and the same Python: srun --overlap ls {root}"
         findings.append(Finding("nodes", ERROR, text, fix))
     return reports, findings
 
 
 def _start(nodes: int, config: Config, overrides: Sequence[str], folder: Path) -> str | None:
-    """Runs the step to its end; what went wrong, in srun's words."""
+    """Runs the step to its end; returns the error in srun's words, or None."""
     container = container_of(config, 0)
     own = [] if container is None else [*container.srun_options(container.seen()), *container.command(container.seen())]
     words = [python(config.cluster, container), "-m", "hpc_train", "doctor", "--node", str(folder), *overrides]
-    gpus = gpus_of_this_job()  # those that the agents of a run would have
+    gpus = gpus_of_this_job()  # the GPUs that the agents of a run would have
     own = [*gpus.srun_options(gpus.per_node), *own]
     step = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--overlap", *own, *words]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SRUN_"))}
@@ -80,29 +81,32 @@ def _start(nodes: int, config: Config, overrides: Sequence[str], folder: Path) -
 
 
 def _collect(folder: Path, nodes: int, wait: bool) -> list[NodeReport]:
-    until = time.monotonic() + (SETTLE_S if wait else 1.0)
+    until = time.monotonic() + (VISIBLE_S if wait else 1.0)
     while len(files := sorted(folder.glob("*.json"))) < nodes and time.monotonic() < until:
         time.sleep(0.2)
     return [NodeReport.from_json(json.loads(file.read_text())) for file in files]
 
 
 def compare(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    """What must be the same on all nodes."""
+    """Compares what must be equal on all nodes."""
     facts = [report.facts for report in reports]
     for line in different_versions(facts):
         yield Finding(
-            "versions", ERROR, line, "one environment for all nodes; cluster.exclude avoids those that differ"
+            "versions", ERROR, line, "use one environment for all nodes, or cluster.exclude for those that differ"
         )
     for name in dict.fromkeys(name for report in reports for name, _ in report.places):
         places = {report.name: dict(report.places).get(name, "unknown") for report in reports}
         if len(set(places.values())) > 1:
-            text = f"{name} is not the same: {who_has_what(places)}"
-            yield Finding("nodes", ERROR, text, "one path for all nodes: cluster.python")
+            text = f"{name} differs between nodes: {who_has_what(places)}"
+            yield Finding("nodes", ERROR, text, "set cluster.python to a path that is valid on all nodes")
     for line in merged({report.name: report.facts.settings for report in reports})[1]:
-        yield Finding("environment", WARNING, line, "the same modules and files on all nodes")
+        yield Finding("environment", WARNING, line, "load the same modules and use the same files on all nodes")
     for line in different_rails(facts) if facts else ():
         yield Finding(
-            "network", WARNING, f"GPUs and cards do not match alike: {line}", "cluster.exclude, cluster.constraint"
+            "network",
+            WARNING,
+            f"GPUs and NICs are matched differently: {line}",
+            "use cluster.exclude or cluster.constraint",
         )
     yield from _clocks(reports)
 
@@ -111,10 +115,13 @@ def _clocks(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     known = sorted((report.skew, report.name) for report in reports if report.skew is not None)
     if len(known) < 2:
         return
-    (low, ahead), (high, behind) = known[0], known[-1]
+    low, ahead = known[0]
+    high, behind = known[-1]
     if high - low < SKEW_S:
         yield Finding("clock", OK, f"{len(known)} nodes agree within {SKEW_S:g} s")
         return
     level = ERROR if high - low > BAD_SKEW_S else WARNING
     text = f"the clocks of {ahead} and {behind} are {high - low:.2f} s apart"
-    yield Finding("clock", level, text, "chrony or ntpd on the nodes: ask the site; cluster.exclude meanwhile")
+    yield Finding(
+        "clock", level, text, "ask the site to run chrony or ntpd on the nodes; until then use cluster.exclude"
+    )

@@ -1,17 +1,22 @@
-"""The agent of a node: starts its workers, watches them, and decides with the other agents what follows a failure.
+"""The agent of a node starts the node's workers, watches them, and decides with the other agents how to react to
+failures.
 
-How to read it:
+Reading guide:
 
-1. One node: ``agent`` does what the hub says; ``attempt`` runs the node's workers once. ``warm_parent`` forks them,
-   ``worker_process`` is the shell around each, ``workers`` sees to their pipes and ends, ``logs`` keeps their output;
-   ``store`` is the small process in which the ranks meet; ``stop_requests`` has the signals, ``standard_streams`` the
-   agent's own output.
-2. All nodes: the ``hub``, in the agent of the batch host, talks to a ``link`` in every agent, over a ``channel`` each;
-   ``rendezvous`` has the addresses, ``nodes`` what each node brings in, ``fabric`` the one environment for all of them.
-3. What follows: the ``coordinator`` decides who takes part in the next attempt, by ``decision`` (the table of
-   ``run/exits.py``, and when it is enough); ``attempts`` tells it in the run directory. ``requeue`` asks Slurm,
-   ``budget`` has the ceiling of GPU-hours, ``orphans`` is what agents do without a hub.
-4. What has failed: ``failures`` tells causes from their echoes, ``process_end`` the class of a silent death.
-5. What hangs or is slow: ``watch`` looks at the heartbeats; ``hangs`` has the bounds, ``evidence`` asks the workers,
-   ``culprit`` names the rank that the others wait for, ``stragglers`` the one that is only late.
+1. One node: ``agent`` follows the orders of the rendezvous server; ``attempts.run_attempt`` runs the node's workers
+once.
+   ``worker_process`` has the warm parent that forks the workers and the wrapper around each of them, ``workers``
+   handles
+   their pipes and exits, ``logs`` their output; ``store`` is the process with the ranks' key-value store.
+2. All nodes: the rendezvous ``server``, in the agent of the batch host, talks to a ``client`` in every agent over one
+   ``channel`` each; ``rendezvous`` has addresses and ports, ``nodes`` what each node contributes, ``fabric`` the
+   network
+   environment that all workers share.
+3. Reactions: the ``coordinator`` decides who takes part in the next attempt, using ``decision`` (the table of
+   ``run/exits.py``, the retry limit, the primary cause of a failure and the budget of GPU hours); ``attempts`` records
+   it
+   in the run directory; ``requeue`` asks Slurm to run the job again; ``client`` also handles the loss of the server.
+4. Hangs and slow ranks: ``watch`` reads the heartbeats; ``hangs`` has the bounds and collects evidence from the
+workers,
+   ``culprit`` names the rank that the others wait for, ``stragglers`` a rank that is only late.
 """

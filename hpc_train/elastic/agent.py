@@ -1,7 +1,7 @@
-"""The agent of a node: runs the node's workers, attempt after attempt, as the hub says.
+"""The agent of a node runs the node's workers, attempt after attempt, as the rendezvous server orders.
 
-It never imports torch. Whatever started it (a foreground command, submitit, a batch script), it does the same. The
-agent of the batch host, or of the only node, has the hub in it.
+It never imports torch and behaves the same however it was started (a foreground command, submitit, a batch script). The
+agent of the batch host, or of the only node, also runs the rendezvous server.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from hpc_train.cluster.environment import Variable, apply, node_local_caches, ow
 from hpc_train.cluster.gpus import UnusableGpus
 from hpc_train.config.schema import Config
 from hpc_train.elastic.attempts import Attempts, run_attempt
-from hpc_train.elastic.client import HubClient, HubLost, after_the_hub, wait_for_hub
+from hpc_train.elastic.client import RendezvousClient, ServerLost, requeue_after_server_loss, wait_for_server
 from hpc_train.elastic.coordinator import Coordinator, NodeReport
 from hpc_train.elastic.decision import OVER_BUDGET, Budget, History, over_budget
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.hangs import patience_s
-from hpc_train.elastic.hub import Hub
-from hpc_train.elastic.logs import WorkerLog, unbroken_streams
+from hpc_train.elastic.logs import WorkerLog, nonfailing_streams
 from hpc_train.elastic.nodes import TOO_OFTEN, Node, NodeFailures, Unfit
-from hpc_train.elastic.rendezvous import HubAddress, Meeting, bind
+from hpc_train.elastic.rendezvous import AttemptSpec, ServerAddress, bind
 from hpc_train.elastic.requeue import JobEnd
+from hpc_train.elastic.server import RendezvousServer
 from hpc_train.elastic.store import Stores
 from hpc_train.elastic.watch import Watch
 from hpc_train.elastic.worker_process import start_warm_parent
@@ -40,7 +40,7 @@ from hpc_train.fabric.node import this_node
 from hpc_train.fabric.rank_binding import Device, bindings, devices
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.run.agent_worker import WorkerSpec
-from hpc_train.run.code import frozen_code, use
+from hpc_train.run.code import frozen_code, use_frozen_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
@@ -54,7 +54,7 @@ from hpc_train.slurm.client import is_suspended
 ENTRY = "hpc_train.train.worker:train"
 STORE = "hpc_train.elastic.store:serve"
 TICK_S = 0.25
-LEAVE_S = 15.0  # until the hub lets all agents go
+LEAVE_S = 15.0  # wait at most this long for the server to release all agents
 
 Reserve = Callable[[StopRequests], AbstractContextManager[None]]
 
@@ -71,30 +71,31 @@ def run_agent(
 
     Args:
         on_tick: called a few times per second while workers run.
-        reserve: a context that holds what the workers need (GPUs, cores); entering it may wait, and it returns early
-            when a stop is requested.
-        entry: what a worker calls, as "module:function".
-        store: what the store of an attempt calls.
+        reserve: a context that holds the workers' resources (GPUs, cores); entering it may wait, and returns early when
+            a
+            stop is requested.
+        entry: the worker's entry point, as "module:function".
+        store: the entry point of an attempt's store.
     """
     raise_descriptor_limit()
     allocation = current_allocation()
     end = JobEnd.of_this_process(run)
-    with unbroken_streams(), watch_signals() as stop:
+    with nonfailing_streams(), watch_signals() as stop:
         try:
             if end is not None:
-                with suppress(OSError):  # the batch script has removed it as well
+                with suppress(OSError):  # the batch script also removes it
                     end.begin()
             with _sole_agent(run, allocation, stop), reserve(stop) if reserve else nullcontext():
-                return _run(run, allocation, end, stop, on_tick or _nothing, entry, store)
+                return _run(run, allocation, end, stop, on_tick or _no_op, entry, store)
         except UserError as error:
             print(error, file=sys.stderr)
-            if end is not None and allocation.node_rank == 0:  # the job's end is not another node's to tell
-                end.tell(Exit.REFUSED)
+            if end is not None and allocation.node_rank == 0:  # only node 0 records the job's end
+                end.record(Exit.REFUSED)
             return Exit.REFUSED
 
 
 def _preload(config: Config, entry: str, store: str) -> list[str]:
-    """What the warm parent imports: all that is slow to import, and nothing that this run does not need."""
+    """Returns the modules that the warm parent imports: all that are slow to import and needed by this run."""
     modules = [each.partition(":")[0] for each in (entry, store)]
     pipeline = [] if config.strategy.pp == 1 else ["hpc_train.parallel.pipeline_engine"]
     return ["hpc_train.elastic.worker_process", *dict.fromkeys(modules), *pipeline]
@@ -119,7 +120,7 @@ def _run(
     store: str,
 ) -> int:
     config = load(run)
-    use(frozen_code(run))
+    use_frozen_code(frozen_code(run))
     if config.run.group is not None:
         write_for_group()
     node = _this_node(config, allocation)
@@ -128,40 +129,40 @@ def _run(
         users = dict(os.environ)
         own = _set_environment(config, allocation, node, caches)
         start_warm_parent(_preload(config, entry, store))
-        hub = stores = None
+        server = stores = None
         if allocation.node_rank == 0:
             stores = Stores(store)
             attempts = Attempts(run, config, allocation, end, stores, Fabric(run, config, own), events)
-            hub, address = _start_hub(run, config, allocation, attempts)
+            server, address = _start_server(run, config, allocation, attempts)
         else:
             try:
-                found = wait_for_hub(
-                    run, allocation.launch_id, lambda: stop.requested or _told(end), config.elastic.join_timeout_s
+                found = wait_for_server(
+                    run, allocation.launch_id, lambda: stop.requested or _has_ended(end), config.elastic.join_timeout_s
                 )
-            except HubLost as lost:
-                return after_the_hub(run, config, allocation, end, lost, TOO_OFTEN)
+            except ServerLost as lost:
+                return requeue_after_server_loss(run, config, allocation, end, lost, TOO_OFTEN)
             if found is None:
                 return Exit.STOPPED
             address = found
-        # while the warm parent imports
-        facts = this_node(allocation.node_name, _meeting_host(allocation, address), users)
+        # runs while the warm parent imports
+        facts = this_node(allocation.node_name, _server_host(allocation, address), users)
         node = replace(node, facts=facts if node.gpus else replace(facts, visible=()))
         watch = Watch.of(run, allocation.node_name, config)
         budget = Budget(run, config.run.max_gpu_hours, allocation.nodes * node.gpus)
         agent = Agent(run, config, allocation, node, address, stores, stop, watch, budget, on_tick, entry, events)
         try:
             return agent.work()
-        except HubLost as lost:
-            return after_the_hub(run, config, allocation, end, lost)
+        except ServerLost as lost:
+            return requeue_after_server_loss(run, config, allocation, end, lost)
         finally:
             if stores is not None:
                 stores.stop()
-            if hub is not None:
-                hub.join()
+            if server is not None:
+                server.join()
 
 
 def _this_node(config: Config, allocation: Allocation) -> Node:
-    """What this node brings in, or why it cannot take part: the hub is told both by the same message."""
+    """Describes this node, or why it cannot take part; the server gets both in the same message."""
     gpus = workers = 0
     unfit = refusal = None
     try:
@@ -174,16 +175,16 @@ def _this_node(config: Config, allocation: Allocation) -> Node:
     return Node(number, name, address, switch_address(), gpus, workers, unfit=unfit, refusal=refusal)
 
 
-def _meeting_host(allocation: Allocation, hub: HubAddress) -> str | None:
+def _server_host(allocation: Allocation, server: ServerAddress) -> str | None:
     if allocation.nodes == 1:
         return None
-    return allocation.address if allocation.node_rank == 0 else hub.host
+    return allocation.address if allocation.node_rank == 0 else server.host
 
 
 def _set_environment(
     config: Config, allocation: Allocation, node: Node, caches: Iterable[Variable]
 ) -> list[dict[str, str]]:
-    """What the warm parent, and so all workers, inherit; returns it with reasons."""
+    """Sets what the warm parent, and so all workers, inherit; returns it with reasons."""
     workers = node.workers
     if allocation.nodes == 1 and workers:
         workers = min(workers, resolve_layout(config, 1, workers).world_size)
@@ -191,10 +192,12 @@ def _set_environment(
     return apply([*own_environment(threads), *caches])
 
 
-def _start_hub(run: RunDirectory, config: Config, allocation: Allocation, attempts: Attempts) -> tuple[Hub, HubAddress]:
+def _start_server(
+    run: RunDirectory, config: Config, allocation: Allocation, attempts: Attempts
+) -> tuple[RendezvousServer, ServerAddress]:
     elastic = config.elastic
     listener = bind(allocation, f"{allocation.launch_id}:hub")
-    address = HubAddress(allocation.address, listener.getsockname()[1], secrets.token_hex(16))
+    address = ServerAddress(allocation.address, listener.getsockname()[1], secrets.token_hex(16))
     newest = CheckpointStore(run.checkpoints).newest()
     coordinator = Coordinator(
         config,
@@ -202,147 +205,147 @@ def _start_hub(run: RunDirectory, config: Config, allocation: Allocation, attemp
         history=History(furthest=0 if newest is None else newest.step),
         node_failures=NodeFailures(run, elastic.exclude_hours * 3600),
         join_until=time.monotonic() + elastic.join_timeout_s,
-        refusal=lambda: attempts.succeeded() or over_budget(run, config),
+        refusal=lambda: attempts.superseded() or over_budget(run, config),
         names=allocation.node_names,
         elsewhere=attempts.end is not None,
     )
     suspended = None if attempts.end is None else is_suspended
-    hub = Hub(
+    server = RendezvousServer(
         coordinator, listener, address.token, elastic.heartbeat_timeout_s, attempts.begin, attempts.leave, suspended
     )
-    hub.start()
+    server.start()
     if allocation.nodes > 1:
         address.publish(run, allocation.launch_id)
-    return hub, HubAddress(LOOPBACK, address.port, address.token)
+    return server, ServerAddress(LOOPBACK, address.port, address.token)
 
 
-def _told(end: JobEnd | None) -> bool:
-    """Whether the agent with the hub has ended before it had one."""
-    return end is not None and end.told()
+def _has_ended(end: JobEnd | None) -> bool:
+    """Returns whether the agent of node 0 ended before it had a rendezvous server."""
+    return end is not None and end.is_recorded()
 
 
-class EndedByHub(Exception):
-    """The attempt is over, by a failure on another node."""
+class EndedByServer(Exception):
+    """Raised when the server ends the attempt because of a failure on another node."""
 
 
 @dataclass
 class Agent:
-    """One node's part in the attempts of a job."""
+    """Takes part in the attempts of a job on behalf of one node."""
 
     run: RunDirectory
     config: Config
     allocation: Allocation
     node: Node
-    hub: HubAddress
-    stores: Stores | None  # with the agent that has the hub
+    server: ServerAddress
+    stores: Stores | None  # only in the agent with the server
     stop: StopRequests
     watch: Watch
     budget: Budget
     on_tick: Callable[[], None]
     entry: str
     events: EventLog  # of this agent, in any attempt
-    _attempt: int | None = field(default=None, init=False)  # the newest of which it was told
+    _attempt: int | None = field(default=None, init=False)  # the newest attempt it knows of
 
     def work(self) -> int:
-        """Does what the hub says until it lets the agent go; returns the exit code.
+        """Follows the server's orders until it releases the agent; returns the exit code.
 
         Raises:
-            HubLost: the hub is gone. No worker of this node is left.
+            ServerLost: the server is gone. No worker of this node is left.
         """
-        link = self._join()
+        client = self._join()
         while True:
             try:
-                order = link.order(TICK_S)
-                self._tick(link)
+                order = client.order(TICK_S)
+                self._tick(client)
                 if order is not None and order["kind"] == "leave":
-                    link.leave(LEAVE_S)
+                    client.leave(LEAVE_S)
                     return int(order["code"])
                 if order is not None:
-                    self._take_part(link, Meeting.parse(order["meeting"]))
-            except HubLost:
-                if link.silent:  # its kernel would accept another connection, even where its agent is frozen
+                    self._take_part(client, AttemptSpec.parse(order["meeting"]))
+            except ServerLost:
+                if client.silent:  # its kernel accepts connections even if its agent is frozen
                     raise
-                link = self._join()  # a hub that lives takes back a node that was silent for too long
+                client = self._join()  # a live server readmits a node that was silent for too long
             except KeyboardInterrupt:
-                link.quit("killed by a second Ctrl-C: steps after the last checkpoint are lost")
+                client.quit("killed by a second Ctrl-C; steps after the last checkpoint are lost")
 
-    def _join(self) -> HubClient:
-        return HubClient.connect(self.hub, self.node, self.config.elastic.heartbeat_timeout_s)
+    def _join(self) -> RendezvousClient:
+        return RendezvousClient.connect(self.server, self.node, self.config.elastic.heartbeat_timeout_s)
 
-    def _tick(self, link: HubClient) -> None:
+    def _tick(self, client: RendezvousClient) -> None:
         self.on_tick()
         if self.stores is not None and self.budget.is_used_up:
             self.stop.request(OVER_BUDGET)
-        if self.stop.reason is not None and link.tell_stop(self.stop.reason):
+        if self.stop.reason is not None and client.send_stop(self.stop.reason):
             attempt = max(0, self.run.newest_attempt()) if self._attempt is None else self._attempt
             self.events.of(attempt).write("stop_requested", reason=self.stop.reason)
 
-    def _check_store(self, link: HubClient, attempt: int) -> None:
+    def _check_store(self, client: RendezvousClient, attempt: int) -> None:
         if self.stores is not None and self.stores.lost:
             self.stores.stop()
-            link.tell_store_lost(attempt)
+            client.send_store_lost(attempt)
 
-    def _take_part(self, link: HubClient, meeting: Meeting) -> None:
+    def _take_part(self, client: RendezvousClient, spec: AttemptSpec) -> None:
         """Runs this node's workers in one attempt, unless it is a spare."""
-        self._attempt = meeting.attempt
-        self.budget.hold(self.allocation.nodes * meeting.gpus_per_node)
+        self._attempt = spec.attempt
+        self.budget.hold(self.allocation.nodes * spec.gpus_per_node)
         if self.stores is not None:
-            self.stores.serve(meeting.attempt)
-        if self.node.number not in meeting.order:
+            self.stores.serve(spec.attempt)
+        if self.node.number not in spec.order:
             return
 
         def tick() -> None:
-            self._tick(link)
-            if self.stores is None or not self.stores.went_with_warm_parent:  # else the workers did, and tell it
-                self._check_store(link, meeting.attempt)
-            if link.is_to_end(meeting.attempt):
-                if link.hung:
+            self._tick(client)
+            if self.stores is None or not self.stores.warm_parent_died:  # otherwise the workers died too and report it
+                self._check_store(client, spec.attempt)
+            if client.is_to_end(spec.attempt):
+                if client.hung:
                     self.watch.keep_stacks()
-                raise EndedByHub
+                raise EndedByServer
 
-        log = WorkerLog(self.run.logs / f"{self.allocation.node_name}-{meeting.attempt:03d}.log")
-        self.watch.begin(self.events.of(meeting.attempt), meeting.layout, self._patience_s(meeting))
+        log = WorkerLog(self.run.logs / f"{self.allocation.node_name}-{spec.attempt:03d}.log")
+        self.watch.begin(self.events.of(spec.attempt), spec.layout, self._patience_s(spec))
         grace_s = stop_time(self.config, self.run, self.allocation.nodes).seconds
-        specs = self._specs(meeting, grace_s)
+        specs = self._specs(spec, grace_s)
         try:
             outcome = run_attempt(specs, log, self.stop, grace_s, tick, self.entry, self.watch)
-            report = NodeReport(outcome.exit, outcome.failure, max(outcome.step, self._furthest_step(meeting.attempt)))
-        except EndedByHub:
-            report = NodeReport(Exit.FAILED, None, self._furthest_step(meeting.attempt))
-        link.tell_end(meeting.attempt, report)
+            report = NodeReport(outcome.exit, outcome.failure, max(outcome.step, self._furthest_step(spec.attempt)))
+        except EndedByServer:
+            report = NodeReport(Exit.FAILED, None, self._furthest_step(spec.attempt))
+        client.send_attempt_end(spec.attempt, report)
 
-    def _patience_s(self, meeting: Meeting) -> float:
+    def _patience_s(self, spec: AttemptSpec) -> float:
         set_already = {setting.name: setting.value for setting in self.node.facts.settings}
-        return patience_s(meeting.nodes, meeting.gpus_per_node, meeting.environment | set_already)
+        return patience_s(spec.nodes, spec.gpus_per_node, spec.environment | set_already)
 
     def _furthest_step(self, attempt: int) -> int:
         try:
             newest = patiently(CheckpointStore(self.run.checkpoints).newest)
             logged = patiently(lambda: last_line(self.run.metrics_file(attempt))).get("step", 0)
         except OSError:
-            return 0  # what the workers have told themselves counts
+            return 0  # fall back to the step that the workers reported
         return max(logged, 0 if newest is None else newest.step)
 
-    def _specs(self, meeting: Meeting, stop_grace_s: float) -> list[WorkerSpec]:
-        local_workers = min(meeting.workers_per_node, meeting.layout.world_size)
-        position = meeting.order.index(self.node.number)
+    def _specs(self, spec: AttemptSpec, stop_grace_s: float) -> list[WorkerSpec]:
+        local_workers = min(spec.workers_per_node, spec.layout.world_size)
+        position = spec.order.index(self.node.number)
         bound = bindings(self.node.facts, local_workers)
         visible = devices(self.node.facts)
         return [
             WorkerSpec(
                 run_dir=str(self.run.path),
-                attempt=meeting.attempt,
+                attempt=spec.attempt,
                 rank=position * local_workers + local_rank,
                 local_rank=local_rank,
                 local_world_size=local_workers,
                 node_rank=position,
-                nodes=meeting.nodes,
-                layout=meeting.layout,
-                master_address=meeting.address,
-                master_port=meeting.port,
-                gpus_per_node=meeting.gpus_per_node,
+                nodes=spec.nodes,
+                layout=spec.layout,
+                master_address=spec.address,
+                master_port=spec.port,
+                gpus_per_node=spec.gpus_per_node,
                 threads=threads_per_rank(self.config.train.threads, local_workers, bound[local_rank].cores),
-                **_place(local_rank, visible, meeting.environment),
+                **_device_and_environment(local_rank, visible, spec.environment),
                 cpus=bound[local_rank].cpus,
                 stop_grace_s=stop_grace_s,
             )
@@ -350,14 +353,18 @@ class Agent:
         ]
 
 
-def _place(local_rank: int, visible: Sequence[Device], environment: Mapping[str, str]) -> dict[str, Any]:
-    """The rank's device and the variables of its own: what the user has set wins, and of MIG slices CUDA shows a
-    process only one."""
+def _device_and_environment(
+    local_rank: int, visible: Sequence[Device], environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """Returns the rank's device and its own variables. The user's settings take precedence, and CUDA shows a process
+    only one
+    MIG slice.
+    """
     own = {name: value for name, value in environment.items() if name not in os.environ}
     if local_rank < len(visible) and visible[local_rank].is_slice:
         return {"cuda_device": 0, "environment": own | {"CUDA_VISIBLE_DEVICES": visible[local_rank].name}}
     return {"cuda_device": local_rank, "environment": own}
 
 
-def _nothing() -> None:
+def _no_op() -> None:
     pass

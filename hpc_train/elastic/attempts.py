@@ -1,6 +1,5 @@
-"""The attempts of a job in the run directory: each is claimed and published, and what happened between them is told.
-
-One attempt on one node: start the workers, watch them, end all when one fails, and say how it went.
+"""The attempts of a job: claims and records them in the run directory, and runs the workers of one node in one
+attempt.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from hpc_train.cluster.allocation import Allocation, mapping
 from hpc_train.config.schema import Config
 from hpc_train.elastic.channel import Message
 from hpc_train.elastic.coordinator import FailureReport, Leave, Start
-from hpc_train.elastic.decision import RestartDecision, WorkerFailure, is_echo, root_cause
+from hpc_train.elastic.decision import RestartDecision, WorkerFailure, is_secondary, root_cause
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.logs import WorkerLog
-from hpc_train.elastic.rendezvous import Meeting, bind, withdraw
+from hpc_train.elastic.rendezvous import AttemptSpec, bind, withdraw
 from hpc_train.elastic.requeue import JobEnd, request
 from hpc_train.elastic.store import Stores
 from hpc_train.elastic.watch import Watch
@@ -38,7 +37,7 @@ from hpc_train.run.requests import StopRequests
 
 @dataclass
 class Attempts:
-    """Kept by the hub."""
+    """Claims, publishes and reports the attempts of a job; owned by the rendezvous server."""
 
     run: RunDirectory
     config: Config
@@ -47,63 +46,65 @@ class Attempts:
     stores: Stores
     fabric: Fabric
     events: EventLog  # of this node's agent, in any attempt
-    _newest: int | None = field(default=None, init=False)  # of this job; an agent that wakes up may find later ones
+    _newest: int | None = field(
+        default=None, init=False
+    )  # of this job; a later one may exist after the agent was suspended
 
     def begin(self, start: Start) -> Message:
-        """Prepares the next attempt; returns what the agents are told of it."""
+        """Prepares the next attempt; returns its specification for the agents."""
         if start.cause is not None:
-            self._tell_failure(start.cause, self._events())
+            self._report_failure(start.cause, self._events())
         self._newest = attempt = patiently(self.run.claim_attempt)
         listener = bind(self.allocation, f"{self.allocation.job_id or self.run.path}:{attempt}")
         environment = self.fabric.decide(start, self._events())
-        meeting = self._meeting(attempt, start, listener.getsockname()[1], environment)
-        patiently(lambda: meeting.publish(self.run))
+        spec = self._attempt_spec(attempt, start, listener.getsockname()[1], environment)
+        patiently(lambda: spec.publish(self.run))
         self.stores.offer(attempt, listener)
-        self._tell_start(start, meeting)
-        return asdict(meeting)
+        self._report_start(start, spec)
+        return asdict(spec)
 
     def leave(self, leave: Leave) -> int:
-        """Tells how the job ended; returns the exit code of its agents."""
-        if self.succeeded() is not None:
+        """Records how the job ended; returns the exit code of its agents."""
+        if self.superseded() is not None:
             return Exit.STOPPED
         if self._newest is None and leave.decision.action in (Action.REFUSE, Action.FAIL):
-            # who waits for the job looks for its end in an attempt of its own
+            # commands that wait for the job look for its end in a new attempt
             self._newest = patiently(self.run.claim_attempt)
         events = self._events()
         if leave.cause is not None:
-            self._tell_failure(leave.cause, events, refused=leave.decision.action is Action.REFUSE)
+            self._report_failure(leave.cause, events, refused=leave.decision.action is Action.REFUSE)
         leave, code = self._ask_for_requeue(leave, events)
         action = leave.decision.action
         if code is not Exit.GAVE_UP or action is Action.GIVE_UP:
-            self._tell_end(leave, code, events)
+            self._report_end(leave, code, events)
         try:
             if self.end is not None:
-                self.end.tell(code)
+                self.end.record(code)
             withdraw(self.run, self.allocation.launch_id)
-        except OSError as error:  # the agents know the end all the same
-            print(f"how the job ends cannot be written into the run directory: {error}", file=sys.stderr)
+        except OSError as error:  # the agents know the exit code anyway
+            print(f"cannot record the end of the job in the run directory: {error}", file=sys.stderr)
         return code
 
-    def succeeded(self) -> str | None:
-        """Why this hub has no say any more: its agent was frozen, and another one has decided how the job goes on."""
-        return "another agent acts for the job" if self.end is not None and self.end.succeeded() else None
+    def superseded(self) -> str | None:
+        """Returns why this server must not decide any more: its agent was frozen and another agent has taken over."""
+        return "another agent has taken over the job" if self.end is not None and self.end.has_successor() else None
 
     def _ask_for_requeue(self, leave: Leave, events: EventLog) -> tuple[Leave, Exit]:
-        """The exit code, and what is left of a requeue for which the job cannot ask."""
+        """Returns the exit code, and the decision, which changes to a failure if the job cannot ask for the requeue."""
         action, reason, end = leave.decision.action, leave.decision.reason, self.end
         if action is not Action.REQUEUE or end is None:
             return leave, EXITS[action]
         try:
             return leave, patiently(lambda: request(end, self.config, events, reason))
         except OSError as error:
-            reason = f"{reason}; the job cannot ask to run again: {error}. {_resume(self.run)}"
+            reason = f"{reason}; cannot request a requeue: {error}. {_resume_hint(self.run)}"
             return replace(leave, decision=RestartDecision(Action.FAIL, reason)), Exit.FAILED
 
     def _events(self) -> EventLog:
         return self.events.of(max(0, self.run.newest_attempt()) if self._newest is None else self._newest)
 
-    def _meeting(self, attempt: int, start: Start, port: int, environment: dict[str, str]) -> Meeting:
-        return Meeting(
+    def _attempt_spec(self, attempt: int, start: Start, port: int, environment: dict[str, str]) -> AttemptSpec:
+        return AttemptSpec(
             attempt=attempt,
             launch_id=self.allocation.launch_id,
             job_id=self.allocation.job_id,
@@ -120,24 +121,24 @@ class Attempts:
             environment=environment,
         )
 
-    def _tell_start(self, start: Start, meeting: Meeting) -> None:
+    def _report_start(self, start: Start, spec: AttemptSpec) -> None:
         events = self._events()
-        gpus = self.allocation.nodes * meeting.gpus_per_node  # those that the job holds
+        gpus = self.allocation.nodes * spec.gpus_per_node  # held by the job
         began = psutil.Process().create_time()
         events.write(
-            "started", layout=str(meeting.layout), world_size=meeting.layout.world_size, gpus=gpus, began=began,
-            job_id=meeting.job_id, launch=meeting.launch_id, nodes=[node.name for node in start.nodes],
+            "started", layout=str(spec.layout), world_size=spec.layout.world_size, gpus=gpus, began=began,
+            job_id=spec.job_id, launch=spec.launch_id, nodes=[node.name for node in start.nodes],
         )  # fmt: skip
         if start.before:
-            self._tell_change(start, events)
-        elif self.end is not None and self.end.unasked():
-            reason = "somebody (scontrol requeue), or Slurm itself: a preemption, nodes that were lost"
+            self._report_change(start, events)
+        elif self.end is not None and self.end.was_requeued_externally():
+            reason = "requeued by a person (scontrol requeue) or by Slurm (a preemption or lost nodes)"
             events.write("requeued_unasked", reason=reason)
         names = [f"{node.name} ({node.switch})" for node in start.nodes if node.switch is not None]
         if len(names) == len(start.nodes) > 1:
-            print("ranks by node:", *mapping(meeting.layout, names, meeting.workers_per_node), sep="\n  ", flush=True)
+            print("ranks by node:", *mapping(spec.layout, names, spec.workers_per_node), sep="\n  ", flush=True)
 
-    def _tell_change(self, start: Start, events: EventLog) -> None:
+    def _report_change(self, start: Start, events: EventLog) -> None:
         assert start.cause is not None
         seconds = round(time.monotonic() - start.cause.noticed, 3)
         reason, before, now = start.cause.failure.failure, set(start.before), set(start.nodes)
@@ -147,18 +148,20 @@ class Attempts:
         if len(now) < len(before):
             events.write("shrunk", nodes=len(now), before=len(before), without=gone)
         events.write("restarted", reason=reason, seconds=seconds, world_size=start.layout.world_size)
-        on = f"on {len(now)} of {len(before)} nodes" if len(now) < len(before) else "in place"
-        on = f"{on}, {', '.join(added)} for {', '.join(gone)}" if added else on
-        print(f"restarted {on} as attempt {events.attempt}", file=sys.stderr, flush=True)
+        where = f"on {len(now)} of {len(before)} nodes" if len(now) < len(before) else "in place"
+        where = f"{where}, {', '.join(added)} replacing {', '.join(gone)}" if added else where
+        print(f"restarted {where} as attempt {events.attempt}", file=sys.stderr, flush=True)
 
-    def _tell_failure(self, cause: FailureReport, events: EventLog, refused: bool = False) -> None:
-        """Writes a failure where people and programs look: the event log and standard error."""
+    def _report_failure(self, cause: FailureReport, events: EventLog, refused: bool = False) -> None:
+        """Writes a failure to the event log and to standard error."""
         failure = cause.failure
         name = "node_lost" if failure.failure is Failure.NODE_LOST else "worker_failed"
         events.write(name, traceback=failure.traceback, **_details(cause))
-        print(failure.message if refused else _text(cause, self.run, events.attempt), file=sys.stderr, flush=True)
+        print(
+            failure.message if refused else _failure_text(cause, self.run, events.attempt), file=sys.stderr, flush=True
+        )
 
-    def _tell_end(self, leave: Leave, code: Exit, events: EventLog) -> None:
+    def _report_end(self, leave: Leave, code: Exit, events: EventLog) -> None:
         action, reason = leave.decision.action, leave.decision.reason
         details = {} if leave.cause is None else _details(leave.cause)
         if action is Action.GIVE_UP:
@@ -166,7 +169,7 @@ class Attempts:
             print(f"given up: {reason}", file=sys.stderr)
         elif action in (Action.FAIL, Action.REFUSE):
             events.write("failed", exit_code=int(code), **{"message": reason} | details)
-            if reason and (action is Action.FAIL or leave.cause is None):  # a refusal holds its own advice
+            if reason and (action is Action.FAIL or leave.cause is None):  # a UserError contains its own fix
                 print(reason, file=sys.stderr)
         else:
             name = "finished" if action is Action.FINISH else "stopped"
@@ -175,8 +178,8 @@ class Attempts:
                 print(reason, file=sys.stderr)
 
 
-def _resume(run: RunDirectory) -> str:
-    return f"This goes on: python -m hpc_train resume {run.path}"
+def _resume_hint(run: RunDirectory) -> str:
+    return f"Resume with: python -m hpc_train resume {run.path}"
 
 
 def _details(cause: FailureReport) -> dict[str, Any]:
@@ -184,26 +187,26 @@ def _details(cause: FailureReport) -> dict[str, Any]:
     return {"node": cause.node, "rank": failure.rank, "class": failure.failure, "message": failure.message}
 
 
-def _text(cause: FailureReport, run: RunDirectory, attempt: int) -> str:
+def _failure_text(cause: FailureReport, run: RunDirectory, attempt: int) -> str:
     failure = cause.failure
     if failure.failure in (Failure.NODE_LOST, Failure.UNFIT_NODE):
         return failure.message
     head = f"rank {failure.rank} on {cause.node} failed ({failure.failure}):"
-    if is_echo(failure):
-        head += " most likely the echo of a failure that left no trace"
+    if is_secondary(failure):
+        head += " most likely secondary to a failure that left no trace"
     log = run.logs / f"{cause.node}-{attempt:03d}.log"
     return f"{head}\n{failure.traceback.rstrip()}\nall output of this node: {log}"
 
 
 TICK_S = 0.25
-# From a failure until the other workers are killed: time for the true cause to arrive.
-ECHO_GRACE_S = 3.0  # after the echo of another failure
-REPORT_GRACE_S = 0.1  # after an exception that may be an echo with words of its own
+# From a failure until the other workers are killed, so that the primary cause can arrive.
+SECONDARY_GRACE_S = 3.0  # after a secondary failure
+REPORT_GRACE_S = 0.1  # after an exception, which may still be secondary
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the workers of this node ended; ``failure`` is the first real one, ``step`` the furthest of them."""
+    """How the workers of this node ended. ``failure`` is the primary one, ``step`` the furthest step of any worker."""
 
     exit: Exit
     failure: WorkerFailure | None = None
@@ -235,8 +238,8 @@ def _start(workers: Workers, specs: Sequence[WorkerSpec], entry: str) -> None:
     try:
         for spec in specs:
             workers.start(pid, spec, entry)
-    except (EOFError, ConnectionError) as error:  # the warm parent is gone, and its workers with it
-        message = f"the warm parent ended while it started rank {spec.rank}: {error!r}; its words are above"
+    except (EOFError, ConnectionError) as error:  # the warm parent died, and its workers with it
+        message = f"the warm parent ended while it started rank {spec.rank}: {error!r}; its output is above"
         workers.fail(WorkerFailure(spec.rank, Failure.KILLED, message, message, time.time()))
 
 
@@ -253,7 +256,7 @@ def _watch(
             for worker in workers.alive:
                 worker.signal(signal.SIGTERM)
         if stop.requested:
-            _pass_on(workers)
+            _forward_stop(workers)
         late = stop.requested and now - stop.since > stop_grace_s
         if late or (failed_at is not None and now - failed_at > _grace(workers.failures)):
             workers.kill()
@@ -261,16 +264,16 @@ def _watch(
 
 
 def _grace(failures: Sequence[WorkerFailure]) -> float:
-    causes = [failure for failure in failures if not is_echo(failure)]
+    causes = [failure for failure in failures if not is_secondary(failure)]
     if not causes:
-        return ECHO_GRACE_S
+        return SECONDARY_GRACE_S
     return REPORT_GRACE_S if all(failure.exit_code is None for failure in causes) else 0.0
 
 
-def _pass_on(workers: Workers) -> None:
+def _forward_stop(workers: Workers) -> None:
     for worker in workers:
-        if worker.ready and not worker.told_to_stop:
-            worker.told_to_stop = True
+        if worker.ready and not worker.stop_forwarded:
+            worker.stop_forwarded = True
             worker.signal(signal.SIGUSR2)
 
 
@@ -280,7 +283,7 @@ def _outcome(workers: Workers, stop_grace_s: float) -> Outcome:
         return Outcome(Exit.REFUSED if cause.failure is Failure.REFUSED else Exit.FAILED, cause)
     late = [worker for worker in workers if worker.end is None]
     if late:
-        message = f"had not stopped {stop_grace_s:g} s after the request (elastic.stop_grace_s)"
+        message = f"did not stop within {stop_grace_s:g} s of the request (elastic.stop_grace_s)"
         return Outcome(Exit.FAILED, WorkerFailure(late[0].rank, Failure.KILLED, message, message, time.time()))
     stopped = any(worker.end and worker.end["kind"] == "stopped" for worker in workers)
     return Outcome(Exit.STOPPED if stopped else Exit.DONE)

@@ -1,9 +1,8 @@
-"""One TCP connection between an agent and the hub: JSON objects, one per line.
+"""TCP connections between agents and the rendezvous server: JSON objects, one per line, after a token that admits a
+client.
 
-The door of the hub: what connects must first send the token, and nothing else it sends is read before that.
-
-Every user of the node can connect to the hub's port, and with several nodes everybody on the network. Whoever does not
-know the token costs the hub one of a few places for a second at most, and never more memory than the token takes.
+Every user of the node, and on several nodes everybody on the network, can connect to the server's port. Nothing is read
+before the token, and a connection without it occupies one of a few slots for a second at most.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from typing import Any
 
 Message = dict[str, Any]
 
-LONGEST_LINE = 4 << 20  # a start message names all nodes; a report holds a traceback
+LONGEST_LINE = 4 << 20  # a start message lists all nodes; a report contains a traceback
 READ_BYTES = 1 << 16
-SEND_S = 5.0  # a peer that takes nothing for so long is gone
+SEND_S = 5.0  # a peer that does not receive for this long counts as gone
 
 
 class BadMessage(ConnectionError):
-    """The other side lives, and sends something that is not a message."""
+    """Raised when the peer sends something that is not a message."""
 
 
 class Channel:
-    """Sends from any thread; ``read`` from one."""
+    """A message channel. Any thread may send; only one may read."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -47,33 +46,35 @@ class Channel:
         return self._connection.fileno()
 
     def send(self, message: Message) -> None:
-        """A peer that is gone is noticed by ``read``, not here."""
+        """Sends a message. The loss of the peer is detected by ``read``, not here."""
         line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
         with self._sending, contextlib.suppress(OSError):
             self._connection.sendall(line)
 
     def wait(self, seconds: float) -> bool:
-        """Whether there is something to read within ``seconds``. Unlike select(), poll() takes any descriptor."""
+        """Returns whether there is something to read within ``seconds``. Unlike select(), poll() accepts any
+        descriptor.
+        """
         poller = select.poll()
         poller.register(self._connection, select.POLLIN)
         return bool(poller.poll(math.ceil(seconds * 1000)))
 
     def read(self) -> Iterator[Message]:
-        """The messages that have come; called when there is something to read.
+        """Yields the messages that have arrived; call it when there is something to read.
 
         Raises:
             ConnectionError: the peer is gone.
-            BadMessage: it sends something that is not a message.
+            BadMessage: the peer sent something that is not a message.
         """
         try:
             data = self._connection.recv(READ_BYTES)
         except OSError as error:
             raise ConnectionError(str(error)) from error
         if not data:
-            raise ConnectionError("closed by the other side")
+            raise ConnectionError("closed by the peer")
         *lines, self._unread = (self._unread + data).split(b"\n")
         if len(self._unread) > LONGEST_LINE:
-            raise BadMessage(f"a line of more than {LONGEST_LINE} bytes")
+            raise BadMessage(f"line longer than {LONGEST_LINE} bytes")
         for line in lines:
             yield _parse(line)
 
@@ -86,32 +87,33 @@ class Channel:
 def _parse(line: bytes) -> Message:
     try:
         message = json.loads(line)
-    except (ValueError, RecursionError) as error:  # a few kilobytes of "[" are nested too deeply for the parser
-        raise BadMessage(f"a line that is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:  # RecursionError: a few kilobytes of "["
+        raise BadMessage(f"line is not JSON: {error}") from error
     if not isinstance(message, dict):
-        raise BadMessage("a line that is not a JSON object")
+        raise BadMessage("line is not a JSON object")
     return message
 
 
-STRANGERS = 32  # connections at a time that have not sent the token yet
-STRANGER_S = 1.0  # for the token of each; an agent sends it as soon as it is connected
-PAUSE_S = 0.2  # without accepting, after an error: a process without free descriptors would do nothing but fail
+MAX_PENDING = 32  # concurrent connections that have not sent the token yet
+TOKEN_TIMEOUT_S = 1.0  # an agent sends the token as soon as it is connected
+PAUSE_S = 0.2  # pause after an accept() error, e.g. when no file descriptor is free
 
 
 @dataclass(eq=False)
-class Stranger:
-    """A connection that has not sent the whole token."""
+class PendingConnection:
+    """A connection that has not sent the whole token yet."""
 
     connection: socket.socket
     since: float
-    said: bytes = field(default=b"", repr=False)
+    received: bytes = field(default=b"", repr=False)
 
 
 class Admission:
-    """Accepts connections on ``listener`` and hands those that send ``token`` to ``admit``.
+    """Accepts connections on ``listener`` and passes those that send ``token`` to ``admit``.
 
-    The oldest stranger makes room for the newest. A flood of connections therefore does not keep agents waiting: an
-    agent's token is mostly there when its connection is accepted, and an agent that is turned away connects again.
+    When all slots are taken, the oldest pending connection is closed for the newest. A flood of connections therefore
+    does
+    not block agents: an agent's token usually arrives with its connection, and a rejected agent connects again.
     """
 
     def __init__(
@@ -125,7 +127,7 @@ class Admission:
         self._token = token.encode()
         self._selector = selector
         self._admit = admit
-        self._strangers: dict[Stranger, None] = {}  # the oldest first
+        self._pending: dict[PendingConnection, None] = {}  # oldest first
         self._paused_until: float | None = None
 
     def open(self) -> None:
@@ -133,17 +135,17 @@ class Admission:
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def tend(self, now: float) -> None:
-        """Called a few times per second: ends what is overdue."""
-        for stranger in [one for one in self._strangers if now - one.since > STRANGER_S]:
-            self._turn_away(stranger)
+        """Closes overdue connections; call it a few times per second."""
+        for pending in [one for one in self._pending if now - one.since > TOKEN_TIMEOUT_S]:
+            self._reject(pending)
         if self._paused_until is not None and now >= self._paused_until:
             self._paused_until = None
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def close(self) -> None:
-        """Nobody is taken in any more."""
-        for stranger in list(self._strangers):
-            self._turn_away(stranger)
+        """Stops admitting clients."""
+        for pending in list(self._pending):
+            self._reject(pending)
         if self._paused_until is None:
             self._selector.unregister(self._listener)
         self._listener.close()
@@ -151,52 +153,52 @@ class Admission:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except (BlockingIOError, InterruptedError, ConnectionError):  # the other side has gone meanwhile
+        except (BlockingIOError, InterruptedError, ConnectionError):  # the peer has gone meanwhile
             return
-        except OSError:  # no descriptor is free, say
+        except OSError:  # e.g. no file descriptor is free
             self._pause()
             return
-        if len(self._strangers) >= STRANGERS:
-            oldest = next(iter(self._strangers))
-            self._read(oldest)  # its token may have come by now
-            self._turn_away(oldest)
+        if len(self._pending) >= MAX_PENDING:
+            oldest = next(iter(self._pending))
+            self._read(oldest)  # its token may have arrived meanwhile
+            self._reject(oldest)
         connection.setblocking(False)
-        stranger = Stranger(connection, time.monotonic())
-        self._strangers[stranger] = None
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(stranger))
-        self._read(stranger)
+        pending = PendingConnection(connection, time.monotonic())
+        self._pending[pending] = None
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(pending))
+        self._read(pending)
 
     def _pause(self) -> None:
         self._selector.unregister(self._listener)
         self._paused_until = time.monotonic() + PAUSE_S
-        for stranger in list(self._strangers):
-            self._turn_away(stranger)
+        for pending in list(self._pending):
+            self._reject(pending)
 
-    def _read(self, stranger: Stranger) -> None:
-        if stranger not in self._strangers:  # turned away since the selector named it
+    def _read(self, pending: PendingConnection) -> None:
+        if pending not in self._pending:  # rejected since the selector reported it
             return
         try:
-            said = stranger.connection.recv(len(self._token) - len(stranger.said))
+            data = pending.connection.recv(len(self._token) - len(pending.received))
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
-            said = b""
-        stranger.said += said
-        if not said:
-            self._turn_away(stranger)
-        elif len(stranger.said) == len(self._token):
-            if hmac.compare_digest(stranger.said, self._token):
-                self._forget(stranger)
-                self._admit(stranger.connection)
+            data = b""
+        pending.received += data
+        if not data:
+            self._reject(pending)
+        elif len(pending.received) == len(self._token):
+            if hmac.compare_digest(pending.received, self._token):
+                self._forget(pending)
+                self._admit(pending.connection)
             else:
-                self._turn_away(stranger)
+                self._reject(pending)
 
-    def _turn_away(self, stranger: Stranger) -> None:
-        if stranger in self._strangers:
-            self._forget(stranger)
-            stranger.connection.close()
+    def _reject(self, pending: PendingConnection) -> None:
+        if pending in self._pending:
+            self._forget(pending)
+            pending.connection.close()
 
-    def _forget(self, stranger: Stranger) -> None:
-        del self._strangers[stranger]
+    def _forget(self, pending: PendingConnection) -> None:
+        del self._pending[pending]
         with suppress(KeyError, ValueError):
-            self._selector.unregister(stranger.connection)
+            self._selector.unregister(pending.connection)

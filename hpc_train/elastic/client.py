@@ -1,9 +1,8 @@
-"""An agent's connection to the hub: it says each second that it lives, and hands on what the hub says.
+"""An agent's connection to the rendezvous server, and what agents do when the server is lost.
 
-What the agents do whose hub is gone: one of them asks Slurm to run the job again.
-
-With ``--no-kill`` a job whose batch host is lost stays RUNNING on the other nodes, with nothing in it, until its time
-limit: its batch script died with its host.
+The connection sends a heartbeat every second and passes on the server's orders. If the server is lost, one of the
+remaining agents asks Slurm to run the job again: with ``--no-kill`` a job whose batch host is lost would otherwise stay
+RUNNING without a batch script until its time limit.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from hpc_train.cluster.allocation import Allocation
 from hpc_train.config.schema import Config
 from hpc_train.elastic.channel import Channel, Message
 from hpc_train.elastic.coordinator import NodeReport
-from hpc_train.elastic.hub import beat_s, report_message, stood_still
 from hpc_train.elastic.nodes import Node, NodeFailures
-from hpc_train.elastic.rendezvous import HubAddress
+from hpc_train.elastic.rendezvous import ServerAddress
 from hpc_train.elastic.requeue import JobEnd, request
+from hpc_train.elastic.server import beat_s, has_stalled, report_message
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit, Failure
@@ -34,92 +33,94 @@ from hpc_train.run.files import patiently
 from hpc_train.slurm.client import PATIENT_S, own_job, query, state_and_priority
 from hpc_train.slurm.states import Phase
 
-# A hub that dies closes its connections, unless its whole node is cut off. It may be busy with a slow file system, and
-# it asks Slurm before it takes a silent node for lost: so it is given more time than a node.
-HUB_BUSY_S = 15.0  # on top of elastic.heartbeat_timeout_s
+# A dying server closes its connections, unless its node is cut off. It may be busy with a slow file system and asks
+# Slurm before it declares a silent node lost, so its timeout is longer than a node's.
+SERVER_BUSY_S = 15.0  # on top of elastic.heartbeat_timeout_s
 CONNECT_S = 5.0
-AGAIN_S = 0.2
+RETRY_S = 0.2
 
 
-class HubLost(ConnectionError):
-    """The hub is gone: its node, or its agent."""
+class ServerLost(ConnectionError):
+    """Raised when the rendezvous server is gone: its node or its agent."""
 
 
-class HubClient:
-    """Made by ``connect``. Its thread reads and says that this agent lives, whatever the agent is busy with."""
+class RendezvousClient:
+    """Created by ``connect``. A thread reads messages and sends heartbeats, whatever the agent is busy with."""
 
     def __init__(self, channel: Channel, heartbeat_timeout_s: float) -> None:
         self._channel = channel
         self._silent_node_s = heartbeat_timeout_s
         self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._ended = -1  # the last attempt that is to end
-        self._stop_told = False
+        self._ended = -1  # the newest attempt that the server has ended
+        self._stop_sent = False
         self.lost = False
-        self.silent = False  # lost, and nobody has closed the connection: its agent is frozen, or its node cut off
-        self.hung = False  # why the last attempt is to end
-        threading.Thread(target=self._serve, name="link", daemon=True).start()
+        self.silent = False  # lost without a closed connection: its agent is frozen or its node is cut off
+        self.hung = False  # the attempt was ended because of a hang
+        threading.Thread(target=self._serve, name="rendezvous-client", daemon=True).start()
 
     @classmethod
     def connect(
-        cls, hub: HubAddress, node: Node, heartbeat_timeout_s: float, patience_s: float = CONNECT_S
-    ) -> HubClient:
-        """Joins the hub as ``node``.
+        cls, server: ServerAddress, node: Node, heartbeat_timeout_s: float, patience_s: float = CONNECT_S
+    ) -> RendezvousClient:
+        """Joins the server as ``node``.
 
         Raises:
-            HubLost: nobody answers in ``patience_s``.
+            ServerLost: the server does not respond within ``patience_s``.
         """
         until = time.monotonic() + patience_s
         while True:
             try:
-                connection = socket.create_connection((hub.host, hub.port), timeout=CONNECT_S)
-                connection.sendall(hub.token.encode())  # before anything else: see admission.py
+                connection = socket.create_connection((server.host, server.port), timeout=CONNECT_S)
+                connection.sendall(server.token.encode())  # must come first: see channel.Admission
                 channel = Channel(connection)
                 break
             except OSError as error:
                 if time.monotonic() > until:
-                    raise HubLost(f"the hub at {hub.host}:{hub.port} does not answer: {error}") from error
-                time.sleep(AGAIN_S)
+                    raise ServerLost(
+                        f"the rendezvous server at {server.host}:{server.port} does not respond: {error}"
+                    ) from error
+                time.sleep(RETRY_S)
         channel.send({"kind": "hello", "node": node.to_json()})
         return cls(channel, heartbeat_timeout_s)
 
     def order(self, timeout: float) -> Message | None:
-        """The next order (start or leave); None when none came in ``timeout`` seconds.
+        """Returns the next order (start or leave); None if none arrives within ``timeout`` seconds.
 
         Raises:
-            HubLost: no order will come any more.
+            ServerLost: the server is gone and no order is left.
         """
         try:
             return self._orders.get(timeout=timeout)
         except queue.Empty:
             if self.lost:
-                silent = f"the hub was silent for {self._silent_node_s + HUB_BUSY_S:g} s"
-                raise HubLost(silent if self.silent else "the hub is gone") from None
+                silent = f"the rendezvous server was silent for {self._silent_node_s + SERVER_BUSY_S:g} s"
+                raise ServerLost(silent if self.silent else "the rendezvous server is gone") from None
             return None
 
     def is_to_end(self, attempt: int) -> bool:
-        """Whether the workers of ``attempt`` are to be killed."""
+        """Returns whether the workers of ``attempt`` must be killed."""
         return self.lost or self._ended >= attempt
 
-    def tell_stop(self, reason: str) -> bool:
-        """Whether the hub did not know it yet from here."""
-        if self._stop_told:
+    def send_stop(self, reason: str) -> bool:
+        """Reports a stop request to the server; returns False if it was already reported."""
+        if self._stop_sent:
             return False
-        self._stop_told = True
+        self._stop_sent = True
         self._channel.send({"kind": "stop", "reason": reason})
         return True
 
     def quit(self, message: str) -> None:
-        """The workers of this node were killed by somebody who does not want to wait."""
+        """Reports that a user killed the workers of this node without waiting."""
         self._channel.send({"kind": "quit", "message": message})
 
-    def tell_store_lost(self, attempt: int) -> None:
+    def send_store_lost(self, attempt: int) -> None:
         self._channel.send({"kind": "store_lost", "attempt": attempt})
 
-    def tell_end(self, attempt: int, report: NodeReport) -> None:
+    def send_attempt_end(self, attempt: int, report: NodeReport) -> None:
         self._channel.send(report_message(attempt, report))
 
     def leave(self, seconds: float) -> None:
-        """Says bye, and waits until the hub lets all agents go."""
+        """Sends ``bye`` and waits until the server releases all agents."""
         self._channel.send({"kind": "bye"})
         until = time.monotonic() + seconds
         while not self.lost and time.monotonic() < until:
@@ -132,7 +133,7 @@ class HubClient:
         with suppress(ConnectionError, OSError, ValueError):
             while not self.silent:
                 now = time.monotonic()
-                if stood_still(now - looked, self._silent_node_s):  # a suspended job, say: the hub did too
+                if has_stalled(now - looked, self._silent_node_s):  # e.g. a suspended job: the server stalled too
                     heard = now
                 looked = now
                 if now >= next_beat:
@@ -140,35 +141,37 @@ class HubClient:
                     self._channel.send({"kind": "beat"})
                 if self._channel.wait(max(0.0, next_beat - now)):
                     for message in self._channel.read():
-                        self._take(message)
+                        self._handle(message)
                     heard = time.monotonic()
-                self.silent = now - heard > self._silent_node_s + HUB_BUSY_S
+                self.silent = now - heard > self._silent_node_s + SERVER_BUSY_S
         self.lost = True
         self._channel.close()
 
-    def _take(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         if message["kind"] == "end":
             self.hung = message["hang"]
             self._ended = message["attempt"]
         elif message["kind"] in ("start", "leave"):
             self._orders.put(message)
         elif message["kind"] == "dropped":
-            print(f"the hub has dropped this node: {message['why']}", file=sys.stderr, flush=True)
+            print(f"the rendezvous server dropped this node: {message['why']}", file=sys.stderr, flush=True)
 
 
-def wait_for_hub(run: RunDirectory, launch_id: str, give_up: Callable[[], bool], timeout: float) -> HubAddress | None:
-    """Where the hub of a launch is; None when ``give_up`` says so first.
+def wait_for_server(
+    run: RunDirectory, launch_id: str, give_up: Callable[[], bool], timeout: float
+) -> ServerAddress | None:
+    """Returns the address of a launch's server; None if ``give_up`` returns True first.
 
     Raises:
-        HubLost: nothing was published in ``timeout`` seconds.
+        ServerLost: no address was published within ``timeout`` seconds.
     """
     until = time.monotonic() + timeout
-    while (found := HubAddress.find(run, launch_id)) is None:
+    while (found := ServerAddress.find(run, launch_id)) is None:
         if give_up():
             return None
         if time.monotonic() > until:
-            raise HubLost(f"the agent of node 0 has not said where to meet in {timeout:.0f} s")
-        time.sleep(AGAIN_S)
+            raise ServerLost(f"the agent of node 0 published no rendezvous address within {timeout:.0f} s")
+        time.sleep(RETRY_S)
     return found
 
 
@@ -177,17 +180,17 @@ REFUSALS = 3
 PATIENCE_S = 600.0  # for a Slurm controller that is away
 
 
-def after_the_hub(
-    run: RunDirectory, config: Config, allocation: Allocation, end: JobEnd | None, lost: HubLost, times: int = 1
+def requeue_after_server_loss(
+    run: RunDirectory, config: Config, allocation: Allocation, end: JobEnd | None, lost: ServerLost, times: int = 1
 ) -> Exit:
-    """Called by every agent that is left, with no worker alive; returns its exit code.
+    """Called by every remaining agent once its workers are dead; returns its exit code.
 
     Args:
-        times: as how many failures of the batch host this counts.
+        times: the number of failures of the batch host that this counts as.
     """
-    if end is not None and end.told():  # node 0 has decided, and took this node for lost
+    if end is not None and end.is_recorded():  # node 0 has decided and considers this node lost
         return Exit.STOPPED
-    print(f"{lost}: the job is to run again", file=sys.stderr)
+    print(f"{lost}; requesting a requeue of the job", file=sys.stderr)
     if end is None or not end.claim_succession():
         return Exit.STOPPED
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # for Slurm's commands: with the requeue Slurm ends this job's tasks
@@ -199,14 +202,14 @@ def after_the_hub(
     try:
         NodeFailures(run, config.elastic.exclude_hours * 3600).note(host, Failure.NODE_LOST, times)
         code = patiently(lambda: request(end, config, events, "the batch host is lost"))
-    except OSError as error:  # nobody else asks Slurm, and the job would go on empty
-        print(f"why the job is to run again cannot be written: {error}", file=sys.stderr)
+    except OSError as error:  # nobody else asks Slurm, and the job would keep running without workers
+        print(f"cannot record why the job is requeued: {error}", file=sys.stderr)
     events.close()
     _ask_slurm(_end_of_job(code, config))
     if code is Exit.STOPPED and end.exclude_file.exists():
         query(["scontrol", "update", f"JobId={own_job()}", f"ExcNodeList={end.exclude_file.read_text()}"], PATIENT_S)
     with suppress(OSError):
-        end.tell(code)  # at the end: the batch script has the step killed soon after that
+        end.record(code)  # at the end: the batch script has the step killed soon after that
     return code
 
 

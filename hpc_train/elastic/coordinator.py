@@ -1,7 +1,8 @@
-"""Who takes part in the next attempt, when an attempt is over, and what follows: the hub's head, without sockets.
+"""The decisions of the rendezvous server: who takes part in the next attempt, when an attempt is over, and what
+follows.
 
-It is told what happens, with the time, and asked for the next order. It opens no connection, starts no process and
-looks at no clock, so that a test can lead it through any course of events.
+It is informed of events with their time and asked for the next order. It opens no connection, starts no process and
+reads no clock, so tests can drive it through any sequence of events.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hpc_train.elastic.decision import (
     RestartDecision,
     WorkerFailure,
     decide,
-    is_echo,
+    is_secondary,
 )
 from hpc_train.elastic.nodes import TOO_OFTEN, Node, NodeFailures, in_order_of_rank, why_unfit
 from hpc_train.errors import UserError
@@ -28,11 +29,11 @@ from hpc_train.fabric.rank_binding import refuse_slices_of_one_gpu
 from hpc_train.plan.layout import Layout, resolve_layout
 from hpc_train.run.exits import Action, Exit, Failure
 
-ECHO_S = 2.0  # from the echo of a failure until the attempt is ended: time for the true cause to arrive
-SETTLE_S = 1.0  # from the loss of a node until it is decided: others may go down with it
-UNANSWERED_S = 60.0  # an agent that cannot end its workers is as good as lost
-FRUITLESS = 2  # attempts in a row on a node that fails at every start, until the job is to run elsewhere
-NODE_MAY_BE_TO_BLAME = {  # with as how many failures of the node it counts
+SECONDARY_WAIT_S = 2.0  # from a secondary failure until the attempt is ended, so that the primary cause can arrive
+NODE_LOSS_WAIT_S = 1.0  # from the loss of a node until the decision, since more nodes may be lost with it
+END_TIMEOUT_S = 60.0  # an agent that cannot end its workers within this time counts as lost
+MAX_FAILED_STARTS = 2  # failed starts in a row on a node until the job must run elsewhere
+NODE_MAY_BE_TO_BLAME = {  # class of failure -> the number of node failures that it counts as
     **dict.fromkeys((Failure.NODE_LOST, Failure.KILLED, Failure.EXITED, Failure.HANG, Failure.KERNEL), 1),
     Failure.DEVICE: TOO_OFTEN,
 }
@@ -40,7 +41,7 @@ NODE_MAY_BE_TO_BLAME = {  # with as how many failures of the node it counts
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What an agent says of the end of an attempt on its node; ``step``: the furthest of its workers."""
+    """An agent's report on the end of an attempt on its node. ``step`` is the furthest step of its workers."""
 
     exit: Exit
     failure: WorkerFailure | None
@@ -49,7 +50,7 @@ class NodeReport:
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Why an attempt ended; ``noticed`` on the coordinator's clock."""
+    """The failure that ended an attempt; ``noticed`` is on the coordinator's clock."""
 
     failure: WorkerFailure
     node: str
@@ -58,7 +59,9 @@ class FailureReport:
 
 @dataclass(frozen=True)
 class Start:
-    """The next attempt, on ``nodes`` in the order of rank; ``cause`` ended the one before, which had ``before``."""
+    """Order to start the next attempt on ``nodes`` (in rank order). ``cause`` ended the previous attempt, on
+    ``before``.
+    """
 
     nodes: tuple[Node, ...]
     layout: Layout
@@ -68,14 +71,14 @@ class Start:
 
 @dataclass(frozen=True)
 class End:
-    """The attempt cannot go on: its workers are to be killed. ``hang``: what they are at is to be kept first."""
+    """Order to kill the workers of the attempt, which cannot continue. ``hang``: save their stacks first."""
 
     hang: bool = False
 
 
 @dataclass(frozen=True)
 class Leave:
-    """The job has nothing more to do. ``stop``: the signal that asked the run to stop."""
+    """Order to end the job. ``stop`` is the signal that asked the run to stop."""
 
     decision: RestartDecision
     cause: FailureReport | None = None
@@ -87,34 +90,36 @@ Order = Start | End | Leave
 
 @dataclass
 class Coordinator:
-    """Of one start of a job on ``expected`` nodes, spares among them; the last of them has until ``join_until``."""
+    """Coordinates one start of a job on ``expected`` nodes (spares included); nodes may join until ``join_until``."""
 
     config: Config
     expected: int
     history: History
     node_failures: NodeFailures
     join_until: float
-    refusal: Callable[[], str | None] = lambda: None  # why the run is not to be restarted, whatever failed
-    names: Sequence[str] = ()  # of all nodes, by their number
-    elsewhere: bool = False  # whether a requeue may bring other nodes
+    refusal: Callable[[], str | None] = lambda: None  # why the run must not restart after any failure
+    names: Sequence[str] = ()  # names of all nodes, by node number
+    elsewhere: bool = False  # whether a requeue may get other nodes
     stop: str | None = None  # the signal that asked the run to stop
     present: dict[int, Node] = field(default_factory=dict, init=False)
-    unfit: dict[int, Node] = field(default_factory=dict, init=False)  # have joined, and cannot take part
-    _verdict: RestartDecision | None = field(default=None, init=False)  # on the whole job, by a single node
-    _team: tuple[Node, ...] = field(default=(), init=False)  # of the attempt that runs
-    _working: set[int] = field(default_factory=set, init=False)  # those of the team that have not reported its end
+    unfit: dict[int, Node] = field(default_factory=dict, init=False)  # joined, but cannot take part
+    _verdict: RestartDecision | None = field(
+        default=None, init=False
+    )  # a decision on the whole job, caused by a single node
+    _team: tuple[Node, ...] = field(default=(), init=False)  # nodes of the running attempt
+    _working: set[int] = field(default_factory=set, init=False)  # nodes of the team that have not reported the end
     _reports: list[NodeReport] = field(default_factory=list, init=False)
     _causes: list[FailureReport] = field(default_factory=list, init=False)
-    _has_stepped: bool = field(default=False, init=False)  # whether an attempt has got further than those before
-    _told_at: float | None = field(default=None, init=False)  # when the order to end was given
+    _has_stepped: bool = field(default=False, init=False)  # whether an attempt made progress
+    _end_ordered_at: float | None = field(default=None, init=False)  # time at which End was ordered
 
     def postpone(self, seconds: float) -> None:
-        """Nobody here did anything for so long: the time that was given to others does not count it."""
+        """Extends all timeouts by ``seconds`` during which this process stalled."""
         self.join_until += seconds
-        self._told_at = None if self._told_at is None else self._told_at + seconds
+        self._end_ordered_at = None if self._end_ordered_at is None else self._end_ordered_at + seconds
 
     def joined(self, node: Node) -> None:
-        """The agent of a node has said what the node brings in, or why it cannot take part."""
+        """Notes that an agent has joined and described its node, or why the node cannot take part."""
         if node.refusal is not None:
             self._verdict = RestartDecision(Action.REFUSE, node.refusal)
         elif node.unfit is not None:
@@ -123,7 +128,7 @@ class Coordinator:
             self.present[node.number] = node
 
     def left(self, number: int, why: str, now: float) -> None:
-        """The agent of a node is gone."""
+        """Notes that the agent of a node is gone."""
         node = self.present.pop(number, None)
         if node is not None and number in self._working:
             message = f"node {node.name} is lost: {why}"
@@ -132,14 +137,14 @@ class Coordinator:
             self._fail(WorkerFailure(rank, Failure.NODE_LOST, message, message, 0.0), node, now)
 
     def reported(self, number: int, report: NodeReport, now: float) -> None:
-        """The workers of a node have ended."""
+        """Notes that the workers of a node have ended."""
         self._working.discard(number)
         self._reports.append(report)
         if report.failure is not None:
             self._fail(report.failure, self.present[number], now)
 
     def quit(self, why: str) -> None:
-        """The workers of a node were killed by somebody who does not want to wait."""
+        """Notes that a user killed the workers of a node without waiting."""
         self._verdict = RestartDecision(Action.FAIL, why)
 
     def store_lost(self, now: float) -> None:
@@ -147,28 +152,30 @@ class Coordinator:
         node = self.present.get(0, self._team[0])
         self._fail(WorkerFailure(0, Failure.COMMUNICATION, message, message, 0.0, -9), node, now)
 
-    def unable(self, why: str) -> Leave:
-        """The hub cannot go on. A job may where it starts again; what somebody has stopped is not to."""
-        why = f"the hub cannot go on: {why}"
+    def cannot_continue(self, why: str) -> Leave:
+        """Returns how the job ends if the server cannot continue: a requeue if possible, except after a user's stop
+        request.
+        """
+        why = f"the rendezvous server cannot continue: {why}"
         if self.elsewhere and self.stop in (None, ANNOUNCEMENT):
             return Leave(RestartDecision(Action.REQUEUE, why), stop=self.stop)
-        advice = "the same command with run.name goes on from the last checkpoint"
-        return Leave(RestartDecision(Action.FAIL, f"{why}. When that is fixed, {advice}"), stop=self.stop)
+        advice = "Fix this, then rerun with the same run.name to resume from the last checkpoint"
+        return Leave(RestartDecision(Action.FAIL, f"{why}. {advice}"), stop=self.stop)
 
     def next(self, now: float) -> Order | None:
-        """What is to be done now; each order is given once."""
+        """Returns the next order at time ``now``, or None; each order is returned once."""
         if self._verdict is not None:
             return Leave(self._verdict, stop=self.stop)
         if not self._team:
             return self._gather(now)
-        if self._told_at is None and self._is_lost(now):
-            self._told_at = now
+        if self._end_ordered_at is None and self._is_lost(now):
+            self._end_ordered_at = now
             return End(any(cause.failure.failure is Failure.HANG for cause in self._causes))
-        if self._told_at is not None and now - self._told_at > UNANSWERED_S:
+        if self._end_ordered_at is not None and now - self._end_ordered_at > END_TIMEOUT_S:
             for number in tuple(self._working):
                 self.left(number, "its agent cannot end its workers", now)
         lost_at = max((cause.noticed for cause in self._causes if _is_loss(cause)), default=None)
-        if self._working or (lost_at is not None and now - lost_at < SETTLE_S):
+        if self._working or (lost_at is not None and now - lost_at < NODE_LOSS_WAIT_S):
             return None
         return self._conclude()
 
@@ -176,11 +183,11 @@ class Coordinator:
         self._causes.append(FailureReport(failure, node.name, now))
 
     def _is_lost(self, now: float) -> bool:
-        """Whether the attempt is beyond help, and why is known or has had the time to be."""
+        """Returns whether the attempt cannot continue and its cause is known or had time to arrive."""
         if not self._working or not self._causes:
             return False
-        known = any(not is_echo(cause.failure) or cause.failure.exit_code == -9 for cause in self._causes)
-        return known or now - self._causes[0].noticed > ECHO_S
+        known = any(not is_secondary(cause.failure) or cause.failure.exit_code == -9 for cause in self._causes)
+        return known or now - self._causes[0].noticed > SECONDARY_WAIT_S
 
     def _gather(self, now: float) -> Order | None:
         if self.stop is not None:
@@ -204,13 +211,13 @@ class Coordinator:
         return Leave(RestartDecision(Action.FAIL) if nowhere else RestartDecision(Action.REQUEUE, reason), cause)
 
     def _refuse(self, now: float) -> Leave:
-        """Refuses the job: a cause that all nodes report is not the fault of a node."""
+        """Refuses the job: a cause that all nodes report is not the fault of one node."""
         reasons, fixes = why_unfit(self.unfit.values())
         message = str(UserError(reasons, where=KEY, fix=fixes))
         return Leave(RestartDecision(Action.REFUSE, message), self._unfit_cause(Failure.REFUSED, message, now))
 
     def _note_unfit(self, now: float) -> FailureReport:
-        """Nodes that cannot use their GPUs, while others can, are avoided from now on."""
+        """Excludes nodes that cannot use their GPUs while others can."""
         for node in self.unfit.values():
             self.node_failures.note(node.name, Failure.UNFIT_NODE, TOO_OFTEN)
         reasons, _ = why_unfit(self.unfit.values())
@@ -222,67 +229,70 @@ class Coordinator:
         return FailureReport(WorkerFailure(rank, failure, message, message, 0.0), self.unfit[first].name, now)
 
     def _note_absent(self, numbers: Sequence[int], now: float) -> FailureReport:
-        """Nodes whose agents have not come are avoided from now on, unless it is most of them: then it is not they."""
+        """Excludes absent nodes, unless most are absent: then the cause is elsewhere."""
         names = [self.names[number] if self.names else f"node {number}" for number in numbers]
         if 2 * len(numbers) <= self.expected:
             for name in names:
                 self.node_failures.note(name, Failure.NODE_LOST, TOO_OFTEN)
-        message = f"no agent came from {', '.join(names)} in time (elastic.join_timeout_s)"
+        message = f"no agent joined from {', '.join(names)} in time (elastic.join_timeout_s)"
         rank = numbers[0] * max((node.workers for node in self.present.values()), default=0)
         return FailureReport(WorkerFailure(rank, Failure.NODE_LOST, message, message, 0.0), names[0], now)
 
     def _conclude(self) -> Order:
-        cause = root(self._causes)
+        cause = primary_cause(self._causes)
         stopped = any(report.exit is Exit.STOPPED for report in self._reports)
         exit_code = Exit.FAILED if cause else Exit.STOPPED if stopped else Exit.DONE
         step = max((report.step for report in self._reports), default=0)
         failure = cause.failure.failure if cause else None
         seen_on = self._seen_on(failure)
         ended = Ended(exit_code, failure, step, self.stop, first=failure is Failure.KERNEL and not seen_on)
-        decision, before, self.history = decide(self.history, ended), self.history, self.history.after(step)
+        decision, before = decide(self.history, ended), self.history
+        self.history = before.after(step)
         self._has_stepped |= self.history.furthest > before.furthest
         if cause is not None:
             elsewhere = bool(seen_on - {cause.node})
-            self._note(cause, is_codes=failure is Failure.KERNEL and (elsewhere or decision.action is Action.FAIL))
+            self._blame_node(
+                cause, is_codes=failure is Failure.KERNEL and (elsewhere or decision.action is Action.FAIL)
+            )
         if decision.action is Action.STOP:
             decision = self._stopped()
         if decision.action not in (Action.RESTART, Action.REPLACE):
             return Leave(decision, cause, self.stop)
         if (refusal := self.refusal()) is not None:
             return Leave(RestartDecision(Action.GIVE_UP, refusal), cause, self.stop)
-        unfit = failure is Failure.UNFIT_NODE or self._fails_at_every_start(cause)
-        # one restart on the same GPUs, for an error that does not last
+        unfit = failure is Failure.UNFIT_NODE or self._node_fails_at_every_start(cause)
+        # a device error gets one restart on the same GPUs, in case it is transient
         unfit |= failure is Failure.DEVICE and self.elsewhere and cause is not None and cause.node in seen_on
         try:
             start = self._choose(only_sound=unfit)
         except UserError as error:
             start, why = None, str(error)
         else:
-            why = "too few nodes are fit" if unfit else self._who_is_left(cause)
+            why = "too few nodes are fit" if unfit else self._nodes_left(cause)
         if start is None:
             return Leave(RestartDecision(Action.REQUEUE, why), cause)
         return self._begin(replace(start, before=self._team, cause=cause))
 
     def _seen_on(self, failure: Failure | None) -> set[str]:
-        """The nodes where an error of a GPU of this class has ended an attempt of the run lately."""
+        """Returns the nodes on which a GPU error of this class recently ended an attempt of the run."""
         if failure not in (Failure.DEVICE, Failure.KERNEL):
             return set()
-        return {line["node"] for line in self.node_failures.lately() if line["class"] == failure}
+        return {line["node"] for line in self.node_failures.recent() if line["class"] == failure}
 
-    def _note(self, cause: FailureReport, is_codes: bool) -> None:
-        """A failure counts against its node, unless it is the code's, as an error in a kernel on different nodes."""
+    def _blame_node(self, cause: FailureReport, is_codes: bool) -> None:
+        """Counts a failure against its node, unless the code caused it, e.g. a kernel error on different nodes."""
         failure = cause.failure.failure
         if failure in NODE_MAY_BE_TO_BLAME and not is_codes:
             self.node_failures.note(cause.node, failure, NODE_MAY_BE_TO_BLAME[failure])
 
-    def _who_is_left(self, cause: FailureReport | None) -> str:
+    def _nodes_left(self, cause: FailureReport | None) -> str:
         left = f"{len(self.present)} of {self.expected} nodes left"
         if cause is None or cause.failure.failure is not Failure.NODE_LOST:
             return left
         return f"{cause.failure.message}; {left}"
 
     def _stopped(self) -> RestartDecision:
-        """What a stop on request is: that by the run's own ceiling is for good."""
+        """Returns the decision for a stop on request; reaching the run's own GPU-hour limit is final."""
         if self.stop != OVER_BUDGET:
             return RestartDecision(Action.STOP)
         return RestartDecision(Action.GIVE_UP, self.refusal() or OVER_BUDGET)
@@ -290,27 +300,36 @@ class Coordinator:
     def _begin(self, start: Start) -> Start:
         self._team = start.nodes
         self._working = {node.number for node in start.nodes}
-        self._reports, self._causes, self._told_at = [], [], None
+        self._reports = []
+        self._causes = []
+        self._end_ordered_at = None
         return start
 
-    def _fails_at_every_start(self, cause: FailureReport | None) -> bool:
-        """Whether a requeue is to bring another node. What fails after some steps fails the same way elsewhere."""
-        if not self.elsewhere or cause is None or self._has_stepped or self.history.fruitless < FRUITLESS:
+    def _node_fails_at_every_start(self, cause: FailureReport | None) -> bool:
+        """Returns whether a requeue should get another node. A failure after some steps would repeat on any node."""
+        if (
+            not self.elsewhere
+            or cause is None
+            or self._has_stepped
+            or self.history.without_progress < MAX_FAILED_STARTS
+        ):
             return False
-        return cause.node in self.node_failures.too_often()
+        return cause.node in self.node_failures.failing_nodes()
 
     def _choose(self, only_sound: bool = False) -> Start | None:
-        """The nodes of the next attempt: as many as the run asks for, fewer where it is elastic and they are not there.
+        """Chooses the nodes of the next attempt: as many as the run asks for, or fewer if it is elastic and nodes are
+        missing.
 
-        None: too few are there. Nodes that have failed too often are taken where there are no others, unless
-        ``only_sound``.
+        Returns None if too few nodes are present. Nodes that failed too often are used only if there are no others, and
+        never
+        with ``only_sound``.
 
         Raises:
-            UserError: the run cannot be laid out on them.
+            UserError: the run has no valid layout on them.
         """
         size = self.expected - self.config.elastic.spares
         fewest = min(self.config.elastic.min_nodes or size, size)
-        failing = self.node_failures.too_often()
+        failing = self.node_failures.failing_nodes()
         nodes = sorted(self.present.values(), key=lambda node: (node.name in failing, node.number))
         sound = sum(node.name not in failing for node in nodes)
         most = min(size, sound if sound >= fewest or only_sound else len(nodes))
@@ -330,12 +349,17 @@ class Coordinator:
         return None
 
 
-def root(causes: Sequence[FailureReport]) -> FailureReport | None:
-    """A lost node comes before all: whatever failed, the attempt could not have gone on. Of a hang, all nodes' word."""
+def primary_cause(causes: Sequence[FailureReport]) -> FailureReport | None:
+    """Returns the primary cause: a lost node first, otherwise the earliest failure that is not secondary.
+
+    For a hang the states of all nodes are combined to find the rank that the others wait for.
+    """
     if len(causes) > 1 and all(cause.failure.states for cause in causes):
         hang = find_culprit([cause.failure for cause in causes])
         return next(replace(cause, failure=hang) for cause in causes if cause.failure.states == hang.states)
-    return min(causes, key=lambda cause: (not _is_loss(cause), is_echo(cause.failure), cause.noticed), default=None)
+    return min(
+        causes, key=lambda cause: (not _is_loss(cause), is_secondary(cause.failure), cause.noticed), default=None
+    )
 
 
 def _is_loss(cause: FailureReport) -> bool:

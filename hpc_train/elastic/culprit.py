@@ -1,6 +1,6 @@
-"""Which rank a hang is due to: the one that the others wait for.
+"""Finds the rank that causes a hang: the one that the others wait for.
 
-The agents of several nodes can put what they know together: a ``RankState`` is plain data.
+A ``RankState`` is plain data, so the states of several nodes can be combined.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any
 
 from hpc_train.elastic.decision import WorkerFailure
 
-CONTROL = "control"  # the description of the group of ``train/control.py``: its messages are posted, not waited for
+CONTROL = "control"  # group of ``train/control.py``, whose messages are posted without waiting
 
 
 @dataclass(frozen=True)
 class GroupState:
-    """One rank in one process group.
+    """The state of one rank in one process group.
 
     Attributes:
-        entered: collectives so far.
-        inside: whether it is inside one.
-        operation: the last one, as its kind and the shapes of its inputs.
-        before: how often it had entered the same before, as far back as is recorded.
+        entered: number of collectives entered so far.
+        inside: whether the rank is inside one.
+        operation: kind and input shapes of the last one.
+        before: how often it entered the same operation before, as far back as recorded.
     """
 
     entered: int
@@ -34,14 +34,14 @@ class GroupState:
 
 @dataclass(frozen=True)
 class RankState:
-    """What is known of one rank at one moment.
+    """The observed state of one rank at one moment.
 
     Attributes:
-        seconds: since its last sign of life.
-        arrived_step: before which step it last posted its message to the others.
-        process: the state letter of the kernel (R, S, D, T, …); empty for a process that is gone.
-        answered: whether its interpreter could say what collectives it has entered.
-        groups: by the name of the process group; that of the control messages only in a save.
+        seconds: time since its last sign of life.
+        arrived_step: the step before which it last posted its message to the others.
+        process: the kernel's state letter (R, S, D, T, …); empty for a process that is gone.
+        answered: whether its interpreter answered the question for its collectives.
+        groups: by name of the process group; the group of the control messages only during a save.
     """
 
     rank: int
@@ -56,16 +56,16 @@ class RankState:
 
     @classmethod
     def parse(cls, value: Mapping[str, Any]) -> RankState:
-        """From the JSON of ``dataclasses.asdict``."""
+        """Parses the JSON of ``dataclasses.asdict``."""
         groups = {name: GroupState(**state) for name, state in value["groups"].items()}
         return cls(**{**value, "groups": groups})
 
 
 def group_states(dump: bytes, saves: bool = False) -> dict[str, GroupState]:
-    """From torch's flight recorder (version 2.x of its JSON).
+    """Parses the JSON of torch's flight recorder (version 2.x).
 
     Args:
-        saves: the rank is in a save, whose collectives are those of the group of the control messages.
+        saves: the rank is in a save, whose collectives use the group of the control messages.
     """
     collectives: dict[str, list[dict[str, Any]]] = {}
     for entry in json.loads(dump or b"{}").get("entries", []):
@@ -84,13 +84,16 @@ def _group_state(entries: Sequence[Mapping[str, Any]]) -> GroupState:
 
 
 def culprit(states: Sequence[RankState]) -> tuple[int | None, str]:
-    """The rank that the others wait for, and how one knows; None where none of ``states`` is behind the others."""
+    """Returns the rank that the others wait for and the reason; None if no rank of ``states`` is behind the others."""
     for word, suspects in (
         ("is stopped by a signal", [state for state in states if state.process in ("T", "t")]),
-        ("does not run its interpreter, while others do", _minority(states, [s for s in states if not s.answered])),
+        (
+            "does not respond in its interpreter, while others do",
+            _minority(states, [s for s in states if not s.answered]),
+        ),
         ("is behind the other ranks", _minority(states, _behind(states))),
-        ("did not enter the collective that the others are in", _outside(states)),
-        ("entered another collective than the others", _elsewhere(states)),
+        ("did not enter the collective that the others are in", _not_in_collective(states)),
+        ("entered a different collective than the others", _in_other_collective(states)),
         ("waits for storage", _minority(states, [state for state in states if state.process == "D"])),
     ):
         if suspects:
@@ -99,7 +102,7 @@ def culprit(states: Sequence[RankState]) -> tuple[int | None, str]:
 
 
 def find_culprit(hangs: Sequence[WorkerFailure]) -> WorkerFailure:
-    """Of a hang that the agents of several nodes noticed: the failure of the rank that all wait for."""
+    """Combines the reports of a hang from several nodes; returns the failure of the rank that all wait for."""
     states = [RankState.parse(state) for hang in hangs for state in hang.states]
     rank, reason = culprit(states)
     for hang in hangs:
@@ -122,8 +125,8 @@ def _behind(states: Sequence[RankState]) -> list[RankState]:
     return [state for state in states if (state.step, state.arrived_step) == first]
 
 
-def _outside(states: Sequence[RankState]) -> list[RankState]:
-    """Behind another rank in some group, and inside no collective itself: who waits is not who is waited for."""
+def _not_in_collective(states: Sequence[RankState]) -> list[RankState]:
+    """Returns the ranks that are behind another in some group and inside no collective themselves, i.e. not waiting."""
     furthest: dict[str, int] = {}
     for state in states:
         for name, group in state.groups.items():
@@ -132,8 +135,8 @@ def _outside(states: Sequence[RankState]) -> list[RankState]:
     return [state for state in behind if not any(group.inside for group in state.groups.values())] or behind
 
 
-def _elsewhere(states: Sequence[RankState]) -> list[RankState]:
-    """Where the same collective of a group is another one on some rank: that for which it is the least usual."""
+def _in_other_collective(states: Sequence[RankState]) -> list[RankState]:
+    """Returns the rank whose operation differs from the others' at the same point of a group, the least usual one."""
     operations: dict[tuple[str, int], list[tuple[int, str, RankState]]] = {}
     for state in states:
         for name, group in state.groups.items():

@@ -1,14 +1,14 @@
-"""The environment of all workers of a job, decided by the hub from the facts of all nodes, and told to all alike.
+"""The network environment of all workers of a job, decided by the rendezvous server from the facts of all nodes.
 
-``fabric.json`` in the run directory holds what it was decided from, for workers and for people:
+``fabric.json`` in the run directory records what the decision is based on, for workers and for people:
 
-    fabric        what carries the traffic: cpu, one_node, efa, slingshot, infiniband, roce, ethernet, unknown
+    fabric        the network in use: cpu, one_node, efa, slingshot, infiniband, roce, ethernet, unknown
     gpus_per_node, nodes
-        for each node in the order of rank: ``name``; ``facts`` (``NodeFacts.to_json``); ``matching``: for each GPU its
-        card, the way there and the rail; ``bindings``: for each local rank its CPUs as a list like 0-3,8 or null, and
-        why; ``rate_gbps``: the sum over its usable ports, null where unknown
+        for each node in the order of rank: ``name``; ``facts`` (``NodeFacts.to_json``); ``matching``: the NIC, path and
+        rail of each GPU; ``bindings``: the CPUs of each local rank as a list like 0-3,8 or null, with the reason;
+        ``rate_gbps``: the sum over its usable ports, null if unknown
     environment   the variables that all workers export: name, value, reason
-    left_alone    those that are often set, and were not: name, reason
+    left_alone    common variables that were not set: name, reason
     warnings, unknown
 """
 
@@ -34,36 +34,38 @@ from hpc_train.run.files import patiently, write_json
 
 @dataclass
 class Fabric:
-    """Kept by the hub. ``own``: the variables that node 0 has set for its own workers, with reasons."""
+    """Decides and records the network environment. ``own``: variables that node 0 set for its own workers, with
+    reasons.
+    """
 
     run: RunDirectory
     config: Config
     own: Sequence[dict[str, str]]
-    _told: tuple[FabricDecision, tuple[str, ...]] | None = field(default=None, init=False)
+    _reported: tuple[FabricDecision, tuple[str, ...]] | None = field(default=None, init=False)
 
     def decide(self, start: Start, events: EventLog) -> dict[str, str]:
-        """What all workers of an attempt export; told and written down where it is new."""
+        """Returns the variables that all workers of an attempt export; reports and records them if they changed."""
         facts = [node.facts for node in start.nodes]
-        found, told = merged({node.name: node.facts.settings for node in start.nodes})
+        found, messages = merged({node.name: node.facts.settings for node in start.nodes})
         gpus = min(node.gpus for node in start.nodes)
         profile = site_profile(self.config.cluster.fabric)
         decision = decide(facts, FabricJob(len(facts), gpus, lowest_nccl(facts), profile), found)
-        told = [*told, *warnings(found), *(_warnings(facts) if gpus else ()), *different_versions(facts)]
-        now = decision, (*told, *(node.name for node in start.nodes))
-        if now != self._told:
-            self._told = now
-            self._write(start, gpus, decision, told, found)
-            self._tell(decision, told, events, quiet=len(facts) == 1 and not gpus)
+        messages = [*messages, *warnings(found), *(_warnings(facts) if gpus else ()), *different_versions(facts)]
+        now = decision, (*messages, *(node.name for node in start.nodes))
+        if now != self._reported:
+            self._reported = now
+            self._write(start, gpus, decision, messages, found)
+            self._print(decision, messages, events, quiet=len(facts) == 1 and not gpus)
         return {variable.name: variable.value for variable in decision.variables}
 
     def _write(
-        self, start: Start, gpus: int, decision: FabricDecision, told: list[str], found: dict[str, Setting]
+        self, start: Start, gpus: int, decision: FabricDecision, messages: list[str], found: dict[str, Setting]
     ) -> None:
         ranks = min(start.layout.world_size, *(node.workers for node in start.nodes))
         common = asdict(decision)
         environment = common.pop("variables")
         nodes = [_node(node, ranks) for node in start.nodes]
-        found_out = {"gpus_per_node": gpus, "nodes": nodes, "environment": environment, "warnings": told} | common
+        found_out = {"gpus_per_node": gpus, "nodes": nodes, "environment": environment, "warnings": messages} | common
         patiently(lambda: write_json(self.run.fabric, found_out))
         set_already = [
             {"name": name, "value": setting.value, "reason": f"set by {setting.place}"}
@@ -77,11 +79,11 @@ class Fabric:
         }
         patiently(lambda: self.run.update_record(**record))
 
-    def _tell(self, decision: FabricDecision, told: list[str], events: EventLog, quiet: bool) -> None:
-        for message in told:
+    def _print(self, decision: FabricDecision, messages: list[str], events: EventLog, quiet: bool) -> None:
+        for message in messages:
             events.write("warning", message=message)
             print(f"warning: {message}", flush=True)
-        if quiet:  # run.json has it
+        if quiet:  # run.json records it
             return
         print(f"network between nodes: {decision.fabric}")
         for variable in decision.variables:
@@ -110,8 +112,13 @@ def _warnings(nodes: Sequence[NodeFacts]) -> list[str]:
     ports = [f"{facts.node}: {warning}" for facts in nodes for warning in port_warnings(facts)]
     gpus = [f"{facts.node}: {gpu.name}: {trouble}" for facts in nodes for gpu in facts.gpus for trouble in gpu.troubles]
     locking = [
-        f"{facts.node}: {facts.limits.locking}: RDMA cards cannot register their buffers"
+        f"{facts.node}: {facts.limits.locking}: RDMA NICs cannot register their buffers"
         for facts in nodes
         if facts.nics and facts.limits.locking
     ]
-    return [*gpus, *ports, *locking, *(f"GPUs and cards do not match alike: {line}" for line in different_rails(nodes))]
+    return [
+        *gpus,
+        *ports,
+        *locking,
+        *(f"GPUs and NICs are matched differently: {line}" for line in different_rails(nodes)),
+    ]

@@ -1,15 +1,12 @@
-"""When a silent worker is taken for a hung one: the bound is learned from the steps before.
+"""Hang detection: bounds learned from earlier steps, and evidence collected from the workers of a node.
 
-On several nodes and on GPUs there are two bounds. A network link or a file system may stand still for seconds and come
-back: from the first bound on the step is slow, which is told with the stacks of all ranks; from the second on it hangs,
-and the attempt ends.
-
-The agent looks at the heartbeats a few times per second. It shares no interpreter with the workers, so it sees a worker
-that holds its interpreter's lock for ever, and one that was stopped by a signal.
-
-What the workers of a node are at, at this moment: stacks, collectives, and the states that the kernel knows.
-
-Nothing of it needs a worker's main thread, nor the lock of its interpreter for the stacks.
+On several nodes and on GPUs there are two bounds, because a network link or file system may stall for seconds and
+recover. Beyond the first, the step is reported as slow with the stacks of all ranks; beyond the second, it is a hang
+and
+the attempt ends. The agent polls the heartbeats in its own interpreter, so it detects workers that hold their
+interpreter
+lock forever or were stopped by a signal. Collecting evidence needs no worker's main thread, and stacks not even the
+lock.
 """
 
 from __future__ import annotations
@@ -27,22 +24,22 @@ from hpc_train.fabric.nccl_settings import ib_retry_s
 from hpc_train.run.agent_worker import Beat, Phase
 from hpc_train.run.processes import process_state
 
-LEAST_S = 3.0  # a step
-COLD_S = 30.0  # a step of which too few were seen
-UNSEEN_S = 300.0  # an evaluation or a checkpoint before the first one has ended
-START_S = 1800.0  # imports, reading a large checkpoint, compilation in the first step; the end with its uploads
-FACTOR = 5.0  # times what was seen: the 99th percentile of steps, the longest of the others
+LEAST_S = 3.0  # minimum bound of a step
+COLD_S = 30.0  # minimum bound of a step before enough step times are known
+UNSEEN_S = 300.0  # bound of an evaluation or checkpoint before the first one has ended
+START_S = 1800.0  # imports, reading a large checkpoint, compilation in the first step; final uploads
+FACTOR = 5.0  # bound / observed time: the 99th percentile of steps, the longest of other phases
 KEPT = 256  # step times
-FEWEST = 5  # step times to learn from
-PATIENCE_S = 30.0  # on several nodes and on GPUs: a step that takes less is no hang
-SEEN_S = 0.5  # a look that comes later counts as this much: the agent itself stood still, or had to wait for the CPU
+FEWEST = 5  # step times required to learn a bound
+PATIENCE_S = 30.0  # minimum bound of a hang on several nodes and on GPUs
+SEEN_S = 0.5  # cap on the time counted between two polls: the agent itself stalled or waited for the CPU
 
 
 @dataclass(frozen=True)
 class Hang:
-    """``rank`` is the one that was silent for longest, not the one at fault (``elastic/culprit.py``).
+    """A detected hang. ``rank`` was silent for longest and is not necessarily at fault (``elastic/culprit.py``).
 
-    ``only_slow``: it may come back. That is told once per silence.
+    ``only_slow``: the rank may recover. This is reported once per silence.
     """
 
     rank: int
@@ -53,25 +50,25 @@ class Hang:
 
 
 def patience_s(nodes: int, gpus_per_node: int, values: Mapping[str, str]) -> float:
-    """The smallest bound that is learned for a hang: twice the time for which NCCL itself waits, 0 on one CPU node.
+    """Returns the minimum bound of a hang: twice the time for which NCCL itself retries, 0 on one CPU node.
 
     Args:
-        values: of the variables that are set for the workers, by name.
+        values: the variables that are set for the workers, by name.
     """
     if nodes == 1 and not gpus_per_node:
         return 0.0
-    between_gpus = nodes > 1 and gpus_per_node > 0  # else nothing uses InfiniBand
+    between_gpus = nodes > 1 and gpus_per_node > 0  # otherwise nothing uses InfiniBand
     return max(PATIENCE_S, 2 * ib_retry_s(values)) if between_gpus else PATIENCE_S
 
 
 @dataclass
 class HangWatch:
-    """Looks at the heartbeats of one node. What it learned holds over attempts (``begin``).
+    """Polls the heartbeats of one node. What it learned is kept over attempts (``begin``).
 
     Args:
-        timeout_s: of a step, and at least that of everything else; None: learned; 0: nothing is a hang.
-        least_s: the smallest bound of a step that is learned.
-        patience_s: from when on what is slow is a hang; 0: at once.
+        timeout_s: bound of a step and minimum bound of other phases; None: learned; 0: detection is off.
+        least_s: the minimum learned bound of a step.
+        patience_s: the minimum bound of a hang; 0: a slow step counts as a hang at once.
     """
 
     timeout_s: float | None = None
@@ -82,20 +79,21 @@ class HangWatch:
     _last: dict[int, Beat] = field(default_factory=dict, init=False)
     _silent: dict[int, float] = field(default_factory=dict, init=False)
     _looked: float | None = field(default=None, init=False)
-    _is_slow: bool = field(default=False, init=False)  # the silence that lasts was told
+    _is_slow: bool = field(default=False, init=False)  # the current silence was reported
 
     def begin(self) -> None:
-        """A new attempt: other workers, the same steps."""
+        """Begins a new attempt: forgets the workers, keeps the step times."""
         self._last.clear()
         self._silent.clear()
         self._looked = None
         self._is_slow = False
 
     def look(self, beats: Mapping[int, Beat], now: float) -> Hang | None:
-        """
+        """Checks the heartbeats and returns a new hang or slow step, or None.
+
         Args:
-            beats: of the workers that are alive, by rank.
-            now: on the monotonic clock.
+            beats: heartbeats of the live workers, by rank.
+            now: time on the monotonic clock.
         """
         passed = 0.0 if self._looked is None else min(now - self._looked, SEEN_S)
         self._looked = now
@@ -107,24 +105,25 @@ class HangWatch:
             self._last[rank] = beat
         if not beats or self.timeout_s == 0:
             return None
-        # ranks wait for one that evaluates or saves
+        # ranks may wait for one that evaluates or saves
         bound = max(self.bound(beat.phase) for beat in beats.values())
-        usual = max(self._usual(beat.phase) for beat in beats.values())
+        usual = max(self._slow_bound(beat.phase) for beat in beats.values())
         rank = max(beats, key=lambda rank: self._silent[rank])
         phase, silent = beats[rank].phase, self._silent[rank]
         if silent > bound:
             return Hang(rank, phase, silent, bound)
-        told, self._is_slow = self._is_slow, self.patience_s > 0 and silent > usual
-        return Hang(rank, phase, silent, usual, only_slow=True) if self._is_slow and not told else None
+        was_slow = self._is_slow
+        self._is_slow = self.patience_s > 0 and silent > usual
+        return Hang(rank, phase, silent, usual, only_slow=True) if self._is_slow and not was_slow else None
 
     def bound(self, phase: Phase) -> float:
-        """Seconds that ``phase`` may take without a sign of life."""
+        """Returns the seconds that ``phase`` may take without a heartbeat."""
         if self.timeout_s is None:
-            return max(self._usual(phase), self.patience_s)
-        return self.timeout_s if phase is Phase.STEP else max(self._usual(phase), self.timeout_s)
+            return max(self._slow_bound(phase), self.patience_s)
+        return self.timeout_s if phase is Phase.STEP else max(self._slow_bound(phase), self.timeout_s)
 
-    def _usual(self, phase: Phase) -> float:
-        """Seconds that ``phase`` takes at most where nothing disturbs it."""
+    def _slow_bound(self, phase: Phase) -> float:
+        """Returns the seconds after which ``phase`` counts as slow."""
         if phase is Phase.STEP:
             return self._step_bound()
         longest = self._longest.get(phase)
@@ -146,13 +145,13 @@ class HangWatch:
             self._steps.append(seconds / (beat.step - before.step))
 
 
-ANSWER_S = 5.0  # a worker looks for questions twice per second
-SETTLED_S = 0.1  # stacks that have not grown for so long are whole
+ANSWER_S = 5.0  # a worker polls for questions twice per second
+SETTLED_S = 0.1  # stacks that have not grown for this long are complete
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Of one rank; ``collectives`` is the JSON of torch's flight recorder, None without an answer."""
+    """Evidence on one rank. ``collectives`` is the JSON of torch's flight recorder, None without an answer."""
 
     state: RankState
     pid: int
@@ -160,7 +159,7 @@ class Evidence:
     collectives: bytes | None
 
     def text(self) -> str:
-        """For people."""
+        """Formats the evidence for people."""
         state = self.state
         words = (
             f"{state.phase} after step {state.step}, for {state.seconds:.1f} s, process state {state.process or '-'}"
@@ -172,7 +171,7 @@ class Evidence:
 class _Question:
     worker: Worker
     number: int
-    beat: Beat  # before the signal, which wakes some system calls
+    beat: Beat  # read before the signal, which interrupts some system calls
     silent: float
 
     @property
@@ -181,17 +180,17 @@ class _Question:
 
 
 def collect(workers: Workers, node: str, limit_s: float = ANSWER_S) -> list[Evidence]:
-    """Of all workers that are alive, in the order of rank; takes ``limit_s`` where one does not answer."""
+    """Collects evidence on all live workers in the order of rank; takes ``limit_s`` if one does not answer."""
     questions = [_ask(worker) for worker in sorted(workers.alive, key=lambda worker: worker.rank)]
     _wait(workers, questions, time.monotonic() + limit_s)
-    return [_of(question, node) for question in questions if not question.worker.gone]
+    return [_evidence(question, node) for question in questions if not question.worker.gone]
 
 
 def _ask(worker: Worker) -> _Question:
     beat = worker.block.beat()
     question = _Question(worker, worker.block.ask(), beat, time.monotonic() - beat.since)
-    worker.block.forget_stacks()
-    if worker.ready:  # until then it has no handler, and the signal would end it
+    worker.block.clear_stacks()
+    if worker.ready:  # before that it has no handler, and the signal would kill it
         worker.signal(SHOW_STACKS)
     return question
 
@@ -199,14 +198,14 @@ def _ask(worker: Worker) -> _Question:
 def _wait(workers: Workers, questions: Sequence[_Question], until: float) -> None:
     sizes: list[int] = []
     while time.monotonic() < until:
-        workers.wait(SETTLED_S)  # also empties their pipes
+        workers.wait(SETTLED_S)  # also drains their pipes
         waited = [one for one in questions if not one.worker.gone and process_state(one.worker.pid) != "T"]
         before, sizes = sizes, [len(one.worker.block.stacks()) for one in waited]
         if sizes == before and all(one.answered for one in waited):
             return
 
 
-def _of(question: _Question, node: str) -> Evidence:
+def _evidence(question: _Question, node: str) -> Evidence:
     worker, beat = question.worker, question.beat
     answer, pid = worker.block.answer_to(question.number), worker.pid
     state = RankState(

@@ -1,10 +1,9 @@
-"""The output of a node's workers in one file per attempt: lines prefixed by time and rank, limited in size.
+"""The output of a node's workers in one file per attempt, and agent output that survives a closed terminal.
 
-A worker writes into a pipe and never waits for a file system; the agent empties the pipes.
-
-The agent's own output goes nowhere when nobody reads it any more (a closed terminal, a launcher that was killed).
-
-Else the first word about a failure would raise BrokenPipeError, in the thread that is about to restart the workers.
+Workers write into pipes that the agent drains, so they never wait for a file system. Lines are prefixed by time and
+rank,
+and the file has a size limit. The agent's stdout and stderr must not raise BrokenPipeError when nobody reads them any
+more, or the first message about a failure would break the thread that restarts the workers.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from typing import Any, BinaryIO, TextIO
 from hpc_train.run.files import patiently
 
 LIMIT_BYTES = 100 * 2**20
-KEPT_LINES = 500  # of each rank: an abort of a worker prints the stacks of all its threads below its cause
-TAIL_LINES = 50  # of each rank, at the end of a file that is full
+KEPT_LINES = 500  # per rank; an aborting worker prints the stacks of all threads after the cause
+TAIL_LINES = 50  # per rank, appended to a log that reached its limit
 LONGEST_LINE = 64 * 1024
 
 
 class WorkerLog:
-    """One log file; ``write(rank, data)`` takes bytes as they come and writes whole lines."""
+    """One log file. ``write(rank, data)`` takes bytes as they arrive and writes complete lines."""
 
     def __init__(self, path: Path, limit_bytes: int = LIMIT_BYTES) -> None:
         self.path = path
@@ -50,12 +49,12 @@ class WorkerLog:
             self._append(b"".join(b"%s%s\n" % (head, line) for line in lines))
 
     def tail(self, rank: int, lines: int = 20) -> list[str]:
-        """The last lines of a rank, also those that the file had no room for."""
+        """Returns the last lines of a rank, including those that did not fit into the file."""
         kept = [*self._tails.get(rank, ()), *filter(None, [self._partial.get(rank)])]
         return [line.decode(errors="replace") for line in kept[-lines:]]
 
     def close(self) -> None:
-        """Writes what is left of unfinished lines; of a file that is full, the last lines of each rank."""
+        """Writes unfinished lines, and after the limit was reached, the last lines of each rank."""
         for rank, rest in sorted(self._partial.items()):
             if rest:
                 self.write(rank, b"\n")
@@ -73,13 +72,13 @@ class WorkerLog:
             return
         if len(data) > self._room:
             self._room = 0
-            self._put(b"--- this log has reached its limit of %d bytes; the rest is left out ---\n" % self._limit)
+            self._put(b"--- this log has reached its limit of %d bytes; the rest is omitted ---\n" % self._limit)
             return
         self._room -= len(data)
         self._put(data)
 
     def _put(self, data: bytes) -> None:
-        """A file system that is full or gone costs the log, not the training."""
+        """Writes ``data``; a file system that is full or gone costs the log, not the training."""
         if self._file is None:
             return
         try:
@@ -95,11 +94,11 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _now() -> bytes:
-    """UTC, so that the files of several nodes can be merged: 2026-01-31T12:00:00.000."""
+    """Returns the time in UTC, so that files of several nodes can be merged: 2026-01-31T12:00:00.000."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").encode()[:23]
 
 
-class _Unbroken:
+class _NonFailingStream:
     """A stream whose writes and flushes never raise OSError."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -109,30 +108,30 @@ class _Unbroken:
         try:
             return self._stream.write(text)
         except OSError:
-            self._let_go()
+            self._redirect_to_devnull()
             return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
         except OSError:
-            self._let_go()
+            self._redirect_to_devnull()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _let_go(self) -> None:
-        """What is still in its buffer goes nowhere too: the end of the process would fail on it."""
+    def _redirect_to_devnull(self) -> None:
+        """Also discards the buffered output, on which the end of the process would fail."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
 
 
 @contextmanager
-def unbroken_streams() -> Iterator[None]:
-    """Inside the ``with`` block, stdout and stderr are such streams."""
+def nonfailing_streams() -> Iterator[None]:
+    """Makes stdout and stderr non-failing streams inside the ``with`` block."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _Unbroken(sys.stdout), _Unbroken(sys.stderr)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = _NonFailingStream(sys.stdout), _NonFailingStream(sys.stderr)  # type: ignore[assignment]
     try:
         yield
     finally:

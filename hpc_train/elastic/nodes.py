@@ -1,4 +1,4 @@
-"""The nodes of a job: what each agent says of its own when it joins, and which of them have failed often."""
+"""The nodes of a job: what each agent reports about its node when it joins, and which nodes have failed often."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpc_train.fabric.facts import NodeFacts
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import append_text, line_end, patiently, read_lines
 
-TOO_OFTEN = 2  # failures after which a node is done without where others are there
+TOO_OFTEN = 2  # failures after which a node is used only if there are no others
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Node:
     """One node of the job.
 
     Attributes:
-        number: Slurm's, 0 for the batch host, whose agent is the hub.
-        address: where the other nodes reach it.
-        switch: its place in the tree of switches; None where the site describes none.
-        facts: what it is made of; found once per job.
-        unfit: None where the node can take part.
-        refusal: the message of a mistake in the config, which no other node makes up for.
+        number: Slurm's number, 0 for the batch host, whose agent runs the rendezvous server.
+        address: the address at which other nodes reach it.
+        switch: its position in the tree of switches; None if the site describes none.
+        facts: its hardware and settings, read once per job.
+        unfit: why it cannot take part; None if it can.
+        refusal: the message of a config error, which no other node can make up for.
     """
 
     number: int
@@ -62,7 +62,9 @@ class Node:
 
 
 def in_order_of_rank(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """Neighbours in the network next to each other, where the site describes it; else in Slurm's order."""
+    """Returns the nodes with network neighbours next to each other if the site describes them; otherwise in Slurm's
+    order.
+    """
     ordered = sorted(nodes, key=lambda node: node.number)
     switches = [node.switch for node in ordered if node.switch is not None]
     if len(switches) < len(ordered):
@@ -71,7 +73,7 @@ def in_order_of_rank(nodes: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def why_unfit(nodes: Iterable[Node]) -> tuple[str, str]:
-    """The reasons of nodes that cannot take part, each once with the names of its nodes; and the fixes."""
+    """Returns the reasons of nodes that cannot take part, each once with its node names, and the fixes."""
     names: dict[Unfit, list[str]] = {}
     for node in sorted(nodes, key=lambda node: node.number):
         if node.unfit is not None:
@@ -87,12 +89,11 @@ def why_unfit(nodes: Iterable[Node]) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class NodeFailures:
-    """Which node failed when, over all jobs of a run: one line per failure in ``attempts/node-failures.jsonl``.
+    """Node failures over all jobs of a run: one line per failure in ``attempts/node-failures.jsonl``.
 
-    A node that a preflight has found slow has failed once with each of the partners with whom it was slow, and too
-    often where one of its GPUs is slow.
-
-    ``expiry_s``: after that a failure does not count any more.
+    A node that a preflight found slow counts one failure per partner with which it was slow, and ``TOO_OFTEN`` for a
+    slow
+    GPU. Failures expire after ``expiry_s``.
     """
 
     run: RunDirectory
@@ -103,25 +104,25 @@ class NodeFailures:
         return self.run.attempts / "node-failures.jsonl"
 
     def note(self, node: str, failure: str, times: int = 1) -> None:
-        """``times``: as how many failures it counts."""
+        """Records a failure that counts ``times`` times."""
         line = {"time": time.time(), "node": node, "class": failure, "times": times}
         patiently(lambda: append_text(self._path, line_end(self._path) + json.dumps(line) + "\n"))
 
-    def too_often(self) -> frozenset[str]:
-        """The names of nodes that have failed ``TOO_OFTEN`` times lately."""
+    def failing_nodes(self) -> frozenset[str]:
+        """Returns the names of nodes that failed at least ``TOO_OFTEN`` times recently."""
         counts: Counter[str] = Counter()
-        for line in self.lately():
+        for line in self.recent():
             counts[line["node"]] += line.get("times", 1)
         return frozenset(name for name, count in counts.items() if count >= TOO_OFTEN)
 
-    def lately(self) -> list[dict[str, Any]]:
-        """The failures that count: ``time``, ``node`` and ``class`` of each."""
+    def recent(self) -> list[dict[str, Any]]:
+        """Returns the failures that have not expired: ``time``, ``node`` and ``class`` of each."""
         since = time.time() - self.expiry_s
         lines = patiently(lambda: [*read_lines(self._path), *self._slow()])
         return [line for line in lines if line["time"] > since]
 
     def _slow(self) -> Iterator[dict[str, Any]]:
-        """Rank 0 tells of them in the event log."""
+        """Yields slow nodes and GPUs that rank 0 reported in the event log."""
         for path in self.run.events.glob("rank-0000-*.jsonl"):
             for line in read_lines(path):
                 if line["event"] == "slow_node":

@@ -1,8 +1,7 @@
-"""Where agents and workers meet: ports that the hub has bound before anybody hears of them.
+"""Addresses and ports of a rendezvous: the server binds ports before it publishes them.
 
-A port is derived from the launch and the attempt, so that an attempt does not fall on its predecessor's port, and the
-next candidate is taken where another process listens already. The listening socket of the workers' store is handed to
-the store itself: there is no moment in which somebody else could take the port.
+A port is derived from the launch and the attempt, so that consecutive attempts use different ports; if it is taken, the
+next candidate is used. The bound socket of the workers' store is passed to the store, so no other process can take it.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from hpc_train.plan.layout import Layout
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json, write_json
 
-FIRST_PORT, PORTS = 15000, 15000  # below the range from which kernels hand out ephemeral ports
+FIRST_PORT, PORTS = 15000, 15000  # below the kernel's range of ephemeral ports
 CANDIDATES = 200
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """What all agents of an attempt must agree on, as ``attempts/NNN.json`` holds it.
+class AttemptSpec:
+    """What all agents of an attempt must agree on, as recorded in ``attempts/NNN.json``.
 
-    ``order`` holds Slurm's numbers of the nodes in the order of rank, ``environment`` what all workers export.
+    ``order`` lists Slurm's node numbers in the order of rank; ``environment`` is exported by all workers.
     """
 
     attempt: int
@@ -49,20 +48,20 @@ class Meeting:
     environment: dict[str, str]
 
     def publish(self, run: RunDirectory) -> None:
-        """For readers; the agents are told by the hub."""
+        """Writes the record for readers; agents receive it from the server."""
         write_json(run.attempts / f"{self.attempt:03d}.json", asdict(self))
 
     @classmethod
-    def parse(cls, value: dict[str, Any]) -> Meeting:
+    def parse(cls, value: dict[str, Any]) -> AttemptSpec:
         layout = value["layout"] | {"notes": tuple(value["layout"]["notes"])}
         return cls(**value | {"layout": Layout(**layout), "order": tuple(value["order"])})
 
 
 def bind(allocation: Allocation, seed: str) -> socket.socket:
-    """A listening socket on the first free candidate port; on loopback where there is only one node.
+    """Returns a listening socket on the first free candidate port, on loopback if there is only one node.
 
     Raises:
-        OSError: no candidate is free.
+        OSError: no candidate port is free.
     """
     host = LOOPBACK if allocation.nodes == 1 else ""
     for port in candidate_ports(seed):
@@ -83,10 +82,10 @@ def candidate_ports(seed: str) -> Iterator[int]:
 
 
 @dataclass(frozen=True)
-class HubAddress:
-    """Where the hub of a launch listens, and the word without which it takes nobody in.
+class ServerAddress:
+    """The address of a launch's rendezvous server and the token that admits a client.
 
-    Agents of other nodes find it in ``attempts/hub-<launch>.json``, which only the run's user, or group, can read.
+    Agents of other nodes read it from ``attempts/hub-<launch>.json``, which only the run's user or group can read.
     """
 
     host: str
@@ -94,7 +93,7 @@ class HubAddress:
     token: str
 
     def publish(self, run: RunDirectory, launch_id: str) -> None:
-        path = _hub_file(run, launch_id)
+        path = _address_file(run, launch_id)
         temporary = path.with_suffix(".new")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o660 if _for_group(run) else 0o600)
         with os.fdopen(descriptor, "w") as file:
@@ -104,19 +103,19 @@ class HubAddress:
         temporary.replace(path)
 
     @classmethod
-    def find(cls, run: RunDirectory, launch_id: str) -> HubAddress | None:
-        """None where the hub has not published it yet."""
-        # listed, not looked up: a network file system remembers for long that a name was not there
-        path = _hub_file(run, launch_id)
+    def find(cls, run: RunDirectory, launch_id: str) -> ServerAddress | None:
+        """Returns the address, or None if the server has not published it yet."""
+        # list the directory: a network file system caches for long that a name does not exist
+        path = _address_file(run, launch_id)
         return cls(**read_json(path)) if path in set(run.attempts.glob("hub-*.json")) else None
 
 
 def withdraw(run: RunDirectory, launch_id: str) -> None:
-    """The hub of a launch takes nobody in any more."""
-    _hub_file(run, launch_id).unlink(missing_ok=True)
+    """Removes the published address of a launch's server."""
+    _address_file(run, launch_id).unlink(missing_ok=True)
 
 
-def _hub_file(run: RunDirectory, launch_id: str) -> Path:
+def _address_file(run: RunDirectory, launch_id: str) -> Path:
     return run.attempts / f"hub-{launch_id}.json"
 
 

@@ -1,8 +1,6 @@
-"""The store of an attempt: a small process beside the hub's agent, so that it outlives any single worker.
+"""The key-value store of an attempt, through which the ranks rendezvous, in a process that outlives any single worker.
 
-The ranks meet there. Each attempt has its own, on a port of its own that was bound before anybody heard of it.
-
-The server of torch's key-value store, in a process of its own.
+Each attempt has its own store, on its own port, which is bound before it is published.
 """
 
 from __future__ import annotations
@@ -25,17 +23,18 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 
-PATIENCE_S = 5.0  # with a warm parent that dies
+PATIENCE_S = 5.0  # retries while the warm parent dies
 
 
 class Stores:
-    """Of the attempts of a job, one at a time.
+    """Runs the stores of a job's attempts, one at a time.
 
-    The hub ``offer``s the listening socket of an attempt; the agent beside it ``serve``s there. Forking waits for the
-    imports of the warm parent, and the hub must never wait.
+    The rendezvous server ``offer``s the listening socket of an attempt, and its agent calls ``serve``: forking waits
+    for the
+    imports of the warm parent, and the server must never wait.
 
     Args:
-        entry: what serves, as "module:function"; it returns an object that serves as long as it lives.
+        entry: the store's entry point, as "module:function"; it returns an object that serves as long as it lives.
     """
 
     def __init__(self, entry: str) -> None:
@@ -48,14 +47,14 @@ class Stores:
         self._offered[attempt] = listener
 
     def serve(self, attempt: int) -> None:
-        """Starts the store of ``attempt``; that of the one before is ended."""
+        """Starts the store of ``attempt`` and stops the previous one."""
         self.stop()
         with self._offered.pop(attempt) as listener:
             self._process = self._fork(listener)
         self._lost_at_start = self._process is None
 
     def _fork(self, listener: socket.socket) -> BaseProcess | None:
-        """None where the warm parent ends again and again. One that dies is not seen as dead at once."""
+        """Returns the store's process; None if the warm parent dies repeatedly. Its death is not visible at once."""
         until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
             try:
@@ -66,11 +65,11 @@ class Stores:
 
     @property
     def lost(self) -> bool:
-        """Whether the store was killed, or never began."""
+        """Whether the store was killed or failed to start."""
         return self._lost_at_start or (self._process is not None and self._process.exitcode is not None)
 
     @property
-    def went_with_warm_parent(self) -> bool:
+    def warm_parent_died(self) -> bool:
         return self._process is not None and died_with_warm_parent(self._process.exitcode)
 
     def stop(self) -> None:
@@ -82,7 +81,7 @@ class Stores:
 
 
 def _main(warm_parent_pid: int, listener: socket.socket, entry: str) -> None:
-    """Signals stay blocked as they are in the warm parent: a Ctrl-C is the agent's to judge."""
+    """Runs the store. Signals stay blocked as in the warm parent, because the agent handles a Ctrl-C."""
     die_with_warm_parent(warm_parent_pid)
     module, function = entry.split(":")
     kept = getattr(importlib.import_module(module), function)(listener)
@@ -91,8 +90,8 @@ def _main(warm_parent_pid: int, listener: socket.socket, entry: str) -> None:
 
 
 def serve(listener: socket.socket) -> TCPStore:
-    """Serves on the listening socket ``listener`` as long as the returned object lives."""
-    from torch.distributed import TCPStore  # the agent, which imports this module, does without torch
+    """Serves on ``listener`` as long as the returned object lives."""
+    from torch.distributed import TCPStore  # the agent imports this module and must not import torch
 
     port = listener.getsockname()[1]
     return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -1,12 +1,10 @@
-"""The shell around a worker: what happens in a forked child before and after training.
+"""The process of a worker: the warm parent that forks it, and the wrapper around its entry point.
 
-The child dies with the agent, writes its output into the agent's pipe, turns signals into a flag, calls the entry
-(``hpc_train.train.worker:train``), and reports how that ended.
-
-The warm parent: a process that has imported torch and done nothing else, from which workers are forked.
-
-It is the standard library's forkserver. A worker forked from it starts in milliseconds instead of seconds. It must run
-no tensor operation: torch hangs in children of a parent that ever ran a parallel one.
+The warm parent is the standard library's forkserver with torch imported, so that a worker starts in milliseconds
+instead
+of seconds. It must run no tensor operation: torch hangs in children of a parent that ever ran a parallel one. A worker
+dies with the agent, writes into the agent's pipe, turns signals into a flag, calls its entry point
+(``hpc_train.train.worker:train``) and reports the outcome.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from hpc_train.run.processes import die_with_parent, process_state
 from hpc_train.run.requests import StopFlag
 
 Entry = Callable[[WorkerSpec, StopFlag], Exit]
-SHOW_STACKS = signal.SIGQUIT  # as a JVM does: the stacks of all threads, and on with the work
+SHOW_STACKS = signal.SIGQUIT  # as a JVM does: print the stacks of all threads and continue
 REPORTS = {Exit.DONE: "finished", Exit.STOPPED: "stopped"}
 
 
@@ -60,19 +58,19 @@ def main(
     code = _run(entry, spec, stop, report)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # no exit handlers: after a failure they may wait for peers that are gone
+    os._exit(code)  # skip exit handlers: after a failure they may wait for peers that are gone
 
 
 def _prepare_process(spec: WorkerSpec) -> None:
-    """Environment and CPUs, before CUDA starts and before any thread or loader: they inherit both."""
+    """Sets environment and CPU affinity before CUDA, threads and loaders start, which inherit both."""
     os.environ.update(spec.environment)
     if spec.cpus is not None:
-        with contextlib.suppress(OSError):  # the job's CPUs were taken away meanwhile: it runs where it may
+        with contextlib.suppress(OSError):  # the job's CPUs were taken away meanwhile: stay unbound
             os.sched_setaffinity(0, spec.cpus)
 
 
 def _no_core_files() -> None:
-    """The core of a worker is as large as its memory, and a failing job writes one for each of them."""
+    """Disables core files: each would be as large as the worker's memory."""
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
@@ -87,7 +85,7 @@ def _redirect(output: Connection) -> None:
 
 
 def _flag_on_signals() -> StopFlag:
-    """TERM, USR1 and USR2 set the flag. A Ctrl-C or a hang-up of the terminal is the agent's to judge."""
+    """Makes TERM, USR1 and USR2 set the flag. SIGINT and SIGHUP are ignored because the agent handles them."""
     stop = StopFlag()
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda received, frame: stop.request(signal.Signals(received).name))
@@ -113,37 +111,39 @@ def _run(entry: str, spec: WorkerSpec, stop: StopFlag, report: Connection) -> Ex
 def _failure(error: BaseException) -> dict[str, Any]:
     own_frame = error.__traceback__
     below = own_frame.tb_next if own_frame else None
-    told, echo = "".join(traceback.format_exception(type(error), error, below)), False
+    text = "".join(traceback.format_exception(type(error), error, below))
+    secondary = False
     if isinstance(error, CollectiveFailure):
-        told, echo = (str(error) if error.__cause__ is None else told), error.echo
+        text = str(error) if error.__cause__ is None else text
+        secondary = error.secondary
     return {
         "kind": "failed",
         "class": classify(error),
         "message": str(error) or type(error).__name__,
-        "traceback": told,
-        "echo": echo,
+        "traceback": text,
+        "echo": secondary,
         "time": time.time(),
     }
 
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 LONGEST_SOCKET = 107  # bytes in the name of a Unix socket, unix(7)
-SOCKET_IN_TMPDIR = "/pymp-12345678/listener-12345678"  # what multiprocessing puts behind $TMPDIR
+SOCKET_IN_TMPDIR = "/pymp-12345678/listener-12345678"  # what multiprocessing appends to $TMPDIR
 LOST = 255  # multiprocessing's exit code of a process whose forkserver has died
 
-# Blocked in the warm parent and so at the birth of each worker, until the worker has its handlers: a signal to the
-# whole process group (Ctrl-C, scancel) neither kills an import nor is it lost.
+# Blocked in the warm parent, and in each worker until its handlers are installed, so that a signal to the whole
+# process group (Ctrl-C, scancel) neither kills an import nor gets lost.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def start_warm_parent(preload: Sequence[str]) -> int:
-    """Starts the warm parent with ``preload`` imported (in the background); returns its pid."""
+    """Starts the warm parent, which imports ``preload`` in the background; returns its pid."""
     FORKSERVER.set_forkserver_preload(list(preload))
     return ensure_warm_parent()
 
 
 def ensure_warm_parent() -> int:
-    """Starts it again where it was killed; returns its pid."""
+    """Restarts the warm parent if it was killed; returns its pid."""
     _keep_sockets_short()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
@@ -156,7 +156,7 @@ def ensure_warm_parent() -> int:
 
 
 def _keep_sockets_short() -> None:
-    """Sockets go under /tmp where those of $TMPDIR would have too long a name (fixed in Python 3.14).
+    """Puts sockets under /tmp if their names under $TMPDIR would be too long (fixed in Python 3.14).
 
     The workers and their loaders inherit the choice.
     """
@@ -168,9 +168,9 @@ def _keep_sockets_short() -> None:
 
 
 def died_with_warm_parent(exit_code: int | None) -> bool:
-    """Whether a process that ended with ``exit_code`` went with its warm parent.
+    """Returns whether a process that ended with ``exit_code`` died because its warm parent died.
 
-    A dying parent closes its pipes before the kernel shows it as dead, so it is looked at for a second.
+    A dying parent closes its pipes before the kernel shows it as dead, so this polls for a second.
     """
     until = time.monotonic() + 1.0
     while exit_code == LOST and time.monotonic() < until:
@@ -182,22 +182,24 @@ def died_with_warm_parent(exit_code: int | None) -> bool:
 
 
 def fork_process(target: Callable[..., None], *args: Any) -> BaseProcess:
-    """Forks a process that calls ``target(*args)``; waits for the imports of the warm parent if it must."""
+    """Forks a process that calls ``target(*args)``; waits for the imports of the warm parent if necessary."""
     process = FORKSERVER.Process(target=target, args=args, daemon=False)
     process.start()
     return process
 
 
 def die_with_warm_parent(warm_parent: int) -> None:
-    """Called first in a forked process: the kernel kills it when the warm parent dies, which dies with the agent.
+    """Makes the kernel kill this process when the warm parent dies, which dies with the agent. A forked process calls
+    it first.
 
-    The warm parent ends when nobody holds the write end of its pipe any more. Forked processes inherit that end, and
-    close it here: only the agent is to hold it.
+    The warm parent ends when no process holds the write end of its pipe. Forked processes inherit that end and close it
+    here,
+    so that only the agent holds it.
     """
     die_with_parent(warm_parent)
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
 
 
 def unblock_signals() -> None:
-    """Lets the signals in that came since the fork; called once handlers are installed."""
+    """Delivers the signals that arrived since the fork; called after the handlers are installed."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

@@ -1,6 +1,5 @@
-"""The workers of one node in one attempt, as the agent sees them: processes, their output and their reports.
-
-What became of a worker that is gone without a word: from its exit code, and from what the kernel counts.
+"""The workers of one node in one attempt, as the agent sees them: processes, output, reports, and the class of a silent
+death.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from hpc_train.elastic.decision import WorkerFailure, ended_without_report
 from hpc_train.elastic.logs import KEPT_LINES, WorkerLog
 from hpc_train.elastic.worker_process import FORKSERVER, died_with_warm_parent, fork_process, main
 from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
-from hpc_train.run.exits import Failure, in_words
+from hpc_train.run.exits import Failure, classify_message
 
 READ_BYTES = 1 << 16
 
@@ -30,7 +29,7 @@ READ_BYTES = 1 << 16
 class Worker:
     """One worker process.
 
-    ``end`` is its last report (finished, stopped or failed); ``gone`` says that its end was taken note of.
+    ``end`` is its last report (finished, stopped or failed); ``gone`` is set once its exit was processed.
     """
 
     rank: int
@@ -39,15 +38,15 @@ class Worker:
     reports: Connection
     block: SharedBlock
     ready: bool = False
-    told_to_stop: bool = False
+    stop_forwarded: bool = False
     ended_by_agent: bool = False
     end: dict[str, Any] | None = None
     gone: bool = False
-    step: int = 0  # that it had done when it ended
+    step: int = 0  # steps completed when it ended
 
     @property
     def pid(self) -> int:
-        assert self.process.pid is not None, "it was started"
+        assert self.process.pid is not None, "the process was started"
         return self.process.pid
 
     def signal(self, number: signal.Signals) -> None:
@@ -57,7 +56,7 @@ class Worker:
 
 
 class Workers:
-    """Starts workers, empties their pipes, and tells how they ended."""
+    """Starts workers, drains their pipes and records how they ended."""
 
     def __init__(self, log: WorkerLog) -> None:
         self._log = log
@@ -74,7 +73,7 @@ class Workers:
 
     @property
     def failures(self) -> Sequence[WorkerFailure]:
-        """How workers failed so far; not those that the agent ended itself."""
+        """The failures of workers so far, except of those that the agent ended itself."""
         return list(self._failures.values())
 
     def start(self, warm_parent_pid: int, spec: WorkerSpec, entry: str) -> None:
@@ -88,26 +87,25 @@ class Workers:
         self._workers.append(Worker(spec.rank, process, output, reports, block))
 
     def wait(self, timeout: float) -> None:
-        """Waits for output, a report or an end, for ``timeout`` seconds at most, and takes note of all of them."""
+        """Waits at most ``timeout`` seconds for output, reports or exits, and processes them."""
         running = self.alive
         waited: list[Any] = [worker.process.sentinel for worker in running]
         waited += [pipe for worker in running for pipe in (worker.output, worker.reports) if not pipe.closed]
         wait(waited, timeout)
         for worker in running:
-            ended = (
-                worker.process.exitcode is not None
-            )  # asked before the pipes are emptied: nothing comes after the end
+            # checked before the pipes are drained, since nothing arrives after the exit
+            ended = worker.process.exitcode is not None
             self._read_output(worker)
             self._read_reports(worker)
             if ended:
                 self._note_end(worker)
 
     def fail(self, failure: WorkerFailure) -> None:
-        """A failure that a worker cannot tell of itself."""
+        """Records a failure that a worker cannot report itself."""
         self._failures[failure.rank] = failure
 
     def kill(self) -> None:
-        """Kills what is alive and waits until it is gone."""
+        """Kills the live workers and waits until they are gone."""
         for worker in self.alive:
             worker.ended_by_agent = True
             worker.signal(signal.SIGKILL)
@@ -153,23 +151,23 @@ class Workers:
 
 
 def _reported(rank: int, report: dict[str, Any]) -> WorkerFailure:
-    told = report["message"], report["traceback"], report["time"]
-    return WorkerFailure(rank, Failure(report["class"]), *told, waits=report.get("echo", False))
+    fields = report["message"], report["traceback"], report["time"]
+    return WorkerFailure(rank, Failure(report["class"]), *fields, waits=report.get("echo", False))
 
 
 SHARED_MEMORY = Path("/dev/shm")
-FULL = 0.01  # of it is left
+FULL = 0.01  # free share below which it counts as full
 
 
 def class_of_end(
     exit_code: int, killed: OomKills, with_warm_parent: bool = False, output: Sequence[str] = ()
 ) -> tuple[Failure, str]:
-    """The class and one line.
+    """Returns the class of a worker's silent death and a one-line message.
 
     Args:
         exit_code: negative for a signal.
-        with_warm_parent: it was killed because its warm parent ended.
-        killed: processes that the kernel has killed for memory while the worker ran.
+        with_warm_parent: the worker was killed because its warm parent ended.
+        killed: processes that the kernel killed for memory while the worker ran.
         output: the last lines that it printed.
     """
     if with_warm_parent:
@@ -182,20 +180,25 @@ def class_of_end(
     if exit_code == -signal.SIGABRT:
         return _aborted(name, output)
     if exit_code == -signal.SIGBUS and _is_full(SHARED_MEMORY):
-        return Failure.DISK_FULL, f"{name}: {SHARED_MEMORY} is full (batch.loader_workers=0 does without it)"
+        return Failure.DISK_FULL, f"{name}: {SHARED_MEMORY} is full (batch.loader_workers=0 does not use it)"
     return Failure.KILLED, name
 
 
 def _killed(name: str, killed: OomKills) -> tuple[Failure, str]:
     if killed.group > 0:
-        return Failure.OUT_OF_MEMORY, f"{name}: out of host memory, as the kernel counts (--mem, or a container's)"
-    return Failure.KILLED, name + (" (the kernel killed for memory on this node)" if killed.node > 0 else "")
+        return (
+            Failure.OUT_OF_MEMORY,
+            f"{name}: out of host memory according to the kernel (limit of --mem or of a container)",
+        )
+    return Failure.KILLED, name + (" (the kernel killed a process for memory on this node)" if killed.node > 0 else "")
 
 
 def _aborted(name: str, output: Sequence[str]) -> tuple[Failure, str]:
-    """The watchdog thread of NCCL prints an error of the rank's GPU and aborts the process."""
+    """Classifies an abort by its output: NCCL's watchdog thread prints an error of the rank's GPU and aborts the
+    process.
+    """
     for line in output:
-        failure = in_words(line)
+        failure = classify_message(line)
         if failure in (Failure.DEVICE, Failure.KERNEL):
             return failure, f"{name}: {line.strip()}"
     return Failure.KILLED, name

@@ -242,9 +242,9 @@ class Avoided:
 def avoided(run: RunDirectory, exclude_hours: float) -> list[Avoided]:
     """In the order of their names; ``exclude_hours`` is that of the run's config."""
     failures, found = NodeFailures(run, exclude_hours * 3600), []
-    lately = failures.lately()
-    for node in sorted(failures.too_often()):
-        own = [line for line in lately if line["node"] == node]
+    recent = failures.recent()
+    for node in sorted(failures.failing_nodes()):
+        own = [line for line in recent if line["node"] == node]
         times = sorted(line["time"] for line in own for _ in range(line.get("times", 1)))
         found.append(Avoided(node, tuple(line["class"] for line in own), times[-TOO_OFTEN] + exclude_hours * 3600))
     return found

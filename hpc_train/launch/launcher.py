@@ -25,7 +25,7 @@ from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.monitor import hand_over, report, wait
 from hpc_train.launch.submission import JobQueue, prepare
-from hpc_train.run.code import take
+from hpc_train.run.code import snapshot_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import check_freeze, freeze
@@ -68,7 +68,7 @@ class HpcTrainLauncher(Launcher):
         for line in submitter.check(jobs):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         submitter.confirm(jobs, console)
-        code = take([job.config for job in jobs], self._sweep / "code")
+        code = snapshot_code([job.config for job in jobs], self._sweep / "code")
         for job in _followed(jobs, "writing run directories", console):
             freeze(job.config, job.run, claim=True, code=code)  # those that wait for their turn are this process's
         queue = JobQueue(jobs, submitter, self._sweep, console)

@@ -1,10 +1,10 @@
-"""What an agent tells a worker: who it is in which attempt of which run.
+"""The interface between an agent and its workers: the worker's specification, and shared memory with heartbeat and
+answers.
 
-What a worker tells its agent while it works, through memory that both share: no lock, no system call, no file.
-
-The memory is anonymous (memfd) and goes with the two processes, however they end. Its first page holds the heartbeat;
-behind it come what the agent asks for when a worker hangs: its collectives, and its stacks, which faulthandler writes
-even where the interpreter's lock is held for ever.
+The shared memory is anonymous (memfd), is accessed without locks, system calls or files, and disappears with the two
+processes. Its first page holds the heartbeat. After it come the answers of a worker that hangs: its collectives, and
+its
+stacks, which faulthandler writes even if the interpreter lock is held forever.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from hpc_train.plan.layout import Layout
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """One worker of one attempt. ``layout`` is the effective one, derived by the agent of node 0.
+    """One worker of one attempt. ``layout`` is the effective layout, derived by the agent of node 0.
 
-    ``environment`` and ``cpus`` are applied as soon as the worker is forked; ``cpus`` None leaves it unbound.
+    ``environment`` and ``cpus`` are applied right after the fork; with ``cpus`` None the worker is not bound.
     """
 
     run_dir: str
@@ -40,28 +40,28 @@ class WorkerSpec:
     layout: Layout
     master_address: str
     master_port: int
-    gpus_per_node: int  # 0: this attempt runs on the CPU with gloo
+    gpus_per_node: int  # 0: the attempt runs on CPUs with gloo
     threads: int  # intra-op CPU threads
-    cuda_device: int = 0  # among those that the worker sees
+    cuda_device: int = 0  # index among the devices that the worker sees
     environment: dict[str, str] = field(default_factory=dict)
     cpus: tuple[int, ...] | None = None
     stop_grace_s: float = 60.0  # from a stop request until the agent kills this worker
-    heartbeat: int | None = None  # in the worker: the open file of its heartbeat
+    heartbeat: int | None = None  # in the worker: the file descriptor of its shared memory
 
 
 PAGE = 4096
 ANSWER_BYTES = 16 << 20
-STACKS_AT = PAGE + ANSWER_BYTES  # sparse: what is never written takes no memory
-_BEAT = struct.Struct("@qqdqd")  # step, phase, since, step of the arrival, arrival
-_QUESTION = struct.Struct("@qqq")  # number of the last question, written by the agent; length and number of the answer
+STACKS_AT = PAGE + ANSWER_BYTES  # sparse: pages that are never written take no memory
+_BEAT = struct.Struct("@qqdqd")  # step, phase, since, arrived_step, arrived
+_QUESTION = struct.Struct("@qqq")  # number of the newest question (agent); length and number of the answer (worker)
 _QUESTION_AT = 512
 
 
 class Phase(IntEnum):
-    """What a worker is at."""
+    """The phase of work that a worker is in."""
 
-    STARTING = 0  # imports, joins, builds, restores
-    FIRST_STEP = 1  # of the attempt: may compile
+    STARTING = 0  # imports, rendezvous, model construction, restore
+    FIRST_STEP = 1  # first step of the attempt, which may compile
     STEP = 2
     EVALUATION = 3
     CHECKPOINT = 4
@@ -73,10 +73,10 @@ class Beat:
     """The state of a worker. Times are on the monotonic clock, which all processes of a node share.
 
     Attributes:
-        step: steps that were done when it entered ``phase``.
-        since: when it entered it.
+        step: steps completed when the worker entered ``phase``.
+        since: the time when it entered ``phase``.
         arrived_step: the step before which it last posted its message to the other ranks (``train/control.py``).
-        arrived: when it posted it; 0 before the first.
+        arrived: the time when it posted that message; 0 before the first.
     """
 
     step: int
@@ -87,7 +87,7 @@ class Beat:
 
 
 class Heartbeat:
-    """The worker's side. Without a block nobody watches, and nothing is told."""
+    """Worker side of the heartbeat; a no-op without a shared block."""
 
     def __init__(self, block: SharedBlock | None = None) -> None:
         self._memory: Any = bytearray(PAGE) if block is None else block.page
@@ -95,26 +95,26 @@ class Heartbeat:
 
     @classmethod
     def of(cls, descriptor: int | None) -> Heartbeat:
-        """Of the block that the agent has handed over as an open file."""
+        """Creates the heartbeat on the block that the agent passed as a file descriptor."""
         return cls(None if descriptor is None else SharedBlock(descriptor))
 
     def enter(self, phase: Phase, step: int) -> None:
         struct.pack_into("@qqd", self._memory, 0, step, phase, time.monotonic())
 
     def arrive(self, step: int) -> None:
-        """This rank's message before ``step`` is posted."""
+        """Records that this rank has posted its message before ``step``."""
         struct.pack_into("@qd", self._memory, 24, step, time.monotonic())
 
     @contextmanager
     def during(self, phase: Phase, step: int) -> Iterator[None]:
-        """Inside the ``with`` block the worker is in ``phase``, and in a step afterwards."""
+        """The worker is in ``phase`` inside the ``with`` block, and in a step afterwards."""
         self.enter(phase, step)
         yield
         self.enter(Phase.STEP, step)
 
 
 class SharedBlock:
-    """The memory, as an open file. It can be sent to a process that is being started."""
+    """The shared memory as an open file, which can be sent to a process that is being started."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -134,7 +134,7 @@ class SharedBlock:
         os.close(self.descriptor)
 
     def beat(self) -> Beat:
-        """Read until two looks agree: the worker may be writing."""
+        """Reads the heartbeat until two reads agree, because the worker may be writing."""
         before = self.page[: _BEAT.size]
         while (now := self.page[: _BEAT.size]) != before:
             before = now
@@ -153,24 +153,26 @@ class SharedBlock:
         return number > answered
 
     def answer(self, text: bytes) -> None:
-        """The worker's answer to the last question; one that is too long is left empty."""
+        """Writes the worker's answer to the newest question; an answer that is too long is left empty."""
         text = text if len(text) <= ANSWER_BYTES else b""
         number = _QUESTION.unpack_from(self.page, _QUESTION_AT)[0]
         os.pwrite(self.descriptor, text, PAGE)
         struct.pack_into("@qq", self.page, _QUESTION_AT + 8, len(text), number)
 
     def answer_to(self, number: int) -> bytes | None:
-        """None until it has come."""
+        """Returns the answer to question ``number``; None while it is missing."""
         _, length, answered = _QUESTION.unpack_from(self.page, _QUESTION_AT)
         return os.pread(self.descriptor, length, PAGE) if answered >= number else None
 
-    def forget_stacks(self) -> None:
-        """The next stacks are written at the beginning: agent and worker share the file's position."""
+    def clear_stacks(self) -> None:
+        """Truncates the stacks, so that the next ones start at the beginning; agent and worker share the file's
+        position.
+        """
         os.ftruncate(self.descriptor, STACKS_AT)
         os.lseek(self.descriptor, STACKS_AT, os.SEEK_SET)
 
     def stacks(self) -> str:
-        """What faulthandler has written so far."""
+        """Returns what faulthandler has written so far."""
         size = os.fstat(self.descriptor).st_size - STACKS_AT
         return os.pread(self.descriptor, size, STACKS_AT).decode(errors="replace")
 

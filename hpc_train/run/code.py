@@ -1,15 +1,12 @@
-"""Frozen code: a copy of the user's git work tree, taken when a run is frozen, from which its agents and workers start.
+"""Frozen code: a copy of the user's git work tree, taken when a run is frozen, from which agents and workers start.
 
-The copy holds what git tracks and what it does not ignore, without files that hold secrets. It keeps the modes of the
-work tree, so a file that only its owner may read stays private (``run.group`` lets the group read it). A copy is named
-by its content: the runs of a sweep share one, and an unchanged tree is copied once. Outside of a work tree nothing is
-copied, and modules are found as Python finds them.
+The copy holds all files that git tracks or does not ignore, except files that hold secrets, with the modes of the work
+tree (``run.group`` lets the group read them). Copies are named by their content, so the runs of a sweep share one and
+an
+unchanged tree is copied once. Outside a work tree nothing is copied.
 
-The code that a run was frozen with, and how processes of the run come to import it and nothing newer.
-
-A run whose code was copied (``config/snapshot.py``) names the copy in ``run.json``. Its directories stand first on
-``sys.path`` of agents and workers, and PYTHONSAFEPATH keeps the current directory off it; what was imported from the
-work tree all the same is noticed.
+Agents and workers import from the copy that ``run.json`` names: its directories come first on ``sys.path`` and
+PYTHONSAFEPATH keeps the current directory off it. Modules that were still imported from the work tree are detected.
 """
 
 from __future__ import annotations
@@ -36,21 +33,21 @@ from hpc_train.run.directory import RunDirectory
 
 LIMIT_BYTES = 50 * 2**20
 LISTED = 8  # files and folders named in a refusal
-NAME_LENGTH = 16  # of 64 hexadecimal digits
+NAME_LENGTH = 16  # hexadecimal digits of the SHA-256
 
 
-def take(configs: Sequence[Config], into: Path, directory: Path | None = None) -> FrozenCode | None:
-    """Copies the work tree of ``directory`` (the current one unless told) to ``into/<hash>``, for all of ``configs``.
+def snapshot_code(configs: Sequence[Config], into: Path, directory: Path | None = None) -> FrozenCode | None:
+    """Copies the work tree of ``directory`` (default: the current one) to ``into/<hash>``, for all of ``configs``.
 
-    Says on standard error which files it leaves out because their names say that they hold secrets.
+    Prints to standard error which files are left out because their names indicate secrets.
 
     Returns:
-        None where ``directory`` is in no work tree, git is absent, or ``run.snapshot`` is off.
+        None if ``directory`` is in no work tree, git is absent, or ``run.snapshot`` is off.
 
     Raises:
-        UserError: more than 50 MB would be copied, or a ``_target_`` would be left behind. Nothing was written.
+        UserError: the copy would exceed 50 MB, or a ``_target_`` would not be in it. Nothing was written.
     """
-    config = configs[0]  # run.* are one value for all jobs of a sweep
+    config = configs[0]  # run.* is the same for all jobs of a sweep
     here = Path(os.path.realpath(directory or Path.cwd()))
     root = _work_tree(here) if config.run.snapshot else None
     if root is None:
@@ -63,7 +60,7 @@ def take(configs: Sequence[Config], into: Path, directory: Path | None = None) -
     rows = [name for each in configs for name in (each.strategy.schedule, each.strategy.data_parallel) if ":" in name]
     for target in {*rows, *(owner._target_ for owner in owners)}:
         _check_target(target, root, names)
-    contents = {name: _read(root / name) for name in names}
+    contents = {name: _file_content(root / name) for name in names}
     modes = _modes(root, names)
     digest = _digest(contents, modes)
     snapshot = into / digest
@@ -73,9 +70,9 @@ def take(configs: Sequence[Config], into: Path, directory: Path | None = None) -
     changed = _changed(root) if commit else []
     diff = _write_diff(root, changed, into / f"{digest}.patch")
     if secrets := sorted(filter(is_secret_file, {*listed, *changed})):
-        print(_left_out(secrets), file=sys.stderr)
+        print(_secrets_note(secrets), file=sys.stderr)
     code = FrozenCode(str(root), str(snapshot), (), commit, diff)
-    copies = [code.counterpart(path) for path in _import_paths(here, root)]
+    copies = [code.copied_path(path) for path in _import_paths(here, root)]
     return replace(code, paths=tuple(dict.fromkeys(str(copy) for copy in copies if copy is not None)))
 
 
@@ -85,7 +82,7 @@ def _work_tree(directory: Path) -> Path | None:
 
 
 def _listed(root: Path) -> Iterator[str]:
-    """Files of the work tree that are tracked or not ignored, those of submodules included, relative to ``root``."""
+    """Yields the files that are tracked or not ignored, including those of submodules, relative to ``root``."""
 
     @cache
     def is_below_link(directory: Path) -> bool:
@@ -94,7 +91,7 @@ def _listed(root: Path) -> Iterator[str]:
     for name in _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0"):
         path = root / name
         if not name or not os.path.lexists(path) or is_below_link(path.parent):
-            continue  # tracked and deleted, or its directory has been replaced by a link, which is listed itself
+            continue  # tracked but deleted, or its directory was replaced by a link, which is listed itself
         if path.is_dir() and not path.is_symlink():
             yield from (f"{name.rstrip('/')}/{inner}" for inner in _listed(path) if (path / ".git").exists())
         else:
@@ -113,19 +110,19 @@ def _check_size(root: Path, names: Iterable[str]) -> None:
     largest = sorted(groups.items(), key=lambda item: -item[1])[:LISTED]
     listed = ", ".join(f"{name} ({size / 2**20:.1f} MB)" for name, size in largest)
     raise UserError(
-        f"the snapshot of {root} would have {total / 2**20:.0f} MB, and at most {LIMIT_BYTES // 2**20} are copied; "
-        f"the largest: {listed}",
+        f"the snapshot of {root} would have {total / 2**20:.0f} MB, and the limit is {LIMIT_BYTES // 2**20} MB; "
+        f"the largest entries are {listed}",
         where="the git work tree of the current directory",
-        fix="name what is not code in .gitignore, or run.snapshot=false to train from the work tree as it will be",
+        fix="add files that are not code to .gitignore, or set run.snapshot=false to train from the live work tree",
     )
 
 
-def _read(path: Path) -> bytes:
+def _file_content(path: Path) -> bytes:
     return os.fsencode(path.readlink()) if path.is_symlink() else path.read_bytes()
 
 
 def _modes(root: Path, names: Iterable[str]) -> dict[str, int]:
-    """Type and permissions of the files, and of the directories below ``root`` that hold them, the outer ones first."""
+    """Returns type and permissions of the files and of the directories that contain them, outer directories first."""
     directories = {str(parent) for name in names for parent in PurePath(name).parents}
     return {name: (root / name).lstat().st_mode for name in [*sorted(directories), *names]}
 
@@ -139,9 +136,9 @@ def _digest(contents: dict[str, bytes], modes: dict[str, int]) -> str:
 
 
 def _write(contents: dict[str, bytes], modes: dict[str, int], snapshot: Path) -> None:
-    """There at once or not at all: jobs of another submission may be looking."""
+    """Writes the snapshot atomically, because jobs of another submission may be reading."""
     snapshot.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=".", dir=snapshot.parent))  # nobody else can look in yet
+    partial = Path(tempfile.mkdtemp(prefix=".", dir=snapshot.parent))  # not readable by others yet
     try:
         for name, mode in modes.items():
             _write_one(partial / name, mode, contents.get(name, b""))
@@ -149,7 +146,7 @@ def _write(contents: dict[str, bytes], modes: dict[str, int], snapshot: Path) ->
         partial.rename(snapshot)
     except OSError:
         shutil.rmtree(partial)
-        if not snapshot.is_dir():  # else another submission was faster with the same content
+        if not snapshot.is_dir():  # otherwise another submission wrote the same content first
             raise
 
 
@@ -165,38 +162,38 @@ def _write_one(target: Path, mode: int, content: bytes) -> None:
 
 
 def _changed(root: Path) -> list[str]:
-    """Files that differ from the commit, those included that are gone from the work tree or from git's index."""
+    """Returns the files that differ from the commit, including those removed from the work tree or from git's index."""
     return list(filter(None, _git(root, "diff", "--name-only", "--no-renames", "-z", "HEAD").split("\0")))
 
 
 def _write_diff(root: Path, changed: Sequence[str], path: Path) -> str | None:
-    """``changed`` names all files that differ; those that hold secrets are left out."""
+    """Writes the diff to the commit; ``changed`` names all files that differ, and those with secrets are left out."""
     without = [f":(top,exclude,literal){name}" for name in changed if is_secret_file(name)]
     text = _git(root, "diff", "--binary", "--no-renames", "HEAD", "--", ".", *without) if changed else ""
     if not text:
         return None
-    path.touch(mode=0o600)  # it may hold lines of files that only their owner may read
+    path.touch(mode=0o600)  # it may contain lines of files that only their owner may read
     path.write_text(text, encoding="utf-8", errors="surrogateescape")
     return str(path)
 
 
-def _left_out(secrets: Sequence[str]) -> str:
+def _secrets_note(secrets: Sequence[str]) -> str:
     more = f" and {len(secrets) - LISTED} more" if len(secrets) > LISTED else ""
     return (
-        "note: the copy of the code leaves out files whose names say that they hold secrets: "
+        "note: files whose names indicate secrets are left out of the code snapshot: "
         f"{', '.join(secrets[:LISTED])}{more}. Workers inherit the environment of the submission; "
         "run.snapshot=false starts them from the work tree itself"
     )
 
 
 def _import_paths(here: Path, root: Path) -> list[Path]:
-    """Directories from which this process imports, as far as they lie in the work tree; the current one first."""
+    """Returns the directories inside the work tree from which this process imports, the current directory first."""
     found = [here, *(Path(os.path.realpath(entry or here)) for entry in sys.path), root]
     return [path for path in found if path.is_relative_to(root) and path.is_dir()]
 
 
 def _check_target(target: str, root: Path, names: Collection[str]) -> None:
-    """Raises UserError where the user's module is found in the work tree now and will not be in the snapshot."""
+    """Raises UserError if the user's module is in the work tree but would be missing from the snapshot."""
     try:
         spec = importlib.util.find_spec(re.split(r"[.:]", target)[0])
     except (ImportError, ValueError):
@@ -207,14 +204,14 @@ def _check_target(target: str, root: Path, names: Collection[str]) -> None:
     inside = str(Path(origin).relative_to(root))
     if not any(name == inside or name.startswith(f"{inside}/") for name in names):
         raise UserError(
-            f"{origin} is ignored by git, so it would not be in the snapshot of the code that workers start from",
+            f"{origin} is ignored by git, so it would be missing from the code snapshot that workers start from",
             where="_target_",
-            fix="take it out of .gitignore, or run.snapshot=false to train from the work tree as it will be",
+            fix="remove it from .gitignore, or set run.snapshot=false to train from the live work tree",
         )
 
 
 def _git(directory: Path, *arguments: str) -> str:
-    """What git prints; empty where it fails, is absent, or knows no repository here."""
+    """Returns git's output; "" if git fails, is absent, or finds no repository."""
     try:
         done = subprocess.run(["git", "-C", str(directory), *arguments], capture_output=True, timeout=120, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -224,14 +221,14 @@ def _git(directory: Path, *arguments: str) -> str:
 
 @dataclass(frozen=True)
 class FrozenCode:
-    """A snapshot and where it comes from, as ``run.json`` holds it.
+    """A snapshot and its origin, as recorded in ``run.json``.
 
     Attributes:
         work_tree: the root of the user's git work tree.
-        snapshot: the copy of it.
-        paths: directories of the copy that stand first on ``sys.path``: the copies of those that stood there.
-        commit: None in a repository without one.
-        diff: a file with the difference of tracked files to the commit; None where there is none.
+        snapshot: the copy of the work tree.
+        paths: directories of the copy that come first on ``sys.path``, the copies of those that were on it.
+        commit: None in a repository without commits.
+        diff: a file with the diff of tracked files to the commit; None without changes.
     """
 
     work_tree: str
@@ -240,8 +237,8 @@ class FrozenCode:
     commit: str | None
     diff: str | None
 
-    def counterpart(self, path: str | Path) -> Path | None:
-        """Where the snapshot holds a file or directory of the work tree; None for what it does not hold."""
+    def copied_path(self, path: str | Path) -> Path | None:
+        """Returns the copy of a file or directory of the work tree; None if the snapshot does not hold it."""
         try:
             inside = Path(os.path.realpath(path)).relative_to(self.work_tree)
         except ValueError:
@@ -250,43 +247,43 @@ class FrozenCode:
         return copied if copied.exists() else None
 
     def search_path(self, entries: Iterable[str]) -> list[str]:
-        """``entries`` of a search path with the snapshot first and its directories instead of the work tree's."""
-        others = [str(self.counterpart(entry) or entry) for entry in entries if entry]
+        """Returns a search path with the snapshot first and work-tree directories replaced by their copies."""
+        others = [str(self.copied_path(entry) or entry) for entry in entries if entry]
         return list(dict.fromkeys([*self.paths, *others]))
 
     def environment(self, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """The variables with which a Python process starts from the snapshot."""
+        """Returns the variables that make a Python process start from the snapshot."""
         before = environment.get("PYTHONPATH", "").split(os.pathsep)
         return {"PYTHONPATH": os.pathsep.join(self.search_path(before)), "PYTHONSAFEPATH": "1"}
 
-    def live(self, files: Iterable[str]) -> list[str]:
-        """Those of ``files`` that belong to the work tree although the snapshot holds them."""
-        return [file for file in files if self.counterpart(file) is not None]
+    def from_work_tree(self, files: Iterable[str]) -> list[str]:
+        """Returns those of ``files`` that lie in the work tree although the snapshot holds a copy."""
+        return [file for file in files if self.copied_path(file) is not None]
 
 
 def frozen_code(run: RunDirectory) -> FrozenCode | None:
-    """The code of ``run``; None where none was copied."""
+    """Returns the frozen code of ``run``; None if none was copied."""
     value: dict[str, Any] | None = run.record().get("snapshot")
     return FrozenCode(**value | {"paths": tuple(value["paths"])}) if value else None
 
 
-def use(code: FrozenCode | None) -> None:
-    """Lets what is imported from here on, in this process and in those that it starts, come from the snapshot."""
+def use_frozen_code(code: FrozenCode | None) -> None:
+    """Makes all further imports, in this process and in its children, come from the snapshot."""
     if code is not None:
         os.environ.update(code.environment())
         sys.path[:] = code.search_path(sys.path)
 
 
-def start_again_from(run: RunDirectory) -> None:
+def reexec_from_snapshot(run: RunDirectory) -> None:
     """Replaces this process by one with the same command line that imports hpc_train from the run's snapshot.
 
-    Does nothing where that is so already, or where hpc_train is no part of the snapshot.
+    Does nothing if it already does, or if hpc_train is not part of the snapshot.
 
     Raises:
         RuntimeError: a process that was started to import from the snapshot imports from elsewhere.
     """
     code = frozen_code(run)
-    if code is None or not code.live([__file__]):
+    if code is None or not code.from_work_tree([__file__]):
         return
     variables = code.environment()
     if all(os.environ.get(name) == value for name, value in variables.items()):
@@ -297,15 +294,15 @@ def start_again_from(run: RunDirectory) -> None:
 
 
 def check_imports(run: RunDirectory) -> None:
-    """Raises RuntimeError where a module of this process came from the user's work tree and not from the snapshot."""
+    """Raises RuntimeError if a module of this process came from the user's work tree instead of the snapshot."""
     code = frozen_code(run)
     if code is None:
         return
-    # by text first: to resolve the links of thousands of files would cost as many questions to a network file system
+    # compare text first: resolving the links of thousands of files is slow on a network file system
     files = [str(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())]
-    live = code.live([__file__, *(file for file in files if file.startswith(code.work_tree + os.sep))])
+    live = code.from_work_tree([__file__, *(file for file in files if file.startswith(code.work_tree + os.sep))])
     if live:
         raise RuntimeError(
-            f"imported from the work tree, which may have changed, instead of the snapshot {code.snapshot}: "
+            f"modules were imported from the work tree, which may have changed, not from the snapshot {code.snapshot}: "
             + ", ".join(sorted(set(live))[:8])
         )

@@ -1,18 +1,18 @@
 """The run directory: the one interface between submitter, agents, workers, commands and notebooks.
 
-config.yaml                  the frozen config in force; earlier ones as config-NNN.yaml
-job.sh                       the rest of a batch script by hand, which sources it
+config.yaml                  the current frozen config; earlier ones are config-NNN.yaml
+job.sh                       commands that a batch script written by hand sources
 run.json                     run id, config hash, code version, W&B id, every submission
 metrics/attempt-NNN.jsonl    one object per logged step
-events/<writer>-NNN.jsonl    what happened, one file per writing process and attempt
+events/<writer>-NNN.jsonl    the event log, one file per writing process and attempt
 checkpoints/step-00000100/   committed by rename
 logs/<node>-NNN.log          the workers' output
-pp_split.json                what each block costs and the layers of each stage (strategy.pp_split=flops|measured)
-attempts/NNN.json            address, port and layout of an attempt; its presence claims the number
-fabric.json                  what the nodes of the newest attempt are made of, and the environment that follows
-profile/                     traces of chosen steps and ranks, and what the steps are made of (telemetry.profile)
-.turns/                      who holds the run, and who changes run.json (see turns.py)
-code/HASH/                   the user's code as it was frozen; the runs of a sweep share one in the sweep's directory
+pp_split.json                cost of each block and the layers of each stage (strategy.pp_split=flops|measured)
+attempts/NNN.json            address, port and layout of an attempt; creating the file claims the number
+fabric.json                  hardware of the nodes of the newest attempt and the resulting environment
+profile/                     traces of chosen steps and ranks, and the time breakdown of a step (telemetry.profile)
+.turns/                      file locks: the run's lease and the lock on run.json (see file_lock.py)
+code/HASH/                   the frozen copy of the user's code; the runs of a sweep share one in the sweep's directory
 wandb/
 """
 
@@ -85,41 +85,41 @@ class RunDirectory:
         return self.path / "fabric.json"
 
     def create(self) -> None:
-        """Makes the directory and its folders; idempotent."""
+        """Creates the directory and its folders; idempotent."""
         for folder in (self.metrics, self.events, self.checkpoints, self.logs, self.attempts):
             folder.mkdir(parents=True, exist_ok=True)
 
     def record(self) -> dict[str, Any]:
-        """The content of ``run.json``; empty where there is none yet."""
+        """Returns the content of ``run.json``; empty if it does not exist."""
         path = self.path / "run.json"
         return read_json(path) if path.exists() else {}
 
     def update_record(self, **fields: Any) -> dict[str, Any]:
-        """Merges ``fields`` into ``run.json``. The submitter, the agent and rank 0 may call it at the same time."""
+        """Merges ``fields`` into ``run.json``. Submitter, agent and rank 0 may call it concurrently."""
         with exclusive(self.path / ".turns" / "record"):
             record = self.record() | fields
             write_json(self.path / "run.json", record)
             return record
 
     def newest_attempt(self) -> int:
-        """The highest attempt number that was claimed, -1 before the first."""
+        """Returns the highest claimed attempt number, -1 before the first."""
         return max((int(path.stem) for path in self.attempts.glob("[0-9]*.json")), default=-1)
 
-    def claim_attempt(self, holder: LockOwner | None = None) -> int:
-        """Takes the next attempt number for a new start of the workers. Called by the agent of node 0 only.
+    def claim_attempt(self, owner: LockOwner | None = None) -> int:
+        """Claims the next attempt number for a new start of the workers. Only the agent of node 0 calls it.
 
         Args:
-            holder: this process, unless a test says otherwise.
+            owner: this process by default.
 
         Raises:
             UserError: another process holds the run's lease, or has taken it over.
         """
-        other = superseded(lease_folder(self.path), holder or LockOwner.of_this_process())
+        other = superseded(lease_folder(self.path), owner or LockOwner.of_this_process())
         if other is not None:
             raise UserError(
-                f"{other.holder()} works on the run by now; this process may not start an attempt",
+                f"{other.owner()} has taken over the run; this process may not start an attempt",
                 where=str(self.path),
-                fix="leave the run to it",
+                fix="let the other process continue the run",
             )
         self.attempts.mkdir(parents=True, exist_ok=True)
         number = self.newest_attempt() + 1
@@ -137,17 +137,17 @@ class RunDirectory:
         return self.events / f"{writer}-{attempt:03d}.jsonl"
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Logged steps in order; where attempts overlap, the highest attempt's line of a step counts."""
+        """Returns the logged steps in order; if attempts overlap, the highest attempt's line of a step counts."""
         steps = {line["step"]: line for line in self.read_all_metrics()}
         return [steps[step] for step in sorted(steps)]
 
     def read_all_metrics(self) -> Iterator[dict[str, Any]]:
-        """The lines of all attempts, also those of steps that a later attempt did again."""
+        """Yields the lines of all attempts, including steps that a later attempt repeated."""
         for path in sorted(self.metrics.glob("attempt-*.jsonl"), key=_attempt_of):
             yield from read_lines(path)
 
     def read_events(self) -> list[dict[str, Any]]:
-        """All events of all writers, merged by time."""
+        """Returns all events of all writers, merged by time."""
         return sorted(self._events(), key=lambda event: event["time"])
 
     def _events(self) -> Iterator[dict[str, Any]]:
@@ -156,7 +156,7 @@ class RunDirectory:
 
 
 def lease_folder(path: Path) -> Path:
-    """Where the turns of a run's lease lie (see ``run.lease``)."""
+    """Returns the folder with the lock files of a run's lease (see ``run.lease``)."""
     return path / ".turns" / "lease"
 
 

@@ -1,6 +1,6 @@
-"""The event log: what happened in a run, one file per writing process and attempt.
+"""The event log of a run: one file per writing process and attempt.
 
-Two clients of a network file system that append to one file lose lines, so no two processes share one.
+No two processes share a file, because two clients of a network file system that append to one file lose lines.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EVENTS = (
     "resumed",
     "checkpoint_saved",
     "checkpoint_failed",
-    "save_waits",  # the last one, for room on the disk
+    "save_waits",  # the final save waits for free disk space
     "checkpoint_set_aside",
     "checkpoint_archived",
     "archive_failed",
@@ -33,7 +33,7 @@ EVENTS = (
     "worker_failed",
     "node_lost",
     "hang_detected",
-    "slow_step",  # so slow that its stacks were kept; nothing was ended
+    "slow_step",  # a step so slow that its stacks were saved; nothing was killed
     "straggler",
     "preflight",
     "slow_node",
@@ -42,16 +42,16 @@ EVENTS = (
     "shrunk",
     "spare_used",
     "requeued",
-    "requeued_unasked",  # by a person, or by Slurm for its own reasons
+    "requeued_unasked",  # requeued by a person or by Slurm itself
     "finished",
     "stopped",
     "failed",
     "gave_up",
-    "step_skipped",  # on all ranks: its gradient was not finite
-    "rolled_back",  # to a checkpoint within the attempt, past some samples
-    "pipeline_split",  # the layers of each stage, with what each block costs and what the split promises
-    "compression_chosen",  # by strategy.compression=auto, with what was measured
-    "pipeline_balance",  # what it came to, in the first steps
+    "step_skipped",  # skipped on all ranks because the gradient was not finite
+    "rolled_back",  # restored a checkpoint within the attempt, skipping some samples
+    "pipeline_split",  # the layers of each stage, the cost of each block, and the predicted step time
+    "compression_chosen",  # chosen by strategy.compression=auto, with the measurements
+    "pipeline_balance",  # measured balance of the stages in the first steps
     "warning",
     "advice",
     "profiled",
@@ -59,15 +59,15 @@ EVENTS = (
 )
 
 
-MOST_KEPT = 1000  # lines; of more, the oldest are lost
-AGAIN_S = 0.2
-AT_THE_END_S = 5.0  # for a file system that does not answer when the writer ends
+MAX_PENDING_LINES = 1000  # beyond this the oldest lines are dropped
+RETRY_S = 0.2
+CLOSE_TIMEOUT_S = 5.0  # for a file system that does not respond when the writer ends
 
 
 class Unwritten:
-    """The lines of one writer, each until it is in its file: a file system that fails does not end a run.
+    """The pending lines of one writer, kept until they are on disk, so that a failing file system does not end a run.
 
-    The lines of a file stay in order. Used by any thread.
+    The lines of a file keep their order. Any thread may use it.
     """
 
     def __init__(self) -> None:
@@ -79,19 +79,19 @@ class Unwritten:
     def add(self, path: Path, line: str) -> None:
         with self._lock:
             self._lines.append((path, line))
-            if len(self._lines) > MOST_KEPT:
+            if len(self._lines) > MAX_PENDING_LINES:
                 self._lines.popleft()
                 self._lost += 1
             self._write()
 
     def write_all(self, seconds: float) -> None:
-        """Tries for ``seconds``; what is left then is lost."""
+        """Tries to write for ``seconds``; lines that remain are lost."""
         until = time.monotonic() + seconds
         while self._lines and time.monotonic() < until:
             with self._lock:
                 self._write()
             if self._lines:
-                time.sleep(AGAIN_S)
+                time.sleep(RETRY_S)
         if self._lines:
             _print(f"{len(self._lines)} lines of the event log are lost")
 
@@ -101,7 +101,7 @@ class Unwritten:
         for path, line in self._lines:
             if path not in failures:
                 try:
-                    if self._failing:  # a purge may have removed the directory, which was empty
+                    if self._failing:  # a purge may have removed the empty directory
                         path.parent.mkdir(parents=True, exist_ok=True)
                     append_text(path, line_end(path) + line if self._failing else line)
                     continue
@@ -111,20 +111,20 @@ class Unwritten:
         self._lines = left
         if bool(left) != self._failing:
             self._failing = bool(left)
-            self._tell(next(iter(failures.values()), None))
+            self._report_outage(next(iter(failures.values()), None))
 
-    def _tell(self, failure: OSError | None) -> None:
+    def _report_outage(self, failure: OSError | None) -> None:
         """Prints one line when an outage begins and one when it is over."""
-        text = f"the event log cannot be written; its lines are kept in memory until it can: {failure}"
+        text = f"cannot write the event log; its lines are kept in memory until it is writable: {failure}"
         if failure is None:
-            text = "the event log can be written again, and has the lines that were kept"
-            text += f" but the first {self._lost}" if self._lost else ""
+            text = "the event log is writable again; the lines kept in memory are written"
+            text += f" except for the first {self._lost}, which are lost" if self._lost else ""
             self._lost = 0
         _print(text)
 
 
 def _print(text: str) -> None:
-    with suppress(OSError):  # nobody reads it any more
+    with suppress(OSError):  # stderr is closed
         print(text, file=sys.stderr, flush=True)
 
 
@@ -132,7 +132,7 @@ def _print(text: str) -> None:
 class EventLog:
     """Appends events of one writer (``submitter``, ``agent-<node>``, ``rank-0003``) in one attempt.
 
-    What cannot be written is kept in memory, and written before the writer's next event or by ``close``.
+    Lines that cannot be written stay in memory and are written before the next event or by ``close``.
     """
 
     path: Path
@@ -147,16 +147,16 @@ class EventLog:
         return cls(run.events_file(writer, attempt), attempt, rank)
 
     def of(self, attempt: int) -> EventLog:
-        """Returns the log of the same writer in another attempt; both share the lines that are not written yet."""
+        """Returns the log of the same writer in another attempt; both share the pending lines."""
         writer = self.path.name.rpartition("-")[0]
         return replace(self, path=self.path.with_name(f"{writer}-{attempt:03d}.jsonl"), attempt=attempt)
 
     def close(self) -> None:
-        """Writes what is unwritten; waits a few seconds for a file system that does not answer."""
-        self._unwritten.write_all(AT_THE_END_S)
+        """Writes the pending lines; waits a few seconds for a file system that does not respond."""
+        self._unwritten.write_all(CLOSE_TIMEOUT_S)
 
     def write(self, event: str, *, step: int | None = None, **details: Any) -> None:
-        """Appends one event with the time, this node, rank, attempt and step. A failing file system raises nothing."""
+        """Appends an event with time, node, rank, attempt and step. A failing file system does not raise."""
         if event not in EVENTS:
             raise ValueError(f"unknown event {event!r}")
         head = {"time": time.time(), "event": event, "rank": self.rank, "node": socket.gethostname()}

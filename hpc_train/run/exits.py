@@ -1,4 +1,4 @@
-"""How a run ends: exit codes, the class of each failure, and what is done about each class."""
+"""Exit codes, the classes of failure, and the response to each class."""
 
 from __future__ import annotations
 
@@ -7,46 +7,46 @@ from enum import IntEnum, StrEnum
 
 
 class Exit(IntEnum):
-    """Exit codes under every door."""
+    """Exit codes of every command."""
 
     DONE = 0
     FAILED = 1
-    REFUSED = 2  # before start: a wrong config or input
-    STOPPED = 75  # on request, after a checkpoint (EX_TEMPFAIL: run it again to go on)
+    REFUSED = 2  # rejected before the start: wrong config or input
+    STOPPED = 75  # stopped on request, after a checkpoint (EX_TEMPFAIL: run again to resume)
     GAVE_UP = 93  # do not requeue
-    DETACHED = 130  # the submitter left by Ctrl-C; the jobs run on
+    DETACHED = 130  # the submitter was left with Ctrl-C; the jobs keep running
 
 
 class Failure(StrEnum):
-    """Classes of failure, as events and the agent's decisions name them."""
+    """Classes of failure, as recorded in events and used in the agent's decisions."""
 
     USER_ERROR = "user_error"  # an exception in the model, the data or the config
-    REFUSED = "refused"  # a UserError: nothing was started
+    REFUSED = "refused"  # a UserError; nothing was started
     OUT_OF_MEMORY = "out_of_memory"
-    DEVICE = "device_error"  # a GPU, its memory or its driver has failed, or the GPU is gone
-    KERNEL = "kernel_error"  # a kernel on a GPU has failed: mostly by the code, sometimes by the GPU
-    COMMUNICATION = "communication"  # a collective failed: mostly the echo of another rank's failure
-    KILLED = "killed"  # by a signal that nobody here sent
+    DEVICE = "device_error"  # a GPU, its memory or its driver failed, or the GPU disappeared
+    KERNEL = "kernel_error"  # a GPU kernel failed: usually a bug in the code, sometimes the GPU
+    COMMUNICATION = "communication"  # a collective failed: usually secondary to another rank's failure
+    KILLED = "killed"  # killed by a signal that hpc_train did not send
     EXITED = "exited"  # the process ended early without an exception
     DISK_FULL = "disk_full"
-    HANG = "hang"  # no step for much longer than a step takes
-    NAN = "nan"  # the loss or the gradients stay without finite values, or the result at the end is not finite
-    NODE_LOST = "node_lost"  # its agent is gone or silent
-    UNFIT_NODE = "unfit_node"  # it cannot use its GPUs, or the preflight has named it as slow or broken
+    HANG = "hang"  # no step finished for much longer than a step usually takes
+    NAN = "nan"  # the loss, the gradients or the final weights are not finite
+    NODE_LOST = "node_lost"  # the node's agent is gone or silent
+    UNFIT_NODE = "unfit_node"  # the node cannot use its GPUs, or the preflight found it slow or broken
 
 
 class Action(StrEnum):
-    """What is done when an attempt has ended."""
+    """What the agent does when an attempt has ended."""
 
-    FINISH = "finish"  # the run is done
-    STOP = "stop"  # somebody asked for it
-    REQUEUE = "requeue"  # the time limit or a preemption: Slurm is asked to run the job again
-    RESTART = "restart"  # in place, on the same nodes, from the newest checkpoint
-    RESTART_IF_FURTHER = "restart_if_further"  # the same, where the attempt has got further than those before it
-    REPLACE = "replace"  # without the node: a spare takes over, or fewer nodes go on, or the job is requeued
-    FAIL = "fail"  # repeating it would end the same way
-    REFUSE = "refuse"  # a mistake in the config
-    GIVE_UP = "give_up"  # it was repeated often enough
+    FINISH = "finish"  # the run is complete
+    STOP = "stop"  # a stop was requested
+    REQUEUE = "requeue"  # time limit or preemption: ask Slurm to run the job again
+    RESTART = "restart"  # on the same nodes, from the newest checkpoint
+    RESTART_IF_FURTHER = "restart_if_further"  # restart only if the attempt got further than earlier ones
+    REPLACE = "replace"  # drop the node: use a spare, continue on fewer nodes, or requeue
+    FAIL = "fail"  # a retry would fail the same way
+    REFUSE = "refuse"  # the config is wrong
+    GIVE_UP = "give_up"  # the retries are used up
 
 
 EXITS: dict[Action, Exit] = {
@@ -61,89 +61,89 @@ EXITS: dict[Action, Exit] = {
 
 @dataclass(frozen=True)
 class Response:
-    """What a class of failure asks for; ``advice`` is what the user can do."""
+    """The response to a class of failure. ``advice`` tells the user what to do."""
 
     action: Action
     advice: str = ""
 
 
-# All restarts are bounded: three attempts in a row without a new step give the run up (elastic/decision.py).
+# Restarts are bounded: after three attempts in a row without a new step the run gives up (elastic/decision.py).
 RESPONSES: dict[Failure, Response] = {
     Failure.KILLED: Response(
         Action.RESTART,
-        "SIGKILL without a sender is mostly the kernel's, out of host memory: a larger cluster.mem, fewer "
-        "batch.loader_workers. SIGSEGV, SIGBUS or SIGABRT: a compiled library, or a full /dev/shm",
+        "SIGKILL usually comes from the kernel when the host is out of memory: increase cluster.mem or decrease "
+        "batch.loader_workers. SIGSEGV, SIGBUS and SIGABRT usually come from a compiled library or a full /dev/shm",
     ),
-    Failure.EXITED: Response(
-        Action.RESTART, "some code calls exit(): the last lines of that rank in its log tell where"
-    ),
+    Failure.EXITED: Response(Action.RESTART, "some code called exit(); the last log lines of that rank show where"),
     Failure.COMMUNICATION: Response(
-        Action.RESTART, "mostly another rank failed first: logs RUN --rank all; else the network between the nodes"
+        Action.RESTART,
+        "usually another rank failed first: see `logs RUN --rank all`. Otherwise check the network between the nodes",
     ),
     Failure.HANG: Response(
-        Action.RESTART, "the stacks show the line that the named rank stands at, and what it waits for"
+        Action.RESTART, "the stack dump shows the line at which the named rank is blocked and what it waits for"
     ),
     Failure.NODE_LOST: Response(
         Action.REPLACE,
-        "a node that is lost again: cluster.exclude=NODE, and tell the staff. When a requeued job starts again is up "
-        "to the site: Slurm first ends all of its processes (COMPLETING), then waits for cred_expire (BeginTime)",
+        "if the node is lost again, set cluster.exclude=NODE and report it to the site's staff. Slurm restarts a "
+        "requeued job after it has ended all of its processes (COMPLETING) and cred_expire has passed (BeginTime)",
     ),
     Failure.UNFIT_NODE: Response(
         Action.REPLACE,
-        "cluster.exclude=NODE, and tell the staff; cluster.preflight_action=warn trains with a node that only the "
-        "preflight has named",
+        "set cluster.exclude=NODE and report the node to the site's staff. cluster.preflight_action=warn keeps a node "
+        "that only the preflight rejected",
     ),
     Failure.DEVICE: Response(
         Action.REPLACE,
-        "the GPU or its driver has failed, not the code: cluster.exclude=NODE, and tell the staff. On that node "
-        "nvidia-smi -q and dmesg (Xid) say more",
+        "the GPU or its driver failed, not the code: set cluster.exclude=NODE and report the node to the site's staff. "
+        "`nvidia-smi -q` and dmesg (Xid) on that node give details",
     ),
-    # It may be the GPU once. The same again without a new step is the code (elastic/coordinator.py).
+    # The first time, the GPU may be at fault. A repetition without a new step is a bug in the code.
     Failure.KERNEL: Response(
         Action.RESTART_IF_FURTHER,
-        "mostly an index out of range: a token or a target that the model has no row for, or a custom kernel. "
-        "CUDA_LAUNCH_BLOCKING=1 in the environment lets the traceback end at the line; the same command with run.name "
-        "goes on from the last checkpoint",
+        "usually an index out of range (a token or target beyond the model's vocabulary) or a custom kernel. Set "
+        "CUDA_LAUNCH_BLOCKING=1 to get a traceback that ends at the failing line, fix it, and rerun with the same "
+        "run.name to resume from the last checkpoint",
     ),
-    # A wrong line fails again at the same step: that is told at once. A flaky file system or a rare sample is not.
+    # A bug fails again at the same step and is reported at once; a flaky file system or a rare sample is retried.
     Failure.USER_ERROR: Response(
         Action.RESTART_IF_FURTHER,
-        "fix the line that the traceback ends at; the same command with run.name goes on from the last checkpoint",
+        "fix the error shown in the traceback, then rerun with the same run.name to resume from the last checkpoint",
     ),
-    Failure.REFUSED: Response(Action.REFUSE, "the message says what to change"),
+    Failure.REFUSED: Response(Action.REFUSE, "change what the message names"),
     Failure.OUT_OF_MEMORY: Response(
         Action.FAIL,
-        "a smaller batch.micro_size, train.activation_checkpointing=full, or sharded state (strategy=zero3)",
+        "use a smaller batch.micro_size, train.activation_checkpointing=full, or sharded state (strategy=zero3)",
     ),
     Failure.DISK_FULL: Response(
-        Action.FAIL, "make room on the disk that it names, or take another run.root; what was saved before is whole"
+        Action.FAIL,
+        "free space on the disk that the message names, or set another run.root; earlier checkpoints are intact",
     ),
-    Failure.NAN: Response(Action.FAIL, "a lower optim.lr, more optim.warmup_steps, or look at the data"),
+    Failure.NAN: Response(Action.FAIL, "use a lower optim.lr or more optim.warmup_steps, or inspect the data"),
 }
 
 
 class UnfitNode(Exception):
-    """A node is slow or broken, as the message says. It stands in the event log; the run is to go on without it."""
+    """Raised when a node is slow or broken. The event log records it, and the run continues without the node."""
 
 
 class CollectiveFailure(Exception):
-    """All ranks raise it together. Without a ``__cause__`` its message tells all: a traceback says nothing more.
+    """Raised by all ranks together. Without a ``__cause__`` the message is complete and no traceback is shown.
 
     Args:
-        echo: another rank is the one to name.
+        secondary: another rank caused the failure.
     """
 
-    def __init__(self, message: str, echo: bool = False) -> None:
+    def __init__(self, message: str, secondary: bool = False) -> None:
         super().__init__(message)
-        self.echo = echo
+        self.secondary = secondary
 
 
 class Diverged(CollectiveFailure, FloatingPointError):
-    """The loss or the gradients are not finite, for good."""
+    """Raised when the loss or the gradients are permanently not finite."""
 
 
 def classify(error: BaseException) -> Failure:
-    """The class of an exception that ended a worker. Looks at types and messages; needs no torch."""
+    """Returns the class of an exception that ended a worker. It inspects types and messages and needs no torch."""
     from hpc_train.errors import UserError
 
     if isinstance(error, UserError):
@@ -151,16 +151,18 @@ def classify(error: BaseException) -> Failure:
     for type_, failure in _TYPES.items():
         if isinstance(error, type_):
             return failure
-    return _by_cuda_code(error) or in_words(f"{type(error).__name__}: {error}") or Failure.USER_ERROR
+    return _by_cuda_code(error) or classify_message(f"{type(error).__name__}: {error}") or Failure.USER_ERROR
 
 
-def in_words(text: str) -> Failure | None:
-    """The class of a failure that is told by ``text``; None where it holds no words of the system or of torch."""
+def classify_message(text: str) -> Failure | None:
+    """Returns the class of the failure that ``text`` describes; None if it has no known phrase of the system or of
+    torch.
+    """
     return next((failure for failure, words in _WORDS.items() if any(word in text for word in words)), None)
 
 
 def _by_cuda_code(error: BaseException) -> Failure | None:
-    """The class of a ``torch.AcceleratorError`` (torch 2.8), which has the number of the CUDA error."""
+    """Returns the class of a ``torch.AcceleratorError`` (torch 2.8) by the CUDA error code that it carries."""
     if not any(type_.__name__ == "AcceleratorError" for type_ in type(error).__mro__):
         return None
     code = getattr(error, "error_code", None)
@@ -172,7 +174,7 @@ _TYPES: dict[type[BaseException], Failure] = {
     FloatingPointError: Failure.NAN,
     UnfitNode: Failure.UNFIT_NODE,
 }
-# cudaError_t. Not 3, initialization error: that is mostly CUDA in a process forked after CUDA was used.
+# cudaError_t. Code 3 (initialization error) is absent: it usually means a fork after CUDA was initialized.
 _CUDA_CODES: dict[Failure, frozenset[int]] = {
     Failure.OUT_OF_MEMORY: frozenset({2}),
     # illegal address, assert, illegal instruction, misaligned address, invalid address space, invalid program counter,
@@ -182,7 +184,7 @@ _CUDA_CODES: dict[Failure, frozenset[int]] = {
     # hardware stack error, system not ready, driver mismatch, unknown
     Failure.DEVICE: frozenset({46, 100, 101, 214, 220, 226, 714, 802, 803, 999}),
 }
-# Words of the operating system and of torch, also where another exception quotes them; the first that fits counts.
+# Phrases of the operating system and of torch, also when another exception quotes them; the first match counts.
 _WORDS: dict[Failure, tuple[str, ...]] = {
     Failure.OUT_OF_MEMORY: (
         "OutOfMemoryError",
@@ -199,7 +201,7 @@ _WORDS: dict[Failure, tuple[str, ...]] = {
         "out of shared memory",
     ),
     Failure.KILLED: ("a data loader process died", "DataLoader worker (pid"),
-    # Not "device-side assertion": torch ends the message of every CUDA error with how to compile them in.
+    # "device-side assertion" is absent: torch ends every CUDA error message with how to enable such assertions.
     Failure.KERNEL: (
         "an illegal memory access was encountered",
         "device-side assert triggered",

@@ -1,14 +1,14 @@
-"""Exclusive use of something in a directory that machines share, by files alone.
+"""A lock on a directory that machines share, implemented with files alone.
 
-``flock`` does not reach across machines everywhere: NFS without lockd, Lustre with ``localflock``. Here each use is a
-numbered turn: the file ``00000007`` is made with O_EXCL and says who took the seventh; a second line says that it was
-given back. The highest number counts. Who finds its holder dead takes the next one, so of several who find so only one
-succeeds, and a holder that was only asleep can see that it has been passed over.
+``flock`` does not reach across machines everywhere (NFS without lockd, Lustre with ``localflock``). Each acquisition
+creates a numbered file such as ``00000007`` with O_EXCL; it names the owner, and a second line marks the release. The
+highest number is the current lock. A process that finds the owner dead creates the next number, so only one of several
+succeeds, and an owner that was merely suspended notices that its lock was superseded.
 
-The process that holds something in a shared directory, and whether it is still alive, seen from any machine.
-
-On its own machine the process table tells. From another one, Slurm tells where it knows the job to be over; else a
-holder that has been silent for ``STALE_S`` counts as dead. It may only be asleep, so whatever it changes is fenced.
+On the same machine the process table shows whether an owner is alive. On another machine Slurm decides where it knows
+that the job has ended; otherwise an owner counts as dead after ``STALE_S`` without a heartbeat. It may only be
+suspended,
+so everything it changes must be fenced.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from hpc_train.run.processes import boot_id, started
 from hpc_train.slurm import client
 
 _DONE = b"\ndone\n"
-_REMEMBERED = 8  # old turns that stay, for a process that still sees an old list of them
+_KEPT_LOCKS = 8  # old files to keep, for a process that still sees a stale directory listing
 _POLL_S = 0.01
 
 
-class LockTaken(Exception):
-    """Another process has the turn."""
+class LockHeld(Exception):
+    """Raised when another process holds the lock."""
 
-    def __init__(self, turn: Lock) -> None:
-        super().__init__(f"taken by {turn.holder() or 'an unknown process'}")
-        self.turn = turn
+    def __init__(self, lock: Lock) -> None:
+        super().__init__(f"the lock is held by {lock.owner() or 'an unknown process'}")
+        self.lock = lock
 
 
 @dataclass(frozen=True)
 class Lock:
-    """Turn ``number`` of those in ``folder``."""
+    """Acquisition ``number`` of the lock in ``folder``."""
 
     folder: Path
     number: int
@@ -52,40 +52,44 @@ class Lock:
     def path(self) -> Path:
         return self.folder / f"{self.number:08d}"
 
-    def holder(self) -> LockOwner | None:
-        """Who took it; None while that is not written yet."""
+    def owner(self) -> LockOwner | None:
+        """Returns the owner; None while it is not written yet."""
         try:
             return LockOwner(**json.loads(self._read().removesuffix(_DONE)))
         except (OSError, ValueError, TypeError):
             return None
 
     def is_newest(self) -> bool:
-        """Whether nobody has taken a later one."""
+        """Returns whether no later acquisition exists."""
         found = newest_lock(self.folder)
         return found is None or found.number <= self.number
 
     def is_held(self, seen_by: LockOwner, ask_slurm: bool = True) -> bool:
-        """Whether its holder has not given it back and may be alive."""
+        """Returns whether the lock is not released and its owner may be alive."""
         try:
             if self._read().endswith(_DONE):
                 return False
         except FileNotFoundError:
             return False
-        holder = self.holder()
-        return self.silent_s() < STALE_S if holder is None else holder.may_live(seen_by, self.silent_s, ask_slurm)
+        owner = self.owner()
+        return self.silent_s() < STALE_S if owner is None else owner.may_be_alive(seen_by, self.silent_s, ask_slurm)
 
     def beat(self) -> None:
-        """A sign of life, stamped by the clock of the file server."""
+        """Sends a heartbeat; the file server's clock stamps it."""
         os.utime(self.path)
 
     def silent_s(self) -> float:
-        """Seconds since its holder's last sign of life, on the clock of the file server."""
+        """Returns the seconds since the owner's last heartbeat, measured on the file server's clock."""
         with suppress(FileNotFoundError), self.path.open("rb") as file:
             return _server_time(self.folder) - os.fstat(file.fileno()).st_mtime
         return 0.0
 
-    def give_back(self) -> None:
-        """Not by another name: a client of NFS may go on not seeing that for a minute; what it opens is up to date."""
+    def release(self) -> None:
+        """Marks the file as released.
+
+        The file is not renamed, because an NFS client may not see that for a minute; the contents it opens are up to
+        date.
+        """
         with suppress(FileNotFoundError), self.path.open("r+b") as file:
             file.seek(0, os.SEEK_END)
             file.write(_DONE)
@@ -95,86 +99,88 @@ class Lock:
 
 
 def newest_lock(folder: Path) -> Lock | None:
-    """The turn that counts; None before the first."""
-    numbers = _numbers(folder)
+    """Returns the current lock of ``folder``; None before the first acquisition."""
+    numbers = _lock_numbers(folder)
     return Lock(folder, max(numbers)) if numbers else None
 
 
-def superseded(folder: Path, holder: LockOwner) -> Lock | None:
-    """The turn of another process that ``holder`` has to respect: one that is held, or later than its own."""
+def superseded(folder: Path, owner: LockOwner) -> Lock | None:
+    """Returns the lock that ``owner`` must respect: one held by another process, or one newer than its own; None
+    without one.
+    """
     found = newest_lock(folder)
-    if found is None or found.holder() == holder:
+    if found is None or found.owner() == owner:
         return None
-    own = any(Lock(folder, number).holder() == holder for number in _numbers(folder))
-    return found if own or found.is_held(holder, ask_slurm=False) else None
+    own = any(Lock(folder, number).owner() == owner for number in _lock_numbers(folder))
+    return found if own or found.is_held(owner, ask_slurm=False) else None
 
 
-def acquire(folder: Path, holder: LockOwner, ask_slurm: bool = True) -> Lock:
-    """Takes the next turn.
+def acquire(folder: Path, owner: LockOwner, ask_slurm: bool = True) -> Lock:
+    """Acquires the lock of ``folder`` without waiting.
 
     Raises:
-        Taken: the one before is not given back, and its holder may be alive.
+        LockHeld: the previous owner has not released the lock and may be alive.
     """
     folder.mkdir(parents=True, exist_ok=True)
     while True:
         before = newest_lock(folder)
-        if before is not None and before.is_held(holder, ask_slurm):
-            raise LockTaken(before)
-        turn = Lock(folder, 1 if before is None else before.number + 1)
-        if not _create(turn, holder):
+        if before is not None and before.is_held(owner, ask_slurm):
+            raise LockHeld(before)
+        lock = Lock(folder, 1 if before is None else before.number + 1)
+        if not _create(lock, owner):
             continue
-        if turn.is_newest():
-            _forget(folder, turn.number - _REMEMBERED)
-            return turn
-        turn.path.unlink(missing_ok=True)  # it was made from an old list
+        if lock.is_newest():
+            _remove_up_to(folder, lock.number - _KEPT_LOCKS)
+            return lock
+        lock.path.unlink(missing_ok=True)  # the directory listing was stale
 
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Waits for its turn, and has it inside the ``with`` block; shortly, for there are no signs of life."""
-    holder = LockOwner.of_this_process()
+    """Waits for the lock and holds it inside the ``with`` block, which must be short because no heartbeats are sent."""
+    owner = LockOwner.of_this_process()
     while True:
         try:
-            turn = acquire(folder, holder, ask_slurm=False)
+            lock = acquire(folder, owner, ask_slurm=False)
             break
-        except LockTaken:
+        except LockHeld:
             time.sleep(_POLL_S)
     try:
         yield
     finally:
-        patiently(turn.give_back)  # else nobody has a turn until this process ends
+        patiently(lock.release)  # otherwise the lock stays held until this process ends
 
 
-def _create(turn: Lock, holder: LockOwner) -> bool:
-    """False where another process was first."""
+def _create(lock: Lock, owner: LockOwner) -> bool:
+    """Creates the lock file; returns False if another process was first."""
     try:
-        descriptor = os.open(turn.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        descriptor = os.open(lock.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     except FileExistsError:
         return False
     try:
-        os.write(descriptor, json.dumps(asdict(holder)).encode())
+        os.write(descriptor, json.dumps(asdict(owner)).encode())
     except BaseException:
-        turn.path.unlink(missing_ok=True)  # on a full disk
+        lock.path.unlink(missing_ok=True)  # the disk may be full
         raise
     finally:
         os.close(descriptor)
     return True
 
 
-def _numbers(folder: Path) -> list[int]:
+def _lock_numbers(folder: Path) -> list[int]:
     with suppress(FileNotFoundError):
         return [int(path.name) for path in folder.iterdir() if re.fullmatch(r"\d{8}", path.name)]
     return []
 
 
-def _forget(folder: Path, last: int) -> None:
-    for number in _numbers(folder):
+def _remove_up_to(folder: Path, last: int) -> None:
+    for number in _lock_numbers(folder):
         if number <= last:
             Lock(folder, number).path.unlink(missing_ok=True)
 
 
 def _server_time(folder: Path) -> float:
-    """Now, by the clock that stamps files in ``folder``; this machine's where it may not write there."""
+    """Returns the time of the clock that stamps files in ``folder``, or this machine's time if it is not writable."""
     probe = folder / f"clock.{os.uname().nodename}.{os.getpid()}.{threading.get_ident()}"
     try:
         probe.touch()
@@ -186,17 +192,17 @@ def _server_time(folder: Path) -> float:
 
 
 BEAT_S = 15.0
-STALE_S = 180.0  # well past the attribute caches of network file systems (60 s) and some lost beats
+STALE_S = 180.0  # well above the attribute cache time of network file systems (60 s) plus some missed heartbeats
 
 
 @dataclass(frozen=True)
 class LockOwner:
-    """A process, where it runs and for which job.
+    """A process that holds a lock, with its machine and job.
 
     Attributes:
-        machine: boot id and process namespace: equal where process ids mean the same.
+        machine: boot id and process namespace; process ids are comparable where both are equal.
         started: see ``processes.started``.
-        restart: how often Slurm had requeued the job, which keeps its id.
+        restart: how often Slurm has requeued the job; the job id stays the same.
     """
 
     host: str
@@ -223,12 +229,12 @@ class LockOwner:
         job = "" if self.job_id is None else f", Slurm job {self.job_id}"
         return f"process {self.pid} on {self.host}{job}"
 
-    def may_live(self, seen_by: LockOwner, silent_s: Callable[[], float], ask_slurm: bool = True) -> bool:
-        """Whether it may be alive, as far as the process ``seen_by`` can tell.
+    def may_be_alive(self, seen_by: LockOwner, silent_s: Callable[[], float], ask_slurm: bool = True) -> bool:
+        """Returns whether the owner may be alive, judged by the process ``seen_by``.
 
         Args:
-            silent_s: seconds since its last sign of life.
-            ask_slurm: may call ``squeue`` once, where nothing else tells.
+            silent_s: returns the seconds since the owner's last heartbeat.
+            ask_slurm: allows one call of ``squeue`` if nothing else decides.
         """
         if self.machine == seen_by.machine:
             return self.started == started(self.pid)
@@ -236,7 +242,7 @@ class LockOwner:
         return silent_s() < STALE_S if known is None else known
 
     def _known_to_slurm(self, seen_by: LockOwner) -> bool | None:
-        """Whether its start of the job goes on; None where that is not known."""
+        """Returns whether the owner's start of the job still runs according to Slurm; None if unknown."""
         if None not in (self.cluster, seen_by.cluster) and self.cluster != seen_by.cluster:
             return None
         if self.job_id == seen_by.job_id:

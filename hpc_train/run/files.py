@@ -1,9 +1,7 @@
-"""Small files that must be there whole or not at all: JSON by rename, and lines appended in one write.
+"""Small files on shared file systems: atomic JSON writes, appended lines, and group permissions for ``run.group``.
 
-``run.group``: a run that all members of a Unix group may read, resume and remove.
-
-Directories pass the group on (setgid), and the processes of the run write for the group whatever the umask says;
-without ``run.group`` the user's umask is kept.
+With ``run.group`` all members of a Unix group may read, resume and remove a run. Directories pass the group on (setgid)
+and the processes of the run write for the group whatever the umask; without it the user's umask applies.
 """
 
 from __future__ import annotations
@@ -20,22 +18,22 @@ from typing import Any, TypeVar
 
 from hpc_train.errors import UserError
 
-TAIL_BYTES = 8192  # more than a line of metrics
-# The hub does nothing else meanwhile: shorter than the time after which agents give it up (elastic/link.py).
+TAIL_BYTES = 8192  # longer than a line of metrics
+# The rendezvous server blocks meanwhile, so this is shorter than the timeout of its clients (elastic/client.py).
 PATIENCE_S = 8.0
-AGAIN_S = 0.2
+RETRY_S = 0.2
 
 Result = TypeVar("Result")
 
 
 def patiently(operation: Callable[[], Result]) -> Result:
-    """Calls ``operation`` until it succeeds; one that fails half-way must allow to be repeated.
+    """Retries ``operation``, which must be idempotent, until it succeeds.
 
-    The error does not tell whether a shared file system is back in a moment: it may be ESTALE, EIO, ENOSPC, EDQUOT, or
-    ENOENT where a mount is missing.
+    An error does not show whether a shared file system will recover: it may be ESTALE, EIO, ENOSPC, EDQUOT, or ENOENT
+    if a mount is missing.
 
     Raises:
-        OSError: it has failed for ``PATIENCE_S`` seconds.
+        OSError: the operation has failed for ``PATIENCE_S`` seconds.
     """
     until = time.monotonic() + PATIENCE_S
     while True:
@@ -44,11 +42,11 @@ def patiently(operation: Callable[[], Result]) -> Result:
         except OSError:
             if time.monotonic() > until:
                 raise
-        time.sleep(AGAIN_S)
+        time.sleep(RETRY_S)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces ``path`` by ``text`` in one step; a reader sees the old file or the new one."""
+    """Replaces the content of ``path`` by ``text`` atomically; a reader sees the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -66,7 +64,7 @@ def read_json(path: Path) -> Any:
 
 
 def append_line(path: Path, value: dict[str, Any]) -> None:
-    """Appends one JSON object as a line, in one write. One process per file."""
+    """Appends one JSON object as a line, in one write. Only one process may write to a file."""
     append_text(path, json.dumps(value, separators=(",", ":")) + "\n")
 
 
@@ -76,7 +74,9 @@ def append_text(path: Path, text: str) -> None:
 
 
 def line_end(path: Path) -> str:
-    """What ends the last line of ``path`` where it was cut short, as by a full disk; "" for a whole one."""
+    """Returns the newline that is missing if the last line of ``path`` was truncated, e.g. by a full disk; ""
+    otherwise.
+    """
     with suppress(OSError), path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         return "" if file.read() == b"\n" else "\n"
@@ -84,7 +84,7 @@ def line_end(path: Path) -> str:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file; a last line that is still being written is left out."""
+    """Yields the JSON objects of a file; skips a last line that is still being written."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -97,7 +97,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def last_line(path: Path) -> dict[str, Any]:
-    """The last whole line of a file of JSON objects, without reading what comes before."""
+    """Returns the last complete JSON object of a file without reading the lines before; {} without one."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
@@ -114,10 +114,10 @@ GROUP_BITS = 0o070
 
 
 def group_id(name: str) -> int:
-    """The id of the group.
+    """Returns the id of the Unix group ``name``.
 
     Raises:
-        UserError: there is none, or this user is not in it.
+        UserError: the group does not exist, or this user is not a member.
     """
     try:
         found = grp.getgrnam(name).gr_gid
@@ -125,27 +125,27 @@ def group_id(name: str) -> int:
         found = None
     own = {os.getgid(), os.getegid(), *os.getgroups()}
     if found is None or (found not in own and os.geteuid() != 0):
-        what = "is no group here" if found is None else "is a group that you are not in"
+        what = "is not a group on this machine" if found is None else "is a group that you do not belong to"
         names = ", ".join(sorted(_names(own)))
-        raise UserError(f"{name} {what}", where="run.group", fix=f"one of your groups: {names}")
+        raise UserError(f"{name} {what}", where="run.group", fix=f"set run.group to one of your groups: {names}")
     return found
 
 
 def write_for_group() -> None:
-    """Lets what this process and its children write be readable and writable for its group."""
+    """Sets the umask so that the group can read and write what this process and its children write."""
     before = os.umask(0)
     os.umask(before & ~GROUP_BITS)
 
 
 def share(directory: Path, name: str) -> None:
-    """Gives ``directory`` and what is in it to the group; what is the group's already is left alone."""
+    """Gives ``directory`` and its contents to the group; entries that already belong to the group are left alone."""
     for path in directory.rglob("*"):
         share_one(path, name)
     share_one(directory, name)
 
 
 def share_one(path: Path, name: str) -> None:
-    """Gives one directory or file to the group, and nothing in it."""
+    """Gives one directory or file to the group, without its contents."""
     group, status = group_id(name), path.lstat()
     wanted = (status.st_mode & 0o700) >> 3 | (stat.S_ISGID if stat.S_ISDIR(status.st_mode) else 0)
     done = status.st_gid == group and status.st_mode & wanted == wanted

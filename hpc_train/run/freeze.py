@@ -1,11 +1,8 @@
-"""Freezing: the resolved config goes to the run directory once, and agents and workers read that file and nothing else.
+"""Freezing writes the resolved config to the run directory once; agents and workers read only that file.
 
-Freezing again is harmless: the same config changes nothing; free keys (layout, steps, telemetry) may change, and the
-config before is kept as ``config-NNN.yaml``; identity keys may not.
-
-What makes a run the same run: the keys that may not change when a name is used again.
-
-Which code and which package versions a run was started with.
+Freezing again is idempotent. Free keys (layout, steps, telemetry) may change, and the previous config is kept as
+``config-NNN.yaml``; identity keys, which define what makes a run the same run, may not change. ``run.json`` records
+which code and which package versions a run was started with.
 """
 
 from __future__ import annotations
@@ -46,17 +43,19 @@ def freeze(config: Config, run: RunDirectory, *, claim: bool = False, code: Froz
     """Writes ``config.yaml`` and ``run.json`` of ``run``.
 
     Args:
-        claim: this process goes on to work on the run: while it lives, no other may freeze it.
-        code: the snapshot that agents and workers are to start from.
+        claim: this process will work on the run; while it lives, no other process may freeze it.
+        code: the snapshot from which agents and workers start.
 
     Raises:
-        UserError: the run is live, an identity key differs from the frozen one, or there is nothing to fork.
+        UserError: the run is live, an identity key differs from the frozen one, or the run to fork does not exist.
     """
     if config.launch.dry_run:
         raise UserError(
-            "a dry run is asked for in a config file", where="launch.dry_run", fix="launch.dry_run=true when calling"
+            "launch.dry_run=true is set in a config file",
+            where="launch.dry_run",
+            fix="pass launch.dry_run=true on the command line",
         )
-    config, source = _unforked(config, run)
+    config, source = _resolve_fork(config, run)
     if config.run.group is not None:
         group_id(config.run.group)
         write_for_group()
@@ -64,40 +63,40 @@ def freeze(config: Config, run: RunDirectory, *, claim: bool = False, code: Froz
         run.create()
     except OSError as error:
         raise UserError(
-            f"{run.path} cannot be made: {error.strerror}", where="run.root", fix="a directory that can be written"
+            f"cannot create {run.path}: {error.strerror}", where="run.root", fix="set run.root to a writable directory"
         ) from error
-    with _alone(run):
-        _check(config, run, source)
+    with _exclusive_freeze(run):
+        _check_can_freeze(config, run, source)
         _write_config(config, run)
         _write_record(run, source, claim, code)
         if config.run.group is not None:
-            _share(config.run.group, Path(config.run.root), run, code)
+            _share_with_group(config.run.group, Path(config.run.root), run, code)
 
 
 def check_freeze(config: Config, run: RunDirectory) -> None:
-    """Raises UserError where ``freeze`` would; writes nothing."""
-    unforked, source = _unforked(config, run)
+    """Raises UserError if ``freeze`` would; writes nothing."""
+    unforked, source = _resolve_fork(config, run)
     if config.run.group is not None:
         group_id(config.run.group)
-    _check(unforked, run, source)
+    _check_can_freeze(unforked, run, source)
 
 
 def load(run: RunDirectory) -> Config:
-    """The frozen config of ``run``.
+    """Returns the frozen config of ``run``.
 
     Raises:
-        UserError: there is none, or it was damaged.
+        UserError: the config does not exist or is damaged.
     """
     if not run.config.exists():
         raise UserError(
             f"{run.path} is not a run directory: it has no config.yaml",
             where="the run directory",
-            fix="python -m hpc_train freeze … makes one and prints it",
+            fix="create one with `python -m hpc_train freeze …`, which prints its path",
         )
-    return _read(run.config)
+    return _read_config(run.config)
 
 
-def _read(path: Path) -> Config:
+def _read_config(path: Path) -> Config:
     try:
         values = yaml.safe_load(patiently(lambda: path.read_text(encoding="utf-8")))
         node = OmegaConf.create(escaped(values))
@@ -109,56 +108,58 @@ def _read(path: Path) -> Config:
 
 
 def text_of(config: Config) -> str:
-    """The frozen form: plain YAML without interpolations. Equal configs give equal text."""
+    """Returns the frozen form: plain YAML without interpolations. Equal configs give equal text."""
     return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True, width=120)
 
 
-def _unforked(config: Config, run: RunDirectory) -> tuple[Config, RunDirectory | None]:
-    """A fork is a run under its own name from here on; what it starts from goes to ``run.json``."""
+def _resolve_fork(config: Config, run: RunDirectory) -> tuple[Config, RunDirectory | None]:
+    """Returns the config under the fork's own name, and the run it starts from (None without a fork)."""
     if config.run.fork is None:
         return config, None
-    assert config.run.name is not None  # run_directory has refused a fork of nothing
+    assert config.run.name is not None  # run_directory rejects a fork without a source
     source = RunDirectory(fork_source(config.run.root, config.run.name, config.run.fork, run.path))
     if not source.config.exists() and imported_model(source) is None:
         raise UserError(
-            f"there is no run {source.path} to fork", where="run.name", fix="run.name=the name of a run that is there"
+            f"the run to fork does not exist: {source.path}",
+            where="run.name",
+            fix="set run.name to the name of an existing run",
         )
     if not any(source.checkpoints.glob("step-*")):
         raise UserError(
             f"{source.path} has no checkpoint yet",
             where="run.fork",
-            fix="fork it later, or begin anew with run.name=NEW",
+            fix="fork it after its first checkpoint, or start a new run with run.name=NEW",
         )
     check_start(config, source)
     return replace(config, run=replace(config.run, name=config.run.fork, fork=None)), source
 
 
 @contextmanager
-def _alone(run: RunDirectory) -> Iterator[None]:
-    """One freeze at a time: two commands with one name must not both find the run free."""
+def _exclusive_freeze(run: RunDirectory) -> Iterator[None]:
+    """Allows one freeze at a time: two commands with one run.name must not both find the run free."""
     with exclusive(run.path / ".turns" / "freeze"):
         yield
 
 
-def _check(config: Config, run: RunDirectory, source: RunDirectory | None) -> None:
+def _check_can_freeze(config: Config, run: RunDirectory, source: RunDirectory | None) -> None:
     refuse_live(run)
     if imported_model(run) is not None:
         raise UserError(
-            f"{run.path} holds imported weights and is no run",
+            f"{run.path} holds imported weights, not a run",
             where="run.name",
-            fix=f"run.name={config.run.name} run.fork=NEW starts a run from them",
+            fix=f"start a run from them with run.name={config.run.name} run.fork=NEW",
         )
     if not run.config.exists():
         return
     if source is not None and run.record().get("forked_from") != str(source.path):
         raise UserError(
-            f"{run.path} is there and was not forked from {source.path}", where="run.fork", fix="another run.fork"
+            f"{run.path} exists and was not forked from {source.path}", where="run.fork", fix="set another run.fork"
         )
     check_identity(load(run), config)
 
 
-def _share(group: str, root: Path, run: RunDirectory, code: FrozenCode | None) -> None:
-    """The run, the copy of the code, and the directories between them and the root."""
+def _share_with_group(group: str, root: Path, run: RunDirectory, code: FrozenCode | None) -> None:
+    """Gives the group the run, the copy of the code, and the directories between them and ``run.root``."""
     if code is not None:
         share(Path(code.snapshot).parent, group)
     share(run.path, group)
@@ -176,7 +177,7 @@ def _write_config(config: Config, run: RunDirectory) -> None:
         number = len(list(run.path.glob("config-*.yaml")))
         different = changes(flat(load(run)), flat(config))
         shutil.copyfile(run.config, run.path / f"config-{number:03d}.yaml")
-        # named by the process: two submitters on two hosts never append to one file
+        # the file name holds host and pid, so that two submitters never append to one file
         EventLog.open(run, f"submitter-{os.uname().nodename}-{os.getpid()}", number).write(
             "warning", message="continues with changed settings: " + "; ".join(different)
         )
@@ -201,16 +202,18 @@ def _write_record(run: RunDirectory, source: RunDirectory | None, claim: bool, c
 
 
 def config_hash(run: RunDirectory) -> str:
-    """SHA-256 of the frozen config: what ranks compare and what names a configuration."""
+    """Returns the SHA-256 of the frozen config, which ranks compare and which names a configuration."""
     return hashlib.sha256(run.config.read_bytes()).hexdigest()
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """The identity keys, flat: model, data, global batch, optimizer, seed, reproducibility. Others may change."""
+    """Returns the identity keys, flat: model, data, global batch, optimizer, seed and reproducibility."""
     nested = {
         "model": asdict(config.model),
         "data": asdict(config.data),
-        "optim": {key: value for key, value in asdict(config.optim).items() if key != "moments"},  # a format
+        "optim": {
+            key: value for key, value in asdict(config.optim).items() if key != "moments"
+        },  # moments is only a storage format
         "batch": {
             "global_size": config.batch.global_size,
             "logical_micro_batches": config.batch.logical_micro_batches,
@@ -221,7 +224,7 @@ def identity(config: Config) -> dict[str, Any]:
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """``key: old -> new`` for each key that differs."""
+    """Returns ``key: old -> new`` for each key that differs."""
     keys = [*before, *(key for key in after if key not in before)]
     return [
         f"{key}: {before.get(key, 'absent')} -> {after.get(key, 'absent')}"
@@ -231,19 +234,19 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def check_identity(old: Config, new: Config) -> None:
-    """Raises UserError where an identity key of ``new`` differs from the run's frozen config ``old``."""
+    """Raises UserError if an identity key of ``new`` differs from the run's frozen config ``old``."""
     different = changes(identity(old), identity(new))
     if different:
         raise UserError(
-            f"the run {new.run.name} was started with another configuration: " + "; ".join(different),
+            f"the run {new.run.name} was started with a different configuration: " + "; ".join(different),
             where=", ".join(change.split(":")[0] for change in different),
-            fix="the old values to go on with this run; run.fork=NEWNAME to start a new run from its newest "
-            "checkpoint; or another run.name to begin at step 0",
+            fix="use the old values to continue this run, run.fork=NEWNAME to start a new run from its newest "
+            "checkpoint, or another run.name to begin at step 0",
         )
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """All keys of a config, dotted."""
+    """Returns all keys of a config as dotted names."""
     return dict(_flat(asdict(config)))
 
 
@@ -260,10 +263,9 @@ PACKAGES = ("hpc_train", "torch", "hydra-core", "omegaconf", "submitit", "numpy"
 
 @cache
 def code_version() -> dict[str, Any]:
-    """Git commit of the checkout that this package runs from, and whether tracked files differ from it.
+    """Returns the git commit of the checkout that this package runs from, and whether tracked files differ from it.
 
-    Asked once per process, since a sweep freezes a thousand runs. Both are None for an installed wheel and where git is
-    absent.
+    Cached per process, since a sweep freezes a thousand runs. Both are None for an installed wheel or without git.
     """
     folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists():
@@ -275,7 +277,7 @@ def code_version() -> dict[str, Any]:
 
 @cache
 def environment_versions() -> dict[str, str]:
-    """Python's and the packages' versions, from their metadata: imports nothing."""
+    """Returns the versions of Python and of the packages from their metadata, without importing them."""
     found = {"python": platform.python_version(), "system": platform.platform()}
     for package in PACKAGES:
         try:

@@ -1,7 +1,6 @@
-"""Imported weights: a directory beside the runs that holds one checkpoint of a model and no optimizer.
+"""Imported weights: a directory beside the runs that holds one checkpoint of a model and no optimizer state.
 
-It is no run: nothing was trained there, and its settings are the model's alone. A run begins with it as a fork begins
-with a run: ``run.name=IMPORTED run.fork=NEW``.
+It is not a run. A run starts from it the way it starts from another run: ``run.name=IMPORTED run.fork=NEW``.
 """
 
 from __future__ import annotations
@@ -16,36 +15,36 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json, write_json
 
 _RECORD = "imported.json"
-_FREE = ("dropout",)  # says how it is trained, not what the weights compute
+_FREE = ("dropout",)  # affects training, not what the weights compute
 
 
 def write_imported(directory: RunDirectory, model: GPTConfig, source: str) -> None:
-    """Records what ``directory`` holds and where it came from."""
+    """Records the model that ``directory`` holds and the source of its weights."""
     write_json(directory.path / _RECORD, {"model": asdict(model), "source": source, "time": time.time()})
 
 
 def imported_model(directory: RunDirectory) -> GPTConfig | None:
-    """The model whose weights ``directory`` holds; None where it is not an import."""
+    """Returns the model whose weights ``directory`` holds; None if it is not an import."""
     path = directory.path / _RECORD
     return GPTConfig(**read_json(path)["model"]) if path.exists() else None
 
 
 def model_overrides(model: GPTConfig) -> list[str]:
-    """The overrides that make the model of a run this one, whatever file of ``conf/model`` it starts from."""
+    """Returns the overrides that configure this model on top of any file of ``conf/model``."""
     overrides = []
     for key, value in asdict(model).items():
         if isinstance(value, dict):
-            overrides += [f"++model.{key}.{name}={_text(item)}" for name, item in value.items()]
+            overrides += [f"++model.{key}.{name}={_override_value(item)}" for name, item in value.items()]
         elif key not in ("kind", *_FREE):
-            overrides.append(f"model.{key}={_text(value)}")
+            overrides.append(f"model.{key}={_override_value(value)}")
     return overrides
 
 
 def check_start(config: Config, source: RunDirectory) -> None:
-    """Raises UserError where a run of ``config`` cannot start from the imported weights in ``source``.
+    """Raises UserError if a run of ``config`` cannot start from the imported weights in ``source``.
 
-    The shapes alone do not tell: another base of the rotary positions or another number of heads loads and computes
-    something else.
+    Shapes alone are not enough: with another rotary base or number of heads the weights load and compute something
+    else.
     """
     imported = imported_model(source)
     if imported is None:
@@ -58,11 +57,11 @@ def check_start(config: Config, source: RunDirectory) -> None:
     ]
     if different:
         raise UserError(
-            f"the weights in {source.path} are of another model: " + "; ".join(different),
+            f"the weights in {source.path} belong to another model: " + "; ".join(different),
             where="model",
             fix=" ".join(model_overrides(imported)),
         )
 
 
-def _text(value: Any) -> str:
+def _override_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value}"

@@ -1,12 +1,8 @@
-"""One live attempt per run: the agent of node 0 holds the run's lease as long as it works on it.
+"""The lease of a run: the agent of node 0 holds it while it works, so that a run has one live attempt at a time.
 
-The lease is a turn (see ``turns``), with a sign of life every few seconds. An agent that was asleep long enough to be
-passed over learns of it and may claim no attempt any more; what its workers still do is fenced by the number of their
-attempt (``CheckpointStore.guard``).
-
-Who works on a run: the submissions in ``run.json``, and whether one of them is still alive.
-
-Processes are looked up on their own host; Slurm is asked about Slurm's jobs.
+The lease is a file lock with a heartbeat. An agent that was suspended until another took the lease over may not claim
+further attempts; its workers' writes are fenced by their attempt number (``CheckpointStore.guard``). This module also
+finds live submissions of a run in ``run.json``: processes on their own host, jobs through Slurm.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from typing import Any
 
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory, lease_folder
-from hpc_train.run.file_lock import BEAT_S, STALE_S, Lock, LockOwner, LockTaken, acquire, newest_lock
+from hpc_train.run.file_lock import BEAT_S, STALE_S, Lock, LockHeld, LockOwner, acquire, newest_lock
 from hpc_train.run.files import patiently
 from hpc_train.run.processes import is_alive, process
 from hpc_train.slurm.client import job_state
@@ -31,7 +27,7 @@ _POLL_S = 5.0
 
 
 def is_live(run: RunDirectory) -> bool:
-    """Whether an agent is at work on this run at this moment, or may be, as far as this machine can tell."""
+    """Returns whether an agent is, or may be, working on this run, as far as this machine can tell."""
     found = newest_lock(lease_folder(run.path))
     return found is not None and found.is_held(LockOwner.of_this_process())
 
@@ -40,72 +36,73 @@ def is_live(run: RunDirectory) -> bool:
 def hold_lease(
     run: RunDirectory,
     *,
-    holder: LockOwner | None = None,
+    owner: LockOwner | None = None,
     on_loss: Callable[[], None] = lambda: None,
     give_up: Callable[[], bool] = lambda: False,
     beat_s: float = BEAT_S,
 ) -> Iterator[Lock]:
     """Holds the run's lease inside the ``with`` block.
 
-    A holder elsewhere that has missed some signs of life is waited for, until it gives one or counts as dead.
+    Waits for an owner elsewhere that has missed heartbeats, until it sends one or counts as dead.
 
     Args:
-        holder: this process, unless a test says otherwise.
+        owner: this process by default.
         on_loss: called once, in another thread, when another process has taken the lease over.
-        give_up: ends the wait.
-        beat_s: seconds between signs of life.
+        give_up: ends the wait when it returns True.
+        beat_s: seconds between heartbeats.
 
     Raises:
-        UserError: another process holds it.
+        UserError: another process holds the lease.
     """
-    turn = _take(run, holder or LockOwner.of_this_process(), give_up)
+    lock = _acquire_lease(run, owner or LockOwner.of_this_process(), give_up)
     ended = threading.Event()
-    threading.Thread(target=_beat, args=(turn, ended, on_loss, beat_s), name="lease", daemon=True).start()
+    threading.Thread(target=_beat, args=(lock, ended, on_loss, beat_s), name="lease", daemon=True).start()
     try:
-        yield turn
+        yield lock
     finally:
         ended.set()
         try:
-            patiently(turn.give_back)
+            patiently(lock.release)
         except OSError as error:
-            print(f"the run's lease cannot be given back, others wait until it has expired: {error}", file=sys.stderr)
+            print(f"cannot release the run's lease; others wait until it expires: {error}", file=sys.stderr)
 
 
-def _take(run: RunDirectory, holder: LockOwner, give_up: Callable[[], bool]) -> Lock:
-    told = False
+def _acquire_lease(run: RunDirectory, owner: LockOwner, give_up: Callable[[], bool]) -> Lock:
+    printed = False
     while True:
         try:
-            return acquire(lease_folder(run.path), holder)
-        except LockTaken as error:
-            silent = error.turn.silent_s()
-            if not 3 * BEAT_S < silent < STALE_S or give_up() or _is_here(error.turn, holder):
-                raise _live(run.path, str(error.turn.holder() or "a process")) from None
-            if not told:
+            return acquire(lease_folder(run.path), owner)
+        except LockHeld as error:
+            silent = error.lock.silent_s()
+            if not 3 * BEAT_S < silent < STALE_S or give_up() or _is_on_this_machine(error.lock, owner):
+                raise _is_live_error(run.path, str(error.lock.owner() or "a process")) from None
+            if not printed:
                 left = STALE_S - silent
-                print(f"{error.turn.holder()} is silent for {silent:.0f} s; waiting {left:.0f} s at most", flush=True)
-            told = True
+                text = f"no heartbeat of {error.lock.owner()} for {silent:.0f} s; waiting at most {left:.0f} s"
+                print(text, flush=True)
+            printed = True
         time.sleep(_POLL_S)
 
 
-def _is_here(turn: Lock, holder: LockOwner) -> bool:
-    other = turn.holder()
-    return other is not None and other.machine == holder.machine
+def _is_on_this_machine(lock: Lock, owner: LockOwner) -> bool:
+    other = lock.owner()
+    return other is not None and other.machine == owner.machine
 
 
-def _beat(turn: Lock, ended: threading.Event, on_loss: Callable[[], None], beat_s: float) -> None:
+def _beat(lock: Lock, ended: threading.Event, on_loss: Callable[[], None], beat_s: float) -> None:
     while not ended.wait(beat_s):
-        with suppress(OSError):  # a file server that is away; the next one may reach it
-            turn.beat()
-            if not turn.is_newest():
+        with suppress(OSError):  # the file server is unreachable; a later heartbeat may reach it
+            lock.beat()
+            if not lock.is_newest():
                 on_loss()
                 return
 
 
-def _live(path: Path, who: str) -> UserError:
+def _is_live_error(path: Path, who: str) -> UserError:
     return UserError(
         f"the run in {path} is live: {who} is at work",
         where="run.name",
-        fix="wait for it, stop it, or take another run.name",
+        fix="wait until it ends, stop it, or set another run.name",
     )
 
 
@@ -120,18 +117,18 @@ def add_submission(
 
 
 def refuse_live(run: RunDirectory) -> None:
-    """Raises UserError where another process or job works on ``run`` or waits to."""
+    """Raises UserError if another process or job is working on ``run`` or is queued for it."""
     live = find_live(run)
     if live is not None:
         raise UserError(
             f"the run in {run.path} is live: {live}",
             where="run.name",
-            fix="wait for it, stop it, or take another run.name",
+            fix="wait until it ends, stop it, or set another run.name",
         )
 
 
 def find_live(run: RunDirectory) -> str | None:
-    """Words for what works on ``run`` or waits to; None where nothing does. This process itself does not count."""
+    """Describes the process or job that works on ``run`` or is queued for it, except this process; None without one."""
     record = run.record()
     claims = [*record.get("submissions", []), record.get("claimed_by", {})]
     for claim in claims:
@@ -145,7 +142,7 @@ def find_live(run: RunDirectory) -> str | None:
 
 
 def job_ids(claim: dict[str, Any]) -> list[str]:
-    """Of a submission to Slurm: one, or those of a chain."""
+    """Returns the Slurm job ids of a submission: one, or those of a chain."""
     return claim.get("chain") or [job_id for job_id in [claim.get("job_id")] if job_id]
 
 

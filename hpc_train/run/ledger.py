@@ -1,7 +1,6 @@
-"""The ledger of a run: where its time went, over the whole chain of its jobs and attempts.
+"""The ledger of a run: how its time was spent, over all of its jobs and attempts.
 
-It is derived from what the run directory holds anyway (events, lines of metrics, submissions), so it needs nothing that
-could be lost with a process.
+It is derived from events, metrics and submissions in the run directory, so nothing can be lost with a process.
 """
 
 from __future__ import annotations
@@ -19,25 +18,25 @@ from hpc_train.run.directory import RunDirectory
 Event = dict[str, Any]
 
 FAILURES = ("worker_failed", "hang_detected", "node_lost", "failed")
-CLOSING = ("finished", "stopped")  # of rank 0: with the keys of a metrics line, for the steps since the last one
-BEGINNINGS = {"resumed": "step", "rolled_back": "to_step"}  # the key with the step that training goes on from
+CLOSING = ("finished", "stopped")  # of rank 0, with the keys of a metrics line for the steps since the last line
+BEGINNINGS = {"resumed": "step", "rolled_back": "to_step"}  # the key with the step that training continues from
 
 
 @dataclass(frozen=True)
 class Account:
-    """Seconds, of one attempt or of several added up.
+    """Seconds of one attempt, or summed over several.
 
     Attributes:
-        queue_s: from a submission or a requeue until an agent started; no device is held meanwhile.
+        queue_s: from a submission or requeue until an agent started; no device is held.
         start_up_s: from the agent's start to the first step, at each start of a job.
-        steps_s: of steps whose result was kept.
-        evaluation_s: of evaluations whose result was kept.
-        checkpoint_s: for which saves blocked training.
-        lost_s: of steps that were or will be done again, and until their failure was noticed.
+        steps_s: in steps whose result was kept.
+        evaluation_s: in evaluations whose result was kept.
+        checkpoint_s: during which saves blocked training.
+        lost_s: in steps that were or will be repeated, and until their failure was noticed.
         restart_s: from a failure to the first step of the next attempt in the same start of a job.
-        other_s: what remains, mostly leaving.
-        gpu_s: the seconds above, less those in the queue, times the GPUs that were held; 0 without GPUs.
-        rank_s: the same times the ranks, where there were no GPUs.
+        other_s: the remainder, mostly shutdown.
+        gpu_s: the seconds above except the queue, times the GPUs that were held; 0 without GPUs.
+        rank_s: the same times the number of ranks, for runs without GPUs.
     """
 
     queue_s: float = 0.0
@@ -56,13 +55,13 @@ class Account:
 
     @property
     def held_s(self) -> float:
-        """With an allocation: all but the queue."""
+        """Seconds with an allocation: all but the queue."""
         parts = (self.start_up_s, self.steps_s, self.evaluation_s, self.checkpoint_s)
         return sum(parts) + self.lost_s + self.restart_s + self.other_s
 
     @property
     def useful_share(self) -> float:
-        """Of the time with an allocation, what went into steps and evaluations that were kept (goodput); 0 to 1."""
+        """Share of the held time spent in steps and evaluations that were kept (goodput), 0 to 1."""
         return (self.steps_s + self.evaluation_s) / self.held_s if self.held_s > 0 else 0.0
 
     @property
@@ -70,18 +69,18 @@ class Account:
         return self.gpu_s / 3600
 
     def as_json(self) -> dict[str, float]:
-        """All of it, rounded to milliseconds."""
+        """Returns all values, rounded to milliseconds."""
         own = {one.name: round(getattr(self, one.name), 3) for one in fields(self)}
         return own | {"held_s": round(self.held_s, 3), "useful_share": round(self.useful_share, 4)}
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """Where the time of a run went.
+    """The time of a run by attempt.
 
     Attributes:
-        attempts: (the launch that an attempt belongs to, its account), in their order.
-        waiting: of a job that is in the queue now.
+        attempts: (launch of the attempt, its account), in order.
+        waiting: the account of a job that is queued now.
     """
 
     attempts: tuple[tuple[str, Account], ...]
@@ -99,10 +98,10 @@ class Ledger:
 
 
 def read_ledger(run: RunDirectory, now: float | None = None, closing: Event | None = None) -> Ledger:
-    """The ledger of ``run`` as its directory tells it.
+    """Returns the ledger of ``run`` from its directory.
 
     Args:
-        now: seconds since 1970 where the run is at work; None where nothing is.
+        now: seconds since 1970 if the run is live, otherwise None.
         closing: an event that is about to be written.
     """
     events = [*run.read_events(), *([closing] if closing else [])]
@@ -116,28 +115,27 @@ def ledger(
     """Accounts for each attempt.
 
     Args:
-        metrics: lines of all attempts, also those of steps that were done again.
+        metrics: lines of all attempts, including those of repeated steps.
         submitted: the times of the submissions.
-        now: seconds since 1970 where the run is at work; None where nothing is: then an attempt that has not told its
-            end died.
+        now: seconds since 1970 if the run is live; None otherwise, and then an attempt without a recorded end has died.
     """
     attempts = _attempts(events, metrics)
     alive = None if attempts and attempts[-1].closed else now
     kept, accounts = _kept_at_end(attempts, now), []
-    for place in reversed(range(len(attempts))):
-        before = attempts[place - 1] if place else None
-        last = place + 1 == len(attempts)
-        ends_launch = last or attempts[place + 1].launch != attempts[place].launch
-        account, kept = _Accounting(attempts[place], before, ends_launch, alive if last else None, submitted).account(
-            kept
-        )
-        accounts.append((attempts[place].launch, account))
+    for index in reversed(range(len(attempts))):
+        attempt = attempts[index]
+        before = attempts[index - 1] if index else None
+        last = index + 1 == len(attempts)
+        ends_launch = last or attempts[index + 1].launch != attempt.launch
+        accounting = _Accounting(attempt, before, ends_launch, alive if last else None, submitted)
+        account, kept = accounting.account(kept)
+        accounts.append((attempt.launch, account))
     return Ledger(tuple(reversed(accounts)), _waiting(attempts, submitted, now))
 
 
 @dataclass(frozen=True)
 class _Interval:
-    """From one line of metrics to the next: the seconds of its steps (after ``first``, up to ``last``) and pauses."""
+    """The time between two lines of metrics: steps after ``first`` up to ``last``, and pauses."""
 
     time: float
     first: int
@@ -157,14 +155,14 @@ class _Interval:
         return self.time - self.steps_s - self.evaluation_s - self.checkpoint_s
 
     def kept_share(self, kept: float) -> float:
-        """Of its steps, where work is kept up to the step ``kept``."""
+        """Returns the share of its steps that is kept if work up to the step ``kept`` is kept."""
         steps = self.last - self.first
         return min(1.0, max(0.0, (kept - self.first) / steps)) if steps else 1.0
 
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Steps in one go: from the ``step`` of a checkpoint, loaded at ``time``, until the next load."""
+    """Consecutive steps from the ``step`` of a checkpoint, loaded at ``time``, until the next load."""
 
     step: int
     time: float
@@ -173,7 +171,7 @@ class _Stretch:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """What one attempt has told, in the order of time."""
+    """The events and intervals of one attempt, in order of time."""
 
     number: int
     events: Sequence[Event]
@@ -197,21 +195,21 @@ class _Attempt:
 
     @cached_property
     def start(self) -> Event | None:
-        """The event; None for an attempt that nothing is known of."""
+        """The ``started`` event; None if it is missing."""
         return next((event for event in self.events if event["event"] == "started"), None)
 
-    def said(self, key: str, otherwise: Any = None) -> Any:
-        """What its start says."""
-        return (self.start or {}).get(key, otherwise)
+    def start_value(self, key: str, default: Any = None) -> Any:
+        """Returns the value of ``key`` in the ``started`` event."""
+        return (self.start or {}).get(key, default)
 
     @property
     def launch(self) -> str:
-        return str(self.said("launch", self.number))
+        return str(self.start_value("launch", self.number))
 
     @property
     def began(self) -> float:
-        """When its agent's process was started."""
-        return float(self.said("began") or self.said("time"))
+        """The time when the agent's process was started."""
+        return float(self.start_value("began") or self.start_value("time"))
 
     @property
     def last_interval(self) -> _Interval | None:
@@ -224,16 +222,16 @@ class _Attempt:
 
     @cached_property
     def failed_at(self) -> float | None:
-        """When its failure was noticed; None for one that goes on or came to its end."""
+        """The time when its failure was noticed; None if it is running or ended normally."""
         after = self.last_interval.time if self.last_interval else 0.0
         times = [event["time"] for event in self.events if event["event"] in FAILURES and event["time"] >= after]
         return min(times, default=None)
 
     @property
     def closed(self) -> bool:
-        """Whether training came to its end, or to a stop, with its state saved."""
-        told = [event for event in self.events if event["event"] in CLOSING]
-        return any("save_s" in event for event in told) or (bool(told) and self.failed_at is None)
+        """Whether training reached its end or a requested stop with its state saved."""
+        closing = [event for event in self.events if event["event"] in CLOSING]
+        return any("save_s" in event for event in closing) or (bool(closing) and self.failed_at is None)
 
     @property
     def ended(self) -> float:
@@ -241,29 +239,29 @@ class _Attempt:
 
 
 def _attempts(events: Iterable[Event], metrics: Iterable[Event]) -> list[_Attempt]:
-    told: dict[int, tuple[list[Event], list[Event]]] = {}
-    for place, points in enumerate((events, metrics)):
+    by_attempt: dict[int, tuple[list[Event], list[Event]]] = {}
+    for index, points in enumerate((events, metrics)):
         for point in points:
-            told.setdefault(point["attempt"], ([], []))[place].append(point)
-    attempts = [_Attempt.of(number, *told[number]) for number in sorted(told)]
+            by_attempt.setdefault(point["attempt"], ([], []))[index].append(point)
+    attempts = [_Attempt.of(number, *by_attempt[number]) for number in sorted(by_attempt)]
     return [attempt for attempt in attempts if attempt.start is not None]
 
 
 def _kept_at_end(attempts: Sequence[_Attempt], now: float | None) -> float:
-    """The step up to which work is kept, seen from the end: all of it, or up to the newest checkpoint."""
+    """Returns the step up to which work is kept: infinity for all of it, or the step of the newest checkpoint."""
     if not attempts or attempts[-1].closed or (now is not None and attempts[-1].failed_at is None):
         return math.inf
-    return _saved(event for attempt in attempts for event in attempt.events)
+    return _newest_checkpoint_step(event for attempt in attempts for event in attempt.events)
 
 
-def _saved(events: Iterable[Event]) -> int:
-    """The step of the newest checkpoint; 0 without one."""
+def _newest_checkpoint_step(events: Iterable[Event]) -> int:
+    """Returns the step of the newest checkpoint; 0 without one."""
     saved = [event for event in events if event["event"] == "checkpoint_saved"]
     return max(saved, key=lambda event: event["time"])["step"] if saved else 0
 
 
 def _waiting(attempts: Sequence[_Attempt], submitted: Sequence[float], now: float | None) -> Account:
-    """Of a job that was submitted or requeued, and not started since."""
+    """Returns the account of a job that was submitted or requeued and has not started yet."""
     last = attempts[-1].last_sign if attempts else 0.0
     since = max((time for time in submitted if time > last), default=None)
     if since is None and attempts and any(event["event"] == "requeued" for event in attempts[-1].events):
@@ -273,7 +271,7 @@ def _waiting(attempts: Sequence[_Attempt], submitted: Sequence[float], now: floa
 
 @dataclass
 class _Accounting:
-    """The account of one attempt. ``now`` is None where it is over."""
+    """Computes the account of one attempt. ``now`` is None if the attempt is over."""
 
     attempt: _Attempt
     before: _Attempt | None
@@ -283,35 +281,39 @@ class _Accounting:
     spent: dict[str, float] = field(default_factory=lambda: {one.name: 0.0 for one in fields(Account)})
 
     def account(self, kept: float) -> tuple[Account, float]:
-        """``kept``: the step up to which later attempts keep the work. Returns it as earlier attempts see it."""
+        """Returns the account, and the step up to which earlier attempts keep their work.
+
+        Args:
+            kept: the step up to which later attempts keep the work.
+        """
         attempt, before = self.attempt, self.before
         restarted = before is not None and before.launch == attempt.launch
         begin = before.ended if restarted and before else attempt.began
         if not restarted:
             self._add("queue_s", self._waited(begin))
         self._add("restart_s" if restarted else "start_up_s", self._first_step_at() - begin)
-        self._after_the_last_line(kept)
+        self._account_tail(kept)
         for stretch in reversed(attempt.stretches):
             for interval in stretch.intervals:
                 self._enter(interval, kept)
             kept = min(kept, stretch.step)
         if self.ends_launch and self.now is None:
             self._add("other_s", attempt.last_sign - attempt.ended)
-        held, gpus = Account(**self.spent).held_s, attempt.said("gpus", 0)
-        self._add("gpu_s" if gpus else "rank_s", held * (gpus or attempt.said("world_size", 0)))
+        held, gpus = Account(**self.spent).held_s, attempt.start_value("gpus", 0)
+        self._add("gpu_s" if gpus else "rank_s", held * (gpus or attempt.start_value("world_size", 0)))
         return Account(**self.spent), kept
 
     def _add(self, name: str, seconds: float) -> None:
         self.spent[name] += max(0.0, seconds)  # the clocks of two nodes may differ
 
     def _waited(self, begin: float) -> float:
-        """Since the newest submission; at a requeue, since the job's start before this one came to its end."""
+        """Returns the queue time since the newest submission, or after a requeue since the job's previous start."""
         end = self.before.last_sign if self.before else 0.0
         submission = max((time for time in self.submitted if end < time <= begin), default=None)
         if submission is not None:
             return begin - submission
-        job = self.attempt.said("job_id")
-        return begin - end if self.before and job is not None and self.before.said("job_id") == job else 0.0
+        job = self.attempt.start_value("job_id")
+        return begin - end if self.before and job is not None and self.before.start_value("job_id") == job else 0.0
 
     def _first_step_at(self) -> float:
         stretches = self.attempt.stretches
@@ -328,8 +330,11 @@ class _Accounting:
         self._add("lost_s", (1 - share) * interval.steps_s + (0.0 if evaluation_kept else interval.evaluation_s))
         self._add("checkpoint_s", interval.checkpoint_s)
 
-    def _after_the_last_line(self, kept: float) -> None:
-        """Of a failed attempt: steps up to its newest checkpoint count, at the pace of the last line; others do not."""
+    def _account_tail(self, kept: float) -> None:
+        """Accounts for the time after the last metrics line.
+
+        In a failed attempt, steps up to the newest checkpoint count at the pace of the last line; the rest is lost.
+        """
         attempt, line = self.attempt, self.attempt.last_interval
         if not attempt.stretches or (self.now is not None and attempt.failed_at is None):
             return
@@ -340,6 +345,6 @@ class _Accounting:
         useful = 0.0
         if line is not None and line.last > line.first:
             pace = line.steps_s / (line.last - line.first)
-            useful = min(rest, max(0.0, min(_saved(attempt.events), kept) - line.last) * pace)
+            useful = min(rest, max(0.0, min(_newest_checkpoint_step(attempt.events), kept) - line.last) * pace)
         self._add("steps_s", useful)
         self._add("lost_s", rest - useful)

@@ -1,15 +1,6 @@
-"""Which process is meant, and whether it is alive.
+"""Process utilities: identity and liveness of processes, parent-death signals, file descriptor limits and free ports.
 
-A process id alone tells little, since it is used again; with the start time of the process and the boot it tells
-everything on its own machine.
-
-What a process is doing, as the kernel says.
-
-A child process that never outlives its parent, not even one that was killed with -9.
-
-How many files and sockets a process may have open at a time (``ulimit -n``).
-
-Whether a TCP port of this host is free.
+A process is identified by its host, process id, start time and boot id, because process ids are reused.
 """
 
 from __future__ import annotations
@@ -25,16 +16,17 @@ from typing import Any
 
 
 def process(pid: int) -> dict[str, Any]:
-    """What identifies the process ``pid`` of this host for as long as it lives."""
+    """Returns the fields that identify the process ``pid`` of this host for as long as it lives."""
     return {"host": socket.gethostname(), "pid": pid, "pid_started": started(pid)}
 
 
 def this_process() -> dict[str, Any]:
+    """Returns the identity of the calling process."""
     return process(os.getpid())
 
 
 def is_alive(claim: dict[str, Any]) -> bool:
-    """Whether the process of a submission or claim is alive on this host."""
+    """Returns whether the process that made a submission or claim is alive on this host."""
     pid = claim.get("pid")
     if pid is None or claim.get("host") != socket.gethostname():
         return False
@@ -43,7 +35,7 @@ def is_alive(claim: dict[str, Any]) -> bool:
 
 
 def started(pid: int) -> str | None:
-    """Boot id and the start of the process in clock ticks since then; None for a process that is gone or a zombie."""
+    """Returns the boot id and the start time in clock ticks since boot; None if the process is gone or a zombie."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         boot = boot_id()
@@ -57,7 +49,9 @@ def boot_id() -> str:
 
 
 def process_state(pid: int) -> str:
-    """The letter: R runs, S sleeps, D waits for storage, T is stopped, Z has ended; empty where it is gone."""
+    """Returns the kernel's state letter (R running, S sleeping, D waiting for storage, T stopped, Z ended); "" if it is
+    gone.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -68,12 +62,12 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def die_with_parent(parent: int, death_signal: signal.Signals = signal.SIGKILL) -> None:
-    """Called first thing in a forked child: the kernel sends ``death_signal`` when the parent ends.
+    """Makes the kernel send ``death_signal`` to this process when its parent ends. A forked child calls this first.
 
-    "The parent" is the *thread* that forked: fork from one that lives as long as its process.
+    The kernel takes the *thread* that forked as the parent, so fork from a thread that lives as long as its process.
 
     Args:
-        parent: process id of the parent, taken before the fork. A parent that died before this call is noticed by it.
+        parent: process id of the parent, read before the fork; the child exits if that process died before this call.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0) != 0:
@@ -83,22 +77,23 @@ def die_with_parent(parent: int, death_signal: signal.Signals = signal.SIGKILL) 
         os._exit(1)
 
 
-MOST = 1 << 20  # the kernel's default ceiling (fs.nr_open); some programs go through all descriptors one by one
+MAX_DESCRIPTORS = 1 << 20  # the kernel's default (fs.nr_open); some programs iterate over all descriptors
 
 
 def raise_descriptor_limit() -> None:
-    """Sets the soft limit to the hard one; processes that start later inherit it.
+    """Raises the soft limit of open files (``ulimit -n``) to the hard limit; child processes inherit it.
 
-    The soft limit is mostly 1024, for programs that call select(). gloo alone needs several sockets for each rank.
+    The soft limit is usually 1024, for programs that call select(). gloo alone needs several sockets per rank.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(OSError, ValueError):  # the limit stays as it is
+        with suppress(OSError, ValueError):  # keep the limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def can_listen(port: int) -> bool:
+    """Returns whether a TCP port of this host is free."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             probe.bind(("", port))

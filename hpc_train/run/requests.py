@@ -1,11 +1,8 @@
-"""The flag that a signal sets and nothing else does: no work is done inside a signal handler.
+"""Requests to a run: stop requests, which arrive as signals, and requests for stack dumps, which are files in
+``logs/stacks``.
 
-A wish to see the stacks of a live run: a file in the run directory that its agents look at every few seconds.
-
-logs/stacks/request            the number of the last wish
-logs/stacks/NNN-<node>.txt     the answer of a node
-
-Signals at the agent: each is only noted; the agent's loop acts on the note.
+A signal handler only sets a flag; the main loop acts on it. ``logs/stacks/request`` holds the number of the newest
+request for stacks; each node's agent polls it and writes its answer to ``logs/stacks/NNN-<node>.txt``.
 """
 
 from __future__ import annotations
@@ -22,7 +19,9 @@ from hpc_train.run.files import write_text
 
 
 class StopFlag:
-    """Says whether this process was asked to stop, and why. Written by a signal handler, read once per step."""
+    """Records whether this process was asked to stop, and why. A signal handler sets it; training reads it once per
+    step.
+    """
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -33,13 +32,13 @@ class StopFlag:
         return self.reason is not None
 
     def request(self, reason: str) -> None:
-        """The first reason stays."""
+        """Requests a stop; later requests do not change the reason."""
         if self.reason is None:
             self.reason, self.since = reason, time.monotonic()
 
 
 def request_stacks(run: RunDirectory) -> int:
-    """Asks the agents of ``run``; returns the number of the wish."""
+    """Asks the agents of ``run`` for stack dumps; returns the number of the request."""
     _folder(run).mkdir(parents=True, exist_ok=True)
     number = stacks_requested(run) + 1
     write_text(_folder(run) / "request", f"{number}\n")
@@ -47,7 +46,7 @@ def request_stacks(run: RunDirectory) -> int:
 
 
 def stacks_requested(run: RunDirectory) -> int:
-    """The number of the last wish, 0 before the first."""
+    """Returns the number of the newest request for stacks, 0 before the first."""
     try:
         return int((_folder(run) / "request").read_text())
     except (OSError, ValueError):
@@ -55,11 +54,13 @@ def stacks_requested(run: RunDirectory) -> int:
 
 
 def answer_stacks_request(run: RunDirectory, number: int, node: str, text: str) -> None:
+    """Writes the stacks of ``node`` as the answer to request ``number``."""
     _folder(run).mkdir(parents=True, exist_ok=True)
     write_text(_folder(run) / f"{number:03d}-{node}.txt", text)
 
 
 def stacks_answers(run: RunDirectory, number: int) -> list[Path]:
+    """Returns the files with the answers to request ``number``."""
     return sorted(_folder(run).glob(f"{number:03d}-*.txt"))
 
 
@@ -68,13 +69,13 @@ def _folder(run: RunDirectory) -> Path:
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
-ECHO_S = 0.3  # some wrappers pass on a Ctrl-C that the terminal has sent to the whole group already
+DUPLICATE_SIGINT_S = 0.3  # some wrappers forward a Ctrl-C that the terminal already sent to the whole group
 
 
 class StopRequests:
-    """Whether this agent was asked to stop, by which signal and when.
+    """Records whether this agent was asked to stop, by which signal and when.
 
-    A second SIGINT raises KeyboardInterrupt wherever the agent is, also inside a blocking call.
+    A second SIGINT raises KeyboardInterrupt wherever the agent is, even inside a blocking call.
     """
 
     def __init__(self) -> None:
@@ -89,24 +90,24 @@ class StopRequests:
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if number == signal.SIGINT:
-            if self._interrupted is not None and now - self._interrupted > ECHO_S:
+            if self._interrupted is not None and now - self._interrupted > DUPLICATE_SIGINT_S:
                 raise KeyboardInterrupt
             self._interrupted = self._interrupted or now
         self.request(signal.Signals(number).name)
 
     def request(self, reason: str) -> None:
-        """Notes a stop, unless one is noted already."""
+        """Requests a stop; later requests do not change the reason."""
         if self.reason is None:
             self.reason, self.since = reason, time.monotonic()
 
 
 @contextmanager
 def watch_signals() -> Iterator[StopRequests]:
-    """Notes stop signals inside the ``with`` block; afterwards the handlers are as before."""
+    """Records stop signals inside the ``with`` block; the previous handlers are restored afterwards."""
     requests = StopRequests()
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number, handler in before.items():
-        if not (number == signal.SIGHUP and handler == signal.SIG_IGN):  # nohup stays nohup
+        if not (number == signal.SIGHUP and handler == signal.SIG_IGN):  # keep the effect of nohup
             signal.signal(number, requests.on_signal)
     try:
         yield requests

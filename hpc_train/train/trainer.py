@@ -160,7 +160,7 @@ class Trainer:
     def _fail(self, reason: str) -> NoReturn:
         with self.heartbeat.during(Phase.CHECKPOINT, self.step):
             self.checkpoints.wait()  # a save under way is one from before; it would end with this process
-        raise Diverged(reason, echo=self.mesh.rank != 0)
+        raise Diverged(reason, secondary=self.mesh.rank != 0)
 
     def _weights_sha256(self) -> str | None:
         """In bitwise mode, on rank 0."""

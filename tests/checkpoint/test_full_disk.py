@@ -165,6 +165,6 @@ def test_a_stop_request_is_obeyed_while_the_last_save_waits(disk: Path, room: bo
     assert ended == code, output
     assert filled.waits()[-1] <= 6.0, "a quarter of the grace is for leaving"
     if not room:
-        assert "failed (disk_full)" in output and "had not stopped" not in output, output
+        assert "failed (disk_full)" in output and "did not stop" not in output, output
         assert time.monotonic() - asked < 60
         assert filled.waits()[0] > 100

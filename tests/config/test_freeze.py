@@ -141,7 +141,7 @@ def test_slurm_is_asked_about_its_jobs(run: RunDirectory, tmp_path: Path, monkey
 
 def test_a_dry_run_in_a_file_is_not_frozen(run: RunDirectory) -> None:
     asked = config(run)
-    with pytest.raises(UserError, match="dry run"):
+    with pytest.raises(UserError, match="dry_run"):
         freeze(replace(asked, launch=replace(asked.launch, dry_run=True)), run)
     assert not run.path.exists()
 

@@ -70,6 +70,6 @@ def test_without_a_group_the_umask_is_kept(tmp_path: Path, private_umask: None) 
 
 def test_an_unknown_group_is_refused(tmp_path: Path) -> None:
     config = config_of(f"run.root={tmp_path}/outputs", "run.name=run", "run.group=no-such-group")
-    with pytest.raises(UserError, match="no-such-group is no group here"):
+    with pytest.raises(UserError, match="no-such-group is not a group on this machine"):
         freeze(config, RunDirectory(tmp_path / "outputs" / "run"))
     assert not (tmp_path / "outputs").exists()

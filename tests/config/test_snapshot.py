@@ -13,7 +13,7 @@ import pytest
 
 from hpc_train.errors import UserError
 from hpc_train.run import code
-from hpc_train.run.code import FrozenCode, check_imports, frozen_code, start_again_from, take
+from hpc_train.run.code import FrozenCode, check_imports, frozen_code, reexec_from_snapshot, snapshot_code
 from hpc_train.run.directory import RunDirectory
 from tests.config.composing import config_of
 
@@ -54,7 +54,7 @@ def tree(tmp_path: Path) -> Path:
 
 def taken(tree: Path, *arguments: str, directory: Path | None = None) -> FrozenCode:
     config = config_of(f"run.root={tree}/outputs", *arguments)
-    code = take([config], tree / "outputs" / "sweep" / "code", directory or tree)
+    code = snapshot_code([config], tree / "outputs" / "sweep" / "code", directory or tree)
     assert code is not None
     return code
 
@@ -101,7 +101,7 @@ def test_files_that_hold_secrets_are_left_out_and_named(tree: Path, capsys: pyte
     assert "+value = 2" in Path(code.diff).read_text()
     assert "secret" not in Path(code.diff).read_text()
     said = capsys.readouterr().err
-    assert "leaves out files whose names say that they hold secrets" in said
+    assert "files whose names indicate secrets are left out" in said
     assert all(name in said for name in SECRETS)
     assert not any(name in said for name in NO_SECRETS)
 
@@ -178,15 +178,15 @@ def test_the_current_directory_comes_first_on_the_path(tree: Path) -> None:
 
 
 def test_no_work_tree_or_not_wanted_no_copy(tree: Path, tmp_path: Path) -> None:
-    assert take([config_of()], tmp_path / "code", tmp_path) is None
-    assert take([config_of("run.snapshot=false")], tmp_path / "code", tree) is None
+    assert snapshot_code([config_of()], tmp_path / "code", tmp_path) is None
+    assert snapshot_code([config_of("run.snapshot=false")], tmp_path / "code", tree) is None
     assert not (tmp_path / "code").exists()
 
 
 def test_too_large_a_tree_is_refused_and_the_largest_are_named(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code, "LIMIT_BYTES", 2**20)
     (tree / "weights.bin").write_bytes(bytes(2**20))
-    with pytest.raises(UserError, match=r"at most 1 are copied; the largest: weights\.bin \(1\.0 MB\)"):
+    with pytest.raises(UserError, match=r"the limit is 1 MB; the largest entries are weights\.bin \(1\.0 MB\)"):
         taken(tree)
     assert not (tree / "outputs").exists()
 
@@ -195,10 +195,10 @@ def test_a_module_that_git_ignores_is_refused(tree: Path, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(str(tree))
     config = config_of("model=custom", "model._target_=hidden_module.Model", f"run.root={tree}/outputs")
     with pytest.raises(UserError, match=r"hidden_module\.py is ignored by git"):
-        take([config], tree / "outputs" / "code", tree)
+        snapshot_code([config], tree / "outputs" / "code", tree)
     assert not (tree / "outputs").exists()
     tracked = config_of("model=custom", "model._target_=untracked.Model", f"run.root={tree}/outputs")
-    assert take([tracked], tree / "outputs" / "code", tree) is not None
+    assert snapshot_code([tracked], tree / "outputs" / "code", tree) is not None
 
 
 def recorded(tree: Path) -> RunDirectory:
@@ -211,7 +211,7 @@ def recorded(tree: Path) -> RunDirectory:
 def test_what_is_imported_from_the_work_tree_is_noticed(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = recorded(tree)
     check_imports(run)
-    start_again_from(run)  # hpc_train is no part of this work tree
+    reexec_from_snapshot(run)  # hpc_train is no part of this work tree
     monkeypatch.syspath_prepend(str(tree))
     __import__("untracked")
     with pytest.raises(RuntimeError, match=r"imported from the work tree.*untracked\.py"):

@@ -21,7 +21,7 @@ from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import read_json
-from hpc_train.run.requests import ECHO_S
+from hpc_train.run.requests import DUPLICATE_SIGINT_S
 from tests.elastic.conftest import Freeze
 from tests.elastic.entries import start_agent
 from tests.elastic.flood import flood
@@ -89,9 +89,9 @@ def test_a_warm_parent_that_dies_while_it_forks_the_store_is_started_again() -> 
     """It has taken the request, and never answers."""
     script = """if True:
         import os, signal, socket, threading
-        from hpc_train.elastic import warm_parent
+        from hpc_train.elastic.worker_process import start_warm_parent
         from hpc_train.elastic.store import Stores
-        parent, stores = warm_parent.start([]), Stores("tests.elastic.entries:serve")
+        parent, stores = start_warm_parent([]), Stores("tests.elastic.entries:serve")
         listener = socket.create_server(("127.0.0.1", 0))
         address = listener.getsockname()
         os.kill(parent, signal.SIGSTOP)
@@ -194,7 +194,7 @@ def test_a_second_interrupt_kills_at_once(frozen: Freeze) -> None:
     agent = start_agent(run.path, "never_stops")
     pids = [int(mark[0]) for mark in until(lambda: marks(run))]
     os.killpg(agent.pid, signal.SIGINT)
-    time.sleep(ECHO_S + 0.2)
+    time.sleep(DUPLICATE_SIGINT_S + 0.2)
     assert all(alive(pid) for pid in pids)
     os.killpg(agent.pid, signal.SIGINT)
     code, error = end(agent)
@@ -210,7 +210,7 @@ def test_workers_that_do_not_stop_are_killed_after_the_grace(frozen: Freeze) -> 
     agent.terminate()
     code, error = end(agent)
     assert code == 1
-    assert "had not stopped 0.5 s after the request" in error
+    assert "did not stop within 0.5 s of the request" in error
 
 
 def test_a_run_that_has_used_up_its_gpu_hours_is_asked_to_stop_and_given_up(frozen: Freeze) -> None:
@@ -219,7 +219,7 @@ def test_a_run_that_has_used_up_its_gpu_hours_is_asked_to_stop_and_given_up(froz
     before.write("started", world_size=4, gpus=4, launch="7.0.0", job_id="7", began=time.time() - 7200, layout="")
     code, error = end(start_agent(run.path, "until_stopped"))
     assert code == 93
-    assert error.startswith("given up: it has used 8.0 GPU-hours (run.max_gpu_hours=7)")
+    assert error.startswith("given up: the run has used 8.0 GPU-hours (run.max_gpu_hours=7)")
     assert last_event(run, "stop_requested")["reason"] == "run.max_gpu_hours"
 
 
@@ -253,10 +253,10 @@ def test_a_line_from_a_stranger_leaves_the_run_alone(frozen: Freeze) -> None:
     run = frozen()
     agent = start_agent(run.path, "finish_when_told")
     until(lambda: marks(run))
-    with socket.create_connection(("127.0.0.1", hub_port(agent)), timeout=60) as stranger:
-        stranger.sendall(b"[" * 1500 + b"\n")
+    with socket.create_connection(("127.0.0.1", hub_port(agent)), timeout=60) as pending:
+        pending.sendall(b"[" * 1500 + b"\n")
         with suppress(ConnectionResetError):
-            assert stranger.recv(1) == b"", "the hub closes"
+            assert pending.recv(1) == b"", "the hub closes"
     (run.path / "go").touch()
     assert end(agent) == (0, "")
     assert [event["event"] for event in run.read_events()] == ["started", "finished"]
@@ -294,8 +294,8 @@ def test_a_restart_while_the_event_log_cannot_be_written(frozen: Freeze) -> None
         until(lambda: run.newest_attempt() == 1 or agent.poll() is not None)
     code, error = end(agent)
     assert code == 0, error
-    assert "the event log cannot be written; its lines are kept in memory until it can: [Errno 2]" in error
-    assert "the event log can be written again, and has the lines that were kept" in error
+    assert "cannot write the event log; its lines are kept in memory until it is writable: [Errno 2]" in error
+    assert "the event log is writable again; the lines kept in memory are written" in error
     assert "Traceback" not in error
     told = [event["event"] for event in run.read_events()]
     assert told == ["started", "worker_failed", "started", "restarted", "finished"]
@@ -309,7 +309,7 @@ def test_a_stop_request_while_the_event_log_cannot_be_written(frozen: Freeze) ->
     with outage():
         agent.terminate()
         assert agent.stderr is not None
-        assert "the event log cannot be written" in agent.stderr.readline()
+        assert "cannot write the event log" in agent.stderr.readline()
     code, error = end(agent)
     assert code == 75, error
     assert [event["event"] for event in run.read_events()] == ["started", "stop_requested", "stopped"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpc_train.config.schema import BatchConfig, ClusterConfig, Config, ElasticConfig, StrategyConfig
-from hpc_train.elastic.coordinator import ECHO_S, SETTLE_S, Coordinator, End, Leave, NodeReport, Start
+from hpc_train.elastic.coordinator import NODE_LOSS_WAIT_S, SECONDARY_WAIT_S, Coordinator, End, Leave, NodeReport, Start
 from hpc_train.elastic.decision import OVER_BUDGET, History, WorkerFailure
 from hpc_train.elastic.nodes import Node, NodeFailures, Unfit
 from hpc_train.run.directory import RunDirectory
@@ -125,7 +125,7 @@ def test_gpus_that_no_node_can_use_refuse_the_job(tmp_path: Path) -> None:
         "  fix:    cluster.exclude=NODE",
     ]
     assert order.cause.failure.failure is Failure.REFUSED
-    assert course.head.node_failures.too_often() == frozenset(), "it is not the nodes"
+    assert course.head.node_failures.failing_nodes() == frozenset(), "it is not the nodes"
     late = Course(tmp_path / "late", 2, joined=0)
     late.join_unfit(0)
     assert action(late.next(JOIN_UNTIL + 1)) is Action.REFUSE, "all that have come report it"
@@ -149,7 +149,7 @@ def test_a_node_that_cannot_use_its_gpus_is_done_without(
     course.join_unfit(1)
     course.join(2)
     order = course.next()
-    assert course.head.node_failures.too_often() == {"n1"}, "a requeue leaves it out"
+    assert course.head.node_failures.failing_nodes() == {"n1"}, "a requeue leaves it out"
     assert (order.cause.node, order.cause.failure.failure) == ("n1", Failure.UNFIT_NODE)
     assert order.cause.failure.message.startswith("node n1 cannot use its GPUs: 4 are allocated to the step")
     found = [node.number for node in order.nodes] if isinstance(order, Start) else action(order)
@@ -176,7 +176,7 @@ def test_an_echo_waits_for_its_cause(tmp_path: Path) -> None:
     course = Course(tmp_path / "alone", 2)
     course.started()
     course.report(failed(Failure.COMMUNICATION), 0)
-    assert isinstance(course.next(ECHO_S + 0.1), End), "no cause has come"
+    assert isinstance(course.next(SECONDARY_WAIT_S + 0.1), End), "no cause has come"
 
 
 def test_a_spare_takes_over_and_then_fewer_nodes_go_on(tmp_path: Path) -> None:
@@ -186,15 +186,15 @@ def test_a_spare_takes_over_and_then_fewer_nodes_go_on(tmp_path: Path) -> None:
     assert isinstance(course.next(), End)
     course.report(failed(Failure.COMMUNICATION), 0, 2)
     assert course.next() is None, "others may go down with it"
-    assert course.started(SETTLE_S) == [0, 2, 3]
+    assert course.started(NODE_LOSS_WAIT_S) == [0, 2, 3]
     course.lose(3)
     course.next()
     course.report(failed(Failure.COMMUNICATION, step=20), 0, 2)
-    assert course.started(SETTLE_S) == [0, 2]
+    assert course.started(NODE_LOSS_WAIT_S) == [0, 2]
     course.lose(2)
     course.next()
     course.report(failed(Failure.COMMUNICATION, step=30), 0)
-    assert action(course.next(SETTLE_S)) is Action.REQUEUE, "fewer than elastic.min_nodes"
+    assert action(course.next(NODE_LOSS_WAIT_S)) is Action.REQUEUE, "fewer than elastic.min_nodes"
 
 
 def test_three_nodes_at_once_are_one_decision(tmp_path: Path) -> None:
@@ -203,10 +203,10 @@ def test_three_nodes_at_once_are_one_decision(tmp_path: Path) -> None:
     course.lose(1)
     assert isinstance(course.next(), End)
     course.report(failed(Failure.COMMUNICATION), 0)
-    course.now += SETTLE_S / 2
+    course.now += NODE_LOSS_WAIT_S / 2
     course.lose(2, 3)
-    assert course.next(SETTLE_S / 2) is None
-    assert course.started(SETTLE_S / 2) == [0]
+    assert course.next(NODE_LOSS_WAIT_S / 2) is None
+    assert course.started(NODE_LOSS_WAIT_S / 2) == [0]
 
 
 def test_a_run_that_is_not_elastic_is_requeued_when_a_node_is_lost(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_run_that_is_not_elastic_is_requeued_when_a_node_is_lost(tmp_path: Pat
     course.lose(1)
     course.next()
     course.report(failed(Failure.COMMUNICATION), 0)
-    assert action(course.next(SETTLE_S)) is Action.REQUEUE
+    assert action(course.next(NODE_LOSS_WAIT_S)) is Action.REQUEUE
 
 
 def test_a_lost_node_that_comes_back_is_a_spare(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_lost_node_that_comes_back_is_a_spare(tmp_path: Path) -> None:
     course.next()
     course.join(1)
     course.report(failed(Failure.COMMUNICATION), 0)
-    assert course.started(SETTLE_S) == [0, 1]
+    assert course.started(NODE_LOSS_WAIT_S) == [0, 1]
 
 
 def test_a_node_that_fails_at_every_start_is_done_without(tmp_path: Path) -> None:
@@ -244,13 +244,13 @@ def test_nodes_that_never_join_are_done_without_where_the_run_is_elastic(tmp_pat
     course = Course(tmp_path / "elastic", 3, joined=2, min_nodes=2)
     assert course.next(JOIN_UNTIL - 1) is None
     assert course.started(2) == [0, 1]
-    assert course.head.node_failures.too_often() == {"n2"}, "a requeue leaves it out"
+    assert course.head.node_failures.failing_nodes() == {"n2"}, "a requeue leaves it out"
     order = Course(tmp_path / "fixed", 3, joined=2).next(JOIN_UNTIL + 1)
     assert action(order) is Action.REQUEUE
     assert (order.cause.node, order.cause.failure.rank) == ("n2", 4)
     few = Course(tmp_path / "few", 4, joined=1, min_nodes=1)
     few.next(JOIN_UNTIL + 1)
-    assert few.head.node_failures.too_often() == frozenset(), "not all of the others are broken"
+    assert few.head.node_failures.failing_nodes() == frozenset(), "not all of the others are broken"
 
 
 def test_time_in_which_the_hub_stood_still_does_not_count(tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_a_node_whose_gpu_failed_is_done_without(tmp_path: Path, elastic: dict[s
     team = [0, 1] if "spares" in elastic else [0, 1, 2]
     fail_on(course, team, 1, Failure.DEVICE, step=9)
     assert course.started() == left
-    assert course.head.node_failures.too_often() == {"n1"}
+    assert course.head.node_failures.failing_nodes() == {"n1"}
 
 
 @pytest.mark.parametrize("steps", [(0, 0), (9, 20)])
@@ -291,7 +291,7 @@ def test_a_gpu_that_fails_again_on_the_only_nodes_takes_the_job_elsewhere(
     order = course.next()
     assert action(order) is Action.REQUEUE
     assert order.cause.node == "n1"
-    assert course.head.node_failures.too_often() == {"n1"}, "the requeue excludes it"
+    assert course.head.node_failures.failing_nodes() == {"n1"}, "the requeue excludes it"
 
 
 def test_a_gpu_that_fails_without_another_node_gives_the_run_up(tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_a_gpu_that_fails_without_another_node_gives_the_run_up(tmp_path: Path) 
         fail_on(course, [0], 0, Failure.DEVICE, step=0)
     order = course.next()
     assert action(order) is Action.GIVE_UP
-    assert order.decision.reason.startswith("no new step in 3 attempts. the GPU or its driver has failed")
+    assert order.decision.reason.startswith("no new step in 3 attempts. the GPU or its driver failed")
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_an_error_in_a_kernel_that_follows_to_another_node_is_the_codes(tmp_path
     fail_on(course, [0, 1], 1, Failure.KERNEL, step=20)
     fail_on(course, [0, 2], 2, Failure.KERNEL, step=20)
     assert action(course.next()) is Action.FAIL
-    assert course.head.node_failures.too_often() == {"n1"}
+    assert course.head.node_failures.failing_nodes() == {"n1"}
 
 
 @pytest.mark.parametrize(("step", "attempts", "expected"), [(0, 2, Action.REQUEUE), (3, 4, Action.GIVE_UP)])
@@ -353,7 +353,7 @@ def test_an_agent_that_cannot_end_its_workers_is_lost(tmp_path: Path) -> None:
     course.report(failed(Failure.KILLED), 0)
     course.next()
     assert course.next(61) is None
-    assert course.started(SETTLE_S) == [0]
+    assert course.started(NODE_LOSS_WAIT_S) == [0]
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,8 @@ def test_three_attempts_without_a_new_step_give_the_run_up(failure: Failure) -> 
         history = history.after(step)
     assert actions[-1] is Action.GIVE_UP
     assert Action.GIVE_UP not in actions[:-1]
-    assert history.fruitless == ATTEMPTS_WITHOUT_A_STEP
-    assert history.after(7).fruitless == 0
+    assert history.without_progress == ATTEMPTS_WITHOUT_A_STEP
+    assert history.after(7).without_progress == 0
 
 
 def test_every_action_that_ends_a_run_has_an_exit_code() -> None:

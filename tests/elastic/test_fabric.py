@@ -36,7 +36,7 @@ def test_what_is_wrong_with_a_node_is_told_once(tmp_path: Path, capsys: pytest.C
     told = read_json(run.fabric)["warnings"]
     assert told == [
         "n2: GPU0: its PCIe link has 8 of 16 lanes",
-        "n2: at most 8388608 bytes may be locked (ulimit -l): RDMA cards cannot register their buffers",
+        "n2: at most 8388608 bytes may be locked (ulimit -l): RDMA NICs cannot register their buffers",
     ]
     assert capsys.readouterr().out.count(told[0]) == 1
     assert read_fabric(run) == (good, worn), "limits and all else"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hpc_train.config.values import parse_hang_timeout
-from hpc_train.elastic.coordinator import FailureReport, root
+from hpc_train.elastic.coordinator import FailureReport, primary_cause
 from hpc_train.elastic.culprit import GroupState, RankState, culprit, group_states
 from hpc_train.elastic.decision import WorkerFailure
 from hpc_train.elastic.hangs import COLD_S, FACTOR, PATIENCE_S, SEEN_S, START_S, UNSEEN_S, Hang, HangWatch, patience_s
@@ -236,7 +236,7 @@ def hang(*states: RankState) -> WorkerFailure:
 )
 def test_the_nodes_settle_whose_rank_it_is(nodes: list[WorkerFailure], rank: int) -> None:
     causes = [FailureReport(failure, f"n{number}", 5.0 + number) for number, failure in enumerate(nodes)]
-    found = root(causes)
+    found = primary_cause(causes)
     assert found is not None
     assert found.failure.rank == rank
     assert rank in [one["rank"] for one in nodes[int(found.node[1:])].states]

@@ -22,12 +22,12 @@ from typing import Any
 import pytest
 
 from hpc_train.elastic.channel import Channel
-from hpc_train.elastic.client import HubClient, HubLost
+from hpc_train.elastic.client import RendezvousClient, ServerLost
 from hpc_train.elastic.coordinator import Coordinator, Leave, NodeReport, Start
 from hpc_train.elastic.decision import WorkerFailure
-from hpc_train.elastic.hub import Hub
 from hpc_train.elastic.nodes import Node, Unfit
-from hpc_train.elastic.rendezvous import HubAddress
+from hpc_train.elastic.rendezvous import ServerAddress
+from hpc_train.elastic.server import RendezvousServer
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import EXITS, Action, Exit, Failure
 from tests.elastic.flood import flood
@@ -51,8 +51,8 @@ class Served:
         self.left: list[Leave] = []
         self.broken: Exception | None = None  # what ``begin`` raises
         listener = socket.create_server(("127.0.0.1", 0))
-        self.address = HubAddress("127.0.0.1", listener.getsockname()[1], TOKEN)
-        self.hub = Hub(self.head, listener, TOKEN, SILENT_S, self._begin, self._leave, is_suspended)
+        self.address = ServerAddress("127.0.0.1", listener.getsockname()[1], TOKEN)
+        self.hub = RendezvousServer(self.head, listener, TOKEN, SILENT_S, self._begin, self._leave, is_suspended)
         self.hub.start()
 
     def _begin(self, start: Start) -> dict[str, Any]:
@@ -65,8 +65,8 @@ class Served:
         self.left.append(leave)
         return EXITS[leave.decision.action]
 
-    def link(self, number: int) -> HubClient:
-        return HubClient.connect(self.address, Node(number, f"n{number}", f"n{number}", None, 0, 2), SILENT_S)
+    def link(self, number: int) -> RendezvousClient:
+        return RendezvousClient.connect(self.address, Node(number, f"n{number}", f"n{number}", None, 0, 2), SILENT_S)
 
 
 def connected(served: Served) -> socket.socket:
@@ -94,7 +94,7 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def order_of(link: HubClient) -> dict[str, Any]:
+def order_of(link: RendezvousClient) -> dict[str, Any]:
     found = until(lambda: link.order(0.5), timeout=60)
     assert isinstance(found, dict)
     return found
@@ -105,7 +105,7 @@ def test_agents_start_and_leave_together(tmp_path: Path) -> None:
     links = [served.link(number) for number in range(3)]
     assert [order_of(link)["meeting"]["attempt"] for link in links] == [0, 0, 0]
     for link in links:
-        link.tell_end(0, DONE)
+        link.send_attempt_end(0, DONE)
     assert [order_of(link)["code"] for link in links] == [0, 0, 0]
     gone: list[int] = []
     threads = [threading.Thread(target=lambda n=n: (links[n].leave(30), gone.append(n))) for n in (1, 2)]
@@ -122,7 +122,7 @@ def test_agents_start_and_leave_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize("why", [{"unfit": Unfit("no driver", "load it")}, {"refusal": "a wrong key"}])
 def test_a_node_that_cannot_take_part_says_so_as_it_joins(tmp_path: Path, why: dict[str, Any]) -> None:
     served = Served(tmp_path, 1)
-    link = HubClient.connect(served.address, Node(0, "n0", "n0", None, 0, 0, **why), SILENT_S)
+    link = RendezvousClient.connect(served.address, Node(0, "n0", "n0", None, 0, 0, **why), SILENT_S)
     assert order_of(link)["code"] == Exit.REFUSED
     assert served.starts == []
 
@@ -130,8 +130,8 @@ def test_a_node_that_cannot_take_part_says_so_as_it_joins(tmp_path: Path, why: d
 def test_a_stop_at_one_node_reaches_the_hub(tmp_path: Path) -> None:
     served = Served(tmp_path, 2)
     link = served.link(0)
-    assert link.tell_stop("SIGTERM")
-    assert not link.tell_stop("SIGTERM"), "told once"
+    assert link.send_stop("SIGTERM")
+    assert not link.send_stop("SIGTERM"), "told once"
     assert order_of(link)["code"] == Exit.STOPPED
 
 
@@ -139,10 +139,10 @@ def test_reports_of_another_attempt_are_ignored(tmp_path: Path) -> None:
     served = Served(tmp_path, 1)
     link = served.link(0)
     order_of(link)
-    link.tell_end(7, DONE)
-    link.tell_end(-1, DONE)
+    link.send_attempt_end(7, DONE)
+    link.send_attempt_end(-1, DONE)
     assert link.order(1.0) is None
-    link.tell_end(0, DONE)
+    link.send_attempt_end(0, DONE)
     assert order_of(link)["code"] == 0
 
 
@@ -152,13 +152,13 @@ def test_a_silent_node_is_lost_and_its_agent_may_join_again(tmp_path: Path) -> N
     silent = mute(served, 1)
     assert order_of(first)["meeting"]["order"] == [0, 1]
     until(lambda: first.is_to_end(0), timeout=60)
-    first.tell_end(0, NodeReport(Exit.FAILED, None, 9))
+    first.send_attempt_end(0, NodeReport(Exit.FAILED, None, 9))
     assert order_of(first)["meeting"]["order"] == [0]
     assert not first.is_to_end(1)
     again = served.link(1)
     until(lambda: 1 in served.head.present, timeout=60)
     assert again.order(0.5) is None, "it waits as a spare"
-    first.tell_end(1, DONE)
+    first.send_attempt_end(1, DONE)
     assert order_of(again)["code"] == 0
     silent.close()
 
@@ -188,7 +188,7 @@ def test_a_silent_node_of_a_suspended_job_is_not_lost(tmp_path: Path) -> None:
 
 
 def test_a_slurm_that_does_not_answer_does_not_hold_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpc_train.elastic.hub.ASK_S", 600.0)
+    monkeypatch.setattr("hpc_train.elastic.server.ASK_S", 600.0)
     answer, asked = threading.Event(), list[float]()
 
     def is_suspended() -> bool:
@@ -199,10 +199,10 @@ def test_a_slurm_that_does_not_answer_does_not_hold_the_hub(tmp_path: Path, monk
     first, silent = served.link(0), mute(served, 1)
     order_of(first)
     until(lambda: asked, timeout=60)
-    first.tell_stop("SIGTERM")
+    first.send_stop("SIGTERM")
     until(lambda: served.head.stop, timeout=60)
     assert 1 in served.head.present, "the hub goes on while it waits for Slurm"
-    monkeypatch.setattr("hpc_train.elastic.hub.ASK_S", 0.0)
+    monkeypatch.setattr("hpc_train.elastic.server.ASK_S", 0.0)
     until(lambda: first.is_to_end(0), timeout=60)
     answer.set()
     assert len(asked) == 1
@@ -211,11 +211,11 @@ def test_a_slurm_that_does_not_answer_does_not_hold_the_hub(tmp_path: Path, monk
 
 def test_a_silent_hub_is_not_joined_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel would take the connection, even where the process is frozen."""
-    monkeypatch.setattr("hpc_train.elastic.client.HUB_BUSY_S", 0.5)
+    monkeypatch.setattr("hpc_train.elastic.client.SERVER_BUSY_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        address = HubAddress("127.0.0.1", server.getsockname()[1], TOKEN)
-        link = HubClient.connect(address, Node(0, "n0", "n0", None, 0, 2), 1.0)
-        with pytest.raises(HubLost, match="silent"):
+        address = ServerAddress("127.0.0.1", server.getsockname()[1], TOKEN)
+        link = RendezvousClient.connect(address, Node(0, "n0", "n0", None, 0, 2), 1.0)
+        with pytest.raises(ServerLost, match="silent"):
             until(lambda: link.order(0.2), timeout=60)
         assert link.silent
 
@@ -270,13 +270,13 @@ def test_time_in_which_the_job_was_suspended_is_no_silence() -> None:
 def test_strangers_are_not_taken_in(tmp_path: Path, said: bytes) -> None:
     """What they send, or that they send nothing, ends their connection and nothing else."""
     served = Served(tmp_path, 1)
-    with connected(served) as stranger:
-        stranger.sendall(said)
-        all_from(stranger)  # the hub closes
+    with connected(served) as pending:
+        pending.sendall(said)
+        all_from(pending)  # the hub closes
     link = served.link(0)
     assert order_of(link)["meeting"]["order"] == [0]
     assert served.head.stop is None
-    link.tell_end(0, DONE)
+    link.send_attempt_end(0, DONE)
     order_of(link)
 
 
@@ -303,12 +303,12 @@ def test_an_agent_that_sends_nonsense_is_lost_and_told_why(
     second.sendall(said + b"\n")
     told = json.loads(all_from(second).splitlines()[-1])
     assert told["kind"] == "dropped"
-    assert "its agent sent a message that the hub cannot use" in told["why"]
-    assert f"the hub drops node n1: {told['why']}" in capfd.readouterr().err
+    assert "its agent sent an invalid message" in told["why"]
+    assert f"the rendezvous server drops node n1: {told['why']}" in capfd.readouterr().err
     until(lambda: first.is_to_end(0), timeout=60)
-    first.tell_end(0, NodeReport(Exit.FAILED, None, 9))
+    first.send_attempt_end(0, NodeReport(Exit.FAILED, None, 9))
     assert order_of(first)["meeting"]["order"] == [0]
-    first.tell_end(1, DONE)
+    first.send_attempt_end(1, DONE)
     assert order_of(first)["code"] == 0
 
 
@@ -322,39 +322,39 @@ def test_an_agent_is_taken_in_during_a_flood_of_connections(tmp_path: Path) -> N
         assert [order_of(link)["meeting"]["order"] for link in (first, second)] == [[0, 1]] * 2
         opened(500)
         for link in (first, second):
-            link.tell_end(0, DONE)
+            link.send_attempt_end(0, DONE)
         assert [order_of(link)["code"] for link in (first, second)] == [0, 0]
 
 
 def test_a_hub_without_free_descriptors_goes_on_when_there_are_some_again(tmp_path: Path) -> None:
     served = Served(tmp_path, 1)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    stranger = socket.socket()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (stranger.fileno() + 1, limit[1]))
+    pending = socket.socket()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (pending.fileno() + 1, limit[1]))
     try:
-        stranger.connect((served.address.host, served.address.port))
+        pending.connect((served.address.host, served.address.port))
         began = time.process_time()
         time.sleep(0.5)
         assert time.process_time() - began < 0.05, "it does not spin"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-    stranger.close()
+    pending.close()
     link = served.link(0)
     assert order_of(link)["meeting"]["order"] == [0]
-    link.tell_end(0, DONE)
+    link.send_attempt_end(0, DONE)
     assert order_of(link)["code"] == 0
 
 
 def test_an_agent_notices_that_the_hub_is_gone(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        address = HubAddress("127.0.0.1", server.getsockname()[1], TOKEN)
-        link = HubClient.connect(address, Node(0, "n0", "n0", None, 0, 2), SILENT_S)
+        address = ServerAddress("127.0.0.1", server.getsockname()[1], TOKEN)
+        link = RendezvousClient.connect(address, Node(0, "n0", "n0", None, 0, 2), SILENT_S)
         server.accept()[0].close()
-        with pytest.raises(HubLost):
+        with pytest.raises(ServerLost):
             until(lambda: link.order(0.2), timeout=60)
         assert link.is_to_end(0)
-    with pytest.raises(HubLost):
-        HubClient.connect(address, Node(0, "n0", "n0", None, 0, 2), SILENT_S, patience_s=0.5)
+    with pytest.raises(ServerLost):
+        RendezvousClient.connect(address, Node(0, "n0", "n0", None, 0, 2), SILENT_S, patience_s=0.5)
 
 
 @pytest.mark.parametrize(("in_slurm", "action"), [(True, Action.REQUEUE), (False, Action.FAIL)])
@@ -366,10 +366,12 @@ def test_a_hub_whose_file_system_stays_away_ends_the_job_for_another_start(
     link = served.link(0)
     order_of(link)
     served.broken = OSError(errno.ESTALE, "Stale file handle")
-    link.tell_end(0, NodeReport(Exit.FAILED, WorkerFailure(0, Failure.KILLED, "", "", 0.0), 9))
+    link.send_attempt_end(0, NodeReport(Exit.FAILED, WorkerFailure(0, Failure.KILLED, "", "", 0.0), 9))
     assert order_of(link)["code"] == EXITS[action]
     assert served.left[0].decision.action is action
-    assert served.left[0].decision.reason.startswith("the hub cannot go on: [Errno 116] Stale file handle")
+    assert served.left[0].decision.reason.startswith(
+        "the rendezvous server cannot continue: [Errno 116] Stale file handle"
+    )
     assert capfd.readouterr().err == ""
 
 
@@ -393,7 +395,7 @@ def test_two_hundred_nodes(many: Served) -> None:
 def test_the_token_is_not_for_everybody(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     run.create()
-    HubAddress("n0", 7, TOKEN).publish(run, "7.0.0")
+    ServerAddress("n0", 7, TOKEN).publish(run, "7.0.0")
     assert (run.attempts / "hub-7.0.0.json").stat().st_mode & 0o077 == 0
-    assert HubAddress.find(run, "7.0.0") == HubAddress("n0", 7, TOKEN)
-    assert HubAddress.find(run, "7.0.1") is None
+    assert ServerAddress.find(run, "7.0.0") == ServerAddress("n0", 7, TOKEN)
+    assert ServerAddress.find(run, "7.0.1") is None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.cluster.kernel_counters import OomKills
-from hpc_train.elastic.decision import ended_without_report, is_echo
+from hpc_train.elastic.decision import ended_without_report, is_secondary
 from hpc_train.elastic.workers import class_of_end
 from hpc_train.errors import UserError
 from hpc_train.run.exits import Failure, classify
@@ -124,10 +124,10 @@ def test_a_watchdog_that_ends_the_process_for_an_error_of_its_gpu() -> None:
     failure, message = class_of_end(-signal.SIGABRT, OomKills(), output=output)
     assert failure is Failure.DEVICE
     assert message.startswith("killed by SIGABRT: what():  [PG ID 0")
-    assert not is_echo(ended_without_report(3, -signal.SIGABRT, (failure, message), output, 0.0))
+    assert not is_secondary(ended_without_report(3, -signal.SIGABRT, (failure, message), output, 0.0))
     found = class_of_end(-signal.SIGABRT, OomKills(), output=["NCCL error: remote process exited"])
     assert found == (Failure.KILLED, "killed by SIGABRT")
-    assert is_echo(ended_without_report(3, -signal.SIGABRT, found, [], 0.0))
+    assert is_secondary(ended_without_report(3, -signal.SIGABRT, found, [], 0.0))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_watchdog_that_ends_the_process_for_an_error_of_its_gpu() -> None:
     [
         (-signal.SIGKILL, OomKills(), Failure.KILLED, "killed by SIGKILL"),
         (-signal.SIGKILL, OomKills(group=1, node=1), Failure.OUT_OF_MEMORY, "out of host memory"),
-        (-signal.SIGKILL, OomKills(node=1), Failure.KILLED, "the kernel killed for memory on this node"),
+        (-signal.SIGKILL, OomKills(node=1), Failure.KILLED, "the kernel killed a process for memory on this node"),
         (-signal.SIGSEGV, OomKills(), Failure.KILLED, "killed by SIGSEGV"),
         (0, OomKills(), Failure.EXITED, "exited early with code 0"),
     ],

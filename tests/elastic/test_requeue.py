@@ -96,7 +96,7 @@ def test_the_end_of_the_batch_script(
     asked: list[str],
 ) -> None:
     for node, ended in ends.items():
-        JobEnd(run, "7", 0, node).tell(ended)
+        JobEnd(run, "7", 0, node).record(ended)
     if marker:
         JobEnd(run, "7", 0, 0).ask_for_requeue(3)
     calls = tmp_path / "calls"
@@ -123,7 +123,7 @@ def test_a_step_that_does_not_end_does_not_hold_the_job(
     """As where a node is frozen. The stand-in for srun ends by itself only where no agent has told an end."""
     calls, pid = tmp_path / "calls", tmp_path / "pid"
     end = JobEnd(run, "7", 0, 0, "1")
-    end.tell(1)  # by an earlier run in the same allocation
+    end.record(1)  # by an earlier run in the same allocation
     if told == Exit.STOPPED:
         end.ask_for_requeue(3)
     tell = f"printf '{told}\\nstep 1\\n' > {run.attempts}/end-7.0.node-0; " if told is not None else ""
@@ -154,14 +154,14 @@ def test_a_hub_that_wakes_up_when_another_agent_acts_for_the_job_says_nothing(ru
     config, stores = Config(), Stores("tests.elastic.entries:serve")
     events = EventLog.open(run, "agent-n1", 0)
     attempts = Attempts(run, config, here, end, stores, Fabric(run, config, []), events)
-    assert attempts.succeeded() is None
+    assert attempts.superseded() is None
     assert JobEnd(run, "7", 0, 1).claim_succession()
-    assert attempts.succeeded() is not None
+    assert attempts.superseded() is not None
     assert attempts.leave(Leave(RestartDecision(Action.FAIL, "node n2 is lost"))) == Exit.STOPPED
-    assert not end.told()
+    assert not end.is_recorded()
     assert list(run.read_events()) == []
     end.begin()
-    assert attempts.succeeded() is None, "another step of the same job"
+    assert attempts.superseded() is None, "another step of the same job"
 
 
 def test_a_node_that_failed_twice_is_excluded_at_the_requeue_and_only_for_a_time(run: RunDirectory) -> None:

@@ -64,7 +64,7 @@ def test_clocks_and_shared_memory(tmp_path: Path) -> None:
 def test_limits_of_a_process() -> None:
     assert check_locked_memory(NodeLimits(locked_memory=UNLIMITED), rdma=True).level == OK
     small = check_locked_memory(NodeLimits(locked_memory=8 << 20), rdma=True)
-    assert small.level == ERROR and "RDMA cards cannot register" in small.text and "LimitMEMLOCK" in small.fix
+    assert small.level == ERROR and "RDMA NICs cannot register" in small.text and "LimitMEMLOCK" in small.fix
     assert check_locked_memory(NodeLimits(locked_memory=8 << 20), rdma=False).level == OK
     few = check_open_files(NodeLimits(open_files=256, most_open_files=4096), 2)
     assert few.level == WARNING and "ulimit -n 4096" in few.fix
@@ -90,7 +90,7 @@ def test_gpus_ports_and_versions() -> None:
     assert "mlx5_0:1 200 Gb/s InfiniBand: used, active" in told
     assert any("came up at 200 Gb/s, its card can do 400" in text for text in told)
     assert any("no subnet manager" in text for text in told)
-    assert "200 Gb/s between nodes, each way" in told
+    assert "200 Gb/s between nodes in each direction" in told
     (without,) = (one for one in check_ports(replace(facts, gpu_direct="none")) if "cannot read GPU" in one.text)
     assert without.level == WARNING and "nvidia_peermem" in without.fix
     assert any("by DMA-BUF" in finding.text for finding in check_ports(replace(facts, gpu_direct="DMA-BUF")))

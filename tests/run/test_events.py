@@ -14,8 +14,8 @@ from hpc_train.run.events import EventLog
 from hpc_train.run.files import read_lines
 from tests.run.outage import detachable
 
-FAILING = "the event log cannot be written; its lines are kept in memory until it can: [Errno 2] "
-AGAIN = "the event log can be written again, and has the lines that were kept"
+FAILING = "cannot write the event log; its lines are kept in memory until it is writable: [Errno 2] "
+AGAIN = "the event log is writable again; the lines kept in memory are written"
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_the_end_of_a_writer_waits_a_while(
         log.write("finished")
     log.close()
     assert [line["event"] for line in read_lines(log.path)] == ["finished"]
-    monkeypatch.setattr(events, "AT_THE_END_S", 0.3)
+    monkeypatch.setattr(events, "CLOSE_TIMEOUT_S", 0.3)
     with outage():
         log.write("finished")
         log.close()
@@ -74,7 +74,7 @@ def test_the_end_of_a_writer_waits_a_while(
 def test_memory_is_bounded(
     run: RunDirectory, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "MOST_KEPT", 3)
+    monkeypatch.setattr(events, "MAX_PENDING_LINES", 3)
     outage = detachable(run.events)
     log = EventLog.open(run, "agent-n0", 0)
     with outage():
@@ -82,7 +82,7 @@ def test_memory_is_bounded(
             log.write("warning", message=str(number))
     log.close()
     assert messages(log.path) == ["2", "3", "4"]
-    assert capfd.readouterr().err.splitlines()[-1] == AGAIN + " but the first 2"
+    assert capfd.readouterr().err.splitlines()[-1] == AGAIN + " except for the first 2, which are lost"
 
 
 def test_a_line_that_was_cut_short_does_not_spoil_the_next(run: RunDirectory) -> None:

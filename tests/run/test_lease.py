@@ -72,7 +72,7 @@ def keep(path: Path, told: Any = None, **options: Any) -> None:
         lost.wait()
     if told is not None:
         try:
-            RunDirectory(path).claim_attempt(options.get("holder"))
+            RunDirectory(path).claim_attempt(options.get("owner"))
         except UserError as error:
             told.put(error.what)
 
@@ -118,17 +118,17 @@ def test_a_holder_that_is_asleep(tmp_path: Path) -> None:
         until((tmp_path / "held").exists)
         os.kill(holder.pid, signal.SIGSTOP)
         until(lambda: Path(f"/proc/{holder.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
-        with pytest.raises(UserError, match=f"process {holder.pid} on"), lease.hold_lease(run, holder=elsewhere()):
+        with pytest.raises(UserError, match=f"process {holder.pid} on"), lease.hold_lease(run, owner=elsewhere()):
             pass
         turn = newest_lock(lease_folder(tmp_path))
         assert turn is not None
         long_ago = time.time() - STALE_S - 1
         os.utime(turn.path, (long_ago, long_ago))
         assert lease.is_live(run)
-        with lease.hold_lease(run, holder=elsewhere()):
+        with lease.hold_lease(run, owner=elsewhere()):
             assert run.claim_attempt(elsewhere()) == 0
             os.kill(holder.pid, signal.SIGCONT)
-            assert told.get(timeout=LIMIT_S).startswith(f"{elsewhere()} works on the run by now")
+            assert told.get(timeout=LIMIT_S).startswith(f"{elsewhere()} has taken over the run")
             holder.join(LIMIT_S)
             assert holder.exitcode == 0
             found = newest_lock(lease_folder(tmp_path))
@@ -152,7 +152,7 @@ def test_silence_is_counted_by_the_clock_of_the_file_server(tmp_path: Path) -> N
 def test_a_turn_that_says_nothing_yet(tmp_path: Path) -> None:
     (tmp_path / "00000004").touch()
     turn = newest_lock(tmp_path)
-    assert turn is not None and turn.holder() is None
+    assert turn is not None and turn.owner() is None
     assert turn.is_held(LockOwner.of_this_process())
     os.utime(turn.path, (time.time() - STALE_S - 1,) * 2)
     assert file_lock.acquire(tmp_path, LockOwner.of_this_process()).number == 5
@@ -162,10 +162,10 @@ def test_a_turn_taken_by_an_old_list_is_no_turn(tmp_path: Path, monkeypatch: pyt
     """A client of a network file system may show a list of a minute ago."""
     here = LockOwner.of_this_process()
     for _ in range(12):
-        file_lock.acquire(tmp_path, here).give_back()
+        file_lock.acquire(tmp_path, here).release()
     lists = [[1], *[[*range(5, 13)]] * 5]
-    real = file_lock._numbers
-    monkeypatch.setattr(file_lock, "_numbers", lambda folder: lists.pop(0) if lists else real(folder))
+    real = file_lock._lock_numbers
+    monkeypatch.setattr(file_lock, "_lock_numbers", lambda folder: lists.pop(0) if lists else real(folder))
     assert file_lock.acquire(tmp_path, here).number == 13
 
 

@@ -57,7 +57,7 @@ def test_nodes_that_differ_are_named_with_the_fix(network: Cluster, tmp_path: Pa
     assert slow["rate"] < slow["usual"] and set(slow["partners"]) == {"n1", "n3", "n4"}
     (device,) = events(run.path, "slow_gpu")
     assert (device["node"], device["gpu"]) == ("n1", "GPU-of-n1") and "nodename=n1" in device["drain"]
-    assert NodeFailures(run, 3600).too_often() == {"n1", "n2"}, "the next requeue excludes them"
+    assert NodeFailures(run, 3600).failing_nodes() == {"n1", "n2"}, "the next requeue excludes them"
     assert "the network of n2" in "".join(path.read_text() for path in run.logs.glob("*.log"))
 
 

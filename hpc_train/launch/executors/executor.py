@@ -33,7 +33,7 @@ from hpc_train.elastic.agent import run_agent
 from hpc_train.errors import UserError
 from hpc_train.launch.job_status import JobStatus
 from hpc_train.plan.layout import Layout
-from hpc_train.run.code import start_again_from
+from hpc_train.run.code import reexec_from_snapshot
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.requests import StopRequests
 
@@ -140,7 +140,7 @@ class RunAgent:
 
     def __call__(self) -> None:
         run = RunDirectory(Path(self.path))
-        start_again_from(run)
+        reexec_from_snapshot(run)
         reserved = None if self.share is None else partial(_reserve, self.share)
         # an exit, not a result: what failed must not look like a success to the scheduler
         sys.exit(run_agent(run, reserve=reserved))

@@ -1,8 +1,8 @@
-"""The hub: a thread in the agent of the batch host to which the agents of all nodes hold a connection.
+"""The rendezvous server: a thread in the agent of the batch host, to which the agents of all nodes are connected.
 
-It alone decides (``coordinator.py``) and tells all: the next attempt, its end, or that the job is over. A node is lost
-when its connection closes or it is silent for ``elastic.heartbeat_timeout_s``. Time in which this process stood still
-(a suspended job, a machine that sleeps) does not count, nor does that of a job that Slurm says is suspended.
+It alone decides (``coordinator.py``) and broadcasts orders: the next attempt, its end, or the end of the job. A node is
+lost when its connection closes or it is silent for ``elastic.heartbeat_timeout_s``, not counting time in which this
+process stalled (a suspended job or machine) or in which Slurm reports the job as suspended.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from hpc_train.elastic.nodes import Node
 from hpc_train.run.exits import Action, Exit, Failure
 
 BEAT_S = 1.0
-BEATS = 3  # at least, in elastic.heartbeat_timeout_s
-ASK_S = 5.0  # for Slurm to say whether the job is suspended
-LEAVE_S = 10.0  # for the agents to take leave
+BEATS = 3  # minimum number of heartbeats in elastic.heartbeat_timeout_s
+ASK_S = 5.0  # timeout of the query to Slurm whether the job is suspended
+LEAVE_S = 10.0  # wait at most this long for the agents' byes
 TICK_S = 0.1
 
 
 @dataclass
 class Member:
-    """A connection that has sent the token; ``node`` is None until its agent has introduced itself."""
+    """An admitted connection; ``node`` is None until its agent has introduced itself."""
 
     channel: Channel
     heard: float
     node: Node | None = None
 
 
-class Question:
-    """Whether the job is suspended, asked once, in a thread of its own: Slurm may take its time."""
+class SuspendedQuery:
+    """Asks Slurm once whether the job is suspended, in its own thread because Slurm may be slow."""
 
     def __init__(self, ask: Callable[[], bool], now: float) -> None:
         self._ask = ask
@@ -54,19 +54,19 @@ class Question:
         self._answer = self._ask()
 
     def answer(self, now: float) -> bool | None:
-        """None: it is not known yet. Nobody who answers in time counts as a no."""
+        """Returns the answer; None while it is unknown. No answer in time counts as no."""
         return False if self._answer is None and now - self._asked > ASK_S else self._answer
 
 
-class Hub:
+class RendezvousServer:
     """Serves until the job is over.
 
     Args:
-        listener: where agents connect.
-        token: what an agent must send first to be taken in.
-        begin: prepares an attempt: what its agents are told.
-        leave: says how the job ended; returns the exit code of all agents.
-        is_suspended: asks Slurm about the job; None where there is no Slurm.
+        listener: the socket on which agents connect.
+        token: the token that an agent must send first.
+        begin: prepares an attempt; returns the start message.
+        leave: records how the job ended; returns the exit code of all agents.
+        is_suspended: asks Slurm whether the job is suspended; None without Slurm.
     """
 
     def __init__(
@@ -81,15 +81,16 @@ class Hub:
     ) -> None:
         self._coordinator = coordinator
         self._silent_node_s = heartbeat_timeout_s
-        self._begin, self._leave = begin, leave
+        self._begin = begin
+        self._leave = leave
         self._is_suspended = is_suspended
-        self._question: Question | None = None
+        self._query: SuspendedQuery | None = None
         self._members: dict[int, Member] = {}  # by file descriptor
         self._selector = selectors.DefaultSelector()
         self._admission = Admission(listener, token, self._selector, self._admit)
         self._attempt: int | None = None
         self._over = False
-        self._thread = threading.Thread(target=self._serve, name="hub", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="rendezvous-server", daemon=True)
 
     def start(self) -> None:
         self._admission.open()
@@ -101,21 +102,21 @@ class Hub:
     def _serve(self) -> None:
         try:
             self._coordinate()
-        except OSError as error:  # the file system of the run directory, mostly
-            self._give_up(self._coordinator.unable(str(error)))
+        except OSError as error:  # usually the file system of the run directory
+            self._give_up(self._coordinator.cannot_continue(str(error)))
         except Exception as error:
             traceback.print_exc()
-            self._give_up(Leave(RestartDecision(Action.FAIL, f"the hub has failed: {error!r}")))
+            self._give_up(Leave(RestartDecision(Action.FAIL, f"the rendezvous server failed: {error!r}")))
         finally:
-            self._say_goodbye()
+            self._wait_for_byes()
 
     def _give_up(self, leave: Leave) -> None:
-        """Nobody is to wait for a hub that cannot go on."""
+        """Ends the job when the server cannot continue, so that no agent waits for it."""
         try:
-            self._give(leave)
+            self._execute(leave)
         except Exception:
             traceback.print_exc()
-            self._tell_all({"kind": "leave", "action": Action.FAIL, "code": int(Exit.FAILED)})
+            self._broadcast({"kind": "leave", "action": Action.FAIL, "code": int(Exit.FAILED)})
 
     def _coordinate(self) -> None:
         next_beat, looked = 0.0, time.monotonic()
@@ -124,19 +125,19 @@ class Hub:
                 key.data()
             now = time.monotonic()
             self._admission.tend(now)
-            if stood_still(now - looked, self._silent_node_s):
-                self._count_anew(now)
+            if has_stalled(now - looked, self._silent_node_s):
+                self._reset_silence(now)
                 self._coordinator.postpone(now - looked)
             looked = now
             self._drop_silent(now)
             if now >= next_beat:
                 next_beat = now + beat_s(self._silent_node_s)
-                self._tell_all({"kind": "beat"})
+                self._broadcast({"kind": "beat"})
             while not self._over and (order := self._coordinator.next(now)) is not None:
-                self._give(order)
+                self._execute(order)
 
     def _admit(self, connection: socket.socket) -> None:
-        with suppress(OSError):  # it is gone already
+        with suppress(OSError):  # the peer is already gone
             channel = Channel(connection)
             member = Member(channel, time.monotonic())
             self._members[channel.fileno()] = member
@@ -146,20 +147,20 @@ class Hub:
         try:
             for message in member.channel.read():
                 member.heard = time.monotonic()
-                self._take(member, message)
-        except Exception as error:  # whatever a member sends costs that member only
+                self._handle(member, message)
+        except Exception as error:  # a bad message affects only its sender
             why = str(error)
             if isinstance(error, BadMessage) or not isinstance(error, ConnectionError):
-                why = f"its agent sent a message that the hub cannot use: {error!r}"
+                why = f"its agent sent an invalid message: {error!r}"
                 name = "an agent" if member.node is None else f"node {member.node.name}"
-                print(f"the hub drops {name}: {why}", file=sys.stderr, flush=True)
+                print(f"the rendezvous server drops {name}: {why}", file=sys.stderr, flush=True)
                 member.channel.send({"kind": "dropped", "why": why})
             self._drop(member, why)
 
-    def _take(self, member: Member, message: Message) -> None:
+    def _handle(self, member: Member, message: Message) -> None:
         kind = message["kind"]
         if member.node is None:
-            self._introduce(member, message)
+            self._register(member, message)
         elif kind == "stop":
             self._coordinator.stop = self._coordinator.stop or _typed(message["reason"], str)
         elif kind == "quit":
@@ -169,32 +170,32 @@ class Hub:
         elif kind == "ended" and message["attempt"] == self._attempt:
             self._coordinator.reported(member.node.number, _report(message), member.heard)
 
-    def _introduce(self, member: Member, message: Message) -> None:
+    def _register(self, member: Member, message: Message) -> None:
         node = Node.from_json(message["node"])
         for other in [one for one in self._members.values() if one.node is not None]:
             if other.node is not None and other.node.number == node.number:
-                self._drop(other, "its agent has joined again")
+                self._drop(other, "its agent reconnected")
         member.node = node
         self._coordinator.joined(node)
 
     def _drop_silent(self, now: float) -> None:
         silent = [member for member in self._members.values() if now - member.heard > self._silent_node_s]
         if not silent:
-            self._question = None
+            self._query = None
             return
         if self._is_suspended is not None and any(member.node is not None for member in silent):
-            self._question = self._question or Question(self._is_suspended, now)
-            suspended = self._question.answer(now)
+            self._query = self._query or SuspendedQuery(self._is_suspended, now)
+            suspended = self._query.answer(now)
             if suspended is None:
                 return
             if suspended:
-                self._count_anew(now)
+                self._reset_silence(now)
                 return
         for member in silent:
             self._drop(member, f"silent for {self._silent_node_s:g} s (elastic.heartbeat_timeout_s)")
 
-    def _count_anew(self, now: float) -> None:
-        """Restarts the timers of silence of all nodes."""
+    def _reset_silence(self, now: float) -> None:
+        """Restarts the silence timers of all nodes."""
         for member in self._members.values():
             member.heard = now
 
@@ -207,32 +208,34 @@ class Hub:
         if member.node is not None:
             self._coordinator.left(member.node.number, why, time.monotonic())
 
-    def _give(self, order: Order) -> None:
+    def _execute(self, order: Order) -> None:
         if isinstance(order, Start):
             message = self._begin(order)
             self._attempt = message["attempt"]
-            self._tell_all({"kind": "start", "meeting": message})
+            self._broadcast({"kind": "start", "meeting": message})
         elif isinstance(order, End):
-            self._tell_all({"kind": "end", "attempt": self._attempt, "hang": order.hang})
+            self._broadcast({"kind": "end", "attempt": self._attempt, "hang": order.hang})
         else:
-            self._tell_all({"kind": "leave", "action": order.decision.action, "code": self._leave(order)})
+            self._broadcast({"kind": "leave", "action": order.decision.action, "code": self._leave(order)})
             self._over = True
 
-    def _tell_all(self, message: Message) -> None:
+    def _broadcast(self, message: Message) -> None:
         for member in list(self._members.values()):
             if member.node is not None:
                 member.channel.send(message)
 
-    def _say_goodbye(self) -> None:
-        """All agents leave together: Slurm may end the others when the first is gone. Each closes its connection's
-        other half by saying bye, and waits until it is closed here."""
+    def _wait_for_byes(self) -> None:
+        """Releases all agents together, because Slurm may end the others when the first one exits. Each agent sends
+        ``bye`` and
+        waits until its connection is closed here.
+        """
         self._admission.close()
         until = time.monotonic() + LEAVE_S
         waited = {fd for fd, member in self._members.items() if member.node is not None}
         while waited and time.monotonic() < until:
             for key, _ in self._selector.select(TICK_S):
                 member = self._members.get(key.fd)
-                if member is not None and _said_bye(member.channel):
+                if member is not None and _has_said_bye(member.channel):
                     waited.discard(key.fd)
                     self._selector.unregister(key.fileobj)
         for member in self._members.values():
@@ -241,26 +244,28 @@ class Hub:
 
 
 def beat_s(heartbeat_timeout_s: float) -> float:
-    """How often hub and agents tell each other that they live."""
+    """Returns the interval of the heartbeats between server and agents."""
     return min(BEAT_S, heartbeat_timeout_s / BEATS)
 
 
-def stood_still(seconds: float, heartbeat_timeout_s: float) -> bool:
-    """Whether a loop whose last round began ``seconds`` ago stood still: that it heard nothing then means nothing."""
+def has_stalled(seconds: float, heartbeat_timeout_s: float) -> bool:
+    """Returns whether a loop whose last iteration began ``seconds`` ago stalled, so that missing messages mean
+    nothing.
+    """
     return seconds > 2 * beat_s(heartbeat_timeout_s)
 
 
-def _said_bye(channel: Channel) -> bool:
+def _has_said_bye(channel: Channel) -> bool:
     try:
         return any(message.get("kind") == "bye" for message in channel.read())
-    except ConnectionError:  # gone, or one that says nothing of use any more
+    except ConnectionError:  # gone, or it sends invalid messages
         return True
 
 
 def _report(message: Message) -> NodeReport:
     failure: dict[str, Any] | None = message["failure"]
-    told = None if failure is None else _failure(failure)
-    return NodeReport(Exit(message["exit"]), told, _typed(message["step"], int))
+    parsed = None if failure is None else _failure(failure)
+    return NodeReport(Exit(message["exit"]), parsed, _typed(message["step"], int))
 
 
 def _failure(value: dict[str, Any]) -> WorkerFailure:
@@ -275,13 +280,17 @@ def _failure(value: dict[str, Any]) -> WorkerFailure:
 
 
 def _typed(value: Any, type_: Any) -> Any:
-    """``value``, which is to be a ``type_``: the coordinator computes with it later, when nobody knows who sent it."""
+    """Returns ``value``, checked here because the coordinator computes with it later, when its sender is unknown.
+
+    Raises:
+        TypeError: ``value`` is not a ``type_``.
+    """
     if not isinstance(value, type_):
         raise TypeError(f"{value!r:.100} is not {type_}")
     return value
 
 
 def report_message(attempt: int, report: NodeReport) -> Message:
-    """What an agent sends when the workers of its node have ended."""
+    """Returns the message that an agent sends when the workers of its node have ended."""
     failure = None if report.failure is None else asdict(report.failure)
     return {"kind": "ended", "attempt": attempt, "exit": int(report.exit), "failure": failure, "step": report.step}
