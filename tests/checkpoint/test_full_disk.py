@@ -148,7 +148,7 @@ def test_without_room_in_time_the_run_fails_and_rank_0_is_named(disk: Path, caps
     assert "Traceback" not in output
     assert 0 < filled.waits()[0] <= 1.5
     assert why.main([str(filled.run.path)]) == 0
-    assert "what failed\n  disk_full, rank 0 on " in capsys.readouterr().out
+    assert "failure\n  disk_full, rank 0 on " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("room", "code"), [(True, 75), (False, 1)])
