@@ -1,7 +1,6 @@
-"""The command line: ``python -m hpc_train [COMMAND] [overrides]``. Without a command it trains.
+"""The command line ``python -m hpc_train [COMMAND] [overrides]``; the default command is ``train``.
 
-It finds the command, and turns what it raises into one message and an exit code: a user's mistake is 2, whoever found
-it, Hydra or we.
+It runs the command and turns a user's mistake, found by Hydra or by hpc_train, into one message and exit code 2.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ COMMAND = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def main() -> None:
-    """Entry of ``python -m hpc_train`` and ``hpc-train``; ends the process."""
+    """Runs the command line of the process and exits; the entry point of ``python -m hpc_train`` and ``hpc-train``."""
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs a command and returns its exit code; messages of mistakes go to standard error."""
+    """Runs a command and returns its exit code. Messages about a user's mistakes go to standard error."""
     try:
-        with _whole_errors():
+        with _hydra_errors_raised():
             function, rest = _command(list(arguments))
             return function(rest)
-    except KeyboardInterrupt:  # before anything was started: a run at work has its own answer
+    except KeyboardInterrupt:  # nothing has started yet; a run in progress handles Ctrl-C itself
         return Exit.DETACHED
-    except BrokenPipeError:  # the reader left: `… | head`
+    except BrokenPipeError:  # the reader has exited, as in `… | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.DONE
     except Exception as error:
@@ -52,14 +51,14 @@ def _command(arguments: list[str]) -> tuple[Callable[[list[str]], int], list[str
         name, rest = arguments[0], arguments[1:]
     known = sorted(module.name for module in pkgutil.iter_modules(commands.__path__))
     if name not in known:
-        raise UserError(f"there is no command {name!r}", where="the command line", fix=nearest(name, known))
+        raise UserError(f"unknown command {name!r}", where="the command line", fix=nearest(name, known))
     function: Callable[[list[str]], int] = importlib.import_module(f"hpc_train.commands.{name}").main
     return function, rest
 
 
 @contextmanager
-def _whole_errors() -> Iterator[None]:
-    """Has Hydra raise its errors instead of printing them with a stack and exit code 1. Children do not inherit it."""
+def _hydra_errors_raised() -> Iterator[None]:
+    """Makes Hydra raise its errors instead of printing them and exiting with 1; child processes do not inherit this."""
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:

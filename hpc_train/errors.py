@@ -1,7 +1,4 @@
-"""The one exception of a user's mistake.
-
-The words of a fix: the allowed values, the nearest first.
-"""
+"""The exception for a user's mistake, and the suggestion of the nearest allowed value."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from collections.abc import Sequence
 
 
 class UserError(Exception):
-    """A wrong setting or input, found before anything was started (exit code 2).
+    """Reports a wrong setting or input that was found before anything was started (exit code 2).
 
     Args:
         what: what is wrong, with the offending value.
@@ -20,7 +17,9 @@ class UserError(Exception):
 
     def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
         super().__init__(what)
-        self.what, self.where, self.fix = what, where, fix
+        self.what = what
+        self.where = where
+        self.fix = fix
 
     def __str__(self) -> str:
         where = f"\n  set in: {self.where}" if self.where else ""
@@ -29,7 +28,7 @@ class UserError(Exception):
 
 
 def nearest(value: object, allowed: Sequence[str]) -> str:
-    """``did you mean X? (X | Y | Z)``, or the allowed values alone where nothing is near."""
+    """Returns ``did you mean X? (X | Y | Z)``, or only the allowed values if none is similar to ``value``."""
     choices = " | ".join(allowed)
     close = difflib.get_close_matches(str(value), allowed, n=1)
     return f"did you mean {close[0]}? ({choices})" if close else f"one of {choices}"

@@ -21,7 +21,7 @@ from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.data.feed import LocalBatch, TrainFeed
 from hpc_train.measure.device_use import peak_device_memory, peak_host_memory
-from hpc_train.measure.shares import bubble_share, communication_share
+from hpc_train.measure.time_breakdown import bubble_share, communication_share
 from hpc_train.measure.utilisation import count_flops, described, peak_flops
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model

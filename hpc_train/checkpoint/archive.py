@@ -1,11 +1,8 @@
-"""``checkpoint.archive``: the best and the last checkpoint of a run once more, elsewhere. No torch.
+"""Copies the best and the last checkpoint of a run to the directory ``checkpoint.archive``, without torch.
 
-The copies are made by a process of their own, ``python -m hpc_train.checkpoint.archive``, which rank 0 starts after a
-commit: nothing that happens to it reaches the training. A copy is hashed on its way and committed like a save; what an
-interrupted one has written is used by the next. The archive of a run looks like a run, so ``checkpoint list``,
-``verify`` and ``export`` take it, and a run can be forked from it.
-
-Rank 0's side of ``checkpoint.archive``: starts the process that copies, and lets it run. No torch.
+Rank 0 starts ``python -m hpc_train.checkpoint.archive`` after a commit, so that a failed copy cannot affect training.
+A copy is hashed while it is written and committed like a save; it reuses files of an interrupted copy. The archive has
+the layout of a run, so ``checkpoint list``, ``verify`` and ``export`` work on it, and a run can fork from it.
 """
 
 from __future__ import annotations
@@ -36,11 +33,11 @@ _CHUNK = 4 << 20
 
 
 class ArchiveError(Exception):
-    """The archive cannot take the run's checkpoints."""
+    """Reports that the archive cannot hold the run's checkpoints."""
 
 
 class Orphaned(Exception):
-    """The worker that started this process is gone; the next one goes on with the copy."""
+    """Reports that the worker that started this process has exited; the next worker continues the copy."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +45,8 @@ class Archive:
     """The archive of one run.
 
     Attributes:
-        copy: looks like a run, with ``config.yaml`` and ``run.json`` as far as they tell whose it is.
-        metric: by which the best is told; None: only the last is kept.
+        copy: the archive in the layout of a run, with ``config.yaml`` and a ``run.json`` that names the run.
+        metric: the metric that selects the best checkpoint; None keeps only the last.
     """
 
     run: RunDirectory
@@ -58,44 +55,45 @@ class Archive:
 
     @classmethod
     def of(cls, run: RunDirectory, config: Config) -> Archive | None:
-        """The one in ``checkpoint.archive``, under the run's path below ``run.root``; None where none is asked for."""
-        place, root = config.checkpoint.archive, Path(config.run.root)
-        if place is None:
+        """Returns the run's archive in ``checkpoint.archive``, or None if that is not set."""
+        archive = config.checkpoint.archive
+        root = Path(config.run.root)
+        if archive is None:
             return None
         name = run.path.relative_to(root) if run.path.is_relative_to(root) else Path(run.path.name)
-        return cls(run, RunDirectory(Path(place) / name), config.checkpoint.keep_best)
+        return cls(run, RunDirectory(Path(archive) / name), config.checkpoint.keep_best)
 
     @property
     def store(self) -> CheckpointStore:
         return CheckpointStore(self.copy.checkpoints, by_marker=renames_by_copying(self.copy.checkpoints))
 
     def update(self, attempt: int, parent: int) -> list[Checkpoint]:
-        """Copies what is missing, the newest first, and removes what is not kept.
+        """Copies the missing checkpoints, newest first, and removes those that are no longer kept.
 
         Args:
-            parent: the process that this one must not outlive.
+            parent: id of the process that this one must not outlive.
 
         Returns:
             The new copies.
 
         Raises:
-            ArchiveError: it is another run's.
+            ArchiveError: the archive belongs to another run.
             BadCheckpoint: a checkpoint of the run is damaged.
-            OSError: the archive cannot be written, or has no room.
+            OSError: the archive cannot be written or is full.
         """
         self._claim()
         copied = []
         while (checkpoint := self._missing()) is not None:
             with suppress(FileExistsError):  # another process has copied it
                 copied.append(self._copy(checkpoint, attempt, parent))
-        for found in self._gone_back_behind():
+        for found in self._stale_after_rollback():
             self.store.remove(found)
         self.store.prune(Retention(1, best=self.metric), attempt)
         return copied
 
     def adopt(self) -> None:
-        """The run goes on from the archive's checkpoints, so they are its own from here on."""
-        with suppress(OSError):  # an archive that can only be read; the next copy says so
+        """Records that the run continues from the archive's checkpoints and owns them from now on."""
+        with suppress(OSError):  # the archive is read-only; the next copy will report that
             self._sign()
 
     def _sign(self) -> None:
@@ -105,39 +103,39 @@ class Archive:
     def _claim(self) -> None:
         own, theirs = self.run.record().get("run_id"), self.copy.record().get("run_id")
         if theirs not in (own, None) and self.store.committed():
-            raise ArchiveError(f"{self.copy.path} has the checkpoints of another run, {theirs}: move them away")
+            raise ArchiveError(f"{self.copy.path} holds checkpoints of another run ({theirs}); move them elsewhere")
         self.copy.create()
         if theirs != own:
             self._sign()
         shutil.copyfile(self.run.config, self.copy.config)
 
     def _missing(self) -> Checkpoint | None:
-        """The newest checkpoint that is to be kept and is not there."""
+        """Returns the newest checkpoint that the archive should keep and does not have."""
         own = CheckpointStore(self.run.checkpoints).committed()
         if not own:
             return None
-        there = _manifests([found for found in self.store.committed() if found.step <= own[-1].step])
-        here = _manifests(own)
-        kept = [Kept(step, manifest.metrics) for step, manifest in (there | here).items()]
+        archived = _manifests([found for found in self.store.committed() if found.step <= own[-1].step])
+        saved = _manifests(own)
+        kept = [Kept(step, manifest.metrics) for step, manifest in (archived | saved).items()]
         dropped = removable(kept, Retention(1, best=self.metric))
-        missing = (c for c in reversed(own) if c.step in here and c.step not in dropped)
-        return next((c for c in missing if here[c.step] != there.get(c.step)), None)
+        wanted = (c for c in reversed(own) if c.step in saved and c.step not in dropped)
+        return next((c for c in wanted if saved[c.step] != archived.get(c.step)), None)
 
-    def _gone_back_behind(self) -> list[Checkpoint]:
-        """Copies of steps after the run's newest: it has gone back and takes another way."""
+    def _stale_after_rollback(self) -> list[Checkpoint]:
+        """Returns archived steps newer than the run's newest; they are stale after a rollback."""
         newest = CheckpointStore(self.run.checkpoints).newest()
         return [] if newest is None else [found for found in self.store.committed() if found.step > newest.step]
 
     def _copy(self, checkpoint: Checkpoint, attempt: int, parent: int) -> Checkpoint:
         manifest = checkpoint.manifest()
         for found in self.store.committed():
-            if found.step == checkpoint.step:  # of the way that the run took before it went back
+            if found.step == checkpoint.step:  # this copy was made before the run rolled back
                 self.store.remove(found)
         earlier = self._interrupted(checkpoint.step)
         writing = self.store.begin(checkpoint.step, attempt)
         check_space(writing, self.store, manifest.size, len(manifest.files), keep=1)
         for name, entry in manifest.files.items():
-            if not _taken_over(earlier, writing, name, manifest):
+            if not _reuse(earlier, writing, name, manifest):
                 _copy_file(checkpoint.path / name, writing / name, entry, parent)
         for path in earlier:
             disk.remove(path)
@@ -145,13 +143,13 @@ class Archive:
         return self.store.commit(writing, manifest)
 
     def _interrupted(self, step: int) -> list[Path]:
-        """What earlier processes have begun to copy."""
+        """Returns the unfinished copies of ``step`` by earlier processes."""
         found = self.copy.checkpoints.glob(f"*step-{step:08d}.attempt-*")
         return [path for path in found if not (path.name.startswith("bad.") or has_marker(path))]
 
 
 def _manifests(checkpoints: Sequence[Checkpoint]) -> dict[int, Manifest]:
-    """By step, of those that can be read: one may be removed meanwhile, or damaged, which the next load tells."""
+    """Returns step -> manifest, without checkpoints that were removed meanwhile or are damaged."""
     found = {}
     for checkpoint in checkpoints:
         with suppress(BadCheckpoint, OSError):
@@ -159,7 +157,8 @@ def _manifests(checkpoints: Sequence[Checkpoint]) -> dict[int, Manifest]:
     return found
 
 
-def _taken_over(earlier: list[Path], writing: Path, name: str, manifest: Manifest) -> bool:
+def _reuse(earlier: list[Path], writing: Path, name: str, manifest: Manifest) -> bool:
+    """Moves an intact file of an unfinished copy into ``writing``; returns False if there is none."""
     for path in earlier:
         with suppress(BadCheckpoint, OSError):
             verify(path, manifest, [name])
@@ -181,11 +180,11 @@ def _copy_file(source: Path, target: Path, entry: FileEntry, parent: int) -> Non
     finally:
         copy.abandon()
     if FileEntry(copy.size, copy.digest) != entry:
-        raise BadCheckpoint(f"{source}: its content is not what was written")
+        raise BadCheckpoint(f"{source}: the content does not match its checksum")
 
 
 def main(arguments: list[str]) -> int:
-    """RUN_DIR, the attempt and the process id of its rank 0."""
+    """Updates the archive; the arguments are RUN_DIR, the attempt and the process id of rank 0."""
     run, attempt, parent = RunDirectory(Path(arguments[0])), int(arguments[1]), int(arguments[2])
     os.nice(10)
     events = EventLog.open(run, f"archive-{socket.gethostname()}-{os.getpid()}", attempt)
@@ -196,7 +195,7 @@ def main(arguments: list[str]) -> int:
             events.write("checkpoint_archived", step=found.step, path=str(found.path))
     except (OSError, BadCheckpoint, ArchiveError) as error:
         events.write("archive_failed", message=str(error))
-        print(f"checkpoint.archive: {error}; tried again after the next checkpoint", flush=True)
+        print(f"checkpoint.archive: {error}; will retry after the next checkpoint", flush=True)
         return 1
     except Orphaned:
         return 1
@@ -215,10 +214,10 @@ _END_S = 5.0
 
 @dataclass
 class Archiver:
-    """At most one process at a time. Its failures are told by itself; none is raised here.
+    """Runs the archive process on rank 0, at most one at a time; that process reports its own failures.
 
     Attributes:
-        active: there is an archive, and this rank looks after it.
+        active: whether there is an archive and this rank updates it.
     """
 
     run: RunDirectory
@@ -228,11 +227,11 @@ class Archiver:
     _due: bool = field(default=False, init=False)
 
     def wake(self) -> None:
-        """There may be something new to copy. May be called in any thread."""
+        """Requests a copy at the next ``poll``; may be called from any thread."""
         self._due = self.active
 
     def poll(self) -> None:
-        """Starts the process where one is due and none is at work. Does not wait."""
+        """Starts the process if a copy is requested and none is running; does not block."""
         if self._process is not None and self._process.poll() is not None:
             self._process = None
         if not self._due or self._process is not None:
@@ -248,7 +247,7 @@ class Archiver:
             print(f"checkpoint.archive: {error}", flush=True)
 
     def finish(self, give_up: Callable[[], bool]) -> None:
-        """At the end of a run: until everything is copied, or ``give_up`` says so; then the next attempt goes on."""
+        """Waits until everything is copied or ``give_up`` returns True; the next attempt then continues the copy."""
         self.poll()
         while self._process is not None and not give_up():
             time.sleep(_POLL_S)

@@ -1,7 +1,6 @@
-"""The few calls by which checkpoints change what is on disk. Whatever a save or a removal does goes through here.
+"""Provides the calls with which saves and removals of checkpoints change the disk, flushed and synced.
 
-So a test can record them, make the n-th one fail, or end the process there; and what has to be flushed and synced is
-said once.
+Tests replace these calls to record them, to make the n-th one fail, or to kill the process there.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import xxhash
 
 
 class HashedFile:
-    """A new file that is hashed (xxh3-128) as it is written. It is on disk when ``close`` returns."""
+    """Writes a new file and hashes it with xxh3-128 meanwhile; the file is on disk when ``close`` returns."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = 0
-        self.failure: OSError | None = None  # the first; who calls ``write`` may hide it
+        self.failure: OSError | None = None  # the first error, which the caller of ``write`` may swallow
         self._hash = xxhash.xxh3_128()
         self._file: BinaryIO | None = create(path)
 
@@ -42,10 +41,10 @@ class HashedFile:
         return self.size
 
     def flush(self) -> None:
-        """Nothing is asked of the disk before the end."""
+        """Does nothing; ``close`` flushes the whole file."""
 
     def close(self) -> None:
-        """Hands Python's buffer to the kernel, then the kernel's to the disk; in this order."""
+        """Flushes Python's buffer to the kernel, then syncs the kernel's buffer to disk."""
         if self._file is None:
             return
         file, self._file = self._file, None
@@ -56,10 +55,10 @@ class HashedFile:
             file.close()
 
     def abandon(self) -> None:
-        """Closes without a promise."""
+        """Closes the file without syncing it."""
         if self._file is not None:
             file, self._file = self._file, None
-            with suppress(OSError):  # what is still buffered does not fit either
+            with suppress(OSError):  # flushing the buffer fails as well on a full disk
                 file.close()
 
     @property
@@ -71,7 +70,7 @@ def create(path: Path) -> BinaryIO:
     """Opens a new file for writing.
 
     Raises:
-        FileExistsError: something of that name is there.
+        FileExistsError: the path exists.
     """
     return path.open("xb", buffering=1 << 16)
 
@@ -85,7 +84,7 @@ def sync(descriptor: int) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Forces the names in a directory to disk, where the file system knows of such a thing."""
+    """Syncs the entries of a directory to disk if the file system supports that."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         sync(descriptor)
@@ -97,29 +96,29 @@ def sync_directory(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Makes a new directory, for good.
+    """Makes a new directory and syncs its parent.
 
     Raises:
-        FileExistsError: something of that name is there.
+        FileExistsError: the path exists.
     """
     path.mkdir()
     sync_directory(path.parent)
 
 
 def rename(source: Path, target: Path) -> None:
-    """Renames, for good, within one directory."""
+    """Renames within one directory and syncs that directory."""
     source.rename(target)
     sync_directory(target.parent)
 
 
 def unlink(path: Path) -> None:
-    """Removes a file, for good."""
+    """Removes a file and syncs its directory."""
     path.unlink()
     sync_directory(path.parent)
 
 
 def remove(path: Path) -> None:
-    """Removes a directory with all in it, as far as that is possible; never follows a link."""
+    """Removes a directory tree as far as possible, without following a link."""
     if path.is_symlink():
         path.unlink(missing_ok=True)
     else:

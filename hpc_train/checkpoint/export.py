@@ -1,8 +1,6 @@
-"""A checkpoint's model in the formats that others read: Hugging Face's Llama as safetensors, or one ``.pt``.
+"""Exports a model as a Hugging Face Llama (safetensors) or one ``.pt`` file, and reads published Llama weights.
 
-Tensors pass through one after the other. What is written appears under its name when it is whole.
-
-A directory of Hugging Face's Llama: its config, and its tensors one at a time under our names.
+Tensors are converted one at a time. An export is renamed to its final path when it is complete.
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ from hpc_train.models.build import build_model
 from hpc_train.models.hf_names import OUTPUT, gpt_config, hf_config, hf_name
 from hpc_train.run.files import write_json
 
-SHARD_BYTES = 4 * 2**30  # of a safetensors file, and so of the memory that an export needs
-Advance = Callable[[int], None]  # called with the number of bytes that have passed through
+SHARD_BYTES = 4 * 2**30  # largest safetensors file, and thereby the memory that an export needs
+Advance = Callable[[int], None]  # called with the number of bytes done since the last call
 
 
 def export_bytes(stored: StoredTensors) -> int:
-    """Bytes of the model in the checkpoint: what ``advance`` adds up to."""
+    """Returns the bytes of the model in the checkpoint, which is the sum of the arguments of ``advance``."""
     return sum(_bytes(shape) for shape in stored.model().values())
 
 
@@ -49,20 +47,20 @@ def export_hf(
 
     Args:
         positions: the longest sequence that the model was trained on.
-        dtype: of the files; None: as stored.
+        dtype: dtype of the exported tensors; None keeps the stored dtype.
 
     Raises:
-        UserError: the model is none that ``transformers`` knows, ``to`` is taken, or safetensors is not installed.
+        UserError: ``transformers`` has no class for the model, ``to`` exists, or safetensors is not installed.
     """
     if not isinstance(model, GPTConfig):
         raise UserError(
-            f"transformers has no class for a model of kind {model.kind}",
+            f"--format hf needs a model of kind gpt, got {model.kind}",
             where="--format",
-            fix="--format pt, which takes any model",
+            fix="--format pt, which exports any model",
         )
-    save_file = _save_file()
+    save_file = _import_save_file()
     shards = _shards(stored.model(), dtype, shard_bytes)
-    with _appearing(to) as folder:
+    with _atomic_output(to) as folder:
         folder.mkdir()
         index: dict[str, str] = {}
         for number, names in enumerate(shards):
@@ -83,13 +81,13 @@ def export_pt(
 ) -> None:
     """Writes the file ``to``: a dict of parameter name -> tensor for ``torch.load`` and ``load_state_dict``.
 
-    The tensors are laid out in files first, which the save reads through the page cache: it needs their size once more
-    on disk for its time, and no memory.
+    The tensors are first written to temporary files, which ``torch.save`` then reads through the page cache. This
+    needs twice the disk space for a while, but no memory.
 
     Raises:
-        UserError: ``to`` is taken.
+        UserError: ``to`` exists.
     """
-    with _appearing(to) as file:
+    with _atomic_output(to) as file:
         folder = file.with_name(f"{file.name}.tensors")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -103,7 +101,7 @@ def export_pt(
 _SINGLE = "model.safetensors"
 
 
-def _save_file() -> Callable[..., Any]:
+def _import_save_file() -> Callable[..., Any]:
     try:
         from safetensors.torch import save_file
     except ImportError as error:
@@ -114,7 +112,7 @@ def _save_file() -> Callable[..., Any]:
 
 
 def _shards(shapes: Mapping[str, TensorShape], dtype: torch.dtype | None, most: int) -> list[list[str]]:
-    """Names in order, as many to a file as fit; a tensor is never cut."""
+    """Splits the names in order into files of at most ``most`` bytes; a tensor is never split."""
     shards: list[list[str]] = []
     filled = 0
     for name, shape in shapes.items():
@@ -137,7 +135,7 @@ def _named(
 
 
 def _mapped(stored: StoredTensors, name: str, folder: Path, dtype: torch.dtype | None, advance: Advance) -> Tensor:
-    """The tensor in a file of its own, mapped into memory."""
+    """Returns the tensor, mapped into memory from a file of its own."""
     shape = stored.shapes[MODEL + name]
     kind = dtype if dtype is not None and shape.dtype.is_floating_point else shape.dtype
     mapped = torch.from_file(
@@ -152,15 +150,15 @@ def _mapped(stored: StoredTensors, name: str, folder: Path, dtype: torch.dtype |
 
 
 def _tied(model: ModelConfig) -> Mapping[str, str]:
-    """Of a custom model nothing is known here: its code is the run's, and stays unimported."""
+    """Returns alias -> name of tied parameters; empty for a custom model, whose code is not imported here."""
     return getattr(build_model(model, 0), "tied", {}) if isinstance(model, GPTConfig | ViTConfig) else {}
 
 
 @contextmanager
-def _appearing(to: Path) -> Iterator[Path]:
-    """A path beside ``to`` that takes its name at the end, and is gone after a failure."""
+def _atomic_output(to: Path) -> Iterator[Path]:
+    """Yields a temporary path that is renamed to ``to`` at the end and removed after a failure."""
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
-        raise UserError(f"{to} is there already", where="--to", fix="a path that is free")
+        raise UserError(f"{to} already exists", where="--to", fix="--to with a path that does not exist")
     to.parent.mkdir(parents=True, exist_ok=True)
     partial = to.with_name(f".{to.name}.partial")
     _remove(partial)
@@ -187,88 +185,98 @@ def _bytes(shape: TensorShape, dtype: torch.dtype | None = None) -> int:
     return _elements(shape) * (dtype or shape.dtype).itemsize
 
 
-_INDEX, _SINGLE_HF = "model.safetensors.index.json", "model.safetensors"
-_AGAIN = "download it again"
+_INDEX = "model.safetensors.index.json"
+_AGAIN = "download the model again"
 
 
 @dataclass(frozen=True)
 class LlamaFiles:
-    """Published weights: safetensors and ``config.json``; files of the pickle format are not read."""
+    """Reads published weights from ``config.json`` and safetensors files; pickled files are not read.
+
+    Attributes:
+        shapes: shapes of the tensors under the names of hpc_train's GPT.
+    """
 
     folder: Path
     model: GPTConfig
-    shapes: dict[str, tuple[int, ...]]  # by our names
-    _where: dict[str, str]  # Llama's name -> file
+    shapes: dict[str, tuple[int, ...]]
+    _file_of: dict[str, str]  # name in the Llama -> file
 
     @classmethod
     def open(cls, folder: Path) -> LlamaFiles:
         """Reads names and shapes, and compares them with the config.
 
         Raises:
-            UserError: files are missing, or they hold another model than the config says.
+            UserError: files are missing, or their tensors do not match the config.
         """
         model = gpt_config(_json(folder / "config.json"), str(folder / "config.json"))
         expected = {name: tuple(value.shape) for name, value in build_model(model, 0).named_parameters()}
-        files = cls(folder, model, expected, _located(folder))
+        files = cls(folder, model, expected, _locate_tensors(folder))
         files._check()
         return files
 
     def read(self, name: str) -> Tensor:
-        """The tensor that we call ``name``, as stored."""
+        """Returns the tensor with hpc_train's name ``name`` in its stored dtype."""
         llama = hf_name(name)
-        with _opened(self.folder / self._where[llama]) as file:
+        with _open_safetensors(self.folder / self._file_of[llama]) as file:
             return file.get_tensor(llama)
 
     def _check(self) -> None:
         wanted = {hf_name(name): shape for name, shape in self.shapes.items()}
-        problems = [f"missing: {name}" for name in wanted if name not in self._where]
+        problems = [f"missing: {name}" for name in wanted if name not in self._file_of]
         ignored = (OUTPUT, "rotary_emb.inv_freq") if self.model.tied_embeddings else ("rotary_emb.inv_freq",)
         problems += [
-            f"not of a Llama: {name}" for name in self._where if name not in wanted and not name.endswith(ignored)
+            f"not part of a Llama: {name}"
+            for name in self._file_of
+            if name not in wanted and not name.endswith(ignored)
         ]
         for name, found in self._found_shapes().items():
             shape = wanted.get(name, found)
-            problems += [f"{name}: {list(found)}, not {list(shape)}"] if found != shape else []
+            problems += [f"{name}: shape {list(found)}, expected {list(shape)}"] if found != shape else []
         if problems:
             more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
             raise UserError(
-                "the weights are not those of config.json:\n  " + "\n  ".join(problems[:8]) + more,
+                "the weights do not match config.json:\n  " + "\n  ".join(problems[:8]) + more,
                 where=str(self.folder),
-                fix="the whole directory as it was published",
+                fix="use the complete directory as it was published",
             )
 
     def _found_shapes(self) -> dict[str, tuple[int, ...]]:
-        """By Llama's names, a file at a time."""
+        """Returns the stored shapes under the Llama's names; opens one file at a time."""
         shapes: dict[str, tuple[int, ...]] = {}
-        for file in dict.fromkeys(self._where.values()):
-            with _opened(self.folder / file) as opened:
-                there = {*opened.keys()}
-                for name in (name for name, place in self._where.items() if place == file):
-                    if name not in there:
-                        raise UserError(f"{file} has no {name}", where=str(self.folder / file), fix=_AGAIN)
+        for file in dict.fromkeys(self._file_of.values()):
+            with _open_safetensors(self.folder / file) as opened:
+                stored = {*opened.keys()}
+                for name in (name for name, holder in self._file_of.items() if holder == file):
+                    if name not in stored:
+                        raise UserError(f"{file} has no tensor {name}", where=str(self.folder / file), fix=_AGAIN)
                     shapes[name] = tuple(opened.get_slice(name).get_shape())
         return shapes
 
 
-def _located(folder: Path) -> dict[str, str]:
-    """In which file each tensor lies."""
+def _locate_tensors(folder: Path) -> dict[str, str]:
+    """Returns tensor name -> file."""
     if (folder / _INDEX).exists():
         located: dict[str, str] = _json(folder / _INDEX).get("weight_map", {})
         outside = [file for file in located.values() if Path(file).name != file]
         if outside:
-            raise UserError(f"{outside[0]} lies outside", where=str(folder / _INDEX), fix="names of files beside it")
+            raise UserError(
+                f"the index refers to {outside[0]}, which is outside {folder}",
+                where=str(folder / _INDEX),
+                fix="use only names of files in the same directory",
+            )
         return located
-    if (folder / _SINGLE_HF).exists():
-        with _opened(folder / _SINGLE_HF) as file:
-            return dict.fromkeys(file.keys(), _SINGLE_HF)
+    if (folder / _SINGLE).exists():
+        with _open_safetensors(folder / _SINGLE) as file:
+            return dict.fromkeys(file.keys(), _SINGLE)
     raise UserError(
-        f"{folder} has no {_SINGLE} and no {_INDEX}",
+        f"{folder} has neither {_SINGLE} nor {_INDEX}",
         where=str(folder),
-        fix="the safetensors files of the model; pickled .bin and .pt files can run code and are not read",
+        fix="download the safetensors files of the model; pickled .bin and .pt files can run code and are not read",
     )
 
 
-def _opened(path: Path) -> Any:
+def _open_safetensors(path: Path) -> Any:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
@@ -279,7 +287,7 @@ def _opened(path: Path) -> Any:
     try:
         return opener(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be read: {error}", where=str(path), fix=_AGAIN) from error
+        raise UserError(f"cannot read {path}: {error}", where=str(path), fix=_AGAIN) from error
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -287,10 +295,10 @@ def _json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{path} cannot be read: {error}",
+            f"cannot read {path}: {error}",
             where=str(path),
-            fix="a directory with the config and weights of a Llama",
+            fix="name a directory with the config and weights of a Llama",
         ) from error
     if not isinstance(content, dict):
-        raise UserError(f"{path} is not an object", where=str(path), fix=_AGAIN)
+        raise UserError(f"{path} is not a JSON object", where=str(path), fix=_AGAIN)
     return content

@@ -1,4 +1,4 @@
-"""What a run's checkpoints are and whether they are whole, told without writing anything. No torch."""
+"""Lists and verifies the checkpoints of a run, read-only and without torch."""
 
 from __future__ import annotations
 
@@ -16,21 +16,27 @@ from hpc_train.run.freeze import load
 
 @dataclass(frozen=True)
 class Listed:
-    """A committed checkpoint; ``problem`` says what is wrong with it, and is None where nothing was found."""
+    """Describes a committed checkpoint and its state.
+
+    Attributes:
+        manifest: None if it could not be read.
+        problem: what is wrong with the checkpoint; None if no problem was found.
+        archived: whether it is a copy in ``checkpoint.archive``.
+    """
 
     checkpoint: Checkpoint
-    manifest: Manifest | None  # None: it could not be read
+    manifest: Manifest | None
     problem: str | None
-    archived: bool = False  # a copy in ``checkpoint.archive``
+    archived: bool = False
 
 
 def list_checkpoints(run: RunDirectory) -> list[Listed]:
-    """All checkpoints of ``run``, oldest first, with their files' names and sizes compared."""
+    """Returns all checkpoints of ``run``, oldest first, after a check of file names and sizes."""
     return [look(found, full=False) for found in CheckpointStore(run.checkpoints).committed()]
 
 
 def list_set_aside(run: RunDirectory) -> list[Listed]:
-    """Those that an attempt found damaged and renamed: no run takes them, an operator may look at them."""
+    """Returns checkpoints that an attempt found damaged and renamed; no run loads them."""
     found = []
     for path in CheckpointStore(run.checkpoints).bad():
         step = int(path.name.split(".")[1].removeprefix("step-"))
@@ -40,7 +46,7 @@ def list_set_aside(run: RunDirectory) -> list[Listed]:
 
 
 def list_archived(run: RunDirectory) -> list[Listed]:
-    """The copies in the archive of ``run``, oldest first."""
+    """Returns the copies in the archive of ``run``, oldest first."""
     archive = Archive.of(run, load(run)) if run.config.exists() else None
     if archive is None:
         return []
@@ -51,8 +57,8 @@ def look(found: Checkpoint, *, full: bool, on_bytes: Callable[[int], None] | Non
     """Compares a checkpoint with its manifest.
 
     Args:
-        full: hashes what is in the files; without it only names and sizes are compared.
-        on_bytes: told after each piece how many bytes were read.
+        full: whether to compare the content of the files as well as their names and sizes.
+        on_bytes: called with the number of bytes read since the last call.
     """
     manifest = None
     try:
@@ -64,50 +70,50 @@ def look(found: Checkpoint, *, full: bool, on_bytes: Callable[[int], None] | Non
 
 
 def choose(run: RunDirectory, step: int | None) -> Checkpoint:
-    """The checkpoint of ``step``, or the newest.
+    """Returns the checkpoint of ``step``; None selects the newest.
 
     Raises:
-        UserError: there is none.
+        UserError: the run has no such checkpoint.
     """
     committed = CheckpointStore(run.checkpoints).committed()
     if not committed:
-        raise UserError(f"{run.path} has no checkpoint", where="RUN", fix="a run that has saved one")
+        raise UserError(f"{run.path} has no checkpoint", where="RUN", fix="name a run that has saved one")
     if step is None:
         return committed[-1]
     for found in committed:
         if found.step == step:
             return found
     steps = ", ".join(str(found.step) for found in committed)
-    raise UserError(f"{run.path} has no checkpoint of step {step}", where="--step", fix=f"one of {steps}")
+    raise UserError(f"{run.path} has no checkpoint of step {step}", where="--step", fix=f"use one of {steps}")
 
 
-def whole(found: Checkpoint, on_bytes: Callable[[int], None] | None = None) -> Manifest:
-    """The manifest of a checkpoint whose every byte is as it was written.
+def verified_manifest(found: Checkpoint, on_bytes: Callable[[int], None] | None = None) -> Manifest:
+    """Verifies every byte of a checkpoint and returns its manifest.
 
     Raises:
-        UserError: it is damaged.
+        UserError: the checkpoint is damaged.
     """
     listed = look(found, full=True, on_bytes=on_bytes)
     if listed.problem is not None or listed.manifest is None:
         raise UserError(
             f"the checkpoint {found.path} is damaged: {listed.problem}",
             where="RUN",
-            fix="--step with another one; checkpoint verify RUN tells which are whole",
+            fix="select another one with --step; `checkpoint verify RUN` lists the intact ones",
         )
     return listed.manifest
 
 
 def find_run(target: str, root: Path) -> RunDirectory:
-    """The run, or the imported weights, in ``target``: a directory, or its name below ``root``.
+    """Returns the run, or the imported weights, in the directory ``target`` or ``root``/``target``.
 
     Raises:
-        UserError: there are no checkpoints.
+        UserError: neither directory has checkpoints.
     """
     for path in (Path(target), root / target):
         if (path / "checkpoints").is_dir():
             return RunDirectory(path.absolute())
     raise UserError(
-        f"there is no run with checkpoints in {target}",
+        f"no run with checkpoints in {target}",
         where="RUN",
-        fix=f"a run directory, or a name below {root}/",
+        fix=f"name a run directory, or a run in {root}/",
     )

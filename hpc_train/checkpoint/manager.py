@@ -1,4 +1,4 @@
-"""Saves and restores a run. Every method is collective: all ranks call it together."""
+"""Saves and restores the state of a run. All ranks call the methods collectively."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hpc_train.checkpoint.manifest import BadCheckpoint, FileEntry, Manifest
 from hpc_train.checkpoint.reader import SafeReader
 from hpc_train.checkpoint.space import check_space
 from hpc_train.checkpoint.state import (
-    CarriedLoad,
+    CompressionLoad,
     OptimizerState,
     TensorShape,
     check_match,
@@ -32,7 +32,7 @@ from hpc_train.checkpoint.state import (
     shapes,
     stored_shapes,
     training_state,
-    without_carried,
+    without_compression,
 )
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore, Retention, appears, furthest_saved, refusal
 from hpc_train.checkpoint.verified import NoneGood, VerifiedCheckpoint, VerifiedSearch, on_first, on_network
@@ -47,29 +47,35 @@ from hpc_train.run.events import EventLog
 
 
 class Superseded(Exception):
-    """A newer attempt works on the run: this one, perhaps asleep for a while, may change nothing any more."""
+    """Reports that a newer attempt works on the run, so that this one must not change it."""
 
 
 @dataclass(frozen=True)
 class RestoredState:
-    """What a checkpoint held besides tensors."""
+    """Holds the part of a checkpoint that is not tensors.
 
-    step: int  # optimizer steps done
-    extra: Mapping[str, Any]  # as given to ``save``
+    Attributes:
+        step: number of completed optimizer steps.
+        extra: the values that were passed to ``save``.
+        with_optimizer: False for a fork with another optimizer, whose state starts from scratch.
+    """
+
+    step: int
+    extra: Mapping[str, Any]
     path: Path
-    with_optimizer: bool = True  # False: a fork with another optimizer, which begins afresh
+    with_optimizer: bool = True
 
 
 @dataclass(frozen=True)
 class _Save:
-    """One save, from its request to its commit."""
+    """Describes one save, from its request to its commit."""
 
     step: int
     extra: Mapping[str, Any]
     metrics: Mapping[str, float]
-    began: float  # on the monotonic clock
+    began: float  # time.monotonic()
     state: Mapping[str, Tensor]
-    host: Mapping[str, Tensor] | None  # copies; without them the state is read while it is written
+    host: Mapping[str, Tensor] | None  # host copies; None writes directly from ``state``
     final: bool = False
     again: bool = False
 
@@ -78,9 +84,9 @@ class _Save:
 class CheckpointManager:
     """Keeps the state of ``engine`` and ``optimizer`` in the run's checkpoints.
 
-    The tensors go through ``torch.distributed.checkpoint``: each rank writes its shards under global names, so a
-    checkpoint of any layout loads into any other. Coordination is on the CPU, in a group of its own where a save goes
-    on in the background.
+    It writes the tensors with ``torch.distributed.checkpoint``: each rank writes its shards under global names, so a
+    checkpoint of any layout loads into any other. The ranks coordinate on the CPU; asynchronous saves use a separate
+    process group.
 
     Attributes:
         durable_s: seconds from the request of the last save to its commit; None before the first.
@@ -101,8 +107,8 @@ class CheckpointManager:
     _group: dist.ProcessGroup = field(init=False)
 
     def __post_init__(self) -> None:
-        kept_elsewhere = self.config.checkpoint.archive is not None and self.mesh.rank == 0
-        self._archiver = Archiver(self.run, self.events.attempt, kept_elsewhere)
+        updates_archive = self.config.checkpoint.archive is not None and self.mesh.rank == 0
+        self._archiver = Archiver(self.run, self.events.attempt, updates_archive)
         self._group = self.mesh.control
         if self.config.checkpoint.asynchronous:
             timeout = timedelta(seconds=self.config.elastic.collective_timeout_s)
@@ -110,8 +116,8 @@ class CheckpointManager:
 
     @property
     def store(self) -> CheckpointStore:
-        how = self.config.checkpoint.commit
-        by_marker = renames_by_copying(self.run.checkpoints) if how == "auto" else how == "marker"
+        commit = self.config.checkpoint.commit
+        by_marker = renames_by_copying(self.run.checkpoints) if commit == "auto" else commit == "marker"
         return CheckpointStore(self.run.checkpoints, self._check_claim, by_marker)
 
     def save(
@@ -123,16 +129,16 @@ class CheckpointManager:
         final: bool = False,
         again: bool = False,
     ) -> None:
-        """Saves the state after ``step`` steps; a step that is committed already is not saved again.
+        """Saves the state after ``step`` steps, unless a checkpoint of that step is already committed.
 
-        A save that fails is told on every rank and in the event log, and training may go on: the checkpoints before it
-        are as they were.
+        A failed save is reported on every rank and in the event log. Training may continue, since earlier checkpoints
+        remain valid.
 
         Args:
-            extra: plain JSON values, the same on every rank.
-            metrics: of an evaluation at this step.
-            final: nothing comes after it: it is committed on return.
-            again: it has failed, which the event log has been told, and is tried once more.
+            extra: JSON values, equal on all ranks.
+            metrics: results of an evaluation at this step.
+            final: save synchronously, so that the checkpoint is committed on return.
+            again: retry a failed save without writing another event about its failure.
 
         Raises:
             SaveFailed: a final save failed.
@@ -152,41 +158,43 @@ class CheckpointManager:
         self._thread.start()
 
     def poll(self) -> None:
-        """At a step boundary: tells of a background save that has failed since the last one. Does not wait."""
+        """Reports a failed background save, without blocking; called at step boundaries."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
         self._archiver.poll()
 
     def close(self, give_up: Callable[[], bool]) -> None:
-        """At the end of the run, on each rank by itself: until the archive is complete, unless ``give_up`` says so."""
+        """Waits until the archive is complete or ``give_up`` returns True; each rank calls it independently."""
         self._archiver.finish(give_up)
 
     def wait(self) -> None:
-        """Until no save is under way."""
+        """Waits until the background save has finished."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self._surface(final=False)
 
     def restore(self) -> RestoredState | None:
-        """Loads the newest good checkpoint, of this run or of the one it was forked from; None without any.
+        """Loads the newest valid checkpoint of this run or of the run it was forked from; returns None without any.
 
         Raises:
-            UserError: the checkpoint is of another model or optimizer, there are some and none is good, or the run
-                has saved some and none is left.
+            UserError: the checkpoint does not match the model or optimizer, all checkpoints are damaged, or the saved
+                checkpoints have disappeared.
         """
         on_first(partial(self.store.revoke, self.events.attempt), self._group)
         found = self._newest()
         if found is None and on_first(self._is_late, self._group):
             found = self._newest()
-        source, forked = self.run.record().get("forked_from"), False
+        source = self.run.record().get("forked_from")
+        forked = False
         if found is None and source is not None:
-            found, forked = self._search(CheckpointStore(RunDirectory(Path(source)).checkpoints), own=False), True
+            forked = True
+            found = self._search(CheckpointStore(RunDirectory(Path(source)).checkpoints), own=False)
         if found is None and source is not None:
             raise UserError(
-                "what the run was forked from has no checkpoint any more",
+                f"the run was forked from {source}, which no longer has a checkpoint",
                 where=str(source),
-                fix="put one back there, or take another run.name to begin at step 0",
+                fix="restore a checkpoint there, or choose another run.name to start at step 0",
             )
         if found is None:
             return None
@@ -199,10 +207,10 @@ class CheckpointManager:
         if not with_optimizer:
             stored, wanted = _model_part(stored), _model_part(wanted)
             state = {name: tensor for name, tensor in state.items() if name in wanted}
-        carried = CarriedLoad(self.engine, stored if with_optimizer else {})
-        check_match(without_carried(stored), wanted, where=str(path))
-        self._load(state | carried.targets, reader)
-        carried.finish()
+        compression = CompressionLoad(self.engine, stored if with_optimizer else {})
+        check_match(without_compression(stored), wanted, where=str(path))
+        self._load(state | compression.targets, reader)
+        compression.finish()
         self.optimizer.loaded()
         if path.parent == self.store.root:
             self._saved_step = found.checkpoint.step
@@ -210,8 +218,10 @@ class CheckpointManager:
         return RestoredState(found.checkpoint.step, found.manifest.extra, path, with_optimizer)
 
     def roll_back(self, step: int) -> RestoredState | None:
-        """Loads the newest good checkpoint of at most ``step`` steps, and sets aside the later ones, which the next
-        resume would take; None where there is no such checkpoint, and nothing was changed."""
+        """Loads the newest valid checkpoint of at most ``step`` steps and sets aside the later ones.
+
+        Returns None and changes nothing if there is no such checkpoint.
+        """
         self.wait()
         if not on_first(partial(self._set_aside_after, step), self._group):
             return None
@@ -225,12 +235,12 @@ class CheckpointManager:
         for checkpoint in found:
             if checkpoint.step > step:
                 moved = str(store.set_aside(checkpoint, self.events.attempt))
-                message = f"the run goes back to step {step} or before"
+                message = f"rolling back to a checkpoint of step {step} or earlier"
                 self._event("checkpoint_set_aside", step=checkpoint.step, path=moved, message=message)
         return True
 
     def _newest(self) -> VerifiedCheckpoint | None:
-        """The run's own; the archive's where the run has none, or none that is good."""
+        """Returns the run's newest valid checkpoint, or that of the archive if the run has none."""
         archive = Archive.of(self.run, self.config)
         archived = archive is not None and on_first(lambda: bool(archive.store.committed()), self._group)
         try:
@@ -245,17 +255,17 @@ class CheckpointManager:
             return found
         found = self._search(archive.store, own=False)
         if self.mesh.rank == 0 and found is not None:
-            message = f"the run directory has no good checkpoint: the archive's is taken, {found.checkpoint.path}"
+            message = f"the run directory has no valid checkpoint; loading the archived one: {found.checkpoint.path}"
             print(message, flush=True)
             self._event("warning", step=found.checkpoint.step, message=message)
             archive.adopt()
         return found
 
     def _is_late(self) -> bool:
-        """On rank 0, where no checkpoint was found: whether one has appeared meanwhile.
+        """Returns whether a checkpoint has become visible since the search; called on rank 0 if none was found.
 
         Raises:
-            Purged: the run has saved one, and none appears.
+            Purged: the run has saved a checkpoint and none becomes visible.
         """
         saved = furthest_saved(self.run)
         if saved == 0:
@@ -267,20 +277,20 @@ class CheckpointManager:
 
     def _search(self, store: CheckpointStore, own: bool) -> VerifiedCheckpoint | None:
         settings = self.config.checkpoint
-        on_bad = partial(self._tell_of_bad, store, own)
+        on_bad = partial(self._report_damaged, store, own)
         search = VerifiedSearch(
             store, self._group, settings.verify == "full", settings.visibility_timeout_s, on_bad, own
         )
         return search.newest()
 
-    def _tell_of_bad(self, store: CheckpointStore, own: bool, checkpoint: Checkpoint, problem: str) -> None:
-        """On rank 0. A checkpoint of another run, or of one that a newer attempt works on, stays where it is."""
+    def _report_damaged(self, store: CheckpointStore, own: bool, checkpoint: Checkpoint, problem: str) -> None:
+        """Reports a damaged checkpoint on rank 0 and sets it aside if it belongs to this run."""
         moved = store.set_aside(checkpoint, self.events.attempt) if own else checkpoint.path
-        print(f"checkpoint of step {checkpoint.step} is damaged and not used: {problem}; it is in {moved}", flush=True)
+        print(f"skipping the damaged checkpoint of step {checkpoint.step} in {moved}: {problem}", flush=True)
         self._event("checkpoint_set_aside", step=checkpoint.step, path=str(moved), message=problem)
 
     def _perform(self, save: _Save) -> None:
-        """Writes and commits; what goes wrong is kept for ``_surface``."""
+        """Writes and commits a checkpoint; stores an error for ``_surface``."""
         writing: Path | None = None
         try:
             writing = on_first(partial(self.store.begin, save.step, self.events.attempt), self._group)
@@ -299,7 +309,7 @@ class CheckpointManager:
             failed.secondary = self.mesh.rank not in failed.ranks
             if self.mesh.rank == 0:
                 if writing is not None:
-                    disk.remove(writing)  # before the event, which may need the room
+                    disk.remove(writing)  # before the event, which may need the disk space
                 if not save.again:
                     self._event("checkpoint_failed", step=save.step, message=str(failed), final=save.final)
         except Exception as error:
@@ -315,7 +325,7 @@ class CheckpointManager:
             return
         if final or not isinstance(error, SaveFailed):
             raise error
-        print(f"checkpoint failed, training goes on with the one before: {error}", flush=True)
+        print(f"checkpoint failed ({error}); continuing, the previous checkpoint is still valid", flush=True)
 
     def _commit(self, writing: Path, save: _Save, files: Mapping[str, FileEntry]) -> None:
         manifest = Manifest(
@@ -338,7 +348,7 @@ class CheckpointManager:
         try:
             store.prune(Retention(settings.keep, settings.keep_every, settings.keep_best), self.events.attempt)
         except (OSError, BadCheckpoint) as error:
-            self._event("warning", step=save.step, message=f"old checkpoints cannot be removed: {error}")
+            self._event("warning", step=save.step, message=f"cannot remove old checkpoints: {error}")
 
     def _check_space(self, writing: Path, tensor_bytes: int, files: int) -> None:
         check_space(writing, self.store, tensor_bytes, files, self.config.checkpoint.keep)
@@ -346,7 +356,7 @@ class CheckpointManager:
     def _check_claim(self) -> None:
         newest = self.run.newest_attempt()
         if newest > self.events.attempt:
-            raise Superseded(f"attempt {newest} works on the run; attempt {self.events.attempt} may not change it")
+            raise Superseded(f"attempt {newest} has taken over the run from attempt {self.events.attempt}")
 
     def _event(self, event: str, step: int, **details: Any) -> None:
         self.events.write(event, step=step, **details)
@@ -356,7 +366,9 @@ class CheckpointManager:
             stored: dict[str, TensorShape] = on_first(lambda: stored_shapes(reader.read_metadata()), self._group)
         except BadCheckpoint as error:
             raise UserError(
-                f"the checkpoint is refused: {error}", where=str(path), fix="load only what this program has saved"
+                f"refusing to load the checkpoint: {error}",
+                where=str(path),
+                fix="load one that hpc_train saved",
             ) from None
         return stored
 
@@ -365,10 +377,10 @@ class CheckpointManager:
             with quiet():
                 dcp.load(dict(state), storage_reader=reader, process_group=self._group)
         except CheckpointException as error:
-            raise RuntimeError(f"the checkpoint in {reader.path} could not be loaded: {error}") from error
+            raise RuntimeError(f"cannot load the checkpoint in {reader.path}: {error}") from error
 
     def _of_all_ranks(self, own: Mapping[str, TensorShape]) -> dict[str, TensorShape]:
-        """Replicas and tensor-parallel ranks hold the same names: of thousands of ranks one per stage tells them."""
+        """Gathers the shapes from one rank per stage, since replicas and tensor-parallel ranks hold the same names."""
         own = own if self.mesh.dp_rank == 0 and self.mesh.tp_rank == 0 else {}
         gathered: list[Any] = [None] * self.mesh.layout.world_size
         dist.all_gather_object(gathered, own, group=self._group)

@@ -1,8 +1,7 @@
-"""``manifest.json``: what a checkpoint consists of, so that it can be told from a damaged one. No torch.
+"""Reads, writes and verifies ``manifest.json``, which lists the files of a checkpoint; without torch.
 
-It names every file with its size and xxh3-128 digest, and itself with a digest of its own. It is written last; whether
-a checkpoint exists is decided by the rename after that, or by the file ``COMMITTED`` with the manifest's digest (see
-``store``). Reading and verifying write nothing.
+The manifest holds the size and xxh3-128 digest of every file, and a digest of itself. It is written last. A checkpoint
+exists after the rename that follows, or with the file ``COMMITTED``, which holds the manifest's digest (see ``store``).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ FORMAT = 2
 NAME = "manifest.json"
 COMMITTED = "COMMITTED"
 METADATA = ".metadata"
-MAX_BYTES = 256 << 20  # of a manifest; 100,000 ranks need 15 MB
+MAX_BYTES = 256 << 20  # largest manifest; 100,000 ranks need 15 MB
 MARKER_BYTES = 64
 _CHUNK = 4 << 20
 _TRANSIENT = (errno.ENOENT, errno.ESTALE)
@@ -33,16 +32,16 @@ T = TypeVar("T")
 
 
 class BadCheckpoint(Exception):
-    """A checkpoint is not what its manifest says, or has none. The message names the file."""
+    """Reports that a checkpoint does not match its manifest or has none. The message names the file."""
 
 
 class _TooShort(BadCheckpoint):
-    """A file has not all its bytes; on a network file system perhaps not yet."""
+    """Reports a truncated file; on a network file system the rest may become visible later."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file: its size in bytes and the xxh3-128 of its content, in hex."""
+    """Holds the size of a file in bytes and the xxh3-128 digest of its content in hex."""
 
     size: int
     digest: str
@@ -50,44 +49,45 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What stands in ``manifest.json``."""
+    """Holds the content of ``manifest.json``."""
 
     step: int
-    files: Mapping[str, FileEntry]  # by name; all lie directly in the checkpoint's directory
-    extra: Mapping[str, Any] = field(default_factory=dict)  # training state that is not a tensor
+    files: Mapping[str, FileEntry]  # name -> entry; all files are directly in the checkpoint's directory
+    extra: Mapping[str, Any] = field(default_factory=dict)  # training state other than tensors
     layout: Mapping[str, Any] = field(default_factory=dict)
     config_hash: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
-    parent_step: int | None = None  # the checkpoint that the attempt began with
+    parent_step: int | None = None  # the checkpoint that the attempt started from
     attempt: int = 0
     time: float = 0.0  # seconds since 1970
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of an evaluation at this very step
+    metrics: Mapping[str, float] = field(default_factory=dict)  # results of an evaluation at this step
     format: int = FORMAT
 
     @property
     def size(self) -> int:
-        """Bytes of all files but the manifest."""
+        """Returns the total bytes of all files except the manifest."""
         return sum(entry.size for entry in self.files.values())
 
     def encode(self) -> bytes:
-        """The one text of this manifest."""
+        """Returns the canonical encoding of this manifest."""
         content = asdict(self)
-        return _text(content | {"digest": _digest(content)})
+        return _encode_json(content | {"digest": _digest(content)})
 
 
 def decode(data: bytes) -> Manifest:
-    """The manifest in ``data``.
+    """Decodes a manifest.
 
     Raises:
-        BadCheckpoint: any byte differs from what ``encode`` gave, the format is unknown, or a name leads elsewhere.
+        BadCheckpoint: ``data`` is not an unchanged result of ``encode``, its format is unknown, or a file name is not
+            a plain name.
     """
     try:
         content = json.loads(data)
         digest = content.pop("digest")
         if content["format"] != FORMAT:
             raise BadCheckpoint(f"{NAME}: format {content['format']!r}, this version reads {FORMAT}")
-        if digest != _digest(content) or _text(content | {"digest": digest}) != data:
-            raise BadCheckpoint(f"{NAME}: its digest is wrong")
+        if digest != _digest(content) or _encode_json(content | {"digest": digest}) != data:
+            raise BadCheckpoint(f"{NAME}: the digest does not match")
         files = {_plain(name): FileEntry(_count(entry["size"]), str(entry["digest"]))
                  for name, entry in content.pop("files").items()}  # fmt: skip
         manifest = Manifest(files=files, **content)
@@ -95,45 +95,47 @@ def decode(data: bytes) -> Manifest:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{NAME}: not a manifest ({type(error).__name__})") from None
     if METADATA not in files:
-        raise BadCheckpoint(f"{NAME}: {METADATA} is not in it")
+        raise BadCheckpoint(f"{NAME}: {METADATA} is missing")
     return manifest
 
 
 def read_manifest(checkpoint: Path, visibility_timeout_s: float = 0.0) -> Manifest:
-    """The manifest of the checkpoint in directory ``checkpoint``.
+    """Reads the manifest of the checkpoint in directory ``checkpoint``.
 
     Args:
-        visibility_timeout_s: how long a missing or short file is read again, in seconds; see ``wait_until_visible``.
+        visibility_timeout_s: seconds to retry while a file is missing or truncated; see ``wait_until_visible``.
 
     Raises:
-        BadCheckpoint: there is none, or it is damaged, or of another step than the directory's name says.
+        BadCheckpoint: the manifest is missing or damaged, or its step differs from the directory's name.
     """
 
     def read() -> bytes:
         with _open(checkpoint, NAME, range(1, MAX_BYTES + 1)) as file:
-            content: bytes = file.readall()  # read(MAX_BYTES) would take that much memory first
+            content: bytes = file.readall()  # read(MAX_BYTES) would allocate MAX_BYTES first
             return content
 
     data = wait_until_visible(read, visibility_timeout_s, f"{checkpoint / NAME}")
-    manifest, name = decode(data), checkpoint.name.partition(".")[0]
+    manifest = decode(data)
+    name = checkpoint.name.partition(".")[0]
     if name.startswith("step-") and name != f"step-{manifest.step:08d}":
-        raise BadCheckpoint(f"{NAME}: of step {manifest.step}, in {checkpoint.name}")
+        raise BadCheckpoint(f"{NAME}: it belongs to step {manifest.step}, but the directory is {checkpoint.name}")
     if name.startswith("step-") and name != checkpoint.name:
         found = wait_until_visible(lambda: _read_marker(checkpoint), visibility_timeout_s, f"{checkpoint / COMMITTED}")
         if found != marker(data):
-            raise BadCheckpoint(f"{COMMITTED}: not of this {NAME}")
+            raise BadCheckpoint(f"{COMMITTED}: it does not match {NAME}")
     return manifest
 
 
 def marker(manifest: bytes) -> bytes:
-    """The content of ``COMMITTED`` beside the file ``manifest``."""
+    """Returns the content of ``COMMITTED`` for an encoded manifest."""
     return f"{xxhash.xxh3_128(manifest).hexdigest()}\n".encode()
 
 
 def has_marker(checkpoint: Path) -> bool:
-    """Whether a whole ``COMMITTED`` is there, of whatever manifest; also where that cannot be read now.
+    """Returns whether a complete ``COMMITTED`` exists, for any manifest.
 
-    Else a file server's bad moment would make a checkpoint look as if it had never been committed.
+    Also returns True if the file cannot be read at the moment; otherwise a failing file server would make a committed
+    checkpoint look uncommitted.
     """
     try:
         data = _read_marker(checkpoint)
@@ -162,13 +164,13 @@ def verify(
     """Compares files with the manifest.
 
     Args:
-        names: which files; all without it, and then no other file may lie beside them.
-        full: the content as well, not the sizes only.
-        on_bytes: told after each piece how many bytes were read.
+        names: the files to compare; None compares all and also rejects files that are not in the manifest.
+        full: whether to compare the content as well as the sizes.
+        on_bytes: called with the number of bytes read since the last call.
 
     Raises:
-        BadCheckpoint: the first difference.
-        OSError: this process may not read a file, which says nothing about the file.
+        BadCheckpoint: a file differs; the message describes the first difference.
+        OSError: this process cannot read a file, so nothing is known about the file.
     """
     if names is None:
         wait_until_visible(lambda: _check_listing(checkpoint, manifest), visibility_timeout_s, str(checkpoint))
@@ -182,16 +184,17 @@ def verify(
 
 
 def wait_until_visible(action: Callable[[], T], timeout_s: float, what: str) -> T:
-    """Repeats ``action`` for ``timeout_s`` seconds while a file is missing, stale or short, or its server is away.
+    """Retries ``action`` for ``timeout_s`` seconds while a file is missing, stale or truncated, or its server is down.
 
     Another node's client of a network file system may show an old directory or size until its attribute cache expires,
     after 60 s by default.
 
     Raises:
-        BadCheckpoint: it still is, or the device does not give the bytes.
-        OSError: this process may not read, has no memory or descriptors left, or the server is still away.
+        BadCheckpoint: the file is still missing or truncated, or the device reports an I/O error.
+        OSError: permission is denied, memory or file descriptors are exhausted, or the server is still down.
     """
-    deadline, pause = time.monotonic() + timeout_s, 0.05
+    deadline = time.monotonic() + timeout_s
+    pause = 0.05
     while True:
         try:
             return action()
@@ -211,7 +214,7 @@ def _check_listing(checkpoint: Path, manifest: Manifest) -> None:
     found = {path.name for path in checkpoint.iterdir() if not path.name.startswith(".nfs")}  # removed, still open
     foreign = sorted(found - {*manifest.files, NAME, COMMITTED})
     if foreign:
-        raise BadCheckpoint(f"{foreign[0]}: not in the manifest")
+        raise BadCheckpoint(f"{foreign[0]}: the file is not in the manifest")
 
 
 def _check_file(
@@ -219,16 +222,16 @@ def _check_file(
 ) -> None:
     with _open(checkpoint, name, range(entry.size, entry.size + 1)) as file:
         if full and _hash(file, on_bytes) != entry.digest:
-            raise BadCheckpoint(f"{name}: its content is not what was written")
+            raise BadCheckpoint(f"{name}: the content does not match its checksum")
 
 
 def _open(checkpoint: Path, name: str, sizes: range) -> Any:
-    """Opens a regular file of a size in ``sizes``; a link is not followed, a pipe or device not waited for."""
+    """Opens a regular file with a size in ``sizes``, without following links or blocking on pipes and devices."""
     try:
         descriptor = os.open(checkpoint / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise BadCheckpoint(f"{name}: not a regular file, but a link or device") from None
+            raise BadCheckpoint(f"{name}: not a regular file but a link or device") from None
         raise
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_size not in sizes:
@@ -236,12 +239,13 @@ def _open(checkpoint: Path, name: str, sizes: range) -> Any:
         if not stat.S_ISREG(found.st_mode):
             raise BadCheckpoint(f"{name}: not a regular file")
         kind = _TooShort if found.st_size < sizes.start else BadCheckpoint
-        raise kind(f"{name}: {found.st_size} bytes, not {sizes.start}")
+        raise kind(f"{name}: it has {found.st_size} bytes, expected {sizes.start}")
     return os.fdopen(descriptor, "rb", buffering=0)
 
 
 def _hash(file: Any, on_bytes: Callable[[int], None] | None) -> str:
-    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK))
+    digest = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(_CHUNK))
     while count := file.readinto(buffer):
         digest.update(buffer[:count])
         if on_bytes is not None:
@@ -251,19 +255,19 @@ def _hash(file: Any, on_bytes: Callable[[int], None] | None) -> str:
 
 def _plain(name: str) -> str:
     if name in ("", ".", "..", NAME, COMMITTED) or "/" in name or "\0" in name or len(name.encode()) > 255:
-        raise BadCheckpoint(f"{NAME}: {name!r} is not a file of a checkpoint")
+        raise BadCheckpoint(f"{NAME}: {name!r} is not a valid file name of a checkpoint")
     return name
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 60:
-        raise BadCheckpoint(f"{NAME}: {str(value)[:40]!r} is not a size or a step")
+        raise BadCheckpoint(f"{NAME}: {str(value)[:40]!r} is not a valid size or step")
     return value
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128(_text(content)).hexdigest()
+    return xxhash.xxh3_128(_encode_json(content)).hexdigest()
 
 
-def _text(content: Mapping[str, Any]) -> bytes:
+def _encode_json(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()

@@ -1,10 +1,8 @@
-"""Reads tensors of a verified checkpoint without running code from it.
+"""Reads tensors of a verified checkpoint without executing code from it.
 
-``.metadata`` is a pickle: it is read with an allow-list of the few classes that DCP puts there, all of them plain
-values, and then checked. Each tensor is a zip archive that torch reads with ``weights_only``; here its directory is
-looked at first, so that a small file cannot unfold into a large one. Objects that are not tensors are refused.
-
-The tensors of a checkpoint, one at a time and whole, whatever layout wrote them: no ranks and little memory.
+``.metadata`` is a pickle: it is read with an allow-list of the few plain value classes that DCP writes, and then
+checked. Each tensor is a zip archive that torch reads with ``weights_only``; its directory is checked first, so that a
+small file cannot decompress into a large one. Objects other than tensors are rejected.
 """
 
 from __future__ import annotations
@@ -43,39 +41,41 @@ _ALLOWED = {
     (f"{_DCP}.metadata", "TensorStorageMetadata"),
     (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
 }
-_ARCHIVE_OVERHEAD = 64 << 10  # bytes of a one-tensor archive beside the tensor
+_ARCHIVE_OVERHEAD = 64 << 10  # bytes of a one-tensor archive in addition to the tensor
 
 
 class SafeReader(dcp.FileSystemReader):
-    """A ``FileSystemReader`` of the checkpoint at ``path``, whose files agree with ``manifest``.
+    """A ``FileSystemReader`` for the checkpoint at ``path``, whose files match ``manifest``.
 
-    Another rank may have verified the file that this one reads: each waits, for ``visibility_timeout_s`` at most (see
-    ``manifest.wait_until_visible``), until it sees its own files whole.
+    Another rank may have verified a file that this one reads. Each rank waits at most ``visibility_timeout_s`` (see
+    ``manifest.wait_until_visible``) until it sees its own files in full size.
     """
 
     def __init__(self, path: Path, manifest: Manifest, visibility_timeout_s: float = 0.0) -> None:
         super().__init__(path)
-        self._manifest, self._visibility_s = manifest, visibility_timeout_s
+        self._manifest = manifest
+        self._visibility_s = visibility_timeout_s
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """
+        """Reads and checks ``.metadata``.
+
         Raises:
-            BadCheckpoint: it is damaged, is not what DCP writes, or points outside the checkpoint's files.
+            BadCheckpoint: the file is damaged, DCP does not write such content, or it refers to other files.
         """
-        self._await([METADATA])
+        self._wait_for([METADATA])
         data = (Path(self.path) / METADATA).read_bytes()
         entry = self._manifest.files[METADATA]
         if FileEntry(len(data), xxhash.xxh3_128(data).hexdigest()) != entry:
-            raise BadCheckpoint(f"{METADATA}: its content is not what was written")
+            raise BadCheckpoint(f"{METADATA}: the content does not match its checksum")
         metadata = read_metadata(data, self._manifest)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        self._await({self.storage_data[item.storage_index].relative_path for item in plan.items})
+        self._wait_for({self.storage_data[item.storage_index].relative_path for item in plan.items})
         return super().read_data(plan, planner)
 
-    def _await(self, names: Iterable[str]) -> None:
+    def _wait_for(self, names: Iterable[str]) -> None:
         verify(Path(self.path), self._manifest, names, full=False, visibility_timeout_s=self._visibility_s)
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> Any:
@@ -87,7 +87,7 @@ def read_metadata(data: bytes, manifest: Manifest) -> Metadata:
     """Decodes the content of ``.metadata``.
 
     Raises:
-        BadCheckpoint: it names something else than DCP does, or does not fit the manifest's files.
+        BadCheckpoint: it refers to a class that DCP does not write, or it does not match the manifest's files.
     """
     try:
         metadata = _Unpickler(io.BytesIO(data)).load()
@@ -98,7 +98,7 @@ def read_metadata(data: bytes, manifest: Manifest) -> Metadata:
     try:
         _check(metadata, manifest)
     except (TypeError, AttributeError, KeyError, ValueError) as error:
-        raise BadCheckpoint(f"{METADATA}: not what DCP writes ({error})") from None
+        raise BadCheckpoint(f"{METADATA}: DCP does not write such content ({error})") from None
     return metadata
 
 
@@ -107,49 +107,55 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
         if (module, name) not in _ALLOWED:
-            raise BadCheckpoint(f"{METADATA}: names {module}.{name}, which is not loaded")
+            raise BadCheckpoint(f"{METADATA}: it refers to {module}.{name}, which is not on the allow-list")
         return vars(importlib.import_module(module))[name]
 
     def persistent_load(self, pid: Any) -> Any:
-        raise BadCheckpoint(f"{METADATA}: refers to an object outside")
+        raise BadCheckpoint(f"{METADATA}: it refers to an external object")
 
 
 def _check(metadata: Any, manifest: Manifest) -> None:
-    """Raises unless each tensor's shards are pieces of files of the checkpoint, as large as the tensor says."""
-    _require(type(metadata) is Metadata, "no Metadata")
-    places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
-    _require(type(places) is dict and type(metadata.state_dict_metadata) is dict, "no dict")
-    pieces = 0
+    """Raises unless each tensor's chunks are in files of the checkpoint and have the size of the tensor."""
+    _require(type(metadata) is Metadata, "it is not a Metadata object")
+    storage: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
+    _require(type(storage) is dict and type(metadata.state_dict_metadata) is dict, "a dict is missing")
+    chunks = 0
     for name, entry in metadata.state_dict_metadata.items():
-        _require(type(name) is str, "a name is not text")
+        _require(type(name) is str, "a name is not a string")
         _require(type(entry) is TensorStorageMetadata, f"{name} is not a tensor")
         dtype = entry.properties.dtype
-        _require(type(dtype) is torch.dtype and type(entry.size) is torch.Size, f"{name} has no type or shape")
+        _require(type(dtype) is torch.dtype and type(entry.size) is torch.Size, f"{name} has no dtype or shape")
         for chunk in entry.chunks:
-            place = places[MetadataIndex(name, chunk.offsets)]
-            _check_place(name, place, manifest, chunk.sizes.numel() * dtype.itemsize)
-        pieces += len(entry.chunks)
+            info = storage[MetadataIndex(name, chunk.offsets)]
+            _check_storage(name, info, manifest, chunk.sizes.numel() * dtype.itemsize)
+        chunks += len(entry.chunks)
         covered = sum(chunk.sizes.numel() for chunk in entry.chunks)
         _require(covered == entry.size.numel(), f"{name} has {entry.size.numel()} elements, {covered} stored")
-    _require(pieces == len(places), "pieces that belong to no tensor")
+    _require(chunks == len(storage), "some chunks belong to no tensor")
 
 
-def _check_place(name: str, place: Any, manifest: Manifest, tensor_bytes: int) -> None:
-    _require(type(place) is _StorageInfo and type(place.relative_path) is str, f"{name} has no place")
-    _require(type(place.offset) is int and type(place.length) is int, f"{name}: no numbers")
-    _require(place.offset >= 0 and place.length > 0, f"{name}: negative")
-    _require(not place.transform_descriptors, f"{name} is transformed")
-    _require(place.relative_path in manifest.files, f"{place.relative_path!r} is not a file of the checkpoint")
-    end = manifest.files[place.relative_path].size
-    _require(place.offset + place.length <= end, f"{name} reaches beyond its file")
-    _require(tensor_bytes <= place.length <= tensor_bytes + _ARCHIVE_OVERHEAD, f"{name}: {place.length} bytes")
+def _check_storage(name: str, info: Any, manifest: Manifest, tensor_bytes: int) -> None:
+    _require(type(info) is _StorageInfo and type(info.relative_path) is str, f"{name} has no storage info")
+    _require(type(info.offset) is int and type(info.length) is int, f"{name}: offset or length is not an integer")
+    _require(info.offset >= 0 and info.length > 0, f"{name}: offset or length is negative")
+    _require(not info.transform_descriptors, f"{name} is transformed")
+    _require(info.relative_path in manifest.files, f"{info.relative_path!r} is not a file of the checkpoint")
+    end = manifest.files[info.relative_path].size
+    _require(info.offset + info.length <= end, f"{name} extends beyond the end of its file")
+    _require(
+        tensor_bytes <= info.length <= tensor_bytes + _ARCHIVE_OVERHEAD,
+        f"{name} needs {tensor_bytes} bytes, {info.length} stored",
+    )
 
 
 class _Window(io.RawIOBase):
-    """A part of an open file as a file (DCP's own cannot seek from its end)."""
+    """Presents a part of an open file as a file that can seek from its end, which DCP's own cannot."""
 
     def __init__(self, file: Any, offset: int, length: int) -> None:
-        self._file, self._offset, self._length, self._at = file, offset, length, 0
+        self._file = file
+        self._offset = offset
+        self._length = length
+        self._at = 0
 
     def seekable(self) -> bool:
         return True
@@ -163,7 +169,7 @@ class _Window(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
         if base + offset < 0:
-            raise OSError("before the beginning")
+            raise OSError("seek before the start of the file")
         self._at = base + offset
         return self._at
 
@@ -175,40 +181,40 @@ class _Window(io.RawIOBase):
         return data
 
 
-def _check_archive(archive: _Window, place: _StorageInfo) -> None:
+def _check_archive(archive: _Window, info: _StorageInfo) -> None:
     try:
         members = zipfile.ZipFile(archive).infolist()  # type: ignore[call-overload]
     except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
-        raise BadCheckpoint(f"{place.relative_path} at {place.offset}: not a stored tensor ({error})") from None
+        raise BadCheckpoint(f"{info.relative_path} at {info.offset}: not a stored tensor ({error})") from None
     stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
-    if not stored or sum(member.file_size for member in members) > place.length:
-        raise BadCheckpoint(f"{place.relative_path} at {place.offset}: unfolds into more than it is")
+    if not stored or sum(member.file_size for member in members) > info.length:
+        raise BadCheckpoint(f"{info.relative_path} at {info.offset}: the archive would decompress beyond its size")
 
 
-def _require(fine: bool, what: str) -> None:
-    if not fine:
-        raise ValueError(what)
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
 
 
 MODEL = "model."
 
 
 class StoredTensors:
-    """What lies in the directory of a checkpoint that agrees with its manifest, by global name."""
+    """Reads the tensors of a verified checkpoint by global name, one at a time and in one process."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self._reader = _Reader(path, manifest)
         self.shapes: dict[str, TensorShape] = stored_shapes(self._reader.read_metadata())
 
     def model(self) -> dict[str, TensorShape]:
-        """The tensors of the model, under the names that the model calls them."""
+        """Returns the model's names of its tensors -> their shapes."""
         return {name.removeprefix(MODEL): shape for name, shape in self.shapes.items() if name.startswith(MODEL)}
 
     def read(self, name: str, into: Tensor | None = None) -> Tensor:
-        """The whole tensor ``name``, put together from its shards.
+        """Returns the full tensor ``name``, assembled from its shards.
 
         Args:
-            into: where it goes, of the stored shape and type; new memory without it.
+            into: destination of the stored shape and dtype; None allocates a new tensor.
         """
         found = self.shapes[name]
         tensor = torch.empty(found.shape, dtype=found.dtype) if into is None else into
@@ -218,7 +224,7 @@ class StoredTensors:
 
 
 class _Reader(SafeReader):
-    """Reads the metadata once: of a large checkpoint it is many megabytes, and there is a load for each tensor."""
+    """Reads the metadata once for many loads; it has many megabytes in a large checkpoint."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         super().__init__(path, manifest)

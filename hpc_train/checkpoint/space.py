@@ -1,8 +1,6 @@
-"""Whether a checkpoint fits, asked before it is written. No torch.
+"""Checks the disk space for a checkpoint, and estimates how long a run needs to save and stop; without torch.
 
-How long a run takes from a request to stop until it has saved and is gone. No torch.
-
-By that time Slurm asks a job to stop ahead of its time limit, and after it an agent kills workers that have not.
+Slurm signals a job that long before its time limit, and an agent kills workers that need longer.
 """
 
 from __future__ import annotations
@@ -20,15 +18,15 @@ from hpc_train.plan.memory import state_bytes
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import last_line
 
-MARGIN = 1.02  # archives and metadata beside the tensors
+MARGIN = 1.02  # overhead of zip archives and metadata
 PER_FILE = 64 << 10
 
 
 def check_space(directory: Path, store: CheckpointStore, tensor_bytes: int, files: int, keep: int) -> None:
-    """Asks the file system of ``directory`` and, where it tells, the user's quota there.
+    """Checks that a checkpoint fits on the file system of ``directory`` and, if known, into the user's quota there.
 
     Raises:
-        OSError: ENOSPC or EDQUOT, with what is needed, what is free and what would help.
+        OSError: ENOSPC or EDQUOT; the message says what is needed, what is free and which ``keep`` would fit.
     """
     needed = int(tensor_bytes * MARGIN) + files * PER_FILE
     for room in room_in(directory):
@@ -42,7 +40,7 @@ def check_space(directory: Path, store: CheckpointStore, tensor_bytes: int, file
 
 
 def _fitting_keep(store: CheckpointStore, lacking: int, keep: int) -> str:
-    """Words for the largest ``checkpoint.keep`` with which the checkpoint would have fitted."""
+    """Returns a hint with the largest ``checkpoint.keep`` that leaves enough space, or an empty string."""
     sizes = []
     for checkpoint in store.committed():
         try:
@@ -65,42 +63,42 @@ def amount(count: int) -> str:
     return f"{count} bytes"
 
 
-UNKNOWN_S = 120  # for the step under way and for leaving, before a step has been timed
-LEAVING_S = 30  # W&B's last lines, ends of processes
+UNKNOWN_S = 120  # for the current step and the exit, before any step has been timed
+LEAVING_S = 30  # for W&B to upload and processes to exit
 LEAST_S = 60
-TIMES = 2  # of what was measured: the next save may find the file system busy
-BYTES_PER_S = 0.5e9  # of a node: a modest share of a parallel file system
-ROUND_S = 30  # runs of one sweep that differ by less may share an array
+TIMES = 2  # safety factor: the file system may be busy during the next save
+BYTES_PER_S = 0.5e9  # assumed write bandwidth per node on a shared file system
+ROUND_S = 30  # rounding lets runs of one sweep share a job array
 
 
 @dataclass(frozen=True)
 class StopTime:
-    """Seconds, and why so many."""
+    """Holds a duration in seconds and the reason for it."""
 
     seconds: float
     reason: str
 
 
 def stop_time(config: Config, run: RunDirectory, nodes: int) -> StopTime:
-    """As ``elastic.stop_grace_s`` says; for ``auto`` by the slowest save of the run so far, else by its size."""
+    """Returns ``elastic.stop_grace_s``; for ``auto``, estimates it from the slowest save so far or the state size."""
     asked = config.elastic.stop_grace_s
     if not isinstance(asked, str):
         return StopTime(float(asked), "elastic.stop_grace_s")
     save_s = _slowest_save(run)
     if save_s is not None:
         step_s = _newest_step_s(run)
-        words = f"{TIMES} x the slowest save so far ({save_s:.3g} s) and two steps ({step_s:.3g} s each)"
-        return StopTime(_rounded(TIMES * save_s + 2 * step_s + LEAVING_S), words)
+        reason = f"{TIMES} x the slowest save so far ({save_s:.3g} s) plus two steps ({step_s:.3g} s each)"
+        return StopTime(_rounded(TIMES * save_s + 2 * step_s + LEAVING_S), reason)
     size = state_bytes(config)
     if size is None:
-        return StopTime(UNKNOWN_S, "nothing was saved yet, and the size of a custom model is not known")
+        return StopTime(UNKNOWN_S, "no save was timed yet, and the size of a custom model is unknown")
     seconds = size / (BYTES_PER_S * nodes)
-    words = f"{TIMES} x {amount(size)} at {BYTES_PER_S / 1e9:g} GB/s per node; nothing was saved yet"
-    return StopTime(_rounded(TIMES * seconds + UNKNOWN_S), words)
+    reason = f"{TIMES} x {amount(size)} at {BYTES_PER_S / 1e9:g} GB/s per node; no save was timed yet"
+    return StopTime(_rounded(TIMES * seconds + UNKNOWN_S), reason)
 
 
 def _slowest_save(run: RunDirectory) -> float | None:
-    """Of this run, else of the one that it was forked from."""
+    """Returns the seconds of the slowest save of this run, or else of the run that it was forked from."""
     source = run.record().get("forked_from")
     for directory in (run, *([RunDirectory(Path(source))] if source else [])):
         saves = [event["seconds"] for event in directory.read_events() if event["event"] == "checkpoint_saved"]
@@ -110,7 +108,7 @@ def _slowest_save(run: RunDirectory) -> float | None:
 
 
 def _newest_step_s(run: RunDirectory) -> float:
-    """Of the newest attempt that has logged a step; 0 before the first."""
+    """Returns the step time of the newest attempt that has logged a step; 0 before the first."""
     for attempt in range(run.newest_attempt(), -1, -1):
         line = last_line(run.metrics_file(attempt))
         if "step_s" in line:

@@ -1,15 +1,11 @@
-"""The state of a run as one flat dict of global names, the same under every layout.
+"""Maps the state of a run to one flat dict of global names, which is the same under every layout.
 
-``model.NAME`` is a parameter or a persistent buffer, ``optim.NAME.KEY`` a tensor of the optimizer's state for that
-parameter, with NAME as the whole model calls it. A rank holds the part of the names, and of each DTensor the shard,
-that its place in the layout gives it; a tied copy stands under its canonical name. What gradient compression carries
-from step to step stands under ``compression.``; see ``carried.py``.
+``model.NAME`` is a parameter or persistent buffer, ``optim.NAME.KEY`` a tensor of its optimizer state. NAME is the
+canonical name in the unsplit model. A rank holds a part of the names, and of each DTensor its shard.
 
-What gradient compression carries from step to step, in checkpoints.
-
-``compression.NAME.residual.SLOT`` is what one replica still owes of the gradient of parameter NAME; what counts is the
-sum over the slots. In another layout each slot goes to one of the new ones (slot modulo their number), which adds up
-what it gets, so no gradient is lost or counted twice. ``compression.NAME.basis`` is the same on all replicas.
+``compression.NAME.residual.SLOT`` is the error-feedback residual of one replica for parameter NAME. Only the sum over
+the slots matters: under another layout the old slot s is added to the new slot (s modulo their number), so no gradient
+is lost or counted twice. ``compression.NAME.basis`` is shared by all replicas.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,25 +23,21 @@ from hpc_train.errors import UserError
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 
-if TYPE_CHECKING:
-    pass
-
-
-SHOWN = 8  # names of a kind in a message
+SHOWN = 8  # names listed per problem in a message
 
 
 class OptimizerState(Protocol):
-    """What a checkpoint needs of an optimizer."""
+    """Interface of an optimizer whose state is saved in checkpoints."""
 
     def named_state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Canonical parameter name -> key -> tensor; what is loaded into these counts after ``loaded``."""
+        """Returns canonical parameter name -> key -> tensor; a load writes into these tensors."""
 
     def loaded(self) -> None:
-        """After a checkpoint was loaded into the parameters, and perhaps into ``named_state``."""
+        """Takes over loaded values; called after a load into the parameters and possibly into ``named_state``."""
 
 
 def training_state(engine: Engine, optimizer: OptimizerState) -> dict[str, Tensor]:
-    """Everything that this rank holds; loading into these tensors restores it."""
+    """Returns all tensors that this rank holds; loading into them restores the rank."""
     state = {f"model.{name}": parameter.detach() for name, parameter in engine.named_parameters().items()}
     state |= {f"model.{name}": buffer for name, buffer in engine.named_buffers().items()}
     for name, tensors in optimizer.named_state().items():
@@ -54,8 +46,8 @@ def training_state(engine: Engine, optimizer: OptimizerState) -> dict[str, Tenso
 
 
 def saved_state(engine: Engine, optimizer: OptimizerState, mesh: Mesh) -> dict[str, Tensor]:
-    """What this rank hands to a save. Buffers may differ between replicas, so those of one replica are taken."""
-    state = training_state(engine, optimizer) | carried_state(engine)
+    """Returns the tensors that this rank saves. Buffers may differ between replicas, so one replica saves them."""
+    state = training_state(engine, optimizer) | compression_state(engine)
     if mesh.dp_rank == 0 and mesh.tp_rank == 0:
         return state
     buffers = {f"model.{name}" for name in engine.named_buffers()}
@@ -64,7 +56,7 @@ def saved_state(engine: Engine, optimizer: OptimizerState, mesh: Mesh) -> dict[s
 
 @dataclass(frozen=True)
 class TensorShape:
-    """Global shape and type of one tensor."""
+    """Holds the global shape and dtype of one tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -78,7 +70,7 @@ def shapes(state: Mapping[str, Tensor]) -> dict[str, TensorShape]:
 
 
 def stored_shapes(metadata: Metadata) -> dict[str, TensorShape]:
-    """Of the tensors in a checkpoint."""
+    """Returns the shapes of the tensors in a checkpoint."""
     found = metadata.state_dict_metadata.items()
     return {
         name: TensorShape(tuple(entry.size), entry.properties.dtype)
@@ -88,10 +80,10 @@ def stored_shapes(metadata: Metadata) -> dict[str, TensorShape]:
 
 
 def check_match(stored: Mapping[str, TensorShape], wanted: Mapping[str, TensorShape], where: str) -> None:
-    """Compares a checkpoint with the state of all ranks together, before a live tensor is touched.
+    """Compares a checkpoint with the state of all ranks before anything is loaded.
 
     Raises:
-        UserError: names all kinds of difference at once.
+        UserError: names or shapes differ; the message lists all kinds of difference.
     """
     different = [
         f"{name}: {stored[name]} in the checkpoint, {wanted[name]} in the run"
@@ -99,30 +91,30 @@ def check_match(stored: Mapping[str, TensorShape], wanted: Mapping[str, TensorSh
         if name in stored and not _loads_into(stored[name], wanted[name], converts=name.startswith("optim."))
     ]
     problems = [
-        *_listed("missing in the checkpoint", [name for name in wanted if name not in stored]),
-        *_listed("only in the checkpoint", [name for name in stored if name not in wanted]),
-        *_listed("not the same shape or type", different),
+        *_problem("missing in the checkpoint", [name for name in wanted if name not in stored]),
+        *_problem("only in the checkpoint", [name for name in stored if name not in wanted]),
+        *_problem("different shape or dtype", different),
     ]
     if problems:
         raise UserError(
-            "the checkpoint is of another model or optimizer:\n  " + "\n  ".join(problems),
+            "the checkpoint does not match the model or optimizer:\n  " + "\n  ".join(problems),
             where=where,
-            fix="the model and optimizer that it was saved with, or another run.name to begin at step 0",
+            fix="use the model and optimizer that it was saved with, or another run.name to start at step 0",
         )
 
 
 def _loads_into(stored: TensorShape, wanted: TensorShape, converts: bool) -> bool:
-    """Moments may be kept in another format than the one they were saved in; parameters may not."""
+    """Returns whether a tensor can be loaded; optimizer state may change its dtype, parameters may not."""
     numbers = stored.dtype.is_floating_point and wanted.dtype.is_floating_point
     return stored == wanted or (converts and numbers and stored.shape == wanted.shape)
 
 
-def _listed(kind: str, names: Iterable[str]) -> list[str]:
-    listed = sorted(names)
-    if not listed:
+def _problem(kind: str, names: Iterable[str]) -> list[str]:
+    ordered = sorted(names)
+    if not ordered:
         return []
-    more = f", and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
-    return [f"{kind} ({len(listed)}): {', '.join(listed[:SHOWN])}{more}"]
+    more = f", and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
+    return [f"{kind} ({len(ordered)}): {', '.join(ordered[:SHOWN])}{more}"]
 
 
 PREFIX = "compression."
@@ -130,8 +122,8 @@ _SLOT = re.compile(r"(.+)\.(\d+)")
 _Value = TypeVar("_Value")
 
 
-def carried_state(engine: Engine) -> dict[str, Tensor]:
-    """What this rank carries, under the names of a checkpoint."""
+def compression_state(engine: Engine) -> dict[str, Tensor]:
+    """Returns this rank's state of gradient compression under its names in a checkpoint."""
     state = {}
     for compression in engine.compressions():
         for held in compression.carried():
@@ -140,18 +132,18 @@ def carried_state(engine: Engine) -> dict[str, Tensor]:
     return state
 
 
-def without_carried(stored: Mapping[str, _Value]) -> dict[str, _Value]:
+def without_compression(stored: Mapping[str, _Value]) -> dict[str, _Value]:
     return {name: value for name, value in stored.items() if not name.startswith(PREFIX)}
 
 
-class CarriedLoad:
-    """What to load so that this rank carries its share of what the ranks of a checkpoint did.
+class CompressionLoad:
+    """Redistributes the compression state of a checkpoint over the ranks of the current layout.
 
     Args:
-        stored: the tensors of the checkpoint; one without compression leaves nothing to be carried.
+        stored: the tensors of the checkpoint. Without compression state among them the residuals become zero.
 
     Attributes:
-        targets: by name, to be loaded into. Then call ``finish``.
+        targets: name -> tensor to load into. Call ``finish`` after the load.
     """
 
     def __init__(self, engine: Engine, stored: Mapping[str, TensorShape]) -> None:
@@ -161,9 +153,9 @@ class CarriedLoad:
         for compression in engine.compressions():
             for held in compression.carried():
                 head = f"{PREFIX}{held.name}.{held.key}"
-                mine = [f"{head}.{slot}" for slot in slots.get(head, ()) if slot % held.slots == held.slot]
-                parts = [torch.empty_like(held.tensor) for _ in mine]
-                self.targets |= zip(mine, parts, strict=True)
+                names = [f"{head}.{slot}" for slot in slots.get(head, ()) if slot % held.slots == held.slot]
+                parts = [torch.empty_like(held.tensor) for _ in names]
+                self.targets |= zip(names, parts, strict=True)
                 self._sums.append((held.tensor, parts))
             for name, tensor in compression.agreed():
                 found = stored.get(f"{PREFIX}{name}")
@@ -178,7 +170,7 @@ class CarriedLoad:
 
 
 def _slots(stored: Mapping[str, object]) -> dict[str, list[int]]:
-    """``compression.NAME.KEY`` -> the slots that a checkpoint has of it."""
+    """Returns ``compression.NAME.KEY`` -> its slots in a checkpoint."""
     found: dict[str, list[int]] = {}
     for name in stored:
         match = _SLOT.fullmatch(name) if name.startswith(PREFIX) else None

@@ -1,17 +1,9 @@
-"""Which checkpoints of a run exist: committed directories, told from all else without reading them. No torch.
+"""Commits, lists, retains and removes the checkpoints of a run; without torch.
 
-A save writes into ``.step-00000100.attempt-003.0``, a directory of its own; the rename to ``step-00000100`` is the
-commit. Where directories are renamed by copying (buckets that are mounted), it writes into
-``step-00000100.attempt-003.0``, and the file ``COMMITTED`` in it is the commit. Both are found, whichever is in force.
-``bad.step-00000100.attempt-003`` was committed and did not verify. Whatever else lies there was never finished or is
-being removed. No directory is ever written into a second time.
-
-Which checkpoints may be removed: not the newest ones, not every Mth, not the best. No torch.
-
-A run that has saved checkpoints and has none any more is refused: it must not start over in silence. No torch.
-
-The usual causes are a purge of old files on scratch, and a file system that is not mounted. The run's record (events,
-``run.json``) often survives a purge, since a resumed run writes to it.
+A save writes into the directory ``.step-00000100.attempt-003.0``, and the rename to ``step-00000100`` commits it.
+Where directories are renamed by copying (mounted buckets), it writes into ``step-00000100.attempt-003.0``, and the
+file ``COMMITTED`` in it commits it. Both kinds are listed. ``bad.step-00000100.attempt-003`` was committed and did not
+verify. Any other entry is unfinished or being removed. No directory is written to twice.
 """
 
 from __future__ import annotations
@@ -55,15 +47,15 @@ class Checkpoint:
     path: Path
 
     def manifest(self) -> Manifest:
-        """What it consists of, and all that is not a tensor.
+        """Reads the manifest of this checkpoint.
 
         Raises:
-            BadCheckpoint: it has none that can be trusted.
+            BadCheckpoint: the manifest is missing or damaged.
         """
         return read_manifest(self.path)
 
-    def is_whole(self) -> bool:
-        """Whether all files are there in their full size. The content is not read."""
+    def is_complete(self) -> bool:
+        """Returns whether all files exist in their full size; does not read their content."""
         try:
             verify(self.path, self.manifest(), full=False)
         except (BadCheckpoint, OSError):
@@ -73,11 +65,11 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class CheckpointStore:
-    """The checkpoints under one directory.
+    """Manages the checkpoints in one directory.
 
     Attributes:
-        guard: called before anything is committed, set aside or removed; raises where another process has taken over.
-        by_marker: commits by the file ``COMMITTED``, for no directory can be renamed in one step.
+        guard: called before a commit, rename or removal; raises if a newer attempt has taken over the run.
+        by_marker: whether to commit with the file ``COMMITTED``, because directories cannot be renamed atomically.
     """
 
     root: Path
@@ -85,7 +77,7 @@ class CheckpointStore:
     by_marker: bool = False
 
     def committed(self) -> list[Checkpoint]:
-        """All committed checkpoints, oldest first."""
+        """Returns all committed checkpoints, oldest first."""
         if not self.root.is_dir():
             return []
         found = ((_COMMITTED.fullmatch(path.name), path) for path in sorted(self.root.iterdir()))
@@ -96,21 +88,22 @@ class CheckpointStore:
         return next(reversed(self.committed()), None)
 
     def bad(self) -> list[Path]:
-        """Those that were set aside, lowest step first."""
+        """Returns the checkpoints that were set aside, lowest step first."""
         if not self.root.is_dir():
             return []
         return sorted(path for path in self.root.iterdir() if _BAD.fullmatch(path.name))
 
     def begin(self, step: int, attempt: int) -> Path:
-        """Makes the directory that ``attempt`` writes the checkpoint of ``step`` into.
+        """Creates the directory into which ``attempt`` writes the checkpoint of ``step``.
 
         Raises:
-            FileExistsError: the checkpoint of ``step`` is committed already.
+            FileExistsError: a checkpoint of ``step`` is already committed.
         """
         self.guard()
         self.root.mkdir(parents=True, exist_ok=True)
-        self._refuse_again(step)
-        hidden, serial = "" if self.by_marker else ".", 0
+        self._refuse_second_commit(step)
+        hidden = "" if self.by_marker else "."
+        serial = 0
         while True:
             writing = self.root / f"{hidden}step-{step:08d}.attempt-{attempt:03d}.{serial}"
             try:
@@ -120,55 +113,59 @@ class CheckpointStore:
                 serial += 1
 
     def commit(self, writing: Path, manifest: Manifest) -> Checkpoint:
-        """Makes ``writing`` the checkpoint of ``manifest.step``. One process calls this, after all others have synced
-        what they wrote. The commit is on disk when this returns."""
+        """Commits ``writing`` as the checkpoint of ``manifest.step``; the commit is on disk on return.
+
+        One process calls this after all others have synced their files.
+        """
         data = manifest.encode()
         _write(writing / NAME, data)
         disk.sync_directory(writing)
         if self.by_marker:
             return self._mark(writing, manifest.step, data)
-        final, written = self.root / f"step-{manifest.step:08d}", writing.stat().st_ino
+        final = self.root / f"step-{manifest.step:08d}"
+        inode = writing.stat().st_ino
         self.guard()
-        self._refuse_again(manifest.step)
+        self._refuse_second_commit(manifest.step)
         try:
             disk.rename(writing, final)
         except FileNotFoundError:
-            self.guard()  # a newer attempt has revoked it
+            self.guard()  # a newer attempt has removed the directory
             raise
         except OSError:
             with suppress(OSError):
-                if final.stat().st_ino == written:  # renamed, and perhaps not for good: it was not a commit
+                if final.stat().st_ino == inode:  # the rename may not be durable, so undo it
                     final.rename(writing)
             raise
         return Checkpoint(manifest.step, final)
 
     def _mark(self, writing: Path, step: int, manifest: bytes) -> Checkpoint:
         self.guard()
-        self._refuse_again(step)
+        self._refuse_second_commit(step)
         try:
             _write(writing / COMMITTED, marker(manifest))
             disk.sync_directory(writing)
         except OSError:
-            with suppress(OSError):  # it is perhaps not there for good: it was not a commit
+            with suppress(OSError):  # the marker may not be durable, so undo it
                 disk.unlink(writing / COMMITTED)
             self.guard()
             raise
         return Checkpoint(step, writing)
 
     def revoke(self, attempt: int) -> None:
-        """Takes from earlier attempts what they have begun: one that wakes up later finds nothing to commit.
+        """Removes unfinished saves of earlier attempts, so that a suspended process cannot commit one later.
 
-        ``guard`` alone cannot do that, since a process may fall asleep between its look and its rename.
+        ``guard`` alone cannot prevent that, since a process may be suspended between the check and its rename.
         """
         self.guard()
         for path in self._unfinished_before(attempt):
-            with suppress(OSError):  # another process was first; or nobody can rename here, that attempt neither
+            with suppress(OSError):  # another process was first, or nobody (the old attempt included) can rename here
                 self._remove(path)
 
     def set_aside(self, checkpoint: Checkpoint, attempt: int) -> Path:
-        """Renames a checkpoint that did not verify, so that nobody takes it and an operator can look at it."""
+        """Renames a checkpoint so that no run loads it and a person can inspect it; returns the new path."""
         name = checkpoint.path.name.partition(".")[0]
-        target, serial = self.root / f"bad.{name}.attempt-{attempt:03d}", 0
+        target = self.root / f"bad.{name}.attempt-{attempt:03d}"
+        serial = 0
         while target.exists():
             serial += 1
             target = self.root / f"bad.{name}.attempt-{attempt:03d}.{serial}"
@@ -177,21 +174,23 @@ class CheckpointStore:
         return target
 
     def remove(self, checkpoint: Checkpoint) -> None:
-        """Removes one that is not wanted any more."""
+        """Removes a committed checkpoint."""
         self._remove(checkpoint.path)
 
     def prune(self, retention: Retention, attempt: int) -> None:
-        """Removes the checkpoints that ``retention`` does not keep, all bad ones but the newest, and what earlier
-        attempts left unfinished. Never the newest whole one; those that are not whole do not count as kept."""
+        """Removes checkpoints that ``retention`` does not keep, all bad ones but the newest, and unfinished saves.
+
+        It never removes the newest complete checkpoint. Incomplete checkpoints do not count as kept.
+        """
         self.guard()
-        whole = [checkpoint for checkpoint in self.committed() if checkpoint.is_whole()]
-        steps = removable([Kept(found.step, found.manifest().metrics) for found in whole], retention)
-        doomed = [checkpoint.path for checkpoint in whole if checkpoint.step in steps] + self.bad()[:-1]
-        for path in [*doomed, *self._unfinished_before(attempt)]:
+        complete = [checkpoint for checkpoint in self.committed() if checkpoint.is_complete()]
+        steps = removable([Kept(found.step, found.manifest().metrics) for found in complete], retention)
+        expired = [checkpoint.path for checkpoint in complete if checkpoint.step in steps] + self.bad()[:-1]
+        for path in [*expired, *self._unfinished_before(attempt)]:
             self._remove(path)
 
     def _unfinished_before(self, attempt: int) -> list[Path]:
-        """What earlier attempts have begun to write, and what somebody has begun to remove."""
+        """Returns unfinished saves of earlier attempts and unfinished removals."""
         if not self.root.is_dir():
             return []
         found = ((path, _UNFINISHED.fullmatch(path.name)) for path in self.root.iterdir())
@@ -199,7 +198,7 @@ class CheckpointStore:
         return [path for path in old if not has_marker(path)]
 
     def _remove(self, path: Path) -> None:
-        """Hides it first, so that a removal that is cut short does not look like a checkpoint."""
+        """Removes a directory; hides it first, so that an interrupted removal does not look like a checkpoint."""
         if _COMMITTED.fullmatch(path.name) and "." in path.name:
             self._unmark(path)
         elif not _REMOVED.search(path.name):
@@ -207,7 +206,8 @@ class CheckpointStore:
         disk.remove(path)
 
     def _hide(self, path: Path) -> Path:
-        name, serial = path.name.lstrip("."), 0
+        name = path.name.lstrip(".")
+        serial = 0
         hidden = self.root / f".{name}.removed"
         while hidden.exists():
             serial += 1
@@ -216,7 +216,7 @@ class CheckpointStore:
         return hidden
 
     def _unmark(self, path: Path) -> None:
-        """Takes a commit by marker back, as ``_move`` does with one by rename."""
+        """Removes the marker of a committed checkpoint; restores it if a newer attempt has taken over."""
         self.guard()
         if not (path / COMMITTED).exists():
             return
@@ -230,21 +230,21 @@ class CheckpointStore:
             raise
 
     def _move(self, source: Path, target: Path) -> None:
-        """Renames for an attempt that was the newest before and after; else everything is as it was."""
+        """Renames a directory; undoes that if a newer attempt has taken over meanwhile."""
         self.guard()
         disk.rename(source, target)
         try:
             self.guard()
         except BaseException:
-            with suppress(OSError):  # the newer attempt has saved that step again
+            with suppress(OSError):  # the newer attempt may have saved that step again
                 disk.rename(target, source)
             raise
 
-    def _refuse_again(self, step: int) -> None:
+    def _refuse_second_commit(self, step: int) -> None:
         final = self.root / f"step-{step:08d}"
         if final.is_symlink() or any(found.step == step for found in self.committed()):
             self.guard()
-            raise FileExistsError(errno.EEXIST, "this checkpoint is committed already", str(final))
+            raise FileExistsError(errno.EEXIST, "a checkpoint of this step is already committed", str(final))
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -258,7 +258,7 @@ def _write(path: Path, data: bytes) -> None:
 
 @dataclass(frozen=True)
 class Kept:
-    """What counts of a checkpoint that is there and whole."""
+    """Holds the step and metrics of a complete checkpoint, by which ``removable`` decides."""
 
     step: int
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -266,15 +266,21 @@ class Kept:
 
 @dataclass(frozen=True)
 class Retention:
-    """What is kept; a checkpoint stays when any of the three wants it."""
+    """Defines which checkpoints are kept; one rule that keeps a checkpoint is enough.
 
-    newest: int = 2  # at least one in any case
-    every: int = 0  # the first checkpoint of each span of so many steps from this step on; 0: none
-    best: str | None = None  # the best by this metric; the lowest, of an accuracy the highest
+    Attributes:
+        newest: keep this many of the newest, at least one.
+        every: keep the first checkpoint at or after each multiple of this many steps; 0 disables the rule.
+        best: keep the best by this metric, i.e. the highest accuracy or the lowest of another metric.
+    """
+
+    newest: int = 2
+    every: int = 0
+    best: str | None = None
 
 
 def removable(checkpoints: Sequence[Kept], retention: Retention) -> set[int]:
-    """Steps of the checkpoints that nothing wants to keep."""
+    """Returns the steps of the checkpoints that ``retention`` does not keep."""
     steps = sorted(found.step for found in checkpoints)
     kept = set(steps[-max(1, retention.newest) :])
     if retention.every > 0:
@@ -304,17 +310,21 @@ LOOK_AGAIN_S = 1.0
 
 
 class Purged(UserError):
-    """The run's record tells of checkpoints, and there is none."""
+    """Reports that the run has saved checkpoints and all of them have disappeared.
+
+    The usual causes are a purge of old files on scratch and a file system that is not mounted. The run's events and
+    ``run.json`` often survive a purge, since a resumed run writes to them.
+    """
 
 
 def furthest_saved(run: RunDirectory) -> int:
-    """The highest step whose checkpoint was committed, as the run's record says; 0 where nothing would be lost."""
-    saved = [event["step"] for event in run.read_events() if _tells_of_own(event, run)]
+    """Returns the highest step with a committed checkpoint according to events and ``run.json``; 0 without any."""
+    saved = [event["step"] for event in run.read_events() if _proves_checkpoint(event, run)]
     return max(*saved, int(run.record().get("result", {}).get("steps", 0)), 0)
 
 
-def _tells_of_own(event: Mapping[str, Any], run: RunDirectory) -> bool:
-    """Whether ``event`` tells that a checkpoint of this run was committed, or was there when an attempt resumed."""
+def _proves_checkpoint(event: Mapping[str, Any], run: RunDirectory) -> bool:
+    """Returns whether ``event`` reports a commit of this run, or a resume from a checkpoint of this run."""
     own = f"{run.checkpoints}/"
     return event["event"] == "checkpoint_saved" or (
         event["event"] == "resumed" and str(event.get("path", "")).startswith(own)
@@ -322,8 +332,7 @@ def _tells_of_own(event: Mapping[str, Any], run: RunDirectory) -> bool:
 
 
 def appears(store: CheckpointStore, wait_s: float) -> bool:
-    """Whether ``store`` has a checkpoint. A network file system may show an old listing: it is looked at again for
-    ``wait_s`` seconds."""
+    """Waits up to ``wait_s`` seconds for a checkpoint, since a network file system may show an old listing."""
     deadline = time.monotonic() + wait_s
     while not store.committed():
         if time.monotonic() >= deadline:
@@ -333,22 +342,22 @@ def appears(store: CheckpointStore, wait_s: float) -> bool:
 
 
 def refusal(run: RunDirectory, saved: int, archive: Path | None) -> Purged:
-    """Says how far the run had come, where its checkpoints were expected, and what can be done.
+    """Returns the error for a run whose checkpoints have disappeared.
 
     Args:
-        saved: the highest step whose checkpoint was committed.
-        archive: where ``checkpoint.archive`` looks for copies of them; None without.
+        saved: the highest step with a committed checkpoint.
+        archive: the directory with copies of the checkpoints; None if ``checkpoint.archive`` is not set.
     """
     reached = max((line["step"] for line in run.read_all_metrics()), default=0)
     trained = f" and had trained to step {reached}" if reached > saved else ""
     copies = "" if archive is None else f"\n  the archive has no copy either: {archive}"
-    back = "put the checkpoints back, or mount their file system, and run the same command again"
+    restore = "restore the checkpoints or mount their file system, and run the same command again"
     if archive is None:
-        back += "; checkpoint.archive=DIR takes them from an archive that has copies"
+        restore += "; checkpoint.archive=DIR loads them from an archive that has copies"
     return Purged(
-        f"this run had saved a checkpoint of step {saved}{trained}, but no checkpoint of it is left{copies}\n"
+        f"this run had saved a checkpoint of step {saved}{trained}, but none of its checkpoints is left{copies}\n"
         "  likely causes: a purge of old files on scratch, or a file system that is not mounted here",
         where=f"{run.checkpoints}, where its checkpoints are expected",
-        fix=f"{back}\n          to start over at step 0 on purpose: another run.name, or remove this run first: "
+        fix=f"{restore}\n          to start over at step 0, choose another run.name, or remove this run first: "
         f"rm -r {shlex.quote(str(run.path))}",
     )

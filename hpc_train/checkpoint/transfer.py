@@ -1,4 +1,4 @@
-"""Checkpoints out of a run and weights into one: what ``checkpoint export`` and ``import`` do, step by step."""
+"""Implements ``checkpoint export`` and ``checkpoint import``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hpc_train.checkpoint import disk
 from hpc_train.checkpoint.export import LlamaFiles, export_bytes, export_hf, export_pt
-from hpc_train.checkpoint.listing import choose, whole
+from hpc_train.checkpoint.listing import choose, verified_manifest
 from hpc_train.checkpoint.manifest import Manifest
 from hpc_train.checkpoint.reader import MODEL, StoredTensors
 from hpc_train.checkpoint.space import check_space
@@ -26,28 +26,28 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
 from hpc_train.run.imported import imported_model, model_overrides, write_imported
 
-POSITIONS = 2048  # longest sequence of a model of which that is not known: Llama's own
-Bar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]  # (what, bytes in all) -> told of bytes done
+POSITIONS = 2048  # assumed longest sequence where the run does not define one; Llama's value
+Bar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]  # (label, total bytes) -> advance(bytes)
 
 
 def export(run: RunDirectory, step: int | None, to: Path, format: str, dtype: str | None, bar: Bar) -> dict[str, Any]:
-    """Writes the model of a checkpoint, once every byte of it has been verified, to ``to``.
+    """Verifies every byte of a checkpoint and writes its model to ``to``.
 
     Args:
-        step: of the checkpoint; None: the newest.
+        step: the step of the checkpoint; None selects the newest.
         format: ``hf`` or ``pt``.
-        dtype: of the written tensors, as torch calls it; None: as stored.
+        dtype: torch's name for the dtype of the written tensors; None keeps the stored one.
 
     Returns:
-        ``step``, ``path`` and ``bytes`` that were read.
+        A dict of ``step``, ``path`` and ``bytes``, the bytes of the model in the checkpoint.
 
     Raises:
-        UserError: there is no such checkpoint, it is damaged, or its model cannot be written so.
+        UserError: there is no such checkpoint, it is damaged, or ``format`` does not support its model.
     """
     found = choose(run, step)
     model, positions = _model(run)
     with bar("verifying", sum(file.stat().st_size for file in found.path.iterdir())) as advance:
-        manifest = whole(found, advance)
+        manifest = verified_manifest(found, advance)
     stored = StoredTensors(found.path, manifest)
     kind = None if dtype is None else getattr(torch, dtype)
     with bar("exporting", export_bytes(stored)) as advance:
@@ -59,7 +59,7 @@ def export(run: RunDirectory, step: int | None, to: Path, format: str, dtype: st
 
 
 def _model(run: RunDirectory) -> tuple[ModelConfig, int]:
-    """The model of a run or import, and its longest sequence."""
+    """Returns the model config of a run or import, and its longest sequence."""
     imported = imported_model(run)
     if imported is not None:
         return imported, POSITIONS
@@ -68,20 +68,20 @@ def _model(run: RunDirectory) -> tuple[ModelConfig, int]:
 
 
 def import_hf(source: Path, name: str, root: Path, dtype: str, bar: Bar) -> dict[str, Any]:
-    """Makes ``root``/``name`` of the Llama in ``source``: a checkpoint of step 0 that forks begin with.
+    """Imports the Llama in ``source`` as ``root``/``name`` with a checkpoint of step 0, which runs can fork from.
 
     Args:
-        dtype: of the stored tensors: that of the parameters of the runs that are to start from them.
+        dtype: dtype of the stored tensors, the parameter dtype of the runs that will start from them.
 
     Returns:
-        ``path``, ``parameters`` (elements) and ``overrides`` of a run with the model.
+        A dict of ``path``, ``parameters`` (number of elements) and ``overrides`` for a run with the model.
 
     Raises:
-        UserError: the files are no Llama that our model computes, or the name is taken.
+        UserError: the files are not a Llama that hpc_train's GPT can compute, or the name is taken.
     """
     directory = RunDirectory(Path(run_directory(str(root), name)))
     if directory.path.exists() and any(directory.path.iterdir()):
-        raise UserError(f"{directory.path} is there already", where="--to", fix="another name")
+        raise UserError(f"{directory.path} already exists", where="--to", fix="choose another name")
     files = LlamaFiles.open(source)
     kind: torch.dtype = getattr(torch, dtype)
     state = {f"{MODEL}{own}": torch.empty(shape, dtype=kind, device="meta") for own, shape in files.shapes.items()}
@@ -90,9 +90,11 @@ def import_hf(source: Path, name: str, root: Path, dtype: str, bar: Bar) -> dict
             write_checkpoint(directory, 0, state, _Converted(files, state, advance))
         write_imported(directory, files.model, str(source.absolute()))
     except BaseException as error:
-        disk.remove(directory.path)  # there was nothing in it
+        disk.remove(directory.path)  # it was empty before
         if isinstance(error, SaveFailed):
-            raise UserError(str(error), where="checkpoint import", fix="a root that can hold it") from error
+            raise UserError(
+                str(error), where="checkpoint import", fix="free some space there, or set another run.root"
+            ) from error
         raise
     return {
         "path": str(directory.path),
@@ -104,10 +106,10 @@ def import_hf(source: Path, name: str, root: Path, dtype: str, bar: Bar) -> dict
 def write_checkpoint(
     directory: RunDirectory, step: int, state: Mapping[str, Tensor], host: Mapping[str, Tensor] | None = None
 ) -> Checkpoint:
-    """Commits ``state`` as a checkpoint that begins a training, from this one process.
+    """Commits ``state`` from this one process as a checkpoint from which training can start.
 
     Args:
-        host: the values, where ``state`` gives names, shapes and types only.
+        host: the values, if ``state`` holds meta tensors.
     """
     store = CheckpointStore(directory.checkpoints)
     writing = store.begin(step, attempt=0)
@@ -122,10 +124,12 @@ def write_checkpoint(
 
 
 class _Converted(Mapping[str, Tensor]):
-    """The tensors of a save, each read from its file when the save asks for it."""
+    """Maps names to tensors that are read from their files and converted on access."""
 
     def __init__(self, files: LlamaFiles, state: Mapping[str, Tensor], advance: Callable[[int], None]) -> None:
-        self._files, self._state, self._advance = files, state, advance
+        self._files = files
+        self._state = state
+        self._advance = advance
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._files.read(name.removeprefix(MODEL)).to(self._state[name].dtype)

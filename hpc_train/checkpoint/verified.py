@@ -1,7 +1,4 @@
-"""Finds the newest checkpoint that is what its manifest says. All ranks read a share of its files and agree.
-
-Nothing is loaded here: what comes back has been verified by all ranks before any of them touches a tensor.
-"""
+"""Finds the newest checkpoint that matches its manifest. Each rank verifies a part of its files before any load."""
 
 from __future__ import annotations
 
@@ -23,32 +20,36 @@ from hpc_train.errors import UserError
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.processes import process
 
-MEMORY = ".verified.json"  # in the store's directory: what this job has verified
+MEMORY = ".verified.json"  # file in the store's directory that records what this job has verified
 _NETWORK = ("nfs", "lustre", "gpfs", "beegfs", "cifs", "smb", "ceph", "fuse", "9p", "panfs", "afs", "gfs", "ocfs")
 
 
 class NoneGood(UserError):
-    """There are checkpoints, and all of them are damaged."""
+    """Reports that the run has checkpoints and all of them are damaged."""
 
 
 @dataclass(frozen=True)
 class VerifiedCheckpoint:
-    """A checkpoint that all ranks agree on."""
+    """Holds a checkpoint that all ranks have agreed on.
+
+    Attributes:
+        visibility_timeout_s: seconds until a rank sees the files that other ranks have verified.
+    """
 
     checkpoint: Checkpoint
     manifest: Manifest
-    visibility_timeout_s: float = 0.0  # for how long a rank may not see yet what the others have verified
+    visibility_timeout_s: float = 0.0
 
 
 @dataclass
 class VerifiedSearch:
-    """One search for the newest good checkpoint. Every method is collective over ``group``.
+    """Searches for the newest valid checkpoint. All methods are collective over ``group``.
 
     Attributes:
-        full: the content as well, not the sizes only.
-        visibility_timeout_s: see ``manifest.wait_until_visible``; counted on network file systems only.
-        on_bad: on rank 0, told each bad checkpoint and why; it may set it aside.
-        own: the store is this run's, so that something may be written there.
+        full: whether to compare the content as well as the sizes.
+        visibility_timeout_s: see ``manifest.wait_until_visible``; only applies to network file systems.
+        on_bad: called on rank 0 with each bad checkpoint and its problem; it may set the checkpoint aside.
+        own: whether the store belongs to this run, so that the search may write to it.
     """
 
     store: CheckpointStore
@@ -60,12 +61,12 @@ class VerifiedSearch:
     _refused: dict[int, str] = field(default_factory=dict, init=False)
 
     def newest(self) -> VerifiedCheckpoint | None:
-        """The newest good checkpoint; None where no checkpoint was ever committed.
+        """Returns the newest valid checkpoint; None if no checkpoint was ever committed.
 
         Raises:
-            NoneGood: there were some and none is good.
-            UserError: this process may not read them.
-            OSError: they cannot be read now.
+            NoneGood: all checkpoints are damaged.
+            UserError: this process has no permission to read them.
+            OSError: they cannot be read at the moment.
         """
         while True:
             found = self._propose()
@@ -82,7 +83,7 @@ class VerifiedSearch:
         return found
 
     def _candidate(self) -> VerifiedCheckpoint | None:
-        """On rank 0, for all: another rank's view of a network file system may be older."""
+        """Returns the newest checkpoint with a valid manifest as seen by rank 0, whose view counts for all ranks."""
         timeout_s = self._visibility_s()
         for checkpoint in reversed(self.store.committed()):
             if checkpoint.step in self._refused:
@@ -96,15 +97,16 @@ class VerifiedSearch:
         if self._refused or self.store.bad():
             bad = [f"step {step}: {why}" for step, why in sorted(self._refused.items(), reverse=True)]
             raise NoneGood(
-                "no checkpoint of this run is good:\n  " + "\n  ".join(bad or [p.name for p in self.store.bad()]),
+                "all checkpoints of this run are damaged:\n  " + "\n  ".join(bad or [p.name for p in self.store.bad()]),
                 where=str(self.store.root),
-                fix="put a good checkpoint there; or take another run.name to begin at step 0",
+                fix="restore an intact checkpoint there, or choose another run.name to start at step 0",
             )
         return None
 
     def _verify(self, found: VerifiedCheckpoint) -> str | None:
-        """The first rank's problem with its share, the same on every rank; None without one."""
-        rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        """Returns the problem of the lowest rank that found one, on all ranks; None if there is none."""
+        rank = dist.get_rank(self.group)
+        ranks = dist.get_world_size(self.group)
         known: bool = self._on_first(lambda: self._is_remembered(found))
         by_size = sorted(found.manifest.files, key=lambda name: (-found.manifest.files[name].size, name))
         outcome: Any = None
@@ -138,10 +140,10 @@ class VerifiedSearch:
         return self.visibility_timeout_s if on_network(self.store.root) else 0.0
 
     def _remember(self, found: VerifiedCheckpoint) -> None:
-        """So that a restart within this job does not read all of it again."""
+        """Records the verified checkpoint, so that a restart within this job does not read it again."""
         if not (self.full and self.own):
             return
-        with suppress(OSError):  # on a full disk it is read again next time
+        with suppress(OSError):  # on a full disk the checkpoint is verified again next time
             write_json(self.store.root / MEMORY, self._mark(found))
 
     def _is_remembered(self, found: VerifiedCheckpoint) -> bool:
@@ -152,7 +154,7 @@ class VerifiedSearch:
         return remembered
 
     def _mark(self, found: VerifiedCheckpoint) -> dict[str, Any]:
-        """This job (the process that starts its workers), and each file with what changes when it is written to."""
+        """Returns the identity of this job's agent, and of each file the attributes that change with a write."""
         stats = {name: (found.checkpoint.path / name).stat() for name in sorted(found.manifest.files)}
         files = {name: [stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in stats.items()}
         return {"job": process(os.getppid()), "step": found.checkpoint.step, "files": files}
@@ -162,15 +164,15 @@ class VerifiedSearch:
 
 
 def _unreadable(checkpoint: Checkpoint, rank: int, error: OSError) -> Exception:
-    """What to raise where that says nothing about the checkpoint: a file server that is away may be back later."""
-    words = f"rank {rank} cannot read a checkpoint: {error}"
+    """Returns the exception for a failed read that does not prove damage: the file server may recover."""
+    message = f"rank {rank} cannot read a checkpoint: {error}"
     if error.errno in (errno.EACCES, errno.EPERM):
-        return UserError(words, where=str(checkpoint.path))
-    return OSError(error.errno, words)
+        return UserError(message, where=str(checkpoint.path))
+    return OSError(error.errno, message)
 
 
 def on_first(action: Callable[[], Any], group: dist.ProcessGroup) -> Any:
-    """Runs ``action`` on the first rank and gives every rank its result, or the exception it raised."""
+    """Runs ``action`` on the first rank and broadcasts its result, or raises its exception on all ranks."""
     outcome: list[Any] = [None, None]
     if dist.get_rank(group) == 0:
         try:
@@ -184,7 +186,7 @@ def on_first(action: Callable[[], Any], group: dist.ProcessGroup) -> Any:
 
 
 def on_network(path: Path) -> bool:
-    """Whether ``path`` lies on a file system whose clients cache what others have written."""
+    """Returns whether ``path`` is on a network file system, whose clients may cache old content."""
     try:
         real = str(path.resolve())
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()

@@ -1,12 +1,7 @@
-"""Writes tensors with ``torch.distributed.checkpoint`` such that every byte is accounted for.
+"""Writes tensors with ``torch.distributed.checkpoint``, hashes each file, and checks that nothing is missing.
 
-Each file is hashed as it is written and synced after Python's buffers are flushed. The digests travel to rank 0 with
-DCP's own write results; rank 0 refuses to finish unless each planned item was written once, where the plan says.
-
-Copies of a rank's tensors in host memory, so that training goes on while they are written. The memory is reused.
-
-Of what several ranks hold one of them writes it, as the save's plan says. The plan is made in the background, after the
-copies; it is the same for the same tensors, so from the second save on a rank copies only what it will write.
+The digests travel to rank 0 with DCP's own write results. Rank 0 fails the save unless each planned item was written
+exactly once. ``HostCopies`` holds host copies of a rank's tensors, so that training continues during the write.
 """
 
 from __future__ import annotations
@@ -36,14 +31,14 @@ from hpc_train.run.exits import CollectiveFailure
 
 
 class SaveFailed(CollectiveFailure):
-    """A save failed on some rank and every rank knows it. The checkpoints before are as they were.
+    """Reports on all ranks that a save failed on some of them; earlier checkpoints remain valid.
 
     Args:
-        failures: by rank.
+        failures: rank -> its exception.
 
     Attributes:
-        ranks: those on which it failed.
-        codes: the numbers of the system's errors among the failures.
+        ranks: the ranks on which the save failed.
+        codes: the ``errno`` values among the failures.
     """
 
     def __init__(self, message: str, failures: Mapping[int, BaseException]) -> None:
@@ -54,7 +49,7 @@ class SaveFailed(CollectiveFailure):
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What a rank tells of a file that it has written."""
+    """Describes a file that a rank has written."""
 
     name: str
     entry: FileEntry
@@ -69,19 +64,20 @@ def write_tensors(
     one_file: bool = True,
     on_plan: Callable[[set[str]], None] = lambda names: None,
 ) -> dict[str, FileEntry]:
-    """Writes ``state`` into the new directory ``writing``. Collective over ``group``; one process without it.
+    """Writes ``state`` into the new directory ``writing``, collectively over ``group``; None means one process.
 
     Args:
-        check_space: called on the first rank with the bytes and the number of files to come, before any is written.
-        host: by name, local copies of what this rank holds; ``state`` then gives names and shapes only.
-        on_plan: told the names that this rank writes, before it does.
-        one_file: of each rank; else one of each tensor. DCP keeps all tensors of a file until the file is whole.
+        check_space: called on the first rank with the total bytes and the number of files before the first write.
+        host: name -> host copy of what this rank holds; ``state`` then only provides names and shapes.
+        on_plan: called with the names that this rank will write.
+        one_file: write one file per rank; otherwise one per tensor. DCP keeps all tensors of a file in memory until
+            the file is complete.
 
     Returns:
-        On the first rank, all files; they are on disk. Elsewhere nothing.
+        All files on the first rank, an empty dict on the others. The files are on disk.
 
     Raises:
-        SaveFailed: on every rank.
+        SaveFailed: the save failed on some rank; raised on all ranks.
     """
     writer = HashingWriter(writing, check_space, one_file)
     try:
@@ -95,17 +91,18 @@ def write_tensors(
             )
     except CheckpointException as error:
         failures = {rank: found[0] for rank, found in error.failures.items()}
-        told = all(isinstance(failure, OSError) for failure in failures.values())  # without a traceback
-        raise SaveFailed(_in_words(failures), failures) from (None if told else error)
+        expected = all(isinstance(failure, OSError) for failure in failures.values())  # these need no traceback
+        raise SaveFailed(_describe(failures), failures) from (None if expected else error)
     return dict(writer.files)
 
 
 class SnapshotPlanner(dcp.DefaultSavePlanner):
-    """Plans by the live tensors' names, shapes and shards; takes the values from copies where there are any."""
+    """Plans a save from the live tensors' names, shapes and shards; reads the values from ``host`` if given."""
 
     def __init__(self, host: Mapping[str, Tensor] | None, on_plan: Callable[[set[str]], None]) -> None:
         super().__init__()
-        self._host, self._on_plan = host, on_plan
+        self._host = host
+        self._on_plan = on_plan
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         plan = super().finish_plan(new_plan)
@@ -117,10 +114,10 @@ class SnapshotPlanner(dcp.DefaultSavePlanner):
 
 
 class HashingWriter(dcp.FileSystemWriter):
-    """A ``FileSystemWriter`` into a directory that is there and empty. On rank 0, ``files`` names all it holds then."""
+    """Writes into an existing empty directory; ``files`` then lists all its files on rank 0."""
 
     def __init__(self, directory: Path, check_space: Callable[[int, int], None], one_file: bool = True) -> None:
-        # its sync comes before the flush
+        # DCP would sync before the flush, so HashedFile syncs instead
         super().__init__(directory, single_file_per_rank=one_file, sync_files=False, overwrite=False)
         self.files: dict[str, FileEntry] = {}
         self.fs: HashingFileSystem = HashingFileSystem(self.files)
@@ -128,12 +125,12 @@ class HashingWriter(dcp.FileSystemWriter):
         self._planned: list[set[MetadataIndex]] = []
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(save_id=self.save_id)  # without a path: the directory is about to be renamed
+        return StorageMeta(save_id=self.save_id)  # no path, because the commit renames the directory
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         objects = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO]
         if objects:
-            raise ValueError(f"not a tensor, so its load would unpickle it: {objects[0]}")
+            raise ValueError(f"{objects[0]} is not a tensor, and loading it would unpickle it")
         return super().prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -157,7 +154,7 @@ class HashingWriter(dcp.FileSystemWriter):
         super().finish(metadata, tensors)
 
     def _account(self, results: list[list[Any]], files: Mapping[str, FileEntry]) -> None:
-        """Raises where what was written is not what was planned."""
+        """Raises unless the written items are the planned ones."""
         for rank, (planned, part) in enumerate(zip(self._planned, results, strict=True)):
             written = [result.index for result in part]
             if len(written) != len(planned) or set(written) != planned:
@@ -166,13 +163,13 @@ class HashingWriter(dcp.FileSystemWriter):
                     f"rank {rank} has written {len(written)} of {len(planned)} items; missing: {missing}"
                 )
             for result in part:
-                place = result.storage_data
-                if place.offset + place.length > files[place.relative_path].size:
-                    raise RuntimeError(f"rank {rank}: {place.relative_path} ends before {result.index.fqn} does")
+                info = result.storage_data
+                if info.offset + info.length > files[info.relative_path].size:
+                    raise RuntimeError(f"rank {rank}: {info.relative_path} ends within {result.index.fqn}")
 
 
 class HashingFileSystem(FileSystem):
-    """Opens new files only, and notes the size and digest of each in ``files`` when it is on disk."""
+    """Opens only new files, and adds the size and digest of each to ``files`` when it is on disk."""
 
     def __init__(self, files: dict[str, FileEntry]) -> None:
         self._files = files
@@ -187,12 +184,12 @@ class HashingFileSystem(FileSystem):
         except BaseException as error:
             file.abandon()
             if file.failure is not None and error is not file.failure:
-                raise file.failure from None  # torch tells of it as a broken zip file
+                raise file.failure from None  # torch would report a broken zip file
             raise
         self._files[file.path.name] = FileEntry(file.size, file.digest)
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
-        """The directory was made once, by the first rank."""
+        """Does nothing, since the first rank has already created the directory."""
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         disk.rename(Path(path), Path(new_path))
@@ -201,7 +198,7 @@ class HashingFileSystem(FileSystem):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """DCP warns of its own use of deprecated names."""
+    """Suppresses warnings, since DCP warns about its own use of deprecated names."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -213,21 +210,26 @@ def _bytes(item: WriteItem) -> int:
     return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
 
 
-def _in_words(failures: Mapping[int, BaseException]) -> str:
+def _describe(failures: Mapping[int, BaseException]) -> str:
     return "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, error in sorted(failures.items()))
 
 
 class HostCopies:
-    """Buffers for one snapshot; the next one overwrites them. They are pinned for tensors on a GPU."""
+    """Holds one snapshot of a rank's tensors in reused host buffers, which are pinned for tensors on a GPU.
+
+    The save's plan decides which of the ranks that hold a tensor writes it. The plan is made after the copies and does
+    not change for the same tensors, so from the second save on a rank copies only the tensors that it writes.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
-        self._planned: tuple[frozenset[str], frozenset[str]] | None = None  # of which names, this rank writes which
+        self._planned: tuple[frozenset[str], frozenset[str]] | None = None  # (all names, names that this rank writes)
 
     @torch.no_grad()  # without it DTensors ask autograd for their shards
     def take(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies what this rank holds of ``state`` and will write, of a DTensor its shard; complete on return."""
-        devices, names = set(), self._names(state)
+        """Copies the tensors (or local shards) that this rank will write; the copies are complete on return."""
+        devices = set()
+        names = self._names(state)
         self._buffers = {name: buffer for name, buffer in self._buffers.items() if name in names}
         for name in names:
             tensor = state[name]
@@ -240,11 +242,11 @@ class HostCopies:
         return dict(self._buffers)
 
     def planned(self, state: Iterable[str], written: Iterable[str]) -> None:
-        """Of a save of the names in ``state``, this rank writes ``written``."""
+        """Records which of the tensors in ``state`` this rank writes."""
         self._planned = frozenset(state), frozenset(written)
 
     def forget_plan(self) -> None:
-        """After a save that failed: perhaps other ranks hold other tensors now."""
+        """Discards the plan after a failed save, since the tensors of the ranks may have changed."""
         self._planned = None
 
     def _names(self, state: Mapping[str, Tensor]) -> Collection[str]:

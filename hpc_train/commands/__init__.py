@@ -1,4 +1,4 @@
-"""What a person types after ``python -m hpc_train``: each module of this package is one command.
+"""The commands of ``python -m hpc_train``, one per module.
 
 A command is a function ``main(arguments: list[str]) -> int`` that returns an exit code (``run/exits.py``) and raises
 ``UserError`` for a user's mistake; ``cli.py`` imports the module only when the command is called.

@@ -1,4 +1,4 @@
-"""``python -m hpc_train agent RUN_DIR``: runs the agent of this node on a frozen run, as batch scripts do."""
+"""``python -m hpc_train agent RUN_DIR`` runs the agent of this node for a frozen run; batch scripts call it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpc_train.run.freeze import load
 def main(arguments: list[str]) -> int:
     refuse_misplaced()
     parser = argparse.ArgumentParser(prog="python -m hpc_train agent", description=__doc__)
-    parser.add_argument("run_dir", type=Path, help="a run directory, as `python -m hpc_train freeze …` prints it")
+    parser.add_argument("run_dir", type=Path, help="the run directory that `python -m hpc_train freeze …` printed")
     run = RunDirectory(parser.parse_args(arguments).run_dir.absolute())
     load(run)
     reexec_from_snapshot(run)

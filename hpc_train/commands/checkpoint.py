@@ -1,4 +1,4 @@
-"""``python -m hpc_train checkpoint list|verify|export|import``: what is in a run's checkpoints, out of them and in."""
+"""``python -m hpc_train checkpoint`` lists, verifies, exports and imports the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DTYPES = ["float64", "float32", "bfloat16", "float16"]
 
 
 def main(arguments: list[str]) -> int:
-    """Runs one of the four; returns an exit code."""
+    """Runs the subcommand and returns its exit code."""
     options = _parser().parse_args(arguments)
     if getattr(options, "submit", False):
         return _submit(arguments, options)
@@ -59,38 +59,40 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="list|verify|export|import")
-    listed = actions.add_parser("list", help="steps, age, size, layout; names and sizes of the files compared")
-    verified = actions.add_parser("verify", help="every byte compared with what was written; 1 where one is damaged")
-    exported = actions.add_parser("export", help="the model as Hugging Face's Llama, or as one .pt")
-    imported = actions.add_parser("import", help="weights of a Llama, for runs to start from")
+    listed = actions.add_parser("list", help="list steps, ages, sizes and layouts; check file names and sizes")
+    verified = actions.add_parser("verify", help="check every byte against its checksum; exit with 1 on damage")
+    exported = actions.add_parser("export", help="export the model as a Hugging Face Llama or as one .pt file")
+    imported = actions.add_parser("import", help="import the weights of a Llama, for runs to start from")
     for action in (listed, verified, exported):
         action.add_argument("run", metavar="RUN", help="a run directory, or its name")
     for action in (verified, exported):
-        action.add_argument("--step", type=int, metavar="N", help="which (default: verify all, export the newest)")
-    exported.add_argument("--to", type=Path, required=True, metavar="PATH", help="a directory (hf), a file (pt)")
+        action.add_argument("--step", type=int, metavar="N", help="the step (default: verify all, export the newest)")
+    exported.add_argument("--to", type=Path, required=True, metavar="PATH", help="a directory (hf) or a file (pt)")
     exported.add_argument("--format", choices=["hf", "pt"], default="hf", help="default: %(default)s")
-    exported.add_argument("--dtype", choices=DTYPES, help="of the exported tensors (default: as stored)")
-    imported.add_argument("source", type=Path, metavar="DIR", help="with config.json and safetensors")
-    imported.add_argument("--to", required=True, metavar="NAME", help="a name as of a run; run.name=NAME run.fork=NEW")
+    exported.add_argument("--dtype", choices=DTYPES, help="dtype of the exported tensors (default: as stored)")
+    imported.add_argument("source", type=Path, metavar="DIR", help="directory with config.json and safetensors files")
+    imported.add_argument(
+        "--to", required=True, metavar="NAME", help="name of the new run; train with run.name=NAME run.fork=NEW"
+    )
     imported.add_argument(
         "--dtype", choices=DTYPES[:2], default="float32", help="float64 for runs with precision=fp64 (default: float32)"
     )
     for action in (verified, exported, imported):
-        action.add_argument("--submit", action="store_true", help="as a Slurm job, where the run's cluster config says")
-        action.add_argument("--sbatch", default="", metavar="OPTIONS", help="further options of sbatch for that job")
+        action.add_argument("--submit", action="store_true", help="run as a Slurm job with the run's cluster config")
+        action.add_argument("--sbatch", default="", metavar="OPTIONS", help="additional sbatch options for that job")
     for action in (listed, verified, exported, imported):
         action.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 
 
 def _submit(arguments: list[str], options: argparse.Namespace) -> int:
-    """The same command without ``--submit``, in a job; its output is followed to its end."""
+    """Submits the same command without ``--submit`` as a job and follows its output to the end."""
     from hpc_train.config.compose import compose, typed
     from hpc_train.launch.command_job import follow, submit
 
     words = [word for word in arguments if word != "--submit"]
-    for place in [index for index, word in enumerate(words) if word == "--sbatch"]:
-        words[place : place + 2] = []
+    for index in [index for index, word in enumerate(words) if word == "--sbatch"]:
+        words[index : index + 2] = []
     words = [word for word in words if not word.startswith("--sbatch=")]
     run = None if options.action == "import" else find_run(options.run, _root())
     config = load(run) if run is not None and run.config.exists() else typed(compose([]))
@@ -139,16 +141,16 @@ def _import(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(result))
         return Exit.DONE
-    print(f"{result['parameters']:,} parameters in {result['path']}; train from them:")
+    print(f"imported {result['parameters']:,} parameters into {result['path']}; to train from them:")
     print(f"  python -m hpc_train {' '.join(result['overrides'])} run.fork=NEW …")
     return Exit.DONE
 
 
 @contextmanager
 def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, in a job a line now and then; gives the function that is told of bytes done."""
+    """Shows a progress bar on standard error, or prints lines in a job; yields the function that adds bytes done."""
     if "SLURM_JOB_ID" in os.environ and not sys.stderr.isatty():
-        yield _Lines(what, total)
+        yield _ProgressLines(what, total)
         return
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     console = Console(stderr=True)
@@ -157,11 +159,14 @@ def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda count: bars.advance(task, count)
 
 
-class _Lines:
-    """A line for each tenth of ``total`` bytes."""
+class _ProgressLines:
+    """Prints a line after each tenth of ``total`` bytes."""
 
     def __init__(self, what: str, total: int) -> None:
-        self._what, self._total, self._done, self._tenths = what, total, 0, 0
+        self._what = what
+        self._total = total
+        self._done = 0
+        self._tenths = 0
 
     def __call__(self, count: int) -> None:
         self._done += count
@@ -173,14 +178,14 @@ class _Lines:
 
 def _show(found: list[Listed], compared: str, as_json: bool) -> None:
     if as_json:
-        print(json.dumps([_row(item, compared) for item in found]))
+        print(json.dumps([_as_json(item, compared) for item in found]))
     elif found:
         Console(soft_wrap=True).print(_table(found, compared), highlight=False)
     else:
-        print("no checkpoint yet")
+        print("the run has no checkpoint yet")
 
 
-def _row(item: Listed, compared: str) -> dict[str, Any]:
+def _as_json(item: Listed, compared: str) -> dict[str, Any]:
     manifest = item.manifest
     return {
         "step": item.checkpoint.step,
@@ -202,7 +207,7 @@ def _table(found: list[Listed], compared: str) -> Table:
     table.add_column("state", overflow="fold")
     for item in found:
         manifest = item.manifest
-        state = f"whole ({compared} compared)" if item.problem is None else item.problem
+        state = f"intact ({compared} checked)" if item.problem is None else item.problem
         state = f"in the archive, {state}" if item.archived else state
         if manifest is None:
             table.add_row(str(item.checkpoint.step), "", "", "", state)
@@ -213,5 +218,5 @@ def _table(found: list[Listed], compared: str) -> Table:
 
 
 def _layout(values: dict[str, Any]) -> str:
-    """Imported weights have none."""
+    """Returns the parallel layout as text; imported weights have no layout."""
     return str(Layout(**values)).partition(")")[0] + ")" if values else "imported"

@@ -1,7 +1,7 @@
-"""``python -m hpc_train doctor [OVERRIDES]``: whether training can run here, what is wrong, and the fix.
+"""``python -m hpc_train doctor [OVERRIDES]`` checks whether training can run here, and prints problems with fixes.
 
-Looks at this machine; inside an allocation at all of its nodes; with ``--submit`` at the nodes of a short job with the
-resources of the run that the overrides describe. Exit code 1 where something is an error.
+It checks this machine, all nodes of the allocation it runs in, or with ``--submit`` the nodes of a short job with the
+resources of the run that the overrides describe. The exit code is 1 if there is an error.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def main(arguments: list[str]) -> int:
     options, overrides = _parser().parse_known_args(arguments)
     nccl = None if options.nccl is None else parse_version(options.nccl)
     if options.sysfs is not None or options.topo is not None or options.ibstat is not None:
-        return _of_recording(options, nccl)
+        return _examine_recording(options, nccl)
     from hpc_train.doctor.job import composed
 
     asked = composed(overrides)
     if options.submit:
         return _submit(asked.config, overrides, options)
-    own = _examine(asked.config)
+    own = _examine_this_node(asked.config)
     if options.node is not None:
-        _leave(own, options.node)
+        _write_report(own, options.node)
         return Exit.DONE
     from hpc_train.doctor.job import check_slurm_and_job
     from hpc_train.doctor.nodes import examine_all, nodes_of_allocation
@@ -56,51 +56,51 @@ def main(arguments: list[str]) -> int:
     seen = Seen.of(reports or [own], asked.config, max(count, options.nodes), nccl)
     findings = [*check_slurm_and_job(asked, submits=count == 0), *between, *seen.environment]
     _show_live(seen, findings, options.json)
-    told = [*findings, *(finding for node in seen.nodes for finding in node.findings)]
-    return Exit.FAILED if worst(told) == ERROR else Exit.DONE
+    everything = [*findings, *(finding for node in seen.nodes for finding in node.findings)]
+    return Exit.FAILED if worst(everything) == ERROR else Exit.DONE
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m hpc_train doctor", description=__doc__, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--nodes", type=int, default=2, metavar="N", help="of the job to judge for; default: 2")
-    parser.add_argument("--submit", action="store_true", help="on the nodes of a short Slurm job")
-    parser.add_argument("--sbatch", default="", metavar="OPTIONS", help="further options of sbatch for that job")
-    parser.add_argument("--node", type=Path, help=argparse.SUPPRESS)  # a task of it: where the node's report goes
-    recorded = parser.add_argument_group("instead of this machine, recordings of another one")
+    parser.add_argument("--nodes", type=int, default=2, metavar="N", help="nodes of the job to check for (default: 2)")
+    parser.add_argument("--submit", action="store_true", help="check the nodes of a short Slurm job")
+    parser.add_argument("--sbatch", default="", metavar="OPTIONS", help="additional sbatch options for that job")
+    parser.add_argument("--node", type=Path, help=argparse.SUPPRESS)  # directory of the reports, for tasks of the job
+    recorded = parser.add_argument_group("recordings of another machine, to check instead of this one")
     recorded.add_argument("--sysfs", type=Path, metavar="ROOT", help="a copy of /sys, or of /sys/class/infiniband")
-    recorded.add_argument("--topo", type=Path, metavar="FILE", help="what nvidia-smi topo -m printed")
+    recorded.add_argument("--topo", type=Path, metavar="FILE", help="output of nvidia-smi topo -m")
     recorded.add_argument(
-        "--ibstat", type=Path, metavar="FILE", help="what ibstat, ibstatus, ibv_devinfo or ibdev2netdev printed"
+        "--ibstat", type=Path, metavar="FILE", help="output of ibstat, ibstatus, ibv_devinfo or ibdev2netdev"
     )
-    recorded.add_argument("--nccl", metavar="VERSION", help="the version of NCCL there")
+    recorded.add_argument("--nccl", metavar="VERSION", help="NCCL version on that machine")
     return parser
 
 
-def _of_recording(options: argparse.Namespace, nccl: Version | None) -> int:
+def _examine_recording(options: argparse.Namespace, nccl: Version | None) -> int:
     facts = read_recording(options.sysfs, options.topo, options.ibstat)
     outcome = report(facts, FabricJob(options.nodes, gpus_recorded(facts, options.sysfs), nccl), settings(os.environ))
     if options.json:
         print(json.dumps(outcome.to_json(), indent=2))
     else:
-        _show(outcome)
+        _show_recording(outcome)
     return Exit.DONE
 
 
-def _leave(own: NodeReport, folder: Path) -> None:
-    """For the node that compares."""
+def _write_report(own: NodeReport, folder: Path) -> None:
+    """Writes the report of this node for the node that compares all reports."""
     try:
         write_json(folder / f"{own.name}.json", own.to_json())
     except OSError as error:
         raise UserError(
-            f"{own.name} cannot leave its report: {error.strerror}",
+            f"{own.name} cannot write its report to {folder}: {error.strerror}",
             where=str(folder.parent),
-            fix="space there, as the other nodes see it: remove what is not needed any more, or another run.root",
+            fix="free some space in this shared directory, or set run.root to another one that all nodes can write to",
         ) from None
 
 
 def _submit(config: Config, overrides: Sequence[str], options: argparse.Namespace) -> int:
-    """The same command in a job with the run's resources; its output is followed to its end."""
+    """Submits the same command as a job with the run's resources and follows its output to the end."""
     from hpc_train.doctor.job import resources
     from hpc_train.launch.command_job import follow, submit
 
@@ -109,7 +109,7 @@ def _submit(config: Config, overrides: Sequence[str], options: argparse.Namespac
     return follow(submit(words, config, Path(config.run.root) / "doctor", extra))
 
 
-def _examine(config: Config) -> NodeReport:
+def _examine_this_node(config: Config) -> NodeReport:
     from hpc_train.cluster.allocation import current_allocation
     from hpc_train.fabric.node import this_node
 
@@ -118,7 +118,7 @@ def _examine(config: Config) -> NodeReport:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the nodes say, and what follows for a job on them."""
+    """Holds the reports of the nodes, and the fabric settings and findings for a job on them."""
 
     nodes: tuple[NodeReport, ...]
     fabric: FabricReport
@@ -146,34 +146,34 @@ def _show_live(seen: Seen, findings: Sequence[Finding], as_json: bool) -> None:
         return
     console = Console(highlight=False, soft_wrap=True)
     for finding in findings:
-        _line(console, finding)
-    alike = len(seen.nodes) > 1
+        _print_finding(console, finding)
+    problems_only = len(seen.nodes) > 1
     for node in seen.nodes:
         console.print(f"\n{node.name}:")
         for finding in node.findings:
-            if finding.level != OK or not alike:
-                _line(console, finding)
+            if finding.level != OK or not problems_only:
+                _print_finding(console, finding)
     if seen.fabric.facts.gpus:
         console.print("")
         _table(console, seen.fabric)
 
 
-def _line(console: Console, finding: Finding) -> None:
+def _print_finding(console: Console, finding: Finding) -> None:
     console.print(f"{finding.level:<8}{finding.subject}: {finding.text}", markup=False)
     if finding.fix:
         console.print(f"        fix: {finding.fix}", markup=False)
 
 
-def _show(outcome: FabricReport) -> None:
+def _show_recording(outcome: FabricReport) -> None:
     console = Console(highlight=False)
     console.print(f"between nodes: {outcome.decision.fabric}")
     if outcome.facts.gpus:
         _table(console, outcome)
     for verdict in outcome.ports:
         rate = "" if verdict.port.rate_gbps is None else f" {verdict.port.rate_gbps:g} Gb/s"
-        taken = {True: "used", False: "left out", None: "unknown"}[verdict.usable]
+        use = {True: "used", False: "left out", None: "unknown"}[verdict.usable]
         console.print(
-            f"{verdict.nic}:{verdict.port.number}{rate} {verdict.port.link_layer or ''}: {taken}, {verdict.reason}"
+            f"{verdict.nic}:{verdict.port.number}{rate} {verdict.port.link_layer or ''}: {use}, {verdict.reason}"
         )
     for variable in outcome.decision.variables:
         console.print(f"set    {variable.name}={variable.value}  # {variable.reason}")
@@ -186,7 +186,7 @@ def _show(outcome: FabricReport) -> None:
 
 
 def _table(console: Console, outcome: FabricReport) -> None:
-    table = Table("GPU", "near CPUs", "card", "way", "rail", "CPUs of its rank", box=None, pad_edge=False)
+    table = Table("GPU", "local CPUs", "NIC", "path", "rail", "CPUs of its rank", box=None, pad_edge=False)
     for gpu, matched, mask in zip(outcome.facts.gpus, outcome.matching, outcome.masks, strict=True):
         table.add_row(
             f"{gpu.name} {gpu.model or ''}".strip(),

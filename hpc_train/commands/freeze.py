@@ -1,8 +1,8 @@
-"""Writes a run directory and prints its path: what batch scripts call before they start agents with ``srun``.
+"""``python -m hpc_train freeze`` writes a run directory and prints its path; batch scripts call it before ``srun``.
 
-Idempotent: a script that Slurm has started again finds the directory as it was, whatever has been edited since. The
-rest of the batch script lies in it as ``job.sh``: it starts the agents, and asks for a requeue where they want one.
-``gpus.sh`` is the part of it that gives the GPUs of the job to steps, for scripts that start agents themselves.
+The command is idempotent: a requeued script finds the directory unchanged, even if the configs were edited since.
+The directory also holds ``job.sh``, which starts the agents and requeues the job if they ask for it, and ``gpus.sh``,
+which passes the GPUs of the job on to its steps, for scripts that start the agents themselves.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hpc_train.run.lease import add_submission
 
 
 def main(arguments: list[str]) -> int:
-    """Freezes one run from overrides, as ``python -m hpc_train`` takes them; with ``--task N`` job N of a sweep.
+    """Freezes the run that the overrides describe; with ``--task N``, freezes job N of a sweep.
 
     Raises:
         UserError: the config is wrong, lists several jobs, or the run may not be frozen.
@@ -43,12 +43,12 @@ def main(arguments: list[str]) -> int:
     register_launcher()
     line = CommandLine.parse(with_right_plus(rest))
     jobs = expand(line.overrides)
-    overrides = _job(jobs, options.task, line.multirun)
+    overrides = _overrides_of_task(jobs, options.task, line.multirun)
     with line.composer() as compose:
         config = typed(compose(overrides))
     job_id = os.environ.get("SLURM_JOB_ID")
     if config.run.name is None and job_id is not None:
-        # the same when Slurm starts the script again, and one parent for the tasks of an array
+        # the name survives a requeue, and the tasks of an array share one parent directory
         config.run.name = f"slurm-{job_id if options.task is None else os.environ.get('SLURM_ARRAY_JOB_ID', job_id)}"
     parent = Path(run_directory(config.run.root, config.run.name, config.run.fork))
     run = RunDirectory(job_directory(parent, options.task or 0, len(jobs)))
@@ -60,18 +60,20 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _job(jobs: list[list[str]], task: int | None, multirun: bool) -> list[str]:
+def _overrides_of_task(jobs: list[list[str]], task: int | None, multirun: bool) -> list[str]:
     if task is None:
         if multirun or len(jobs) > 1:
             raise UserError(
-                "freeze makes one run",
+                f"freeze writes one run, but the overrides describe a sweep of {len(jobs)}",
                 where="the command line",
-                fix="one value for each key and no -m, or --task N for job N of the sweep",
+                fix="give each key one value and drop -m, or add --task N to freeze job N of the sweep",
             )
         return jobs[0]
     if not 0 <= task < len(jobs):
         raise UserError(
-            f"there is no job {task}: these are {len(jobs)}", where="--task", fix=f"sbatch --array=0-{len(jobs) - 1}"
+            f"the sweep has {len(jobs)} jobs, so there is no job {task}",
+            where="--task",
+            fix=f"use 0 to {len(jobs) - 1}, e.g. with sbatch --array=0-{len(jobs) - 1}",
         )
     return jobs[task]
 
@@ -85,10 +87,10 @@ def _freeze(config: Config, run: RunDirectory, parent: Path) -> None:
 
 
 def _nodes_and_workers(config: Config) -> tuple[int, int]:
-    """Of the Slurm job that the script runs in, spares left out; outside of one, of where it would be submitted."""
+    """Returns the nodes without spares and the workers per node of this Slurm job, or of the job to be submitted."""
     nodes = os.environ.get("SLURM_JOB_NUM_NODES")
     if nodes is not None:
-        # what Slurm has allocated: whether this node can use its GPUs is for its agent to say, among all nodes
+        # this counts the GPUs that Slurm has allocated; the agents check later whether the nodes can use them
         gpus = gpus_of_this_job().per_node or visible_gpus()
         return max(1, int(nodes) - config.elastic.spares), workers_per_node(config.cluster, gpus)[1]
     asked, _, workers = select_executor(config.cluster).shape(config.cluster)

@@ -1,4 +1,4 @@
-"""``python -m hpc_train logs RUN``: the workers' output of the newest attempt, merged by time; first what failed."""
+"""``python -m hpc_train logs RUN`` prints the failure of an attempt, then the output of its workers merged by time."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ POLL_S = 0.5
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m hpc_train logs", description=__doc__)
     parser.add_argument("target", metavar="RUN", help="a run directory, or its name")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on as the run does, until it ends")
-    parser.add_argument("--rank", default="0", metavar="all|N", help="whose output (default: %(default)s)")
-    parser.add_argument("--attempt", type=int, metavar="N", help="default: the newest")
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="print new output as it is written, until the run ends"
+    )
+    parser.add_argument("--rank", default="0", metavar="all|N", help="print the output of this rank (default: 0)")
+    parser.add_argument("--attempt", type=int, metavar="N", help="print this attempt (default: the newest)")
     options = parser.parse_args(arguments)
     if options.rank != "all" and not options.rank.isdigit():
-        raise UserError(f"there is no rank {options.rank!r}", where="--rank", fix="a number, or all")
+        raise UserError(f"--rank must be a number or all, got {options.rank!r}", where="--rank", fix="--rank 0")
     found = find_run(options.target)
     rank = None if options.rank == "all" else int(options.rank)
     attempt = found.run.newest_attempt() if options.attempt is None else options.attempt
@@ -44,29 +46,31 @@ def main(arguments: list[str]) -> int:
 
 
 class NodeLogs:
-    """The log files of an attempt, one per node; each ``read`` gives the lines that are new since the last one.
+    """Reads the log files of an attempt, one per node; each ``read`` returns the lines written since the last one.
 
     Args:
-        rank: whose lines; all of them for None.
+        rank: the rank whose lines are returned; None returns the lines of all ranks.
     """
 
     def __init__(self, run: RunDirectory, attempt: int, rank: int | None) -> None:
-        self._run, self.attempt, self._rank = run, attempt, rank
+        self._run = run
+        self.attempt = attempt
+        self._rank = rank
         self._offsets: dict[Path, int] = {}
 
     def read(self) -> Iterator[str]:
-        """In the order of their times."""
-        files = [self._new(path) for path in sorted(self._run.logs.glob(f"*-{self.attempt:03d}.log"))]
+        """Returns the new lines of all nodes in the order of their times."""
+        files = [self._new_lines(path) for path in sorted(self._run.logs.glob(f"*-{self.attempt:03d}.log"))]
         return (line for _, line in heapq.merge(*files, key=lambda item: item[0]))
 
-    def _new(self, path: Path) -> Iterator[tuple[str, str]]:
-        """Each line with its time; one that has none (the log's own words) has that of the line before."""
+    def _new_lines(self, path: Path) -> Iterator[tuple[str, str]]:
+        """Yields each line with its time; a line without a time gets that of the line before."""
         at = ""
         with path.open("rb") as file:
             file.seek(self._offsets.get(path, 0))
             for data in file:
                 if not data.endswith(b"\n"):
-                    return  # is still being written
+                    return  # the line is still being written
                 self._offsets[path] = self._offsets.get(path, 0) + len(data)
                 line = data.decode(errors="replace").rstrip("\n")
                 match = LINE.match(line)
@@ -76,7 +80,7 @@ class NodeLogs:
 
 
 def _print_failure(run: RunDirectory, attempt: int) -> None:
-    """How ``attempt`` failed, also where the run has gone on from there."""
+    """Prints how ``attempt`` failed, even if the run has continued after it."""
     end = attempt_end(run, attempt)
     if end is not None and end.event["event"] in ("failed", "gave_up"):
         print(f"{failure_text(run, end.event)}\n", flush=True)
@@ -89,8 +93,9 @@ def _follow(found: RunHandle, logs: NodeLogs, rank: int | None) -> int:
     slurm = SlurmStatuses()
     try:
         while True:
-            # before the lines: none comes after the end, and few after the next attempt has begun
-            view, newest = found.view(statuses_of([found], slurm)), found.run.newest_attempt()
+            # the state is read before the lines, so that no line written before the end is missed
+            view = found.view(statuses_of([found], slurm))
+            newest = found.run.newest_attempt()
             for line in logs.read():
                 print(line, flush=True)
             if logs.attempt < newest:

@@ -1,4 +1,4 @@
-"""``python -m hpc_train prepare``: token files for data=tokens from text or JSONL, tar shards of images."""
+"""``python -m hpc_train prepare`` turns text or JSONL into token files, and folders of images into tar shards."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ examples:
   python -m hpc_train prepare --images imagenet/ --out shards/imagenet
   python -m hpc_train data=tokens data.path=tokens/books data.vocab_size=50257 model.vocab_size=50257
 
-Run the same command again after an interruption: inputs that are done are not read again."""
+After an interruption, run the same command again: it skips the inputs that are already done."""
 
 
 def main(argv: list[str]) -> int:
-    """Builds the files; returns an exit code."""
+    """Builds the files and returns the exit code."""
     options = _parser().parse_args(argv)
     if options.workers < 1:
-        raise UserError(f"{options.workers} processes", where="--workers", fix="1 or more")
+        raise UserError(f"--workers must be at least 1, got {options.workers}", where="--workers", fix="--workers 1")
     if options.images:
         return _shards(options)
     settings = Settings(
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
 
             meta = prepare(inputs, settings, options.out, options.workers, show)
     except KeyboardInterrupt:
-        console.print("interrupted; run the same command again to go on")
+        console.print("interrupted; run the same command again to continue")
         return Exit.DETACHED
     print(json.dumps({"out": str(options.out)} | meta.to_json()) if options.json else _summary(options.out, meta))
     return Exit.DONE
@@ -65,9 +65,9 @@ def main(argv: list[str]) -> int:
 def _shards(options: argparse.Namespace) -> int:
     if len(options.inputs) != 1 or options.shard_mib < 1:
         raise UserError(
-            "images are one directory with train/ and validation/, in shards of 1 MiB or more",
+            "--images needs one directory that contains train/ and validation/, and shards of at least 1 MiB",
             where="INPUT, --shard-mib",
-            fix="prepare --images DIRECTORY --out DIR",
+            fix="prepare --images DIRECTORY --out DIR --shard-mib 1024",
         )
     with _bars(Console(stderr=True)) as bars:
         task = bars.add_task("packing", inputs="0")
@@ -80,39 +80,49 @@ def _shards(options: argparse.Namespace) -> int:
         print(json.dumps({"out": str(options.out)} | meta))
     else:
         train, validation = meta["counts"]["train"], meta["counts"]["validation"]
-        print(f"{train:,} images for training and {validation:,} for validation in {options.out}")
-        given = f"data.path={options.out} data.n_classes={len(meta['classes'])}"
-        print(f"train on them: python -m hpc_train model=vit_base data=shards {given}")
+        print(f"wrote {train:,} images for training and {validation:,} for validation to {options.out}")
+        overrides = f"data.path={options.out} data.n_classes={len(meta['classes'])}"
+        print(f"to train on them: python -m hpc_train model=vit_base data=shards {overrides}")
     return Exit.DONE
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hpc_train prepare",
-        description="Turns text and JSONL files into token files that data=tokens maps into memory, or with --images"
-        " class folders of images into indexed tar shards for data=shards.",
+        description="Turns text and JSONL files into token files for data=tokens. With --images, packs images in one"
+        " folder per class into indexed tar shards for data=shards.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, a directory or a quoted glob; .gz is read")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the files go")
-    parser.add_argument("--tokenizer", default="bytes", help="a tokenizer.json, or bytes (default: %(default)s)")
-    parser.add_argument("--eos", metavar="TOKEN", help="token behind each document (default: what the tokenizer has)")
-    parser.add_argument("--jsonl-field", default="text", metavar="KEY", help="where the text is (default: %(default)s)")
-    parser.add_argument("--encoding", default="utf-8", help="of the inputs (default: %(default)s)")
     parser.add_argument(
-        "--validation-share", type=float, default=0.01, metavar="X", help="of the documents (default: %(default)s)"
+        "inputs", nargs="+", metavar="INPUT", help="a file, a directory or a quoted glob; may be gzipped"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="output directory")
+    parser.add_argument("--tokenizer", default="bytes", help="a tokenizer.json, or bytes (default: %(default)s)")
+    parser.add_argument("--eos", metavar="TOKEN", help="token after each document (default: that of the tokenizer)")
+    parser.add_argument(
+        "--jsonl-field", default="text", metavar="KEY", help="JSON key that holds the text (default: %(default)s)"
+    )
+    parser.add_argument("--encoding", default="utf-8", help="text encoding of the inputs (default: %(default)s)")
+    parser.add_argument(
+        "--validation-share",
+        type=float,
+        default=0.01,
+        metavar="X",
+        help="fraction of the documents used for validation (default: %(default)s)",
     )
     parser.add_argument(
         "--workers",
         type=int,
         default=len(os.sched_getaffinity(0)),
         metavar="N",
-        help="processes (default: the cores, here %(default)s)",
+        help="number of processes (default: one per core, here %(default)s)",
     )
-    parser.add_argument("--images", action="store_true", help="tar shards of images in one directory per class")
     parser.add_argument(
-        "--shard-mib", type=int, default=1024, metavar="N", help="of a shard of images (default: %(default)s)"
+        "--images", action="store_true", help="pack images, in one directory per class, into tar shards"
+    )
+    parser.add_argument(
+        "--shard-mib", type=int, default=1024, metavar="N", help="size of a shard of images (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
@@ -132,7 +142,7 @@ def _bars(console: Console) -> Bars:
 def _summary(out: Path, meta: TokensMeta) -> str:
     train, validation = meta.counts["train"], meta.counts["validation"]
     return (
-        f"{train:,} tokens for training and {validation:,} for validation ({meta.dtype}, "
-        f"vocabulary {meta.vocab_size}) in {out}\n"
-        f"train on them: python -m hpc_train data=tokens data.path={out} data.vocab_size={meta.vocab_size}"
+        f"wrote {train:,} tokens for training and {validation:,} for validation ({meta.dtype}, "
+        f"vocabulary {meta.vocab_size}) to {out}\n"
+        f"to train on them: python -m hpc_train data=tokens data.path={out} data.vocab_size={meta.vocab_size}"
     )

@@ -1,4 +1,4 @@
-"""``python -m hpc_train retry --failed SWEEP``: submits the runs of a sweep that did not get to their end once more."""
+"""``python -m hpc_train retry --failed SWEEP`` resubmits the runs of a sweep that failed or were stopped."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from hpc_train.run.exits import Exit
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m hpc_train retry", description=__doc__)
-    parser.add_argument("--failed", required=True, metavar="SWEEP", help="failed, stopped or cancelled runs of a sweep")
-    parser.add_argument("--detach", action="store_true", help="leave after submission")
+    parser.add_argument(
+        "--failed", required=True, metavar="SWEEP", help="resubmit the failed, stopped and cancelled runs"
+    )
+    parser.add_argument("--detach", action="store_true", help="return after submission")
     options = parser.parse_args(arguments)
     found = find_runs(options.failed)
-    standings = statuses_of(found, SlurmStatuses())
-    again = [item for item in found if item.view(standings).exit not in (None, Exit.DONE)]
-    print(f"{len(again)} of {len(found)} runs are submitted again")
-    if not again:
+    statuses = statuses_of(found, SlurmStatuses())
+    unfinished = [item for item in found if item.view(statuses).exit not in (None, Exit.DONE)]
+    print(f"resubmitting {len(unfinished)} of {len(found)} runs")
+    if not unfinished:
         return Exit.DONE
-    sweep: Path = again[0].run.path if len(found) == 1 else again[0].run.path.parent
-    return resubmit(again, sweep, detach=options.detach)
+    sweep: Path = unfinished[0].run.path if len(found) == 1 else unfinished[0].run.path.parent
+    return resubmit(unfinished, sweep, detach=options.detach)

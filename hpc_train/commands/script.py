@@ -1,7 +1,7 @@
-"""Prints a batch script that stands alone: ``python -m hpc_train script +strategy=hybrid > job.sbatch``.
+"""``python -m hpc_train script +strategy=hybrid > job.sbatch`` prints a self-contained batch script.
 
-It trains the same run as ``-m`` would, and asks Slurm for the same. Nothing is written. A machine without Slurm will
-do, though what a partition gives by itself is not known there.
+The script trains the same run and requests the same resources as ``-m``. The command writes no files and also works
+on a machine without Slurm, where the defaults of the partition are unknown.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hpc_train.slurm.site import read_site
 
 
 def main(arguments: list[str]) -> int:
-    """Prints the script of the run that overrides describe.
+    """Prints the script of the run that the overrides describe.
 
     Raises:
         UserError: the config is wrong, lists several jobs, or is for this machine only.
@@ -37,22 +37,26 @@ def main(arguments: list[str]) -> int:
     line = CommandLine.parse(with_right_plus(arguments))
     if line.multirun or len(expand(line.overrides)) > 1:
         raise UserError(
-            "script prints one job",
+            "script prints one job, but the overrides describe a sweep",
             where="the command line",
-            fix="one value for each key, and no -m; launch.dry_run=true -m shows the scripts of a sweep",
+            fix="give each key one value and drop -m; launch.dry_run=true -m shows the scripts of a sweep",
         )
     with line.composer() as compose:
         config = typed(compose(line.overrides))
-    print(_text(config, line), end="")
+    print(_batch_script(config, line), end="")
     return 0
 
 
-def _text(config: Config, line: CommandLine) -> str:
+def _batch_script(config: Config, line: CommandLine) -> str:
     cluster = config.cluster
     if cluster.kind == "local":
-        raise UserError("a batch script is for Slurm", where="cluster.kind", fix="cluster=slurm")
+        raise UserError("a batch script needs Slurm, got cluster.kind=local", where="cluster.kind", fix="cluster=slurm")
     if config.launch.chain > 1:
-        raise UserError("a chain is several jobs", where="launch.chain", fix="-m submits it; launch.chain=1 here")
+        raise UserError(
+            f"script prints one job, but launch.chain={config.launch.chain} makes a chain of jobs",
+            where="launch.chain",
+            fix="launch.chain=1, or submit the chain with -m",
+        )
     site = read_site() if controller_answers() else NO_SITE
     asked = asked_gpus(cluster, site)
     gpus, workers = workers_per_node(cluster, visible=asked.count)
@@ -72,6 +76,13 @@ def _text(config: Config, line: CommandLine) -> str:
     run = freezing(cluster, overrides, container)
     title = f"hpc_train, {config.strategy.name}: {layout}"
     notes = [stop_note(job), *([asked.note] if asked.note else [])]
-    goes_on = goes_on_without_a_node(config.elastic)
-    script = Script(title, cluster, run, header, container=container, notes=notes, goes_on_without_a_node=goes_on)
+    script = Script(
+        title,
+        cluster,
+        run,
+        header,
+        container=container,
+        notes=notes,
+        goes_on_without_a_node=goes_on_without_a_node(config.elastic),
+    )
     return render(script)

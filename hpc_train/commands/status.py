@@ -1,4 +1,4 @@
-"""``python -m hpc_train status [RUN|SWEEP]``: how runs stand; without an argument all of mine in Slurm."""
+"""``python -m hpc_train status [RUN|SWEEP]`` prints the state of runs; by default of all your runs in Slurm."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from hpc_train.telemetry.progress import duration, failing, saves, spent_line
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m hpc_train status", description=__doc__)
-    parser.add_argument("target", nargs="?", metavar="RUN|SWEEP", help="a directory, or its name; default: all of mine")
+    parser.add_argument("target", nargs="?", metavar="RUN|SWEEP", help="a directory, or its name (default: all yours)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per run")
     options = parser.parse_args(arguments)
     found = find_runs(options.target) if options.target else find_my_runs()
-    standings = statuses_of(found, SlurmStatuses())
-    rows = [_row(item, standings, with_ledger=options.json or len(found) == 1) for item in found]
+    statuses = statuses_of(found, SlurmStatuses())
+    rows = [_describe(item, statuses, with_ledger=options.json or len(found) == 1) for item in found]
     if options.json:
         print("\n".join(json.dumps(row) for row, _ in rows))
     elif rows:
         console = Console()
         if not console.is_terminal:
-            console.width = 200  # in a pipe a table is not squeezed into 80 columns
+            console.width = 200  # rich would squeeze the table of a pipe into 80 columns
         console.print(_table([row for row, _ in rows]), highlight=False)
         for _, spent in rows:
             if spent is not None and (spent.held_s or spent.queue_s):
@@ -44,19 +44,22 @@ def main(arguments: list[str]) -> int:
             for node in avoided(item.run, item.config.elastic.exclude_hours):
                 console.print(node.words, highlight=False, soft_wrap=True)
     else:
-        print("no job of yours is in Slurm's queue; status RUN_DIR tells of a run")
+        print("you have no jobs in Slurm's queue; `status RUN_DIR` shows a run")
     return Exit.DONE
 
 
-def _row(item: RunHandle, standings: dict[str, JobStatus], with_ledger: bool) -> tuple[dict[str, Any], Account | None]:
-    """What is known of a run, with a null where it is not known; and where its time went."""
-    view, standing = item.view(standings), standings.get(item.job_id or "")
+def _describe(
+    item: RunHandle, statuses: dict[str, JobStatus], with_ledger: bool
+) -> tuple[dict[str, Any], Account | None]:
+    """Returns the state of a run, with null for unknown values, and its time account if ``with_ledger``."""
+    view = item.view(statuses)
+    job = statuses.get(item.job_id or "")
     metrics = view.metrics
     spent = read_ledger(item.run, time.time() if view.exit is None else None).total if with_ledger else None
     row = {
         "run": str(item.run.path),
         "job_id": item.job_id,
-        "part": standing.part if standing else "",  # of a chain
+        "part": job.part if job else "",  # the position in a chain of jobs
         "pid": item.pid,
         "strategy": item.config.strategy.name,
         "state": view.state,
@@ -77,7 +80,7 @@ def _row(item: RunHandle, standings: dict[str, JobStatus], with_ledger: bool) ->
 
 
 def _failed_saves(item: RunHandle) -> int:
-    """In a row, up to now."""
+    """Returns the number of consecutive failed saves up to now."""
     attempt = item.run.newest_attempt()
     return failing(read_lines(item.run.events_file("rank-0000", attempt))) if attempt >= 0 else 0
 

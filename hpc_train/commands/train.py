@@ -1,4 +1,4 @@
-"""Trains: in the foreground, or with ``-m`` through the launcher. The only command that is a Hydra application."""
+"""The default command: trains in the foreground, or with ``-m`` through the launcher, as a Hydra application."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from hpc_train.run.freeze import check_freeze, freeze
 
 
 def main(arguments: list[str]) -> int:
-    """Hands the command line to Hydra; a run directory alone goes to the agent (``srun python -m hpc_train RUN_DIR``).
+    """Passes the command line to Hydra, or runs the agent if the only argument is a run directory.
 
     Returns:
-        The exit code of the training; that of a submission the launcher gives by leaving with it.
+        The exit code of the training. The launcher of a submission exits the process with its own code.
 
     Raises:
         UserError, hydra.errors.HydraException, OmegaConfBaseException: a user's mistake.
@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
 
 
 def task(node: DictConfig) -> None:
-    """One training in the foreground: what Hydra calls. Leaves by SystemExit where the exit code is not 0."""
+    """Trains in the foreground; Hydra calls it. Raises SystemExit with the exit code unless that is 0."""
     run = RunDirectory(Path(HydraConfig.get().runtime.output_dir))
     try:
         config = typed(node)
@@ -67,18 +67,18 @@ def task(node: DictConfig) -> None:
         check_freeze(config, run)
         freeze(config, run, claim=True, code=snapshot_code([config], run.code))
     except UserError as error:
-        _leave_nothing(run.path, Path(node.run.root).expanduser().absolute())
-        print(error, file=sys.stderr)  # raised through Hydra it would come with Hydra's own words around it
+        _remove_empty(run.path, Path(node.run.root).expanduser().absolute())
+        print(error, file=sys.stderr)  # Hydra would wrap a raised error into its own message
         sys.exit(Exit.REFUSED)
-    from hpc_train.launch.executors.allocation import run_in_foreground  # the other doors have no use for it
+    from hpc_train.launch.executors.allocation import run_in_foreground  # other commands do not need this import
 
     exit_code = run_in_foreground(run)
     if exit_code:
         sys.exit(exit_code)
 
 
-def _leave_nothing(path: Path, root: Path) -> None:
-    """Removes the run directory, which Hydra has made, and what it lies in up to ``root``: as far as it is empty."""
+def _remove_empty(path: Path, root: Path) -> None:
+    """Removes the run directory that Hydra has created and its parents up to ``root``, as far as they are empty."""
     with contextlib.suppress(OSError):
         for directory in (path, *path.parents):
             directory.rmdir()
@@ -89,15 +89,15 @@ def _leave_nothing(path: Path, root: Path) -> None:
 def _check_foreground(config: Config) -> None:
     if config.cluster.kind == "slurm":
         raise UserError(
-            "a run on Slurm is submitted, this command trains in the foreground",
+            "cluster.kind=slurm needs -m: without it this command trains in the foreground",
             where="cluster.kind",
-            fix="-m to submit it, cluster=local to train here, launch.dry_run=true to see what it would be",
+            fix="add -m to submit the run, cluster=local to train here, or launch.dry_run=true to preview it",
         )
     if config.cluster.kind == "auto" and not in_allocation() and controller_answers():
         raise UserError(
-            "this is a login node of a Slurm cluster, where training in the foreground is in other people's way",
+            "this is a login node of a Slurm cluster: refusing to train in the foreground",
             where="cluster.kind",
-            fix="-m submits it to Slurm; cluster=local trains here all the same",
+            fix="add -m to submit the run to Slurm, or cluster=local to train here anyway",
         )
 
 

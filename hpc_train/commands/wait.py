@@ -1,4 +1,4 @@
-"""``python -m hpc_train wait RUN|SWEEP``: watches runs that were submitted earlier until they end, with their code."""
+"""``python -m hpc_train wait RUN|SWEEP`` waits until submitted runs end, and exits with the worst of their codes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from hpc_train.run.exits import Exit
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m hpc_train wait", description=__doc__)
-    parser.add_argument("target", metavar="RUN|SWEEP", help="a directory, or its name")
-    parser.add_argument("--json", action="store_true", help="print nothing but one JSON object per run at the end")
+    parser.add_argument("target", metavar="RUN|SWEEP", help="a run or sweep directory, or its name")
+    parser.add_argument("--json", action="store_true", help="print only one JSON object per run at the end")
     options = parser.parse_args(arguments)
     found = find_runs(options.target)
     try:
@@ -39,8 +39,8 @@ def _until_the_end(found: list[RunHandle], console: Console | None) -> list[View
     table = None if console is None else JobTable(found, console)
     try:
         while True:
-            standings = statuses_of(found, slurm)
-            views = [item.view(standings) for item in found]
+            statuses = statuses_of(found, slurm)
+            views = [item.view(statuses) for item in found]
             if table is not None:
                 table.show(views)
             if all(view.exit is not None or not item.submission for item, view in zip(found, views, strict=True)):

@@ -1,4 +1,4 @@
-"""``python -m hpc_train why RUN``: one page on why a run failed, or why its job waits, and what to do about it."""
+"""``python -m hpc_train why RUN`` explains why a run failed or why its job is pending, and what to do about it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _headline(found: Diagnosis) -> str:
     head = f"{shown(Path(found.run))}: {found.state}"
     if found.waiting is not None or _ended_badly(found) or found.state == TO_BE_REQUEUED:
         return head
-    return f"{head}; nothing failed" if found.cause is None else f"{head}; what failed before was fixed"
+    return f"{head}; nothing failed" if found.cause is None else f"{head}; it recovered from the failure below"
 
 
 def _ended_badly(found: Diagnosis) -> bool:
@@ -52,14 +52,14 @@ def _ended_badly(found: Diagnosis) -> bool:
 
 
 def _sections(found: Diagnosis) -> Iterator[Section]:
-    yield "why it waits", _waiting(found)
-    yield "what failed" if _ended_badly(found) else "what failed before", _cause(found)
+    yield "why the job is pending", _waiting(found)
+    yield "failure" if _ended_badly(found) else "earlier failure", _cause(found)
     yield "Slurm", _slurm(found)
     yield "memory", _memory(found)
     yield "last checkpoint", _checkpoint(found)
-    yield "what was done", [_event(event) for event in found.done]
-    yield "nodes that are avoided", [node.words for node in found.avoided]
-    yield "where the time went", [spent_line(found.ledger)] if found.ledger.held_s or found.ledger.queue_s else []
+    yield "recovery actions", [_event(event) for event in found.done]
+    yield "avoided nodes", [node.words for node in found.avoided]
+    yield "time", [spent_line(found.ledger)] if found.ledger.held_s or found.ledger.queue_s else []
     yield "what to do", list(found.advice)
 
 
@@ -70,7 +70,7 @@ def _waiting(found: Diagnosis) -> list[str]:
     lines = [f"{waiting.words} ({waiting.reason})"]
     lines += [f"expected to start at {waiting.starts.replace('T', ' ')}"] if waiting.starts else []
     lines += [f"fix: {waiting.fix}"] if waiting.fix else []
-    return lines + [f"sooner: {change}" for change in waiting.sooner]
+    return lines + [f"to start sooner: {change}" for change in waiting.sooner]
 
 
 def _cause(found: Diagnosis) -> list[str]:
@@ -108,7 +108,7 @@ def _checkpoint(found: Diagnosis) -> list[str]:
     if found.cause is None or (kept.lost_s is None and not kept.lost_steps):
         return [where]
     lost = f"{kept.lost_steps} logged steps" + (f", {duration(kept.lost_s)}" if kept.lost_s is not None else "")
-    return [where, f"lost by the failure: {lost}"]
+    return [where, f"work lost by the failure: {lost}"]
 
 
 def _event(event: dict[str, Any]) -> str:

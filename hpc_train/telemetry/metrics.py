@@ -1,7 +1,4 @@
-"""The metrics of a run: one JSON object per logged step, and whoever else wants them.
-
-TensorBoard: event files in ``<run>/tensorboard``. Needs the extra ``hpc_train[tensorboard]``.
-"""
+"""Writes the metrics of a run as one JSON object per logged step, and forwards them to sinks such as TensorBoard."""
 
 from __future__ import annotations
 
@@ -18,23 +15,23 @@ Line = dict[str, Any]
 
 
 class Sink(Protocol):
-    """Something that gets every line besides the file: W&B, TensorBoard."""
+    """Receives every line of metrics in addition to the file, e.g. W&B or TensorBoard."""
 
     def log(self, line: Line) -> None:
-        """Takes one line; must neither raise nor wait."""
+        """Logs one line; must neither raise nor block."""
 
 
 class MetricsLog:
-    """Writes ``metrics/attempt-NNN.jsonl`` of one attempt; on rank 0 only.
+    """Writes ``metrics/attempt-NNN.jsonl`` of one attempt, on rank 0 only.
 
-    Keys: time (seconds since 1970), step (optimizer steps done), epoch, attempt, world_size, loss (mean over the
-    targets of this very step's global batch, so it is the same after any resume), lr, grad_norm (before clipping),
-    samples and tokens (since step 0; tokens are targets that count), and since the line before: step_s (seconds per
-    step), tokens_per_s, samples_per_s, save_s (seconds for which saves blocked). At evaluations val_loss, val_accuracy,
-    eval_s (its seconds); where known mfu, hfu, loss_scale, and what the ranks measured: data_wait_share, comm_share,
-    bubble_share, host_share (of the time), compute_imbalance, arrival_skew_s, peak_memory_bytes, memory_imbalance,
-    gpu_util, rdma_tx_bytes, rdma_rx_bytes, net_tx_bytes, net_rx_bytes (``measure/ranks.py`` says what they are). A
-    number that is not finite is null.
+    Every line has the keys time (seconds since 1970), step (completed optimizer steps), epoch, attempt, world_size,
+    loss (mean over the targets of this step's global batch), lr, grad_norm (before clipping), samples and tokens (since
+    step 0; tokens are targets that count). These values cover the time since the previous line: step_s (seconds per
+    step), tokens_per_s, samples_per_s, save_s (seconds for which saves blocked training). Evaluations add val_loss,
+    val_accuracy and eval_s. If known, there are also mfu, hfu, loss_scale, and the values that ``over_ranks`` in
+    ``measure/stragglers.py`` describes: data_wait_share, comm_share, bubble_share, host_share, compute_imbalance,
+    arrival_skew_s, peak_memory_bytes, memory_imbalance, gpu_util, rdma_tx_bytes, rdma_rx_bytes, net_tx_bytes and
+    net_rx_bytes. A number that is not finite is written as null.
     """
 
     def __init__(self, run: RunDirectory, attempt: int, sinks: Sequence[Sink] = ()) -> None:
@@ -46,34 +43,34 @@ class MetricsLog:
         plain = {key: finite_or_none(value) for key, value in line.items() if value is not None}
         try:
             append_line(self._path, plain)
-        except OSError as error:  # a full disk costs lines, not the run
-            print(f"the metrics of step {plain.get('step')} are not written: {error}", flush=True)
+        except OSError as error:  # a full disk must not stop the run
+            print(f"cannot write the metrics of step {plain.get('step')}: {error}", flush=True)
         for sink in self._sinks:
             sink.log(plain)
 
 
 def finite_or_none(value: Any) -> Any:
-    """JSON has no NaN."""
+    """Replaces NaN and infinity by None, since JSON cannot represent them."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-HEAD = ("step", "time", "attempt")  # places of a line, not curves
+HEAD = ("step", "time", "attempt")  # keys that identify a line and are not plotted
 
 
 class TensorBoard:
-    """A ``metrics.Sink``; on rank 0 only.
+    """Writes TensorBoard event files to ``<run>/tensorboard``; a ``Sink`` on rank 0 only.
 
     Args:
-        first_step: steps after this one that an earlier attempt wrote are hidden.
+        first_step: hides later steps that an earlier attempt wrote.
 
     Raises:
-        UserError: the package is missing.
+        UserError: the extra ``hpc_train[tensorboard]`` is not installed.
     """
 
     def __init__(self, run: RunDirectory, first_step: int) -> None:
         if find_spec("tensorboard") is None:
             raise UserError(
-                "the package tensorboard is not installed",
+                "telemetry.tensorboard=true needs the package tensorboard, which is not installed",
                 where="telemetry.tensorboard",
                 fix="pip install 'hpc_train[tensorboard]', or telemetry.tensorboard=false",
             )

@@ -1,9 +1,4 @@
-"""How a run goes, read from its run directory: a live line while it trains, a summary when it is done. No torch.
-
-Losses over steps as a small text chart.
-
-What the console says of saves that fail, from the events of rank 0. No torch.
-"""
+"""Shows the progress of a run from its run directory: a live line, failed saves, and a summary; without torch."""
 
 from __future__ import annotations
 
@@ -24,19 +19,21 @@ from hpc_train.run.files import read_json, read_lines
 from hpc_train.run.ledger import Account, read_ledger
 
 LOOK_EVERY_S = 0.5
-PLAIN_LINE_EVERY_S = 5.0  # where the output is not a terminal
-WINDOW = 20  # logged steps that the time left is estimated from
+PLAIN_LINE_EVERY_S = 5.0  # interval of lines if the output is not a terminal
+WINDOW = 20  # number of logged steps from which the remaining time is estimated
 
 
 class Progress:
-    """Shows attempts of ``run`` that begin after this object was made.
+    """Shows the attempts of ``run`` that start after the construction of this object.
 
     Args:
-        go_on: the command line that goes on with this run, for the summary.
+        resume_command: the command line that continues this run, for the summary.
     """
 
-    def __init__(self, run: RunDirectory, console: Console, go_on: str | None = None) -> None:
-        self._run, self._console, self._go_on = run, console, go_on
+    def __init__(self, run: RunDirectory, console: Console, resume_command: str | None = None) -> None:
+        self._run = run
+        self._console = console
+        self._resume_command = resume_command
         self._first_attempt = run.newest_attempt() + 1
         self._lines = _NewLines(run, self._first_attempt, run.metrics_file)
         self._events = _NewLines(run, self._first_attempt, lambda attempt: run.events_file("rank-0000", attempt))
@@ -47,7 +44,7 @@ class Progress:
         self._shown: dict[str, Any] | None = None
 
     def tick(self) -> None:
-        """Brings the display up to date; cheap, to be called several times per second."""
+        """Updates the display; it is cheap and meant to be called several times per second."""
         now = time.monotonic()
         if now - self._looked < LOOK_EVERY_S:
             return
@@ -57,15 +54,15 @@ class Progress:
                 self._recent.clear()
             self._recent.append(line)
         for event in self._events.read():
-            if (told := self._saves.told(event)) is not None:
-                self._say(told)
+            if (message := self._saves.message(event)) is not None:
+                self._say(message)
         if self._console.is_terminal:
             self._update_live()
         elif self._recent and self._recent[-1] is not self._shown and now - self._printed >= PLAIN_LINE_EVERY_S:
             self._print()
 
     def finish(self, failed: bool = False) -> None:
-        """Leaves the last state on the screen and, when the run is done, its summary; not where it ``failed`` now."""
+        """Prints the last state, and the summary if the run is done and this attempt has not ``failed``."""
         self._looked = float("-inf")
         self.tick()
         if self._live is not None:
@@ -74,32 +71,32 @@ class Progress:
         elif self._recent and self._recent[-1] is not self._shown:
             self._print()
         if is_done(self._run) and not failed:
-            self._say(f"\n{summary(self._run, self._go_on)}")
+            self._say(f"\n{summary(self._run, self._resume_command)}")
         else:
             self._say(f"run directory: {self._run.path}")
 
     def _update_live(self) -> None:
         if self._live is None:
-            self._live = Live(console=self._console, auto_refresh=False)  # no thread: this process forks
+            self._live = Live(console=self._console, auto_refresh=False)  # without a thread, since this process forks
             self._live.start()
-        self._live.update(Text(self._text(), overflow="ellipsis", no_wrap=True), refresh=True)
+        self._live.update(Text(self._line(), overflow="ellipsis", no_wrap=True), refresh=True)
 
     def _print(self) -> None:
-        self._printed, self._shown = time.monotonic(), self._recent[-1]
-        self._say(self._text())
+        self._printed = time.monotonic()
+        self._shown = self._recent[-1]
+        self._say(self._line())
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def _text(self) -> str:
+    def _line(self) -> str:
         total = self._run.record().get("total_steps")
         restarts = max(0, self._run.newest_attempt() - self._first_attempt)
         return progress_line(list(self._recent), total, restarts, self._saves.failed)
 
 
 def progress_line(recent: list[dict[str, Any]], total: int | None, restarts: int = 0, failed_saves: int = 0) -> str:
-    """One line on the newest of ``recent`` lines of metrics: step, loss, tokens/s, time left, restarts, and how many
-    saves in a row have failed."""
+    """Formats the newest of the ``recent`` lines of metrics, with the remaining time, restarts and failed saves."""
     if not recent:
         return "starting"
     line = recent[-1]
@@ -118,16 +115,16 @@ def progress_line(recent: list[dict[str, Any]], total: int | None, restarts: int
 
 
 def is_done(run: RunDirectory) -> bool:
-    """Whether all steps are done and the result is written."""
+    """Returns whether all steps are done and the result is written."""
     record = run.record()
     return "result" in record and record["result"]["steps"] >= record.get("total_steps", 0)
 
 
-def summary(run: RunDirectory, go_on: str | None = None) -> str:
-    """What a finished run has come to, and what can be done with it.
+def summary(run: RunDirectory, resume_command: str | None = None) -> str:
+    """Returns the result of a finished run and suggestions for the next commands.
 
     Args:
-        go_on: the command line that goes on with the run; without it the settings are left to the reader.
+        resume_command: the command line that continues the run; None leaves the overrides to the reader.
     """
     record = run.record()
     result: dict[str, Any] = record.get("result", {})
@@ -139,7 +136,7 @@ def summary(run: RunDirectory, go_on: str | None = None) -> str:
     chart = loss_chart(metrics)
     spent = read_ledger(run).total
     name = f"run.name={run.path.name}"
-    command = go_on or f"python -m hpc_train (the settings of {run.config}) {name}"
+    command = resume_command or f"python -m hpc_train (the overrides of {run.config}) {name}"
     lines = [
         f"done: {result.get('steps', 0)} steps{speed}; {', '.join(part for part in losses if part)}",
         *([f"\n{chart}", f"{'':>10}{TRAIN} training loss  {VALIDATION} validation loss\n"] if chart else []),
@@ -147,23 +144,23 @@ def summary(run: RunDirectory, go_on: str | None = None) -> str:
         *([f"profile:         {_profiled(run)}"] if (run.profile / "summary.json").exists() else []),
         f"run directory:   {run.path}",
         f"W&B:             {_wandb(run, record)}",
-        f"go on training:  {twice_as_long(command, result.get('steps', 0))}",
-        "what next:       +strategy=dp,pp,hybrid optim.lr=1e-3,3e-4 -m   sweeps; --cfg job shows every setting",
+        f"train longer:    {twice_as_long(command, result.get('steps', 0))}",
+        "next:            +strategy=dp,pp,hybrid optim.lr=1e-3,3e-4 -m   runs a sweep; --cfg job prints the config",
     ]
     return "\n".join(lines)
 
 
 def _profiled(run: RunDirectory) -> str:
-    """What the profiled steps were made of, over their ranks."""
+    """Returns the time breakdown of the profiled steps, averaged over their ranks."""
     found = read_json(run.profile / "summary.json")
     ranks = list(found["ranks"].values())
     shares = {name: sum(rank[name] for rank in ranks) / len(ranks) for name in ranks[0]}
-    told = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-    return f"steps {found['first']} to {found['last']}: {told}; traces in {run.profile}"
+    breakdown = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+    return f"steps {found['first']} to {found['last']}: {breakdown}; traces in {run.profile}"
 
 
 def twice_as_long(command: str, steps: int) -> str:
-    """``command`` with twice the length: in epochs where it says epochs, else in steps."""
+    """Returns ``command`` with twice the length, in epochs if it sets ``train.epochs``, else in steps."""
     epochs = re.search(r"(?<= train\.epochs=)[\d.]+", command)
     if epochs:
         return f"{command[: epochs.start()]}{2 * float(epochs[0]):g}{command[epochs.end() :]}"
@@ -179,12 +176,12 @@ def _wandb(run: RunDirectory, record: dict[str, Any]) -> str:
     if found.get("url"):
         return str(found["url"])
     if found.get("mode") == "offline":
-        return f"recorded offline; wandb sync {run.wandb}/offline-run-*   sends all attempts (wandb 0.29 or newer)"
-    return "not in use; telemetry.wandb.mode=online with WANDB_API_KEY set"
+        return f"recorded offline; wandb sync {run.wandb}/offline-run-*   uploads all attempts (wandb 0.29 or newer)"
+    return "disabled; enable it with telemetry.wandb.mode=online and WANDB_API_KEY"
 
 
 def _seconds_per_step(recent: list[dict[str, Any]]) -> float:
-    """With evaluations and saves, where two lines are there to tell."""
+    """Returns the mean time per step, including evaluations and saves if there are two lines of metrics."""
     first, last = recent[0], recent[-1]
     if last["step"] > first["step"]:
         return (last["time"] - first["time"]) / (last["step"] - first["step"])
@@ -192,14 +189,14 @@ def _seconds_per_step(recent: list[dict[str, Any]]) -> float:
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds as 1:02:03 or 2:03."""
+    """Formats a duration as 1:02:03 or 2:03."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def spent_line(account: Account) -> str:
-    """Where the time of a run went, in one line; what took no time is left out."""
+    """Formats the time account of a run in one line, without entries below one second."""
     held = f"{account.gpu_hours:.3g} GPU-hours" if account.gpu_s else f"{account.rank_s / 3600:.3g} rank-hours, no GPU"
     parts = (
         ("steps", account.steps_s),
@@ -211,15 +208,18 @@ def spent_line(account: Account) -> str:
         ("other", account.other_s),
         ("queue before", account.queue_s),
     )
-    told = " · ".join(f"{name} {duration(seconds)}" for name, seconds in parts if seconds >= 1)
-    return f"useful {account.useful_share:.0%} of {duration(account.held_s)} ({held})" + (f": {told}" if told else "")
+    listed = " · ".join(f"{name} {duration(seconds)}" for name, seconds in parts if seconds >= 1)
+    return f"useful {account.useful_share:.0%} of {duration(account.held_s)} ({held})" + (
+        f": {listed}" if listed else ""
+    )
 
 
 class _NewLines:
-    """The lines that were not there at the last look, in a file of each attempt from ``first_attempt`` on."""
+    """Reads the lines that were added since the last read, in one file per attempt from ``first_attempt`` on."""
 
     def __init__(self, run: RunDirectory, first_attempt: int, file: Callable[[int], Path]) -> None:
-        self._run, self._file = run, file
+        self._run = run
+        self._file = file
         self._attempt = first_attempt
         self._seen = 0
 
@@ -232,7 +232,8 @@ class _NewLines:
             self._seen = len(lines)
             if self._attempt >= newest:
                 return
-            self._attempt, self._seen = self._attempt + 1, 0
+            self._attempt += 1
+            self._seen = 0
 
 
 def _size(path: Path) -> int:
@@ -246,11 +247,12 @@ Point = tuple[int, float]
 
 
 def loss_chart(metrics: Sequence[dict[str, Any]], width: int = WIDTH, height: int = HEIGHT) -> str:
-    """The training loss (•) and the validation loss (o) of lines of metrics; empty with less than two losses.
+    """Draws the training loss (•) and the validation loss (o) over the steps; empty with fewer than two losses.
 
-    Each column shows the mean of the losses that fall into it.
+    Each column shows the mean of the losses in its range of steps.
     """
-    train, validation = _points(metrics, "loss"), _points(metrics, "val_loss")
+    train = _points(metrics, "loss")
+    validation = _points(metrics, "val_loss")
     if len(train) < 2:
         return ""
     steps = [step for step, _ in train + validation]
@@ -263,7 +265,8 @@ def loss_chart(metrics: Sequence[dict[str, Any]], width: int = WIDTH, height: in
             grid[row][column] = mark
     labels = {0: f"{high:.3f}", height - 1: f"{low:.3f}"}
     lines = [f"{labels.get(row, ''):>8} ┤{''.join(cells).rstrip()}" for row, cells in enumerate(grid)]
-    first, last = f"step {min(steps)}", str(max(steps))
+    first = f"step {min(steps)}"
+    last = str(max(steps))
     axis = f"{'':>8} └{'─' * width}"
     return "\n".join([*lines, axis, f"{'':>10}{first}{last:>{max(1, width - len(first))}}"])
 
@@ -286,42 +289,47 @@ _KIND_OF_ERROR = re.compile(r"OSError: \[Errno \d+\] ")
 
 @dataclass
 class Saves:
-    """How the saves of a run go. The first that fails is told in a line, those after it are counted.
+    """Follows the saves of a run; reports the first failure of a series and counts the others.
 
     Attributes:
         kept: the step of the newest checkpoint; 0 before the first.
-        failed: saves in a row, up to now.
+        failed: number of consecutive failed saves up to now.
     """
 
     kept: int = 0
     failed: int = 0
 
-    def told(self, event: Event) -> str | None:
+    def message(self, event: Event) -> str | None:
         """Returns the line that the console shows for ``event``; None for most kinds of event."""
-        name, step = event["event"], int(event.get("step") or 0)
+        name = event["event"]
+        step = int(event.get("step") or 0)
         if name in ("resumed", "rolled_back"):
             self.kept = int(event.get("to_step", step))
             self.failed = 0 if name == "resumed" else self.failed
         elif name == "checkpoint_saved":
-            before, self.failed, self.kept = self.failed, 0, step
+            before = self.failed
+            self.failed = 0
+            self.kept = step
             if before:
-                return f"saving works again: checkpoint of step {step} (failed before: {saves(before)})"
+                return f"saving works again: checkpoint of step {step} is saved after {saves(before)} failed"
         elif name == "checkpoint_failed":
             self.failed += 1
             if self.failed == 1 and not event.get("final"):
-                stake = f"{self._at_stake} would be lost"
-                return f"saving fails since step {step}: {reason(event)}; training goes on, and {stake}"
+                return (
+                    f"saving has failed since step {step}: {reason(event)}; training continues, but a failure would "
+                    f"lose {self._at_stake}"
+                )
         elif name == "save_waits":
             return (
-                f"the last save, of step {step}, fails: {reason(event)}\n"
-                f"  it is tried again for up to {event['seconds']:.0f} s: make room in {event['path']}; "
-                f"else the run fails, and {self._at_stake} are lost"
+                f"the last save, of step {step}, failed: {reason(event)}\n"
+                f"  retrying for up to {event['seconds']:.0f} s: free some space in {event['path']}; "
+                f"otherwise the run fails and loses {self._at_stake}"
             )
         return None
 
     @property
     def _at_stake(self) -> str:
-        return f"the steps after checkpoint {self.kept}" if self.kept else "all its steps"
+        return f"the steps after checkpoint {self.kept}" if self.kept else "all steps"
 
 
 def saves(count: int) -> str:
@@ -329,13 +337,13 @@ def saves(count: int) -> str:
 
 
 def reason(event: Event) -> str:
-    """Its message without the names of Python."""
+    """Returns the event's message without the name of the Python exception."""
     return _KIND_OF_ERROR.sub("", str(event["message"]))
 
 
 def failing(events: Iterable[Event]) -> int:
-    """How many saves in a row have failed up to the end of ``events``."""
+    """Returns the number of consecutive failed saves at the end of ``events``."""
     found = Saves()
     for event in events:
-        found.told(event)
+        found.message(event)
     return found.failed

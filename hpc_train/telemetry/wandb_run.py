@@ -1,7 +1,7 @@
-"""One W&B run from a training's first attempt to its last, that can do the training no harm.
+"""Logs a training to one W&B run over all its attempts, without affecting the training.
 
-Every call of wandb happens in a thread of its own behind a bounded queue; when it fails, hangs or is absent, the
-training goes on and says so once.
+A separate thread makes all calls of wandb, behind a bounded queue. If wandb fails, hangs or is not installed, training
+continues and reports that once.
 """
 
 from __future__ import annotations
@@ -21,50 +21,62 @@ from urllib.parse import urlsplit
 from hpc_train.config.schema import WandbConfig
 
 SERVICE = "https://api.wandb.ai"
-ANSWER_S = 5.0  # how long the service may take to answer before a run is offline
+ANSWER_S = 5.0  # time limit for the service to respond; after that the run is offline
 QUEUED_LINES = 10_000
 FINISH_S = 30.0
-ARTIFACT_S = 600.0  # to finish when a checkpoint is uploaded as well
-SYNCS_ALL = (0, 29)  # the first wandb whose `wandb sync` keeps every attempt of an offline run, as the dependencies say
+ARTIFACT_S = 600.0  # time limit to finish with the upload of a checkpoint
+SYNCS_ALL = (0, 29)  # the first version whose `wandb sync` keeps all attempts of an offline run, as in pyproject.toml
 
 
 @dataclass(frozen=True)
 class WandbIdentity:
-    """Who a run is on W&B."""
+    """Identifies a run on W&B.
 
-    run_id: str  # the same over all attempts
+    Attributes:
+        run_id: the same for all attempts.
+        group: the name of the sweep.
+        directory: the run directory; wandb writes to its subdirectory wandb/.
+        config: the config and the code version.
+    """
+
+    run_id: str
     name: str
-    group: str | None  # the sweep
-    directory: Path  # the run directory; wandb writes into its folder wandb/
-    config: dict[str, Any]  # with the code version
+    group: str | None
+    directory: Path
+    config: dict[str, Any]
 
 
 class WandbRun:
-    """A ``metrics.Sink``; on rank 0 only."""
+    """Sends metrics to W&B in a separate thread; a ``metrics.Sink`` on rank 0 only.
+
+    Attributes:
+        mode: online, offline or disabled; None until the thread has determined it.
+    """
 
     def __init__(self, settings: WandbConfig, identity: WandbIdentity) -> None:
-        self._settings, self._identity = settings, identity
+        self._settings = settings
+        self._identity = identity
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(QUEUED_LINES)
         self._checkpoint: Path | None = None
-        self._trouble = False
-        self.mode: str | None = None  # known once the thread has found out
+        self._inactive = False
+        self.mode: str | None = None
         self.url: str | None = None
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._thread.start()
 
     def log(self, line: dict[str, Any]) -> None:
-        if self._trouble:
+        if self._inactive:
             return
         try:
             self._queue.put_nowait(line)
         except queue.Full:
-            self._give_up(f"{QUEUED_LINES} lines wait to be sent")
+            self._give_up(f"{QUEUED_LINES} lines are waiting to be sent")
 
     def finish(self, checkpoint: Path | None = None) -> None:
-        """Sends what is left and ends the W&B run, in bounded time.
+        """Sends the remaining lines and ends the W&B run, in bounded time.
 
         Args:
-            checkpoint: a checkpoint's directory to upload as an artifact.
+            checkpoint: directory of a checkpoint to upload as an artifact.
         """
         self._checkpoint = checkpoint
         limit = ARTIFACT_S if checkpoint else FINISH_S
@@ -80,7 +92,7 @@ class WandbRun:
         try:
             self.mode = resolve_mode(self._settings.mode)
             if self.mode == "disabled":
-                self._trouble = True
+                self._inactive = True
                 return
             self._session()
         except BaseException as error:  # wandb.errors derive from several bases, SystemExit among them
@@ -102,11 +114,11 @@ class WandbRun:
             config=identity.config,
             dir=str(identity.directory),
             mode=self.mode,  # type: ignore[arg-type]
-            # the agent has the worker's output already, and the snapshot of the code is the run directory's matter
+            # the agent logs the worker's output, and the run directory has a snapshot of the code
             settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
         )
         self.url = run.url
-        # Steps of our own: after a resume they go back, and W&B drops what comes with a smaller step of its own.
+        # use a custom step, because W&B drops lines with a smaller step, which a resume produces
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
         while (line := self._queue.get()) is not None:
@@ -118,25 +130,25 @@ class WandbRun:
         run.finish()
 
     def _give_up(self, reason: str) -> None:
-        if not self._trouble:
-            self._trouble = True
-            print(f"W&B: {reason}; the run goes on without it, its metrics are in {self._identity.directory}/metrics")
+        if not self._inactive:
+            self._inactive = True
+            print(f"W&B: {reason}; continuing without it, the metrics are in {self._identity.directory}/metrics")
 
 
 def _loses_attempts(version: str) -> str | None:
-    """A warning for a wandb that does not upload all attempts of an offline run."""
+    """Returns a warning if this version of wandb does not upload all attempts of an offline run."""
     found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if found >= SYNCS_ALL:
         return None
     needed = ".".join(map(str, SYNCS_ALL))
     return (
-        f"W&B: wandb {version} is installed, and `wandb sync` below {needed} keeps only the last attempt of an offline "
-        f"run. Run pip install 'wandb>={needed}' before you upload this run"
+        f"W&B: `wandb sync` of the installed wandb {version} uploads only the last attempt of an offline run. "
+        f"Run pip install 'wandb>={needed}' before you upload this run"
     )
 
 
 def resolve_mode(asked: str) -> str:
-    """``auto`` becomes online where a key is set and the service answers, else offline; WANDB_MODE decides it too."""
+    """Resolves ``auto`` to WANDB_MODE, else to online if a key is set and the service responds, else to offline."""
     if asked != "auto":
         return asked
     chosen = os.environ.get("WANDB_MODE", "")
@@ -146,7 +158,7 @@ def resolve_mode(asked: str) -> str:
     if not _has_key(service):
         return "offline"
     if not _answers(service):
-        print(f"W&B: {service} does not answer within {ANSWER_S:g} s; offline, send it later with wandb sync")
+        print(f"W&B: {service} did not respond within {ANSWER_S:g} s; logging offline, upload later with wandb sync")
         return "offline"
     return "online"
 
@@ -164,7 +176,7 @@ def _answers(service: str) -> bool:
     try:
         urllib.request.urlopen(f"{service.rstrip('/')}/healthz", timeout=ANSWER_S).close()
     except urllib.error.HTTPError:
-        return True  # it answers, if only that there is no such page
+        return True  # any HTTP status is a response
     except OSError:
         return False
     return True

@@ -1,6 +1,6 @@
-"""What ``strategy.bucket_cap_mb=auto`` has found stays with the run: an attempt in the same layout begins with it.
+"""Resolves ``strategy.bucket_cap_mb=auto`` and ``strategy.compression=auto`` and records the choices in ``run.json``.
 
-Makes ``strategy.compression=auto`` a technique: as an earlier attempt of this layout chose, else by measuring.
+An attempt in the same layout reuses the choice of an earlier attempt instead of measuring again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hpc_train.run.events import EventLog
 
 
 def with_known_buckets(config: Config, run: RunDirectory, mesh: Mesh) -> Config:
-    """``config`` with the size that an attempt in this layout has chosen in place of ``auto``. Collective."""
+    """Replaces ``auto`` by the bucket size that an earlier attempt in this layout has chosen. Collective."""
     if config.strategy.bucket_cap_mb != "auto":
         return config
     record: list[Any] = [run.record().get("bucket_cap") if mesh.rank == 0 else None]
@@ -30,10 +30,10 @@ def with_known_buckets(config: Config, run: RunDirectory, mesh: Mesh) -> Config:
     return replace(config, strategy=replace(config.strategy, bucket_cap_mb=known["cap_mb"]))
 
 
-def teller(run: RunDirectory, mesh: Mesh, events: EventLog) -> Tell:
-    """Writes a choice to the log, the events and ``run.json``; on rank 0."""
+def bucket_choice_recorder(run: RunDirectory, mesh: Mesh, events: EventLog) -> Tell:
+    """Returns the callback with which rank 0 writes a bucket choice to the log, the events and ``run.json``."""
 
-    def tell(choice: BucketChoice) -> None:
+    def record(choice: BucketChoice) -> None:
         if mesh.rank != 0:
             return
         seconds = {f"{size:g}": value for size, value in choice.seconds.items()}
@@ -42,13 +42,13 @@ def teller(run: RunDirectory, mesh: Mesh, events: EventLog) -> Tell:
         run.update_record(bucket_cap={"layout": str(mesh.layout), **found})
         events.write("bucket_size_chosen", **found)
 
-    return tell
+    return record
 
 
 def with_chosen_compression(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog | None = None) -> Config:
-    """``config`` with the technique in the place of ``auto``; told in the log, ``events`` and ``run.json``. Collective.
+    """Replaces ``auto`` by the fastest technique; writes it to the log, ``events`` and ``run.json``. Collective.
 
-    An attempt in the same layout takes what was chosen before: its steps are those of the attempt before it.
+    An attempt in the same layout reuses the earlier choice, so that its steps are the same as before.
     """
     if config.strategy.compression != "auto":
         return config
@@ -57,7 +57,7 @@ def with_chosen_compression(config: Config, run: RunDirectory, mesh: Mesh, event
 
 
 def _known(run: RunDirectory, mesh: Mesh) -> str | None:
-    """What rank 0 reads in the run's record."""
+    """Returns the technique that ``run.json`` records for this layout; rank 0 reads it for all ranks."""
     record: list[Any] = [run.record().get("compression") if mesh.rank == 0 else None]
     dist.broadcast_object_list(record, src=0, group=mesh.control)
     known = record[0]

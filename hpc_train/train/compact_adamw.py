@@ -1,10 +1,10 @@
-"""AdamW whose moments take less memory: bf16 (4 bytes per parameter instead of 8) or 8 bits in blocks (2 bytes).
+"""AdamW with compact moments: bf16 (4 bytes per parameter instead of 8) or block-wise 8 bits (2 bytes).
 
-The update itself is computed in fp32, in pieces of a few million elements. bf16 has so few digits that a second moment
-under a large beta2 would never change: its additions are smaller than half a digit. So moments are rounded up or down
-at random such that they are right in the mean. The randomness is a hash of the gradient and the step: the same on
-replicas, under every layout, and after a resume. 8 bits are Dettmers et al.'s (2021, arXiv:2110.02861): blocks of 256
-with a scale each, in which values are near to one of 256 dynamic codes, as torchao has them.
+The update is computed in fp32, in pieces of a few million elements. With round-to-nearest, a bf16 second moment would
+never change under a large beta2, because the additions are smaller than half a unit in the last place. Moments are
+therefore rounded stochastically. The random bits are a hash of the gradient and the step, so they are the same on
+replicas, under every layout, and after a resume. The 8-bit format is Dettmers et al.'s (2021, arXiv:2110.02861) as
+torchao implements it: blocks of 256 values with one scale each and 256 dynamic codes.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ from torch import Tensor
 from hpc_train.errors import UserError
 
 BLOCK = 256
-LEAST = 4096  # elements; smaller tensors, and those that are no multiple of BLOCK, keep full moments
+LEAST = 4096  # elements; smaller tensors and those that are not a multiple of BLOCK keep fp32 moments
 PIECE = 2**22  # elements; a multiple of BLOCK
 
 
 class CompactAdamW(torch.optim.Optimizer):
-    """AdamW, gated by ``found_inf`` (a scalar on the parameters' device) as torch's fused optimizers are.
+    """AdamW with compact moments. Like torch's fused optimizers it skips the update if ``found_inf`` is not zero.
 
     Args:
         moments: ``bf16`` or ``8bit``.
 
+    Attributes:
+        found_inf: a scalar on the parameters' device, set before each step.
+
     Raises:
-        UserError: torchao is not installed.
+        UserError: ``8bit`` is requested and torchao is not installed.
     """
 
     found_inf: Tensor
@@ -54,10 +57,11 @@ class CompactAdamW(torch.optim.Optimizer):
 
 
 def _update(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any], finite: Tensor) -> None:
-    """One step of one parameter; nothing changes where ``finite`` is false."""
+    """Updates one parameter and its moments unless ``finite`` is false."""
     state["step"] += finite
     step = state["step"].to(parameter.dtype)
-    (beta1, beta2), rate = group["betas"], group["lr"]
+    beta1, beta2 = group["betas"]
+    rate = group["lr"]
     root = (1 - beta2**step).sqrt()
     pieces = zip(
         _pieces(parameter.detach()), _pieces(parameter.grad), _pieces(state["exp_avg"]), _pieces(state["exp_avg_sq"]),
@@ -74,7 +78,7 @@ def _update(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any], 
 
 
 def wide(moment: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of ``moment``, a copy."""
+    """Returns a copy of ``moment`` in ``dtype``."""
     return moment.dequantize().to(dtype) if is_8bit(moment) else moment.to(dtype, copy=True)
 
 
@@ -94,7 +98,7 @@ def _store(moment: Any, value: Tensor, finite: Tensor, gradient: Tensor, salt: T
 
 
 def _bf16(value: Tensor, gradient: Tensor, salt: Tensor) -> Tensor:
-    """Rounded up or down by a hash of ``gradient`` and ``salt``: the mean of many roundings is ``value``."""
+    """Rounds stochastically to bf16 with a hash of ``gradient`` and ``salt``; the expected result is ``value``."""
     mixed = gradient.view(torch.int32) ^ (salt.to(torch.int32) * 0x165667B1)
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):  # the finaliser of a 32-bit hash
         mixed = (mixed ^ ((mixed >> shift) & (2 ** (32 - shift) - 1))) * factor
@@ -103,7 +107,7 @@ def _bf16(value: Tensor, gradient: Tensor, salt: Tensor) -> Tensor:
 
 
 def _pieces(tensor: Any) -> Sequence[Any]:
-    """Flat views."""
+    """Splits a tensor into flat views of at most ``PIECE`` elements."""
     if not is_8bit(tensor):
         return tensor.view(-1).split(PIECE)
     codes, scales = tensor.codes.view(-1).split(PIECE), tensor.scale.split(PIECE // BLOCK)
@@ -120,7 +124,7 @@ def _zeros_of(moments: str) -> Callable[[Tensor, bool], Tensor]:
             return torch.zeros_like(parameter)
         state: Any = state_8bit.zeros(parameter.shape, signed, BLOCK, parameter.device)
         if signed:
-            state.qmap[0] = -1.0  # as 1.0 above: a block's largest value is kept, and what is read is stored as it was
+            state.qmap[0] = -1.0  # symmetric to the code 1.0, so that storing a dequantized block again is exact
         state.codes.fill_(int((state.qmap == 0).nonzero()))
         return state
 
@@ -132,8 +136,8 @@ def _state_8bit() -> Any:
         from torchao.optim.subclass_8bit import OptimState8bit
     except ImportError as error:
         raise UserError(
-            f"optim.moments=8bit is done with torchao, which cannot be imported: {error}",
+            f"optim.moments=8bit needs torchao, which cannot be imported: {error}",
             where="optim.moments",
-            fix="pip install 'hpc_train[8bit]', or optim.moments=bf16, which needs nothing",
+            fix="pip install 'hpc_train[8bit]', or optim.moments=bf16, which needs no extra package",
         ) from error
     return OptimState8bit

@@ -1,7 +1,7 @@
-"""What all ranks agree on once per step: to stop or not, to save or not, and how many targets the next batch has.
+"""Lets all ranks agree once per step on a stop, a save, and the number of targets in the next batch.
 
-One tiny all-reduce on a CPU group beside the training collectives. It is posted before a step and read before the next,
-so nobody waits for it, and all ranks see a stop request at the same step.
+The agreement is a small asynchronous all-reduce on a CPU group. It is posted before a step and read before the next
+one, so no rank waits for it, and all ranks see a stop request at the same step.
 """
 
 from __future__ import annotations
@@ -17,11 +17,17 @@ from hpc_train.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the last posted messages of all ranks add up to."""
+    """Holds the combined messages of all ranks.
+
+    Attributes:
+        stop: whether any rank was asked to stop.
+        target_count: targets that count in the announced global batch.
+        save: whether to save a checkpoint after the announced step.
+    """
 
     stop: bool
-    target_count: int  # targets that count in the global batch that the messages announced
-    save: bool  # after the step that was announced
+    target_count: int
+    save: bool
 
 
 class Control:
@@ -29,25 +35,25 @@ class Control:
 
     def __init__(self, mesh: Mesh) -> None:
         self._group = mesh.control
-        self._announces = mesh.pp_rank == 0 and mesh.tp_rank == 0  # one rank per data-parallel rank knows its targets
+        self._counts = mesh.pp_rank == 0 and mesh.tp_rank == 0  # one rank per replica reports its targets
         self._pending: tuple[Tensor, dist.Work] | None = None
 
     def post(self, stop: bool, local_count: int, save: bool = False) -> None:
-        """Starts the agreement; does not wait.
+        """Starts the agreement without blocking.
 
         Args:
             stop: whether this rank was asked to stop.
-            local_count: targets that count in this data-parallel rank's next batch; 0 where there is none.
-            save: whether this rank wants a checkpoint after that batch's step.
+            local_count: targets that count in this data-parallel rank's next batch; 0 without a next batch.
+            save: whether this rank wants a checkpoint after the step of that batch.
         """
-        assert self._pending is None, "the message before was not read"
-        message = torch.tensor([int(stop), local_count if self._announces else 0, int(save)])
+        assert self._pending is None, "the previous message was not read"
+        message = torch.tensor([int(stop), local_count if self._counts else 0, int(save)])
         work = dist.all_reduce(message, group=self._group, async_op=True)
         assert work is not None
         self._pending = message, work
 
     def read(self) -> Agreement:
-        """The sum of what all ranks posted; waits for the slowest rank's ``post``."""
+        """Returns the agreement; waits for the slowest rank's ``post``."""
         assert self._pending is not None, "nothing was posted"
         (message, work), self._pending = self._pending, None
         work.wait()

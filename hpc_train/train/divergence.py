@@ -1,11 +1,9 @@
-"""Whether a run still learns: told from what is logged anyway, so it costs nothing, and the same on every rank.
+"""Detects divergence from the logged values, which are the same on every rank.
 
-It has diverged when the last ``train.nonfinite_limit`` steps were all skipped, or, where ``train.spike_mads`` is set,
-when three logged losses in a row lie that many median absolute deviations above the median of those before. Both are
-robust against the single batch that a run gets over by itself. Going back and passing over the samples is what helped
-PaLM (Chowdhery et al. 2022, arXiv:2204.02311, section 5.1).
-
-A run may end before that is noticed, so it is looked at once more at its end (``at_end``).
+A run has diverged when its last ``train.nonfinite_limit`` steps were all skipped, or, with ``train.spike_mads``, when
+three consecutive logged losses exceed the median of the earlier ones by that many median absolute deviations. A single
+bad batch triggers neither rule. Rolling back and skipping the data follows PaLM (Chowdhery et al. 2022,
+arXiv:2204.02311, section 5.1). ``at_end`` repeats the check at the end of the run with fewer steps.
 """
 
 from __future__ import annotations
@@ -25,7 +23,12 @@ IN_A_ROW = 3  # logged losses above; at the end, steps that were skipped
 
 @dataclass(frozen=True)
 class Divergence:
-    """``since``: steps done before the first that may be bad. A ``fatal`` one does not pass by itself."""
+    """Describes a divergence.
+
+    Attributes:
+        since: number of steps before the first one that may be bad.
+        fatal: whether training cannot continue without a rollback.
+    """
 
     since: int
     reason: str
@@ -33,7 +36,7 @@ class Divergence:
 
 
 class DivergenceWatch:
-    """Looks at every logged step."""
+    """Checks every logged step for divergence."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._limit, self._mads = config.nonfinite_limit, config.spike_mads
@@ -45,11 +48,11 @@ class DivergenceWatch:
 
     @property
     def calm(self) -> bool:
-        """No loss was too high since the last one that was not."""
+        """Returns whether the last logged loss was not a spike."""
         return self._high == 0
 
     def look(self, step: int, loss: float, skipped: int) -> Divergence | None:
-        """After ``step`` steps, of which the last ``skipped`` had no finite gradient. Forgets what it has told."""
+        """Returns a divergence after ``step`` steps, the last ``skipped`` of them skipped; reports each one once."""
         if skipped >= self._limit:
             reason = (
                 f"no gradient was finite in the last {skipped} steps: the training has diverged; a smaller optim.lr, "
@@ -72,15 +75,14 @@ class DivergenceWatch:
         return Divergence(self._calm_at, reason, fatal=False)
 
     def at_end(self, step: int, loss: float, validation: float, skipped: int, scaled: bool) -> Divergence | None:
-        """After the last step of the run and ``look``. A single bad step at the very end is no divergence where the
-        validation loss shows that the weights are good.
+        """Checks the end of the run, after ``look``. A single bad last step with a finite validation loss is accepted.
 
         Args:
             validation: the loss of the final evaluation.
-            scaled: fp16's loss scale follows each step that is skipped, so a finite loss tells more than they do.
+            scaled: whether fp16's loss scaling is in use, where skipped steps alone do not prove divergence.
 
         Returns:
-            ``fatal`` where the weights are not worth keeping: training itself has come to nothing.
+            None, or a divergence, which is ``fatal`` if the weights are not worth saving.
         """
         last = f"the last logged step with a finite loss and gradient is step {self._finite_at}"
         if not math.isfinite(loss) and (skipped > 1 or not math.isfinite(validation)):
@@ -102,7 +104,7 @@ class DivergenceWatch:
         return loss > middle + self._mads * max(spread, 1e-3 * abs(middle))  # losses may be all but equal
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint."""
+        """Returns the state to save in a checkpoint."""
         return {
             "losses": list(self._losses),
             "high": self._high,

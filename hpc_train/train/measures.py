@@ -1,7 +1,4 @@
-"""What is measured of every step while training goes on, on every rank, and told with each line of metrics.
-
-How fast training goes since the line before: time, tokens, samples; without pauses for saving and evaluation.
-"""
+"""Measures every training step on every rank, and computes the throughput for each line of metrics."""
 
 from __future__ import annotations
 
@@ -29,64 +26,69 @@ from hpc_train.run.events import EventLog
 
 
 class Measures:
-    """Of this rank; together with those of the others at log steps.
+    """Measures the steps of this rank and combines them with those of the other ranks at log steps.
 
     Args:
-        first_of_node: whether this rank reads the counters of its node's network cards.
+        first_of_node: whether this rank reads the counters of its node's NICs.
     """
 
     def __init__(self, config: Config, mesh: Mesh, first_of_node: bool) -> None:
         self._mesh = mesh
         self._ddp = mesh.layout.dp > 1 and mesh.layout.kind.waits_in_backward
-        # the functional collectives of tensor parallelism inside compiled layers are not seen
-        self._sees_communication = mesh.layout.world_size > 1 and not (mesh.layout.tp > 1 and config.train.compile)
+        # functional collectives of tensor parallelism inside compiled layers cannot be observed
+        self._observes_communication = mesh.layout.world_size > 1 and not (mesh.layout.tp > 1 and config.train.compile)
         self.clock = StepClock(mesh.device)
         self._gpu = GpuUtilisation(mesh.device)
         self._first_of_node = first_of_node
         self._traffic = self._read_traffic()
-        self._late_rank: LateRankWatch | None = None
+        self._stragglers: LateRankWatch | None = None
         self._events: EventLog | None = None
 
     @contextmanager
     def watching(self, parts: Iterable[nn.Module]) -> Iterator[None]:
-        """Around all steps. ``parts``: of the engine."""
+        """Measures during this context, which encloses all steps.
+
+        Args:
+            parts: the modules of the engine.
+        """
         with self.clock.watching(parts if self._ddp else (), pipeline=self._mesh.layout.pp > 1):
             yield
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around each step."""
+        """Measures one step during this context."""
         with self.clock.step():
             yield
         self._gpu.look()
 
     def over_ranks(self, interval: Interval) -> dict[str, float]:
-        """What all ranks measured since the last call, under the keys of the metrics. Collective."""
+        """Returns metric name -> value over all ranks since the last call. Collective."""
         rows = gather(self._own(interval), self._mesh)
-        late = None if self._late_rank is None else self._late_rank.look(rows)
-        if late is not None and self._events is not None:
-            self._events.write("straggler", **late.details())
+        straggler = None if self._stragglers is None else self._stragglers.look(rows)
+        if straggler is not None and self._events is not None:
+            self._events.write("straggler", **straggler.details())
         return over_ranks(rows, self._mesh.layout)
 
     def watch_nodes(self, events: EventLog) -> None:
-        """From now on a rank that those on other nodes wait for is named in ``events`` of rank 0. Collective."""
+        """Starts to report stragglers that ranks on other nodes wait for, in ``events`` of rank 0. Collective."""
         nodes: list[str] = [""] * self._mesh.layout.world_size
         dist.all_gather_object(nodes, current_allocation().node_name, group=self._mesh.control)
         if self._mesh.rank == 0:
-            self._late_rank, self._events = LateRankWatch(self._mesh.layout, nodes), events
+            self._stragglers = LateRankWatch(self._mesh.layout, nodes)
+            self._events = events
 
     def cost(self, steps: int, step: Callable[[], None], log_every: int, rounds: int = 20) -> dict[str, float]:
-        """What measuring takes, in isolation: seconds per step, between and at log steps. Collective.
+        """Measures the overhead of measuring in seconds per step, both in each step and at log steps. Collective.
 
         Args:
-            steps: so many calls of ``step`` tell how often something is timed in a step.
+            steps: number of calls of ``step`` over which timed intervals per step are counted.
         """
         before = self.clock.stretches
         with self.watching([]):
             for _ in range(steps):
                 with self.clock.step():
                     step()
-        stretches = (self.clock.stretches - before) / steps + self._ddp  # DDP's is not counted without its modules
+        stretches = (self.clock.stretches - before) / steps + self._ddp  # DDP's is only timed with its modules
         begin = time.perf_counter()
         for _ in range(rounds):
             self.over_ranks(Interval(1.0, 1, 0.0))
@@ -95,14 +97,17 @@ class Measures:
         return {"seconds_per_step": seconds, "stretches_per_step": stretches, "seconds_at_log_step": at_log_steps}
 
     def _own(self, interval: Interval) -> RankTimes:
-        times, traffic, layout = self.clock.read(), self._read_traffic(), self._mesh.layout
-        passed, self._traffic = traffic.since(self._traffic), traffic
+        times = self.clock.read()
+        layout = self._mesh.layout
+        traffic = self._read_traffic()
+        passed = traffic.since(self._traffic)
+        self._traffic = traffic
         return RankTimes(
             seconds=interval.seconds,
             steps=interval.steps,
             data_s=interval.waited_s,
             memory_bytes=peak_memory_bytes(self._mesh.device),
-            communication_s=times.communication_s if self._sees_communication else None,
+            communication_s=times.communication_s if self._observes_communication else None,
             bubble_s=times.bubble_s if layout.pp > 1 else None,
             gpu_util=self._gpu.take(),
             rdma_sent=passed.rdma_sent,
@@ -117,7 +122,7 @@ class Measures:
 
 @dataclass(frozen=True)
 class Interval:
-    """Between two lines of metrics: ``steps`` in ``seconds``, of which ``waited_s`` were spent waiting for data."""
+    """Describes the time between two lines of metrics: its seconds, steps, and seconds spent waiting for data."""
 
     seconds: float
     steps: int
@@ -126,13 +131,13 @@ class Interval:
 
 @dataclass
 class Meter:
-    """Counts since ``begin``; reads the host's clock only.
+    """Computes throughput from the host's clock, excluding pauses for saves and evaluation.
 
     Attributes:
-        flops: of one sample; None where the model does not know.
-        peak_flops: FLOP/s of all devices together; None where they are not known.
-        interval: what the last ``read`` was about.
-        waited_s: for data, since the start.
+        flops: FLOPs of one sample; None if unknown.
+        peak_flops: FLOP/s of all devices together; None if unknown.
+        interval: the interval of the last ``read``.
+        waited_s: total seconds spent waiting for data.
     """
 
     flops: FlopCount | None = None
@@ -151,7 +156,7 @@ class Meter:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around a wait for data."""
+        """Counts the time in this context as waiting for data."""
         began = time.perf_counter()
         yield
         waited = time.perf_counter() - began
@@ -160,27 +165,27 @@ class Meter:
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
-        """Around what is not training: evaluation, a save."""
+        """Excludes the time in this context, e.g. an evaluation or a save, from the training time."""
         began = time.perf_counter()
         yield
         self._paused += time.perf_counter() - began
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Around a save, as far as it blocks training."""
+        """Counts the time in this context as a save that blocks training."""
         began = time.perf_counter()
         with self.pausing():
             yield
         self._saved += time.perf_counter() - began
 
     def count(self, samples: int, tokens: int) -> None:
-        """After each step."""
+        """Counts one step."""
         self._steps += 1
         self._samples += samples
         self._tokens += tokens
 
     def read(self) -> dict[str, float]:
-        """The rates since the last ``read``, under the keys of the metrics; begins anew."""
+        """Returns metric name -> value since the last ``read`` and starts a new interval."""
         now = time.perf_counter()
         seconds = max(now - self._began - self._paused, 1e-9)
         rates = {
@@ -202,23 +207,23 @@ class Meter:
 
     @property
     def mean_tokens_per_s(self) -> float:
-        """Over all that was read so far."""
+        """Returns the mean over all intervals that were read."""
         return self._all_tokens / max(self._all_seconds, 1e-9)
 
 
 def make_meter(config: Config, mesh: Mesh, dataset: Dataset) -> Meter:
-    """With what utilisation needs, where the model and the devices are known."""
+    """Returns the meter of a run; it knows the FLOPs if the model and the devices are known."""
     if mesh.device.type != "cuda":
         return Meter()
     per_device = peak_flops(torch.cuda.get_device_name(mesh.device), config.precision.name)
     if per_device is None or config.model.kind == "custom":
         return Meter()
-    model = build_model(config.model, config.train.seed)  # on meta: no memory, no time
+    model = build_model(config.model, config.train.seed)  # on the meta device, which costs no memory or time
     assert isinstance(model, Model)
     inputs = torch.empty((1, *dataset.inputs_shape()), device="meta")
     return Meter(count_flops(model, inputs, config.train), per_device * mesh.layout.world_size)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this rank has used: of the GPU's allocator, on the CPU the resident set (VmHWM)."""
+    """Returns the peak memory of this rank: of the GPU's allocator, or on the CPU the resident set (VmHWM)."""
     return peak_device_memory(device) or peak_host_memory()

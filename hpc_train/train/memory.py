@@ -1,7 +1,4 @@
-"""Where the memory of every rank went: what is held from step to step, and the rest of the peak.
-
-An error of memory, told with what was asked for, where memory goes, and what would help in this very run.
-"""
+"""Reports the memory of every rank, and explains an out-of-memory error with changes that would help in this run."""
 
 from __future__ import annotations
 
@@ -28,11 +25,11 @@ from hpc_train.train.optimizer import Optimizer
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on the device of one rank.
+    """Holds the bytes on the device of one rank.
 
     Attributes:
-        peak: of the GPU's allocator; on the CPU the resident set, with the interpreter and its libraries.
-        activations: the rest of the peak: activations, and whatever else there was at that moment.
+        peak: peak of the GPU's allocator; on the CPU the peak resident set, including the interpreter and libraries.
+        activations: the rest of the peak, i.e. activations and temporary buffers.
     """
 
     peak: int
@@ -44,10 +41,10 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Of all ranks, by rank."""
+    """Holds the measured memory of all ranks and the estimate for the rank that needs most."""
 
     ranks: tuple[RankMemory, ...]
-    estimated: float | None  # of the rank that needs most
+    estimated: float | None
 
     def as_json(self) -> dict[str, Any]:
         return {"estimated": self.estimated, "ranks": [asdict(rank) for rank in self.ranks]}
@@ -60,7 +57,7 @@ class MemoryReport:
 
 
 def report_memory(config: Config, mesh: Mesh, engine: Engine, optimizer: Optimizer) -> MemoryReport:
-    """After a step, while its gradients are there. Collective."""
+    """Measures the memory of all ranks after a step, before its gradients are freed. Collective."""
     parameters = engine.named_parameters().values()
     peak = peak_device_memory(mesh.device) or peak_host_memory()
     weights = _bytes(parameters, mesh)
@@ -74,25 +71,25 @@ def report_memory(config: Config, mesh: Mesh, engine: Engine, optimizer: Optimiz
 
 
 def _bytes(tensors: Iterable[Tensor], mesh: Mesh) -> int:
-    """Of what is on the ranks' device: not what is offloaded."""
+    """Returns the bytes of the local tensors on the rank's device, without offloaded ones."""
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return sum(tensor.numel() * tensor.element_size() for tensor in local if tensor.device.type == mesh.device.type)
 
 
-TOLD = 3  # fixes, where their savings are known
-WORTH = 0.02  # of all the memory: a fix that saves less is not told
+SHOWN = 3  # number of suggested changes
+WORTH = 0.02  # smallest saving, as a fraction of the estimate, that is worth suggesting
 
 
 class OutOfMemory(MemoryError):
-    """The message says what to change."""
+    """Reports that memory is exhausted; the message suggests changes of the config."""
 
 
 @contextmanager
 def explained(config: Config, mesh: Mesh) -> Iterator[None]:
-    """Around what may need more memory than there is, of the device or of the host.
+    """Explains out-of-memory errors of the device or the host that are raised in this context.
 
     Raises:
-        OutOfMemory: in place of what torch or Python raised.
+        OutOfMemory: replaces the exception of torch or Python.
     """
     try:
         yield
@@ -114,7 +111,7 @@ def _message(error: Exception, config: Config, mesh: Mesh) -> str:
 
 @dataclass(frozen=True)
 class MemorySaving:
-    """A change of the config, in words, and the bytes per rank that it is estimated to save."""
+    """Describes a change of the config and the bytes per rank that it saves according to the estimate."""
 
     words: str
     saves: float | None
@@ -124,7 +121,10 @@ class MemorySaving:
 
 
 def fixes(config: Config, mesh: Mesh) -> list[MemorySaving]:
-    """What is not in use yet, the cheapest in speed first; of those with known savings the first that are worth it."""
+    """Returns changes that save memory, those that cost least speed first.
+
+    Without an estimate (custom models) it returns all changes, else at most ``SHOWN`` that are worth suggesting.
+    """
     before = estimate(config, mesh.layout)
     if before is None:
         return [MemorySaving(words, None) for words, _ in _candidates(config, mesh)]
@@ -133,14 +133,14 @@ def fixes(config: Config, mesh: Mesh) -> list[MemorySaving]:
         saves = None if changed is None else before.total - _total(changed, mesh, before.total)
         if saves is None or saves > WORTH * before.total:
             found.append(MemorySaving(words, saves))
-    return found[:TOLD]
+    return found[:SHOWN]
 
 
 def _candidates(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config | None]]:
-    """Overrides, and the config with them; the cheapest first."""
+    """Yields overrides that are not in use yet and the config with them, those that cost least speed first."""
     layout, train, gpu = mesh.layout, config.train, mesh.device.type == "cuda"
     if layout.logical_micro_batches and layout.micro_size > 1:
-        yield f"batch.logical_micro_batches={2 * layout.logical_micro_batches}, from the first step on", None
+        yield f"batch.logical_micro_batches={2 * layout.logical_micro_batches} in a new run", None
     elif layout.micro_size > 1:
         half = layout.micro_size // 2
         smaller = replace(config, batch=replace(config.batch, micro_size=half, micro_batches="auto"))
@@ -167,7 +167,7 @@ def _candidates(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config | None
 
 
 def _total(config: Config, mesh: Mesh, otherwise: float) -> float:
-    """Of the changed config on the same ranks; ``otherwise`` where it is refused there."""
+    """Returns the estimate for the changed config on the same ranks, or ``otherwise`` if that config is invalid."""
     try:
         changed = estimate(config, resolve_layout(config, 1, mesh.layout.world_size))
     except UserError:

@@ -1,9 +1,6 @@
-"""How a worker joins the others of its attempt, and how it leaves them.
+"""Joins and leaves the process groups of an attempt, and sends the flight recorder to the agent on request.
 
-torch's flight recorder: the last collectives of this rank, told to the agent when it asks.
-
-The thread that answers gets on while the main thread waits inside a collective. It costs a look at one word of memory
-per half second.
+A thread answers requests for the last collectives even while the main thread is blocked in one.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from hpc_train.config.schema import Config, TrainConfig
 from hpc_train.parallel.mesh import Mesh, join_mesh
 from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
 
-LEAVE_S = 10.0  # for the end of the process groups, which can hang
+LEAVE_S = 10.0  # time limit for destroying the process groups, which can hang
 
 
 def join(spec: WorkerSpec, config: Config) -> Mesh:
@@ -31,7 +28,7 @@ def join(spec: WorkerSpec, config: Config) -> Mesh:
     if config.train.reproducible is not None:
         _use_deterministic()
     if config.train.debug:
-        dist.set_debug_level(dist.DebugLevel.DETAIL)  # each collective is compared over all ranks before it runs
+        dist.set_debug_level(dist.DebugLevel.DETAIL)  # checks each collective for consistency across ranks
     device = _device(spec)
     timeout = timedelta(seconds=config.elastic.collective_timeout_s)
     _join(spec, device, timeout)
@@ -39,14 +36,13 @@ def join(spec: WorkerSpec, config: Config) -> Mesh:
 
 
 def _threads(spec: WorkerSpec, train: TrainConfig) -> int:
-    """``auto`` shares the cores among the ranks of the node; the bits of a sum depend on how many threads share it."""
+    """Returns the number of threads; ``auto`` is 1 with ``train.reproducible``, as threads change the bits of sums."""
     return 1 if train.reproducible is not None and train.threads == "auto" else spec.threads
 
 
 def _use_deterministic() -> None:
-    """Kernels that add in an order of their own, with atomics, give way to slower ones; an op that has no other raises
-    an error that names it."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs for it; read at its first call
+    """Selects deterministic kernels; an operator without one raises an error that names it."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs this and reads it at its first call
     torch.use_deterministic_algorithms(True)
 
 
@@ -79,7 +75,7 @@ def _join(spec: WorkerSpec, device: torch.device, timeout: timedelta) -> None:
 
 
 def leave(mesh: Mesh) -> None:
-    """Ends the process groups after all ranks are through, but never waits long: the process ends anyway."""
+    """Destroys the process groups after a barrier; gives up after ``LEAVE_S``, since the process exits anyway."""
 
     def end() -> None:
         dist.barrier(group=mesh.control)
@@ -94,7 +90,7 @@ POLL_S = 0.5
 
 
 def answer_questions(descriptor: int | None) -> None:
-    """Starts the thread, for the block that the agent has handed over."""
+    """Starts the thread that answers the agent's requests through the shared block ``descriptor``."""
     if descriptor is not None:
         block = SharedBlock(descriptor)
         threading.Thread(target=_answer, args=(block,), name="flight recorder", daemon=True).start()
@@ -108,7 +104,7 @@ def _answer(block: SharedBlock) -> None:
 
 
 def collectives() -> bytes:
-    """JSON with the last TORCH_FR_BUFFER_SIZE collectives of all groups; ``{}`` where torch cannot tell."""
+    """Returns JSON with the last TORCH_FR_BUFFER_SIZE collectives of all groups, or ``{}`` if torch has no recorder."""
     dump = getattr(distributed_c10d, "_dump_fr_trace_json", None)
     found: bytes | str = b"{}" if dump is None else dump()
     return found.encode() if isinstance(found, str) else found

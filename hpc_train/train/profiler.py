@@ -1,8 +1,6 @@
-"""``telemetry.profile``: traces of some steps on some ranks, memory snapshots, and what the steps are made of.
+"""Implements ``telemetry.profile``: traces, memory snapshots and a time breakdown of some steps on some ranks.
 
-Profiled steps are slower than others, in what the host does most of all: the shares say where to look.
-
-What steps are made of, by a profile of them.
+Profiling slows the steps down, mostly on the host; the breakdown shows where to look in the trace.
 """
 
 from __future__ import annotations
@@ -17,13 +15,13 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from hpc_train.config.values import Profiled
-from hpc_train.measure.shares import Interval, cpu_intervals, gpu_intervals, uncovered
+from hpc_train.measure.time_breakdown import Interval, cpu_intervals, gpu_intervals, uncovered
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import write_json
 
-MEMORY_EVENTS = 100_000  # of the allocator, in a snapshot
+MEMORY_EVENTS = 100_000  # allocator events kept for a snapshot
 
 
 @dataclass(frozen=True)
@@ -34,30 +32,38 @@ class _Begun:
 
 
 class Profiler:
-    """Profiles the steps that were asked for; all ranks call ``begin`` and ``end`` around each step."""
+    """Profiles the configured steps; all ranks call ``begin`` and ``end`` around each step."""
 
     def __init__(self, asked: Profiled | None, run: RunDirectory, mesh: Mesh, events: EventLog) -> None:
-        self._asked, self._run, self._mesh, self._events = asked, run, mesh, events
+        self._asked = asked
+        self._run = run
+        self._mesh = mesh
+        self._events = events
         self._begun: _Begun | None = None
 
     def begin(self, step: int, waited_s: float) -> None:
-        """Before ``step``, counted from 1. ``waited_s``: for data, so far."""
+        """Starts the profiler if ``step``, counted from 1, is the first profiled one.
+
+        Args:
+            waited_s: total seconds spent waiting for data.
+        """
         if self._asked is None or step != self._asked.first or self._begun is not None:
             return
         profiler = self._start() if self._asked.has(self._mesh.rank) else None
         self._begun = _Begun(profiler, time.perf_counter(), waited_s)
 
     def end(self, step: int, waited_s: float, last: bool = False) -> None:
-        """After ``step``. Collective after the last one that was asked for, and after the ``last`` of the attempt."""
+        """Stops the profiler after the last profiled step, or at the ``last`` step of the attempt. Collective."""
         if self._asked is None or self._begun is None or not (last or step == self._asked.last):
             return
         self._asked = replace(self._asked, last=step)
-        begun, self._begun = self._begun, None
+        begun = self._begun
+        self._begun = None
         own = None if begun.profiler is None else self._stop(begun, waited_s)
-        gathered: list[Composition | None] = [None] * self._mesh.layout.world_size
+        gathered: list[TimeBreakdown | None] = [None] * self._mesh.layout.world_size
         dist.all_gather_object(gathered, own, group=self._mesh.control)
         if self._mesh.rank == 0:
-            self._tell({rank: found for rank, found in enumerate(gathered) if found is not None}, self._asked)
+            self._report({rank: found for rank, found in enumerate(gathered) if found is not None}, self._asked)
 
     def _start(self) -> profile:
         self._run.profile.mkdir(exist_ok=True)
@@ -70,7 +76,7 @@ class Profiler:
         profiler.start()
         return profiler
 
-    def _stop(self, begun: _Begun, waited_s: float) -> Composition:
+    def _stop(self, begun: _Begun, waited_s: float) -> TimeBreakdown:
         assert self._asked is not None
         device = self._mesh.device
         if device.type == "cuda":
@@ -82,15 +88,15 @@ class Profiler:
         if device.type == "cuda":
             torch.cuda.memory._dump_snapshot(f"{name}-memory.pickle")
             torch.cuda.memory._record_memory_history(enabled=None)
-        return composition(begun.profiler.events() or [], elapsed, waited_s - begun.waited_s, device)
+        return time_breakdown(begun.profiler.events() or [], elapsed, waited_s - begun.waited_s, device)
 
-    def _tell(self, found: dict[int, Composition], asked: Profiled) -> None:
+    def _report(self, found: dict[int, TimeBreakdown], asked: Profiled) -> None:
         steps = max(1, asked.last - asked.first + 1)
-        text = f"profile of the steps {asked.first} to {asked.last}, in {self._run.profile}\n{summary(found, steps)}"
-        print(text)
-        shares = {str(rank): made_of.shares() for rank, made_of in found.items()}
+        report = f"profile of steps {asked.first} to {asked.last} in {self._run.profile}\n{summary(found, steps)}"
+        print(report)
+        shares = {str(rank): breakdown.shares() for rank, breakdown in found.items()}
         self._run.profile.mkdir(exist_ok=True)
-        (self._run.profile / "summary.txt").write_text(f"{text}\n", encoding="utf-8")
+        (self._run.profile / "summary.txt").write_text(f"{report}\n", encoding="utf-8")
         write_json(self._run.profile / "summary.json", {"first": asked.first, "last": asked.last, "ranks": shares})
         self._events.write("profiled", step=asked.last, first=asked.first, ranks=shares)
 
@@ -99,15 +105,15 @@ MICRO = 1e-6  # torch.profiler counts microseconds
 
 
 @dataclass(frozen=True)
-class Composition:
-    """Seconds of one rank; they add up to ``elapsed_s``.
+class TimeBreakdown:
+    """Splits the seconds of one rank into parts that add up to ``elapsed_s``.
 
     Attributes:
-        compute_s: something was computed: kernels on a GPU, torch's operators on the CPU.
-        communication_s: a collective was under way, and nothing computed.
-        bubble_s: only messages between pipeline stages were under way.
-        data_s: waiting for the next batch.
-        host_s: the rest: Python and launching kernels.
+        compute_s: a computation ran: kernels on a GPU, torch's operators on the CPU.
+        communication_s: a collective ran without a computation.
+        bubble_s: only point-to-point messages between pipeline stages were in flight.
+        data_s: the rank waited for the next batch.
+        host_s: the rest, i.e. Python and kernel launches.
     """
 
     elapsed_s: float
@@ -121,7 +127,7 @@ class Composition:
         return self.elapsed_s - self.compute_s - self.communication_s - self.bubble_s - self.data_s
 
     def shares(self) -> dict[str, float]:
-        """Of the time."""
+        """Returns each part as a fraction of the elapsed time."""
         seconds = {
             "compute": self.compute_s,
             "communication": self.communication_s,
@@ -132,26 +138,27 @@ class Composition:
         return {name: value / self.elapsed_s for name, value in seconds.items()}
 
 
-def composition(events: Iterable[Any], elapsed_s: float, data_s: float, device: torch.device) -> Composition:
-    """From the events of torch.profiler; the waits for data are the host's and known to it alone."""
+def time_breakdown(events: Iterable[Any], elapsed_s: float, data_s: float, device: torch.device) -> TimeBreakdown:
+    """Computes the breakdown from events of torch.profiler and the host's waiting time for data."""
     intervals = gpu_intervals(events) if device.type == "cuda" else cpu_intervals(events)
-    nothing: list[Interval] = []
-    compute = uncovered(intervals.computation, nothing) * MICRO
+    none: list[Interval] = []
+    compute = uncovered(intervals.computation, none) * MICRO
     communication = uncovered(intervals.communication, intervals.computation) * MICRO
     bubble = uncovered(intervals.messages, [*intervals.computation, *intervals.communication]) * MICRO
-    parts, left = [], elapsed_s
-    for seconds in (compute, communication, bubble, data_s):  # a wait for data may cover a message
+    parts = []
+    left = elapsed_s
+    for seconds in (compute, communication, bubble, data_s):  # a wait for data may overlap a message
         parts.append(min(seconds, left))
         left -= parts[-1]
-    return Composition(elapsed_s, *parts)
+    return TimeBreakdown(elapsed_s, *parts)
 
 
-def summary(of_ranks: Mapping[int, Composition], steps: int) -> str:
-    """A table: a line for each profiled rank, with milliseconds per step and shares."""
+def summary(of_ranks: Mapping[int, TimeBreakdown], steps: int) -> str:
+    """Returns a table with the milliseconds per step and the shares of each profiled rank."""
     names = ("compute", "communication", "bubble", "data", "host")
     lines = ["rank   ms/step" + "".join(f"{name:>15}" for name in names)]
-    for rank, made_of in sorted(of_ranks.items()):
-        shares = made_of.shares()
+    for rank, breakdown in sorted(of_ranks.items()):
+        shares = breakdown.shares()
         cells = "".join(f"{shares[name]:>15.1%}" for name in names)
-        lines.append(f"{rank:>4} {1e3 * made_of.elapsed_s / steps:>9.1f}{cells}")
+        lines.append(f"{rank:>4} {1e3 * breakdown.elapsed_s / steps:>9.1f}{cells}")
     return "\n".join(lines)

@@ -1,7 +1,4 @@
-"""What rank 0 tells of a run: metrics, a line in the log, and the result at the end. Other ranks tell nothing.
-
-One line that says whether two trainings ended with the same weights, bit for bit.
-"""
+"""Reports a run on rank 0: metrics, lines in the log, events, and the result at the end."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ RESULT = ("loss", "val_loss", "val_accuracy", "samples", "tokens", "mfu", "hfu")
 
 @dataclass
 class Report:
-    """Silent where ``metrics`` is None."""
+    """Writes the metrics, log lines and events of a run; does nothing if ``metrics`` is None."""
 
     run: RunDirectory
     events: EventLog
@@ -49,16 +46,17 @@ class Report:
     _last: dict[str, Any] = field(default_factory=dict)
 
     def line(self, line: dict[str, Any], skipped: SkippedSteps) -> None:
-        """One line of metrics, and the steps without an update since the line before."""
+        """Writes one line of metrics and reports the steps skipped since the previous line."""
         if self.metrics is None:
             return
         head = {"time": time.time(), "attempt": self.events.attempt, "world_size": self.world_size}
         self._last = head | line
         self.metrics.write(self._last)
-        print(_in_words(self._last, self.total_steps))
+        print(_log_line(self._last, self.total_steps))
         if skipped.since_last and self._last.get("loss_scale") is None:
             counts = {"steps": skipped.since_last, "in_a_row": skipped.in_a_row}
-            print(f"steps that were skipped, as their gradients were not finite: {skipped.since_last}")
+            steps = "1 step" if skipped.since_last == 1 else f"{skipped.since_last} steps"
+            print(f"skipped {steps} with non-finite gradients")
             self.events.write("step_skipped", step=line["step"], **counts)
         advice = None if self.advice is None else self.advice.look(self._last)
         if advice is not None:
@@ -66,10 +64,14 @@ class Report:
             self.events.write("advice", step=line["step"], **advice.details())
 
     def rolled_back(self, bad: range, to_step: int, skipped: Skipped, reason: str) -> None:
-        """From the end of the steps ``bad``, whose samples are passed over. ``skipped``: all that is now."""
+        """Reports a rollback to ``to_step`` from the end of the steps ``bad``.
+
+        Args:
+            skipped: all data that is skipped from now on, including that of ``bad``.
+        """
         if self.metrics is None:
             return
-        print(f"{reason}\nback to step {to_step}; the samples of steps {bad.start + 1} to {bad.stop} are passed over")
+        print(f"{reason}\nrolled back to step {to_step}; skipping the samples of steps {bad.start + 1} to {bad.stop}")
         details = {"to_step": to_step, "bad_steps": [bad.start, bad.stop], "skipped_windows": skipped.windows}
         self.events.write("rolled_back", step=bad.stop, reason=reason, **details)
 
@@ -79,42 +81,46 @@ class Report:
             self.events.write("warning", step=step, message=message)
 
     def save_waits(self, step: int, message: str, seconds: float) -> None:
-        """The last save has failed and is tried again, for ``seconds`` at most."""
+        """Reports that the last save has failed and is retried for at most ``seconds``."""
         if self.metrics is None:
             return
-        print(f"the last save, of step {step}, fails: {message}; it is tried again for up to {duration(seconds)}")
+        print(f"the last save, of step {step}, failed: {message}; retrying for up to {duration(seconds)}")
         path = str(self.run.checkpoints)
         self.events.write("save_waits", step=step, path=path, seconds=round(seconds, 1), message=message)
 
     def nothing_to_do(self, step: int, weights_sha256: str | None) -> None:
-        """The run was at its end. It gets its result where it was killed between its last save and that."""
+        """Reports that the run is complete; writes its result if it was killed after the last save and before that."""
         if self.metrics is None:
             return
-        print(f"step {step} of {self.total_steps} is done already; a larger train.steps goes on")
+        print(f"already at step {step} of {self.total_steps}; increase train.steps to continue")
         if self.run.record().get("result", {}).get("steps") != step:
             last = [line for line in self.run.read_metrics() if line["step"] <= step][-1:]
             self.run.update_record(result=self._result(step, last[0] if last else {}, weights_sha256))
         self.events.write("finished", step=step)
 
     def stopped(self, step: int, rates: dict[str, float]) -> None:
-        """``rates``: of the meter, since the last line of metrics."""
+        """Reports a stop on request after a checkpoint.
+
+        Args:
+            rates: the meter's values since the last line of metrics.
+        """
         if self.metrics is not None:
-            print(f"stopped on request after step {step} of {self.total_steps}, after a checkpoint")
+            print(f"stopped on request after step {step} of {self.total_steps}; the checkpoint is saved")
             self._close("stopped", step, {}, rates)
 
     def finished(
         self, step: int, tokens_per_s: float, rates: dict[str, float], weights_sha256: str | None, memory: MemoryReport
     ) -> None:
-        """The result, to the log and to ``run.json``.
+        """Writes the result to the log and to ``run.json``.
 
         Args:
             tokens_per_s: the mean of this attempt.
-            rates: of the meter, since the last line of metrics.
+            rates: the meter's values since the last line of metrics.
         """
         if self.metrics is None:
             return
         result = self._result(step, self._last, weights_sha256)
-        result["seconds"] = round(time.monotonic() - self._began, 3)  # of this attempt, from the first batch on
+        result["seconds"] = round(time.monotonic() - self._began, 3)  # since the first batch of this attempt
         result["tokens_per_s"] = tokens_per_s
         self.run.update_record(result=result, memory=memory.as_json())
         print(memory)
@@ -122,13 +128,13 @@ class Report:
         self._close("finished", step, result, rates)
 
     def _result(self, step: int, last: dict[str, Any], weights_sha256: str | None) -> dict[str, Any]:
-        """``last``: the last line of metrics."""
+        """Returns the result of the run; ``last`` is the last line of metrics."""
         result = {"steps": step, "attempt": self.events.attempt}
         result |= {key: finite_or_none(last[key]) for key in RESULT if last.get(key) is not None}
         return result if weights_sha256 is None else result | {"weights_sha256": weights_sha256}
 
     def _close(self, event: str, step: int, details: dict[str, Any], rates: dict[str, float]) -> None:
-        """The last event of rank 0, with the account of the run so far: where its time went."""
+        """Writes the last event of rank 0 with the time ledger of the run."""
         last = {key: rates[key] for key in ("step_s", "save_s")}
         head = {"event": event, "time": time.time(), "attempt": self.events.attempt, "step": step}
         total = read_ledger(self.run, closing=head | last).total
@@ -136,7 +142,7 @@ class Report:
         self.events.write(event, step=step, **details | last, ledger=total.as_json())
 
     def close(self) -> None:
-        """Ends W&B and TensorBoard, in bounded time."""
+        """Closes W&B and TensorBoard in bounded time."""
         if self.tensorboard is not None:
             self.tensorboard.close()
         if self.wandb is not None:
@@ -146,24 +152,24 @@ class Report:
 
 
 def open_report(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, start: int, total: int) -> Report:
-    """The report of this rank; W&B and TensorBoard as configured.
+    """Opens the report of this rank with W&B and TensorBoard as configured.
 
     Raises:
-        UserError: TensorBoard is asked for and not installed.
+        UserError: TensorBoard is enabled and not installed.
     """
-    silent = Report(run, events, mesh.device, mesh.layout.world_size, total)
+    report = Report(run, events, mesh.device, mesh.layout.world_size, total)
     if mesh.rank != 0:
-        return silent
+        return report
     sinks: list[Sink] = []
     if config.telemetry.tensorboard:
-        silent.tensorboard = TensorBoard(run, start)
-        sinks.append(silent.tensorboard)
+        report.tensorboard = TensorBoard(run, start)
+        sinks.append(report.tensorboard)
     if config.telemetry.wandb.mode != "disabled":
-        silent.wandb = WandbRun(config.telemetry.wandb, _identity(config, run))
-        silent.log_checkpoint = config.telemetry.wandb.log_checkpoint
-        sinks.append(silent.wandb)
-    silent.metrics = MetricsLog(run, events.attempt, sinks)
-    return silent
+        report.wandb = WandbRun(config.telemetry.wandb, _identity(config, run))
+        report.log_checkpoint = config.telemetry.wandb.log_checkpoint
+        sinks.append(report.wandb)
+    report.metrics = MetricsLog(run, events.attempt, sinks)
+    return report
 
 
 def _identity(config: Config, run: RunDirectory) -> WandbIdentity:
@@ -184,7 +190,7 @@ def _is_sweep(folder: Path) -> bool:
     return (folder / "multirun.yaml").exists()
 
 
-def _in_words(line: dict[str, Any], total: int) -> str:
+def _log_line(line: dict[str, Any], total: int) -> str:
     parts = [f"step {line['step']}/{total}", f"loss {line['loss']:.4f}"]
     if "val_loss" in line:
         parts.append(f"val_loss {line['val_loss']:.4f}")
@@ -197,7 +203,7 @@ def _short(value: Any) -> str:
 
 
 def weights_sha256(engine: Engine) -> str:
-    """SHA-256 over the names and bytes of all parameters and buffers, by name; on a rank that holds them whole."""
+    """Returns the SHA-256 over names and bytes of all parameters and buffers, on a rank that holds them unsharded."""
     digest = hashlib.sha256()
     for name, value in sorted([*engine.named_parameters().items(), *engine.named_buffers().items()]):
         plain = value.detach().cpu().contiguous()

@@ -1,13 +1,11 @@
-"""When to save: every so many steps, every so many seconds, or as often as pays.
+"""Schedules saves by steps, by time or automatically, and retries the last save of an attempt.
 
-``auto`` takes Young's interval, sqrt(2 s (M + R)) (Young 1974; Daly 2006), with s the seconds that a save blocks
-training, M the mean time between failures of this many GPUs and R the time to find a failure and start again. The
-optimum is flat: a factor of two in any of them hardly matters.
+``auto`` uses the Young/Daly interval sqrt(2 s (M + R)) (Young 1974; Daly 2006), with s the seconds that a save blocks
+training, M the mean time between failures of this many GPUs and R the time to detect a failure and restart. The optimum
+is flat: a factor of two in any of these values hardly matters.
 
-The last save of a run, or of an attempt that was told to stop, waits for room on the disk.
-
-A save that fails in the middle of a run is followed by others. After the last one the steps since the checkpoint before
-would be lost, so it is tried again for a bounded time. All ranks fail and try again together: rank 0 decides.
+If the last save fails, no later save can replace it, so it is retried for a bounded time, e.g. until there is room on
+the disk. Rank 0 decides for all ranks whether to retry.
 """
 
 from __future__ import annotations
@@ -30,13 +28,13 @@ from hpc_train.train.control import Control
 from hpc_train.train.report import Report
 
 PRIOR_PER_GPU_HOUR = 2.7e-5  # failures; 2e-5 (Llama 3 405B, arXiv:2407.21783) to 3.4e-5 (RSC-1, arXiv:2410.21680)
-RECOVERY_S = 120.0  # to find a failure and start again
-FIRST_S = 300.0  # under auto, to the first save, which tells what one costs
+RECOVERY_S = 120.0  # time to detect a failure and restart
+FIRST_S = 300.0  # time to the first save with auto, which measures the cost of a save
 _OF_THE_MACHINE = ("node_lost", "hang_detected", "worker_failed")
 
 
 def failure_rate(run: RunDirectory) -> float:
-    """Failures per GPU-hour: what this run has seen, at least the prior. Mistakes of the user do not count."""
+    """Returns the run's failures per GPU-hour, at least the prior; failures caused by the user do not count."""
     user = (Failure.USER_ERROR, Failure.REFUSED)
     failed = {
         event["attempt"]
@@ -51,14 +49,14 @@ def failure_rate(run: RunDirectory) -> float:
 
 
 def best_interval(cost_s: float, durable_s: float, failures_per_gpu_hour: float, gpus: int) -> float:
-    """Seconds between saves that lose least; never less than a save needs until it is durable."""
+    """Returns the interval in seconds that loses the least time, at least the time until a save is durable."""
     between_failures = 3600 / (failures_per_gpu_hour * gpus)
     return max(durable_s, math.sqrt(2 * cost_s * (between_failures + RECOVERY_S)))
 
 
 @dataclass
 class SaveSchedule:
-    """Steps are counted by every rank; the clock is that of the rank that ``keeps_time``, which tells the others."""
+    """Decides when to save. All ranks count steps; only the rank with ``keeps_time`` reads the clock."""
 
     every: SaveEvery
     gpus: int
@@ -74,49 +72,49 @@ class SaveSchedule:
         self._since = self.clock()
 
     def falls_on(self, step: int) -> bool:
-        """Whether the state after ``step`` steps is due by its number."""
+        """Returns whether a save is due after ``step`` steps according to their number."""
         return self.every.steps > 0 and step % self.every.steps == 0
 
     def ask(self) -> bool:
-        """Whether a save is due by the clock; once until ``saved``."""
-        due = self.keeps_time and self._interval > 0 and self.clock() - self._since >= self._interval
-        due, self._asked = due and not self._asked, self._asked or due
-        return due
+        """Returns whether a save is due according to the clock; returns True only once before the next ``saved``."""
+        if self._asked:
+            return False
+        self._asked = self.keeps_time and self._interval > 0 and self.clock() - self._since >= self._interval
+        return self._asked
 
     def saved(self, cost_s: float, durable_s: float | None) -> None:
-        """Begins the next interval. Under ``auto`` its length follows from the save before.
+        """Starts the next interval; with ``auto`` its length follows from the cost of this save.
 
         Args:
             cost_s: seconds for which the save blocked training.
-            durable_s: seconds until a save was committed; None where none was yet.
+            durable_s: seconds until a save was committed; None before the first commit.
         """
-        self._since, self._asked = self.clock(), False
+        self._since = self.clock()
+        self._asked = False
         if not self.every.auto or durable_s is None:
             return
-        before, self._interval = (
-            self._interval,
-            best_interval(cost_s, durable_s, self.failures_per_gpu_hour, self.gpus),
-        )
+        before = self._interval
+        self._interval = best_interval(cost_s, durable_s, self.failures_per_gpu_hour, self.gpus)
         if self.keeps_time and not 0.8 < self._interval / before < 1.25:
             print(
-                f"checkpoint.every=auto: a save costs {cost_s:.3g} s, {self.failures_per_gpu_hour:.2g} failures per "
-                f"GPU-hour on {self.gpus}: the next in {self._interval / 60:.0f} minutes",
+                f"checkpoint.every=auto: saving every {self._interval / 60:.0f} minutes, for {cost_s:.3g} s per save "
+                f"and {self.failures_per_gpu_hour:.2g} failures per GPU-hour on {self.gpus} GPUs",
                 flush=True,
             )
 
 
-PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}  # somebody makes room, or the server comes back
+TRANSIENT = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}  # a full disk may be cleaned, a server may recover
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 SIGN_OF_LIFE_S = 1.0
 
 
 @dataclass
 class LastSave:
-    """Every method is collective.
+    """Retries the last save of an attempt. All methods are collective.
 
     Attributes:
-        wait_s: for which the save is tried again, without a stop request.
-        stop_grace_s: from a stop request until the agent kills the workers.
+        wait_s: seconds for which the save is retried without a stop request.
+        stop_grace_s: seconds from a stop request until the agent kills the workers.
     """
 
     mesh: Mesh
@@ -130,26 +128,30 @@ class LastSave:
         """Calls ``save`` until it succeeds or the time is over.
 
         Args:
-            save: is told whether it is called again.
+            save: saves; its argument says whether the call is a retry.
 
         Raises:
-            SaveFailed: it failed for good.
+            SaveFailed: the save failed until the deadline or with an error that is not transient.
         """
-        began, pause, told = time.monotonic(), FIRST_PAUSE_S, 0.0
+        began = time.monotonic()
+        pause = FIRST_PAUSE_S
+        reported = 0.0  # the deadline that was reported last
         again = False
         while True:
             try:
                 save(again)
                 return
             except SaveFailed as error:
-                deadline, now = self._deadline(began), time.monotonic()
-                if not self._agreed(not error.codes.isdisjoint(PASSING) and now + pause < deadline):
+                deadline = self._deadline(began)
+                now = time.monotonic()
+                if not self._agree(not error.codes.isdisjoint(TRANSIENT) and now + pause < deadline):
                     raise
-                if deadline != told:  # a stop request has changed it
-                    told = deadline
+                if deadline != reported:  # a stop request has moved it
+                    reported = deadline
                     self.report.save_waits(step, str(error), deadline - now)
             self._pause(pause, step)
-            again, pause = True, min(2 * pause, LONGEST_PAUSE_S)
+            again = True
+            pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def _deadline(self, began: float) -> float:
         deadline = began + self.wait_s
@@ -158,15 +160,16 @@ class LastSave:
         leaving = min(LEAVING_S, self.stop_grace_s / 4)
         return min(deadline, self.stop.since + self.stop_grace_s - leaving)
 
-    def _agreed(self, goes_on: bool) -> bool:
-        """Returns the decision of rank 0 on every rank."""
+    def _agree(self, retry: bool) -> bool:
+        """Returns rank 0's ``retry`` on every rank."""
         control = Control(self.mesh)
-        control.post(False, 0, save=goes_on and self.mesh.rank == 0)
+        control.post(False, 0, save=retry and self.mesh.rank == 0)
         return control.read().save
 
     def _pause(self, seconds: float, step: int) -> None:
-        """A stop request cuts it short, once."""
-        until, stopping = time.monotonic() + seconds, self.stop.requested
+        """Sleeps for ``seconds``, or until a new stop request."""
+        until = time.monotonic() + seconds
+        stopping = self.stop.requested
         while (left := until - time.monotonic()) > 0 and self.stop.requested == stopping:
             time.sleep(min(left, SIGN_OF_LIFE_S))
             self.heartbeat.enter(Phase.CHECKPOINT, step)

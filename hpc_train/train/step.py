@@ -1,11 +1,8 @@
-"""One training step: forward and backward, clipping, update. The host reads nothing back from the device.
+"""Runs one training step: forward, backward, clipping and update, without a synchronization of host and device.
 
-Dynamic loss scaling for fp16, on the device.
-
-The loss is multiplied by a scale so that small gradients do not vanish in fp16. A step whose gradients overflow is
-skipped and halves the scale; ``growth_every`` finite steps in a row double it (Micikevicius et al. 2018,
-arXiv:1710.03740). The decision hangs on the global gradient norm, so it is the same on every rank, and the host never
-waits for it.
+For fp16 the loss is scaled dynamically on the device, so that small gradients do not underflow. A step whose gradients
+overflow is skipped and halves the scale; ``growth_every`` consecutive finite steps double it (Micikevicius et al. 2018,
+arXiv:1710.03740). The global gradient norm decides, so all ranks take the same decision.
 """
 
 from __future__ import annotations
@@ -27,38 +24,50 @@ from hpc_train.train.optimizer import Optimizer
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one step did; tensors are scalars on the device."""
+    """Holds the results of one step; tensors are scalars on the device.
+
+    Attributes:
+        grad_norm: the global norm before clipping, the same on every rank.
+    """
 
     result: StepResult
-    grad_norm: Tensor  # before clipping; the same on every rank
+    grad_norm: Tensor
     learning_rate: float
 
 
 @dataclass(frozen=True)
 class SkippedSteps:
-    """Steps without an update, as their gradients were not finite."""
+    """Counts steps that were skipped because of non-finite gradients.
 
-    in_a_row: int  # up to now
-    since_last: int  # since the last time that somebody asked
+    Attributes:
+        in_a_row: consecutive skipped steps up to now.
+        since_last: skipped steps since the last call of ``TrainStep.skipped``.
+    """
+
+    in_a_row: int
+    since_last: int
 
 
 class TrainStep:
-    """Takes ``engine`` and ``optimizer`` through the steps of a run of ``total_steps``.
+    """Runs the steps of a run of ``total_steps`` with ``engine`` and ``optimizer``.
 
     Attributes:
-        optimizer: of the engine's parameters.
-        loss_scale: with precision fp16, else None.
+        optimizer: the optimizer of the engine's parameters.
+        loss_scale: the loss scale for precision fp16, else None.
     """
 
     def __init__(self, config: Config, mesh: Mesh, engine: Engine, optimizer: Optimizer, total_steps: int) -> None:
-        self._config, self._mesh, self._engine, self.optimizer = config, mesh, engine, optimizer
+        self._config = config
+        self._mesh = mesh
+        self._engine = engine
+        self.optimizer = optimizer
         self._total_steps = total_steps
         self._peak = peak_rate(config.optim, config.batch.global_size)
-        self._skipped = torch.zeros(2, dtype=torch.int64, device=mesh.device)  # in a row, since the last look
+        self._skipped = torch.zeros(2, dtype=torch.int64, device=mesh.device)  # (in_a_row, since_last)
         self.loss_scale = LossScale(config.precision, mesh.device) if config.precision.name == "fp16" else None
 
     def __call__(self, step: int, batch: StepBatch) -> StepOutcome:
-        """Runs step ``step`` in [0, total_steps). Parameters stay as they are where a gradient is not finite."""
+        """Runs step ``step`` in [0, total_steps); skips the update if a gradient is not finite."""
         seed_step(self._config.train.seed, step, self._mesh)
         scale = None if self.loss_scale is None else self.loss_scale.value
         result = self._engine.train_step(step, batch, scale)
@@ -74,34 +83,35 @@ class TrainStep:
         return StepOutcome(result, norm, learning_rate)
 
     def skipped(self) -> SkippedSteps:
-        """Counts anew. Waits for the device."""
+        """Returns the counts of skipped steps and resets ``since_last``; waits for the device."""
         found = SkippedSteps(*self._skipped.tolist())
         self._skipped[1] = 0
         return found
 
     @property
     def skipped_in_a_row(self) -> int:
-        """Up to now. Waits for the device."""
+        """Returns the number of consecutive skipped steps up to now; waits for the device."""
         return int(self._skipped[0].item())
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint; waits for the device."""
+        """Returns the state to save in a checkpoint; waits for the device."""
         scale = self.loss_scale
         return {"loss_scale": None if scale is None else scale.state(), "skipped_steps": self.skipped_in_a_row}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """``state`` may be of an older version or of another precision."""
+        """Restores the state of a checkpoint, which may come from a run with another precision."""
         if self.loss_scale is not None and state["loss_scale"] is not None:
             self.loss_scale.load_state(state["loss_scale"])
-        self._skipped[0], self._skipped[1] = state.get("skipped_steps", 0), 0
+        self._skipped[0] = state.get("skipped_steps", 0)
+        self._skipped[1] = 0
 
 
 GROWTH, BACKOFF = 2.0, 0.5
-SMALLEST, LARGEST = 2.0**-14, 2.0**24  # outside, the scale itself would leave fp16's range of use
+SMALLEST, LARGEST = 2.0**-14, 2.0**24  # bounds of the scale, beyond which fp16 gradients underflow or overflow
 
 
 class LossScale:
-    """The scale (a scalar fp32 tensor on ``device``) and the finite steps since it last changed."""
+    """Holds the loss scale, a scalar fp32 tensor on ``device``, and adapts it after each step."""
 
     def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
         self._growth_every = config.loss_scale_growth_interval
@@ -109,7 +119,11 @@ class LossScale:
         self._finite_steps = torch.zeros((), dtype=torch.int64, device=device)
 
     def update(self, finite: Tensor) -> None:
-        """After a step. ``finite``: scalar bool on the device, the same on every rank."""
+        """Adapts the scale after a step.
+
+        Args:
+            finite: whether all gradients were finite, a scalar bool on the device that is the same on every rank.
+        """
         counted = torch.where(finite, self._finite_steps + 1, 0)
         grows = counted >= self._growth_every
         factor = torch.where(finite, torch.where(grows, GROWTH, 1.0), BACKOFF)
@@ -117,7 +131,7 @@ class LossScale:
         self._finite_steps = torch.where(grows, 0, counted)
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint; waits for the device."""
+        """Returns the state to save in a checkpoint; waits for the device."""
         return {"scale": self.value.item(), "finite_steps": int(self._finite_steps.item())}
 
     def load_state(self, state: dict[str, Any]) -> None:

@@ -1,9 +1,7 @@
-"""The training loop. It does not know how the model is split: all ranks do the same, and the engine does the rest.
+"""Implements the training loop and the evaluation; the engine hides how the model is distributed.
 
-In each iteration the ranks read what they agreed on one step ago, announce the step to come, and compute. They stop
-together, at the same step, after a checkpoint.
-
-The exact mean over the validation set, under every strategy.
+In each iteration the ranks read the agreement that they posted one step ago, post the one for the next step, and
+compute. They stop together at the same step, after a checkpoint.
 """
 
 from __future__ import annotations
@@ -39,25 +37,29 @@ from hpc_train.train.step import StepOutcome, TrainStep
 
 @dataclass(frozen=True)
 class Length:
-    """How long a run is, and how samples count in it."""
+    """Holds the length of a run and of its epochs.
+
+    Attributes:
+        samples_per_epoch: samples that an epoch uses, without those that ``batch.drop_last`` drops.
+    """
 
     total_steps: int
     steps_per_epoch: int
     global_size: int
-    samples_per_epoch: int  # as far as they are used
+    samples_per_epoch: int
 
     def samples(self, steps: int) -> int:
-        """Samples that ``steps`` steps have seen; padding does not count."""
+        """Returns the number of samples in the first ``steps`` steps, without padding."""
         epochs, rest = divmod(steps, self.steps_per_epoch)
         return epochs * self.samples_per_epoch + min(self.samples_per_epoch, rest * self.global_size)
 
 
-OpenFeed = Callable[[int, Skipped], TrainFeed]  # from a step on, without some of the data
+OpenFeed = Callable[[int, Skipped], TrainFeed]  # (first step, data to skip) -> feed
 
 
 @dataclass
 class Trainer:
-    """Trains from ``step`` (steps done) to ``length.total_steps``. Every method is collective."""
+    """Trains from ``step`` (completed steps) to ``length.total_steps``. All methods are collective."""
 
     config: Config
     mesh: Mesh
@@ -78,35 +80,37 @@ class Trainer:
     last_save: LastSave
     open_feed: OpenFeed
     step: int = 0
-    tokens: int = 0  # targets that counted, over all ranks, since step 0
-    skipped: Skipped = NOTHING  # of the data
+    tokens: int = 0  # targets that counted since step 0, over all ranks
+    skipped: Skipped = NOTHING  # data that is skipped after rollbacks
     rollbacks: int = 0
     _control: Control = field(init=False)
     _divergence: Divergence | None = field(default=None, init=False)
     _bad_end: Divergence | None = field(default=None, init=False)
     _save_due: bool = field(default=False, init=False)
-    # at which step, with what result
+    # (step, metrics) of the last evaluation
     _evaluated: tuple[int, dict[str, float | None]] = field(default_factory=lambda: (-1, {}), init=False)
 
     def __post_init__(self) -> None:
         self._control = Control(self.mesh)
 
     def resume(self, restored: RestoredState) -> None:
-        """Takes over what a checkpoint says besides tensors."""
-        self.step, self.tokens = restored.step, restored.extra["tokens"]
+        """Restores the part of the state that is not tensors."""
+        self.step = restored.step
+        self.tokens = restored.extra["tokens"]
         self.take_step.load_state(restored.extra)
         if "losses" in restored.extra:
             self.watch.load_state(restored.extra["losses"])
-        self.skipped, self.rollbacks = skipped_data(restored), restored.extra.get("rollbacks", 0)
+        self.skipped = skipped_data(restored)
+        self.rollbacks = restored.extra.get("rollbacks", 0)
         reason = restored.extra.get("bad_end")
         self._bad_end = None if reason is None else Divergence(self.step, reason, fatal=False)
 
     def run(self) -> Exit:
-        """Trains to the end (``DONE``) or to a stop request (``STOPPED``); state is saved in both cases.
+        """Trains to the end (``DONE``) or to a stop request (``STOPPED``) and saves a checkpoint in both cases.
 
         Raises:
-            Diverged: the run has diverged, or the result at its end is not finite; on every rank.
-            SaveFailed: the last save failed; on every rank.
+            Diverged: the run has diverged, or its final result is not finite; raised on every rank.
+            SaveFailed: the last save failed; raised on every rank.
         """
         if self.step >= self.length.total_steps:
             self._fail_at_bad_end()
@@ -124,23 +128,23 @@ class Trainer:
             self.heartbeat.enter(phase, self.step)
             phase = Phase.STEP
             self.profiler.begin(self.step + 1, self.meter.waited_s)
-            agreed = self._control.read()
+            agreement = self._control.read()
             self.checkpoints.poll()
-            if agreed.stop:
+            if agreement.stop:
                 self.profiler.end(self.step, self.meter.waited_s, last=True)
-                self.stop.request("another rank was told to stop")  # unless this one was
+                self.stop.request("another rank was asked to stop")  # keeps an earlier request of this rank
                 self._save(final=True)
                 self.report.stopped(self.step, self.meter.read())
                 return Exit.STOPPED
             following = self._next_batch() if self.step + 1 < self.length.total_steps else None
             self._announce(following)
-            self._train(StepBatch(batch.micro_batches, agreed.target_count), agreed.save)
+            self._train(StepBatch(batch.micro_batches, agreement.target_count), agreement.save)
             self.profiler.end(self.step, self.meter.waited_s)
-            batch = following if self._divergence is None else self._go_back(self._divergence, following)
+            batch = following if self._divergence is None else self._roll_back(self._divergence, following)
         self.heartbeat.enter(Phase.STEP, self.step)
-        self._control.read()  # nobody leaves while a message is under way
+        self._control.read()  # completes the last all-reduce before any rank exits
         self.profiler.end(self.step, self.meter.waited_s, last=True)
-        if not self._has_diverged:  # else the newest checkpoint stays one from before
+        if not self._has_diverged:  # otherwise keep the last checkpoint from before the divergence
             self._save(final=True)
         self._fail_at_bad_end()
         memory = report_memory(self.config, self.mesh, self.engine, self.take_step.optimizer)
@@ -150,7 +154,7 @@ class Trainer:
 
     @property
     def _has_diverged(self) -> bool:
-        """At the end of the run, for good."""
+        """Returns whether the run has diverged at its end."""
         return self._bad_end is not None and self._bad_end.fatal
 
     def _fail_at_bad_end(self) -> None:
@@ -159,13 +163,13 @@ class Trainer:
 
     def _fail(self, reason: str) -> NoReturn:
         with self.heartbeat.during(Phase.CHECKPOINT, self.step):
-            self.checkpoints.wait()  # a save under way is one from before; it would end with this process
+            self.checkpoints.wait()  # a background save is from before the divergence; exiting would lose it
         raise Diverged(reason, secondary=self.mesh.rank != 0)
 
     def _weights_sha256(self) -> str | None:
-        """In bitwise mode, on rank 0."""
-        whole = self.mesh.rank == 0 and self.config.train.reproducible is not None
-        return weights_sha256(self.engine) if whole else None
+        """Returns the hash of the weights on rank 0 with ``train.reproducible``, else None."""
+        wanted = self.mesh.rank == 0 and self.config.train.reproducible is not None
+        return weights_sha256(self.engine) if wanted else None
 
     def _announce(self, batch: LocalBatch | None) -> None:
         count = 0 if batch is None else batch.local_count
@@ -191,29 +195,33 @@ class Trainer:
         if self._save_due and good:  # otherwise the save waits until the loss is stable
             self._save()
 
-    def _go_back(self, divergence: Divergence, following: LocalBatch | None) -> LocalBatch | None:
-        """To the newest checkpoint before the run diverged; the batches since then are not taken again.
+    def _roll_back(self, divergence: Divergence, following: LocalBatch | None) -> LocalBatch | None:
+        """Rolls back to the newest checkpoint before the divergence and skips the batches since then.
 
         Returns:
-            The batch of the next step: ``following`` where a loss has jumped and there is no such checkpoint.
+            The batch of the next step. It is ``following`` if the loss has jumped and there is no such checkpoint.
 
         Raises:
-            Diverged: there is none, or the run went back too often; on every rank.
+            Diverged: the divergence is fatal and there is no such checkpoint, or ``train.max_rollbacks`` is exceeded;
+                raised on every rank.
         """
-        self._divergence, bad, rollbacks = None, range(divergence.since, self.step), self.rollbacks + 1
+        self._divergence = None
+        bad = range(divergence.since, self.step)
+        rollbacks = self.rollbacks + 1
         if rollbacks > self.watch.max_rollbacks:
-            self._fail(f"{divergence.reason} (after {self.rollbacks} rollbacks, train.max_rollbacks)")
+            self._fail(f"{divergence.reason} (after {self.rollbacks} rollbacks, the limit of train.max_rollbacks)")
         with self.meter.pausing(), self.heartbeat.during(Phase.CHECKPOINT, self.step):
             restored = self.checkpoints.roll_back(bad.start)
         if restored is None and divergence.fatal:
-            self._fail(f"{divergence.reason} (and no checkpoint of step {bad.start} or before)")
+            self._fail(f"{divergence.reason} (and there is no checkpoint of step {bad.start} or earlier)")
         if restored is None:
-            self.report.warning(self.step, f"{divergence.reason}; no checkpoint is from before that: training goes on")
+            self.report.warning(self.step, f"{divergence.reason}; continuing, as there is no earlier checkpoint")
             return following
-        self._save_due |= self._control.read().save  # the message about a batch that is not taken
+        self._save_due |= self._control.read().save  # the agreement for a batch that is now dropped
         skipped = self.skipped.without(bad)
         self.resume(restored)
-        self.skipped, self.rollbacks = skipped, rollbacks  # more than the checkpoint knew
+        self.skipped = skipped  # the checkpoint does not include this rollback
+        self.rollbacks = rollbacks
         self.feed.close()
         self.feed = self.open_feed(self.step, skipped)
         self.report.rolled_back(bad, self.step, skipped, divergence.reason)
@@ -222,7 +230,7 @@ class Trainer:
         return batch
 
     def _log(self, outcome: StepOutcome, evaluates: bool) -> None:
-        """One line of metrics: the loss is that of this very step, so it is the same after any resume."""
+        """Logs one line of metrics; the loss is that of this step only, so it is the same after any resume."""
         numbers = self.engine.reduce(outcome.result)
         line: dict[str, Any] = {
             "step": self.step,
@@ -249,8 +257,9 @@ class Trainer:
             self._bad_end = self.watch.at_end(self.step, numbers.loss, validation, skipped.in_a_row, scaled)
 
     def _evaluate(self) -> dict[str, float | None]:
-        """What it adds to a line. A stop request cuts it short, but for the last one, which is the run's result."""
-        began, last = time.monotonic(), self.step == self.length.total_steps
+        """Evaluates and returns metrics. A stop request interrupts it, except at the end of the run."""
+        began = time.monotonic()
+        last = self.step == self.length.total_steps
         with self.meter.pausing(), self.heartbeat.during(Phase.EVALUATION, self.step):
             found = evaluate(self.engine, self.eval_feed, None if last else Control(self.mesh), self.stop)
         if found is not None:
@@ -259,7 +268,8 @@ class Trainer:
         return numbers | {"eval_s": time.monotonic() - began}
 
     def _save(self, final: bool = False) -> None:
-        began, self._save_due = time.monotonic(), False
+        began = time.monotonic()
+        self._save_due = False
         with self.meter.saving(), self.heartbeat.during(Phase.CHECKPOINT, self.step):
             extra = {
                 "tokens": self.tokens,
@@ -280,7 +290,7 @@ class Trainer:
 
 
 def skipped_data(restored: RestoredState) -> Skipped:
-    """What of the data a checkpoint says is passed over."""
+    """Returns the data that a checkpoint says to skip."""
     return Skipped.parse(restored.extra.get("skipped_windows", ()))
 
 
@@ -291,16 +301,16 @@ def _falls_on(step: int, every: int) -> bool:
 def evaluate(
     engine: Engine, feed: Iterable[LocalBatch], control: Control | None = None, stop: StopFlag | None = None
 ) -> StepNumbers | None:
-    """Mean loss (and accuracy) over all targets that ``feed`` brings to all ranks. Collective.
+    """Computes the exact mean loss (and accuracy) over all targets of ``feed`` on all ranks. Collective.
 
-    Sums are added up over batches and ranks, in fp64, and divided once: padding and short batches weigh nothing.
+    It sums over batches and ranks in fp64 and divides once, so padding and short batches do not distort the mean.
 
     Args:
-        control: by which the ranks agree on a stop request after each batch; without it there is no heed of one.
-        stop: of this rank.
+        control: lets the ranks agree on a stop request after each batch; None ignores stop requests.
+        stop: the stop flag of this rank.
 
     Returns:
-        None where it was cut short by a stop request.
+        The means, or None if a stop request interrupted the evaluation.
     """
     total: StepResult | None = None
     for batch in feed:
@@ -312,7 +322,7 @@ def evaluate(
         if control is not None and control.read().stop:
             return None
     if total is None:
-        raise ValueError("the validation feed brought no batch")
+        raise ValueError("the validation set has no batches")
     return engine.reduce(total)
 
 

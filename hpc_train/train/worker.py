@@ -1,4 +1,4 @@
-"""The worker of one rank: joins the others, builds what the frozen config says, trains, leaves."""
+"""Runs the worker of one rank: it joins the process group, builds the trainer from the frozen config, and trains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint  # noqa: F401  slow to import: the warm parent has it, forked workers need not
+import torch.distributed.checkpoint  # noqa: F401  a slow import, which forked workers inherit from the warm parent
 
 from hpc_train.checkpoint.manager import CheckpointManager, RestoredState
 from hpc_train.config.schema import Config
@@ -34,7 +34,7 @@ from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
 from hpc_train.run.requests import StopFlag
-from hpc_train.train.auto_choices import teller, with_chosen_compression, with_known_buckets
+from hpc_train.train.auto_choices import bucket_choice_recorder, with_chosen_compression, with_known_buckets
 from hpc_train.train.debug import DebuggedEngine
 from hpc_train.train.divergence import DivergenceWatch
 from hpc_train.train.learning_rate import peak_rate
@@ -54,7 +54,7 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
     """Trains as rank ``spec.rank`` of one attempt.
 
     Args:
-        stop: set by a signal; all ranks stop together, after a checkpoint.
+        stop: set by a signal; all ranks then stop together, after a checkpoint.
 
     Raises:
         UserError: the config does not fit the model, the data or the checkpoint.
@@ -73,7 +73,7 @@ def _train(spec: WorkerSpec, stop: StopFlag, run: RunDirectory, events: EventLog
     preflight(spec, config, run, mesh, events, log)
     with explained(config, mesh):
         trainer = _build(config, run, mesh, events, stop, spec, heartbeat)
-        check_imports(run)  # the user's model and data are imported by now
+        check_imports(run)  # at this point the user's model and data have been imported
         try:
             code = trainer.run()
         finally:
@@ -81,11 +81,11 @@ def _train(spec: WorkerSpec, stop: StopFlag, run: RunDirectory, events: EventLog
     heartbeat.enter(Phase.STOPPING, trainer.step)
     leave(mesh)
 
-    def enough() -> bool:
-        heartbeat.enter(Phase.STOPPING, trainer.step)  # a sign of life: to complete the archive may take long
+    def give_up() -> bool:
+        heartbeat.enter(Phase.STOPPING, trainer.step)  # completing the archive may take long
         return stop.requested or code is not Exit.DONE
 
-    trainer.checkpoints.close(enough)
+    trainer.checkpoints.close(give_up)
     trainer.report.close()
     return code
 
@@ -100,7 +100,8 @@ def _build(
     heartbeat: Heartbeat,
 ) -> Trainer:
     config = with_chosen_compression(config, run, mesh, events)
-    seed, local_ranks = config.train.seed, spec.local_world_size
+    seed = config.train.seed
+    local_ranks = spec.local_world_size
     training = build_dataset(config.data, "train", seed)
     validation = build_dataset(config.data, "validation", seed)
     engine = _build_engine(config, run, mesh, events, training)
@@ -111,8 +112,9 @@ def _build(
     _check_agreement(mesh, {"config": _digest(run.config), "step": start, "samples": len(training)})
 
     def open_feed(step: int, skipped: Skipped) -> TrainFeed:
-        place = (mesh.layout, mesh.dp_rank, seed, mesh.device)
-        return TrainFeed(training, config.batch, *place, step, local_ranks, skipped)
+        return TrainFeed(
+            training, config.batch, mesh.layout, mesh.dp_rank, seed, mesh.device, step, local_ranks, skipped
+        )
 
     feed = open_feed(start, NOTHING if restored is None else skipped_data(restored))
     length = _length(config, feed, len(training))
@@ -141,40 +143,40 @@ def _build(
         open_feed=open_feed,
     )
     if spec.nodes > 1:
-        trainer.measures.watch_nodes(events)  # those of one node are watched by its agent
+        trainer.measures.watch_nodes(events)  # the agent watches the ranks of a single node
     if restored is not None:
         trainer.resume(restored)
     if mesh.rank == 0:
-        _introduce(config, run, mesh, events, length, restored)
-        _introduce_utilisation(run, trainer.meter)
+        _log_settings(config, run, mesh, events, length, restored)
+        _log_utilisation(run, trainer.meter)
     return trainer
 
 
 def _build_engine(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, training: Dataset) -> Engine:
-    """With what earlier attempts have found out, and with those that look at its first steps."""
+    """Builds the engine with the choices of earlier attempts and wraps it for balance reports and debugging."""
     plan = plan_split(config, mesh, training, run)
     known = with_known_buckets(config, run, mesh)
-    engine = build_engine(known, mesh, None if plan is None else plan.layers, teller(run, mesh, events))
+    engine = build_engine(known, mesh, None if plan is None else plan.layers, bucket_choice_recorder(run, mesh, events))
     if plan is not None:
         engine = _watch_balance(engine, mesh, plan, events)
     return DebuggedEngine(engine, mesh.rank) if config.train.debug else engine
 
 
 def _watch_balance(engine: Engine, mesh: Mesh, plan: SplitPlan, events: EventLog) -> Engine:
-    """Tells what the pipeline's split promises, and after some steps what it came to."""
+    """Reports the predicted balance of the pipeline now, and the measured one after some steps."""
     if mesh.rank == 0:
         print(plan.in_words())
         events.write("pipeline_split", **plan.as_json())
 
-    def tell(words: str, found: dict[str, Any]) -> None:
-        print(words)
+    def report(message: str, found: dict[str, Any]) -> None:
+        print(message)
         events.write("pipeline_balance", **found)
 
-    return BalanceWatch(engine, mesh, plan, tell)
+    return BalanceWatch(engine, mesh, plan, report)
 
 
 def _advice_watch(config: Config, mesh: Mesh, spec: WorkerSpec, dataset: Dataset) -> AdviceWatch | None:
-    """None where ranks share cores: they wait for each other whatever the config."""
+    """Returns None if ranks share CPU cores, because then they wait for each other with any config."""
     if mesh.device.type == "cpu" and (os.cpu_count() or 1) < spec.local_world_size:
         return None
     cores = max(1, len(os.sched_getaffinity(0)) // spec.local_world_size)
@@ -183,9 +185,10 @@ def _advice_watch(config: Config, mesh: Mesh, spec: WorkerSpec, dataset: Dataset
 
 
 def _save_schedule(config: Config, run: RunDirectory, mesh: Mesh) -> SaveSchedule:
-    every, first = parse_save_every(config.checkpoint.every), mesh.rank == 0
-    rate = failure_rate(run) if first and every.auto else PRIOR_PER_GPU_HOUR
-    return SaveSchedule(every, mesh.layout.world_size, first, rate)
+    every = parse_save_every(config.checkpoint.every)
+    keeps_time = mesh.rank == 0
+    rate = failure_rate(run) if keeps_time and every.auto else PRIOR_PER_GPU_HOUR
+    return SaveSchedule(every, mesh.layout.world_size, keeps_time, rate)
 
 
 def _length(config: Config, feed: TrainFeed, samples: int) -> Length:
@@ -196,10 +199,10 @@ def _length(config: Config, feed: TrainFeed, samples: int) -> Length:
     return Length(total, feed.steps_per_epoch, size, used)
 
 
-def _introduce(
+def _log_settings(
     config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, length: Length, restored: RestoredState | None
 ) -> None:
-    """What a reader of the log wants to know before the first step."""
+    """Prints the layout, learning rate, number of steps and the checkpoint that the run resumes from."""
     run.update_record(total_steps=length.total_steps, steps_per_epoch=length.steps_per_epoch)
     print(f"layout: {mesh.layout} on {mesh.device.type}")
     for note in mesh.layout.notes:
@@ -212,24 +215,24 @@ def _introduce(
         return
     print(f"resumed from {restored.path} at step {restored.step}")
     if not restored.with_optimizer:
-        print("what it starts from has no state of this optimizer, which begins afresh")
+        print("the checkpoint has no state for this optimizer; starting the optimizer from scratch")
     events.write("resumed", step=restored.step, path=str(restored.path), with_optimizer=restored.with_optimizer)
 
 
-def _introduce_utilisation(run: RunDirectory, meter: Meter) -> None:
-    """What mfu and hfu count, where they are known."""
+def _log_utilisation(run: RunDirectory, meter: Meter) -> None:
+    """Prints and records how mfu and hfu are computed, if FLOPs and peak are known."""
     if meter.flops is not None and meter.peak_flops is not None:
         run.update_record(utilisation=described(meter.flops, meter.peak_flops, "data sheet"))
-        print(f"{FORMULA}; peak {meter.peak_flops:.4g} FLOP/s by the data sheet")
+        print(f"{FORMULA}; peak {meter.peak_flops:.4g} FLOP/s according to the data sheet")
 
 
 def _check_agreement(mesh: Mesh, facts: dict[str, Any]) -> None:
-    """Raises where ranks would train different things, e.g. because a node sees an old copy of a file."""
+    """Raises RuntimeError if ranks would train differently, e.g. because a node sees an old copy of a file."""
     gathered: list[Any] = [None] * mesh.layout.world_size
     dist.all_gather_object(gathered, facts, group=mesh.control)
     different = [f"rank {rank}: {found}" for rank, found in enumerate(gathered) if found != gathered[0]]
     if different:
-        raise RuntimeError(f"the ranks do not agree. rank 0: {gathered[0]}; " + "; ".join(different[:8]))
+        raise RuntimeError(f"the ranks see different inputs. rank 0: {gathered[0]}; " + "; ".join(different[:8]))
 
 
 def _digest(path: Path) -> str:

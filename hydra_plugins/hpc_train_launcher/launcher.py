@@ -1,7 +1,7 @@
-"""Hydra takes a launcher only from a class defined under ``hydra_plugins``; the real one is in ``hpc_train``."""
+"""Defines the launcher here because Hydra only finds plugins under ``hydra_plugins``; the code is in ``hpc_train``."""
 
 from hpc_train.launch import launcher
 
 
 class HpcTrainLauncher(launcher.HpcTrainLauncher):
-    """Submits to Slurm or to this machine."""
+    """Submits jobs to Slurm or starts them on this machine."""

@@ -18,7 +18,7 @@ from tests.doors.command import hpc_train
 IMAGES = ["data=synthetic", "data.task=images"]
 MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message must name
     # unknown words
-    (["foo"], "no command 'foo'"),
+    (["foo"], "unknown command 'foo'"),
     (["trian"], "did you mean train?"),
     (["optim.lrr=1"], "did you mean lr?"),
     (["+optim.lrr=1"], "no key optim.lrr"),

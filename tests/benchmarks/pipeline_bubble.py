@@ -94,7 +94,7 @@ def config_of(schedule: str, ranks: int, seconds: float) -> Config:
 
 def measure(rank: int, ranks: int, schedule: str, seconds: float, steps: int) -> tuple[list[float], Layout]:
     """The share of this rank in each of ``steps`` steps that all ranks begin together as in training."""
-    from hpc_train.measure.shares import bubble_share
+    from hpc_train.measure.time_breakdown import bubble_share
     from hpc_train.parallel.build import build_engine
     from hpc_train.parallel.mesh import join_mesh
 

@@ -28,7 +28,7 @@ from hpc_train.config.schema import (
 from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import StepBatch
 from hpc_train.data.feed import example_micro_batch
-from hpc_train.measure.shares import timed_stages
+from hpc_train.measure.time_breakdown import timed_stages
 from hpc_train.models.gpt import GPT, SwiGLU
 from hpc_train.parallel.balance import plan_split
 from hpc_train.parallel.build import build_engine

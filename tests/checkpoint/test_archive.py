@@ -99,7 +99,7 @@ def test_what_is_damaged_or_anothers_is_not_taken(archive: Archive) -> None:
     commit(archive.run, 7, {})
     file = next((archive.run.checkpoints / "step-00000007").glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    with pytest.raises(BadCheckpoint, match="its content is not what was written"):
+    with pytest.raises(BadCheckpoint, match="the content does not match its checksum"):
         archive.update(0, PARENT)
     assert steps(archive) == [2, 4]
     archive.run.update_record(run_id="other")

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hpc_train.checkpoint.state import carried_state
+from hpc_train.checkpoint.state import compression_state
 from hpc_train.config.compose import compose, typed
 from hpc_train.config.schema import Config
 from hpc_train.run.directory import RunDirectory
@@ -29,18 +29,18 @@ def train_and_save(rank: int, world_size: int, path: str, config: Config) -> dic
     training = Training.of(RunDirectory(Path(path)), config, join(config, rank, world_size))
     training.steps(0, STEPS)
     training.manager.save(STEPS, {})
-    return as_lists(carried_state(training.engine))
+    return as_lists(compression_state(training.engine))
 
 
 def load(rank: int, world_size: int, path: str, configs: list[Config]) -> list[dict[str, list[float]]]:
     found = []
     for config in configs:
         training = Training.of(RunDirectory(Path(path)), config, join(config, rank, world_size))
-        for value in carried_state(training.engine).values():
+        for value in compression_state(training.engine).values():
             value.fill_(7.0)  # what was there before does not count
         restored = training.manager.restore()
         assert restored is not None and restored.step == STEPS
-        found.append(as_lists(carried_state(training.engine)))
+        found.append(as_lists(compression_state(training.engine)))
     return found
 
 

@@ -54,17 +54,17 @@ def test_list_and_verify_tell_and_write_nothing(tmp_path: Path, run: RunDirector
     assert listed.returncode == 0, listed.stderr
     _, *lines = listed.stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["1", "2", "3", "1"]
-    assert ["whole (sizes compared)" in line for line in lines] == [True, True, False, False]
+    assert ["intact (sizes checked)" in line for line in lines] == [True, True, False, False]
     assert "set aside as bad.step-00000001.attempt-000" in lines[3]
     assert "manifest.json: No such file" in lines[2] and "kB" in lines[0]
     verified = hpc_train("checkpoint", "verify", str(run.path), "--json", cwd=tmp_path)
     assert verified.returncode == 1, verified.stderr
     first, second, third = json.loads(verified.stdout)
     assert first["problem"] is None and first["compared"] == "all bytes" and first["bytes"] > 1600
-    assert "its content is not what was written" in second["problem"]
+    assert "the content does not match its checksum" in second["problem"]
     assert "manifest.json" in third["problem"] and third["bytes"] is None
     one = hpc_train("checkpoint", "verify", "mine", "--step", "1", cwd=tmp_path)
-    assert one.returncode == 0 and "whole (all bytes compared)" in one.stdout
+    assert one.returncode == 0 and "intact (all bytes checked)" in one.stdout
     assert everything(tmp_path) == before
 
 
@@ -121,10 +121,10 @@ def test_the_imported_weights_start_a_run(tmp_path: Path) -> None:
 def test_wrong_calls_are_refused(tmp_path: Path, run: RunDirectory) -> None:
     (tmp_path / "empty").mkdir()
     for arguments, words in (
-        (["list", "nothing"], "there is no run with checkpoints in nothing"),
+        (["list", "nothing"], "no run with checkpoints in nothing"),
         (["verify", "mine", "--step", "9"], "no checkpoint of step 9"),
         (["export", "mine"], "--to"),
-        (["import", "empty", "--to", "new"], "config.json cannot be read"),
+        (["import", "empty", "--to", "new"], "config.json"),
         (["import", "empty", "--to", "../new"], "cannot be a directory under"),
         (["sell", "mine"], "invalid choice"),
     ):

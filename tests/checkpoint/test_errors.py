@@ -177,7 +177,7 @@ def wake_up_late(rank: int, world_size: int, path: str) -> list[str]:
 
 def test_an_overtaken_attempt_changes_nothing(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", "+strategy=dp", "model.n_layers=1")
-    words = "attempt 1 works on the run; attempt 0 may not change it"
+    words = "attempt 1 has taken over the run from attempt 0"
     assert run_ranks(2, wake_up_late, str(run.path)) == [[words] * 2] * 2
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000001"]
 
@@ -209,13 +209,13 @@ def damage(checkpoints: CheckpointManager, step: int, rank: int) -> None:
 
 def test_a_damaged_one_is_set_aside_and_none_left_is_an_error(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", "+strategy=zero2", "model.n_layers=1")
-    none = "no checkpoint of this run is good:"
+    none = "all checkpoints of this run are damaged:"
     assert run_ranks(2, damage_and_restore, str(run.path)) == [[1, none, none]] * 2
     told = [
         (event["step"], event["message"]) for event in run.read_events() if event["event"] == "checkpoint_set_aside"
     ]
     assert [step for step, _ in told] == [2, 1]
-    assert all("its content is not what was written" in message for _, message in told)
+    assert all("the content does not match its checksum" in message for _, message in told)
 
 
 def test_the_space_is_looked_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

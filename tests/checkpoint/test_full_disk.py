@@ -127,14 +127,14 @@ def test_saves_that_fail_are_shown_and_the_last_one_waits_for_room(disk: Path) -
     code, output = filled.end()
     assert code == 0, output
     first = (
-        r"^saving fails since step \d: rank 0: the checkpoint needs .* free: .*; training goes on, and the steps after"
+        r"^saving has failed since step \d: rank 0: the checkpoint needs .* free: .*; training continues, but a failure"
     )
-    assert re.search(rf"{first} checkpoint \d would be lost$", output, re.M), output
+    assert re.search(rf"{first} would lose the steps after checkpoint \d$", output, re.M), output
     assert json.loads(status.stdout)["failed_saves"] > 0
-    assert "the last save, of step 8, fails: rank 0: the checkpoint needs " in output
-    assert f"tried again for up to 600 s: make room in {filled.run.checkpoints}; else the run fails" in output
-    assert "saving works again: checkpoint of step 8 (failed before: " in output
-    assert output.count("saving fails since") == 1, "those after the first are counted"
+    assert "the last save, of step 8, failed: rank 0: the checkpoint needs " in output
+    assert f"retrying for up to 600 s: free some space in {filled.run.checkpoints}; otherwise the run fails" in output
+    assert "saving works again: checkpoint of step 8 is saved after " in output
+    assert output.count("saving has failed since") == 1, "those after the first are counted"
     assert [path.name for path in filled.run.checkpoints.glob("step-*")] == ["step-00000008"]
 
 
@@ -148,7 +148,7 @@ def test_without_room_in_time_the_run_fails_and_rank_0_is_named(disk: Path, caps
     assert "Traceback" not in output
     assert 0 < filled.waits()[0] <= 1.5
     assert why.main([str(filled.run.path)]) == 0
-    assert "what failed\n  disk_full, rank 0 on " in capsys.readouterr().out
+    assert "failure\n  disk_full, rank 0 on " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("room", "code"), [(True, 75), (False, 1)])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.checkpoint.export import export_hf
-from hpc_train.checkpoint.listing import choose, whole
+from hpc_train.checkpoint.listing import choose, verified_manifest
 from hpc_train.checkpoint.reader import StoredTensors
 from hpc_train.checkpoint.transfer import export, import_hf
 from hpc_train.config.schema import GPTConfig
@@ -61,7 +61,7 @@ def logits_of(folder: Path, tokens: Tensor) -> Tensor:
 def test_transformers_computes_the_same(tmp_path: Path, tied: bool, shard_bytes: int) -> None:
     model, run = model_and_run(tmp_path / "run", tied)
     found = choose(run, None)
-    stored, passed = StoredTensors(found.path, whole(found)), list[int]()
+    stored, passed = StoredTensors(found.path, verified_manifest(found)), list[int]()
     export_hf(stored, model.config, tmp_path / "llama", positions=128, dtype=None, advance=passed.append,
               shard_bytes=shard_bytes)  # fmt: skip
     assert sum(passed) == 4 * sum(value.numel() for value in model.parameters())
@@ -81,7 +81,7 @@ def test_back_again_the_tensors_are_the_same_bits(tmp_path: Path, tied: bool) ->
     back = RunDirectory(tmp_path / "back")
     assert imported_model(back) == model.config
     found = choose(back, None)
-    stored = StoredTensors(found.path, whole(found))
+    stored = StoredTensors(found.path, verified_manifest(found))
     expected = dict(model.named_parameters())
     assert found.step == 0
     assert {f"model.{name}" for name in expected} == stored.shapes.keys()
@@ -98,7 +98,7 @@ def test_another_type_is_rounded_once(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "llama/config.json").read_text())["torch_dtype"] == "bfloat16"
     import_hf(tmp_path / "llama", "back", tmp_path, "float32", quiet_bar)
     found = choose(RunDirectory(tmp_path / "back"), None)
-    stored = StoredTensors(found.path, whole(found))
+    stored = StoredTensors(found.path, verified_manifest(found))
     for name, value in model.named_parameters():
         assert torch.equal(stored.read(f"model.{name}"), value.bfloat16().float())
 
@@ -161,7 +161,7 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    with pytest.raises(UserError, match=r"damaged: .*its content is not what was written"):
+    with pytest.raises(UserError, match=r"damaged: .*the content does not match its checksum"):
         export(run, None, tmp_path / "llama", "hf", None, quiet_bar)
     assert not (tmp_path / "llama").exists()
 
@@ -174,7 +174,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         lambda: export(run, None, tmp_path / "llama", "pt", None, quiet_bar),
         lambda: import_hf(tmp_path / "llama", "run", tmp_path, "float32", quiet_bar),
     ):
-        with pytest.raises(UserError, match="is there already"):
+        with pytest.raises(UserError, match="already exists"):
             action()
 
 

@@ -67,6 +67,6 @@ def test_an_attempt_that_slept_changes_nothing(tmp_path: Path, asynchronous: str
     for pid in asleep:
         os.kill(pid, signal.SIGCONT)
     thread.join(3 * LIMIT_S)
-    assert "attempt 1 works on the run; attempt 0 may not change it" in told[0]
+    assert "attempt 1 has taken over the run from attempt 0" in told[0]
     assert everything(run.checkpoints) == before
     assert [found.name for found in sorted(run.checkpoints.glob("step-*"))] == ["step-00000008", "step-00000010"]

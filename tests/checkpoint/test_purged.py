@@ -47,7 +47,7 @@ def test_every_rank_refuses_and_says_what_was_there(tmp_path: Path, gone: str) -
     with pytest.raises(AssertionError) as refused:
         run_attempt(run, 2)
     said = str(refused.value)
-    assert "Purged: this run had saved a checkpoint of step 5, but no checkpoint of it is left" in said
+    assert "Purged: this run had saved a checkpoint of step 5, but none of its checkpoints is left" in said
     assert f"{run.checkpoints}, where its checkpoints are expected" in said
     assert f"rm -r {run.path}" in said and "another run.name" in said
     assert [line["step"] for line in run.read_metrics()] == [1, 2, 3, 4, 5], "nothing was trained"
@@ -91,7 +91,7 @@ def test_a_fork_starts_from_its_source_once_and_not_again_after_a_purge(tmp_path
     assert run_attempt(run, 2) == [0, 0]
     assert resumed_at(run) == [4]
     shutil.rmtree(run.checkpoints)
-    with pytest.raises(AssertionError, match="a checkpoint of step 6, but no checkpoint of it is left"):
+    with pytest.raises(AssertionError, match="a checkpoint of step 6, but none of its checkpoints is left"):
         run_attempt(run, 2)
 
 

@@ -109,7 +109,7 @@ def search_in_vain(rank: int, world_size: int, folder: str, code: int) -> tuple[
 def test_a_checkpoint_that_cannot_be_read_now_is_not_called_bad(checkpoint: Checkpoint, code: int, kind: str) -> None:
     ((told, bad),) = run_ranks(1, search_in_vain, str(checkpoint.path.parent), code)
     assert told.startswith(kind) and "rank 0 cannot read a checkpoint" in told
-    assert bad == [] and checkpoint.is_whole()
+    assert bad == [] and checkpoint.is_complete()
 
 
 def test_waiting_ends(checkpoint: Checkpoint) -> None:

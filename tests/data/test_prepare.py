@@ -175,7 +175,7 @@ def test_ctrl_c_ends_all_and_says_how_to_go_on(tmp_path: Path) -> None:
         ('{"text": "ab"}\n', ("--tokenizer", __file__), "is no tokenizer file"),
         ('{"text": "ab"}\n', ("--eos", "</s>"), "bytes have no end token"),
         ('{"text": "ab"}\n', ("--validation-share", "1"), "a share of 1.0"),
-        ('{"text": "ab"}\n', ("--workers", "0"), "0 processes"),
+        ('{"text": "ab"}\n', ("--workers", "0"), "at least 1, got 0"),
     ],
 )
 def test_wrong_input(tmp_path: Path, content: str, arguments: tuple[str, ...], message: str) -> None:
@@ -211,4 +211,4 @@ def test_help_is_useful(capsys: pytest.CaptureFixture[str]) -> None:
         run("--help")
     assert exit_.value.code == 0
     text = capsys.readouterr().out
-    assert "examples:" in text and "--jsonl-field" in text and "again after an interruption" in text
+    assert "examples:" in text and "--jsonl-field" in text and "After an interruption" in text

@@ -81,7 +81,7 @@ def test_a_failing_rank_is_named_with_its_own_traceback(
     assert [event["rank"] for event in failed] == [1] * attempts
     assert why.main([str(tmp_path / "outputs" / "run")]) == 0
     page = capsys.readouterr().out
-    assert f"what failed\n  {failed[-1]['class']}, rank 1 on " in page
+    assert f"failure\n  {failed[-1]['class']}, rank 1 on " in page
     assert RESPONSES[failed[-1]["class"]].advice in page
 
 
@@ -107,7 +107,7 @@ def test_a_run_that_diverges_has_failed_and_so_has_its_sweep(
     assert (failed["class"], failed["exit_code"], failed["rank"]) == ("nan", 1, 0)
     assert why.main([str(run)]) == 0
     page = capsys.readouterr().out
-    assert "what failed\n  nan, rank 0 on " in page
+    assert "failure\n  nan, rank 0 on " in page
     assert "the last logged step with a finite loss and gradient is step" in page
     assert RESPONSES[Failure.NAN].advice in page
 

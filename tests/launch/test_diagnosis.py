@@ -59,12 +59,12 @@ def test_the_cause_is_told_and_not_its_echo(run: RunDirectory, capsys: pytest.Ca
     fail(run, 0, 1, Failure.COMMUNICATION, traceback="Connection closed by peer")
     fail(run, 1, 3, Failure.USER_ERROR, traceback=TRACEBACK)
     text = page(run, capsys)
-    assert "what failed\n  user_error, rank 3 on n1, in attempt 0" in text
+    assert "failure\n  user_error, rank 3 on n1, in attempt 0" in text
     assert "ValueError: too wide" in text
     assert RESPONSES[Failure.USER_ERROR].advice in text
     assert "peak of rank 0 in the metrics: 3.00 GiB" in text
     assert "lost by the failure: 20 logged steps" in text
-    assert "where the time went\n  useful" in text
+    assert "time\n  useful" in text
 
 
 def test_json_has_all_of_it(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,9 +97,9 @@ def test_what_was_done_stands_in_its_order(run: RunDirectory, capsys: pytest.Cap
     agent_again.write("finished", exit_code=0)
     run.claim_attempt()
     text = page(run, capsys)
-    assert "done; what failed before was fixed" in text
-    assert "what failed before\n  node_lost, node n1" in text
-    done = text.partition("what was done\n")[2].partition("\n\n")[0].splitlines()
+    assert "done; it recovered from the failure below" in text
+    assert "earlier failure\n  node_lost, node n1" in text
+    done = text.partition("recovery actions\n")[2].partition("\n\n")[0].splitlines()
     assert [line.split("  ")[3] for line in done] == ["node_lost", "shrunk", "resumed"]
     assert "what to do" not in text
 
@@ -126,7 +126,7 @@ def test_a_node_that_failed_twice_is_shown_with_the_command_for_the_staff(
     assert (node.node, node.failures) == ("n4", ("killed", "hang"))
     assert abs(node.until - time.time() - 3600) < 600
     drain = "scontrol update nodename=n4 state=drain reason='2 failures: killed, hang'"
-    assert drain in page(run, capsys).partition("nodes that are avoided\n")[2]
+    assert drain in page(run, capsys).partition("avoided nodes\n")[2]
     assert status.main([str(run.path)]) == 0
     assert drain in capsys.readouterr().out
     failures.note("n2", "device_error", times=2)
@@ -141,7 +141,7 @@ def test_a_run_that_is_fine_says_so(run: RunDirectory, capsys: pytest.CaptureFix
     agent(run, 1).write("finished", exit_code=0)
     text = page(run, capsys)
     assert text.splitlines()[0].endswith("done; nothing failed")
-    assert "what failed" not in text
+    assert "failure" not in text
 
 
 def test_every_class_of_failure_has_its_advice() -> None:

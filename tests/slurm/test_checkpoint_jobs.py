@@ -34,7 +34,7 @@ def test_verify_and_export_as_jobs(cluster: Cluster, tmp_path: Path) -> None:
     damage(run, 3)
     verified = cluster.hpc_train("checkpoint", "verify", "mine", "--submit", cwd=tmp_path)
     assert verified.returncode == 1
-    assert "its content is not what was written" in verified.stdout
+    assert "the content does not match its checksum" in verified.stdout
     refused = cluster.hpc_train("checkpoint", "verify", "mine", "--submit", "--sbatch=--partition=none", cwd=tmp_path)
     assert refused.returncode == 2
     assert "Slurm refuses the job" in refused.stderr

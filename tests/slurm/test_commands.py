@@ -55,7 +55,7 @@ def test_the_failed_runs_of_a_sweep_are_tried_again(cluster: Cluster, tmp_path: 
     assert "ArithmeticError" in log
     retried = cluster.hpc_train("retry", "--failed", "sweep", cwd=tmp_path)
     assert retried.returncode == 1, "it fails again"
-    assert "1 of 2 runs are submitted again" in retried.stdout
+    assert "resubmitting 1 of 2 runs" in retried.stdout
     assert len({event["launch"] for event in events(failed, "started")}) == 2
     assert len(events(good, "started")) == 1
 

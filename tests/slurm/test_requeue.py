@@ -37,7 +37,7 @@ def test_a_requeued_job_that_finds_its_checkpoints_gone_is_refused(plain: Cluste
     shutil.rmtree(run / "checkpoints")
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 2, output
-    assert f"this run had saved a checkpoint of step {before[-1]}, but no checkpoint of it is left" in output
+    assert f"this run had saved a checkpoint of step {before[-1]}, but none of its checkpoints is left" in output
     assert every_step(run) == before, "nothing was trained again"
     plain.wait_for_state(job_id(run), "FAILED")
     assert detail(plain, job_id(run), "ExitCode") == "2:0"

@@ -51,7 +51,7 @@ def test_tensorboard_writes_event_files(tmp_path: Path) -> None:
 
 def test_tensorboard_that_is_missing_is_a_clear_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="tensorboard is not installed"):
+    with pytest.raises(UserError, match="package tensorboard, which is not installed"):
         TensorBoard(RunDirectory(tmp_path), 0)
 
 

@@ -86,11 +86,12 @@ def test_saves_that_fail_are_told_once_and_counted(run: RunDirectory, monkeypatc
     failed = "rank 0: No space left on device: '/scratch/run'"
     lines = output.getvalue().splitlines()
     assert [line for line in lines if not line.startswith("step")] == [
-        f"saving fails since step 31: {failed}; training goes on, and the steps after checkpoint 30 would be lost",
-        f"the last save, of step 34, fails: {failed}",
-        "  it is tried again for up to 600 s: make room in /scratch/run/checkpoints; else the run fails, and the steps "
-        "after checkpoint 30 are lost",
-        "saving works again: checkpoint of step 34 (failed before: 4 saves)",
+        f"saving has failed since step 31: {failed}; training continues, but a failure would lose the steps after "
+        "checkpoint 30",
+        f"the last save, of step 34, failed: {failed}",
+        "  retrying for up to 600 s: free some space in /scratch/run/checkpoints; otherwise the run fails and loses "
+        "the steps after checkpoint 30",
+        "saving works again: checkpoint of step 34 is saved after 4 saves failed",
     ]
     ends = [line.split(" · ")[-1] for line in lines if line.startswith("step")]
     assert ends[1:4] == ["1 save failed", "2 saves failed", "3 saves failed"]

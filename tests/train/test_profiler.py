@@ -15,7 +15,7 @@ from hpc_train.config.schema import ProfileConfig
 from hpc_train.config.values import Profiled, check_profiled_steps, parse_profile
 from hpc_train.errors import UserError
 from hpc_train.telemetry.progress import summary
-from hpc_train.train.profiler import composition
+from hpc_train.train.profiler import time_breakdown
 from tests.train.runs import frozen, run_attempt
 
 
@@ -32,10 +32,10 @@ def test_what_steps_are_made_of() -> None:
         event("gloo:send", 5.5, 5.75),
         event("hook", 0, 10),
     ]
-    found = composition(events, elapsed_s=10.0, data_s=1.0, device=torch.device("cpu"))
+    found = time_breakdown(events, elapsed_s=10.0, data_s=1.0, device=torch.device("cpu"))
     expected = {"compute": 0.3, "communication": 0.2, "bubble": 0.1, "data": 0.1, "host": 0.3}
     assert found.shares() == pytest.approx(expected)
-    crowded = composition(events, elapsed_s=6.0, data_s=2.0, device=torch.device("cpu"))
+    crowded = time_breakdown(events, elapsed_s=6.0, data_s=2.0, device=torch.device("cpu"))
     assert crowded.shares()["host"] == 0 and sum(crowded.shares().values()) == pytest.approx(1)
 
 

@@ -61,7 +61,7 @@ def test_auto_follows_what_a_save_costs(capsys: pytest.CaptureFixture[str]) -> N
     clock.now += FIRST_S
     assert schedule.ask()
     schedule.saved(10.0, 10.0)
-    assert "a save costs 10 s, 2.7e-05 failures per GPU-hour on 1024: the next in 27 minutes" in capsys.readouterr().out
+    assert "saving every 27 minutes, for 10 s per save and 2.7e-05 failures per GPU-hour" in capsys.readouterr().out
     clock.now += best_interval(10.0, 10.0, PRIOR_PER_GPU_HOUR, 1024) - 1
     assert not schedule.ask()
     clock.now += 1
