@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import subprocess
+from collections.abc import Sequence
 
 from hpc_train.errors import UserError
 from hpc_train.launch.job_status import PATIENCE_S, SlurmStatuses, on_clusters
-from hpc_train.launch.lookup import find_runs, statuses_of, stop_runs
+from hpc_train.launch.lookup import RunHandle, find_runs, statuses_of, stop_runs
 from hpc_train.run.exits import Exit
 
 
@@ -17,19 +18,32 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--save", action="store_true", help="let running jobs save a checkpoint first, however long")
     options = parser.parse_args(arguments)
     found = find_runs(options.target)
+    ended = cancel_runs(found, save=options.save)
+    print(f"{ended} of {len(found)} jobs were there to be cancelled")
+    return Exit.DONE
+
+
+def cancel_runs(found: Sequence[RunHandle], *, save: bool) -> int:
+    """Ends the jobs of ``found``; returns how many were waiting or running.
+
+    Args:
+        save: let running Slurm jobs save a checkpoint first. A job on this machine always does.
+
+    Raises:
+        UserError: scancel failed.
+    """
     slurm = SlurmStatuses()
     known = statuses_of(found, slurm)
     in_slurm = [item for item in found if item.job_id in known and known[item.job_id].present]
     here = [item for item in found if item.lives_here()]
-    stop_runs(here)  # on this machine a stop request always saves
+    stop_runs(here)
     for clusters in {item.clusters for item in in_slurm}:
         ids = [job_id for item in in_slurm if item.clusters == clusters for job_id in item.job_ids]
         states = slurm.of(ids, clusters)
-        running = [job_id for job_id in ids if options.save and job_id in states and states[job_id].state == "RUNNING"]
+        running = [job_id for job_id in ids if save and job_id in states and states[job_id].state == "RUNNING"]
         _scancel([*on_clusters(clusters), "--signal=USR1"], running)
         _scancel(on_clusters(clusters), [job_id for job_id in ids if job_id not in running])
-    print(f"{len(in_slurm) + len(here)} of {len(found)} jobs were there to be cancelled")
-    return Exit.DONE
+    return len(in_slurm) + len(here)
 
 
 def _scancel(options: list[str], ids: list[str]) -> None:
