@@ -40,16 +40,10 @@ POLL_S = 0.5
 class Status:
     """The state of a run at one moment.
 
-    Attributes:
-        state: ``waiting``, ``pending (Priority)``, ``running``, ``done``, ``failed``, ...; the words of the ``status``
-            command.
-        exit_code: 0 done, 1 failed, 2 refused, 75 stopped, 93 given up; None while the run waits or trains.
-        step: the newest logged step; None before the first.
-        steps: the total number of steps; None if it is not known yet.
-        restarts: how often the workers of the newest submission were restarted.
-        nodes: the number of nodes of the newest attempt; None before it starts.
-        seconds_left: the estimated time to the last step; None if it is not known.
-        message: the failure of a run that failed, with the traceback of the failing rank; otherwise empty.
+    ``state`` is the word of the ``status`` command (``waiting``, ``pending (Priority)``, ``running``, ``done``,
+    ``failed``, ...). ``exit_code`` is None until the run has ended: 0 done, 1 failed, 2 refused, 75 stopped, 93 given
+    up. ``step`` is the newest logged step of ``steps``. ``message`` describes a failure, with the traceback of the
+    failing rank. What is not known yet is None.
     """
 
     state: str
@@ -124,14 +118,11 @@ class Run:
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """Returns the committed checkpoints, oldest first. Compares file names and sizes, but reads no tensor."""
+        found = list_checkpoints(self._directory)
+        sizes = [None if item.manifest is None else item.manifest.size for item in found]
         return [
-            CheckpointInfo(
-                item.checkpoint.step,
-                item.checkpoint.path,
-                None if item.manifest is None else item.manifest.size,
-                item.problem,
-            )
-            for item in list_checkpoints(self._directory)
+            CheckpointInfo(item.checkpoint.step, item.checkpoint.path, size, item.problem)
+            for item, size in zip(found, sizes, strict=True)
         ]
 
     @property
@@ -143,8 +134,7 @@ class Run:
         """Returns the current state. Slurm is asked at most every 30 seconds."""
         handle = self._handle()
         view = handle.view(lookup.statuses_of([handle], self._slurm))
-        step = view.metrics.get("step")
-        code = None if view.exit is None else int(view.exit)
+        step, code = view.metrics.get("step"), None if view.exit is None else int(view.exit)
         return Status(view.state, code, step, view.steps, view.restarts, view.nodes, time_left(view), view.message)
 
     def wait(self, timeout: float | None = None) -> Status:
