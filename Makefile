@@ -4,6 +4,7 @@
 #                damaged checkpoints, all pairs of layouts; hours. Cut short, it goes on behind the cases that have
 #                passed with this code (noted in .pytest_cache/long)
 # make lint    ruff, mypy, import-linter
+# make docs    the documentation as web pages, in build/site
 # make bench-peers  our step against Lightning Fabric, Accelerate and a bare loop, in an environment of their own
 # make bench-compression  the loss of the default task under each compression of gradients, as a plot; some minutes
 #
@@ -23,7 +24,7 @@ STAMPS := .venv
 endif
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test test-all bench-peers bench-compression lint slurm-up slurm-down slurm-env install install-dev clean
+.PHONY: train test test-all bench-peers bench-compression lint docs slurm-up slurm-down slurm-env install install-dev clean
 
 train: install
 	$(PY) -m hpc_train +strategy=hybrid -m
@@ -53,6 +54,10 @@ lint: install-dev
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) -c "from importlinter.cli import lint_imports_command as main; main()"
+
+docs: install
+	$(INSTALL) -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 install: $(STAMPS)/.hpc_train-installed
 install-dev: $(STAMPS)/.hpc_train-installed-dev

@@ -61,17 +61,8 @@ class HpcTrainLauncher(Launcher):
             SystemExit: a job did not end well; the code says how.
         """
         console = Console()
-        jobs = self._jobs(job_overrides, initial_job_idx, console)
-        for job in jobs:
-            check_freeze(job.config, job.run)  # all of them before the first is written
-        submitter = select_executor(jobs[0].config.cluster)
-        for line in submitter.check(jobs):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-        submitter.confirm(jobs, console)
-        code = snapshot_code([job.config for job in jobs], self._sweep / "code")
-        for job in _followed(jobs, "writing run directories", console):
-            freeze(job.config, job.run, claim=True, code=code)  # those that wait for their turn are this process's
-        queue = JobQueue(jobs, submitter, self._sweep, console)
+        queue = enqueue(self._jobs(job_overrides, initial_job_idx, console), self._sweep, console)
+        jobs = queue.jobs
         if jobs[0].config.launch.detach:
             hand_over(queue, console)
             return []
@@ -82,25 +73,11 @@ class HpcTrainLauncher(Launcher):
         return [_result(job, view.metrics) for job, view in zip(jobs, queue.views, strict=True)]
 
     def _jobs(self, job_overrides: Sequence[Sequence[str]], first: int, console: Console) -> list[Job]:
-        """Composes and checks every job; a mistake names the job that it is in."""
         count = first + len(job_overrides)
         sweeper = self._config.hydra.sweeper
         if sweeper._target_ != SWEEPER or sweeper.max_batch_size is not None:
             count = max(count, 2)  # a sweeper that submits in batches: all of its runs are numbered
-        compose = self._composer(count)
-        jobs = []
-        listed = list(enumerate(job_overrides, start=first))
-        for number, overrides in _followed(listed, "composing jobs", console):
-            own = filter_overrides(list(overrides))
-            run = RunDirectory(job_directory(self._sweep, number, count))
-            try:
-                jobs.append(prepare(compose(overrides), run, number, own))
-            except UserError as error:
-                if count == 1:
-                    raise
-                what = f"job {number} ({' '.join(own)}): {error.what}"
-                raise UserError(what, where=error.where, fix=error.fix) from error
-        return jobs
+        return prepare_all(self._composer(count), job_overrides, first, count, self._sweep, console)
 
     def _composer(self, count: int) -> Callable[[Sequence[str]], DictConfig]:
         """For a single job, what Hydra has composed to find this launcher is the job's config: a third of the work."""
@@ -112,6 +89,52 @@ class HpcTrainLauncher(Launcher):
 
     def _compose(self, overrides: list[str]) -> DictConfig:
         return _without_hydra(self._loader.load_sweep_config(self._config, overrides))
+
+
+def prepare_all(
+    compose: Callable[[Sequence[str]], DictConfig],
+    job_overrides: Sequence[Sequence[str]],
+    first: int,
+    count: int,
+    sweep: Path,
+    console: Console,
+) -> list[Job]:
+    """Composes and checks the jobs ``first``, ``first`` + 1, ... of ``count`` below ``sweep``; writes nothing.
+
+    Raises:
+        UserError: a job is wrong; the message names the job.
+    """
+    jobs = []
+    listed = list(enumerate(job_overrides, start=first))
+    for number, overrides in _followed(listed, "composing jobs", console):
+        own = filter_overrides(list(overrides))
+        run = RunDirectory(job_directory(sweep, number, count))
+        try:
+            jobs.append(prepare(compose(overrides), run, number, own))
+        except UserError as error:
+            if count == 1:
+                raise
+            what = f"job {number} ({' '.join(own)}): {error.what}"
+            raise UserError(what, where=error.where, fix=error.fix) from error
+    return jobs
+
+
+def enqueue(jobs: Sequence[Job], sweep: Path, console: Console) -> JobQueue:
+    """Checks all ``jobs``, then freezes them; the returned queue submits them.
+
+    Raises:
+        UserError: a job is refused; nothing was written then.
+    """
+    for job in jobs:
+        check_freeze(job.config, job.run)  # all of them before the first is written
+    submitter = select_executor(jobs[0].config.cluster)
+    for line in submitter.check(jobs):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    submitter.confirm(jobs, console)
+    code = snapshot_code([job.config for job in jobs], sweep / "code")
+    for job in _followed(jobs, "writing run directories", console):
+        freeze(job.config, job.run, claim=True, code=code)  # until its turn a job belongs to this process
+    return JobQueue(jobs, submitter, sweep, console)
 
 
 def _without_hydra(composed: DictConfig) -> DictConfig:

@@ -1,0 +1,239 @@
+"""The Python API: submit runs from a script or a notebook, and read them back. It imports no torch.
+
+import hpc_train
+
+run = hpc_train.submit(["+strategy=dp", "train.steps=100"])
+run.wait()
+losses = run.columns("step", "loss")
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from hpc_train.checkpoint.listing import list_checkpoints
+from hpc_train.commands.cancel import cancel_runs
+from hpc_train.config.arguments import CommandLine, expand, wants_dry_run, with_right_plus
+from hpc_train.config.run_path import run_directory
+from hpc_train.config.schema import Config
+from hpc_train.config.translate import translate
+from hpc_train.errors import UserError
+from hpc_train.launch import lookup
+from hpc_train.launch.job_status import SlurmStatuses
+from hpc_train.launch.launcher import enqueue, prepare_all, register_launcher
+from hpc_train.launch.watch import time_left
+
+__all__ = ["CheckpointInfo", "Run", "Status", "UserError", "find_runs", "submit"]
+
+POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Status:
+    """The state of a run at one moment.
+
+    ``state`` is the word of the ``status`` command (``waiting``, ``pending (Priority)``, ``running``, ``done``,
+    ``failed``, ...). ``exit_code`` is None until the run has ended: 0 done, 1 failed, 2 refused, 75 stopped, 93 given
+    up. ``step`` is the newest logged step of ``steps``. ``message`` describes a failure, with the traceback of the
+    failing rank. What is not known yet is None.
+    """
+
+    state: str
+    exit_code: int | None
+    step: int | None
+    steps: int | None
+    restarts: int
+    nodes: int | None
+    seconds_left: float | None
+    message: str
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A committed checkpoint. ``problem`` describes missing or short files; it is None if names and sizes match."""
+
+    step: int
+    path: Path
+    size_bytes: int | None
+    problem: str | None
+
+
+class Run:
+    """One run, read from its run directory. Reading needs no Slurm, except for the state of a waiting job.
+
+    Args:
+        target: a run directory, or the name of a run below the usual root.
+
+    Raises:
+        UserError: there is no such run, or ``target`` is a sweep (see ``find_runs``).
+    """
+
+    def __init__(self, target: str | Path) -> None:
+        self._directory = lookup.find_run(str(target)).run
+        self._slurm = SlurmStatuses()
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    @property
+    def path(self) -> Path:
+        """The run directory."""
+        return self._directory.path
+
+    @property
+    def config(self) -> Config:
+        """The frozen config."""
+        return self._handle().config
+
+    @property
+    def job_id(self) -> str | None:
+        """The id of the newest Slurm job; None for a run on this machine."""
+        return self._handle().job_id
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Returns one dict per logged step, in order. After a restart the newest attempt's values of a step count."""
+        return self._directory.read_metrics()
+
+    def columns(self, *names: str) -> dict[str, list[Any]]:
+        """Returns the metrics by column, ready for ``pandas.DataFrame``; a value that was not logged is None.
+
+        Args:
+            names: the columns, e.g. ``"step", "loss"``; without names, all columns.
+        """
+        rows = self.metrics()
+        wanted = names or tuple(dict.fromkeys(key for row in rows for key in row))
+        return {name: [row.get(name) for row in rows] for name in wanted}
+
+    def events(self, name: str | None = None) -> list[dict[str, Any]]:
+        """Returns the events of all nodes and ranks ordered by time, or only those called ``name``."""
+        return [event for event in self._directory.read_events() if name in (None, event["event"])]
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """Returns the committed checkpoints, oldest first. Compares file names and sizes, but reads no tensor."""
+        found = list_checkpoints(self._directory)
+        sizes = [None if item.manifest is None else item.manifest.size for item in found]
+        return [
+            CheckpointInfo(item.checkpoint.step, item.checkpoint.path, size, item.problem)
+            for item, size in zip(found, sizes, strict=True)
+        ]
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """The final numbers (``steps``, ``loss``, ``val_loss``, ...); None until the run has reached its last step."""
+        return self._directory.record().get("result")
+
+    def status(self) -> Status:
+        """Returns the current state. Slurm is asked at most every 30 seconds."""
+        handle = self._handle()
+        view = handle.view(lookup.statuses_of([handle], self._slurm))
+        step, code = view.metrics.get("step"), None if view.exit is None else int(view.exit)
+        return Status(view.state, code, step, view.steps, view.restarts, view.nodes, time_left(view), view.message)
+
+    def wait(self, timeout: float | None = None) -> Status:
+        """Waits until the run ends and returns its last status. A run that was never submitted is returned at once.
+
+        Args:
+            timeout: seconds; None waits without a limit.
+
+        Raises:
+            TimeoutError: the run has not ended in time. It continues.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        while (status := self.status()).exit_code is None and self._handle().submission:
+            if until is not None and time.monotonic() >= until:
+                raise TimeoutError(f"{self.path} is {status.state} after {timeout:g} s")
+            time.sleep(POLL_S)
+        return status
+
+    def cancel(self, *, save: bool = False) -> bool:
+        """Ends the run for good; returns False if it had already ended.
+
+        Args:
+            save: let a running Slurm job save a checkpoint first. A run on this machine always saves one.
+
+        Raises:
+            UserError: Slurm refuses.
+        """
+        return cancel_runs([self._handle()], save=save) > 0
+
+    def _handle(self) -> lookup.RunHandle:
+        return lookup.find_run(str(self.path))
+
+
+def find_runs(target: str | Path) -> list[Run]:
+    """Returns the run in ``target``, or all runs of the sweep in it: a directory, or its name below the usual root.
+
+    Raises:
+        UserError: there is no run.
+    """
+    return [Run(item.run.path) for item in lookup.find_runs(str(target))]
+
+
+def submit(
+    overrides: Sequence[str],
+    *,
+    detach: bool = True,
+    config_dir: str | Path | None = None,
+    verbose: bool = False,
+) -> Run | list[Run]:
+    """Submits what ``python -m hpc_train OVERRIDES -m`` submits: to Slurm if there is one, else to this machine.
+
+    All jobs are composed and checked before the first is submitted.
+
+    Args:
+        overrides: the overrides of the command line, e.g. ``["+strategy=dp", "train.steps=100"]``; several values
+            separated by commas make a sweep.
+        detach: return after submission; False waits until all runs have ended, whatever their exit code.
+        config_dir: a directory with your own config groups (``-cd`` on the command line).
+        verbose: print what the command prints, and ask at a terminal if the jobs may cost many GPU-hours. Otherwise
+            such jobs need ``launch.yes=true``.
+
+    Returns:
+        The run, or a list of runs for a sweep.
+
+    Raises:
+        UserError: a mistake in the config, or the jobs do not fit the site; nothing was submitted.
+    """
+    console = Console() if verbose else Console(file=io.StringIO())
+    try:
+        paths = _submit(list(overrides), config_dir, console)
+    except Exception as error:
+        mistake = translate(error)
+        if mistake is None or mistake is error:
+            raise
+        raise mistake from error
+    runs = [Run(path) for path in paths]
+    for run in [] if detach else runs:
+        run.wait()
+    return runs[0] if len(runs) == 1 else runs
+
+
+def _submit(overrides: list[str], config_dir: str | Path | None, console: Console) -> list[Path]:
+    for override in overrides:
+        if override.startswith("-"):
+            raise UserError(f"{override} is an option", where="overrides", fix="overrides only, as train.steps=100")
+    if wants_dry_run(overrides):
+        raise UserError(
+            "submit has no dry run", where="launch.dry_run", fix="python -m hpc_train ... launch.dry_run=true -m"
+        )
+    register_launcher()
+    directory = [] if config_dir is None else ["--config-dir", os.fspath(config_dir)]
+    line = CommandLine.parse(with_right_plus([*overrides, "--multirun", *directory]))
+    listed = expand(line.overrides)
+    with line.composer() as compose:
+        run = compose(listed[0]).run
+        sweep = Path(run_directory(run.root, run.name, run.fork))
+        jobs = prepare_all(compose, listed, 0, len(listed), sweep, console)
+    queue = enqueue(jobs, sweep, console)
+    queue.submit_all()
+    for job in jobs:
+        job.run.update_record(claimed_by={})  # from now on the run belongs to its job and not to this process
+    return [job.run.path for job in jobs]

@@ -1,0 +1,54 @@
+"""The pages of docs/ agree with the code: every command, exit code and class of failure is there, and links resolve."""
+
+from __future__ import annotations
+
+import pkgutil
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from hpc_train import commands
+from hpc_train.run.exits import Exit, Failure
+from tests.doors.command import REPOSITORY
+
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+
+
+def page(name: str) -> str:
+    return (REPOSITORY / "docs" / name).read_text()
+
+
+def test_every_command_has_a_section() -> None:
+    sections = set(re.findall(r"^## (\w+)$", page("commands.md"), flags=re.MULTILINE))
+    assert sections == {module.name for module in pkgutil.iter_modules(commands.__path__)}
+
+
+def test_every_exit_code_and_class_of_failure_is_explained() -> None:
+    rows = set(re.findall(r"^\| `?(\w+)`? \|", page("troubleshooting.md"), flags=re.MULTILINE))
+    assert rows >= {str(int(code)) for code in Exit}
+    assert rows >= {str(failure) for failure in Failure}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_a_page_has_no_broken_link_and_its_python_compiles(path: Path) -> None:
+    text = path.read_text()
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        assert target.startswith("http") or (path.parent / target).is_file(), target
+    for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
+        compile(block, str(path), "exec")
+
+
+def test_the_readme_is_short() -> None:
+    assert (REPOSITORY / "README.md").stat().st_size <= 7_000
+
+
+@pytest.mark.skipif(find_spec("mkdocs") is None, reason="needs the extra docs")
+def test_the_site_builds(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "site" / "index.html").is_file()
