@@ -1,15 +1,22 @@
 """Runs a function on several ranks: real processes forked from a warm parent, real gloo.
 
+``run_ranks`` forks new processes for each call, ``run_on_world`` keeps a world of each size for the whole test process.
 The parent has imported torch and run nothing; a child of a parent that ever ran a parallel op can hang in its own.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import multiprocessing as mp
 import os
+import random
+import signal
 import tempfile
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -24,22 +31,68 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 
     ``function`` is a module-level function; arguments and results travel by pickle (tensors: as numpy or lists).
     """
-    with tempfile.TemporaryDirectory() as folder:
-        pipes = [CONTEXT.Pipe(duplex=False) for _ in range(world_size)]
-        processes = [
-            CONTEXT.Process(target=_rank, args=(rank, world_size, f"{folder}/store", pipes[rank][1], function, args))
-            for rank in range(world_size)
+    world = _World(world_size)
+    try:
+        return world.run(function, args, timeout, again=False)
+    finally:
+        world.kill()
+
+
+def run_on_world(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+    """Does the same on ranks that earlier calls have used: caches of torch and of the tests are warm.
+
+    ``function`` may patch nothing, and it makes process groups only through ``kept``. Random state, defaults of torch
+    and the environment are restored after each call. After a failure or a time-out the world is replaced.
+    """
+    world = _WORLDS.get(world_size) or _World(world_size)
+    _WORLDS[world_size] = world
+    try:
+        return world.run(function, args, timeout, again=True)
+    except BaseException:
+        world.kill()
+        del _WORLDS[world_size]
+        raise
+
+
+class _World:
+    """Ranks in one gloo group, each of which runs the functions that it is sent."""
+
+    def __init__(self, world_size: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        pipes = [CONTEXT.Pipe() for _ in range(world_size)]
+        self._connections = [ours for ours, _ in pipes]
+        self._processes = [
+            CONTEXT.Process(target=_rank, args=(rank, world_size, f"{self._folder.name}/store", theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
         ]
-        for process in processes:
+        for process in self._processes:
             process.start()
-        for _, sender in pipes:
-            sender.close()
-        try:
-            return collect([receiver for receiver, _ in pipes], timeout)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+        for _, theirs in pipes:
+            theirs.close()
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, again: bool) -> list[Any]:
+        """Runs ``function`` on every rank; with ``again`` another one can follow."""
+        for connection in self._connections:
+            with suppress(BrokenPipeError):  # collect reports that the rank has ended
+                connection.send((function, args, again))
+        return collect(self._connections, timeout)
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._folder.cleanup()
+
+
+_WORLDS: dict[int, _World] = {}
+
+
+@atexit.register
+def _kill_worlds() -> None:
+    while _WORLDS:
+        _WORLDS.popitem()[1].kill()
 
 
 def collect(receivers: list[Connection], timeout: float) -> list[Any]:
@@ -60,7 +113,7 @@ def collect(receivers: list[Connection], timeout: float) -> list[Any]:
             rank = waiting.pop(receiver)  # type: ignore[index]
             try:
                 ok, value = receiver.recv()  # type: ignore[union-attr]
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 ok, value = False, "died without a word"
             if ok:
                 results[rank] = value
@@ -73,16 +126,82 @@ def collect(receivers: list[Connection], timeout: float) -> list[Any]:
     return [results[rank] for rank in range(len(receivers))]
 
 
-def _rank(rank: int, world_size: int, store: str, sender: Connection, function: Any, args: tuple[Any, ...]) -> None:
+def _rank(rank: int, world_size: int, store: str, connection: Connection) -> None:
+    """Runs functions until the test process closes the pipe or ends."""
     import torch
     import torch.distributed as dist
 
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the warm parent ends with the test process
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-        sender.send((True, function(rank, world_size, *args)))
+        while True:
+            function, args, again = connection.recv()
+            with _restored() if again else nullcontext():
+                value = function(rank, world_size, *args)
+            connection.send((True, value))
+    except EOFError:
+        pass
     except BaseException:
-        sender.send((False, traceback.format_exc()))
+        connection.send((False, traceback.format_exc()))
     finally:
-        sender.close()
+        connection.close()
         os._exit(0)
+
+
+_KEPT: dict[Hashable, Any] = {}
+_KEPT_GROUPS: set[Any] = set()
+
+
+def kept(key: Hashable, make: Callable[[], Any]) -> Any:
+    """Returns what ``make`` returned in the first call with ``key`` in this rank. Its process groups stay up."""
+    if key not in _KEPT:
+        before = _groups()
+        _KEPT[key] = make()
+        _KEPT_GROUPS.update(_groups() - before)
+    return _KEPT[key]
+
+
+def _groups() -> set[Any]:
+    from torch.distributed import distributed_c10d
+
+    return set(distributed_c10d._world.pg_map)
+
+
+@contextmanager
+def _restored() -> Iterator[None]:
+    """Restores what a function may change, and destroys the process groups of its engines.
+
+    Raises:
+        AssertionError: it left a mesh or threads behind. Caches of DTensor refer to the groups of a mesh, so they
+            cannot be destroyed for the next function.
+    """
+    import numpy as np
+    import torch
+
+    environment, drawn, numpy_drawn, torch_drawn = (
+        dict(os.environ), random.getstate(), np.random.get_state(), torch.get_rng_state(),
+    )  # fmt: skip
+    groups, threads = _groups(), _threads()
+    dtype, workers = torch.get_default_dtype(), torch.get_num_threads()
+    deterministic, grad = torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled()
+    yield
+    if environment != os.environ:
+        os.environ.clear()
+        os.environ.update(environment)
+    random.setstate(drawn)
+    np.random.set_state(numpy_drawn)
+    torch.set_rng_state(torch_drawn)
+    torch.set_default_dtype(dtype)
+    torch.set_num_threads(workers)
+    torch.use_deterministic_algorithms(deterministic)
+    torch.set_grad_enabled(grad)
+    made = _groups() - groups - _KEPT_GROUPS
+    left = [*(group.group_desc for group in made if "mesh" in group.group_desc), *(_threads() - threads)]
+    assert not left, f"left behind for the next function, which run_ranks allows and run_on_world does not: {left}"
+    for group in made:
+        torch.distributed.destroy_process_group(group)
+
+
+def _threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}

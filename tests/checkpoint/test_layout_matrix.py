@@ -1,4 +1,4 @@
-"""Ten layouts: each saves after three steps, others load what it has saved, and take three steps more.
+"""Ten layouts: each saves after two steps, others load what it has saved, and take two steps more.
 
 The end is that of one process that was never interrupted: parameters, the optimizer's state and the losses. All loads
 of a layout happen in the same processes, each into a new engine. The long form loads every layout's checkpoint under
@@ -25,17 +25,17 @@ from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.progress import LONG, Progress
 from tests.checkpoint.tensors import read_tensors
 from tests.checkpoint.tiny import LIMIT_S
-from tests.checkpoint.training import Training, join
+from tests.checkpoint.training import Training, join_again
 from tests.layouts.oracle import error, relative, whole
-from tests.ranks import run_ranks
+from tests.ranks import run_on_world
 from tests.train.runs import TINY
 
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 
 TOLERANCE = 1e-10
-HALF, END = 3, 6
-COMMON = (  # ten samples are no multiple of four ranks, and the fifth step ends an epoch with the four that are left
-    "precision=fp64", "model.dropout=0", "batch.global_size=10", "data.samples=44", f"train.steps={END}",
+HALF, END = 2, 4
+COMMON = (  # ten samples are no multiple of four ranks, and the third step ends an epoch with the four that are left
+    "precision=fp64", "model.dropout=0", "batch.global_size=10", "data.samples=24", f"train.steps={END}",
 )  # fmt: skip
 KINDS = ("untied", "tied")
 REDUCE, TWO_STAGES = "strategy.data_parallel=allreduce", "strategy.stages_per_rank=2"
@@ -57,7 +57,7 @@ MORE = {
     "tp2-zero3": (4, ("+strategy=tp", "strategy.data_parallel=zero3")),
 }
 TEN = [*LAYOUTS]
-OFFSETS = range(10) if LONG else (1, 4, 7)
+OFFSETS = range(10) if LONG else (3, 6)
 
 
 def cases(target: str) -> list[tuple[str, str]]:
@@ -81,17 +81,17 @@ def _composed(layout: str) -> Config:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds LAYOUT/tied and LAYOUT/untied, each with a checkpoint of step 3, and that of step 6 in ``whole``."""
+    """Holds LAYOUT/tied and LAYOUT/untied, each with a checkpoint of step 2, and that of step 4 in ``whole``."""
     folder = tmp_path_factory.mktemp("layouts")
     for name, (ranks, _) in (LAYOUTS | MORE).items():
         configs = {kind: config_of(name, kind) for kind in KINDS}
-        run_ranks(ranks, train_and_save, str(folder), name, configs, timeout=LIMIT_S)
+        run_on_world(ranks, train_and_save, str(folder), name, configs, timeout=LIMIT_S)
     return folder
 
 
 def train_and_save(rank: int, world_size: int, folder: str, name: str, configs: dict[str, Config]) -> None:
     for kind, config in configs.items():
-        mesh = join(config, rank, world_size)
+        mesh = join_again(config, rank, world_size)
         training = Training.of(RunDirectory(Path(folder, name, kind)), config, mesh)
         training.steps(0, HALF)
         training.manager.save(HALF, {})
@@ -111,7 +111,7 @@ def test_every_layout_goes_on_with_what_other_layouts_have_saved(request: pytest
         shutil.copytree(saved / source / kind / "checkpoints", saved / "loads" / target / source / kind / "checkpoints")
     configs = {kind: config_of(target, kind) for kind in KINDS}
     ranks = (LAYOUTS | MORE)[target][0]
-    results = run_ranks(ranks, load_all, str(saved), target, cases(target), configs, timeout=LIMIT_S)
+    results = run_on_world(ranks, load_all, str(saved), target, cases(target), configs, timeout=LIMIT_S)
     for case in cases(target):
         found = [result[case] for result in results]
         assert max(max(errors.values()) for errors in found) < TOLERANCE, f"{target} from {case}: {found}"
@@ -128,7 +128,7 @@ def load_all(
     for kind in dict.fromkeys(kind for _, kind in cases):
         end = Checkpoint(END, Path(folder, "whole", kind, "checkpoints", f"step-{END:08d}"))
         expected, wanted = read_tensors(end.path), end.manifest().extra["losses"]
-        mesh = join(configs[kind], rank, world_size)
+        mesh = join_again(configs[kind], rank, world_size)
         for source in (source for source, its in cases if its == kind):
             run = RunDirectory(Path(folder, "loads", target, source, kind))
             training = Training.of(run, configs[kind], mesh)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,6 +25,7 @@ from hpc_train.run.freeze import load
 from hpc_train.train.control import Control
 from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.step import TrainStep
+from tests.ranks import kept
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,14 @@ class Training:
 def join(config: Config, rank: int, world_size: int) -> Mesh:
     """The mesh of the layout of ``config``. Collective."""
     return join_mesh(resolve_layout(config, 1, world_size), rank, torch.device("cpu"))
+
+
+def join_again(config: Config, rank: int, world_size: int) -> Mesh:
+    """The same mesh for all configs of one shape, for ``run_on_world``. Collective."""
+    layout = resolve_layout(config, 1, world_size)
+    shape = (layout.dp, layout.pp, layout.tp, layout.shard)
+    mesh: Mesh = kept(shape, lambda: join_mesh(layout, rank, torch.device("cpu")))
+    return replace(mesh, layout=layout)
 
 
 def make_manager(rank: int, world_size: int, path: str) -> CheckpointManager:

@@ -25,6 +25,7 @@ from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.techniques import KINDS, SCHEDULES
 from hpc_train.plan.validate import validate
+from tests.checkpoint.progress import LONG
 
 MODELS = ("gpt", "gpt-tied", "vit")
 SEQUENCE, VOCABULARY, IMAGE, CLASSES = 8, 14, 8, 5
@@ -81,11 +82,12 @@ class Cell:
             name = "WeightedTiny" if self.model == "custom-weighted" else "Tiny"
             return CustomModelConfig(_target_=f"tests.layouts.module.{name}", args={"classes": CLASSES})
         stages = self.strategy.get("pp", 1) * self.strategy.get("stages_per_rank", 1)
+        layers = max(3 if self.strategy.get("pp", 1) > 1 or "activation_checkpointing" in self.train else 2, stages)
         if self.model == "vit":
             sizes = {"image_size": IMAGE, "patch_size": 4, "n_classes": CLASSES, "dim": 16, "n_heads": 4, "mlp_dim": 24}
-            return ViTConfig(n_layers=max(3, stages), **sizes)
+            return ViTConfig(n_layers=layers, **sizes)
         sizes = {"vocab_size": VOCABULARY, "dim": 16, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 24}
-        sizes |= {"n_layers": max(3, stages), "tied_embeddings": self.model in ("gpt-tied", "gpt-weighted")}
+        sizes |= {"n_layers": layers, "tied_embeddings": self.model in ("gpt-tied", "gpt-weighted")}
         if self.model == "gpt-weighted":
             return CustomModelConfig(_target_="tests.layouts.module.WeightedGPT", args=sizes)
         return GPTConfig(**sizes)
@@ -118,11 +120,40 @@ def cells(world_size: int, pipelines: bool) -> tuple[list[Cell], list[Refused]]:
 
 
 def in_turn(cells: Sequence[Cell]) -> list[Cell]:
-    """Of each strategy and batch one cell, the models in turn: a third of the matrix."""
+    """Returns one cell of each strategy, batch and precision, with the models in turn; all cells in the long form."""
+    if LONG:
+        return list(cells)
     alike: dict[str, list[Cell]] = {}
     for cell in cells:
-        alike.setdefault(f"{cell.strategy} {cell.batch}", []).append(cell)
+        alike.setdefault(f"{cell.strategy} {cell.batch} {cell.train} {cell.precision}", []).append(cell)
     return [group[number % len(group)] for number, group in enumerate(alike.values())]
+
+
+def batches_in_turn(cells: Sequence[Cell]) -> list[Cell]:
+    """Of each strategy the cells of one batch, the batches in turn. In the long form all."""
+    if LONG:
+        return list(cells)
+    alike: dict[str, list[Cell]] = {}
+    for cell in cells:
+        alike.setdefault(str(cell.strategy), []).append(cell)
+    return [
+        cell
+        for number, group in enumerate(alike.values())
+        for cell in group
+        if cell.batch == (batches := _batches(cell.strategy))[number % len(batches)]
+    ]
+
+
+def every_other(cells: Sequence[Cell]) -> list[Cell]:
+    """Half of the pipelines, every schedule and every data parallelism among them. In the long form all."""
+    if LONG:
+        return list(cells)
+    schedules, kinds = [*SCHEDULES], [*KINDS]
+    return [
+        cell
+        for cell in cells
+        if (schedules.index(cell.strategy["schedule"]) + kinds.index(cell.strategy["data_parallel"])) % 2
+    ]
 
 
 SAVERS: dict[str, dict[str, dict[str, Any]]] = {

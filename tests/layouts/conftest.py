@@ -34,7 +34,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         return
     write = terminalreporter.write_line
     terminalreporter.section("layouts against one process")
-    write("         relative errors: gradients, parameters after 5 steps, norms, losses")
+    write("         relative errors: gradients, parameters after the last step, norms, losses")
     for text in compared:
         write(text)
     write(f"{len(compared)} compared, {len(refused)} refused:")

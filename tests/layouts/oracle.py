@@ -26,10 +26,11 @@ from hpc_train.parallel.mesh import Mesh, join_mesh
 from hpc_train.parallel.parallelise import materialise
 from hpc_train.parallel.precision import parameter_dtype
 from hpc_train.plan.layout import Layout
+from tests.checkpoint.progress import LONG
 from tests.layouts.cells import CLASSES, IMAGE, SEQUENCE, VOCABULARY, Cell
-from tests.ranks import run_ranks
+from tests.ranks import kept, run_on_world, run_ranks
 
-STEPS = 5
+STEPS = 5 if LONG else 2
 MAX_NORM = 0.05  # below every gradient norm of these models: clipping is always active
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 EPS = {"fp64": 1e-8, "fp32": 1e-3}  # AdamW's: turns noise of 1e-8 in tiny fp32 gradients into steps of full size
@@ -76,12 +77,13 @@ def check_layout(world_size: int, model: str = "gpt", **fields: Any) -> Outcome:
 
 
 def check_cells(cells: list[Cell], timeout: float = 120) -> list[Outcome]:
-    """Compares ``cells``, all of one world size, in one group of ranks.
+    """Compares ``cells``, all of one world size, on ranks that other tests have used; compiled ones on new ranks.
 
     Raises:
         AssertionError: a cell differs from one process, fails, or holds not every parameter.
     """
-    ranks = run_ranks(cells[0].world_size, compare_cells, cells, timeout=timeout)
+    run = run_ranks if any(cell.config().train.compile for cell in cells) else run_on_world
+    ranks = run(cells[0].world_size, compare_cells, cells, timeout=timeout)
     outcomes = [merge(list(of_ranks)) for of_ranks in zip(*ranks, strict=True)]
     wrong = [outcome for outcome in outcomes if not outcome.worst <= TOLERANCE[outcome.cell.precision]]
     assert not wrong, "differ from one process:\n" + "\n".join(map(line, wrong))
@@ -111,16 +113,16 @@ def expected_names(cell: Cell) -> set[str]:
 
 
 def compare_cells(rank: int, world_size: int, cells: list[Cell]) -> list[Outcome]:
-    """Runs on every rank. Cells of one shape share their process groups: each has threads of its own."""
-    meshes: dict[tuple[int, ...], Mesh] = {}
-    outcomes = []
-    for cell in cells:
-        layout = cell.layout()
-        shape = (layout.dp, layout.pp, layout.tp, layout.shard)
-        if shape not in meshes:
-            meshes[shape] = join_mesh(layout, rank, torch.device("cpu"))
-        outcomes.append(_compare_one(cell, replace(meshes[shape], layout=layout)))
-    return outcomes
+    """Runs on every rank."""
+    return [_compare_one(cell, mesh_of(cell, rank)) for cell in cells]
+
+
+def mesh_of(cell: Cell, rank: int) -> Mesh:
+    """The mesh of ``cell``. Cells of one shape share their process groups: each has threads of its own. Collective."""
+    layout = cell.layout()
+    shape = (layout.dp, layout.pp, layout.tp, layout.shard)
+    mesh: Mesh = kept(shape, lambda: join_mesh(layout, rank, torch.device("cpu")))
+    return replace(mesh, layout=layout)
 
 
 def _compare_one(cell: Cell, mesh: Mesh) -> Outcome:

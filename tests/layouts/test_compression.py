@@ -18,7 +18,7 @@ from hpc_train.parallel.compression.topk import TopK
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.parallel.reduction import GradientReduction
 from tests.layouts.cells import Cell
-from tests.layouts.oracle import Outcome, check_cells, compare_cells, error, line, local_batch, merge, whole
+from tests.layouts.oracle import STEPS, Outcome, check_cells, compare_cells, error, line, local_batch, merge, whole
 from tests.ranks import run_ranks
 
 EVERYTHING = {"compression": "topk", "compression_share": 1.0}
@@ -52,7 +52,7 @@ def test_what_leaves_nothing_out_trains_as_one_process_does(world_size: int, rec
 
 
 def test_warm_up_steps_are_those_of_one_process(record: Callable[..., None]) -> None:
-    split = {"dp": 2, "compression": "topk", "compression_warmup_steps": 5}
+    split = {"dp": 2, "compression": "topk", "compression_warmup_steps": STEPS}
     record(check_cells([Cell(2, strategy=split)]), [])
 
 
