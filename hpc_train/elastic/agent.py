@@ -97,7 +97,7 @@ def _preload(config: Config, entry: str, store: str) -> list[str]:
     """What the warm parent imports: all that is slow to import, and nothing that this run does not need."""
     modules = [each.partition(":")[0] for each in (entry, store)]
     pipeline = [] if config.strategy.pp == 1 else ["hpc_train.parallel.pipeline_engine"]
-    return ["hpc_train.elastic.worker_process", *dict.fromkeys(modules), *pipeline]
+    return ["hpc_train.elastic.warm_parent", "hpc_train.elastic.worker_process", *dict.fromkeys(modules), *pipeline]
 
 
 @contextmanager

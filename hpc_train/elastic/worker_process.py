@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -55,6 +56,8 @@ def main(
     ``listener`` is the listening socket of the attempt's store, for rank 0.
     """
     die_with_warm_parent(warm_parent_pid)
+    gc.freeze()  # what the warm parent has imported stays shared with it: the collector does not write to it
+    gc.enable()
     _prepare_process(spec)
     _no_core_files()
     _redirect(output)
