@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -48,6 +49,8 @@ def main(
 ) -> None:
     """Runs ``entry`` ("module:function") as the worker ``spec``; never returns."""
     die_with_warm_parent(warm_parent_pid)
+    gc.freeze()  # what the warm parent has imported stays shared with it: the collector does not write to it
+    gc.enable()
     _prepare_process(spec)
     _no_core_files()
     _redirect(output)

@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.profiler import ProfilerActivity, profile
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.stage import _PipelineStageBase
 
 Interval = tuple[float, float]
 
@@ -121,6 +123,8 @@ def timed_stages(
     Args:
         clock: of the host; GPUs are timed by events.
     """
+    from torch.distributed.pipelining.stage import _PipelineStageBase  # takes a second to import
+
     computing: list[tuple[int, Callable[[], float]]] = []
     originals = {name: getattr(_PipelineStageBase, name) for name in STAGE_WORK}
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,18 @@ TINY = [
     "telemetry.wandb.mode=disabled",
     "optim.warmup_steps=0",
 ]
+TINY_GPT = ["model.dim=16", "model.ffn_dim=32", "data.sequence_length=64"]  # of the default task
+
+
+def lines_of_pages(language: str) -> list[tuple[str, str]]:
+    """Page and line of all fenced blocks of ``language`` in README.md and docs/, in order."""
+    pages = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+    found = []
+    for page in pages:
+        blocks = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        lines = [line for block in blocks for line in re.sub(r"\\\n\s*", " ", block).splitlines()]
+        found += [(page.relative_to(REPOSITORY).as_posix(), line) for line in lines if line.strip()]
+    return found
 
 
 def environment(**extra: str) -> dict[str, str]:

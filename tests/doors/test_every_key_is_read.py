@@ -45,6 +45,7 @@ def make_images(folder: Path) -> None:
 
 def runs(folder: Path) -> list[list[str]]:
     """Few runs that between them use every group and every kind of model, data and optimizer."""
+    two = ["cluster.cpu_workers=2"]
     gpt = [argument for argument in TINY if not argument.startswith("data")]
     short = ["train.steps=2", "batch.global_size=8", "telemetry.log_every=1", "telemetry.wandb.mode=disabled"]
     vit = ["model=vit_tiny", "model.n_layers=4", "model.patch_size=8", *short]
@@ -54,13 +55,14 @@ def runs(folder: Path) -> list[list[str]]:
         ["+strategy=hybrid", *gpt, "data=text", "data.pattern=json/*.py", "cluster=local", "telemetry.tensorboard=true",
          "telemetry.profile.steps=1", "data.packing=true",
          "checkpoint.every=2", "telemetry.wandb.mode=offline", "strategy.compression=powersgd"],
-        ["+strategy=zero2", *TINY, "precision=fp16", "optim.lr_scaling=linear", "optim.schedule=wsd", "run.name=base"],
-        ["+strategy=dp", *vit, *pictures, "optim=sgd", "train.reproducible=any_world_size"],
+        ["+strategy=zero2", *TINY, *two, "precision=fp16", "optim.lr_scaling=linear", "optim.schedule=wsd",
+         "run.name=base"],
+        ["+strategy=dp", *vit, *pictures, *two, "optim=sgd", "train.reproducible=any_world_size"],
         ["+strategy=single", *vit, "data=images", f"data.path={folder}/images", "data.n_classes=2",
          "data.image_size=32"],
         ["+strategy=single", *vit, "data=shards", f"data.path={folder}/shards", "data.n_classes=2",
          "data.image_size=32"],
-        ["+strategy=dp", *custom, *pictures, "+model.args.n_classes=10", "strategy.compression=topk",
+        ["+strategy=dp", *custom, *pictures, *two, "+model.args.n_classes=10", "strategy.compression=topk",
          "-m"],
         ["+strategy=single", *gpt, "data=tokens", f"data.path={folder}/tokens", "data.vocab_size=256",
          "data.sequence_length=16", "train.steps=null", "train.epochs=0.2", "data.packing=true"],

@@ -1,59 +1,85 @@
-"""The commands of the README run as they stand there, but for fewer and smaller steps."""
+"""The commands of README.md and docs/ run as they stand there, but for fewer and smaller steps.
+
+The long form (``HPC_TRAIN_LONG=1``) runs them at full length.
+"""
 
 from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.doors.command import REPOSITORY, hpc_train
+from tests.checkpoint.progress import LONG
+from tests.doors.command import REPOSITORY, TINY_GPT, hpc_train, lines_of_pages
 
-SHORT = ["train.steps=2", "telemetry.wandb.mode=disabled"]
-TINY_GPT = ["model.dim=16", "model.ffn_dim=32", "data.sequence_length=64", "batch.global_size=8"]
-FEW = {  # the evaluation at the end takes all of the validation part
-    "text": ["data.pattern=json/*.py"],
-    "synthetic": ["data.validation_samples=8", "batch.global_size=8"],
+NO_WANDB = "telemetry.wandb.mode=disabled"
+FEW = {"synthetic": ["data.validation_samples=8"], "custom": [], "tokens": []}  # others: data.pattern of the text
+TAKEN_AS_THEY_ARE = ("prepare", "checkpoint", "status", "logs", "why", "doctor", "--help")
+BENCH = {
+    "batch": ["--steps", "2", "--pairs", "2", "--most", "2", "--noise", "2"],
+    "checkpoint": ["--pairs", "2"],
+    "step": ["--steps", "2", "--pairs", "2"],
 }
 
 
-def commands() -> list[str]:
-    blocks = re.findall(r"```bash\n(.*?)```", (REPOSITORY / "README.md").read_text(), flags=re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines()]
-    return [line for line in lines if line.startswith("python -m hpc_train ")]
+def commands() -> list[tuple[str, str]]:
+    """Page and line of each command."""
+    return [found for found in lines_of_pages("bash") if found[1].startswith("python -m hpc_train ")]
 
 
-def shortened(line: str) -> list[str]:
-    """The arguments of a README line, with overrides that make a run short at their end."""
-    arguments = shlex.split(line)[3:]
-    short = ("prepare", "checkpoint", "status", "logs", "why")
-    if arguments[0] in short or "--cfg" in arguments or arguments[:2] == ["bench", "collectives"]:
+def shortened(line: str, before: Sequence[str] = ()) -> list[str]:
+    """The arguments of ``line``, with overrides that make a run short at their end.
+
+    Args:
+        before: the lines before it on the page: a run that is trained again goes on for two more steps.
+    """
+    arguments = shlex.split(line, comments=True)[3:]
+    name = next((part for part in arguments if part.startswith("run.name=")), None)
+    if arguments[0] in TAKEN_AS_THEY_ARE or "--cfg" in arguments or arguments[:2] == ["bench", "collectives"]:
         return arguments
-    data = FEW.get(next((part.partition("=")[2] for part in arguments if part.startswith("data=")), "text"), [])
-    if arguments[0] == "bench":
-        few = {"batch": ["--steps", "2", "--pairs", "2", "--most", "2", "--noise", "2"], "checkpoint": ["--pairs", "2"]}
-        return [*arguments, *TINY_GPT, *data, *few.get(arguments[1], ["--steps", "2", "--pairs", "2"])]
+    given = {part.partition("=")[0] for part in arguments} - {"train.steps", "batch.global_size"}
+    data = next((part.partition("=")[2] for part in arguments if part.startswith("data=")), "text")
     own_model = any(part.startswith(("model=", "experiment", "+experiment")) for part in arguments)
-    own = SHORT + data if own_model else SHORT + TINY_GPT + data
-    given = {part.partition("=")[0] for part in arguments}
-    return [*arguments, *(part for part in own if part.partition("=")[0] not in given - {"train.steps"})]
+    small = ["batch.global_size=8", *FEW.get(data, []), *(["data.pattern=json/*.py"] if data == "text" else [])]
+    small += [] if own_model else TINY_GPT
+    if arguments[0] == "bench":
+        return [*arguments, *([] if LONG else [*small, *BENCH.get(arguments[1], [])])]
+    again = sum(name is not None and name in shlex.split(one, comments=True) for one in before)
+    steps = [] if "telemetry.profile.steps" in given else [f"train.steps={2 * (1 + again)}"]
+    workers = ["cluster.cpu_workers=2"] if "train.compile=true" in arguments else []  # each compiles for itself
+    own = [NO_WANDB] if LONG else [NO_WANDB, *steps, *small, *workers]
+    return [*arguments, *(part for part in own if part.partition("=")[0] not in given)]
 
 
-def test_the_readme_has_commands() -> None:
-    assert len(commands()) >= 5
+def test_the_pages_have_commands() -> None:
+    assert len(commands()) >= 10
+
+
+def test_a_run_that_is_trained_again_goes_on() -> None:
+    first, second = "python -m hpc_train +strategy=dp run.name=a", "python -m hpc_train +strategy=pp run.name=a"
+    assert "train.steps=4" in shortened(second, [first])
+    assert "train.steps=2" in shortened(second, [first.replace("=a", "=b")])
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory with the files that the README's commands name."""
-    path = tmp_path_factory.mktemp("readme")
-    for name in ("README.md", "CONTRIBUTING.md"):
-        (path / name).write_text((REPOSITORY / name).read_text())
-    return path
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """For each page a working directory with the files that commands name."""
+    found = {page: tmp_path_factory.mktemp(re.sub(r"\W", "-", page)) for page in dict(commands())}
+    for path in found.values():
+        for name in ("README.md", "CONTRIBUTING.md"):
+            (path / name).write_text((REPOSITORY / name).read_text())
+    return found
 
 
-@pytest.mark.parametrize("line", commands())
-def test_a_command_of_the_readme(folder: Path, line: str) -> None:
-    done = hpc_train(*shortened(line), cwd=folder, timeout=240)
+@pytest.mark.timeout(3600 if LONG else 300)
+@pytest.mark.parametrize("number", range(len(commands())), ids=[f"{page}: {line}" for page, line in commands()])
+def test_a_command_of_the_pages(folders: dict[str, Path], number: int) -> None:
+    page, line = commands()[number]
+    arguments = shortened(line, [earlier for other, earlier in commands()[:number] if other == page])
+    done = hpc_train(*arguments, cwd=folders[page], timeout=3500 if LONG else 240)
     assert done.returncode == 0, done.stdout + done.stderr
+    if arguments[0].startswith("+strategy") and "cluster=local" in arguments:
+        assert "done: " in done.stdout, "the summary of a run"

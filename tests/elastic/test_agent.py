@@ -89,9 +89,9 @@ def test_a_warm_parent_that_dies_while_it_forks_the_store_is_started_again() -> 
     """It has taken the request, and never answers."""
     script = """if True:
         import os, signal, socket, threading
-        from hpc_train.elastic.worker_process import start_warm_parent
+        from hpc_train.elastic import worker_process
         from hpc_train.elastic.store import Stores
-        parent, stores = start_warm_parent([]), Stores("tests.elastic.entries:serve")
+        parent, stores = worker_process.start_warm_parent([]), Stores("tests.elastic.entries:serve")
         listener = socket.create_server(("127.0.0.1", 0))
         address = listener.getsockname()
         os.kill(parent, signal.SIGSTOP)
@@ -101,7 +101,7 @@ def test_a_warm_parent_that_dies_while_it_forks_the_store_is_started_again() -> 
         with socket.create_connection(address) as client:
             assert client.recv(7) == b"welcome"
         assert not stores.lost
-        assert warm_parent.ensure() != parent
+        assert worker_process.ensure_warm_parent() != parent
         stores.stop()
     """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
