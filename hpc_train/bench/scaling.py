@@ -42,6 +42,7 @@ from hpc_train.run.exits import Exit
 from hpc_train.slurm import client
 from hpc_train.slurm.client import Problem, SlurmError
 from hpc_train.slurm.states import FORGOTTEN
+from hpc_train.units import GIB
 
 ENTRY = "hpc_train.bench.step_worker:measure"
 WARMUP = 5  # steps before the first block
@@ -155,7 +156,6 @@ def _here(points: Sequence[Sequence[str]], options: argparse.Namespace) -> list[
 
 STRONG, WEAK = "strong", "weak"
 KINDS = (STRONG, WEAK)
-GIB = 2**30
 
 
 @dataclass(frozen=True)

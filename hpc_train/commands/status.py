@@ -19,7 +19,8 @@ from hpc_train.launch.watch import time_left
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import read_lines
 from hpc_train.run.ledger import Account, read_ledger
-from hpc_train.telemetry.progress import duration, failing, saves, spent_line
+from hpc_train.telemetry.progress import failing, saves, spent_line
+from hpc_train.units import format_duration
 
 
 def main(arguments: list[str]) -> int:
@@ -99,7 +100,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             step,
             "" if row["loss"] is None else f"{row['loss']:.4f}",
             "" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f}",
-            "" if row["time_left_s"] is None else duration(row["time_left_s"]),
+            "" if row["time_left_s"] is None else format_duration(row["time_left_s"]),
             str(row["restarts"] or ""),
             min(row["run"], os.path.relpath(row["run"]), key=len),
         )

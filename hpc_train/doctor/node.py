@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.checkpoint.space import amount
 from hpc_train.config.compose import config_directory
 from hpc_train.config.schema import Config
 from hpc_train.doctor.disk import check_root, probe
@@ -24,6 +23,7 @@ from hpc_train.doctor.network import check_gpus, check_ports
 from hpc_train.elastic.rendezvous import candidate_ports
 from hpc_train.fabric.facts import SHARED_MEMORY, UNLIMITED, NodeFacts, NodeLimits
 from hpc_train.run.processes import can_listen
+from hpc_train.units import GIB, format_bytes
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def check_software(facts: NodeFacts) -> Iterator[Finding]:
         yield Finding("versions", WARNING, "NCCL comes with no wheel here: its version is not known", fix)
 
 
-PER_RANK = 10**9  # bytes: loaders hand batches over in it, NCCL and gloo their buffers
+PER_RANK = GIB  # bytes: loaders hand batches over in it, NCCL and gloo their buffers
 FEWEST_PER_RANK = 1 << 24  # with less the first batch of pictures ends a loader with a bus error
 FILES_PER_RANK = 1024  # sockets to the other ranks, files of the data
 SAMPLE = 20
@@ -111,7 +111,7 @@ def check_limits(facts: NodeFacts, ranks: int) -> Iterator[Finding]:
 
 
 def check_shared_memory(ranks: int, directory: Path = SHARED_MEMORY) -> Finding:
-    """1 GB for each rank is enough for loaders and NCCL."""
+    """1 GiB for each rank is enough for loaders and NCCL."""
     fix = (
         "a container: --shm-size, or bind the host's /dev/shm; a node: ask the site; batch.loader_workers=0 needs less"
     )
@@ -123,9 +123,14 @@ def check_shared_memory(ranks: int, directory: Path = SHARED_MEMORY) -> Finding:
     if not os.access(directory, os.W_OK):
         return Finding("shared memory", ERROR, f"{directory} cannot be written", fix)
     if free >= wanted:
-        return Finding("shared memory", OK, f"{amount(free)} free in {directory}")
+        return Finding("shared memory", OK, f"{format_bytes(free)} free in {directory}")
     level = ERROR if free < ranks * FEWEST_PER_RANK else WARNING
-    return Finding("shared memory", level, f"{amount(free)} free in {directory}, {ranks} ranks want 1 GB each", fix)
+    return Finding(
+        "shared memory",
+        level,
+        f"{format_bytes(free)} free in {directory}, {ranks} ranks want {format_bytes(PER_RANK)} each",
+        fix,
+    )
 
 
 def check_locked_memory(limits: NodeLimits, rdma: bool) -> Finding:

@@ -14,10 +14,11 @@ from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.submission import prepare
-from hpc_train.plan.memory import GIB, estimate
+from hpc_train.plan.memory import estimate
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import check_freeze
+from hpc_train.units import format_bytes
 
 
 def dry_run(line: CommandLine) -> int:
@@ -96,8 +97,6 @@ def _memory(job: Job) -> list[str]:
     kind, local = job.config.cluster.gpu_type, select_executor(job.config.cluster).name == "this machine"
     there = gpu_memory(kind) if job.gpus and (kind is not None or local) else None
     fits = (
-        ""
-        if there is None
-        else f", {'more than' if needed.total > there else 'of'} the {there / GIB:.0f} GiB there are"
+        "" if there is None else f", {'more than' if needed.total > there else 'of'} the {format_bytes(there)} of a GPU"
     )
     return [f"  memory: a rank needs about {needed}{fits}"]

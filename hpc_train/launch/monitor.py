@@ -32,7 +32,8 @@ from hpc_train.launch.watch import View, attempt_end, resume_command, time_left
 from hpc_train.run.exits import Exit
 from hpc_train.run.lease import find_live, refuse_live
 from hpc_train.run.processes import this_process
-from hpc_train.telemetry.progress import Progress, duration
+from hpc_train.telemetry.progress import Progress
+from hpc_train.units import format_duration
 
 POLL_S = 0.5
 SECOND_CTRL_C_S = 3.0
@@ -255,7 +256,7 @@ def cells(job: TableRow, view: View) -> tuple[str, ...]:
     metrics, steps = view.metrics, view.steps
     step, loss, speed = metrics.get("step"), metrics.get("loss"), metrics.get("tokens_per_s")
     seconds = time_left(view)
-    left = "" if seconds is None else duration(seconds)
+    left = "" if seconds is None else format_duration(seconds)
     return (
         str(job.number),
         job.config.strategy.name,

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from hpc_train.checkpoint.manifest import BadCheckpoint
-from hpc_train.checkpoint.space import MARGIN, amount
+from hpc_train.checkpoint.space import MARGIN
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.cluster.storage import FileSystem, Room, file_system_of, is_exported, room_in
 from hpc_train.config.schema import Config
@@ -21,6 +21,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.plan.memory import state_bytes
 from hpc_train.slurm.client import show_nodes
+from hpc_train.units import format_bytes
 
 OTHER_FILES = 64  # of a run: logs, events, metrics, W&B
 SAME_BOOT_S = 5  # Slurm and the kernel round differently
@@ -56,7 +57,7 @@ def check_room(jobs: Sequence[Job], rooms: Sequence[Room] | None = None) -> list
     needed = _bytes(known)
     if needed > least.free:
         raise UserError(
-            f"the checkpoints need {amount(needed)}, {amount(least.free)} free ({least.whose})",
+            f"the checkpoints need {format_bytes(needed)}, {format_bytes(least.free)} free ({least.whose})",
             where="checkpoint.keep, run.root",
             fix=_fitting_keep(known, least.free) + "another run.root, or remove what is not needed any more",
         )
@@ -68,7 +69,9 @@ def check_room(jobs: Sequence[Job], rooms: Sequence[Room] | None = None) -> list
                 where="run.root",
                 fix="another run.root, or remove files that are not needed any more",
             )
-    return [f"checkpoints: up to {amount(needed)} more in {jobs[0].config.run.root}, {amount(least.free)} free"]
+    return [
+        f"checkpoints: up to {format_bytes(needed)} more in {jobs[0].config.run.root}, {format_bytes(least.free)} free"
+    ]
 
 
 def check_shared(path: Path, system: FileSystem | None = None, nodes: Callable[[], str] = show_nodes) -> list[str]:

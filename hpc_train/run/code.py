@@ -32,6 +32,7 @@ from hpc_train.config.schema import Config
 from hpc_train.config.secrets import is_secret_file
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
+from hpc_train.units import format_bytes
 
 LIMIT_BYTES = 50 * 2**20
 LISTED = 8  # files and folders named in a refusal
@@ -47,7 +48,7 @@ def take(configs: Sequence[Config], into: Path, directory: Path | None = None) -
         None where ``directory`` is in no work tree, git is absent, or ``run.snapshot`` is off.
 
     Raises:
-        UserError: more than 50 MB would be copied, or a ``_target_`` would be left behind. Nothing was written.
+        UserError: more than 50 MiB would be copied, or a ``_target_`` would be left behind. Nothing was written.
     """
     config = configs[0]  # run.* are one value for all jobs of a sweep
     here = Path(os.path.realpath(directory or Path.cwd()))
@@ -109,9 +110,9 @@ def _check_size(root: Path, names: Iterable[str]) -> None:
         head = name if size > LIMIT_BYTES // 10 else "/".join(name.split("/")[:-1]) + "/"
         groups[head] = groups.get(head, 0) + size
     largest = sorted(groups.items(), key=lambda item: -item[1])[:LISTED]
-    listed = ", ".join(f"{name} ({size / 2**20:.1f} MB)" for name, size in largest)
+    listed = ", ".join(f"{name} ({format_bytes(size)})" for name, size in largest)
     raise UserError(
-        f"the snapshot of {root} would have {total / 2**20:.0f} MB, and at most {LIMIT_BYTES // 2**20} are copied; "
+        f"the snapshot of {root} would have {format_bytes(total)}, and at most {format_bytes(LIMIT_BYTES)} are copied; "
         f"the largest: {listed}",
         where="the git work tree of the current directory",
         fix="name what is not code in .gitignore, or run.snapshot=false to train from the work tree as it will be",

@@ -62,7 +62,7 @@ def test_the_cause_is_told_and_not_its_echo(run: RunDirectory, capsys: pytest.Ca
     assert "what failed\n  user_error, rank 3 on n1, in attempt 0" in text
     assert "ValueError: too wide" in text
     assert RESPONSES[Failure.USER_ERROR].advice in text
-    assert "peak of rank 0 in the metrics: 3.00 GiB" in text
+    assert "peak of rank 0 in the metrics: 3 GiB" in text
     assert "lost by the failure: 20 logged steps" in text
     assert "where the time went\n  useful" in text
 

@@ -101,10 +101,10 @@ def test_checkpoints_that_do_not_fit_are_refused_with_the_number_that_does(tmp_p
     job.config.checkpoint = CheckpointConfig(keep=4)
     with pytest.raises(UserError) as refused:  # 6.7 billion parameters, 12 bytes each, and 2 % for the rest
         check_room([job], [Room(300 * GIGABYTE, None, "your quota")])
-    assert refused.value.what == "the checkpoints need 412 GB, 300 GB free (your quota)"
+    assert refused.value.what == "the checkpoints need 384 GiB, 279 GiB free (your quota)"
     assert refused.value.fix.startswith("checkpoint.keep=2 would fit")
     (line,) = check_room([job], [Room(500 * GIGABYTE, 1000, "your quota")])
-    assert "up to 412 GB" in line
+    assert "up to 384 GiB" in line
     with pytest.raises(UserError, match="89 files, 88 more can be made"):
         check_room([job], [Room(500 * GIGABYTE, 88, "your quota")])
     job.config.checkpoint.every = "0"  # one at the end
