@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hpc_train.launch.diagnosis import avoided
+from hpc_train.launch.diagnosis import excluded_nodes
 from hpc_train.launch.job_status import JobStatus, SlurmStatuses
 from hpc_train.launch.lookup import RunHandle, find_my_runs, find_runs, statuses_of
 from hpc_train.launch.watch import time_left
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
             if spent is not None and (spent.held_s or spent.queue_s):
                 console.print(spent_line(spent), highlight=False, soft_wrap=True)
         for item in found if len(found) == 1 else []:
-            for node in avoided(item.run, item.config.elastic.exclude_hours):
+            for node in excluded_nodes(item.run, item.config.elastic.exclude_hours):
                 console.print(node.words, highlight=False, soft_wrap=True)
     else:
         print("no job of yours is in Slurm's queue; status RUN_DIR tells of a run")
@@ -71,7 +71,7 @@ def _row(item: RunHandle, standings: dict[str, JobStatus], with_ledger: bool) ->
         "restarts": view.restarts,
         "failed_saves": 0 if view.exit is not None else _failed_saves(item),
         "message": view.message,
-        "avoided": [asdict(node) for node in avoided(item.run, item.config.elastic.exclude_hours)],
+        "excluded_nodes": [asdict(node) for node in excluded_nodes(item.run, item.config.elastic.exclude_hours)],
         "ledger": None if spent is None else spent.as_json(),
     }
     return row, spent

@@ -59,7 +59,7 @@ def _sections(found: Diagnosis) -> Iterator[Section]:
     yield "memory", _memory(found)
     yield "last checkpoint", _checkpoint(found)
     yield "what was done", [_event(event) for event in found.done]
-    yield "nodes that are avoided", [node.words for node in found.avoided]
+    yield "excluded nodes", [node.words for node in found.excluded_nodes]
     yield "where the time went", [spent_line(found.ledger)] if found.ledger.held_s or found.ledger.queue_s else []
     yield "what to do", list(found.advice)
 

@@ -64,14 +64,14 @@ class HpcTrainLauncher(Launcher):
         jobs = self._jobs(job_overrides, initial_job_idx, console)
         for job in jobs:
             check_freeze(job.config, job.run)  # all of them before the first is written
-        submitter = select_executor(jobs[0].config.cluster)
-        for line in submitter.check(jobs):
+        executor = select_executor(jobs[0].config.cluster)
+        for line in executor.check(jobs):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-        submitter.confirm(jobs, console)
+        executor.confirm(jobs, console)
         code = take([job.config for job in jobs], self._sweep / "code")
         for job in _followed(jobs, "writing run directories", console):
             freeze(job.config, job.run, claim=True, code=code)  # those that wait for their turn are this process's
-        queue = JobQueue(jobs, submitter, self._sweep, console)
+        queue = JobQueue(jobs, executor, self._sweep, console)
         if jobs[0].config.launch.detach:
             hand_over(queue, console)
             return []
