@@ -36,6 +36,7 @@ from hpc_train.plan.layout import Layout
 from hpc_train.plan.validate import validate
 from hpc_train.preflight.bandwidth import check_plot
 from hpc_train.run.exits import Exit
+from hpc_train.units import GIB, format_bytes
 
 ENTRY, NOISE_ENTRY = "hpc_train.bench.step_worker:measure", "hpc_train.bench.noise_worker:measure"
 WARMUP, TIMES = 2, 8  # steps before a block; how much larger the large batch of the noise scale is
@@ -110,7 +111,7 @@ def _trials(
     while size <= options.most:
         expected = expected_memory(trials, size)
         if limit is not None and expected is not None and expected > limit:
-            trials.append(Trial(size, None, None, f"would take {expected / GIB:.2f} of {limit / GIB:.2f} GiB"))
+            trials.append(Trial(size, None, None, f"would take {format_bytes(expected)} of {format_bytes(limit)}"))
             break
         if time.monotonic() - began > options.seconds:
             trials.append(Trial(size, None, None, f"not tried, after {options.seconds:g} s"))
@@ -167,7 +168,6 @@ def _free_memory() -> int:
     return int(HOST_SHARE * 1024 * kilobytes)
 
 
-GIB = 2**30
 KNEE = 0.95  # of the best speed: what a larger micro-batch brings beyond it is not worth its memory
 
 

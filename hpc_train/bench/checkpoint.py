@@ -15,6 +15,7 @@ from hpc_train.bench.request import CheckpointRequest
 from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.errors import UserError
 from hpc_train.plan.validate import validate
+from hpc_train.units import format_bytes
 
 ENTRY = "hpc_train.bench.checkpoint_worker:measure"
 
@@ -69,7 +70,7 @@ def checkpoint_report(result: dict[str, Any]) -> str:
     """A line for each way, then the ratios of pairs."""
     lines = [
         f"{result['strategy']}: {result['layout']}",
-        f"{result['bytes'] / 1e6:,.1f} MB in a checkpoint, {result['world_size']} x {result['device']}, "
+        f"{format_bytes(result['bytes'])} in a checkpoint, {result['world_size']} x {result['device']}, "
         f"torch {result['torch']}, in {result['path']}",
         f"{result['rounds']} rounds in alternation; medians (5 % to 95 %), reads from the page cache",
         f"{'':<32}{'ms':>26}{'GB/s':>9}",

@@ -31,7 +31,7 @@ from hpc_train.config.arguments import CommandLine, with_right_plus
 from hpc_train.errors import UserError
 from hpc_train.launch.container import IN_SHELL, container_of, quoted
 from hpc_train.launch.executors.executor import Job
-from hpc_train.launch.executors.slurm import SlurmSubmitter
+from hpc_train.launch.executors.slurm import SlurmJobExecutor
 from hpc_train.launch.sbatch import arguments, options
 from hpc_train.launch.script import ENVIRONMENT, python
 from hpc_train.launch.submission import prepare
@@ -42,6 +42,7 @@ from hpc_train.run.exits import Exit
 from hpc_train.slurm import client
 from hpc_train.slurm.client import Problem, SlurmError
 from hpc_train.slurm.states import FORGOTTEN
+from hpc_train.units import GIB
 
 ENTRY = "hpc_train.bench.step_worker:measure"
 WARMUP = 5  # steps before the first block
@@ -155,7 +156,6 @@ def _here(points: Sequence[Sequence[str]], options: argparse.Namespace) -> list[
 
 STRONG, WEAK = "strong", "weak"
 KINDS = (STRONG, WEAK)
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -299,13 +299,13 @@ def measure_on_slurm(words: Sequence[Sequence[str]], nodes: Sequence[int]) -> li
     Raises:
         UserError: a job cannot run there, or Slurm refuses it.
     """
-    submitter = SlurmSubmitter()
+    executor = SlurmJobExecutor()
     jobs = [_job(own) for own in words]
     folder = Path(jobs[0].config.run.root).absolute() / f"scaling-{secrets.token_hex(3)}"
     folder.mkdir(parents=True)
     submitted = []
     for number, (job, own) in enumerate(zip(jobs, words, strict=True)):
-        submitted.append(_submit(job, own, folder / f"{number}", submitter))
+        submitted.append(_submit(job, own, folder / f"{number}", executor))
         print(f"Slurm job {submitted[-1].job_id}: {nodes[number]} nodes, output in {submitted[-1].log}", flush=True)
     results = [_wait(each) for each in submitted]
     return None if any(result is None for result in results) else [result for result in results if result is not None]
@@ -318,9 +318,9 @@ def _job(words: Sequence[str]) -> Job:
         return prepare(compose(line.overrides), RunDirectory(Path("scaling")))
 
 
-def _submit(job: Job, words: Sequence[str], stem: Path, submitter: SlurmSubmitter) -> _Measurement:
+def _submit(job: Job, words: Sequence[str], stem: Path, executor: SlurmJobExecutor) -> _Measurement:
     log, result = stem.with_suffix(".log"), stem.with_suffix(".out")
-    asked = {name: value for name, value in options(job, submitter.site).items() if name not in _OF_A_TRAINING}
+    asked = {name: value for name, value in options(job, executor.site).items() if name not in _OF_A_TRAINING}
     asked |= {"job-name": "hpc_train-scaling", "output": str(log), "no-requeue": None}
     try:
         return _Measurement(client.submit(arguments(asked), _script(job, words, result)), result, log)

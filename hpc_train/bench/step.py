@@ -12,6 +12,7 @@ from hpc_train.bench.request import StepRequest, bare_loop
 from hpc_train.cluster.allocation import current_allocation, workers_per_node
 from hpc_train.errors import UserError
 from hpc_train.plan.validate import validate
+from hpc_train.units import format_bytes
 
 ENTRY = "hpc_train.bench.step_worker:measure"
 WARMUP = 5  # steps of each loop before the first block
@@ -94,12 +95,12 @@ def _speed(rates: dict[str, Any]) -> str:
 
 
 def _memory(memory: dict[str, Any]) -> str:
-    host = ", ".join(f"{value / 2**20:,.0f}" for value in memory["host_peak_bytes"])
-    text = f"{host} MiB resident at most (VmHWM), by rank"
+    host = ", ".join(map(format_bytes, memory["host_peak_bytes"]))
+    text = f"peak {host} resident (VmHWM), by rank"
     if memory["device_peak_bytes"] is None:
         return text
-    device = ", ".join(f"{value / 2**20:,.0f}" for value in memory["device_peak_bytes"])
-    return f"{device} MiB allocated on the GPU at most, {text}"
+    device = ", ".join(map(format_bytes, memory["device_peak_bytes"]))
+    return f"peak {device} allocated on the GPU, {text}"
 
 
 def _shares(shares: list[float]) -> str:

@@ -17,6 +17,7 @@ from hpc_train.config.schema import Config
 from hpc_train.plan.memory import state_bytes
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import last_line
+from hpc_train.units import format_bytes
 
 MARGIN = 1.02  # overhead of zip archives and metadata
 PER_FILE = 64 << 10
@@ -33,7 +34,7 @@ def check_space(directory: Path, store: CheckpointStore, tensor_bytes: int, file
         code, whose = (errno.ENOSPC, "") if room.whose == FILE_SYSTEM else (errno.EDQUOT, f" ({room.whose})")
         if needed > room.free:
             fix = _fitting_keep(store, needed - room.free, keep)
-            what = f"the checkpoint needs {amount(needed)}, {amount(room.free)} free{whose}{fix}"
+            what = f"the checkpoint needs {format_bytes(needed)}, {format_bytes(room.free)} free{whose}{fix}"
             raise OSError(code, what, str(store.root))
         if room.inodes is not None and room.inodes < files:
             raise OSError(code, f"the checkpoint needs {files} inodes, {room.inodes} free{whose}", str(store.root))
@@ -53,14 +54,6 @@ def _fitting_keep(store: CheckpointStore, lacking: int, keep: int) -> str:
         if freed >= lacking and left < keep:
             return f", keep={left} would fit"
     return ""
-
-
-def amount(count: int) -> str:
-    """Bytes in words, in powers of ten."""
-    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count} bytes"
 
 
 UNKNOWN_S = 120  # for the current step and the exit, before any step has been timed
@@ -93,7 +86,7 @@ def stop_time(config: Config, run: RunDirectory, nodes: int) -> StopTime:
     if size is None:
         return StopTime(UNKNOWN_S, "no save was timed yet, and the size of a custom model is unknown")
     seconds = size / (BYTES_PER_S * nodes)
-    reason = f"{TIMES} x {amount(size)} at {BYTES_PER_S / 1e9:g} GB/s per node; no save was timed yet"
+    reason = f"{TIMES} x {format_bytes(size)} at {BYTES_PER_S / 1e9:g} GB/s per node; no save was timed yet"
     return StopTime(_rounded(TIMES * seconds + UNKNOWN_S), reason)
 
 

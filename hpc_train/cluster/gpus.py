@@ -235,7 +235,6 @@ def _text(path: Path) -> str:
         return ""
 
 
-GIB = 2**30
 # Of kinds that come with one size only, by the names that sites give to GRES types (from the vendors' data sheets).
 KINDS = {
     "h200": 141e9,

@@ -18,12 +18,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from hpc_train.checkpoint.listing import Listed, choose, find_run, list_archived, list_checkpoints, list_set_aside, look
-from hpc_train.checkpoint.space import amount
 from hpc_train.config.run_path import default_root
 from hpc_train.plan.layout import Layout
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
-from hpc_train.telemetry.progress import duration
+from hpc_train.units import format_bytes, format_duration
 
 _EPILOG = """\
 examples:
@@ -130,7 +129,7 @@ def _export(options: argparse.Namespace) -> int:
     hint = f"transformers.AutoModelForCausalLM.from_pretrained({str(options.to)!r})"
     if options.format == "pt":
         hint = f"torch.load({str(options.to)!r}, mmap=True)"
-    print(json.dumps(result) if options.json else f"step {result['step']}, {amount(result['bytes'])}: {hint}")
+    print(json.dumps(result) if options.json else f"step {result['step']}, {format_bytes(result['bytes'])}: {hint}")
     return Exit.DONE
 
 
@@ -173,7 +172,9 @@ class _ProgressLines:
         tenths = 10 * self._done // max(1, self._total)
         if tenths > self._tenths:
             self._tenths = tenths
-            print(f"{self._what}: {amount(self._done)} of {amount(self._total)}", file=sys.stderr, flush=True)
+            print(
+                f"{self._what}: {format_bytes(self._done)} of {format_bytes(self._total)}", file=sys.stderr, flush=True
+            )
 
 
 def _show(found: list[Listed], compared: str, as_json: bool) -> None:
@@ -212,8 +213,10 @@ def _table(found: list[Listed], compared: str) -> Table:
         if manifest is None:
             table.add_row(str(item.checkpoint.step), "", "", "", state)
         else:
-            age = duration(time.time() - manifest.time)
-            table.add_row(str(item.checkpoint.step), age, amount(manifest.size), _layout(dict(manifest.layout)), state)
+            age = format_duration(time.time() - manifest.time)
+            table.add_row(
+                str(item.checkpoint.step), age, format_bytes(manifest.size), _layout(dict(manifest.layout)), state
+            )
     return table
 
 

@@ -12,14 +12,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hpc_train.launch.diagnosis import avoided
+from hpc_train.launch.diagnosis import excluded_nodes
 from hpc_train.launch.job_status import JobStatus, SlurmStatuses
 from hpc_train.launch.lookup import RunHandle, find_my_runs, find_runs, statuses_of
 from hpc_train.launch.watch import time_left
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import read_lines
 from hpc_train.run.ledger import Account, read_ledger
-from hpc_train.telemetry.progress import duration, failing, saves, spent_line
+from hpc_train.telemetry.progress import failing, saves, spent_line
+from hpc_train.units import format_duration
 
 
 def main(arguments: list[str]) -> int:
@@ -41,7 +42,7 @@ def main(arguments: list[str]) -> int:
             if spent is not None and (spent.held_s or spent.queue_s):
                 console.print(spent_line(spent), highlight=False, soft_wrap=True)
         for item in found if len(found) == 1 else []:
-            for node in avoided(item.run, item.config.elastic.exclude_hours):
+            for node in excluded_nodes(item.run, item.config.elastic.exclude_hours):
                 console.print(node.words, highlight=False, soft_wrap=True)
     else:
         print("you have no jobs in Slurm's queue; `status RUN_DIR` shows a run")
@@ -73,7 +74,7 @@ def _describe(
         "restarts": view.restarts,
         "failed_saves": 0 if view.exit is not None else _failed_saves(item),
         "message": view.message,
-        "avoided": [asdict(node) for node in avoided(item.run, item.config.elastic.exclude_hours)],
+        "excluded_nodes": [asdict(node) for node in excluded_nodes(item.run, item.config.elastic.exclude_hours)],
         "ledger": None if spent is None else spent.as_json(),
     }
     return row, spent
@@ -102,7 +103,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             step,
             "" if row["loss"] is None else f"{row['loss']:.4f}",
             "" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f}",
-            "" if row["time_left_s"] is None else duration(row["time_left_s"]),
+            "" if row["time_left_s"] is None else format_duration(row["time_left_s"]),
             str(row["restarts"] or ""),
             min(row["run"], os.path.relpath(row["run"]), key=len),
         )

@@ -17,7 +17,8 @@ from hpc_train.launch.diagnosis import TAIL_LINES, Diagnosis, diagnose, shown
 from hpc_train.launch.lookup import find_run
 from hpc_train.launch.watch import TO_BE_REQUEUED
 from hpc_train.run.exits import Exit
-from hpc_train.telemetry.progress import duration, spent_line
+from hpc_train.telemetry.progress import spent_line
+from hpc_train.units import format_bytes, format_duration
 
 Section = tuple[str, list[str]]
 
@@ -58,7 +59,7 @@ def _sections(found: Diagnosis) -> Iterator[Section]:
     yield "memory", _memory(found)
     yield "last checkpoint", _checkpoint(found)
     yield "recovery actions", [_event(event) for event in found.done]
-    yield "avoided nodes", [node.words for node in found.avoided]
+    yield "excluded nodes", [node.words for node in found.excluded_nodes]
     yield "time", [spent_line(found.ledger)] if found.ledger.held_s or found.ledger.queue_s else []
     yield "what to do", list(found.advice)
 
@@ -96,9 +97,9 @@ def _slurm(found: Diagnosis) -> list[str]:
 
 def _memory(found: Diagnosis) -> list[str]:
     rss = found.slurm.max_rss_bytes if found.slurm else None
-    lines = [f"largest task by Slurm's count (MaxRSS): {_size(rss)}"] if rss else []
+    lines = [f"largest task by Slurm's count (MaxRSS): {format_bytes(rss)}"] if rss else []
     return lines + (
-        [f"peak of rank 0 in the metrics: {_size(found.peak_memory_bytes)}"] if found.peak_memory_bytes else []
+        [f"peak of rank 0 in the metrics: {format_bytes(found.peak_memory_bytes)}"] if found.peak_memory_bytes else []
     )
 
 
@@ -107,7 +108,7 @@ def _checkpoint(found: Diagnosis) -> list[str]:
     where = f"step {kept.step}: {shown(Path(kept.path))}" if kept.path else "none"
     if found.cause is None or (kept.lost_s is None and not kept.lost_steps):
         return [where]
-    lost = f"{kept.lost_steps} logged steps" + (f", {duration(kept.lost_s)}" if kept.lost_s is not None else "")
+    lost = f"{kept.lost_steps} logged steps" + (f", {format_duration(kept.lost_s)}" if kept.lost_s is not None else "")
     return [where, f"work lost by the failure: {lost}"]
 
 
@@ -121,7 +122,3 @@ def _event(event: dict[str, Any]) -> str:
 
 def _clock(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"

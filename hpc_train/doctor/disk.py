@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from hpc_train.checkpoint.space import amount
 from hpc_train.cluster.storage import file_system_of, room_in
 from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding
 from hpc_train.errors import UserError
 from hpc_train.launch.storage import check_shared
+from hpc_train.units import format_bytes
 
 SLOW_S = 1.0  # time to write a small file to disk
 SKEW_S, BAD_SKEW_S = 0.1, 1.0  # between a node and the file server
@@ -100,7 +100,7 @@ def check_room(root: Path) -> Finding:
     except OSError as error:
         return Finding("space", ERROR, f"{root}: {error.strerror}", "set another run.root")
     least = min(rooms, key=lambda room: room.free)
-    text = f"{amount(least.free)} free below {root} ({least.whose})"
+    text = f"{format_bytes(least.free)} free below {root} ({least.whose})"
     if any(room.inodes == 0 for room in rooms):
         return Finding("space", ERROR, f"no inodes are left below {root}", "remove files that are no longer needed")
     if least.free < MIN_FREE_BYTES:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.checkpoint.space import amount
 from hpc_train.config.compose import config_directory
 from hpc_train.config.schema import Config
 from hpc_train.doctor.disk import check_root, probe
@@ -22,6 +21,7 @@ from hpc_train.doctor.network import check_gpus, check_ports
 from hpc_train.elastic.rendezvous import candidate_ports
 from hpc_train.fabric.facts import SHARED_MEMORY, UNLIMITED, NodeFacts, NodeLimits
 from hpc_train.run.processes import can_listen
+from hpc_train.units import GIB, format_bytes
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def check_software(facts: NodeFacts) -> Iterator[Finding]:
         yield Finding("versions", WARNING, "the version of NCCL is unknown because no wheel provides it", fix)
 
 
-PER_RANK = 10**9  # bytes of shared memory for batches of loaders and for buffers of NCCL and gloo
+PER_RANK = GIB  # bytes of shared memory for batches of loaders and for buffers of NCCL and gloo
 FEWEST_PER_RANK = 1 << 24  # with less, a loader gets a bus error on the first batch of images
 FILES_PER_RANK = 1024  # sockets to other ranks and data files
 SAMPLE = 20
@@ -113,7 +113,7 @@ def check_limits(facts: NodeFacts, ranks: int) -> Iterator[Finding]:
 
 
 def check_shared_memory(ranks: int, directory: Path = SHARED_MEMORY) -> Finding:
-    """Checks that /dev/shm has 1 GB per rank, which is enough for loaders and NCCL."""
+    """Checks that /dev/shm has 1 GiB per rank, which is enough for loaders and NCCL."""
     fix = (
         "in a container use --shm-size or bind the host's /dev/shm; on a node ask the site; batch.loader_workers=0 "
         "needs less"
@@ -126,9 +126,14 @@ def check_shared_memory(ranks: int, directory: Path = SHARED_MEMORY) -> Finding:
     if not os.access(directory, os.W_OK):
         return Finding("shared memory", ERROR, f"{directory} is not writable", fix)
     if free >= wanted:
-        return Finding("shared memory", OK, f"{amount(free)} free in {directory}")
+        return Finding("shared memory", OK, f"{format_bytes(free)} free in {directory}")
     level = ERROR if free < ranks * FEWEST_PER_RANK else WARNING
-    return Finding("shared memory", level, f"{amount(free)} free in {directory}, but {ranks} ranks need 1 GB each", fix)
+    return Finding(
+        "shared memory",
+        level,
+        f"{format_bytes(free)} free in {directory}, but {ranks} ranks need {format_bytes(PER_RANK)} each",
+        fix,
+    )
 
 
 def check_locked_memory(limits: NodeLimits, rdma: bool) -> Finding:

@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from hpc_train.elastic.workers import Worker
+from hpc_train.measure.streak import Streak
 
 FIRST_S, MOST_S = 5.0, 60.0  # between two questions, doubling: each costs a worker some ten milliseconds
 LEAST_SHARE = 0.2  # of the time, that the others wait for it
@@ -48,18 +49,17 @@ class StragglerWatch:
     _next: float | None = field(default=None, init=False)
     _asked: dict[int, int] = field(default_factory=dict, init=False)
     _since: float = field(default=0.0, init=False)  # the collectives before are judged
-    _suspect: tuple[int, int] = field(default=(-1, 0), init=False)  # rank, windows in a row
-    _named: set[int] = field(default_factory=set, init=False)
+    _ranks: Streak[int] = field(default_factory=lambda: Streak(IN_A_ROW), init=False)
 
     def begin(self, pipeline: bool) -> None:
         """A new attempt, with pipeline stages or without."""
         self._pipeline = pipeline
-        self._next, self._pause, self._since, self._suspect = None, FIRST_S, 0.0, (-1, 0)
+        self._next, self._pause, self._since = None, FIRST_S, 0.0
+        self._ranks = Streak(IN_A_ROW)
         self._asked.clear()
-        self._named.clear()
 
     def look(self, workers: Sequence[Worker], now: float) -> list[Straggler]:
-        """A straggler that is seen for sure now and was not named before."""
+        """A straggler that ``IN_A_ROW`` windows agree on and that was not reported before."""
         if self._next is None:
             self._next = now + self._pause
         if self._asked:
@@ -78,19 +78,9 @@ class StragglerWatch:
         self._asked.clear()
         arrivals = arrivals_of(found, self._since, self._pipeline)
         self._since = max((max(times.values()) for times in arrivals.values()), default=self._since)
-        return self._judge(find_straggler(arrivals))
-
-    def _judge(self, found: Straggler | None) -> list[Straggler]:
-        rank, before = self._suspect
-        if found is None:
-            self._suspect = -1, 0
-            return []
-        windows = before + 1 if rank == found.rank else 1
-        self._suspect = found.rank, windows
-        if windows < IN_A_ROW or found.rank in self._named:
-            return []
-        self._named.add(found.rank)
-        return [found]
+        straggler = find_straggler(arrivals)
+        confirmed = self._ranks.confirms(None if straggler is None else straggler.rank)
+        return [straggler] if confirmed and straggler is not None else []
 
 
 def arrivals_of(dumps: Mapping[int, bytes], since: float = 0.0, pipeline: bool = True) -> Arrivals:

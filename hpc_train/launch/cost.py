@@ -1,7 +1,4 @@
-"""What a submission may cost at most, said before it is made, and asked about where it is much.
-
-Whether somebody is there to be asked.
-"""
+"""The maximum cost of a submission, printed before it is made, and the confirmation of a large one."""
 
 from __future__ import annotations
 
@@ -19,46 +16,46 @@ from hpc_train.slurm.site import Association, Site, seconds
 
 
 def gpu_hours(jobs: Sequence[Job]) -> float:
-    """The upper bound: every job on its most nodes until its time limit, and so again for each requeue."""
+    """The upper bound: every job uses its maximum of nodes until its time limit, in each start."""
     return sum(map(_gpu_hours, jobs))
 
 
 def _gpu_hours(job: Job) -> float:
-    """A run that has used up its ``run.max_gpu_hours`` is stopped."""
+    """At most ``run.max_gpu_hours``, since a run that has used them up is stopped."""
     most, unlimited = job.config.run.max_gpu_hours, asked_nodes(job.config)[1] * job.gpus * job_hours(job)
     return unlimited if most is None else min(unlimited, most)
 
 
 def job_hours(job: Job) -> float:
-    """What one job may take, requeues or the chain included."""
+    """The maximum duration of one job in hours, with its requeues or the other jobs of its chain."""
     return (seconds(job.config.cluster.time) or 0) / 3600 * _starts(job)
 
 
 def cost_lines(jobs: Sequence[Job], site: Site) -> list[str]:
-    """One line for each kind of job, and one with the total where there are several."""
+    """One line for each kind of job, and a line with the total if there are several jobs."""
     texts = [_line(job, site) for job in jobs]
     counted = {text: texts.count(text) for text in dict.fromkeys(texts)}
     said = [f"{count} x {text}" if len(jobs) > 1 else text for text, count in counted.items()]
     first, starts = jobs[0].config, max(map(_starts, jobs))
-    how = f"a chain of {starts} jobs" if first.launch.chain > 1 else f"with {starts - 1} requeues"
-    total = f"at most {gpu_hours(jobs):g} GPU-hours ({how}, if it comes to that)"
+    how = f"a chain of {starts} jobs" if first.launch.chain > 1 else f"with up to {starts - 1} requeues"
+    total = f"at most {gpu_hours(jobs):g} GPU-hours ({how})"
     notes = sorted({note for job in jobs for note in _notes(job, site)})
     if _is_much(jobs):
-        notes.append(f"note: {_above(jobs)}: a terminal is asked, elsewhere launch.yes=true is needed")
+        notes.append(f"note: {_above(jobs)}: a terminal asks for confirmation; without one, set launch.yes=true")
     return [*said, f"{len(jobs)} jobs, {total}", *notes] if len(jobs) > 1 else [f"{said[0]}: {total}", *notes]
 
 
 def confirm_cost(jobs: Sequence[Job], site: Site, console: Console) -> None:
-    """Asks at a terminal where the submission may cost more than ``launch.confirm_gpu_hours``.
+    """Asks for confirmation at a terminal if the submission may cost more than ``launch.confirm_gpu_hours``.
 
     Raises:
-        UserError: the answer was no, or nobody is there to be asked and ``launch.yes`` is not set.
+        UserError: the answer is no, or there is no terminal and ``launch.yes`` is not set.
     """
     if not _is_much(jobs):
         return
     what, above = f"this may cost up to {gpu_hours(jobs):g} GPU-hours", _above(jobs)
     if not can_ask(console):
-        raise UserError(f"{what}, {above}", where="launch.confirm_gpu_hours", fix="launch.yes=true to agree")
+        raise UserError(f"{what}, {above}", where="launch.confirm_gpu_hours", fix="launch.yes=true confirms it")
     if console.input(f"{what}. Submit? [y/N] ").strip().lower() not in ("y", "yes"):
         raise UserError(f"{what}: not submitted", where="the terminal", fix="y to submit, or launch.yes=true")
 
@@ -101,14 +98,14 @@ def _notes(job: Job, site: Site) -> list[str]:
         return [chosen]
     if job.gpus and count is not None and count < 2 * job.workers:
         return [
-            "note: fewer than two cores per rank; cluster.cpus_per_gpu=2 or more keeps data loading beside training"
+            "note: fewer than two cores per rank; cluster.cpus_per_gpu=2 or more lets loading overlap with training"
         ]
     best = max((kind.gpus_of(None) for kind in partition.kinds), default=0) if partition else 0
     if best and not job.gpus and job.config.cluster.gpus_per_node == 0:
-        return [f"note: no GPU is asked for; cluster.gpus_per_node=auto takes the {best} of a node"]
+        return [f"note: no GPU is requested; cluster.gpus_per_node=auto requests the {best} of a node"]
     return []
 
 
 def can_ask(console: Console) -> bool:
-    """Whether ``console`` writes to a terminal and a person can answer."""
+    """Whether ``console`` is a terminal at which a user can answer."""
     return console.is_terminal and sys.stdin.isatty()

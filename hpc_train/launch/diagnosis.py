@@ -1,7 +1,4 @@
-"""The last failure of a run on one page, put together from its events, metrics and checkpoints, and from Slurm.
-
-Nodes that a run avoids, as they failed too often, and what to ask the site's administrator about them.
-"""
+"""Diagnoses the last failure of a run from its events, metrics and checkpoints, and from Slurm."""
 
 from __future__ import annotations
 
@@ -26,28 +23,28 @@ from hpc_train.slurm.client import query
 Event = dict[str, Any]
 
 TOLD = ("worker_failed", "hang_detected", "node_lost", "failed", "gave_up")
-STEPS = (  # what was done, besides what failed
+STEPS = (  # reactions, besides the failures themselves
     "stop_requested", "restarted", "shrunk", "spare_used", "requeued", "requeued_unasked", "resumed", "rolled_back",
     "checkpoint_failed", "save_waits", "checkpoint_set_aside", "slow_node", "slow_gpu",
 )  # fmt: skip
 LAST_STEPS = 15
 TAIL_LINES = 25
 
-# What Slurm calls an end that the agents could not tell of
+# Advice for ends that the agents could not report, by the state that Slurm gives the job
 BY_STATE = {
-    "OUT_OF_MEMORY": "Slurm ended it for its memory: a larger cluster.mem, or fewer batch.loader_workers",
-    "TIMEOUT": "it did not stop before its time limit: a longer cluster.time, or a longer elastic.stop_grace_s",
+    "OUT_OF_MEMORY": "Slurm killed it for exceeding its memory: increase cluster.mem, or reduce batch.loader_workers",
+    "TIMEOUT": "it did not stop before its time limit: increase cluster.time or elastic.stop_grace_s",
     "NODE_FAIL": RESPONSES[Failure.NODE_LOST].advice,
-    "BOOT_FAIL": "its nodes did not start: submit it again, and tell the staff",
-    "DEADLINE": "its deadline was over: submit it again",
-    "PREEMPTED": "a job of a higher priority took its nodes: resume goes on",
-    "CANCELLED": "somebody cancelled it: resume goes on",
+    "BOOT_FAIL": "its nodes failed to boot: submit it again, and report the nodes to the site",
+    "DEADLINE": "its deadline passed: submit it again",
+    "PREEMPTED": "a job with a higher priority preempted it: resume the run",
+    "CANCELLED": "it was cancelled: resume the run",
 }
 
 
 @dataclass(frozen=True)
 class FailureCause:
-    """The failure that others followed from. ``rank`` is None where no rank is to blame; ``stacks`` is a file."""
+    """The failure that caused the others. ``rank`` is None if no rank is responsible; ``stacks`` is a path."""
 
     kind: str
     message: str
@@ -65,7 +62,7 @@ class FailureCause:
 
 @dataclass(frozen=True)
 class LastCheckpoint:
-    """``step`` is 0 and ``path`` None without any; lost: what was done after it, and is not kept."""
+    """The newest checkpoint; ``step`` is 0 and ``path`` None if there is none. ``lost_*`` is the work done after it."""
 
     step: int
     path: str | None
@@ -75,7 +72,7 @@ class LastCheckpoint:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Of a job that Slurm has not started."""
+    """Why a job is pending, when it is expected to start, and which changes would start it sooner."""
 
     reason: str
     words: str
@@ -86,7 +83,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """``cause`` is None where nothing failed; ``advice`` is what to do, in the order of promise."""
+    """The result of ``diagnose``. ``cause`` is None if nothing failed; ``advice`` has the best step first."""
 
     run: str
     job_id: str | None
@@ -99,18 +96,18 @@ class Diagnosis:
     peak_memory_bytes: int | None
     checkpoint: LastCheckpoint
     done: tuple[Event, ...]
-    avoided: tuple[Avoided, ...]
+    excluded_nodes: tuple[ExcludedNode, ...]
     advice: tuple[str, ...]
     ledger: Account
 
 
 def diagnose(found: RunHandle) -> Diagnosis:
-    """Looks at ``found`` once; Slurm is asked where the run was a job of it."""
-    standing = statuses_of([found], SlurmStatuses()).get(found.job_id or "")
-    view = found.view({} if standing is None else {found.job_id or "": standing})
+    """Diagnoses a run; queries Slurm if the run was submitted to it."""
+    status = statuses_of([found], SlurmStatuses()).get(found.job_id or "")
+    view = found.view({} if status is None else {found.job_id or "": status})
     events = found.run.read_events()
     cause = find_cause(events)
-    waits = standing is not None and standing.is_pending
+    waits = status is not None and status.is_pending
     facts = read_facts(found.job_id) if found.job_id else None
     metrics = list(found.run.read_all_metrics())
     of_attempt = [line for line in metrics if cause is None or line["attempt"] == cause.attempt]
@@ -121,19 +118,19 @@ def diagnose(found: RunHandle) -> Diagnosis:
         exit_code=view.exit,
         message=view.message,
         cause=cause,
-        waiting=_waiting(found, standing, view) if waits and standing else None,
+        waiting=_waiting(found, status, view) if waits and status else None,
         slurm=facts,
         peak_memory_bytes=max((line.get("peak_memory_bytes") or 0 for line in of_attempt), default=0) or None,
         checkpoint=_checkpoint(found.run, cause, events, of_attempt),
         done=tuple(event for event in events if event["event"] in (*TOLD, *STEPS))[-LAST_STEPS:],
-        avoided=tuple(avoided(found.run, found.config.elastic.exclude_hours)),
+        excluded_nodes=tuple(excluded_nodes(found.run, found.config.elastic.exclude_hours)),
         advice=tuple(_advice(view, cause, facts, found.run)),
         ledger=read_ledger(found.run, None if view.exit is not None else time.time()).total,
     )
 
 
 def find_cause(events: Sequence[Event]) -> FailureCause | None:
-    """The first real failure of the newest attempt that failed: not the echo that it had on other ranks."""
+    """The first failure of the newest failed attempt, not the secondary failures that it caused on other ranks."""
     failed = [event for event in events if event["event"] in TOLD]
     if not failed:
         return None
@@ -159,7 +156,7 @@ def _kind(event: Event) -> str:
 
 
 def _weight(event: Event) -> tuple[bool, bool, bool, float]:
-    """The cause comes first: no echo, somebody named, with a traceback; then the earliest."""
+    """Sorts the cause first: no secondary failure, with a rank or node, with a traceback; then the earliest."""
     echo = event.get("class") == Failure.COMMUNICATION
     nobody = event["event"] == "gave_up" or (event["event"] == "hang_detected" and event.get("rank") is None)
     return echo, nobody, "traceback" not in event, event["time"]
@@ -181,7 +178,7 @@ def _checkpoint(
 
 
 def _advice(view: View, cause: FailureCause | None, facts: JobFacts | None, run: RunDirectory) -> list[str]:
-    """Nothing where the run is done, or at work after its failure."""
+    """Steps to take after the failure; empty if the run is done or is running again."""
     if view.exit in (None, Exit.DONE):
         return []
     found = [BY_STATE[facts.state]] if facts is not None and facts.state in BY_STATE else []
@@ -189,19 +186,19 @@ def _advice(view: View, cause: FailureCause | None, facts: JobFacts | None, run:
         found.insert(0, RESPONSES[Failure(cause.kind)].advice)
     where = shown(run.path)
     if cause is None or cause.kind not in (Failure.USER_ERROR, Failure.KERNEL, Failure.REFUSED):
-        found.append(f"python -m hpc_train resume {where}   goes on from the last checkpoint")
-    return [*dict.fromkeys(filter(None, found)), f"python -m hpc_train logs {where}   has all output"]
+        found.append(f"python -m hpc_train resume {where}   resumes from the last checkpoint")
+    return [*dict.fromkeys(filter(None, found)), f"python -m hpc_train logs {where}   prints all output"]
 
 
 def shown(path: Path) -> str:
-    """As short as it can be from here."""
+    """The path, relative to the current directory if it is below it."""
     with suppress(ValueError):
         return str(path.relative_to(Path.cwd()))
     return str(path)
 
 
-def _waiting(found: RunHandle, standing: JobStatus, view: View) -> Waiting:
-    reason = explain(standing.reason)
+def _waiting(found: RunHandle, status: JobStatus, view: View) -> Waiting:
+    reason = explain(status.reason)
     changes: list[str] = []
     if reason.by_size:
         gpus, rest = found.config.cluster.gpus_per_node, time_left(view)
@@ -210,17 +207,17 @@ def _waiting(found: RunHandle, standing: JobStatus, view: View) -> Waiting:
             gpus = with_gpus(found.config.cluster, free)
         changes = sooner(found.config.cluster, gpus, free, rest)
     return Waiting(
-        reason=standing.reason,
+        reason=status.reason,
         words=reason.words,
         fix=reason.fix.format(job=found.job_id),
-        starts=standing.starts,
+        starts=status.starts,
         sooner=tuple(changes),
     )
 
 
 @dataclass(frozen=True)
-class Avoided:
-    """``until``: seconds since 1970; then its failures count no more."""
+class ExcludedNode:
+    """A node that the run excludes, with its recent failures. ``until``: when it is allowed again, as Unix time."""
 
     node: str
     failures: tuple[str, ...]
@@ -228,7 +225,7 @@ class Avoided:
 
     @property
     def words(self) -> str:
-        """With the command that takes the node out of service, for who may do so."""
+        """One line, with the command that drains the node."""
         told = ", ".join(self.failures)
         one = len(self.failures) == 1
         count, reason = (
@@ -236,15 +233,17 @@ class Avoided:
         )
         until = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.until))
         drain = f"scontrol update nodename={self.node} state=drain reason='{reason}: {told}'"
-        return f"{self.node} failed {count} ({told}) and is avoided until {until}; for the staff: {drain}"
+        return (
+            f"{self.node} failed {count} ({told}) and is excluded until {until}; administrators drain it with: {drain}"
+        )
 
 
-def avoided(run: RunDirectory, exclude_hours: float) -> list[Avoided]:
-    """In the order of their names; ``exclude_hours`` is that of the run's config."""
+def excluded_nodes(run: RunDirectory, exclude_hours: float) -> list[ExcludedNode]:
+    """The nodes that ``run`` excludes now, sorted by name. ``exclude_hours`` comes from the run's config."""
     failures, found = NodeFailures(run, exclude_hours * 3600), []
     recent = failures.recent()
     for node in sorted(failures.failing_nodes()):
         own = [line for line in recent if line["node"] == node]
         times = sorted(line["time"] for line in own for _ in range(line.get("times", 1)))
-        found.append(Avoided(node, tuple(line["class"] for line in own), times[-TOO_OFTEN] + exclude_hours * 3600))
+        found.append(ExcludedNode(node, tuple(line["class"] for line in own), times[-TOO_OFTEN] + exclude_hours * 3600))
     return found

@@ -1,4 +1,4 @@
-"""What a command would submit, job by job, with the verdict of all checks. Starts nothing and writes nothing."""
+"""Prints what a command would submit, with the results of all checks; starts nothing and writes nothing."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.submission import prepare
-from hpc_train.plan.memory import GIB, estimate
+from hpc_train.plan.memory import estimate
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import check_freeze
+from hpc_train.units import format_bytes
 
 
 def dry_run(line: CommandLine) -> int:
-    """Prints the jobs of ``line``; exit code 2 when one of them would be refused."""
+    """Prints the jobs of ``line``; returns exit code 2 if one of them would be refused."""
     console = Console(soft_wrap=True)
     jobs = expand(line.overrides)
     if len(jobs) > 1 and not line.multirun:
         raise UserError(
-            f"these are {len(jobs)} jobs", where="the command line", fix="-m for a sweep, or one value each"
+            f"the command line describes {len(jobs)} jobs",
+            where="the command line",
+            fix="-m for a sweep, or one value per key",
         )
     refused, accepted = 0, []
     with line.composer() as compose:
@@ -57,25 +60,25 @@ def _directory(config: DictConfig) -> Path:
 
 
 def _show_submissions(jobs: list[Job], directory: Path, console: Console) -> None:
-    """Commands and scripts as they would be submitted, what they may cost, and the site's own verdict."""
+    """Prints commands and scripts as they would be submitted, the maximum cost, and the verdict of the site."""
     if not jobs:
         return
-    submitter = select_executor(jobs[0].config.cluster)
-    for command, script in submitter.plan(jobs, directory):
+    executor = select_executor(jobs[0].config.cluster)
+    for command, script in executor.plan(jobs, directory):
         console.print(f"\n{command}\n\njob.sbatch:\n{script}", markup=False, highlight=False)
-    for line in submitter.check(jobs):
+    for line in executor.check(jobs):
         console.print(line, markup=False, highlight=False)
 
 
 def _plan(job: Job) -> str:
-    config, layout, submitter = job.config, job.layout, select_executor(job.config.cluster)
+    config, layout, executor = job.config, job.layout, select_executor(job.config.cluster)
     check_freeze(config, job.run)
     samples, places = config.batch.global_size, layout.dp * layout.micro_batches * layout.micro_size
     padding = f" ({places - samples} of them padding)" if places > samples else ""
     nodes = config.cluster.nodes
     device = f"{job.gpus} GPUs per node" if job.gpus else "CPU"
     lines = [
-        f"job {job.number} to {submitter.name}: {config.strategy.name}: {' '.join(job.overrides)}",
+        f"job {job.number} to {executor.name}: {config.strategy.name}: {' '.join(job.overrides)}",
         f"  run directory: {job.run.path}{' (resumes)' if job.run.config.exists() else ''}",
         f"  layout: {layout}",
         f"  world: {layout.world_size} workers on {nodes} node{'' if nodes in (1, '1') else 's'} ({device})",
@@ -89,15 +92,13 @@ def _plan(job: Job) -> str:
 
 
 def _memory(job: Job) -> list[str]:
-    """What a rank is estimated to need, and whether a GPU has it where that is known."""
+    """The estimated memory of a rank, and that of a GPU if known."""
     needed = estimate(job.config, job.layout)
     if needed is None:
         return []
     kind, local = job.config.cluster.gpu_type, select_executor(job.config.cluster).name == "this machine"
     there = gpu_memory(kind) if job.gpus and (kind is not None or local) else None
     fits = (
-        ""
-        if there is None
-        else f", {'more than' if needed.total > there else 'of'} the {there / GIB:.0f} GiB there are"
+        "" if there is None else f", {'more than' if needed.total > there else 'of'} the {format_bytes(there)} of a GPU"
     )
     return [f"  memory: a rank needs about {needed}{fits}"]

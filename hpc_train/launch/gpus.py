@@ -1,10 +1,7 @@
-"""How many GPUs per node a job asks Slurm for: ``cluster.gpus_per_node``, or what the nodes of its partition have.
+"""The GPUs per node that a job requests from Slurm, and the GPUs that the steps of the surrounding job get.
 
-The GPUs of the Slurm job that this process or script is part of, and how its steps get them.
-
-A step inherits the GPUs that its job asks for, but none of those that ``--exclusive`` alone brings: the job has them,
-and a plain ``srun`` in it has none. There, a step gets GPUs by ``--gpus-per-node``, or ``SLURM_GPUS_PER_NODE``, which
-srun reads.
+A step inherits the GPUs that its job requests, but not those that the job has only through ``--exclusive``. Such a step
+gets GPUs by ``--gpus-per-node``, or by ``SLURM_GPUS_PER_NODE``, which ``srun`` reads.
 """
 
 from __future__ import annotations
@@ -25,17 +22,17 @@ IN_EXTRA = ("gpus", "gpus_per_task", "gpus_per_socket")  # sbatch's other option
 
 @dataclass(frozen=True)
 class AskedGpus:
-    """GPUs per node; ``note``: what else was there to choose, and how."""
+    """GPUs per node. ``note`` names the alternatives and how to choose them."""
 
     count: int
     note: str | None = None
 
 
 def asked_gpus(cluster: ClusterConfig, site: Site) -> AskedGpus:
-    """The GPUs per node of a job. ``auto`` is what all nodes with GPUs of its partition have.
+    """The GPUs per node of a job. ``auto`` is the number that all nodes with GPUs in its partition have.
 
     Raises:
-        UserError: no node has a GPU of ``cluster.gpu_type``, or ``cluster.extra`` asks for GPUs beside ``auto``.
+        UserError: no node has a GPU of ``cluster.gpu_type``, or ``cluster.extra`` requests GPUs besides ``auto``.
     """
     asked = cluster.gpus_per_node
     if asked != "auto":
@@ -47,8 +44,8 @@ def asked_gpus(cluster: ClusterConfig, site: Site) -> AskedGpus:
     where = f"the partition {partition}" if partition else "the default partition"
     kinds = _kinds(cluster, partition, site)
     if not kinds:
-        unknown = f"note: the GPUs of the nodes of {where} are not known here, none is asked for"
-        return AskedGpus(0, f"{unknown}; cluster.gpus_per_node=N asks for N per node")
+        unknown = f"note: the GPUs of the nodes of {where} are unknown, so none is requested"
+        return AskedGpus(0, f"{unknown}; cluster.gpus_per_node=N requests N per node")
     having = [kind for kind in kinds if kind.gpus_of(cluster.gpu_type)]
     if cluster.gpu_type and not having:
         types = sorted({name for kind in kinds for name in kind.gpus if name})
@@ -63,29 +60,29 @@ def asked_gpus(cluster: ClusterConfig, site: Site) -> AskedGpus:
 
 
 def _note(where: str, kinds: list[NodeKind], having: list[NodeKind], counts: list[int]) -> str | None:
-    """What there was to choose among ``kinds``, of which those in ``having`` have ``counts`` GPUs."""
+    """Describes the alternatives among ``kinds``, of which those in ``having`` have ``counts`` GPUs."""
     said = []
     if len(counts) > 1:
         said.append(
             f"nodes of {where} have {', '.join(map(str, counts[:-1]))} or {counts[-1]} GPUs: {counts[0]} per node are"
-            f" asked for; cluster.gpus_per_node={counts[-1]} takes only nodes with as many"
+            f" requested; cluster.gpus_per_node={counts[-1]} selects the nodes with as many"
         )
     with_gpus, nodes = (sum(kind.count for kind in some) for some in (having, kinds))
     if 0 < with_gpus < nodes:
         said.append(
-            f"{with_gpus} of the {nodes} nodes of {where} have GPUs, the job runs on these; cluster.gpus_per_node=0"
-            " trains on the CPUs of any node"
+            f"{with_gpus} of the {nodes} nodes of {where} have GPUs, and the job runs on these;"
+            " cluster.gpus_per_node=0 trains on the CPUs of any node"
         )
     return f"note: {'; '.join(said)}" if said else None
 
 
 def _of_environment() -> str | None:
-    """The partition that sbatch takes without --partition; a job's own variables are not handed down to it."""
+    """The partition that sbatch uses without --partition; inside a job its variable is not passed on."""
     return None if "SLURM_JOB_ID" in os.environ else os.environ.get("SBATCH_PARTITION")
 
 
 def _kinds(cluster: ClusterConfig, partition: str | None, site: Site) -> list[NodeKind]:
-    """The nodes that the job may get; none where they are not known."""
+    """The kinds of nodes that the job may get; empty if they are unknown."""
     if cluster.clusters is not None:
         return []  # another cluster's nodes
     partitions = [site.partition(name or None) for name in (partition or "").split(",")]
@@ -97,17 +94,17 @@ def _check_extra(cluster: ClusterConfig) -> None:
     for name in cluster.extra:
         if name.replace("-", "_") in IN_EXTRA:
             raise UserError(
-                f"sbatch's option {name} in cluster.extra asks for GPUs, and so does cluster.gpus_per_node=auto",
+                f"sbatch's option {name} in cluster.extra requests GPUs, and so does cluster.gpus_per_node=auto",
                 where="cluster.extra",
-                fix=f"leave {name} out: cluster.gpus_per_node=N asks for N per node",
+                fix=f"remove {name}; cluster.gpus_per_node=N requests N per node",
             )
 
 
-# Bash, because a batch script stands outside of containers and may have no Python. Of the tasks of an array,
+# Bash, because a batch script runs outside of containers and may have no Python. Of the tasks of an array,
 # `scontrol show job` prints only the one that is named by both of its numbers.
 EXPORT = r"""
-# A step inherits the GPUs that its job asks for, but none of those that --exclusive alone brings. For these, srun is
-# told to take as many on each node as every node of the job has.
+# A step inherits the GPUs that its job requests, but not those that the job has only through --exclusive. To get these,
+# the step requests as many per node as every node of the job has.
 if [ -z "${SLURM_GPUS:-}${SLURM_GPUS_PER_NODE:-}${SLURM_GPUS_PER_TASK:-}" ]; then
   job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
   job=$(scontrol show job --details "$job" 2> /dev/null) || true
@@ -116,7 +113,7 @@ if [ -z "${SLURM_GPUS:-}${SLURM_GPUS_PER_NODE:-}${SLURM_GPUS_PER_TASK:-}" ]; the
       { n = 0; for (i = 1; i <= NF; i++) if ($i ~ /^gpu:/) { parts = split($i, part, ":"); n += part[parts] } }
       NR == 1 || n < fewest { fewest = n }
       END { if (NR) print fewest }')
-    # where scontrol does not tell: as many as the batch host has
+    # without an answer of scontrol: as many as the batch host has
     gpus=${gpus:-${SLURM_GPUS_ON_NODE:-$(awk -F, '{ print NF }' <<< "${SLURM_JOB_GPUS:-}")}}
     if [ "$gpus" -gt 0 ]; then export SLURM_GPUS_PER_NODE=$gpus; fi
   fi
@@ -129,26 +126,26 @@ class JobGpus:
     """The GPUs that a step of the job gets on each node.
 
     Attributes:
-        per_node: the same on all nodes: as many as the node with the fewest has, or as the job asks for. 0 where the
-            job has none, or Slurm does not say.
-        inherited: the job asks for them, and so its steps have them without asking.
+        per_node: the number that the job requests, or that of the node with the fewest. 0 if the job has none, or it is
+            unknown.
+        inherited: the job requests them, so its steps have them without an option.
     """
 
     per_node: int
     inherited: bool
 
     def srun_options(self, wanted: int) -> list[str]:
-        """What makes a step have ``wanted`` GPUs on each node, of those of the job."""
+        """The options of ``srun`` with which a step gets ``wanted`` GPUs on each node."""
         return [] if self.inherited or not self.per_node or not wanted else [f"--gpus-per-node={wanted}"]
 
 
 def gpu_export_lines() -> list[str]:
-    """Bash lines after which every ``srun`` of a batch script has the GPUs of its job."""
+    """Bash lines with which every ``srun`` in a batch script gets the GPUs of its job."""
     return EXPORT.splitlines()
 
 
 def gpus_of_this_job(environment: Mapping[str, str] = os.environ) -> JobGpus:
-    """Of the job in ``environment``. The shell of ``salloc`` may run where the job has no node: Slurm is asked."""
+    """The GPUs of the surrounding job, from Slurm: the shell of ``salloc`` may run outside of the job's nodes."""
     for name in ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK"):  # one task per node
         if name in environment:
             return JobGpus(_count(environment[name]), True)

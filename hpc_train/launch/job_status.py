@@ -1,7 +1,4 @@
-"""How jobs stand in the eyes of what took them; of Slurm, asked rarely and once for all jobs together.
-
-Only ``squeue`` is asked: it answers on sites without accounting too, and still knows a job minutes after its end.
-"""
+"""The status of submitted jobs as their scheduler reports it. Slurm is queried rarely, once for all jobs together."""
 
 from __future__ import annotations
 
@@ -19,32 +16,32 @@ MANY = 100
 
 @dataclass(frozen=True)
 class JobStatus:
-    """One job: its ``state`` in the scheduler's words, and why and until when it waits."""
+    """The status of one job: its ``state`` as Slurm names it, empty outside of Slurm, and why it is pending."""
 
     state: str = ""
     reason: str = ""
-    starts: str = ""  # 2026-01-31T12:00:00, empty where nobody knows
+    starts: str = ""  # the expected start, 2026-01-31T12:00:00; empty if unknown
     comment: str = ""
     part: str = ""  # which job of a chain: "job 18, 2 of 3"
 
     @property
     def present(self) -> bool:
-        """Whether it waits or runs."""
+        """Whether the job is pending or running."""
         return state_of(self.state).is_alive
 
     @property
     def is_pending(self) -> bool:
-        """Whether it waits for nodes; False where no scheduler knows a state of it."""
+        """Whether the job waits for nodes; False if its state is unknown."""
         return bool(self.state) and state_of(self.state).phase is Phase.PENDING
 
     @property
     def is_running(self) -> bool:
-        """Whether a scheduler says that it runs."""
+        """Whether the job runs; False if its state is unknown."""
         return bool(self.state) and state_of(self.state).phase is Phase.RUNNING
 
     @property
     def words(self) -> str:
-        """For people: "pending (Priority), starts about 01-31 12:00"."""
+        """One phrase for users: "pending (Priority), starts about 01-31 12:00"."""
         text = self.state.lower() or "waiting"
         if self.part:
             text = f"{self.part}, {text}"
@@ -61,17 +58,17 @@ PRESENT = JobStatus()
 
 
 class SlurmStatuses:
-    """Standings of Slurm jobs, at most every 30 s asked for anew (every 60 s for many jobs)."""
+    """The status of Slurm jobs, queried at most every 30 s (every 60 s for many jobs)."""
 
     def __init__(self) -> None:
         self._known: dict[str | None, dict[str, JobStatus]] = {}
         self._asked_at: dict[str | None, float] = {}
 
     def of(self, ids: Collection[str], clusters: str | None = None) -> dict[str, JobStatus]:
-        """Those of ``ids`` that Slurm knows; where it has not been asked yet or does not answer, they are present.
+        """The status of those of ``ids`` that Slurm knows; all count as present as long as it has not responded.
 
         Args:
-            clusters: where the jobs went (``cluster.clusters``); None for the cluster of this machine.
+            clusters: the clusters that the jobs were submitted to; None for that of this machine.
         """
         pause = ASK_MANY_EVERY_S if len(ids) > MANY else ASK_EVERY_S
         known = self._known.get(clusters, {})
@@ -79,18 +76,18 @@ class SlurmStatuses:
         if ids and time.monotonic() - self._asked_at.get(clusters, float("-inf")) >= pause:
             self._asked_at[clusters] = time.monotonic()
             jobs = sorted({job_id.partition("_")[0] for job_id in ids})
-            # an id may be another person's on another cluster
+            # on another cluster, an id may belong to another user's job
             found = ask([f"--jobs={','.join(jobs)}", *on_clusters(clusters), *(["--me"] if clusters else [])])
             if found is not None:
                 self._known[clusters], known, new = found, found, {}
-        standings = {job_id: new.get(job_id) or status_of(job_id, known) for job_id in ids}
-        return {job_id: standing for job_id, standing in standings.items() if standing is not None}
+        statuses = {job_id: new.get(job_id) or status_of(job_id, known) for job_id in ids}
+        return {job_id: status for job_id, status in statuses.items() if status is not None}
 
 
 def status_of(job_id: str, known: Mapping[str, JobStatus]) -> JobStatus | None:
-    """That of a job in squeue's answer; None where it is not there.
+    """The status of a job in the output of ``squeue``; None if it is not listed.
 
-    The tasks of an array that were cancelled before they started stand there as one, under the id of the array.
+    Tasks of an array that were cancelled before they started are listed as one job, under the id of the array.
     """
     return known.get(job_id) or known.get(job_id.partition("_")[0])
 
@@ -104,13 +101,13 @@ def ask(selection: Sequence[str]) -> dict[str, JobStatus] | None:
 
 
 def folded(chains: Mapping[str, Sequence[str]], known: Mapping[str, JobStatus]) -> dict[str, JobStatus]:
-    """``known``, with that of a whole chain under the id of its first job."""
-    whole = {first: standing for first, ids in chains.items() if (standing := _of_chain(ids, known)) is not None}
+    """``known``, where the status of each chain is added under the id of its first job."""
+    whole = {first: status for first, ids in chains.items() if (status := _of_chain(ids, known)) is not None}
     return {**known, **whole}
 
 
 def _of_chain(ids: Sequence[str], known: Mapping[str, JobStatus]) -> JobStatus | None:
-    """Of the job that runs, else of the next to run, else of the last that has ended by itself."""
+    """The status of the job that runs, else of the next one, else of the last one that was not cancelled."""
     present = [job_id for job_id in ids if job_id in known and known[job_id].present]
     running = [job_id for job_id in present if not known[job_id].is_pending]
     ended = [job_id for job_id in ids if job_id in known and job_id not in present]

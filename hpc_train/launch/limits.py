@@ -1,6 +1,6 @@
-"""Jobs against the limits of the site, before sbatch: many sites accept an impossible job and let it wait for ever.
+"""Checks jobs against the limits of the site before submission, since many sites accept jobs that never start.
 
-Only what is known refuses; each refusal names the limit and the fix.
+A limit that is unknown refuses nothing. Each error names the limit and the fix.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from hpc_train.slurm.site import Association, Partition, PartitionLimits, Site, 
 
 
 def check_limits(job: Job, site: Site) -> None:
-    """Raises UserError where the job can never start on ``site``."""
+    """Raises UserError if the job can never start on ``site``."""
     if job.config.cluster.clusters is not None:
-        return  # another cluster's limits: sbatch knows them
+        return  # the limits of another cluster are unknown here; sbatch checks them
     partition = _partition(job, site)
     association = _association(job, site)
     _check_qos(job, site, association)
@@ -29,14 +29,14 @@ def check_limits(job: Job, site: Site) -> None:
 
 
 def check_queue(jobs: Sequence[Job], site: Site) -> None:
-    """Raises UserError where more jobs are submitted than the user may have in the queue."""
+    """Raises UserError if more jobs are submitted than the user may have in the queue."""
     count = sum(job.config.launch.chain for job in jobs)
     for whose, limits in _limits(jobs[0], site, _association(jobs[0], site)):
         if limits.max_jobs is not None and count > limits.max_jobs:
             raise UserError(
-                f"{count} jobs are submitted, and {whose} has at most {limits.max_jobs} in the queue",
+                f"{count} jobs are submitted, but {whose} allows {limits.max_jobs} in the queue",
                 where="the command line",
-                fix=f"sweeps of {limits.max_jobs} jobs or fewer, one after the other",
+                fix=f"submit sweeps of at most {limits.max_jobs} jobs, one after the other",
             )
 
 
@@ -48,12 +48,12 @@ def _partition(job: Job, site: Site) -> Partition | None:
     unknown = [name for name in names if name and name not in site.partitions]
     if unknown:
         raise UserError(
-            f"there is no partition {unknown[0]!r} on {site.name or 'this cluster'}",
+            f"partition {unknown[0]!r} does not exist on {site.name or 'this cluster'}",
             where="cluster.partition",
             fix=nearest(unknown[0], sorted(site.partitions)),
         )
     if len(names) > 1:
-        return None  # sbatch takes whichever starts first
+        return None  # Slurm uses the one in which the job starts first
     partition = site.partition(cluster.partition)
     if partition is None:
         raise UserError(
@@ -72,22 +72,24 @@ def _partition(job: Job, site: Site) -> Partition | None:
 
 
 def _association(job: Job, site: Site) -> Association | None:
-    """What the job is accounted to; None where accounting does not say or any account is taken."""
+    """The association that the job is charged to; None if it is unknown or associations are not enforced."""
     if site.associations is None or "associations" not in site.enforced:
         return None
     account, known = job.config.cluster.account, sorted({found.account for found in site.associations})
     if not known:
         raise UserError(
-            "you have no account on this cluster, and jobs without one are refused",
+            "you have no account on this cluster, which refuses jobs without one",
             where="cluster.account",
-            fix="ask the site's staff for an account",
+            fix="ask the site's support for an account",
         )
     if account is None:
         return next((found for found in site.associations if found.default), None)
     found = next((found for found in site.associations if found.account == account.lower()), None)
     if found is None:
         raise UserError(
-            f"you have no account {account!r} here", where="cluster.account", fix=f"one of {', '.join(known)}"
+            f"account {account!r} is not one of yours on this cluster",
+            where="cluster.account",
+            fix=f"one of {', '.join(known)}",
         )
     return found
 
@@ -99,7 +101,7 @@ def _check_qos(job: Job, site: Site, association: Association | None) -> None:
     allowed = association.qos if association is not None and association.qos else frozenset(site.qos)
     if qos not in allowed:
         raise UserError(
-            f"you may not use the QOS {qos!r}" if qos in site.qos else f"there is no QOS {qos!r} here",
+            f"your account may not use QOS {qos!r}" if qos in site.qos else f"QOS {qos!r} does not exist here",
             where="cluster.qos",
             fix=f"one of {', '.join(sorted(allowed))}, or null for the default",
         )
@@ -113,7 +115,7 @@ def _check_access(job: Job, partition: Partition, association: Association | Non
     ):
         if name is not None and allowed is not None and name not in allowed:
             raise UserError(
-                f"the partition {partition.name} is not open to the {key} {name}",
+                f"partition {partition.name} does not allow {key} {name}",
                 where=f"cluster.{key}",
                 fix=f"one of {', '.join(sorted(allowed))}, or another cluster.partition",
             )
@@ -125,7 +127,7 @@ def _check_nodes(job: Job, partition: Partition) -> None:
     if fewest > most:
         owns = "has" if most == partition.nodes else "allows"
         raise UserError(
-            f"{fewest} nodes are asked for, and the partition {partition.name} {owns} {most}",
+            f"{fewest} nodes are requested, but partition {partition.name} {owns} {most}",
             where="cluster.nodes",
             fix=f"cluster.nodes={most} or fewer, or another cluster.partition",
         )
@@ -135,7 +137,7 @@ def _check_hardware(job: Job, partition: Partition) -> None:
     cluster = job.config.cluster
     if not partition.kinds:
         return
-    name = f"nodes of the partition {partition.name}"
+    name = f"nodes of partition {partition.name}"
     if job.gpus and cluster.gres is None:
         best = max(kind.gpus_of(cluster.gpu_type) for kind in partition.kinds)
         if job.gpus > best:
@@ -143,7 +145,7 @@ def _check_hardware(job: Job, partition: Partition) -> None:
             of_type = f" of type {cluster.gpu_type}" if cluster.gpu_type else ""
             fix = f"cluster.gpus_per_node={best} or fewer" if best else "another cluster.partition"
             raise UserError(
-                f"{job.gpus} GPUs{of_type} per node are asked for, {name} have {best}",
+                f"{job.gpus} GPUs{of_type} per node are requested, but {name} have {best}",
                 where="cluster.gpus_per_node" + (", cluster.gpu_type" if of_type else ""),
                 fix=fix + (f"; types here: {', '.join(types)}" if types else ""),
             )
@@ -152,7 +154,7 @@ def _check_hardware(job: Job, partition: Partition) -> None:
     asked = cores(job, partition)
     if most and asked is not None and asked > most:
         key = "cluster.cpus_per_gpu" if isinstance(cluster.cpus_per_gpu, int) else "cluster.cpu_workers"
-        raise UserError(f"{asked} cores per node are asked for, {name} have {most}", where=key, fix=f"{key} smaller")
+        raise UserError(f"{asked} cores per node are requested, but {name} have {most}", where=key, fix=f"reduce {key}")
 
 
 def _check_nodes_with_gpus(job: Job, partition: Partition) -> None:
@@ -160,7 +162,7 @@ def _check_nodes_with_gpus(job: Job, partition: Partition) -> None:
     there = sum(kind.count for kind in partition.kinds if kind.gpus_of(job.config.cluster.gpu_type) >= job.gpus)
     if fewest > there:
         raise UserError(
-            f"{fewest} nodes with {job.gpus} GPUs are asked for, and the partition {partition.name} has {there}",
+            f"{fewest} nodes with {job.gpus} GPUs are requested, but partition {partition.name} has {there}",
             where="cluster.nodes, cluster.gpus_per_node",
             fix=f"cluster.nodes={there} or fewer, another cluster.partition, or cluster.gpus_per_node=0 for CPUs",
         )
@@ -171,13 +173,13 @@ def _check_time(job: Job, site: Site, partition: Partition | None, association: 
     asked = seconds(cluster.time_min or cluster.time)
     spans = [(whose, limits.max_time_s) for whose, limits in _limits(job, site, association)]
     if partition is not None:
-        spans.append((f"the partition {partition.name}", partition.max_time_s))
+        spans.append((f"partition {partition.name}", partition.max_time_s))
     for whose, limit in spans:
         if asked is not None and limit is not None and asked > limit:
             raise UserError(
-                f"a time limit of {cluster.time_min or cluster.time} is asked for, and {whose} allows {clock(limit)}",
+                f"a time limit of {cluster.time_min or cluster.time} is requested, but {whose} allows {clock(limit)}",
                 where="cluster.time",
-                fix=f"cluster.time={clock(limit)} or less: a run goes on in its next job; or another partition or QOS",
+                fix=f"cluster.time={clock(limit)} or less (the run continues in its next job), or another QOS",
             )
     for whose, limits in _limits(job, site, association):
         fewest = asked_nodes(job.config)[0]
@@ -185,27 +187,27 @@ def _check_time(job: Job, site: Site, partition: Partition | None, association: 
         for what, count, most in wants:
             if most is not None and count > most:
                 raise UserError(
-                    f"{count} {what} are asked for, and {whose} allows {most} per job",
+                    f"{count} {what} are requested, but {whose} allows {most} per job",
                     where="cluster.nodes, cluster.gpus_per_node",
-                    fix="fewer, or another account or QOS",
+                    fix="request fewer, or use another account or QOS",
                 )
 
 
 def _limits(job: Job, site: Site, association: Association | None) -> Iterator[tuple[str, PartitionLimits]]:
-    """The limits that bind the job, and whose they are."""
+    """The limits that apply to the job, each with the name of what sets it."""
     qos = job.config.cluster.qos
     if "limits" not in site.enforced:
         return
     if association is not None:
-        yield f"the account {association.account}", association.limits
+        yield f"account {association.account}", association.limits
         if qos is None and len(association.qos) == 1:
             qos = next(iter(association.qos))
     if qos is not None and site.qos is not None and qos in site.qos:
-        yield f"the QOS {qos}", site.qos[qos]
+        yield f"QOS {qos}", site.qos[qos]
 
 
 def clock(span_s: int) -> str:
-    """Seconds as Slurm takes them: 2-12:00:00."""
+    """Seconds in Slurm's format for time limits: 2-12:00:00."""
     days, rest = divmod(span_s, 86400)
     text = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
     return f"{days}-{text}" if days else text

@@ -1,4 +1,4 @@
-"""Runs that were submitted earlier, found again from a path, a name, or Slurm's comments on jobs."""
+"""Finds submitted runs by path, by name, or by the comments on the user's Slurm jobs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMMENT = "hpc_train:"
 
 @dataclass(frozen=True)
 class RunHandle:
-    """A run and its newest submission. Its ``number`` is its place in a sweep."""
+    """A run and its newest submission. ``number`` is its index in a sweep."""
 
     run: RunDirectory
     number: int
@@ -38,17 +38,17 @@ class RunHandle:
 
     @property
     def job_id(self) -> str | None:
-        """Of Slurm; None for a run on some machine."""
+        """The Slurm job; None for a run that was not submitted to Slurm."""
         return self.submission.get("job_id")
 
     @property
     def job_ids(self) -> list[str]:
-        """Of Slurm: one, or those of a chain; none for a run on some machine."""
+        """The Slurm jobs: one, or those of a chain; empty for a run that was not submitted to Slurm."""
         return job_ids(self.submission)
 
     @property
     def clusters(self) -> str | None:
-        """Where ``cluster.clusters`` sent it; None for the cluster of this machine."""
+        """The clusters that the job was submitted to (``cluster.clusters``); None for that of this machine."""
         return self.submission.get("clusters")
 
     @property
@@ -57,25 +57,25 @@ class RunHandle:
 
     @cached_property
     def config(self) -> Config:
-        """As it was frozen."""
+        """The frozen config."""
         return load(self.run)
 
     def lives_here(self) -> bool:
         return is_alive(self.submission)
 
-    def view(self, standings: dict[str, JobStatus]) -> View:
-        standing = standings.get(self.job_id or "") or (PRESENT if self.lives_here() else None)
-        if standing is None and not self.submission:
+    def view(self, statuses: dict[str, JobStatus]) -> View:
+        status = statuses.get(self.job_id or "") or (PRESENT if self.lives_here() else None)
+        if status is None and not self.submission:
             return View("not submitted", {})
         output = Path(self.submission.get("output") or os.devnull)
         first = self.submission.get("first_attempt", 0)
-        return view_of(self.run, first, standing, output, self.run.record().get("total_steps"))
+        return view_of(self.run, first, status, output, self.run.record().get("total_steps"))
 
     def job(self) -> Job:
-        """The job as it was frozen, to be submitted again.
+        """The frozen job, for submitting it again.
 
         Raises:
-            UserError: it does not fit what would take it now.
+            UserError: the cluster or machine here cannot run it.
         """
         config = self.config
         nodes, gpus, workers = select_executor(config.cluster).shape(config.cluster)
@@ -86,17 +86,17 @@ def find_runs(target: str) -> list[RunHandle]:
     """The run in ``target``, or all runs of the sweep there: a directory, or its name below the usual root.
 
     Raises:
-        UserError: there is neither.
+        UserError: there is no run or sweep.
     """
     root = Path(default_root())
     for path in (Path(target), root / target):
         runs = [path] if (path / "config.yaml").exists() else sorted(_runs_below(path), key=_number)
         if runs:
-            return [_found(RunDirectory(run.absolute()), place) for place, run in enumerate(runs)]
+            return [_handle(RunDirectory(run.absolute()), index) for index, run in enumerate(runs)]
     raise UserError(
-        f"there is no run or sweep in {target}",
+        f"no run or sweep found in {target}",
         where="the command line",
-        fix=f"a run directory, or a name below {root}/; without one, status lists your jobs in Slurm",
+        fix=f"pass a run directory or a name below {root}/; status without an argument lists your Slurm jobs",
     )
 
 
@@ -104,7 +104,7 @@ def find_run(target: str) -> RunHandle:
     """The one run in ``target``.
 
     Raises:
-        UserError: there is none, or it is a sweep.
+        UserError: there is no run, or several.
     """
     found = find_runs(target)
     if len(found) > 1:
@@ -113,35 +113,35 @@ def find_run(target: str) -> RunHandle:
 
 
 def find_my_runs() -> list[RunHandle]:
-    """All runs of this user that Slurm has jobs of, known by the comment on the job.
+    """All runs of this user with jobs in Slurm, found by the comments on the jobs.
 
     Raises:
-        UserError: no controller answers.
+        UserError: Slurm does not respond.
     """
-    standings = ask(["--me"])
-    if standings is None:
+    statuses = ask(["--me"])
+    if statuses is None:
         raise UserError(
-            "Slurm does not answer here", where="squeue", fix="status RUN_DIR, which needs no Slurm; or a login node"
+            "Slurm does not respond", where="squeue", fix="status RUN_DIR needs no Slurm; or run it on a login node"
         )
-    comments = {found.comment for found in standings.values() if found.comment.startswith(COMMENT)}
+    comments = {found.comment for found in statuses.values() if found.comment.startswith(COMMENT)}
     runs: dict[Path, RunHandle] = {}
     for comment in sorted(comments):
         path = comment.removeprefix(COMMENT)
         with suppress(UserError):  # the directory is gone
             found = find_runs(path if Path(path).exists() else path.partition(" ")[0])
-            runs |= {item.run.path: item for item in found if any(status_of(i, standings) for i in item.job_ids)}
+            runs |= {item.run.path: item for item in found if any(status_of(i, statuses) for i in item.job_ids)}
     return list(runs.values())
 
 
 def stop_runs(found: Collection[RunHandle], number: signal.Signals = signal.SIGTERM) -> None:
-    """Sends ``number`` to those that run as processes of this machine."""
+    """Sends the signal ``number`` to the runs that are processes of this machine."""
     for item in found:
         if item.pid is not None and item.lives_here():
             os.kill(item.pid, number)
 
 
 def statuses_of(found: Iterable[RunHandle], slurm: SlurmStatuses) -> dict[str, JobStatus]:
-    """How their jobs stand, each by its id; a chain as a whole by that of its first job."""
+    """The status of the runs' jobs by job id; that of a chain by the id of its first job."""
     items = list(found)
     known: dict[str, JobStatus] = {}
     for clusters in {item.clusters for item in items}:
@@ -157,8 +157,8 @@ def _number(path: Path) -> tuple[int, str]:
     return (int(path.name) if re.fullmatch(r"\d+", path.name) else -1), path.name
 
 
-def _found(run: RunDirectory, place: int) -> RunHandle:
-    number = int(run.path.name) if re.fullmatch(r"\d+", run.path.name) else place
+def _handle(run: RunDirectory, index: int) -> RunHandle:
+    number = int(run.path.name) if re.fullmatch(r"\d+", run.path.name) else index
     record = run.record()
     submitted = record.get("submissions") or [record.get("claimed_by") or {}]
     return RunHandle(run, number, submitted[-1])

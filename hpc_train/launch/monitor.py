@@ -1,9 +1,4 @@
-"""Waiting for submitted jobs: the live view, Ctrl-C, and the report at the end.
-
-Submitted jobs as a live table; as plain lines where the output is not a terminal.
-
-Submitting frozen runs once more: they go on from their newest checkpoints, as the same runs.
-"""
+"""Follows submitted jobs with a live table or plain lines, handles Ctrl-C, reports the results, and resubmits runs."""
 
 from __future__ import annotations
 
@@ -32,15 +27,16 @@ from hpc_train.launch.watch import View, attempt_end, resume_command, time_left
 from hpc_train.run.exits import Exit
 from hpc_train.run.lease import find_live, refuse_live
 from hpc_train.run.processes import this_process
-from hpc_train.telemetry.progress import Progress, duration
+from hpc_train.telemetry.progress import Progress
+from hpc_train.units import format_duration
 
 POLL_S = 0.5
 SECOND_CTRL_C_S = 3.0
-PATIENCE_S = 5.0  # an agent that has not begun by then waits for its place
+PATIENCE_S = 5.0  # an agent that has not started by then waits for GPUs or cores
 
 
 class JobProgress:
-    """A single job: the same progress as in the foreground."""
+    """The progress of a single job, displayed as for a run in the foreground."""
 
     def __init__(self, job: Job, console: Console) -> None:
         self._console = console
@@ -55,7 +51,7 @@ class JobProgress:
         elif view.state == "waiting":
             if time.monotonic() > self._tells_at:
                 self._tells_at = float("inf")
-                self._console.print("waiting for a free place: other jobs hold the GPUs or cores", highlight=False)
+                self._console.print("waiting for free GPUs or cores: other jobs hold them", highlight=False)
         elif view.exit is None and view.state not in (self._told, "finishing", "failing"):
             self._told = view.state
             self._console.print(view.state, markup=False, highlight=False)
@@ -65,13 +61,13 @@ class JobProgress:
 
 
 def wait(queue: JobQueue, console: Console) -> None:
-    """Watches the jobs until all have ended.
+    """Follows the jobs until all have ended.
 
-    A Ctrl-C or a lost terminal leaves them running. A second Ctrl-C within three seconds offers at a terminal to cancel
-    them, and then waits on.
+    Ctrl-C or a lost terminal detaches and leaves them running. At a terminal, a second Ctrl-C within three seconds
+    offers to cancel them; if accepted, this continues to wait.
 
     Raises:
-        SystemExit: left by Ctrl-C or hang-up, with code 130.
+        SystemExit: detached by Ctrl-C or hang-up, with code 130.
     """
     display = JobProgress(queue.jobs[0], console) if len(queue.jobs) == 1 else JobTable(queue.jobs, console)
     try:
@@ -99,9 +95,9 @@ def _watch(queue: JobQueue, display: JobProgress | JobTable, console: Console) -
                 leave(queue, console)
             ending = True
             queue.drop_waiting()
-            end = queue.submitter.cancel if answer == "y" else queue.submitter.stop
+            end = queue.executor.cancel if answer == "y" else queue.executor.stop
             end(queue.open_ids)
-            console.print("the jobs were asked to end; Ctrl-C leaves them to it", highlight=False)
+            console.print("stopping the jobs; press Ctrl-C to exit without waiting", highlight=False)
 
 
 class HangUp(Exception):
@@ -123,8 +119,8 @@ def _hang_up_raises() -> Iterator[None]:
 
 
 def _answer(console: Console) -> str:
-    """What a second Ctrl-C is to mean: y or s; anything else leaves the jobs as they are."""
-    console.print("leaving; the jobs run on. Ctrl-C once more now to cancel them", highlight=False)
+    """The answer after a second Ctrl-C: y or s; any other answer keeps the jobs running."""
+    console.print("detaching; the jobs keep running. Press Ctrl-C again now to cancel them", highlight=False)
     try:
         time.sleep(SECOND_CTRL_C_S)
         return ""
@@ -132,26 +128,26 @@ def _answer(console: Console) -> str:
         if not can_ask(console):
             return ""
     try:
-        question = "\ncancel the jobs? y: yes, s: after a checkpoint, n: no, they run on [n] "
+        question = "\ncancel the jobs? y: now, s: after saving a checkpoint, n: no, keep them running [n] "
         return console.input(question, markup=False).strip().lower()[:1]
     except (KeyboardInterrupt, EOFError):
         return ""
 
 
 def leave(queue: JobQueue, console: Console) -> None:
-    """Hands over what still waits, says how to stop it all, and ends this process with 130."""
+    """Submits the waiting jobs, prints how to stop all of them, and exits with code 130."""
     hand_over(queue, console)
     sys.exit(Exit.DETACHED)
 
 
 def hand_over(queue: JobQueue, console: Console) -> None:
-    """Submits what still waits; the jobs then need nobody here."""
+    """Submits the waiting jobs, which then do not need this process, and prints how to manage all jobs."""
     queue.submit_all()
     where = _common_directory([job.run.path for job in queue.jobs])
     lines = [
-        f"to save and stop them: {queue.submitter.stop_command(queue.open_ids)}",
+        f"to save and stop them: {queue.executor.stop_command(queue.open_ids)}",
         f"to cancel them:        python -m hpc_train cancel {where}",
-        f"to come back:          python -m hpc_train status {where}   (or wait, logs -f)",
+        f"to follow them again:  python -m hpc_train status {where}   (or wait, logs -f)",
     ]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
@@ -163,7 +159,7 @@ def _common_directory(paths: Sequence[Path]) -> str:
 
 
 def report(queue: JobQueue, console: Console) -> Exit:
-    """Says how each job ended, with the failing rank's own traceback; returns the code for all of them."""
+    """Prints how each job ended, with the traceback of the failing rank; returns the exit code for all of them."""
     for job, view in zip(queue.jobs, queue.views, strict=True):
         if len(queue.jobs) > 1:
             line = f"{plain_line(job, view)} · {job.run.path}"
@@ -172,19 +168,19 @@ def report(queue: JobQueue, console: Console) -> Exit:
             print(f"job {job.number}: {view.message}\n  run directory: {job.run.path}", file=sys.stderr)
         if view.exit == Exit.STOPPED:
             how = "cancelled" if view.state == "cancelled" else "stopped after a checkpoint"
-            print(f"{how}; this goes on:\n  {_go_on(job)}")
+            print(f"{how}; resume with:\n  {_go_on(job)}")
     return worst(queue.views)
 
 
 def worst(views: Sequence[View]) -> Exit:
-    """The exit code of several jobs."""
+    """The exit code for several jobs: the worst of theirs."""
     codes = [Exit.STOPPED if view.exit is None else view.exit for view in views]
     order = (Exit.FAILED, Exit.REFUSED, Exit.GAVE_UP, Exit.STOPPED)
     return next((code for code in order if code in codes), Exit.DONE)
 
 
 def _go_on(job: Job) -> str:
-    if not job.overrides:  # it was submitted again as it was frozen
+    if not job.overrides:  # it was resubmitted from its frozen config
         return shlex.join(["python", "-m", "hpc_train", "resume", str(job.run.path)])
     return resume_command(job.overrides, job.run, job.config.run.root, submits=True)
 
@@ -194,7 +190,7 @@ ROWS = 30  # a terminal shows no more; jobs that have ended are counted instead
 
 
 class TableRow(Protocol):
-    """What the table says of a job besides how it stands."""
+    """What the table shows of a job besides its view."""
 
     @property
     def number(self) -> int: ...
@@ -204,7 +200,7 @@ class TableRow(Protocol):
 
 
 class JobTable:
-    """``show`` takes how the jobs stand now; ``close`` leaves the last state on the screen."""
+    """A live table of jobs. ``show`` updates it; ``close`` leaves the last state on the screen."""
 
     def __init__(self, jobs: Sequence[TableRow], console: Console) -> None:
         self._jobs = jobs
@@ -255,7 +251,7 @@ def cells(job: TableRow, view: View) -> tuple[str, ...]:
     metrics, steps = view.metrics, view.steps
     step, loss, speed = metrics.get("step"), metrics.get("loss"), metrics.get("tokens_per_s")
     seconds = time_left(view)
-    left = "" if seconds is None else duration(seconds)
+    left = "" if seconds is None else format_duration(seconds)
     return (
         str(job.number),
         job.config.strategy.name,
@@ -278,15 +274,15 @@ def plain_line(job: TableRow, view: View) -> str:
     return " · ".join(parts)
 
 
-LEAVING_S = 30.0  # a job whose agents have ended is in Slurm for a few seconds more
+LEAVING_S = 30.0  # a job stays in Slurm for a few seconds after its agents have ended
 LOOK_EVERY_S = 3.0
 
 
 def resubmit(found: Sequence[RunHandle], sweep: Path, *, detach: bool) -> int:
-    """Submits the runs to where their configs say; returns the exit code of all of them, 0 when detached.
+    """Submits frozen runs again, which resume from their newest checkpoints; returns their exit code, 0 when detached.
 
     Raises:
-        UserError: one of them is live, or is refused where it would go; nothing was submitted then.
+        UserError: a run is live, or its executor refuses it. Nothing was submitted.
     """
     console = Console()
     until = time.monotonic() + LEAVING_S
@@ -295,13 +291,13 @@ def resubmit(found: Sequence[RunHandle], sweep: Path, *, detach: bool) -> int:
             time.sleep(LOOK_EVERY_S)
         refuse_live(item.run)
     jobs = [item.job() for item in found]
-    submitter = select_executor(jobs[0].config.cluster)
-    for line in submitter.check(jobs):
+    executor = select_executor(jobs[0].config.cluster)
+    for line in executor.check(jobs):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    submitter.confirm(jobs, console)
+    executor.confirm(jobs, console)
     for job in jobs:
         job.run.update_record(claimed_by=this_process())
-    queue = JobQueue(jobs, submitter, sweep, console)
+    queue = JobQueue(jobs, executor, sweep, console)
     if detach:
         hand_over(queue, console)
         return Exit.DONE

@@ -117,7 +117,7 @@ def explain(reason: str) -> Reason:
         if name in REASONS:
             return REASONS[name]
     limit = _LIMIT.match(plain)
-    return _of_limit(limit) if limit else Reason(f"Slurm says {plain or 'nothing'}", STAFF)
+    return _of_limit(limit) if limit else Reason(f"Slurm reports {plain or 'nothing'}", STAFF)
 
 
 def _of_limit(limit: re.Match[str]) -> Reason:

@@ -1,7 +1,7 @@
-"""What is asked of Slurm for a job, as sbatch's options.
+"""The options of ``sbatch`` for a job.
 
-They go on sbatch's command line: there they win over ``SBATCH_*`` variables that a shell or a site has set, which lines
-in the script would not.
+They are passed on the command line, where they take precedence over ``SBATCH_*`` variables of the shell or the site, as
+``#SBATCH`` lines would not.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.slurm.site import NodeKind, Partition, Site, gpus_of, seconds
 
-Options = Mapping[str, str | None]  # by sbatch's long names without dashes; None: an option without a value
+Options = Mapping[str, str | None]  # keys are long option names without dashes; None: an option without a value
 
 NO_SITE = Site("")
 
 
 def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
-    """The resources of ``job``: equal for jobs that may share an array.
+    """The resources of ``job``, which are equal for jobs that may share an array.
 
     Raises:
-        UserError: ``cluster.extra`` holds an option that has a key of its own.
+        UserError: ``cluster.extra`` has an option that another key sets.
     """
     cluster = job.config.cluster
     partition = site.partition(cluster.partition)
@@ -67,12 +67,12 @@ def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
 
 
 def goes_on_without_a_node(elastic: ElasticConfig) -> bool:
-    """Whether a job is to keep its other nodes when one is lost: Slurm and srun are to let it."""
+    """Whether a job keeps its other nodes when one is lost (``--no-kill``)."""
     return elastic.spares > 0 or elastic.min_nodes is not None
 
 
 def identity(jobs: Sequence[Job], directory: Path, output: Path) -> dict[str, str | None]:
-    """How the submission of ``jobs`` is called and found again; ``output`` is where the batch script's output goes."""
+    """Name, comment and output file of the submission of ``jobs``; the comment identifies the run directory."""
     config = jobs[0].config
     comment = f"hpc_train:{directory} {config.cluster.comment or ''}".rstrip()
     name = config.cluster.job_name or f"hpc_train-{directory.name}"
@@ -80,7 +80,7 @@ def identity(jobs: Sequence[Job], directory: Path, output: Path) -> dict[str, st
 
 
 def array(count: int, cap: int | str) -> dict[str, str | None]:
-    """The option for ``count`` jobs in one array, ``cap`` of them at a time; nothing for a single job."""
+    """The option for an array of ``count`` jobs, of which ``cap`` run at a time; empty for a single job."""
     if count == 1:
         return {}
     return {"array": f"0-{count - 1}" + (f"%{cap}" if isinstance(cap, int) else "")}
@@ -92,9 +92,9 @@ def arguments(asked: Options) -> list[str]:
 
 
 def cores(job: Job, partition: Partition | None) -> int | None:
-    """Cores per node; None for all of a node that the job has for itself.
+    """Cores per node; None on exclusive nodes, where the job gets all cores.
 
-    Without the option a task of a shared node gets one, whatever the node has.
+    Without the option a task on a shared node gets one core.
     """
     per_rank = job.config.cluster.cpus_per_gpu
     if isinstance(per_rank, int):
@@ -110,7 +110,7 @@ def cores(job: Job, partition: Partition | None) -> int | None:
 
 
 def memory(job: Job, partition: Partition | None) -> str | None:
-    """Memory per node; None leaves it to the partition's default."""
+    """Memory per node; None for the default of the partition."""
     cluster = job.config.cluster
     if cluster.mem is not None:
         return cluster.mem
@@ -125,17 +125,19 @@ def memory(job: Job, partition: Partition | None) -> str | None:
 
 
 def stop_note(job: Job) -> str:
-    """When Slurm asks the job to stop, and why then."""
+    """When Slurm signals the job to stop, and the reason for that time."""
     lead = signal_lead(job)
-    return f"asked to stop {lead.seconds:g} s before the time limit, or up to a minute earlier: {lead.reason}"
+    return f"Slurm signals the job {lead.seconds:g} s before its time limit, or up to a minute earlier: {lead.reason}"
 
 
 def signal_lead(job: Job) -> StopTime:
-    """How long before the time limit Slurm asks the job to stop: time to save, though never most of the job."""
+    """How long before its time limit Slurm signals the job: enough to save, but at most a third of the limit."""
     limit = seconds(job.config.cluster.time_min or job.config.cluster.time) or 0
     lead = stop_time(job.config, job.run, node_range(job.config.cluster)[0])
     if limit and lead.seconds > limit / 3:
-        return StopTime(max(1, limit // 3), f"a third of the limit; {lead.seconds:g} s would be better: {lead.reason}")
+        return StopTime(
+            max(1, limit // 3), f"a third of the limit, though {lead.seconds:g} s are recommended: {lead.reason}"
+        )
     return StopTime(max(1, int(lead.seconds)), lead.reason)
 
 
@@ -156,11 +158,11 @@ def _check_extra(cluster: ClusterConfig, asked: Mapping[str, Any]) -> None:
     for name in cluster.extra:
         key = name.replace("-", "_")
         if name in asked or key in ("array", "job_name", "comment", "output", "gpus_per_node"):
-            own = f"cluster.{key}" if hasattr(cluster, key) else "what hpc_train sets itself"
+            own = f"cluster.{key}" if hasattr(cluster, key) else "the value that hpc_train sets"
             raise UserError(
-                f"sbatch's option {name} stands in cluster.extra",
+                f"cluster.extra has the sbatch option {name}, which another key sets",
                 where="cluster.extra",
-                fix=f"leave it out: it is {own}",
+                fix=f"remove it from cluster.extra and use {own}",
             )
 
 
@@ -172,6 +174,8 @@ def _times(amount: str, count: int) -> str:
     digits = amount.rstrip("KMGTkmgt")
     if not digits.isdigit() or len(amount) - len(digits) > 1:
         raise UserError(
-            f"mem_per_gpu is {amount!r}", where="cluster.mem_per_gpu", fix="a number with K, M, G or T: 64G; or auto"
+            f"cluster.mem_per_gpu is {amount!r}, not a size",
+            where="cluster.mem_per_gpu",
+            fix="64G (K, M, G or T), or auto",
         )
     return f"{int(digits) * count}{amount[len(digits) :]}"

@@ -11,7 +11,7 @@ Shell, because a batch script stands outside of containers and may have no Pytho
 
 All are submitted at once. A job that stops ahead of its time limit, or is lost with its node, leaves the rest of the
 run to the next one, unless it has saved nothing that the one before had not. A run that has ended in any other way
-cancels the jobs that are left: the batch script does so, from a file with their ids that the submitter writes into
+cancels the jobs that are left: the batch script does so, from a file with their ids that the executor writes into
 ``attempts/``; should a job begin before it is written or cancelled, it sees the end of the chain beside that file and
 leaves.
 """

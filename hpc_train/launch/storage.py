@@ -1,4 +1,4 @@
-"""Whether the nodes of a job can see its run directory and its checkpoints have room there, asked before submission."""
+"""Checks before submission that the nodes see the run directory and that the checkpoints fit there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from hpc_train.checkpoint.manifest import BadCheckpoint
-from hpc_train.checkpoint.space import MARGIN, amount
+from hpc_train.checkpoint.space import MARGIN
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.cluster.storage import FileSystem, Room, file_system_of, is_exported, room_in
 from hpc_train.config.schema import Config
@@ -21,14 +21,15 @@ from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.plan.memory import state_bytes
 from hpc_train.slurm.client import show_nodes
+from hpc_train.units import format_bytes
 
-OTHER_FILES = 64  # of a run: logs, events, metrics, W&B
+OTHER_FILES = 64  # files of a run besides checkpoints: logs, events, metrics, W&B
 SAME_BOOT_S = 5  # Slurm and the kernel round differently
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """What is known of a job's checkpoints: bytes and files of each, and the bytes that lie there already."""
+    """The estimated checkpoints of a job: bytes and files of each, and the bytes that exist already."""
 
     size: int
     files: int
@@ -36,17 +37,17 @@ class Checkpoints:
 
     @classmethod
     def of(cls, job: Job) -> Checkpoints | None:
-        """By the newest one of the run, else by the config; None where neither tells."""
+        """Estimated from the newest checkpoint of the run, else from the config; None if neither is possible."""
         sizes = _sizes(job)
         size = sizes[-1] if sizes else state_bytes(job.config, job.layout.dp)
         return None if size is None else cls(int(size * MARGIN), job.layout.world_size + 3, sum(sizes))
 
 
 def check_room(jobs: Sequence[Job], rooms: Sequence[Room] | None = None) -> list[str]:
-    """Says how much the checkpoints of ``jobs`` may take; nothing where their size is not known.
+    """One line with the space that the checkpoints of ``jobs`` may need; none if their size is unknown.
 
     Raises:
-        UserError: they do not fit, with the largest ``checkpoint.keep`` that does.
+        UserError: they do not fit; the fix names the largest ``checkpoint.keep`` that does.
     """
     known = [(job, found) for job in jobs if (found := Checkpoints.of(job)) is not None]
     if not known:
@@ -56,29 +57,31 @@ def check_room(jobs: Sequence[Job], rooms: Sequence[Room] | None = None) -> list
     needed = _bytes(known)
     if needed > least.free:
         raise UserError(
-            f"the checkpoints need {amount(needed)}, {amount(least.free)} free ({least.whose})",
+            f"the checkpoints need {format_bytes(needed)}, but {format_bytes(least.free)} are free ({least.whose})",
             where="checkpoint.keep, run.root",
-            fix=_fitting_keep(known, least.free) + "another run.root, or remove what is not needed any more",
+            fix=_fitting_keep(known, least.free) + "another run.root, or remove files that are no longer needed",
         )
     files = sum(_count(job.config, job.config.checkpoint.keep) * found.files + OTHER_FILES for job, found in known)
     for room in rooms:
         if room.inodes is not None and files > room.inodes:
             raise UserError(
-                f"the run needs {files} files, {room.inodes} more can be made ({room.whose})",
+                f"the run needs {files} files, but only {room.inodes} more can be created ({room.whose})",
                 where="run.root",
-                fix="another run.root, or remove files that are not needed any more",
+                fix="another run.root, or remove files that are no longer needed",
             )
-    return [f"checkpoints: up to {amount(needed)} more in {jobs[0].config.run.root}, {amount(least.free)} free"]
+    return [
+        f"checkpoints: up to {format_bytes(needed)} more in {jobs[0].config.run.root}, {format_bytes(least.free)} free"
+    ]
 
 
 def check_shared(path: Path, system: FileSystem | None = None, nodes: Callable[[], str] = show_nodes) -> list[str]:
-    """A note where the nodes of a Slurm job may not see ``path``; it may be exported in a way that is not known here.
+    """A note if the nodes of a Slurm job may not see ``path``: it may be exported in a way that is unknown here.
 
     Args:
-        nodes: what ``scontrol show node`` says.
+        nodes: returns the output of ``scontrol show node``.
 
     Raises:
-        UserError: they certainly do not: it is in the memory or in the temporary directory of this machine.
+        UserError: they cannot see it, since it is in memory or in the temporary directory of this machine.
     """
     system = system or file_system_of(path)
     if system is None or not (system.in_memory or system.on_a_disk_here) or is_exported(path):
@@ -86,14 +89,14 @@ def check_shared(path: Path, system: FileSystem | None = None, nodes: Callable[[
     others = _other_hosts(nodes())
     if not others:
         return []
-    what = f"{path} is on a file system of this machine ({system.kind} on {system.mount_point})"
+    what = f"{path} is on a local file system of this machine ({system.kind} on {system.mount_point})"
     if system.in_memory or _is_temporary(path):
         raise UserError(
-            f"{what}; the jobs run on others, {others[0]} for one, which cannot see it",
+            f"{what}, which the nodes of the job, such as {others[0]}, cannot see",
             where="run.root",
             fix="run.root=DIR on a file system that all nodes share, or set HPC_TRAIN_ROOT",
         )
-    return [f"note: {what}; the nodes must see it under the same path: a run.root on shared storage is safe"]
+    return [f"note: {what}; the nodes must see it under the same path; a run.root on shared storage is safe"]
 
 
 def _sizes(job: Job) -> list[int]:
@@ -105,7 +108,7 @@ def _sizes(job: Job) -> list[int]:
 
 
 def _bytes(known: Sequence[tuple[Job, Checkpoints]], keep: int | None = None) -> int:
-    """What is to be written beyond what is there."""
+    """The bytes that the jobs will write in addition to the existing checkpoints."""
     total = 0
     for job, found in known:
         count = _count(job.config, job.config.checkpoint.keep if keep is None else keep)
@@ -114,7 +117,7 @@ def _bytes(known: Sequence[tuple[Job, Checkpoints]], keep: int | None = None) ->
 
 
 def _count(config: Config, keep: int) -> int:
-    """The most checkpoints of a run at one time: those that are kept, and the one that is being written."""
+    """The maximum number of checkpoints of a run at one time: the kept ones and the one being written."""
     settings, steps = config.checkpoint, config.train.steps
     count = keep + 1 + (settings.keep_best is not None)
     if settings.keep_every and steps is not None:
@@ -136,7 +139,7 @@ def _is_temporary(path: Path) -> bool:
 
 
 def _other_hosts(shown: str) -> list[str]:
-    """The nodes that are not this machine, in ``scontrol show node --oneliner``: another name and another boot."""
+    """The nodes in ``scontrol show node --oneliner`` that differ from this machine in both name and boot time."""
     booted = _booted()
     others = []
     for line in shown.splitlines():
@@ -148,7 +151,7 @@ def _other_hosts(shown: str) -> list[str]:
 
 
 def _same_boot(told: str, booted: float) -> bool:
-    """Nodes of a test cluster may have names and addresses of their own; they share the kernel."""
+    """Whether a node shares the kernel of this machine, as the nodes of a test cluster do under other names."""
     try:
         return abs(datetime.fromisoformat(told).timestamp() - booted) <= SAME_BOOT_S
     except ValueError:  # None, Unknown

@@ -1,10 +1,7 @@
-"""The jobs of one launch, from waiting to ended.
+"""Turns composed configs into checked jobs, and submits the jobs of one launch.
 
-On a place that does not queue (this machine) only as many are started as may run, the next when one ends, so that a
-sweep of a thousand jobs is not a thousand waiting processes. Who leaves early hands over all the rest at once: they
-then wait for each other by the locks of ``slots.py``.
-
-From a composed config to a checked job, and what is said of it before it is submitted.
+An executor without a queue (this machine) gets only as many jobs at a time as may run, so that a sweep of a thousand
+jobs is not a thousand waiting processes. On detaching, all others are submitted too, and wait for each other's locks.
 """
 
 from __future__ import annotations
@@ -25,26 +22,26 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.lease import add_submission
 
-TOLD_ONE_BY_ONE = 20  # jobs; of more only their number is told
+TOLD_ONE_BY_ONE = 20  # with more jobs only their number is printed
 WAITING = View("waiting", {})
 
 
 class JobQueue:
-    """Submits frozen jobs in their order and keeps how each stands."""
+    """Submits frozen jobs in order and keeps a view of each."""
 
-    def __init__(self, jobs: Sequence[Job], submitter: Executor, sweep: Path, console: Console) -> None:
+    def __init__(self, jobs: Sequence[Job], executor: Executor, sweep: Path, console: Console) -> None:
         self.jobs = list(jobs)
-        self.submitter = submitter
+        self.executor = executor
         self._sweep = sweep
         self._console = console
-        self._at_once = submitter.at_once(jobs)
+        self._at_once = executor.at_once(jobs)
         self._waiting = list(jobs)
         self._submitted: dict[int, Submitted] = {}
         self._views: dict[int, View] = {}
 
     @property
     def views(self) -> list[View]:
-        """How the jobs stand, in their order."""
+        """The views of the jobs, in order."""
         return [self._views.get(job.number, WAITING) for job in self.jobs]
 
     @property
@@ -53,14 +50,14 @@ class JobQueue:
 
     @property
     def open_ids(self) -> list[str]:
-        """The ids of the jobs that were submitted and have not ended."""
+        """The ids of the submitted jobs that have not ended."""
         return [item.job_id for item in self._open()]
 
     def advance(self) -> None:
-        """Looks how the jobs stand and submits as many as there is room for."""
-        standings = self.submitter.standings(self.open_ids)
+        """Updates the views and submits as many jobs as may run."""
+        statuses = self.executor.statuses(self.open_ids)
         for item in self._open():
-            self._views[item.job.number] = item.view(standings.get(item.job_id))
+            self._views[item.job.number] = item.view(statuses.get(item.job_id))
         room = self._at_once - len(self._open())
         self._submit(self._waiting[: max(0, room)])
 
@@ -68,7 +65,7 @@ class JobQueue:
         self._submit(self._waiting)
 
     def drop_waiting(self) -> None:
-        """Jobs that were not submitted will not be."""
+        """Gives up the jobs that were not submitted yet."""
         for job in self._waiting:
             self._views[job.number] = View("not started", {}, exit=None)
         self._waiting = []
@@ -81,40 +78,40 @@ class JobQueue:
         if not jobs:
             return
         first_attempts = [job.run.newest_attempt() + 1 for job in jobs]
-        ids = self.submitter.submit(jobs, self._sweep, self._at_once)
+        ids = self.executor.submit(jobs, self._sweep, self._at_once)
         for job, job_id, attempt in zip(jobs, ids, first_attempts, strict=True):
-            identity = self.submitter.identity(job_id)
-            add_submission(job.run, self.submitter.name, first_attempt=attempt, **identity)
+            identity = self.executor.identity(job_id)
+            add_submission(job.run, self.executor.name, first_attempt=attempt, **identity)
             events = EventLog.open(job.run, "submitter", attempt)
-            events.write("submitted", job_id=job_id, place=self.submitter.name, layout=str(job.layout))
-            self._submitted[job.number] = Submitted(job, job_id, attempt, self.submitter.output(job, job_id))
+            events.write("submitted", job_id=job_id, place=self.executor.name, layout=str(job.layout))
+            self._submitted[job.number] = Submitted(job, job_id, attempt, self.executor.output(job, job_id))
             if len(jobs) <= TOLD_ONE_BY_ONE:
-                announce(job, self.submitter, self._console, job_id)
+                announce(job, self.executor, self._console, job_id)
         if len(jobs) > TOLD_ONE_BY_ONE:
             where = f"{ids[0]} to {ids[-1]}: {self._sweep}"
-            self._console.print(f"{len(jobs)} jobs to {self.submitter.name}, {where}", markup=False, soft_wrap=True)
+            self._console.print(f"{len(jobs)} jobs to {self.executor.name}, {where}", markup=False, soft_wrap=True)
         self._waiting = self._waiting[len(jobs) :]
 
 
 def prepare(node: DictConfig, run: RunDirectory, number: int = 0, overrides: Sequence[str] = ()) -> Job:
-    """The job that ``node`` describes; writes nothing.
+    """Checks the composed config ``node`` and returns its job; writes nothing.
 
     Raises:
-        UserError: it is wrong, or cannot run where it would go.
+        UserError: a value is wrong, or the executor cannot run the job.
     """
     config = typed(node)
     nodes, gpus, workers = select_executor(config.cluster).shape(config.cluster)
     layout = validate(config, nodes, workers)
     fewest = fewest_nodes(config)
     if fewest < nodes:
-        validate(config, fewest, workers)  # what it gets, or is left with, must do in any case
+        validate(config, fewest, workers)  # the job must also be able to run on the fewest nodes
     return Job(number, tuple(overrides), config, layout, gpus, workers, run)
 
 
-def announce(job: Job, submitter: Executor, console: Console, job_id: str | None = None) -> None:
-    """Says what ``job`` is and where it goes, or has gone under ``job_id``."""
+def announce(job: Job, executor: Executor, console: Console, job_id: str | None = None) -> None:
+    """Prints what ``job`` is and where it runs, with the id of a submitted job."""
     device = f"{job.gpus} GPUs per node" if job.gpus else "on CPUs"
-    place = f"{submitter.name}, job id {job_id}" if job_id else submitter.name
+    place = f"{executor.name}, job id {job_id}" if job_id else executor.name
     lines = [f"job {job.number}: {job.config.strategy.name}: {job.layout}, {device}; {place}", f"  {job.run.path}"]
     lines += [f"  note: {note}" for note in job.layout.notes]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

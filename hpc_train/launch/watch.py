@@ -1,4 +1,4 @@
-"""How a submitted job stands, read from its run directory: the same for every place that runs jobs."""
+"""The progress of a submitted job, read from its run directory in the same way for every executor."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.files import last_line, read_json, read_lines
 from hpc_train.slurm.states import state_of
 
-WISHES = ("SIGUSR1", "SIGINT", "SIGHUP")  # signals that people send; others may have the scheduler run the job again
+WISHES = ("SIGUSR1", "SIGINT", "SIGHUP")  # signals that users send; after others the scheduler may run the job again
 
-TO_BE_REQUEUED = "to be requeued"  # the agents have decided it, and Slurm has not taken the job back yet
+TO_BE_REQUEUED = "to be requeued"  # the agents have asked for it, and Slurm has not requeued the job yet
 STATES = {Exit.DONE: "done", Exit.STOPPED: "stopped", Exit.REFUSED: "refused", Exit.GAVE_UP: "given up"}
 
 
 @dataclass(frozen=True)
 class View:
-    """A job at one moment.
+    """A snapshot of a job.
 
-    ``exit`` is None until the job has ended; ``metrics`` is its newest logged step (empty before the first); ``steps``
-    is how many there will be, where that is known; ``nodes`` how many it was given.
+    ``exit`` is None until the job has ended. ``metrics`` is the newest logged step, empty before the first. ``steps``
+    is the total number of steps, if known. ``nodes`` is the number of allocated nodes.
     """
 
     state: str
@@ -40,7 +40,7 @@ class View:
 
 
 def time_left(view: View) -> float | None:
-    """Seconds until the last step, by the pace of the newest; None where that is not known."""
+    """Seconds until the last step at the speed of the newest one; None if unknown."""
     step, step_s = view.metrics.get("step"), view.metrics.get("step_s")
     if view.exit is not None or view.steps is None or step is None or step_s is None:
         return None
@@ -49,36 +49,36 @@ def time_left(view: View) -> float | None:
 
 @dataclass(frozen=True)
 class Submitted:
-    """A job that was submitted. Attempts before ``first_attempt`` belong to earlier submissions of the same run."""
+    """A submitted job. Attempts before ``first_attempt`` belong to earlier submissions of the same run."""
 
     job: Job
     job_id: str
     first_attempt: int
     agent_output: Path
 
-    def view(self, standing: JobStatus | None) -> View:
-        """How the job stands; ``standing`` is what the place that took it says, None where it knows nothing of it."""
+    def view(self, status: JobStatus | None) -> View:
+        """A snapshot of the job. ``status`` is what its scheduler reports; None if it does not know the job."""
         steps = self.job.config.train.steps
-        return view_of(self.job.run, self.first_attempt, standing, self.agent_output, steps)
+        return view_of(self.job.run, self.first_attempt, status, self.agent_output, steps)
 
 
 def view_of(
-    run: RunDirectory, first_attempt: int, standing: JobStatus | None, output: Path, steps: int | None = None
+    run: RunDirectory, first_attempt: int, status: JobStatus | None, output: Path, steps: int | None = None
 ) -> View:
-    """How the attempts of ``run`` from ``first_attempt`` on stand.
+    """A snapshot of the attempts of ``run`` from ``first_attempt`` on.
 
-    What lies in the run directory is newer than what a scheduler said up to a minute ago, and comes first.
+    The run directory takes precedence over ``status``, which may be a minute old.
 
     Args:
-        output: what the agents printed.
-        steps: how many there will be, where the config says so.
+        output: the file with the output of the agents.
+        steps: the total number of steps, if the config has it.
     """
     attempt = run.newest_attempt()
-    present = standing is not None and standing.present
+    present = status is not None and status.present
     if attempt < first_attempt:
-        if standing is not None and present:
-            return View(standing.words, {})
-        return _lost(View("failed", {}), standing, output)
+        if status is not None and present:
+            return View(status.words, {})
+        return _lost(View("failed", {}), status, output)
     known = View(
         state="starting",
         metrics=last_line(run.metrics_file(attempt)),
@@ -92,28 +92,28 @@ def view_of(
         known = replace(known, metrics=last_line(run.metrics_file(attempt - 1)))
     end = attempt_end(run, attempt)
     if end is None:
-        return known if present else _lost(known, standing, output)
+        return known if present else _lost(known, status, output)
     if present and not end.final:
-        return replace(known, state=_between_starts(end, standing))
+        return replace(known, state=_between_starts(end, status))
     code = end.event["exit_code"]
     if code == Exit.STOPPED and "class" in end.event:  # a lost node, and Slurm would not run the job again
         code = Exit.FAILED
-    state = "cancelled" if code == Exit.STOPPED and _cancelled(standing) else STATES.get(code, "failed")
+    state = "cancelled" if code == Exit.STOPPED and _cancelled(status) else STATES.get(code, "failed")
     return replace(known, state=state, exit=code, message=failure_text(run, end.event))
 
 
-def _between_starts(end: AttemptEnd, standing: JobStatus | None) -> str:
-    """The state of a job that may go on by itself."""
-    if end.state != "requeued" or standing is None:
+def _between_starts(end: AttemptEnd, status: JobStatus | None) -> str:
+    """The state of a job that may be started again without the user."""
+    if end.state != "requeued" or status is None:
         return end.state
-    if standing.is_pending:
-        return f"{end.state}, {standing.words}"
-    return TO_BE_REQUEUED if standing.is_running else end.state
+    if status.is_pending:
+        return f"{end.state}, {status.words}"
+    return TO_BE_REQUEUED if status.is_running else end.state
 
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """How the last attempt of a job ended. ``final`` is False while it may go on by itself."""
+    """The end of the last attempt of a job. ``final`` is False if the job may be started again without the user."""
 
     event: dict[str, Any]
     state: str
@@ -121,7 +121,7 @@ class AttemptEnd:
 
 
 def attempt_end(run: RunDirectory, attempt: int) -> AttemptEnd | None:
-    """The end that the hub has told; None while the job is at work."""
+    """The end of the job as the hub recorded it; None while the job runs."""
     events = [event for path in run.events.glob(f"agent-*-{attempt:03d}.jsonl") for event in read_lines(path)]
     ends = sorted((event for event in events if "exit_code" in event), key=lambda event: event["time"])
     if not ends:
@@ -141,31 +141,31 @@ def _meeting(run: RunDirectory, attempt: int) -> dict[str, Any]:
     return read_json(path) if path.exists() and path.stat().st_size else {}
 
 
-def _cancelled(standing: JobStatus | None) -> bool:
-    return standing is not None and standing.state == "CANCELLED"
+def _cancelled(status: JobStatus | None) -> bool:
+    return status is not None and status.state == "CANCELLED"
 
 
-def _lost(known: View, standing: JobStatus | None, output: Path) -> View:
-    """It ended without an agent's word: what was printed last is all there is, and what the scheduler calls it."""
-    if _cancelled(standing):
+def _lost(known: View, status: JobStatus | None, output: Path) -> View:
+    """The view of a job that ended without a record: its last output and the state that the scheduler reports."""
+    if _cancelled(status):
         return replace(known, state="cancelled", exit=Exit.STOPPED if not known.metrics else Exit.FAILED)
     text = output.read_text(errors="replace") if output.exists() else ""
-    said = "\n".join(text.strip().splitlines()[-30:]) or "the agent ended without a word: was it killed?"
-    called = "" if standing is None or state_of(standing.state).by_itself else f"Slurm says {standing.state}\n"
+    said = "\n".join(text.strip().splitlines()[-30:]) or "the agent ended without any output; it may have been killed"
+    called = "" if status is None or state_of(status.state).by_itself else f"Slurm reports {status.state}\n"
     return replace(known, state="failed", exit=Exit.FAILED, message=called + said)
 
 
 def resume_command(arguments: Sequence[str], run: RunDirectory, root: str, *, submits: bool = False) -> str:
-    """The command that goes on with ``run``: the same command line under the run's name; ``submits``: with ``-m``."""
+    """The command that resumes ``run``: the same command line with the run's name; with ``-m`` if ``submits``."""
     name = f"run.name={os.path.relpath(run.path, root)}"
     kept = [part for part in arguments if not part.startswith(("run.name=", "run.fork="))]
     # beside the other overrides: Hydra's parser wants them in one piece, with options before or after
-    first = next((place for place, part in enumerate(kept) if "=" in part and not part.startswith("-")), len(kept))
+    first = next((index for index, part in enumerate(kept) if "=" in part and not part.startswith("-")), len(kept))
     return shlex.join(["python", "-m", "hpc_train", *(["-m"] if submits else []), *kept[:first], name, *kept[first:]])
 
 
 def failure_text(run: RunDirectory, end: dict[str, Any]) -> str:
-    """The failing rank's own traceback, and why the run was given up."""
+    """The traceback of the failing rank, and why the run was given up."""
     if "class" not in end:
         return str(end.get("message", ""))
     if end["exit_code"] == Exit.REFUSED:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from hpc_train.measure.streak import Streak
 from hpc_train.parallel.mesh import Mesh, all_gather_tensor
 from hpc_train.plan.layout import Layout
 
@@ -46,22 +47,15 @@ class LateRankWatch:
     layout: Layout
     nodes: Sequence[str]
     _lines: int = field(default=0, init=False)
-    _suspect: tuple[int, int] = field(default=(-1, 0), init=False)  # rank, lines in a row
-    _named: set[int] = field(default_factory=set, init=False)
+    _ranks: Streak[int] = field(default_factory=lambda: Streak(IN_A_ROW), init=False)
 
     def look(self, rows: Sequence[RankTimes]) -> LateRank | None:
-        """A rank that ``IN_A_ROW`` lines agree on and that was not named before."""
+        """A rank that ``IN_A_ROW`` lines agree on and that was not reported before."""
         self._lines += 1
         found = find_late_rank(rows, self.layout) if self._lines > 1 else None
-        if found is None:
-            self._suspect = -1, 0
+        if not self._ranks.confirms(None if found is None else found[0]) or found is None:
             return None
         rank, share = found
-        before, count = self._suspect
-        self._suspect = rank, count + 1 if rank == before else 1
-        if self._suspect[1] < IN_A_ROW or rank in self._named:
-            return None
-        self._named.add(rank)
         return LateRank(rank, self.nodes[rank], share)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
+from hpc_train.measure.streak import Streak
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.techniques import KINDS, SCHEDULES, PipelineShape
 from hpc_train.plan.validate import validate
@@ -65,19 +66,14 @@ class AdviceWatch:
 
     setting: SuggestedSetting
     _lines: int = field(default=0, init=False)
-    _suspect: tuple[str, int] = field(default=("", 0), init=False)  # limit, lines in a row
-    _told: set[str] = field(default_factory=set, init=False)
+    _limits: Streak[str] = field(default_factory=lambda: Streak(IN_A_ROW), init=False)
 
     def look(self, line: Mapping[str, Any]) -> Advice | None:
-        """Advice on a limit that ``IN_A_ROW`` lines agree on and that was not told before."""
+        """Advice on a limit that ``IN_A_ROW`` lines agree on and that was not reported before."""
         self._lines += 1
-        limit = find_limit(line, self._told) if self._lines > 1 else None
-        before, count = self._suspect
-        self._suspect = (limit, count + 1 if limit == before else 1) if limit is not None else ("", 0)
-        if limit is None or self._suspect[1] < IN_A_ROW:
+        limit = find_limit(line, self._limits.confirmed) if self._lines > 1 else None
+        if not self._limits.confirms(limit) or limit is None:
             return None
-        self._told.add(limit)
-        self._suspect = "", 0
         key, _ = (SHARES | RATIOS)[limit]
         return Advice(limit, line[key], tuple(fixes(limit, self.setting)))
 

@@ -39,6 +39,7 @@ from hpc_train.plan.memory import values_per_parameter
 from hpc_train.plan.partition import Prediction, blocks_of, layers_of, partition, predict
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json, write_json
+from hpc_train.units import format_bytes
 
 FILE = "pp_split.json"
 USABLE = 0.9  # of a GPU's memory; the rest is for workspaces and fragmentation
@@ -142,7 +143,7 @@ def _partition(config: Config, mesh: Mesh, blocks: Sequence[BlockCost]) -> tuple
     found = partition([block.seconds for block in blocks], layout.stages, fits)
     if found is None:
         raise UserError(
-            f"no split into {layout.stages} stages fits {(cap or 0) / 2**30:.1f} GiB for each stage",
+            f"no split into {layout.stages} stages fits {format_bytes(cap or 0)} for each stage",
             where=_WHERE,
             fix="a smaller batch.micro_size, train.activation_checkpointing=full, or more stages (strategy.pp)",
         )

@@ -17,8 +17,8 @@ from hpc_train.plan.compression import CARRYING
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.recomputation import parse_recomputation
 from hpc_train.plan.stages import layer_counts
+from hpc_train.units import format_bytes
 
-GIB = 2**30
 NORMED = 4  # bytes of what norms take in: fp32 also where the rest is half as wide
 
 
@@ -41,8 +41,8 @@ class Memory:
         return max(vars(self), key=lambda name: float(getattr(self, name)))
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in vars(self).items())
-        return f"{self.total / GIB:.2f} GiB ({parts})"
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in vars(self).items())
+        return f"{format_bytes(self.total)} ({parts})"
 
 
 def estimate(config: Config, layout: Layout) -> Memory | None:

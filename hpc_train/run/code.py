@@ -30,6 +30,7 @@ from hpc_train.config.schema import Config
 from hpc_train.config.secrets import is_secret_file
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
+from hpc_train.units import format_bytes
 
 LIMIT_BYTES = 50 * 2**20
 LISTED = 8  # files and folders named in a refusal
@@ -45,7 +46,7 @@ def snapshot_code(configs: Sequence[Config], into: Path, directory: Path | None 
         None if ``directory`` is in no work tree, git is absent, or ``run.snapshot`` is off.
 
     Raises:
-        UserError: the copy would exceed 50 MB, or a ``_target_`` would not be in it. Nothing was written.
+        UserError: the copy would exceed 50 MiB, or a ``_target_`` would not be in it. Nothing was written.
     """
     config = configs[0]  # run.* is the same for all jobs of a sweep
     here = Path(os.path.realpath(directory or Path.cwd()))
@@ -108,9 +109,9 @@ def _check_size(root: Path, names: Iterable[str]) -> None:
         head = name if size > LIMIT_BYTES // 10 else "/".join(name.split("/")[:-1]) + "/"
         groups[head] = groups.get(head, 0) + size
     largest = sorted(groups.items(), key=lambda item: -item[1])[:LISTED]
-    listed = ", ".join(f"{name} ({size / 2**20:.1f} MB)" for name, size in largest)
+    listed = ", ".join(f"{name} ({format_bytes(size)})" for name, size in largest)
     raise UserError(
-        f"the snapshot of {root} would have {total / 2**20:.0f} MB, and the limit is {LIMIT_BYTES // 2**20} MB; "
+        f"the snapshot of {root} would have {format_bytes(total)}, and the limit is {format_bytes(LIMIT_BYTES)}; "
         f"the largest entries are {listed}",
         where="the git work tree of the current directory",
         fix="add files that are not code to .gitignore, or set run.snapshot=false to train from the live work tree",

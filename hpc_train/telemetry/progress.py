@@ -17,6 +17,7 @@ from rich.text import Text
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json, read_lines
 from hpc_train.run.ledger import Account, read_ledger
+from hpc_train.units import format_duration
 
 LOOK_EVERY_S = 0.5
 PLAIN_LINE_EVERY_S = 5.0  # interval of lines if the output is not a terminal
@@ -106,7 +107,7 @@ def progress_line(recent: list[dict[str, Any]], total: int | None, restarts: int
     if line.get("tokens_per_s") is not None:
         parts.append(f"{line['tokens_per_s']:,.0f} tokens/s")
     if total and line["step"] < total:
-        parts.append(f"{duration((total - line['step']) * _seconds_per_step(recent))} left")
+        parts.append(f"{format_duration((total - line['step']) * _seconds_per_step(recent))} left")
     if restarts:
         parts.append(f"{restarts} restart{'s' if restarts > 1 else ''}")
     if failed_saves:
@@ -188,13 +189,6 @@ def _seconds_per_step(recent: list[dict[str, Any]]) -> float:
     return last.get("step_s") or 0.0
 
 
-def duration(seconds: float) -> str:
-    """Formats a duration as 1:02:03 or 2:03."""
-    minutes, rest = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
 def spent_line(account: Account) -> str:
     """Formats the time account of a run in one line, without entries below one second."""
     held = f"{account.gpu_hours:.3g} GPU-hours" if account.gpu_s else f"{account.rank_s / 3600:.3g} rank-hours, no GPU"
@@ -208,8 +202,8 @@ def spent_line(account: Account) -> str:
         ("other", account.other_s),
         ("queue before", account.queue_s),
     )
-    listed = " · ".join(f"{name} {duration(seconds)}" for name, seconds in parts if seconds >= 1)
-    return f"useful {account.useful_share:.0%} of {duration(account.held_s)} ({held})" + (
+    listed = " · ".join(f"{name} {format_duration(seconds)}" for name, seconds in parts if seconds >= 1)
+    return f"useful {account.useful_share:.0%} of {format_duration(account.held_s)} ({held})" + (
         f": {listed}" if listed else ""
     )
 

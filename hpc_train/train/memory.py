@@ -18,9 +18,10 @@ from hpc_train.measure.device_use import peak_device_memory, peak_host_memory
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.plan.layout import resolve_layout
-from hpc_train.plan.memory import GIB, estimate
+from hpc_train.plan.memory import estimate
 from hpc_train.run.exits import Failure, classify
 from hpc_train.train.optimizer import Optimizer
+from hpc_train.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,9 @@ class MemoryReport:
 
     def __str__(self) -> str:
         rank, most = max(enumerate(self.ranks), key=lambda pair: pair[1].peak)
-        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in asdict(most).items() if name != "peak")
-        told = f"memory: at most {most.peak / GIB:.2f} GiB, on rank {rank}: {parts} (with all else)"
-        return told if self.estimated is None else f"{told}; estimated {self.estimated / GIB:.2f}"
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in asdict(most).items() if name != "peak")
+        told = f"memory: at most {format_bytes(most.peak)}, on rank {rank}: {parts} (with all else)"
+        return told if self.estimated is None else f"{told}; estimated {format_bytes(self.estimated)}"
 
 
 def report_memory(config: Config, mesh: Mesh, engine: Engine, optimizer: Optimizer) -> MemoryReport:
@@ -102,7 +103,7 @@ def explained(config: Config, mesh: Mesh) -> Iterator[None]:
 def _message(error: Exception, config: Config, mesh: Mesh) -> str:
     used = peak_device_memory(mesh.device) or peak_host_memory()
     first_line = str(error).strip().partition("\n")[0] or type(error).__name__
-    told = f"out of memory on rank {mesh.rank}, which had used {used / GIB:.2f} GiB of the {_place(mesh.device)}"
+    told = f"out of memory on rank {mesh.rank}, which had used {format_bytes(used)} of the {_place(mesh.device)}"
     needed = estimate(config, mesh.layout)
     parts = "" if needed is None else f" Estimated need of a rank: {needed}; most of it {needed.largest}."
     helps = "; ".join(str(fix) for fix in fixes(config, mesh)) or "a larger machine"
@@ -117,7 +118,7 @@ class MemorySaving:
     saves: float | None
 
     def __str__(self) -> str:
-        return self.words if self.saves is None else f"{self.words} saves {self.saves / GIB:.2f} GiB"
+        return self.words if self.saves is None else f"{self.words} saves {format_bytes(self.saves)}"
 
 
 def fixes(config: Config, mesh: Mesh) -> list[MemorySaving]:

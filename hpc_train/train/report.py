@@ -20,10 +20,11 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.ledger import read_ledger
 from hpc_train.telemetry.metrics import MetricsLog, Sink, TensorBoard, finite_or_none
-from hpc_train.telemetry.progress import duration, spent_line
+from hpc_train.telemetry.progress import spent_line
 from hpc_train.telemetry.wandb_run import WandbIdentity, WandbRun
 from hpc_train.train.memory import MemoryReport
 from hpc_train.train.step import SkippedSteps
+from hpc_train.units import format_duration
 
 RESULT = ("loss", "val_loss", "val_accuracy", "samples", "tokens", "mfu", "hfu")
 
@@ -84,7 +85,7 @@ class Report:
         """Reports that the last save has failed and is retried for at most ``seconds``."""
         if self.metrics is None:
             return
-        print(f"the last save, of step {step}, failed: {message}; retrying for up to {duration(seconds)}")
+        print(f"the last save, of step {step}, failed: {message}; retrying for up to {format_duration(seconds)}")
         path = str(self.run.checkpoints)
         self.events.write("save_waits", step=step, path=path, seconds=round(seconds, 1), message=message)
 

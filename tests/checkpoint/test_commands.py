@@ -56,7 +56,7 @@ def test_list_and_verify_tell_and_write_nothing(tmp_path: Path, run: RunDirector
     assert [line.split()[0] for line in lines] == ["1", "2", "3", "1"]
     assert ["intact (sizes checked)" in line for line in lines] == [True, True, False, False]
     assert "set aside as bad.step-00000001.attempt-000" in lines[3]
-    assert "manifest.json: No such file" in lines[2] and "kB" in lines[0]
+    assert "manifest.json: No such file" in lines[2] and "KiB" in lines[0]
     verified = hpc_train("checkpoint", "verify", str(run.path), "--json", cwd=tmp_path)
     assert verified.returncode == 1, verified.stderr
     first, second, third = json.loads(verified.stdout)

@@ -186,7 +186,7 @@ def test_no_work_tree_or_not_wanted_no_copy(tree: Path, tmp_path: Path) -> None:
 def test_too_large_a_tree_is_refused_and_the_largest_are_named(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code, "LIMIT_BYTES", 2**20)
     (tree / "weights.bin").write_bytes(bytes(2**20))
-    with pytest.raises(UserError, match=r"the limit is 1 MB; the largest entries are weights\.bin \(1\.0 MB\)"):
+    with pytest.raises(UserError, match=r"the limit is 1 MiB; the largest entries are weights\.bin \(1 MiB\)"):
         taken(tree)
     assert not (tree / "outputs").exists()
 

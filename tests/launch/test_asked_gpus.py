@@ -50,8 +50,8 @@ def asked(**keys: Any) -> ClusterConfig:
         (asked(partition="gpu", gpus_per_node=2), 2, None),
         (asked(partition="gpu", gres="nvme:10,gpu:a100:3"), 3, None),
         (asked(partition="gpu", gres="nvme:10"), 4, None),
-        (asked(partition="gpu,new"), 4, "have 4 or 8 GPUs: 4 per node are asked for"),
-        (asked(partition="mixed"), 4, "have 4 or 8 GPUs: 4 per node are asked for; cluster.gpus_per_node=8 takes"),
+        (asked(partition="gpu,new"), 4, "have 4 or 8 GPUs: 4 per node are requested"),
+        (asked(partition="mixed"), 4, "have 4 or 8 GPUs: 4 per node are requested; cluster.gpus_per_node=8 selects"),
         (asked(partition="mixed", gpu_type="h100"), 8, None),
         (asked(partition="mixed", constraint="h100"), 8, None),
         (asked(partition="mixed", constraint="rack2&h100"), 8, None),
@@ -59,8 +59,8 @@ def asked(**keys: Any) -> ClusterConfig:
         (asked(partition="mixed", constraint="[rack1|rack2]"), 4, "have 4 or 8"),
         (asked(partition="mixed", constraint="nowhere"), 4, "have 4 or 8"),
         (asked(partition="all"), 4, "10 of the 19 nodes of the partition all have GPUs"),
-        (asked(partition="secret"), 0, "the GPUs of the nodes of the partition secret are not known here"),
-        (asked(partition="gpu", clusters="other"), 0, "are not known here, none is asked for"),
+        (asked(partition="secret"), 0, "the GPUs of the nodes of the partition secret are unknown"),
+        (asked(partition="gpu", clusters="other"), 0, "are unknown, so none is requested"),
     ],
 )
 def test_auto_is_what_the_nodes_have(cluster: ClusterConfig, count: int, said: str | None) -> None:
@@ -96,7 +96,7 @@ def test_the_choice_is_said_and_so_is_none(tmp_path: Path) -> None:
     none = make_job(tmp_path / "none", cluster=asked(partition="gpu", gpus_per_node=0))
     assert (
         cost.cost_lines([none], SITE)[-1]
-        == "note: no GPU is asked for; cluster.gpus_per_node=auto takes the 4 of a node"
+        == "note: no GPU is requested; cluster.gpus_per_node=auto requests the 4 of a node"
     )
 
 
@@ -104,6 +104,6 @@ def test_more_nodes_than_have_the_gpus_are_refused(tmp_path: Path) -> None:
     job = make_job(tmp_path / "sweep", cluster=asked(partition="all", nodes=3, gpus_per_node=8), gpus=8)
     with pytest.raises(UserError) as refused:
         check_limits(job, SITE)
-    assert refused.value.what == "3 nodes with 8 GPUs are asked for, and the partition all has 2"
+    assert refused.value.what == "3 nodes with 8 GPUs are requested, but partition all has 2"
     assert "cluster.nodes=2 or fewer" in refused.value.fix
     check_limits(make_job(tmp_path / "other", cluster=asked(partition="all", nodes=10), gpus=4), SITE)

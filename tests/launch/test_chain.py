@@ -1,4 +1,4 @@
-"""A chain of jobs as the submitter sees it: how it is submitted, what it costs, how it stands."""
+"""A chain of jobs as the executor sees it: how it is submitted, what it costs, how it stands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
 from hpc_train.launch import cost
-from hpc_train.launch.executors.slurm import SlurmSubmitter
+from hpc_train.launch.executors.slurm import SlurmJobExecutor
 from hpc_train.launch.job_status import JobStatus, folded
 from hpc_train.slurm.site import Site
 from tests.launch.jobs import make_job
@@ -18,14 +18,14 @@ from tests.launch.test_slurm import command, slurm  # noqa: F401
 NUMBERED = 'n=$(($(cat {0}/n 2>/dev/null) + 1)); echo $n > {0}/n; echo "$@" >> {0}/calls; '
 
 
-def submitter(folder: Path, tmp_path: Path, then: str) -> SlurmSubmitter:
+def executor(folder: Path, tmp_path: Path, then: str) -> SlurmJobExecutor:
     command(folder, "sbatch", NUMBERED.format(tmp_path) + then)
     command(folder, "scancel", f'echo "scancel $@" >> {tmp_path}/calls')
-    return SlurmSubmitter()
+    return SlurmJobExecutor()
 
 
 def test_each_job_waits_for_the_one_before(slurm: Path, tmp_path: Path) -> None:  # noqa: F811
-    place = submitter(slurm, tmp_path, "echo Submitted batch job $((40 + n))")
+    place = executor(slurm, tmp_path, "echo Submitted batch job $((40 + n))")
     jobs = [make_job(tmp_path / "sweep", number, cluster=ClusterConfig(kind="slurm")) for number in range(2)]
     for job in jobs:
         job.config.launch.chain = 3
@@ -41,7 +41,7 @@ def test_each_job_waits_for_the_one_before(slurm: Path, tmp_path: Path) -> None:
 
 
 def test_a_chain_that_is_refused_in_the_middle_leaves_nothing(slurm: Path, tmp_path: Path) -> None:  # noqa: F811
-    place = submitter(slurm, tmp_path, "[ $n -lt 3 ] || exit 1; echo Submitted batch job $((40 + n))")
+    place = executor(slurm, tmp_path, "[ $n -lt 3 ] || exit 1; echo Submitted batch job $((40 + n))")
     job = make_job(tmp_path / "sweep", cluster=ClusterConfig(kind="slurm"))
     job.config.launch.chain = 3
     with pytest.raises(UserError):
@@ -53,7 +53,7 @@ def test_the_cost_is_that_of_the_chain(tmp_path: Path) -> None:
     job = make_job(tmp_path / "sweep", cluster=ClusterConfig(kind="slurm", gpus_per_node=4, time="02:00:00"), gpus=4)
     job.config.launch.chain = 3
     assert cost.gpu_hours([job]) == 4 * 2 * 3
-    assert "at most 24 GPU-hours (a chain of 3 jobs, if it comes to that)" in cost.cost_lines([job], Site(""))[0]
+    assert "at most 24 GPU-hours (a chain of 3 jobs)" in cost.cost_lines([job], Site(""))[0]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from hpc_train.commands import status, why
 from hpc_train.elastic.nodes import NodeFailures
-from hpc_train.launch.diagnosis import avoided, find_cause
+from hpc_train.launch.diagnosis import excluded_nodes, find_cause
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -62,7 +62,7 @@ def test_the_cause_is_told_and_not_its_echo(run: RunDirectory, capsys: pytest.Ca
     assert "failure\n  user_error, rank 3 on n1, in attempt 0" in text
     assert "ValueError: too wide" in text
     assert RESPONSES[Failure.USER_ERROR].advice in text
-    assert "peak of rank 0 in the metrics: 3.00 GiB" in text
+    assert "peak of rank 0 in the metrics: 3 GiB" in text
     assert "lost by the failure: 20 logged steps" in text
     assert "time\n  useful" in text
 
@@ -122,18 +122,18 @@ def test_a_node_that_failed_twice_is_shown_with_the_command_for_the_staff(
     failures.note("n3", "node_lost")
     failures.note("n4", "killed")
     failures.note("n4", "hang")
-    (node,) = avoided(run, exclude_hours=1)
+    (node,) = excluded_nodes(run, exclude_hours=1)
     assert (node.node, node.failures) == ("n4", ("killed", "hang"))
     assert abs(node.until - time.time() - 3600) < 600
     drain = "scontrol update nodename=n4 state=drain reason='2 failures: killed, hang'"
-    assert drain in page(run, capsys).partition("avoided nodes\n")[2]
+    assert drain in page(run, capsys).partition("excluded nodes\n")[2]
     assert status.main([str(run.path)]) == 0
     assert drain in capsys.readouterr().out
     failures.note("n2", "device_error", times=2)
-    first, _ = avoided(run, exclude_hours=1)
-    assert first.words.startswith("n2 failed once (device_error) and is avoided until ")
+    first, _ = excluded_nodes(run, exclude_hours=1)
+    assert first.words.startswith("n2 failed once (device_error) and is excluded until ")
     assert "state=drain reason='failure: device_error'" in first.words
-    assert avoided(run, exclude_hours=0) == []
+    assert excluded_nodes(run, exclude_hours=0) == []
 
 
 def test_a_run_that_is_fine_says_so(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

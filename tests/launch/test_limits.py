@@ -37,21 +37,21 @@ def asked(**keys: Any) -> ClusterConfig:
     [
         (asked(), site(Partition("gpu")), "no default partition"),
         (asked(), site(Partition("gpu", default=True, state="DOWN")), "the partition gpu is DOWN"),
-        (asked(), site(Partition("gpu", default=True, accounts=frozenset({"ai"}))), "not open to the account lab"),
+        (asked(), site(Partition("gpu", default=True, accounts=frozenset({"ai"}))), "does not allow account lab"),
         (
             asked(qos="long"),
             site(Partition("gpu", default=True, qos=frozenset({"x"})), long=PartitionLimits()),
             "qos long",
         ),
-        (asked(qos="gold"), site(gold=PartitionLimits()), "may not use the QOS 'gold'"),
-        (asked(account="other"), site(), "no account 'other'"),
-        (asked(nodes="9-12"), site(), "the partition gpu has 8"),
+        (asked(qos="gold"), site(gold=PartitionLimits()), "may not use QOS 'gold'"),
+        (asked(account="other"), site(), "account 'other' is not one of yours"),
+        (asked(nodes="9-12"), site(), "partition gpu has 8"),
         (
             asked(qos="long", time="10:00:00"),
             site(long=PartitionLimits(max_time_s=3600)),
-            "the QOS long allows 01:00:00",
+            "QOS long allows 01:00:00",
         ),
-        (asked(qos="long", nodes=2), site(long=PartitionLimits(max_gpus=4)), "8 GPUs are asked for"),
+        (asked(qos="long", nodes=2), site(long=PartitionLimits(max_gpus=4)), "8 GPUs are requested"),
         (asked(gpu_type="h100"), site(), "types here: a100"),
         (asked(cpus_per_gpu=32), site(), "128 cores per node"),
     ],
@@ -89,7 +89,7 @@ def test_what_may_start_is_let_through(cluster: ClusterConfig, found: Site, tmp_
 def test_the_queue_of_a_user_is_finite(tmp_path: Path) -> None:
     jobs = [make_job(tmp_path / "sweep", number, cluster=asked(), gpus=4) for number in range(3)]
     small = Association("lab", frozenset({"normal"}), True, PartitionLimits(max_jobs=2))
-    with pytest.raises(UserError, match="the account lab has at most 2"):
+    with pytest.raises(UserError, match="account lab allows 2"):
         check_queue(jobs, site(GPU, small))
     check_queue(jobs[:2], site(GPU, small))
 
@@ -122,7 +122,7 @@ def test_spare_nodes_count(tmp_path: Path) -> None:
     job.config.elastic.spares = 1
     assert cost.gpu_hours([job]) == 5 * 4 * 11
     assert "2-4 and 1 spare nodes" in cost.cost_lines([job], site())[0]
-    with pytest.raises(UserError, match="3 nodes are asked for"):
+    with pytest.raises(UserError, match="3 nodes are requested"):
         check_limits(job, site(Partition("gpu", default=True, max_nodes=2)))
     job.config.elastic.spares, job.config.elastic.min_nodes = 0, 3
     with pytest.raises(UserError, match="starts with 2"):

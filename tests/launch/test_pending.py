@@ -24,7 +24,7 @@ def test_reasons_as_squeue_prints_them() -> None:
     )
     assert "release {job}" in explain("launch_failed_requeued_held").fix
     assert explain("Priority").by_size
-    assert "Slurm says Sunspots" in explain("Sunspots").words
+    assert "Slurm reports Sunspots" in explain("Sunspots").words
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_a_job_is_asked_to_stop_in_time_for_its_save(tmp_path: Path) -> None:
     model = GPTConfig(vocab_size=32000, n_layers=80, dim=8192, n_heads=64, n_kv_heads=8, ffn_dim=28672)
     job.config.model = model  # 69 billion parameters: 828 GB at 2 GB/s, twice, and two minutes
     assert options(job)["signal"] == "USR2@960"
-    assert "2 x 828 GB at 0.5 GB/s per node" in stop_note(job)
+    assert "2 x 771 GiB at 0.5 GB/s per node" in stop_note(job)
     events = EventLog.open(job.run, "rank-0000", job.run.claim_attempt())
     for seconds in (41.0, 77.0):
         events.write("checkpoint_saved", seconds=seconds)

@@ -9,7 +9,7 @@ import pytest
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.select import select_executor
-from hpc_train.launch.executors.slurm import SlurmSubmitter
+from hpc_train.launch.executors.slurm import SlurmJobExecutor
 from hpc_train.launch.job_status import SlurmStatuses
 from tests.launch.jobs import make_job
 
@@ -38,11 +38,11 @@ def calls(tmp_path: Path) -> list[str]:
 
 
 def test_resources_stand_on_the_command_line(slurm: Path, tmp_path: Path) -> None:
-    submitter = select_executor(SITE)
-    assert isinstance(submitter, SlurmSubmitter)
-    assert submitter.shape(SITE) == (2, 4, 4)
+    executor = select_executor(SITE)
+    assert isinstance(executor, SlurmJobExecutor)
+    assert executor.shape(SITE) == (2, 4, 4)
     job = make_job(tmp_path / "sweep", cluster=SITE, gpus=4)
-    assert submitter.submit([job], tmp_path / "sweep", 1) == ["41"]
+    assert executor.submit([job], tmp_path / "sweep", 1) == ["41"]
     (call,) = calls(tmp_path)
     for option in ("nodes=2", "ntasks-per-node=1", "gpus-per-node=4", "partition=gpu", "account=lab", "time=02:00:00"):
         assert f"--{option} " in call
@@ -55,7 +55,7 @@ def test_resources_stand_on_the_command_line(slurm: Path, tmp_path: Path) -> Non
 def test_jobs_of_one_shape_are_one_array_and_keep_their_order(slurm: Path, tmp_path: Path) -> None:
     clusters = [SITE, ClusterConfig(kind="slurm", nodes=1, gpus_per_node=4), SITE]
     jobs = [make_job(tmp_path / "sweep", n, cluster=cluster, gpus=4, cap=1) for n, cluster in enumerate(clusters)]
-    ids = SlurmSubmitter().submit(jobs, tmp_path / "sweep", 3)
+    ids = SlurmJobExecutor().submit(jobs, tmp_path / "sweep", 3)
     assert ids == ["41_0", "41", "41_1"]
     assert [call.count("--array=0-1%1") for call in calls(tmp_path)] == [1, 0]
     listed = next((tmp_path / "sweep" / "slurm").glob("runs-00000-*")).read_text().split()
@@ -65,7 +65,7 @@ def test_jobs_of_one_shape_are_one_array_and_keep_their_order(slurm: Path, tmp_p
 def test_an_array_ends_where_the_site_ends_it(slurm: Path, tmp_path: Path) -> None:
     command(slurm, "scontrol", "echo MaxArraySize = 2")
     jobs = [make_job(tmp_path / "sweep", number, cluster=SITE, gpus=4) for number in range(5)]
-    assert SlurmSubmitter().submit(jobs, tmp_path / "sweep", 5) == ["41_0", "41_1", "41_0", "41_1", "41"]
+    assert SlurmJobExecutor().submit(jobs, tmp_path / "sweep", 5) == ["41_0", "41_1", "41_0", "41_1", "41"]
     assert [call.count("--array=0-1 ") for call in calls(tmp_path)] == [1, 1, 0]
 
 
@@ -75,7 +75,7 @@ def test_inside_a_job_nothing_of_it_is_handed_down(
     command(slurm, "sbatch", f"env > {tmp_path}/env; echo Submitted batch job 41")
     for name in ("SLURM_JOB_ID", "SLURM_CPUS_PER_TASK", "SBATCH_PARTITION", "SLURM_CONF"):
         monkeypatch.setenv(name, "7")
-    SlurmSubmitter().submit([make_job(tmp_path / "sweep", cluster=SITE, gpus=4)], tmp_path / "sweep", 1)
+    SlurmJobExecutor().submit([make_job(tmp_path / "sweep", cluster=SITE, gpus=4)], tmp_path / "sweep", 1)
     handed = [line for line in (tmp_path / "env").read_text().splitlines() if line.startswith(("SLURM", "SBATCH"))]
     assert handed == ["SLURM_CONF=7"]
 
@@ -84,9 +84,9 @@ def test_a_refusal_of_sbatch_is_one_message(slurm: Path, tmp_path: Path) -> None
     command(slurm, "sbatch", "echo 'sbatch: error: invalid partition specified: gpu' >&2; exit 1")
     job = make_job(tmp_path / "sweep", cluster=SITE, gpus=4)
     with pytest.raises(UserError, match="invalid partition"):
-        SlurmSubmitter().submit([job], tmp_path / "sweep", 1)
+        SlurmJobExecutor().submit([job], tmp_path / "sweep", 1)
     with pytest.raises(UserError, match="invalid partition"):
-        SlurmSubmitter().check([job])
+        SlurmJobExecutor().check([job])
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_refusal_of_sbatch_is_one_message(slurm: Path, tmp_path: Path) -> None
 )
 def test_which_jobs_are_present(slurm: Path, squeue: str, expected: set[str]) -> None:
     command(slurm, "squeue", squeue)
-    assert set(SlurmSubmitter().standings(["41_0", "41_1", "42"])) == expected
+    assert set(SlurmJobExecutor().statuses(["41_0", "41_1", "42"])) == expected
 
 
 RECORDED = r"""printf 'CLUSTER: one\n'
@@ -127,7 +127,7 @@ def test_what_squeue_prints_on_other_clusters_and_versions(slurm: Path, tmp_path
 def test_jobs_on_another_cluster_are_asked_for_and_ended_there(slurm: Path, tmp_path: Path) -> None:
     command(slurm, "scancel", f'echo "$@" >> {tmp_path}/scancel')
     job = make_job(tmp_path / "sweep", cluster=ClusterConfig(kind="slurm", clusters="one"))
-    place = SlurmSubmitter()
+    place = SlurmJobExecutor()
     assert place.submit([job], tmp_path / "sweep", 1) == ["41"]
     assert place.identity("41")["clusters"] == "one"
     place.cancel(["41"])
@@ -137,9 +137,9 @@ def test_jobs_on_another_cluster_are_asked_for_and_ended_there(slurm: Path, tmp_
 
 def test_slurm_is_asked_rarely(slurm: Path, tmp_path: Path) -> None:
     command(slurm, "squeue", f"echo asked >> {tmp_path}/squeue; echo '41|RUNNING|N/A||None'")
-    submitter = SlurmSubmitter()
+    executor = SlurmJobExecutor()
     for _ in range(10):
-        assert set(submitter.standings(["41"])) == {"41"}
+        assert set(executor.statuses(["41"])) == {"41"}
     assert (tmp_path / "squeue").read_text().split() == ["asked"]
 
 

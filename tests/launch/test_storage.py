@@ -101,23 +101,23 @@ def test_checkpoints_that_do_not_fit_are_refused_with_the_number_that_does(tmp_p
     job.config.checkpoint = CheckpointConfig(keep=4)
     with pytest.raises(UserError) as refused:  # 6.7 billion parameters, 12 bytes each, and 2 % for the rest
         check_room([job], [Room(300 * GIGABYTE, None, "your quota")])
-    assert refused.value.what == "the checkpoints need 412 GB, 300 GB free (your quota)"
+    assert refused.value.what == "the checkpoints need 384 GiB, but 279 GiB are free (your quota)"
     assert refused.value.fix.startswith("checkpoint.keep=2 would fit")
     (line,) = check_room([job], [Room(500 * GIGABYTE, 1000, "your quota")])
-    assert "up to 412 GB" in line
-    with pytest.raises(UserError, match="89 files, 88 more can be made"):
+    assert "up to 384 GiB" in line
+    with pytest.raises(UserError, match="89 files, but only 88 more can be created"):
         check_room([job], [Room(500 * GIGABYTE, 88, "your quota")])
     job.config.checkpoint.every = "0"  # one at the end
     check_room([job], [Room(83 * GIGABYTE, None, "the file system")])
 
 
 def test_a_run_directory_that_only_this_machine_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="n7 for one"):
+    with pytest.raises(UserError, match="such as n7"):
         check_shared(Path("/run/user/7"), TMPFS, lambda: NODE)
-    with pytest.raises(UserError, match="n7 for one"):
+    with pytest.raises(UserError, match="such as n7"):
         check_shared(Path("/tmp/me"), DISK, lambda: NODE)
     (note,) = check_shared(Path("/home/me"), DISK, lambda: NODE)
-    assert note.startswith("note: /home/me is on a file system of this machine (xfs on /)")
+    assert note.startswith("note: /home/me is on a local file system of this machine (xfs on /)")
     assert check_shared(Path("/scratch"), FileSystem(Path("/scratch"), "lustre", "mds"), lambda: NODE) == []
     monkeypatch.setattr(storage, "_same_boot", lambda told, booted: True)  # a cluster on this machine
     assert check_shared(Path("/tmp/me"), DISK, lambda: NODE) == []

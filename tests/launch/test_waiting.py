@@ -46,7 +46,7 @@ class FakePlace:
     def identity(self, job_id: str) -> dict[str, Any]:
         return {"job_id": job_id}
 
-    def standings(self, ids: Collection[str]) -> dict[str, JobStatus]:
+    def statuses(self, ids: Collection[str]) -> dict[str, JobStatus]:
         return dict.fromkeys(set(ids) & set(self.running), PRESENT)
 
     def stop(self, ids: Collection[str]) -> None:
@@ -157,7 +157,7 @@ def test_two_interrupts_offer_to_cancel_the_jobs_and_wait_for_them(
 def test_what_is_said_of_a_cancelled_job(queue: JobQueue, capsys: pytest.CaptureFixture[str]) -> None:
     queue._views = {job.number: View("cancelled", {}, exit=75) for job in queue.jobs}
     assert monitor.report(queue, queue._console) == 75
-    assert capsys.readouterr().out.count("cancelled; this goes on:") == len(queue.jobs)
+    assert capsys.readouterr().out.count("cancelled; resume with:") == len(queue.jobs)
 
 
 @pytest.mark.parametrize("answer", ["n\n", "\n", ""])

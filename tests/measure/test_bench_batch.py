@@ -48,7 +48,7 @@ def test_sizes_until_the_memory_is_used_up(tmp_path: Path) -> None:
     *measured, last = result["trials"]
     assert [trial["micro_size"] for trial in measured] == [1, 2] and result["unit"] == "tokens/s"
     assert all(trial["speed"] > 0 and trial["memory"] > 50 * 2**20 for trial in measured)
-    assert last["micro_size"] == 4 and "of 0.01 GiB" in last["problem"]
+    assert last["micro_size"] == 4 and "of 10.2 MiB" in last["problem"]
     assert result["overrides"][0] == f"batch.micro_size={result['knee']}" and result["noise"]["noise"] != 0
     assert (tmp_path / "batch.png").stat().st_size > 1000
 

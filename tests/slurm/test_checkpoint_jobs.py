@@ -29,7 +29,7 @@ def test_verify_and_export_as_jobs(cluster: Cluster, tmp_path: Path) -> None:
     assert exported.returncode == 0, exported.stdout + exported.stderr
     first, *_, last = exported.stdout.splitlines()
     assert first.startswith("Slurm job ") and f"output in {run.logs}/slurm/checkpoint-export-" in first
-    assert last.startswith("step 3, 1.6 kB: torch.load('mine.pt'")
+    assert last.startswith("step 3, 1.56 KiB: torch.load('mine.pt'")
     assert torch.equal(torch.load(tmp_path / "mine.pt")["weight"], torch.ones(40, 10))
     damage(run, 3)
     verified = cluster.hpc_train("checkpoint", "verify", "mine", "--submit", cwd=tmp_path)

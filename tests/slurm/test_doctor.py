@@ -20,4 +20,4 @@ def test_the_doctor_asks_every_node_of_a_job(cluster: Cluster, tmp_path: Path) -
     here = cluster.hpc_train("doctor", *asked, "cluster.partition=none", cwd=tmp_path)
     assert here.returncode == 1
     assert "the controller responds" in here.stdout and "sacctmgr responds" in here.stdout
-    assert "there is no partition 'none'" in here.stdout
+    assert "partition 'none' does not exist" in here.stdout

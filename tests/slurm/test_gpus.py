@@ -145,7 +145,7 @@ def test_a_job_that_asks_for_no_gpu_gets_none(shell: Cluster, tmp_path: Path) ->
     done = shell.hpc_train(*asked, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "--gpus-per-node" not in done.stdout and "4 workers on 1 node (CPU)" in done.stdout
-    assert "note: no GPU is asked for; cluster.gpus_per_node=auto takes the 4 of a node" in done.stdout
+    assert "note: no GPU is requested; cluster.gpus_per_node=auto requests the 4 of a node" in done.stdout
 
 
 def test_of_unlike_nodes_all_can_run_the_job(shell: Cluster, tmp_path: Path) -> None:
@@ -155,4 +155,4 @@ def test_of_unlike_nodes_all_can_run_the_job(shell: Cluster, tmp_path: Path) -> 
     larger = shell.hpc_train(*asked, "cluster.constraint=gpu4", cwd=tmp_path).stdout
     assert "--gpus-per-node=4 " in larger and "have 2 or 4" not in larger
     too_many = shell.hpc_train(*asked, "cluster.nodes=2", "cluster.gpus_per_node=4", cwd=tmp_path)
-    assert "2 nodes with 4 GPUs are asked for, and the partition mixed has 1" in too_many.stdout, too_many.stdout
+    assert "2 nodes with 4 GPUs are requested, but partition mixed has 1" in too_many.stdout, too_many.stdout

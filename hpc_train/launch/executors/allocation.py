@@ -24,7 +24,7 @@ from hpc_train.elastic.agent import run_agent
 from hpc_train.errors import UserError
 from hpc_train.launch.container import container_of
 from hpc_train.launch.executors.executor import Job
-from hpc_train.launch.executors.local import ProcessSubmitter
+from hpc_train.launch.executors.local import ProcessExecutor
 from hpc_train.launch.gpus import gpus_of_this_job
 from hpc_train.launch.sbatch import goes_on_without_a_node
 from hpc_train.launch.script import python, when_a_node_is_lost
@@ -40,7 +40,7 @@ from hpc_train.telemetry.progress import Progress
 OVER_S = 60
 
 
-class AllocationSubmitter(ProcessSubmitter):
+class AllocationExecutor(ProcessExecutor):
     """The Slurm allocation that this process runs in."""
 
     name = "this allocation"

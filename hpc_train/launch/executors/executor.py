@@ -1,6 +1,6 @@
 """The contract of what takes jobs: this machine or Slurm. Everything else about launching is the same for both.
 
-A job: what the submitter knows of it, and the tiny callable that travels to where it runs.
+A job: what the executor knows of it, and the tiny callable that travels to where it runs.
 
 The GPUs and cores of this machine, shared among the jobs of all sweeps and users without a daemon.
 
@@ -82,7 +82,7 @@ class Executor(Protocol):
     def identity(self, job_id: str) -> dict[str, Any]:
         """What ``run.submissions.add`` is told of a job, so that a live run is known as such."""
 
-    def standings(self, ids: Collection[str]) -> dict[str, JobStatus]:
+    def statuses(self, ids: Collection[str]) -> dict[str, JobStatus]:
         """How ``ids`` stand; those that are not known here any more are left out."""
 
     def stop(self, ids: Collection[str]) -> None:

@@ -28,7 +28,7 @@ from hpc_train.launch.storage import check_room
 from hpc_train.run.code import frozen_code
 
 
-class ProcessSubmitter:
+class ProcessExecutor:
     """Jobs known by their process ids, which pass ``stop_signal`` on to the agents."""
 
     stop_signal: signal.Signals
@@ -46,11 +46,11 @@ class ProcessSubmitter:
     def identity(self, job_id: str) -> dict[str, Any]:
         return {"pid": int(job_id)}
 
-    def standings(self, ids: Collection[str]) -> dict[str, JobStatus]:
+    def statuses(self, ids: Collection[str]) -> dict[str, JobStatus]:
         return {job_id: PRESENT for job_id in ids if self.is_running(job_id)}
 
     def stop(self, ids: Collection[str]) -> None:
-        for job_id in self.standings(ids):
+        for job_id in self.statuses(ids):
             os.kill(int(job_id), self.stop_signal)
 
     def cancel(self, ids: Collection[str]) -> None:
@@ -58,7 +58,7 @@ class ProcessSubmitter:
 
     def stop_command(self, ids: Collection[str]) -> str:
         name = self.stop_signal.name.removeprefix("SIG")
-        return f"kill -{name} " + " ".join(sorted(self.standings(ids), key=int))
+        return f"kill -{name} " + " ".join(sorted(self.statuses(ids), key=int))
 
 
 TEN_YEARS_S = 10 * 365 * 24 * 3600
@@ -95,7 +95,7 @@ class SessionExecutor(LocalExecutor):
         return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
 
 
-class LocalSubmitter(ProcessSubmitter):
+class LocalJobExecutor(ProcessExecutor):
     """This machine."""
 
     name = "this machine"

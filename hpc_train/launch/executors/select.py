@@ -8,10 +8,10 @@ from functools import cache
 
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
-from hpc_train.launch.executors.allocation import AllocationSubmitter
+from hpc_train.launch.executors.allocation import AllocationExecutor
 from hpc_train.launch.executors.executor import Executor
-from hpc_train.launch.executors.local import LocalSubmitter
-from hpc_train.launch.executors.slurm import SlurmSubmitter
+from hpc_train.launch.executors.local import LocalJobExecutor
+from hpc_train.launch.executors.slurm import SlurmJobExecutor
 from hpc_train.slurm.client import controller_responds
 
 
@@ -22,16 +22,16 @@ def select_executor(cluster: ClusterConfig) -> Executor:
         UserError: Slurm is asked for, and there is none here.
     """
     if cluster.kind == "auto" and in_allocation():
-        return AllocationSubmitter()
+        return AllocationExecutor()
     if cluster.kind == "local" or (cluster.kind == "auto" and not controller_answers()):
-        return LocalSubmitter()
+        return LocalJobExecutor()
     if shutil.which("sbatch") is None:
         raise UserError(
             "sbatch is not on the PATH of this machine",
             where="cluster.kind",
             fix="submit from a login node, or cluster=local",
         )
-    return SlurmSubmitter()
+    return SlurmJobExecutor()
 
 
 def in_allocation() -> bool:

@@ -70,7 +70,7 @@ class ScriptExecutor(SlurmExecutor):
         return [*(["env", *unset] if unset else []), "sbatch", *arguments(self._asked), str(submission_file_path)]
 
 
-class SlurmSubmitter:
+class SlurmJobExecutor:
     """The Slurm cluster that ``sbatch`` on this machine belongs to."""
 
     name = "Slurm"
@@ -79,7 +79,7 @@ class SlurmSubmitter:
         self._outputs: dict[str, Path] = {}
         self._chains: dict[str, list[str]] = {}
         self._clusters: str | None = None
-        self._standings = SlurmStatuses()
+        self._statuses = SlurmStatuses()
 
     @property
     def site(self) -> Site:
@@ -135,8 +135,8 @@ class SlurmSubmitter:
             found["chain"] = self._chains[job_id]
         return found | ({"clusters": self._clusters} if self._clusters else {})
 
-    def standings(self, ids: Collection[str]) -> dict[str, JobStatus]:
-        known = self._standings.of(self._all(ids), self._clusters)
+    def statuses(self, ids: Collection[str]) -> dict[str, JobStatus]:
+        known = self._statuses.of(self._all(ids), self._clusters)
         return folded({job_id: self._chains[job_id] for job_id in ids if job_id in self._chains}, known)
 
     def stop(self, ids: Collection[str]) -> None:

@@ -6,8 +6,8 @@ export SLURM_EXPORT_ENV=ALL
 # srun does not take over the cores per task of the job by itself; a node of its own has all of its cores
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}"
 
-# A step inherits the GPUs that its job asks for, but none of those that --exclusive alone brings. For these, srun is
-# told to take as many on each node as every node of the job has.
+# A step inherits the GPUs that its job requests, but not those that the job has only through --exclusive. To get these,
+# the step requests as many per node as every node of the job has.
 if [ -z "${SLURM_GPUS:-}${SLURM_GPUS_PER_NODE:-}${SLURM_GPUS_PER_TASK:-}" ]; then
   job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
   job=$(scontrol show job --details "$job" 2> /dev/null) || true
@@ -16,7 +16,7 @@ if [ -z "${SLURM_GPUS:-}${SLURM_GPUS_PER_NODE:-}${SLURM_GPUS_PER_TASK:-}" ]; the
       { n = 0; for (i = 1; i <= NF; i++) if ($i ~ /^gpu:/) { parts = split($i, part, ":"); n += part[parts] } }
       NR == 1 || n < fewest { fewest = n }
       END { if (NR) print fewest }')
-    # where scontrol does not tell: as many as the batch host has
+    # without an answer of scontrol: as many as the batch host has
     gpus=${gpus:-${SLURM_GPUS_ON_NODE:-$(awk -F, '{ print NF }' <<< "${SLURM_JOB_GPUS:-}")}}
     if [ "$gpus" -gt 0 ]; then export SLURM_GPUS_PER_NODE=$gpus; fi
   fi

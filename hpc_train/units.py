@@ -1,0 +1,22 @@
+"""Bytes and durations as text for people, in one notation."""
+
+from __future__ import annotations
+
+GIB = 2**30
+_BYTES = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+def format_bytes(count: float) -> str:
+    """Three digits and a binary unit: ``1.5 GiB``, ``1023 MiB``, ``12 bytes``."""
+    value, unit = float(count), 0
+    while value >= 1024 and unit < len(_BYTES) - 1:
+        value, unit = value / 1024, unit + 1
+    digits = f"{value:.0f}" if value >= 999.5 or unit == 0 else f"{value:.3g}"
+    return f"{digits} {_BYTES[unit]}"
+
+
+def format_duration(seconds: float) -> str:
+    """Hours, minutes and seconds: ``1:02:03``, ``2:03``."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

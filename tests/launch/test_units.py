@@ -1,0 +1,29 @@
+"""Bytes and durations as text."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_train.units import format_bytes, format_duration
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1 KiB"),
+        (1600, "1.56 KiB"),
+        (1023 * 2**20, "1023 MiB"),
+        (1.5 * 2**30, "1.5 GiB"),
+        (412e9, "384 GiB"),
+        (5 * 2**50, "5120 TiB"),
+    ],
+)
+def test_bytes(count: float, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(-1, "0:00"), (61.4, "1:01"), (3723, "1:02:03")])
+def test_durations(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
