@@ -19,6 +19,9 @@ from typing import Any, TypeVar
 
 import xxhash
 
+from hpc_train import __version__
+from hpc_train.errors import UserError
+
 FORMAT = 2
 NAME = "manifest.json"
 COMMITTED = "COMMITTED"
@@ -75,18 +78,22 @@ class Manifest:
         return _text(content | {"digest": _digest(content)})
 
 
-def decode(data: bytes) -> Manifest:
+def decode(data: bytes, where: str = NAME) -> Manifest:
     """The manifest in ``data``.
 
+    Args:
+        where: its file, for messages.
+
     Raises:
-        BadCheckpoint: any byte differs from what ``encode`` gave, the format is unknown, or a name leads elsewhere.
+        BadCheckpoint: any byte differs from what ``encode`` returned, or a name points outside the checkpoint.
+        UserError: the manifest is intact, but another version of hpc_train wrote it in another format.
     """
     try:
         content = json.loads(data)
         digest = content.pop("digest")
-        if content["format"] != FORMAT:
-            raise BadCheckpoint(f"{NAME}: format {content['format']!r}, this version reads {FORMAT}")
-        if digest != _digest(content) or _text(content | {"digest": digest}) != data:
+        if content["format"] != FORMAT and digest == _digest(content):
+            raise _other_format(content["format"], where)
+        if content["format"] != FORMAT or digest != _digest(content) or _text(content | {"digest": digest}) != data:
             raise BadCheckpoint(f"{NAME}: its digest is wrong")
         files = {_plain(name): FileEntry(_count(entry["size"]), str(entry["digest"]))
                  for name, entry in content.pop("files").items()}  # fmt: skip
@@ -97,6 +104,15 @@ def decode(data: bytes) -> Manifest:
     if METADATA not in files:
         raise BadCheckpoint(f"{NAME}: {METADATA} is not in it")
     return manifest
+
+
+def _other_format(version: Any, where: str) -> UserError:
+    newer = isinstance(version, int) and version > FORMAT
+    return UserError(
+        f"the checkpoint has format {version}, but hpc_train {__version__} reads format {FORMAT}",
+        where=where,
+        fix=f"{'a newer' if newer else 'an older'} hpc_train, which reads format {version}, or another checkpoint",
+    )
 
 
 def read_manifest(checkpoint: Path, visibility_timeout_s: float = 0.0) -> Manifest:
@@ -115,7 +131,7 @@ def read_manifest(checkpoint: Path, visibility_timeout_s: float = 0.0) -> Manife
             return content
 
     data = wait_until_visible(read, visibility_timeout_s, f"{checkpoint / NAME}")
-    manifest, name = decode(data), checkpoint.name.partition(".")[0]
+    manifest, name = decode(data, str(checkpoint / NAME)), checkpoint.name.partition(".")[0]
     if name.startswith("step-") and name != f"step-{manifest.step:08d}":
         raise BadCheckpoint(f"{NAME}: of step {manifest.step}, in {checkpoint.name}")
     if name.startswith("step-") and name != checkpoint.name:
