@@ -190,3 +190,13 @@ def fewest_nodes(config: Config) -> int:
             fix=f"elastic.min_nodes={fewest} or fewer, or more cluster.nodes",
         )
     return fewest if least is None else least
+
+
+def check_divides(divisor: int, number: int, key: str, what: str) -> None:
+    """
+    Raises:
+        UserError: ``divisor``, the value of ``key``, does not divide ``number``, the value of ``what``.
+    """
+    if number % divisor:
+        below = max(n for n in range(1, divisor) if number % n == 0)
+        raise UserError(f"{key}={divisor} does not divide {what}={number}", where=key, fix=f"{key}={below}")

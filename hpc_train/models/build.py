@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpc_train.config.schema import CustomModelConfig, GPTConfig, ModelConfig, ViTConfig
+from hpc_train.config.extensions import family_of
+from hpc_train.config.schema import CustomModelConfig, ModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.batch_norm import convert
-from hpc_train.models.gpt import GPT
 from hpc_train.models.model import Model
-from hpc_train.models.vit import ViT
 from hpc_train.models.wrapped import WrappedModel
 
 
@@ -28,13 +27,42 @@ def build_model(config: ModelConfig, seed: int) -> Model | WrappedModel:
     Raises:
         UserError: the sizes do not fit together, or ``_target_`` cannot be imported or called.
     """
-    if isinstance(config, GPTConfig | ViTConfig):
-        with torch.device("meta"):
-            return GPT(config) if isinstance(config, GPTConfig) else ViT(config)
-    return _build_custom(config, seed)
+    build = imported(family_of(config).builder)
+    if isinstance(config, CustomModelConfig):
+        built: Model | WrappedModel = build(config, seed)
+        return built
+    with torch.device("meta"):
+        model = build(config)
+    if not isinstance(model, Model):
+        raise UserError(
+            f"the builder of model kind {config.kind} returned {type(model).__name__}, not a Model",
+            where=family_of(config).builder,
+            fix="a class derived from hpc_train.models.model.Model, or a function that returns one",
+        )
+    model.family, model.config = config.kind, config
+    return model
 
 
-def _build_custom(config: CustomModelConfig, seed: int) -> Model | WrappedModel:
+def imported(path: str) -> Callable[..., Any]:
+    """The object at ``module:attribute``.
+
+    Raises:
+        UserError: it cannot be imported.
+    """
+    module, _, name = path.partition(":")
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except Exception as error:
+        raise UserError(
+            f"{path} cannot be imported: {type(error).__name__}: {error}",
+            where=path,
+            fix="package.module:NAME that is importable where the workers run",
+        ) from error
+    return found
+
+
+def build_custom(config: CustomModelConfig, seed: int) -> Model | WrappedModel:
+    """Calls ``_target_``; see ``build_model``."""
     target = _locate(config._target_)
     if isinstance(target, type) and issubclass(target, Model):
         return _on_meta(target, config)

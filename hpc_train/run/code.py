@@ -28,6 +28,7 @@ from functools import cache
 from pathlib import Path, PurePath
 from typing import Any
 
+from hpc_train.config.extensions import is_extension
 from hpc_train.config.schema import Config
 from hpc_train.config.secrets import is_secret_file
 from hpc_train.errors import UserError
@@ -58,9 +59,11 @@ def take(configs: Sequence[Config], into: Path, directory: Path | None = None) -
     listed = sorted(name for name in _listed(root) if not any((root / name).is_relative_to(path) for path in runs))
     names = [name for name in listed if not is_secret_file(name)]
     _check_size(root, names)
-    owners = [owner for each in configs for owner in (each.model, each.data) if owner.kind == "custom"]
-    for target in {owner._target_ for owner in owners}:
+    owners = [owner for each in configs for owner in (each.model, each.data)]
+    for target in {owner._target_ for owner in owners if owner.kind == "custom"}:
         _check_target(target, root, names)
+    for kind in {owner.kind for owner in owners if is_extension(owner.kind)}:
+        _check_target(kind.partition(":")[0], root, names)
     contents = {name: _read(root / name) for name in names}
     modes = _modes(root, names)
     digest = _digest(contents, modes)
