@@ -1,7 +1,7 @@
-"""From overrides to a typed config: Hydra's ConfigStore and resolvers, composition, and the step to dataclasses.
+"""Composes a typed config from overrides: Hydra's ConfigStore and resolvers, composition, conversion to dataclasses.
 
-One road leads to a ``Config``: what OmegaConf holds is resolved to plain values and read into the dataclasses again, so
-a composed config and a frozen file pass the same checks.
+Every ``Config`` is made in one way: OmegaConf resolves the values, and the dataclasses read them. A composed config and
+a frozen file therefore pass the same checks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def register() -> None:
         store.store(group="schema/model", name=kind, node=load_family(kind).schema)
     for kind in SOURCES:
         store.store(group="schema/data", name=kind, node=load_source(kind).schema)
-    # what conf/config.yaml names must compose also where nothing is launched
+    # conf/config.yaml names these, and must compose even if nothing is launched
     sweeper = {"_target_": SWEEPER, "max_batch_size": None, "params": None}
     store.store(group="hydra/launcher", name="hpc_train", node={"_target_": LAUNCHER}, provider="hpc_train")
     store.store(group="hydra/sweeper", name="hpc_train", node=sweeper, provider="hpc_train")
@@ -121,7 +121,7 @@ def typed(node: DictConfig) -> Config:
 
 
 def converted(node: DictConfig) -> Config:
-    """``typed`` for what has passed it before: a frozen config."""
+    """Converts a config that passed ``typed`` before, such as a frozen one."""
     node = _with_extension_schemas(node)
     check_kinds(node)
     _check_missing(node)
@@ -133,7 +133,7 @@ def converted(node: DictConfig) -> Config:
 
 
 def _to_object(values: dict[str, Any]) -> Config:
-    """Group by group: in a sweep most groups are the same for all jobs, and a thousand of them take a minute less."""
+    """Converts group by group: most jobs of a sweep share most groups, which are converted once."""
     schema = _schema(values["model"]["kind"], values["data"]["kind"])
     if set(values) != set(schema):
         OmegaConf.merge(schema, escaped(values))  # raises: a group that is unknown
@@ -143,7 +143,7 @@ def _to_object(values: dict[str, Any]) -> Config:
 
 @lru_cache(maxsize=256)
 def _group(name: str, model: str, data: str, values: bytes) -> Any:
-    schema = OmegaConf.create({name: _schema(model, data)[name]})  # with its name, so that errors tell the whole key
+    schema = OmegaConf.create({name: _schema(model, data)[name]})  # with its name, so that errors contain the whole key
     found = OmegaConf.to_object(OmegaConf.merge(schema, {name: escaped(pickle.loads(values))}))
     assert isinstance(found, dict)
     return found[name]
@@ -157,7 +157,7 @@ def _schema(model: str, data: str) -> DictConfig:
 
 
 def _check_missing(node: DictConfig) -> None:
-    """All at once, and before an interpolation of one of them fails with a message about another key."""
+    """Reports all missing values at once, before an interpolation of one fails with a message about another key."""
     raw = OmegaConf.to_container(node, resolve=False)
     missing = [key for key, value in leaves(raw) if value == "???"]
     if missing:
@@ -176,7 +176,7 @@ def _plain(node: DictConfig) -> dict[str, Any]:
 
 
 def escaped(value: Any) -> Any:
-    """A ``${`` that survived resolution is text: without the backslash OmegaConf would resolve it once more."""
+    """Escapes every ``${`` that is left after resolution, which OmegaConf would otherwise resolve again."""
     if isinstance(value, dict):
         return {key: escaped(item) for key, item in value.items()}
     if isinstance(value, list | ListConfig):
@@ -242,10 +242,10 @@ def check_kinds(node: DictConfig) -> None:
 
 
 def _check_taken_sizes(node: DictConfig, data: str) -> None:
-    raw = OmegaConf.to_container(node.model, resolve=False)
-    for key, value in leaves(raw):
+    known = set(node.data.keys())  # also those whose value is missing
+    for key, value in leaves(OmegaConf.to_container(node.model, resolve=False)):
         taken = re.fullmatch(r"\$\{data\.(\w+)\}", value) if isinstance(value, str) else None
-        if taken and taken[1] not in node.data:
+        if taken and taken[1] not in known:
             raise UserError(
                 f"model.{key} is taken from data.{taken[1]}, which data {data} does not have",
                 where=f"model.{key}",

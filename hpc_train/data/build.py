@@ -1,7 +1,4 @@
-"""From the data's config to a dataset.
-
-A user's own dataset: any object with a length and random access.
-"""
+"""Builds the dataset of a config, including a user's own object with a length and random access."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ def build_dataset(config: DataConfig, split: str, seed: int) -> Dataset:
     """The ``train`` or ``validation`` split that ``config`` describes.
 
     Args:
-        seed: of augmentations and synthetic samples; the order of samples is not the dataset's matter.
+        seed: of augmentations and synthetic samples; the sampler decides the order of samples.
 
     Raises:
         UserError: the input is missing, empty, damaged or does not fit the config.
@@ -97,7 +94,7 @@ def as_dataset(built: Any, name: str) -> Dataset:
         raise UserError(
             f"{name} returned {type(built).__name__}, which has no random access",
             where="data._target_",
-            fix="an object with __len__ and __getitem__(index): the order of samples is computed, not iterated",
+            fix="an object with __len__ and __getitem__(index)",
         )
     return CustomDataset(built)
 

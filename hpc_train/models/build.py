@@ -1,4 +1,4 @@
-"""From the model's config to a model: in parts on ``meta``, or a wrapped module with real values."""
+"""Builds the model of a config: a ``Model`` on the ``meta`` device, or a wrapped module with values."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from hpc_train.models.wrapped import WrappedModel
 def build_model(config: ModelConfig, seed: int) -> Model | WrappedModel:
     """The model that ``config`` describes.
 
-    A ``Model`` comes on the ``meta`` device, to be cut, sharded and only then given memory and values. Any other module
-    comes wrapped, on the CPU, with the values that its constructor drew under ``seed``: the same on every rank. The
-    process's own random state is left as it was.
+    A ``Model`` is built on the ``meta`` device; it is split and sharded before it gets memory and values. Any other
+    module is built on the CPU and wrapped; its constructor draws its values under ``seed``, the same on every rank. The
+    random state of the process does not change.
 
     Raises:
         UserError: the sizes do not fit together, or ``_target_`` cannot be imported or called.
@@ -94,12 +94,12 @@ def _call(target: Callable[..., Any], config: CustomModelConfig) -> Any:
         raise UserError(
             f"{config._target_} could not be built: {type(error).__name__}: {error}",
             where="model.args",
-            fix=f"arguments that it takes; these were given: {dict(config.args)}",
+            fix=f"change model.args, which are {dict(config.args)}",
         ) from error
 
 
 def _locate(path: str) -> Callable[..., Any]:
-    """The class or function at a dotted path; an attribute of a class (``package.Class.create``) is found too."""
+    """The class or function at a dotted path, which may be an attribute of a class (``package.Class.create``)."""
     parts = path.split(".")
     for cut in range(len(parts) - 1, 0, -1):
         module_name = ".".join(parts[:cut])

@@ -114,7 +114,7 @@ class GPT(Model):
         return (*inputs.shape, self.config.dim)
 
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
-        """Ones for norms; N(0, 0.02) else, and N(0, 0.02 / sqrt(2 layers)) for what is added to the residual stream.
+        """Norms get ones, projections into the residual stream N(0, 0.02 / sqrt(2 layers)), all others N(0, 0.02).
 
         Source: GPT-2 (Radford et al. 2019, section 2.3).
         """
@@ -127,20 +127,20 @@ class GPT(Model):
             value.normal_(0.0, deviation, generator=generator)
 
     def init_buffers(self, device: torch.device) -> None:
-        """There are none: the rotary tables are computed when they are first needed."""
+        """Does nothing: the rotary tables are computed when they are first needed."""
 
     def flops_per_sample(self, inputs: Tensor) -> float:
         """See ``gpt_family.flops_per_sample``."""
         return gpt_family.flops_per_sample(self.config, tuple(inputs.shape[1:]))
 
     def flop_terms(self, inputs: Tensor) -> FlopTerms:
-        """A tied table is counted already, as the output projection."""
+        """A tied table is already counted as the output projection."""
         config, length = self.config, inputs.shape[-1]
         table = 0.0 if config.tied_embeddings else 6.0 * length * config.vocab_size * config.dim
         return FlopTerms(12.0 * config.n_layers * config.dim * length**2, causal=True, embedding=table)
 
     def block_flops(self, inputs: Tensor) -> tuple[float, ...]:
-        """The terms of ``flops_per_sample``: nothing in the stem, which looks up; the output projection in the head."""
+        """Splits ``flops_per_sample``: the stem only looks up and counts 0, the head counts the output projection."""
         config, length = self.config, inputs.shape[-1]
         head = 6.0 * length * (config.dim + config.vocab_size * config.dim)
         layer = (self.flops_per_sample(inputs) - head) / config.n_layers

@@ -1,4 +1,4 @@
-"""The contract of a model that can be cut into pipeline stages, sharded and initialised piece by piece."""
+"""The interface of a model that can be split into pipeline stages, sharded and initialized piece by piece."""
 
 from __future__ import annotations
 

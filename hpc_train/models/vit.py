@@ -91,7 +91,7 @@ class ViT(Model):
         return (inputs.shape[0], self.tokens, self.config.dim)
 
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
-        """Ones and zeros for norms, zeros for biases and the class token; else a normal of 0.02 cut at 2 (absolute).
+        """Norms get ones and zeros, biases and the class token zeros, all others N(0, 0.02) truncated at -2 and 2.
 
         Source: the published code's successors (timm's ``trunc_normal_(std=0.02)``).
         """
@@ -104,18 +104,18 @@ class ViT(Model):
                 nn.init.trunc_normal_(value, std=0.02, generator=generator)
 
     def init_buffers(self, device: torch.device) -> None:
-        """There are none."""
+        """Does nothing: a ViT has no such buffers."""
 
     def flops_per_sample(self, inputs: Tensor) -> float:
         """See ``vit_family.flops_per_sample``."""
         return vit_family.flops_per_sample(self.config, tuple(inputs.shape[1:]))
 
     def flop_terms(self, inputs: Tensor) -> FlopTerms:
-        """There is no table: the patches are projected."""
+        """A ViT has no embedding table: it projects patches."""
         return FlopTerms(12.0 * self.config.n_layers * self.config.dim * self.tokens**2, causal=False, embedding=0.0)
 
     def block_flops(self, inputs: Tensor) -> tuple[float, ...]:
-        """The terms of ``flops_per_sample``: patches in the stem, the classifier in the head."""
+        """Splits ``flops_per_sample``: the stem counts the patches, the head counts the classifier."""
         config, dim = self.config, self.config.dim
         stem = 6.0 * (self.tokens - 1) * dim * (config.channels * config.patch_size**2 + 1)
         head = 6.0 * config.n_classes * (dim + 1)
