@@ -99,6 +99,8 @@ def _execute(spec: ModuleSpec, path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses resolve their annotations there
     try:
+        if _imports_torch(spec):
+            raise _TorchImported(_FORBIDDEN)
         with _without_torch():
             spec.loader.exec_module(module)
     except Exception as error:
@@ -112,6 +114,16 @@ def _execute(spec: ModuleSpec, path: str) -> ModuleType:
             else "correct the file",
         ) from error
     return module
+
+
+def _imports_torch(spec: ModuleSpec) -> bool:
+    """Whether the file itself imports torch at its top level, in whatever process this is asked."""
+    if not spec.origin or not spec.origin.endswith(".py"):
+        return False
+    body = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
+    names = [alias.name for each in body if isinstance(each, ast.Import) for alias in each.names]
+    names += [each.module or "" for each in body if isinstance(each, ast.ImportFrom) and each.level == 0]
+    return any(name.partition(".")[0] == _FORBIDDEN for name in names)
 
 
 class _TorchImported(ImportError):
