@@ -18,10 +18,11 @@ from torch import Tensor
 
 from hpc_train.checkpoint.reader import MODEL, StoredTensors
 from hpc_train.checkpoint.state import TensorShape
-from hpc_train.config.schema import GPTConfig, ModelConfig, ViTConfig
+from hpc_train.config.extensions import family_of
+from hpc_train.config.schema import CustomModelConfig, GPTConfig, ModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
-from hpc_train.models.hf_names import OUTPUT, gpt_config, hf_config, hf_name
+from hpc_train.models.hf_names import OUTPUT, gpt_config, hf_name
 from hpc_train.run.files import write_json
 
 SHARD_BYTES = 4 * 2**30  # largest safetensors file, and thereby the memory that an export needs
@@ -52,12 +53,14 @@ def export_hf(
     Raises:
         UserError: ``transformers`` has no class for the model, ``to`` exists, or safetensors is not installed.
     """
-    if not isinstance(model, GPTConfig):
+    hugging_face = family_of(model).hugging_face
+    if hugging_face is None:
         raise UserError(
-            f"--format hf needs a model of kind gpt, got {model.kind}",
+            f"model kind {model.kind} has no Hugging Face format",
             where="--format",
             fix="--format pt, which exports any model",
         )
+    hf_name, hf_config = hugging_face.parameter_name, hugging_face.config
     save_file = _import_save_file()
     shards = _shards(stored.model(), dtype, shard_bytes)
     with _atomic_output(to) as folder:
@@ -66,7 +69,7 @@ def export_hf(
         for number, names in enumerate(shards):
             file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else _SINGLE
             index |= {hf_name(name): file for name in names}
-            save_file(dict(_named(stored, names, dtype, advance)), folder / file, metadata={"format": "pt"})
+            save_file(dict(_named(stored, names, hf_name, dtype, advance)), folder / file, metadata={"format": "pt"})
         if len(shards) > 1:
             total = sum(_bytes(shape, dtype) for shape in stored.model().values())
             write_json(
@@ -126,7 +129,11 @@ def _shards(shapes: Mapping[str, TensorShape], dtype: torch.dtype | None, most: 
 
 
 def _named(
-    stored: StoredTensors, names: list[str], dtype: torch.dtype | None, advance: Advance
+    stored: StoredTensors,
+    names: list[str],
+    hf_name: Callable[[str], str],
+    dtype: torch.dtype | None,
+    advance: Advance,
 ) -> Iterator[tuple[str, Tensor]]:
     for name in names:
         tensor = stored.read(MODEL + name)
@@ -151,7 +158,7 @@ def _mapped(stored: StoredTensors, name: str, folder: Path, dtype: torch.dtype |
 
 def _tied(model: ModelConfig) -> Mapping[str, str]:
     """Returns alias -> name of tied parameters; empty for a custom model, whose code is not imported here."""
-    return getattr(build_model(model, 0), "tied", {}) if isinstance(model, GPTConfig | ViTConfig) else {}
+    return {} if isinstance(model, CustomModelConfig) else getattr(build_model(model, 0), "tied", {})
 
 
 @contextmanager

@@ -18,6 +18,9 @@ from typing import Any, TypeVar
 
 import xxhash
 
+from hpc_train import __version__
+from hpc_train.errors import UserError
+
 FORMAT = 2
 NAME = "manifest.json"
 COMMITTED = "COMMITTED"
@@ -74,19 +77,24 @@ class Manifest:
         return _encode_json(content | {"digest": _digest(content)})
 
 
-def decode(data: bytes) -> Manifest:
+def decode(data: bytes, where: str = NAME) -> Manifest:
     """Decodes a manifest.
 
+    Args:
+        where: its file, for messages.
+
     Raises:
-        BadCheckpoint: ``data`` is not an unchanged result of ``encode``, its format is unknown, or a file name is not
-            a plain name.
+        BadCheckpoint: ``data`` is not an unchanged result of ``encode``, or a file name is not a plain name.
+        UserError: the manifest is intact, but another version of hpc_train wrote it in another format.
     """
     try:
         content = json.loads(data)
         digest = content.pop("digest")
-        if content["format"] != FORMAT:
-            raise BadCheckpoint(f"{NAME}: format {content['format']!r}, this version reads {FORMAT}")
-        if digest != _digest(content) or _encode_json(content | {"digest": digest}) != data:
+        if content["format"] != FORMAT and digest == _digest(content):
+            raise _other_format(content["format"], where)
+        if content["format"] != FORMAT or digest != _digest(content):
+            raise BadCheckpoint(f"{NAME}: the digest does not match")
+        if _encode_json(content | {"digest": digest}) != data:
             raise BadCheckpoint(f"{NAME}: the digest does not match")
         files = {_plain(name): FileEntry(_count(entry["size"]), str(entry["digest"]))
                  for name, entry in content.pop("files").items()}  # fmt: skip
@@ -97,6 +105,15 @@ def decode(data: bytes) -> Manifest:
     if METADATA not in files:
         raise BadCheckpoint(f"{NAME}: {METADATA} is missing")
     return manifest
+
+
+def _other_format(version: Any, where: str) -> UserError:
+    newer = isinstance(version, int) and version > FORMAT
+    return UserError(
+        f"the checkpoint has format {version}, but hpc_train {__version__} reads format {FORMAT}",
+        where=where,
+        fix=f"{'a newer' if newer else 'an older'} hpc_train, which reads format {version}, or another checkpoint",
+    )
 
 
 def read_manifest(checkpoint: Path, visibility_timeout_s: float = 0.0) -> Manifest:
@@ -115,7 +132,7 @@ def read_manifest(checkpoint: Path, visibility_timeout_s: float = 0.0) -> Manife
             return content
 
     data = wait_until_visible(read, visibility_timeout_s, f"{checkpoint / NAME}")
-    manifest = decode(data)
+    manifest = decode(data, str(checkpoint / NAME))
     name = checkpoint.name.partition(".")[0]
     if name.startswith("step-") and name != f"step-{manifest.step:08d}":
         raise BadCheckpoint(f"{NAME}: it belongs to step {manifest.step}, but the directory is {checkpoint.name}")

@@ -1,9 +1,7 @@
-"""From overrides to a typed config: Hydra's ConfigStore and resolvers, composition, and the step to dataclasses.
+"""Composes a typed config from overrides: Hydra's ConfigStore and resolvers, composition, conversion to dataclasses.
 
-One road leads to a ``Config``: what OmegaConf holds is resolved to plain values and read into the dataclasses again, so
-a composed config and a frozen file pass the same checks.
-
-Which model learns from which data: told before interpolations such as ``${data.vocab_size}`` are resolved.
+Every ``Config`` is made in one way: OmegaConf resolves the values, and the dataclasses read them. A composed config and
+a frozen file therefore pass the same checks.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import fields
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,19 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hpc_train.config.extensions import (
+    FAMILIES,
+    IMAGES,
+    SAMPLE_KEYS,
+    SOURCES,
+    TOKENS,
+    is_extension,
+    load_family,
+    load_source,
+    location,
+)
 from hpc_train.config.run_path import default_root, run_directory
-from hpc_train.config.schema import DATA_SCHEMAS, MODEL_SCHEMAS, Config
+from hpc_train.config.schema import Config
 from hpc_train.config.secrets import leaves, refuse_secrets
 from hpc_train.config.translate import translate
 from hpc_train.config.values import for_debugging
@@ -41,10 +51,11 @@ def register() -> None:
         return
     store = ConfigStore.instance()
     store.store(name="hpc_train", node=Config)
-    for group, schemas in (("model", MODEL_SCHEMAS), ("data", DATA_SCHEMAS)):
-        for kind, schema in schemas.items():
-            store.store(group=f"schema/{group}", name=kind, node=schema)
-    # what conf/config.yaml names must compose also where nothing is launched
+    for kind in FAMILIES:
+        store.store(group="schema/model", name=kind, node=load_family(kind).schema)
+    for kind in SOURCES:
+        store.store(group="schema/data", name=kind, node=load_source(kind).schema)
+    # conf/config.yaml names these, and must compose even if nothing is launched
     sweeper = {"_target_": SWEEPER, "max_batch_size": None, "params": None}
     store.store(group="hydra/launcher", name="hpc_train", node={"_target_": LAUNCHER}, provider="hpc_train")
     store.store(group="hydra/sweeper", name="hpc_train", node=sweeper, provider="hpc_train")
@@ -110,7 +121,8 @@ def typed(node: DictConfig) -> Config:
 
 
 def converted(node: DictConfig) -> Config:
-    """``typed`` for what has passed it before: a frozen config."""
+    """Converts a config that passed ``typed`` before, such as a frozen one."""
+    node = _with_extension_schemas(node)
     check_kinds(node)
     _check_missing(node)
     try:
@@ -121,7 +133,7 @@ def converted(node: DictConfig) -> Config:
 
 
 def _to_object(values: dict[str, Any]) -> Config:
-    """Group by group: in a sweep most groups are the same for all jobs, and a thousand of them take a minute less."""
+    """Converts group by group: most jobs of a sweep share most groups, which are converted once."""
     schema = _schema(values["model"]["kind"], values["data"]["kind"])
     if set(values) != set(schema):
         OmegaConf.merge(schema, escaped(values))  # raises: a group that is unknown
@@ -131,7 +143,7 @@ def _to_object(values: dict[str, Any]) -> Config:
 
 @lru_cache(maxsize=256)
 def _group(name: str, model: str, data: str, values: bytes) -> Any:
-    schema = OmegaConf.create({name: _schema(model, data)[name]})  # with its name, so that errors tell the whole key
+    schema = OmegaConf.create({name: _schema(model, data)[name]})  # with its name, so that errors contain the whole key
     found = OmegaConf.to_object(OmegaConf.merge(schema, {name: escaped(pickle.loads(values))}))
     assert isinstance(found, dict)
     return found[name]
@@ -140,12 +152,12 @@ def _group(name: str, model: str, data: str, values: bytes) -> Any:
 @cache
 def _schema(model: str, data: str) -> DictConfig:
     schema: DictConfig = OmegaConf.structured(Config)
-    schema.model, schema.data = MODEL_SCHEMAS[model], DATA_SCHEMAS[data]
+    schema.model, schema.data = load_family(model).schema, load_source(data).schema
     return schema
 
 
 def _check_missing(node: DictConfig) -> None:
-    """All at once, and before an interpolation of one of them fails with a message about another key."""
+    """Reports all missing values at once, before an interpolation of one fails with a message about another key."""
     raw = OmegaConf.to_container(node, resolve=False)
     missing = [key for key, value in leaves(raw) if value == "???"]
     if missing:
@@ -164,7 +176,7 @@ def _plain(node: DictConfig) -> dict[str, Any]:
 
 
 def escaped(value: Any) -> Any:
-    """A ``${`` that survived resolution is text: without the backslash OmegaConf would resolve it once more."""
+    """Escapes every ``${`` that is left after resolution, which OmegaConf would otherwise resolve again."""
     if isinstance(value, dict):
         return {key: escaped(item) for key, item in value.items()}
     if isinstance(value, list | ListConfig):
@@ -182,37 +194,73 @@ def _absolute(config: Config) -> Config:
     return config
 
 
-TEXT, IMAGES = "tokens", "images"
-OF_MODEL = {"gpt": TEXT, "vit": IMAGES}
-OF_DATA = {"text": TEXT, "tokens": TEXT, "cifar100": IMAGES, "images": IMAGES, "shards": IMAGES}
-MODELS = {TEXT: "model=gpt_tiny", IMAGES: "model=vit_tiny"}
-DATA = {TEXT: "data=text", IMAGES: "data=cifar100"}
+MODELS = {TOKENS: "model=gpt_tiny", IMAGES: "model=vit_tiny"}  # examples for messages
+DATA = {TOKENS: "data=text", IMAGES: "data=cifar100"}
+
+
+def _with_extension_schemas(node: DictConfig) -> DictConfig:
+    """``node`` with the keys and defaults of descriptions from a user's package, which no file of ``conf/`` lists."""
+    for group, load in (("model", load_family), ("data", load_source)):
+        kind = _kind(node, group, tuple(FAMILIES if group == "model" else SOURCES))
+        if not is_extension(kind):
+            continue
+        schema = OmegaConf.create({group: load(kind).schema})
+        try:
+            merged = OmegaConf.select(OmegaConf.merge(schema, {group: node[group]}), group)
+        except OmegaConfBaseException as error:
+            raise translate(error) or error from error
+        node = node.copy()
+        OmegaConf.set_struct(node, False)
+        node[group] = merged
+    return node
 
 
 def check_kinds(node: DictConfig) -> None:
-    """Raises UserError for an unknown kind, and for a language model on images or the other way round."""
-    model = _kind(node, "model", tuple(MODEL_SCHEMAS))
-    data = _kind(node, "data", tuple(DATA_SCHEMAS))
-    task = OmegaConf.select(node, "data.task") if data == "synthetic" else None
-    gives, takes = task or OF_DATA.get(data), OF_MODEL.get(model)
-    if gives in MODELS and takes is not None and gives != takes:
-        fix = f"data.task={takes}, or {MODELS[gives]}" if task else f"{DATA[takes]}, or {MODELS[gives]}"
-        raise UserError(f"a {model} model learns from {takes}, data={data} gives {gives}", where="model, data", fix=fix)
-    vocabulary = node.model._get_node("vocab_size") if model == "gpt" else None
-    if data == "custom" and vocabulary is not None and vocabulary._value() == "${data.vocab_size}":
+    """Raises UserError where the model cannot learn from the data, or takes a size that the data does not have.
+
+    It is called before interpolations such as ``${data.vocab_size}`` are resolved.
+    """
+    model, data = str(node.model.kind), str(node.data.kind)
+    source = load_source(data)
+    gives, takes = source.sample_kind(node.data), load_family(model).learns_from
+    if gives is not None and takes is not None and gives != takes:
+        other = f"data.task={takes}" if data == "synthetic" else DATA.get(takes, f"data that gives {takes}")
         raise UserError(
-            "the vocabulary of custom data is not known here", where="model.vocab_size", fix="model.vocab_size=N"
+            f"a {model} model learns from {takes}, but data={data} gives {gives}",
+            where="model, data",
+            fix=f"{other}, or {MODELS.get(gives, f'a model that learns from {gives}')}",
         )
+    known = {each.name for each in fields(source.schema)}
+    missing = [name for name in SAMPLE_KEYS.get(gives or "", ()) if name not in known]
+    if missing:
+        raise UserError(
+            f"data {data} gives {gives}, but its schema {source.schema.__name__} has no key {', '.join(missing)}",
+            where=location(data),
+            fix=f"add {', '.join(missing)} to the schema",
+        )
+    _check_taken_sizes(node, data)
+
+
+def _check_taken_sizes(node: DictConfig, data: str) -> None:
+    known = set(node.data.keys())  # also those whose value is missing
+    for key, value in leaves(OmegaConf.to_container(node.model, resolve=False)):
+        taken = re.fullmatch(r"\$\{data\.(\w+)\}", value) if isinstance(value, str) else None
+        if taken and taken[1] not in known:
+            raise UserError(
+                f"model.{key} is taken from data.{taken[1]}, which data {data} does not have",
+                where=f"model.{key}",
+                fix=f"model.{key}=VALUE",
+            )
 
 
 def _kind(node: DictConfig, group: str, known: tuple[str, ...]) -> str:
     kind = OmegaConf.select(node, f"{group}.kind") if OmegaConf.is_dict(node.get(group)) else None
     if kind is None:
         raise UserError(
-            f"{group} is not one of the config group {group}",
+            f"{group} does not name a file of the config group {group}, or has no kind",
             where=group,
-            fix=f"{group}=NAME of a file in conf/{group}, with kind: {' | '.join(known)}",
+            fix=f"{group}=NAME of a file in conf/{group}, with kind: {' | '.join(known)} | package.module:NAME",
         )
-    if kind not in known:
+    if kind not in known and not is_extension(str(kind)):
         raise UserError(f"{group}.kind is {kind!r}", where=f"{group}.kind", fix=nearest(kind, known))
     return str(kind)

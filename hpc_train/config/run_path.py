@@ -1,4 +1,4 @@
-"""Where a run lies: ``root/NAME`` with a name, a new directory of its own without."""
+"""The path of a run directory: ``root/NAME`` with ``run.name``, else a new directory under the root."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hpc_train.errors import UserError
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=,@-]*(/[A-Za-z0-9_][A-Za-z0-9_.+=,@-]*)*")
 
 
-SCRATCH = ("SCRATCH", "PSCRATCH", "SCRATCHDIR", "MYSCRATCH", "CINECA_SCRATCH")  # as sites call it
+SCRATCH = ("SCRATCH", "PSCRATCH", "SCRATCHDIR", "MYSCRATCH", "CINECA_SCRATCH")  # the names that sites use
 
 
 def default_root() -> str:
-    """Where runs lie unless ``run.root`` says: checkpoints fill a home directory, so scratch space comes before it."""
+    """The default of ``run.root``. It prefers scratch space, because checkpoints would fill a home directory."""
     root = os.environ.get("HPC_TRAIN_ROOT")
     scratch = next((os.environ[name] for name in SCRATCH if os.environ.get(name)), None)
     return root or (f"{scratch}/hpc_train" if scratch else "outputs")
@@ -34,7 +34,7 @@ def run_directory(root: str, name: str | None = None, fork: str | None = None) -
     """
     base = Path(root).expanduser().absolute()
     if fork is not None and name is None:
-        raise UserError("run.fork says how the fork is called, not what it starts from", where="run.fork",
+        raise UserError("run.fork is set, but run.name, the run to start from, is not", where="run.fork",
                           fix="run.name=OLD run.fork=NEW")  # fmt: skip
     chosen, key = (fork, "run.fork") if fork is not None else (name, "run.name")
     if chosen is None:

@@ -1,8 +1,7 @@
-"""Keys and tokens never reach a run directory: a config that would write one is refused, a file that holds one is not
-copied with the code.
+"""Keeps keys and tokens out of run directories.
 
-``${oc.env:WANDB_API_KEY}`` is convenient and would be frozen in clear text, readable for whoever may read the run.
-Workers inherit the environment, so nothing needs to be copied.
+A config that would contain a secret is refused, and files that hold secrets are not copied with the code. Workers
+inherit the environment, so a config never needs ``${oc.env:WANDB_API_KEY}``, which would be frozen in clear text.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ SECRET_NAME = re.compile(
     r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?)(_|$|\d)", re.IGNORECASE
 )
 FROM_ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([^,}\s]+)")
-SHORTEST = 8  # characters; a shorter value of a secret's variable stands in too many innocent places
+SHORTEST = 8  # characters; a shorter value of a secret's variable occurs in too much harmless text
 # Names under which tools keep keys, tokens and passwords; compared in lower case. Python modules are never among them.
 SECRET_DIRECTORIES = frozenset({".aws", ".azure", ".gcloud", ".gnupg", ".kube", ".ssh"})
 SECRET_FILES = (
@@ -34,30 +33,30 @@ SECRET_FILES = (
     *("credentials.ini", "secrets.ini", "credentials.csv", "client_secret*.json", "service[-_]account*.json"),
     *("application_default_credentials.json", "kaggle.json"),
 )
-NO_SECRET_FILES = (".env.example", ".env.sample", ".env.template", ".env.dist")  # they show what an .env would hold
-MEND = "leave it in the environment: workers inherit it; the config is written to the run directory in clear text"
+NO_SECRET_FILES = (".env.example", ".env.sample", ".env.template", ".env.dist")  # examples without values
+FIX = "leave it in the environment, which workers inherit; the run directory stores the config in clear text"
 
 
 def refuse_secrets(node: DictConfig, environment: Mapping[str, str] = os.environ) -> None:
-    """Raises UserError where a value is, holds, or is taken from a secret of the environment."""
+    """Raises UserError if a value contains, or is taken from, a secret of the environment."""
     held = _secrets(environment)
     for key, raw in leaves(OmegaConf.to_container(node, resolve=False)):
         for name in FROM_ENVIRONMENT.findall(raw):
             if SECRET_NAME.search(name):
-                raise UserError(f"{key} takes the secret {name} from the environment", where=key, fix=MEND)
+                raise UserError(f"{key} takes the secret {name} from the environment", where=key, fix=FIX)
         value = _resolved(node, key) if "${" in raw else raw
         _refuse(key, value, held)
 
 
 def refuse_secret_arguments(arguments: Iterable[str], environment: Mapping[str, str] = os.environ) -> None:
-    """The same for the command line, which Hydra writes down too."""
+    """Raises UserError if an argument contains a secret of the environment; Hydra records the command line as well."""
     held = _secrets(environment)
     for argument in arguments:
         _refuse(argument.split("=", 1)[0], argument, held)
 
 
 def is_secret_file(name: str) -> bool:
-    """Whether the name of a file, relative to the work tree, says that it holds keys, tokens or passwords."""
+    """Whether a file (relative to the work tree) has a name that tools use for keys, tokens or passwords."""
     path = PurePath(name.lower())
     if path.name in NO_SECRET_FILES or path.suffix == ".py":
         return False
@@ -73,7 +72,7 @@ def _secrets(environment: Mapping[str, str]) -> dict[str, str]:
 def _refuse(key: str, value: str, held: Mapping[str, str]) -> None:
     for name, secret in held.items():
         if secret in value:
-            raise UserError(f"{key} holds the value of the secret {name}", where=key, fix=MEND)
+            raise UserError(f"{key} contains the value of the secret {name}", where=key, fix=FIX)
 
 
 def _resolved(node: DictConfig, key: str) -> str:

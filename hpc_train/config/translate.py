@@ -1,8 +1,9 @@
-"""Hydra's and OmegaConf's errors in the words of all other messages: what, where and the fix."""
+"""Translates the errors of Hydra and OmegaConf into ``UserError``: what is wrong, where it was set and the fix."""
 
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 
@@ -13,9 +14,9 @@ from hpc_train.errors import UserError, nearest
 
 
 def translate(error: BaseException) -> UserError | None:
-    """The user's mistake that ``error`` tells of; None where it is none.
+    """The user's mistake behind ``error``; None if it is no mistake of the user.
 
-    OmegaConf drops the cause of what it raises, so an error of ours inside a resolver is found as the context.
+    OmegaConf drops the cause of its errors, so a ``UserError`` raised inside a resolver is found as the context.
     """
     chain = list(_chain(error))
     for link in chain:
@@ -36,11 +37,11 @@ def _of_python(error: BaseException) -> UserError | None:
     if isinstance(error, ValueError) and str(error).startswith("Config group override"):  # Hydra's own: group=null
         return UserError(str(error), where="the command line", fix="GROUP=NAME of a file in conf/GROUP")
     if isinstance(error, PermissionError) and error.filename:
-        fix = "a directory of your own as run.root; of a run that is shared, run.group= of who made it"
-        return UserError(f"you may not use {error.filename}", where="its permissions", fix=fix)
+        fix = "run.root=DIRECTORY that you may write; a shared run needs run.group=GROUP from its owner"
+        return UserError(f"permission denied: {error.filename}", where="the permissions of the file", fix=fix)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        fix = "make room, or take another run.root or TMPDIR; python -m hpc_train doctor shows what is full"
-        return UserError(f"{error.strerror}: nothing more can be written", where="run.root or TMPDIR", fix=fix)
+        fix = "free some space, or set another run.root or TMPDIR; python -m hpc_train doctor shows which disk is full"
+        return UserError(f"{error.strerror}: the disk or quota is full", where="run.root or TMPDIR", fix=fix)
     return None
 
 
@@ -53,8 +54,16 @@ def _of_omegaconf(error: OmegaConfBaseException) -> UserError:
         return UserError(f"there is no key {key}", where=key, fix=nearest(error.key, names))
     group = key.split(".", maxsplit=1)[0]
     first = (error.msg or str(error)).strip().splitlines()[0]
-    shows = f"python -m hpc_train --cfg job{f' --package {group}' if group else ''} shows what stands there"
+    wrong = re.match(r"Value '(.*)' (?:of type '.*' could not be converted to|is not a valid) (\w+)", first)
+    if wrong and wrong[2] in _KINDS:
+        return UserError(f"{key} is {wrong[1]!r}, but must be {_KINDS[wrong[2]]}", where=key, fix=f"{key}=VALUE")
+    if "is not Optional" in first:
+        return UserError(f"{key} is null, but needs a value", where=key, fix=f"{key}=VALUE, or remove the override")
+    shows = f"python -m hpc_train --cfg job{f' --package {group}' if group else ''} shows the current values"
     return UserError(first, where=key or "the config", fix=shows)
+
+
+_KINDS = {"Float": "a number", "Integer": "an integer", "bool": "true or false", "String": "text"}
 
 
 def _unknown_option(error: MissingConfigException) -> UserError:

@@ -1,13 +1,4 @@
-"""``checkpoint.every``: so many steps, so many minutes, or ``auto``.
-
-``telemetry.profile``: which steps of which ranks.
-
-``elastic.hang_timeout_s``: ``auto``, seconds, or 0.
-
-``train.debug=true``: what of a config gives way, so that a mistake shows itself soon and where it is.
-
-How many nodes a run works on and its job asks for: a number, or a range of which Slurm gives what is free.
-"""
+"""Parses config values that have a grammar of their own, such as ``checkpoint.every`` and ``cluster.nodes``."""
 
 from __future__ import annotations
 
@@ -23,7 +14,7 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True)
 class SaveEvery:
-    """One of the three is set, or none: then only on a stop request and at the end."""
+    """The checkpoint interval. If nothing is set, a run saves only on a stop request and at the end."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -33,7 +24,7 @@ class SaveEvery:
 def parse_save_every(text: str) -> SaveEvery:
     """
     Raises:
-        UserError: it is none of the three.
+        UserError: ``text`` is not a number of steps, a time or auto.
     """
     if text == "auto":
         return SaveEvery(auto=True)
@@ -45,13 +36,13 @@ def parse_save_every(text: str) -> SaveEvery:
     raise UserError(
         f"checkpoint.every is {text!r}",
         where="checkpoint.every",
-        fix="steps (500), minutes (30m) or hours (2h), auto, or 0 to save on a stop request and at the end only",
+        fix="steps (500), a time (30m or 2h), auto, or 0 to save only on a stop request and at the end",
     )
 
 
 @dataclass(frozen=True)
 class Profiled:
-    """From the step ``first`` to ``last``, as the metrics count them, on ``ranks``; None: on all."""
+    """The steps ``first`` to ``last`` (numbered as in the metrics) and the ranks to profile; None: all ranks."""
 
     first: int
     last: int
@@ -62,15 +53,15 @@ class Profiled:
 
     @property
     def name(self) -> str:
-        """Of files."""
+        """The name of the profile's files, without a suffix."""
         return f"steps-{self.first}-{self.last}"
 
 
 def parse_profile(config: ProfileConfig) -> Profiled | None:
-    """None where nothing is to be profiled.
+    """The steps and ranks to profile; None if nothing is profiled.
 
     Raises:
-        UserError: it is not to be understood.
+        UserError: the steps or the ranks cannot be parsed.
     """
     if config.steps is None:
         return None
@@ -97,22 +88,22 @@ def _ranks(given: Any) -> frozenset[int] | None:
 
 
 def check_profiled_steps(config: ProfileConfig, world_size: int) -> None:
-    """Raises UserError where it is not to be understood, or names a rank that there is not."""
+    """Raises UserError if the profile cannot be parsed, or names a rank that does not exist."""
     profiled = parse_profile(config)
     beyond = sorted(rank for rank in (profiled.ranks or ()) if rank >= world_size) if profiled is not None else []
     if beyond:
         raise UserError(
-            f"there is no rank {beyond[0]} of {world_size}",
+            f"telemetry.profile.ranks contains rank {beyond[0]}, but the world size is {world_size}",
             where="telemetry.profile.ranks",
             fix=f"ranks 0 to {world_size - 1}, or all",
         )
 
 
 def parse_hang_timeout(text: str) -> float | None:
-    """Seconds; 0 where nothing is taken for a hang; None where the bound is to be learned.
+    """The limit of a step in seconds; 0: no limit; None: learned from the steps.
 
     Raises:
-        UserError: it is none of the three.
+        UserError: ``text`` is neither auto nor a number of seconds.
     """
     if text == "auto":
         return None
@@ -125,17 +116,18 @@ def parse_hang_timeout(text: str) -> float | None:
     raise UserError(
         f"elastic.hang_timeout_s is {text!r}",
         where="elastic.hang_timeout_s",
-        fix="auto, the seconds that a step may take, or 0 to wait for ever",
+        fix="auto, a number of seconds, or 0 for no limit",
     )
 
 
-DEBUG_STEPS = 20  # from where the run stands: learning rate and data are those of the whole run
+DEBUG_STEPS = 20  # counted from the newest checkpoint; learning rate and data are those of the whole run
 
 
 def for_debugging(config: Config) -> Config:
-    """Every step logged; nothing compiled, read in other processes, saved on the way or sent to W&B.
+    """The config that ``train.debug=true`` uses instead of ``config``.
 
-    The layout replaces a data-parallel kind that cannot be debugged; see ``DataParallelKind.debugged_as``.
+    It logs every step, and disables compilation, loader processes, intermediate checkpoints and W&B. The layout
+    replaces a data-parallel kind that cannot be debugged; see ``DataParallelKind.debugged_as``.
     """
     if not config.train.debug:
         return config
@@ -156,7 +148,7 @@ def node_range(cluster: ClusterConfig) -> tuple[int, int]:
     """The fewest and the most nodes of ``cluster.nodes``: ``4`` or ``2-4``.
 
     Raises:
-        UserError: neither, or an empty range.
+        UserError: it is neither a number nor a range, or the range is empty.
     """
     found = NODES.fullmatch(str(cluster.nodes))
     if found is not None:
@@ -164,27 +156,39 @@ def node_range(cluster: ClusterConfig) -> tuple[int, int]:
         if 1 <= fewest <= most:
             return fewest, most
     raise UserError(
-        f"nodes is {cluster.nodes}", where="cluster.nodes", fix="1 or more, or a range for Slurm: cluster.nodes=2-4"
+        f"cluster.nodes is {cluster.nodes}",
+        where="cluster.nodes",
+        fix="cluster.nodes=N, or on Slurm a range: 2-4",
     )
 
 
 def asked_nodes(config: Config) -> tuple[int, int]:
-    """The fewest and the most nodes that a job asks for: those that work, and the spares."""
+    """The fewest and the most nodes that a job requests, spares included."""
     fewest, most = node_range(config.cluster)
     return fewest + config.elastic.spares, most + config.elastic.spares
 
 
 def fewest_nodes(config: Config) -> int:
-    """The fewest that the run must be able to work on: what it may start with, or is left with.
+    """The fewest nodes on which the run must fit, at its start or after it loses nodes.
 
     Raises:
-        UserError: more are to be left than it starts with.
+        UserError: ``elastic.min_nodes`` is larger than ``cluster.nodes``.
     """
     fewest, least = node_range(config.cluster)[0], config.elastic.min_nodes
     if least is not None and least > fewest:
         raise UserError(
-            f"min_nodes is {least}, and the run starts with {fewest}",
+            f"elastic.min_nodes is {least}, but the run may start with {fewest} nodes",
             where="elastic.min_nodes",
             fix=f"elastic.min_nodes={fewest} or fewer, or more cluster.nodes",
         )
     return fewest if least is None else least
+
+
+def check_divides(divisor: int, number: int, key: str, what: str) -> None:
+    """
+    Raises:
+        UserError: ``divisor``, the value of ``key``, does not divide ``number``, the value of ``what``.
+    """
+    if number % divisor:
+        below = max(n for n in range(1, divisor) if number % n == 0)
+        raise UserError(f"{key}={divisor} does not divide {what}={number}", where=key, fix=f"{key}={below}")

@@ -1,30 +1,16 @@
-"""From the data's config to a dataset.
-
-A user's own dataset: any object with a length and random access.
-"""
+"""Builds the dataset of a config, including a user's own object with a length and random access."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from hpc_train.config.schema import (
-    CIFAR100DataConfig,
-    CustomDataConfig,
-    DataConfig,
-    ImagesDataConfig,
-    ShardsDataConfig,
-    SyntheticDataConfig,
-    TextDataConfig,
-    TokensDataConfig,
-)
-from hpc_train.data.cifar100 import CIFAR100Dataset
+from hpc_train.config.extensions import source_of
+from hpc_train.config.schema import CustomDataConfig, DataConfig, TextDataConfig, TokensDataConfig
 from hpc_train.data.dataset import SPLITS, Array, Dataset, Indices, Sample
-from hpc_train.data.image_shards import ShardsDataset
-from hpc_train.data.images import ImagesDataset
-from hpc_train.data.synthetic import SyntheticDataset
 from hpc_train.data.text import TextDataset
 from hpc_train.data.tokens import PackedDataset, TokensDataset
 from hpc_train.errors import UserError
@@ -34,46 +20,43 @@ def build_dataset(config: DataConfig, split: str, seed: int) -> Dataset:
     """The ``train`` or ``validation`` split that ``config`` describes.
 
     Args:
-        seed: of augmentations and synthetic samples; the order of samples is not the dataset's matter.
+        seed: of augmentations and synthetic samples; the sampler decides the order of samples.
 
     Raises:
         UserError: the input is missing, empty, damaged or does not fit the config.
     """
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}, not one of {SPLITS}")
-    match config:
-        case TextDataConfig() | TokensDataConfig():
-            return _text(config, split)
-        case CIFAR100DataConfig() | ImagesDataConfig() | ShardsDataConfig():
-            return _pictures(config, split, seed)
-        case SyntheticDataConfig():
-            return SyntheticDataset(config, split, seed)
-        case CustomDataConfig():
-            return build_custom(config, split)
-    raise UserError(
-        f"unknown kind of data {type(config).__name__}", where="data.kind", fix="data=text, or another of conf/data/"
-    )
+    module, _, name = source_of(config).builder.partition(":")
+    try:
+        build = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"the builder of data kind {config.kind} cannot be imported: {type(error).__name__}: {error}",
+            where="data.kind",
+            fix="package.module:NAME that is importable where the workers run",
+        ) from error
+    return as_dataset(build(config, split, seed), config.kind)
 
 
-def _text(config: TextDataConfig | TokensDataConfig, split: str) -> Dataset:
-    documents = TextDataset(config, split) if isinstance(config, TextDataConfig) else TokensDataset(config, split)
+def build_text(config: TextDataConfig, split: str, seed: int) -> Dataset:
+    """The split of ``data=text``, packed if the config says so."""
+    return _packed(config, TextDataset(config, split))
+
+
+def build_tokens(config: TokensDataConfig, split: str, seed: int) -> Dataset:
+    """The split of ``data=tokens``, packed if the config says so."""
+    return _packed(config, TokensDataset(config, split))
+
+
+def _packed(config: TextDataConfig | TokensDataConfig, documents: TextDataset | TokensDataset) -> Dataset:
     return PackedDataset(documents, config.sequence_length) if config.packing else documents
-
-
-def _pictures(config: CIFAR100DataConfig | ImagesDataConfig | ShardsDataConfig, split: str, seed: int) -> Dataset:
-    if isinstance(config, CIFAR100DataConfig):
-        return CIFAR100Dataset(config, split, seed)
-    return (
-        ImagesDataset(config, split, seed)
-        if isinstance(config, ImagesDataConfig)
-        else ShardsDataset(config, split, seed)
-    )
 
 
 _FORMS = "(inputs, targets), (inputs, targets, context), {'inputs', 'targets', ...context} or a Sample"
 
 
-def build_custom(config: CustomDataConfig, split: str) -> Dataset:
+def build_custom(config: CustomDataConfig, split: str, seed: int) -> Dataset:
     """Calls ``_target_(split=split, **args)``.
 
     A ``Dataset`` is used as it is. Anything else needs ``__len__`` and ``__getitem__``; its items are arrays or tensors
@@ -96,13 +79,22 @@ def build_custom(config: CustomDataConfig, split: str) -> Dataset:
             where="data._target_, data.args",
             fix="package.module.ClassOrFunction that takes split= and the given args, importable where workers run",
         ) from error
+    return as_dataset(built, config._target_)
+
+
+def as_dataset(built: Any, name: str) -> Dataset:
+    """``built`` itself, or its items read as samples.
+
+    Raises:
+        UserError: it has no random access.
+    """
     if isinstance(built, Dataset):
         return built
     if not (hasattr(built, "__len__") and hasattr(built, "__getitem__")):
         raise UserError(
-            f"{config._target_} returned {type(built).__name__}, which has no random access",
+            f"{name} returned {type(built).__name__}, which has no random access",
             where="data._target_",
-            fix="an object with __len__ and __getitem__(index): the order of samples is computed, not iterated",
+            fix="an object with __len__ and __getitem__(index)",
         )
     return CustomDataset(built)
 

@@ -1,7 +1,7 @@
-"""CIFAR-100 from its official python-version directory, every file checked by md5.
+"""Reads CIFAR-100 from its official directory for Python and verifies the md5 of every file.
 
 Krizhevsky, "Learning Multiple Layers of Features from Tiny Images" (2009); https://www.cs.toronto.edu/~kriz/cifar.html.
-The files are pickles. They are read by an unpickler that knows numpy arrays and nothing else, after the check.
+The files are pickles. After the verification, an unpickler that only accepts numpy arrays reads them.
 """
 
 from __future__ import annotations

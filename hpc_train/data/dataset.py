@@ -1,11 +1,8 @@
-"""The contract of a dataset: random access to samples, and no state.
+"""The interface of a dataset, and the batches that pass from the data to the model.
 
-A sample is a function of (index, epoch); the epoch only moves augmentations. Datasets hold numpy arrays and paths, so
-that they survive a fork, and import no torch.
-
-A batch: what passes from the data to the model.
-
-What is trained on and what is validated on: decided by name, so that nothing is ever in both.
+A dataset has random access and no state: a sample is a function of its index and the epoch, which only changes
+augmentations. Datasets hold numpy arrays and paths, so that loader processes can be forked. The split of a sample is
+decided by its name, so that no sample is in both splits.
 """
 
 from __future__ import annotations

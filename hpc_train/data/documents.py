@@ -1,6 +1,7 @@
-"""Documents out of text and JSONL files, plain or gzipped, in pieces that fit into memory.
+"""Reads documents from text and JSONL files, plain or gzipped, and encodes them as token ids.
 
-From text to token ids: the bytes themselves, or a ``tokenizer.json`` of the ``tokenizers`` library.
+Documents are read in pieces that fit into memory. Token ids are bytes, or those of a ``tokenizer.json`` of the
+``tokenizers`` library.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def read_documents(file: InputFile, field: str, encoding: str) -> Iterator[Piece
             yield from pieces if file.is_jsonl else _text(stream, raw, file, encoding)
         except (EOFError, gzip.BadGzipFile) as error:
             raise UserError(
-                f"{file.path} is no whole gzip file: {error}", where="INPUT", fix="copy it again"
+                f"{file.path} is not a complete gzip file: {error}", where="INPUT", fix="copy it again"
             ) from error
 
 
@@ -113,7 +114,7 @@ def _json_lines(stream: IO[bytes], raw: IO[bytes], file: InputFile, field: str, 
             value = json.loads(_decode(line, file, encoding))
         except ValueError as error:
             raise UserError(
-                f"{file.path}:{number + 1} is no JSON: {error}", where="INPUT", fix="fix the line"
+                f"{file.path}:{number + 1} is not valid JSON: {error}", where="INPUT", fix="fix the line"
             ) from error
         text = value.get(field) if isinstance(value, dict) else None
         if not isinstance(text, str):
@@ -121,7 +122,7 @@ def _json_lines(stream: IO[bytes], raw: IO[bytes], file: InputFile, field: str, 
             raise UserError(
                 f"{file.path}:{number + 1} has no text in {field!r}; there is {keys}",
                 where="--jsonl-field",
-                fix="the field that holds the text",
+                fix="--jsonl-field=NAME of the field that contains the text",
             )
         yield Piece(number, text, True, raw.tell())
 
@@ -144,7 +145,9 @@ def _decode(content: bytes, file: InputFile, encoding: str) -> str:
         return content.decode(encoding)
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{file.path} is not {encoding}: {error.reason}", where="--encoding", fix="the encoding of the file"
+            f"{file.path} is not {encoding}: {error.reason}",
+            where="--encoding",
+            fix="--encoding=ENCODING of the file",
         ) from error
 
 
@@ -225,7 +228,7 @@ def _load(path: str) -> Any:
         return library.Tokenizer.from_file(path)
     except Exception as error:  # the library raises bare Exception
         raise UserError(
-            f"{path} is no tokenizer file: {error}",
+            f"{path} is not a tokenizer file: {error}",
             where="--tokenizer",
             fix="tokenizer.json of the tokenizers library",
         ) from error

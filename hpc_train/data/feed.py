@@ -1,4 +1,4 @@
-"""What a rank gets, step by step: its micro-batches, on its device, one step ahead of their use."""
+"""Feeds a rank with the micro-batches of each step, which are on its device one step before their use."""
 
 from __future__ import annotations
 

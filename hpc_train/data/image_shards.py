@@ -1,12 +1,8 @@
-"""Images in tar shards (the layout of webdataset), read at random by an index: no extraction, few files.
+"""Reads and writes images in indexed tar shards, which have the layout of webdataset.
 
-A directory holds ``train-000000.tar`` …, ``validation-000000.tar`` …, an index of each split and ``shards.json``, as
-``python -m hpc_train prepare --images`` writes them. A member ``0000042.jpg`` is an image, ``0000042.cls`` its label.
-
-Class folders of images into tar shards and their index. No torch.
-
-A shard is written aside and renamed; ``shards.json`` comes last and makes the directory whole. The same command again
-leaves a whole directory as it is.
+A directory contains ``train-000000.tar`` …, ``validation-000000.tar`` …, an index of each split and ``shards.json``.
+The member ``0000042.jpg`` of a shard is an image and ``0000042.cls`` its label. The writer renames each finished shard
+and writes ``shards.json`` last, which commits the directory; it does not change a directory that is complete.
 """
 
 from __future__ import annotations
@@ -58,7 +54,7 @@ class ShardsDataset(Pictures):
         self.classes: list[str] = meta["classes"]
         if len(self.classes) != config.n_classes:
             raise UserError(
-                f"{directory} has {len(self.classes)} classes, the config says {config.n_classes}",
+                f"{directory} has {len(self.classes)} classes, but data.n_classes is {config.n_classes}",
                 where="data.n_classes",
                 fix=f"data.n_classes={len(self.classes)}",
             )

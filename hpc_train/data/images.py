@@ -1,6 +1,6 @@
-"""Images: how they are decoded and augmented; files in one directory per class, for training and validation.
+"""Decodes and augments images, and reads them from one directory per class.
 
-Random crops and flips that are a function of (seed, epoch, sample index), in numpy.
+Random crops and flips are computed in numpy as a function of seed, epoch and sample index.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", 
 MEAN = np.array([0.485, 0.456, 0.406], dtype=np.float32).reshape(3, 1, 1)  # of ImageNet's pixels in [0, 1]
 STD = np.array([0.229, 0.224, 0.225], dtype=np.float32).reshape(3, 1, 1)
 _MODES = {1: "L", 3: "RGB"}
-_MEND = "PATH/train/CLASS/IMAGE and PATH/validation/CLASS/IMAGE with the same classes; data.path=PATH"
+_FIX = "PATH/train/CLASS/IMAGE and PATH/validation/CLASS/IMAGE with the same classes; data.path=PATH"
 
 
 class Pictures(Dataset):
@@ -93,7 +93,7 @@ class ImagesDataset(Pictures):
             labels += [label] * len(files)
         super().__init__(config, np.array(labels, dtype=np.int64), split, seed)
         if not labels:
-            raise UserError(f"there is no image under {root / split}", where="data.path", fix=_MEND)
+            raise UserError(f"there is no image under {root / split}", where="data.path", fix=_FIX)
 
     def source(self, index: int) -> str:
         return self._files[index]
@@ -115,21 +115,23 @@ def _pillow() -> Any:
 
 def class_names(directory: Path) -> list[str]:
     if not directory.is_dir():
-        raise UserError(f"there is no directory {directory}", where="data.path", fix=_MEND)
+        raise UserError(f"there is no directory {directory}", where="data.path", fix=_FIX)
     return sorted(path.name for path in directory.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
 def check_classes(root: Path, split: str, classes: list[str], n_classes: int) -> None:
     if len(classes) != n_classes:
         raise UserError(
-            f"{root / 'train'} has {len(classes)} class directories, the config says {n_classes}",
+            f"{root / 'train'} has {len(classes)} class directories, but data.n_classes is {n_classes}",
             where="data.n_classes",
-            fix=f"data.n_classes={len(classes)}" if classes else _MEND,
+            fix=f"data.n_classes={len(classes)}" if classes else _FIX,
         )
     strange = sorted(set(class_names(root / split)) - set(classes))
     if strange:
         raise UserError(
-            f"{root / split} has classes that train/ has not: {', '.join(strange[:5])}", where="data.path", fix=_MEND
+            f"{root / split} has classes that train/ lacks: {', '.join(strange[:5])}",
+            where="data.path",
+            fix=_FIX,
         )
 
 

@@ -1,11 +1,10 @@
-"""Samples of uneven length: divided so that all ranks get about equally many tokens, padded to the longest beside them.
+"""Batches samples of different lengths so that all ranks get about equally many tokens.
 
-The samples of a global batch are sorted by length. Each micro-batch takes the next longest of them, and always the rank
-with the fewest tokens so far gets the next one. So what is side by side is about equally long, little is padding, and
-at every micro-batch all ranks compute with the same shape. In a pipeline all micro-batches of a run have one shape;
-there they get about equally many tokens each.
+The samples of a global batch are sorted by length. Each micro-batch takes the next longest samples, and the rank with
+the fewest tokens so far gets the next one. Samples in a micro-batch are therefore about equally long, there is little
+padding, and all ranks compute with the same shape in every micro-batch. In a pipeline all micro-batches have one shape.
 
-A global batch holds the same samples under every layout, and what a rank gets of it is a function of (seed, step).
+A global batch contains the same samples under every layout. The share of a rank is a function of seed and step.
 """
 
 from __future__ import annotations

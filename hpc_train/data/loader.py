@@ -1,8 +1,8 @@
-"""From sample indices to stacked micro-batches, in this process or in loader processes, always in the order asked for.
+"""Reads samples and stacks them into micro-batches, in this process or in loader processes, in the requested order.
 
-Loader processes are forked by ``torch.utils.data.DataLoader``. They die with the process that reads from them, compute
-on one thread, and leave stop requests to it: a signal to the whole process group must not take the data away from a
-worker that is still saving a checkpoint.
+``torch.utils.data.DataLoader`` forks the loader processes. They exit with the process that reads from them, use one
+thread, and ignore stop requests: a signal to the process group must not end the data of a worker that is still saving a
+checkpoint.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Builds a directory of token files out of documents; can be killed at any moment and goes on where it was.
+"""Builds a directory of token files from documents; an interrupted build continues where it stopped.
 
-Every input becomes a shard, written aside and committed by one rename. When all are there they are joined, in the order
-of the inputs, and ``meta.json`` commits the whole. What a rename has not committed does not count.
+Every input becomes a shard, which one rename commits. Then the shards are joined in the order of the inputs, and
+``meta.json`` commits the directory. Files that were not committed are ignored.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ def prepare(
     """
     if not 0 < settings.validation_share < 1:
         raise UserError(
-            f"a share of {settings.validation_share} for validation",
+            f"--validation-share is {settings.validation_share}, but must be between 0 and 1",
             where="--validation-share",
-            fix="a number between 0 and 1",
+            fix="--validation-share=0.01",
         )
     encoder = open_encoder(settings.tokenizer, settings.eos)
     keys = [_key(source, settings) for source in inputs]
@@ -188,7 +188,9 @@ def _write_shards(
             on_progress(PrepareProgress(sum(s.bytes_done() for s in shards), sum(s.committed for s in shards)))
     except BrokenProcessPool as error:
         raise UserError(
-            "a process that encodes was killed (out of memory?)", where="--workers", fix="fewer; run it again to go on"
+            "an encoding process was killed (out of memory?)",
+            where="--workers",
+            fix="a smaller --workers",
         ) from error
     finally:
         for process in set(active_children()) - others:  # after an error or Ctrl-C they would work on

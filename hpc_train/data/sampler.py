@@ -1,18 +1,13 @@
-"""Which sample stands where: from a step to the sample indices of every rank, with no state but the step.
+"""Computes the sample indices of every rank from the step number, without other state.
 
-The order of an epoch is one global sequence. A step takes the next ``global_size`` positions of it, however many ranks
-there are; the ranks only divide what the step has. A run that goes on with another number of ranks goes on in the same
-sequence.
+The order of an epoch is one global sequence. A step takes the next ``global_size`` positions, and the ranks share
+them. A run that resumes with another number of ranks continues the same sequence.
 
-A random permutation that is computed, not stored: the element at a position, in O(1) memory.
+The random permutation of an epoch is computed in O(1) memory: a Feistel network is a bijection of b-bit numbers for any
+round function, and applying it until the value falls below n ("cycle walking") gives a bijection of [0, n). See Black
+and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002).
 
-A Feistel network is a bijection of the numbers of b bits whatever its round function is. Applied again and again until
-the value falls below n ("cycle walking"), it is a bijection of [0, n). See Black and Rogaway, "Ciphers with Arbitrary
-Finite Domains" (2002). A billion samples cost no more than ten.
-
-Windows of the data that a run passes over, because it diverged on them.
-
-With them the batch of a step is still a function of (seed, step): they are in the checkpoint, so every resume takes the
+The windows of data that a run skips after a divergence are stored in its checkpoints, so that every resume uses the
 same order.
 """
 

@@ -1,4 +1,4 @@
-"""Samples computed from their index: for tests, benchmarks and first steps without a file."""
+"""Computes samples from their index, for tests, benchmarks and first steps without data files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CLASSES, _TRAIN, _VALIDATION = 0, 1, 2  # streams of randomness that do not mee
 
 
 class SyntheticDataset(Dataset):
-    """Something that can be learnt, from nothing.
+    """Samples that can be learned and need no files.
 
     Tokens: counting upward modulo the vocabulary, from a start and by a step (1 to 8) that the index draws.
     Images: a fixed pattern per class in noise; class = index modulo the number of classes.

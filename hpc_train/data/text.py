@@ -1,7 +1,7 @@
-"""The bytes of text files, one after the other, cut into windows.
+"""Reads the bytes of text files as one sequence that is cut into windows.
 
-Built from an index of names and sizes only; files are memory-mapped when a window of theirs is first read. Files go to
-training or validation as wholes, by a hash of their name, so that no text is in both.
+Only names and sizes are read at the start; a file is memory-mapped when one of its windows is first read. A hash of its
+name assigns a file to training or validation, so that no text is in both.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _search(path: str | None, pattern: str) -> tuple[Path, list[Path]]:
     anchor = Path(*_fixed_parts(root))
     if anchor == root or not anchor.is_dir():
         raise UserError(
-            f"there is no {root}", where="data.path", fix="an existing file or directory, or a glob in quotes"
+            f"{root} does not exist", where="data.path", fix="an existing file or directory, or a glob in quotes"
         )
     return anchor, _matches(anchor, str(root.relative_to(anchor)))
 
@@ -132,7 +132,7 @@ def split_files(files: list[TextFile], share: float) -> dict[str, list[TextFile]
     """
     if not 0 < share < 1:
         raise UserError(
-            f"a share of {share} for validation", where="data.validation_share", fix="a number between 0 and 1"
+            f"data.validation_share is {share}", where="data.validation_share", fix="a number between 0 and 1"
         )
     if len(files) == 1:
         return _split_one(files[0], share)
@@ -169,7 +169,9 @@ class TextDataset(Dataset):
     def __init__(self, config: TextDataConfig, split: str) -> None:
         if config.vocab_size < 256:
             raise UserError(
-                f"bytes do not fit a vocabulary of {config.vocab_size}", where="data.vocab_size", fix="256 or more"
+                f"data.vocab_size is {config.vocab_size}, not 256",
+                where="data.vocab_size",
+                fix="data.vocab_size=256",
             )
         check_sequence_length(config.sequence_length)
         self._length = config.sequence_length

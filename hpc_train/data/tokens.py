@@ -1,11 +1,9 @@
-"""Token ids in memory-mapped ``.bin`` files, as ``python -m hpc_train prepare`` writes them.
+"""Reads the memory-mapped token files that ``python -m hpc_train prepare`` writes, and packs documents into sequences.
 
-Documents packed into sequences, each whole in one of them as far as it fits: best-fit decreasing.
-
-A document longer than a sequence is cut into pieces of one sequence and a rest. Pieces go, longest first, where they
-leave the least room (Ding et al. 2024, arXiv:2404.10830). All sequences are then nearly full, so micro-batches of equal
-shape hold nearly as many tokens each. The model sees positions that begin anew with every piece and attends inside of a
-piece only; the last token of a piece has no target, so no loss goes across a boundary.
+Packing is best-fit decreasing (Ding et al. 2024, arXiv:2404.10830): a document longer than a sequence is cut into
+pieces of one sequence and a rest, and each piece, longest first, goes to the sequence where it leaves the least room.
+Positions restart with every piece, attention stays inside a piece, and the last token of a piece has no target, so that
+no loss crosses a boundary.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from hpc_train.errors import UserError
 META = "meta.json"
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 LENGTHS = np.dtype("<u4")  # of documents
-_MEND = "build the directory with: python -m hpc_train prepare INPUT... --out DIR"
+_FIX = "build the directory with: python -m hpc_train prepare INPUT... --out DIR"
 
 
 @dataclass(frozen=True)
@@ -66,14 +64,14 @@ def read_meta(directory: Path) -> TokensMeta:
         meta = TokensMeta(**json.loads(path.read_text(encoding="utf-8")))
         valid = meta.dtype in DTYPES and meta.vocab_size > 0 and all(int(count) >= 0 for count in meta.counts.values())
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}", where="data.path", fix=_MEND) from error
+        raise UserError(f"{path} cannot be read: {error.strerror}", where="data.path", fix=_FIX) from error
     except (TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{path} is not a description of tokens: {error}", where="data.path", fix=_MEND) from error
+        raise UserError(f"{path} is not a description of tokens: {error}", where="data.path", fix=_FIX) from error
     if not valid:
         raise UserError(
             f"{path} says dtype {meta.dtype!r}, vocab_size {meta.vocab_size}, counts {meta.counts}",
             where="data.path",
-            fix=f"dtype {' or '.join(DTYPES)} and positive numbers; {_MEND}",
+            fix=f"dtype {' or '.join(DTYPES)} and positive numbers; {_FIX}",
         )
     return meta
 
@@ -94,15 +92,15 @@ class TokensDataset(Dataset):
         directory = Path(config.path)
         self._documents = documents_file(directory, split)
         if not directory.is_dir():
-            raise UserError(f"there is no directory {directory}", where="data.path", fix=_MEND)
+            raise UserError(f"there is no directory {directory}", where="data.path", fix=_FIX)
         meta = read_meta(directory)
         self.path = directory / f"{split}.bin"
         self._length, self._vocab_size = config.sequence_length, config.vocab_size
         if meta.vocab_size > config.vocab_size:
             raise UserError(
-                f"{directory} holds token ids up to {meta.vocab_size - 1}, the vocabulary has {config.vocab_size}",
+                f"{directory} has token ids up to {meta.vocab_size - 1}, but data.vocab_size is {config.vocab_size}",
                 where="data.vocab_size",
-                fix=f"data.vocab_size={meta.vocab_size}, and the same of the model",
+                fix=f"data.vocab_size={meta.vocab_size}, and at least as many in model.vocab_size",
             )
         self._tokens = _map_tokens(self.path, DTYPES[meta.dtype], meta.counts.get(split))
         if len(self._tokens) <= self._length:
@@ -132,7 +130,7 @@ class TokensDataset(Dataset):
                 f"{self.path} holds token id {int(window.max())} behind token {start}, "
                 f"the vocabulary has {self._vocab_size}",
                 where="data.vocab_size",
-                fix=f"the vocabulary of the tokenizer that made the file, or {_MEND}",
+                fix=f"the vocabulary of the tokenizer that made the file, or {_FIX}",
             )
         return window
 
@@ -149,7 +147,7 @@ def _read_lengths(path: Path, tokens: int) -> NDArray[Any]:
         raise UserError(f"{path} cannot be read: {error.strerror}", where="data.packing", fix=fix) from error
     if int(lengths.sum(dtype=np.int64)) != tokens:
         raise UserError(
-            f"{path} tells of documents of {lengths.sum(dtype=np.int64)} tokens, and there are {tokens}",
+            f"the documents in {path} add up to {lengths.sum(dtype=np.int64)} tokens, but there are {tokens}",
             where="data.packing",
             fix=fix,
         )
@@ -160,15 +158,15 @@ def _map_tokens(path: Path, dtype: np.dtype[Any], expected: int | None) -> np.me
     try:
         size = path.stat().st_size
         if not size:
-            raise UserError(f"{path} is empty", where="data.path", fix=_MEND)
+            raise UserError(f"{path} is empty", where="data.path", fix=_FIX)
         tokens = np.memmap(path, dtype=dtype, mode="r", shape=(size // dtype.itemsize,))
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}", where="data.path", fix=_MEND) from error
+        raise UserError(f"{path} cannot be read: {error.strerror}", where="data.path", fix=_FIX) from error
     if size % dtype.itemsize or expected != len(tokens):
         raise UserError(
-            f"{path} has {size} bytes, {META} says {expected} tokens of {dtype.itemsize} bytes",
+            f"{path} has {size} bytes, but {META} states {expected} tokens of {dtype.itemsize} bytes",
             where="data.path",
-            fix=f"copy it again whole, or {_MEND}",
+            fix=f"copy it again whole, or {_FIX}",
         )
     return tokens
 

@@ -1,12 +1,8 @@
-"""Multi-head attention with grouped queries (Ainslie et al. 2023, arXiv:2305.13245), causal or not.
+"""Multi-head attention with grouped queries (Ainslie et al. 2023, arXiv:2305.13245) and rotary position embedding.
 
-The number of heads is read from the projected tensors: under tensor parallelism a rank's projections give its own heads
-and the same code runs.
-
-Rotary position embedding (Su et al. 2021, arXiv:2104.09864) in the convention of Hugging Face's Llama.
-
-The two coordinates that turn together are ``i`` and ``i + head_dim / 2`` (``rotate_half``), not neighbours as in Meta's
-own code: so published weights in HF's layout load without a permutation.
+The number of heads is read from the projected tensors: under tensor parallelism, the projections of a rank return its
+own heads, and the same code runs. Rotary position embedding (Su et al. 2021, arXiv:2104.09864) follows the convention
+of Llama on Hugging Face: coordinate ``i`` of a head is paired with coordinate ``i + head_dim / 2``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From the model's config to a model: in parts on ``meta``, or a wrapped module with real values."""
+"""Builds the model of a config: a ``Model`` on the ``meta`` device, or a wrapped module with values."""
 
 from __future__ import annotations
 
@@ -9,32 +9,60 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpc_train.config.schema import CustomModelConfig, GPTConfig, ModelConfig, ViTConfig
+from hpc_train.config.extensions import family_of
+from hpc_train.config.schema import CustomModelConfig, ModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.batch_norm import convert
-from hpc_train.models.gpt import GPT
 from hpc_train.models.model import Model
-from hpc_train.models.vit import ViT
 from hpc_train.models.wrapped import WrappedModel
 
 
 def build_model(config: ModelConfig, seed: int) -> Model | WrappedModel:
     """The model that ``config`` describes.
 
-    A ``Model`` comes on the ``meta`` device, to be cut, sharded and only then given memory and values. Any other module
-    comes wrapped, on the CPU, with the values that its constructor drew under ``seed``: the same on every rank. The
-    process's own random state is left as it was.
+    A ``Model`` is built on the ``meta`` device; it is split and sharded before it gets memory and values. Any other
+    module is built on the CPU and wrapped; its constructor draws its values under ``seed``, the same on every rank. The
+    random state of the process does not change.
 
     Raises:
         UserError: the sizes do not fit together, or ``_target_`` cannot be imported or called.
     """
-    if isinstance(config, GPTConfig | ViTConfig):
-        with torch.device("meta"):
-            return GPT(config) if isinstance(config, GPTConfig) else ViT(config)
-    return _build_custom(config, seed)
+    build = imported(family_of(config).builder)
+    if isinstance(config, CustomModelConfig):
+        built: Model | WrappedModel = build(config, seed)
+        return built
+    with torch.device("meta"):
+        model = build(config)
+    if not isinstance(model, Model):
+        raise UserError(
+            f"the builder of model kind {config.kind} returned {type(model).__name__}, not a Model",
+            where=family_of(config).builder,
+            fix="a class derived from hpc_train.models.model.Model, or a function that returns one",
+        )
+    model.family, model.config = config.kind, config
+    return model
 
 
-def _build_custom(config: CustomModelConfig, seed: int) -> Model | WrappedModel:
+def imported(path: str) -> Callable[..., Any]:
+    """The object at ``module:attribute``.
+
+    Raises:
+        UserError: it cannot be imported.
+    """
+    module, _, name = path.partition(":")
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except Exception as error:
+        raise UserError(
+            f"{path} cannot be imported: {type(error).__name__}: {error}",
+            where=path,
+            fix="package.module:NAME that is importable where the workers run",
+        ) from error
+    return found
+
+
+def build_custom(config: CustomModelConfig, seed: int) -> Model | WrappedModel:
+    """Calls ``_target_``; see ``build_model``."""
     target = _locate(config._target_)
     if isinstance(target, type) and issubclass(target, Model):
         return _on_meta(target, config)
@@ -66,12 +94,12 @@ def _call(target: Callable[..., Any], config: CustomModelConfig) -> Any:
         raise UserError(
             f"{config._target_} could not be built: {type(error).__name__}: {error}",
             where="model.args",
-            fix=f"arguments that it takes; these were given: {dict(config.args)}",
+            fix=f"change model.args, which are {dict(config.args)}",
         ) from error
 
 
 def _locate(path: str) -> Callable[..., Any]:
-    """The class or function at a dotted path; an attribute of a class (``package.Class.create``) is found too."""
+    """The class or function at a dotted path, which may be an attribute of a class (``package.Class.create``)."""
     parts = path.split(".")
     for cut in range(len(parts) - 1, 0, -1):
         module_name = ".".join(parts[:cut])

@@ -14,9 +14,17 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 from hpc_train.config.schema import GPTConfig
-from hpc_train.errors import UserError
+from hpc_train.models import gpt_family
 from hpc_train.models.attention import Attention, RotaryCache, RotaryScaling, rotary_tables
 from hpc_train.models.layer import CrossEntropyHead, PreNormLayer
 from hpc_train.models.model import FlopTerms, Model
@@ -70,10 +78,11 @@ class GPT(Model):
 
     stem: GPTStem | None
     head: GPTHead | None
+    family = "gpt"
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        _check(config)
+        gpt_family.check(config, None)
         self.config = config
         self.stem = GPTStem(config)
         self.layers = nn.ModuleDict({str(index): gpt_layer(config) for index in range(config.n_layers)})
@@ -105,7 +114,7 @@ class GPT(Model):
         return (*inputs.shape, self.config.dim)
 
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
-        """Ones for norms; N(0, 0.02) else, and N(0, 0.02 / sqrt(2 layers)) for what is added to the residual stream.
+        """Norms get ones, projections into the residual stream N(0, 0.02 / sqrt(2 layers)), all others N(0, 0.02).
 
         Source: GPT-2 (Radford et al. 2019, section 2.3).
         """
@@ -118,29 +127,20 @@ class GPT(Model):
             value.normal_(0.0, deviation, generator=generator)
 
     def init_buffers(self, device: torch.device) -> None:
-        """There are none: the rotary tables are computed when they are first needed."""
+        """Does nothing: the rotary tables are computed when they are first needed."""
 
     def flops_per_sample(self, inputs: Tensor) -> float:
-        """``s (6 N + 12 L d s)`` for a sequence of ``s`` tokens, ``L`` layers and width ``d``.
-
-        ``N`` counts the parameters that are multiplied with (all but the embedding table; a tied table counts once, as
-        the output projection). The attention term is not halved for the causal mask. Source: PaLM (Chowdhery et al.
-        2022, arXiv:2204.02311, appendix B).
-        """
-        config, length = self.config, inputs.shape[-1]
-        key_value = config.dim // config.n_heads * config.n_kv_heads
-        per_layer = 2 * config.dim * (config.dim + key_value) + 3 * config.dim * config.ffn_dim + 2 * config.dim
-        parameters = config.n_layers * per_layer + config.dim + config.vocab_size * config.dim
-        return float(length * (6 * parameters + 12 * config.n_layers * config.dim * length))
+        """See ``gpt_family.flops_per_sample``."""
+        return gpt_family.flops_per_sample(self.config, tuple(inputs.shape[1:]))
 
     def flop_terms(self, inputs: Tensor) -> FlopTerms:
-        """A tied table is counted already, as the output projection."""
+        """A tied table is already counted as the output projection."""
         config, length = self.config, inputs.shape[-1]
         table = 0.0 if config.tied_embeddings else 6.0 * length * config.vocab_size * config.dim
         return FlopTerms(12.0 * config.n_layers * config.dim * length**2, causal=True, embedding=table)
 
     def block_flops(self, inputs: Tensor) -> tuple[float, ...]:
-        """The terms of ``flops_per_sample``: nothing in the stem, which looks up; the output projection in the head."""
+        """Splits ``flops_per_sample``: the stem only looks up and counts 0, the head counts the output projection."""
         config, length = self.config, inputs.shape[-1]
         head = 6.0 * length * (config.dim + config.vocab_size * config.dim)
         layer = (self.flops_per_sample(inputs) - head) / config.n_layers
@@ -154,16 +154,31 @@ def _document_mask(document_ids: Tensor) -> Tensor:
     return ((document_ids.unsqueeze(2) == document_ids.unsqueeze(1)) & causal).unsqueeze(1)
 
 
-def _check(config: GPTConfig) -> None:
-    if config.dim % config.n_heads or config.dim // config.n_heads % 2:
-        raise UserError(
-            f"width {config.dim} does not divide into {config.n_heads} heads of an even width",
-            where="model.dim, model.n_heads",
-            fix=f"model.dim a multiple of {2 * config.n_heads}",
-        )
-    if config.n_heads % config.n_kv_heads:
-        raise UserError(
-            f"{config.n_heads} query heads do not divide into {config.n_kv_heads} groups",
-            where="model.n_kv_heads",
-            fix=f"a divisor of {config.n_heads}",
-        )
+def tensor_parallel_plan(model: GPT) -> dict[str, ParallelStyle]:
+    """Megatron's split with sequence parallelism: hidden states between the branches are shards of the sequence."""
+    shard = Shard(1)
+    plan: dict[str, ParallelStyle] = {}
+    if model.stem is not None:
+        plan["stem.embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=shard)
+    for key in model.layers:
+        plan |= {f"layers.{key}.{name}": style for name, style in _layer_plan(shard).items()}
+    if model.head is not None:
+        plan["head.norm"] = SequenceParallel()
+        plan["head.output"] = ColwiseParallel(input_layouts=shard, output_layouts=Replicate())
+    return plan
+
+
+def _layer_plan(shard: Shard) -> dict[str, ParallelStyle]:
+    return {
+        "attention_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(input_layouts=(shard, None), desired_input_layouts=(Replicate(), None)),
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=shard),
+        "ffn_norm": SequenceParallel(),
+        "ffn": PrepareModuleInput(input_layouts=(shard,), desired_input_layouts=(Replicate(),)),
+        "ffn.w1": ColwiseParallel(),
+        "ffn.w2": RowwiseParallel(output_layouts=shard),
+        "ffn.w3": ColwiseParallel(),
+    }

@@ -1,7 +1,6 @@
-"""Our GPT and Hugging Face's Llama are one model under two sets of names: the mapping of parameters and of configs.
+"""Maps the names of GPT parameters and config keys to those of Hugging Face's Llama and back. Imports no torch.
 
-The tensors are the same, shape for shape and value for value (``rotary.py`` turns coordinates as Llama does), so both
-directions only rename. No torch.
+The tensors are equal in shape and value (``attention.rotate`` uses Llama's convention), so both directions only rename.
 """
 
 from __future__ import annotations

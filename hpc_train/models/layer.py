@@ -1,6 +1,6 @@
-"""What the transformers share: a layer of two branches, and a head with a cross entropy.
+"""The layer and the head that the transformers share.
 
-Losses as sums, with the number of targets that count: the mean is taken once, over the global batch.
+Losses are sums, returned with the number of targets, so that the mean is taken once over the global batch.
 """
 
 from __future__ import annotations

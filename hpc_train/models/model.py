@@ -1,10 +1,11 @@
-"""The contract of a model that can be cut into pipeline stages, sharded and initialised piece by piece."""
+"""The interface of a model that can be split into pipeline stages, sharded and initialized piece by piece."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,8 @@ class Model(nn.Module):
     layers: nn.ModuleDict
     head: Head | None
     tied: Mapping[str, str] = {}  # alias -> canonical name, both global; instances may override
+    config: Any = None  # the config of a model that a family builds
+    family: str | None = None  # the ``model.kind`` that describes it; None: a custom model without a description
     sequence_shards: int = 1  # set by tensor parallelism: hidden states hold 1/sequence_shards of the sequence
 
     @property

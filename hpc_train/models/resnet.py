@@ -1,6 +1,7 @@
-"""ResNet-18 for small images: the example of a model without the three parts.
+"""ResNet-18 for small images, an example of ``model=custom``.
 
-He et al. 2015 (arXiv:1512.03385) with the usual change for 32 x 32 pixels: a 3 x 3 stem without pooling.
+The network is that of He et al. 2015 (arXiv:1512.03385) with the usual change for 32 x 32 pixels: a 3 x 3 stem without
+pooling.
 
     python -m hpc_train +strategy=dp model=custom model._target_=hpc_train.models.resnet.resnet18
 """

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 
 from hpc_train.config.schema import ViTConfig
-from hpc_train.errors import UserError
+from hpc_train.models import vit_family
 from hpc_train.models.attention import Attention
 from hpc_train.models.layer import CrossEntropyHead, PreNormLayer
 from hpc_train.models.model import FlopTerms, Model
@@ -68,10 +72,11 @@ class ViT(Model):
 
     stem: ViTStem | None
     head: ViTHead | None
+    family = "vit"
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        _check(config)
+        vit_family.check(config, None)
         self.config = config
         self.stem = ViTStem(config)
         self.layers = nn.ModuleDict({str(index): vit_layer(config) for index in range(config.n_layers)})
@@ -79,14 +84,14 @@ class ViT(Model):
 
     @property
     def tokens(self) -> int:
-        """Patches and the class token."""
-        return 1 + (self.config.image_size // self.config.patch_size) ** 2
+        """The number of patches, plus the class token."""
+        return vit_family.tokens(self.config)
 
     def hidden_shape(self, inputs: Tensor) -> tuple[int, ...]:
         return (inputs.shape[0], self.tokens, self.config.dim)
 
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
-        """Ones and zeros for norms, zeros for biases and the class token; else a normal of 0.02 cut at 2 (absolute).
+        """Norms get ones and zeros, biases and the class token zeros, all others N(0, 0.02) truncated at -2 and 2.
 
         Source: the published code's successors (timm's ``trunc_normal_(std=0.02)``).
         """
@@ -99,28 +104,18 @@ class ViT(Model):
                 nn.init.trunc_normal_(value, std=0.02, generator=generator)
 
     def init_buffers(self, device: torch.device) -> None:
-        """There are none."""
+        """Does nothing: a ViT has no such buffers."""
 
     def flops_per_sample(self, inputs: Tensor) -> float:
-        """``t (6 N + 12 L d t) + 6 (t - 1) P + 6 C`` for an image of ``t`` tokens, ``L`` layers and width ``d``.
-
-        ``N`` are the parameters of the layers, ``P`` those of the patch projection and ``C`` those of the classifier,
-        which sees one token. Six operations per parameter and token, and the attention term, as in PaLM (Chowdhery et
-        al. 2022, arXiv:2204.02311, appendix B).
-        """
-        config, tokens, dim = self.config, self.tokens, self.config.dim
-        layers = config.n_layers * (4 * dim * (dim + 1) + 2 * dim * config.mlp_dim + config.mlp_dim + 5 * dim)
-        patch = dim * (config.channels * config.patch_size**2 + 1)
-        classifier = config.n_classes * (dim + 1)
-        attention = 12 * config.n_layers * dim * tokens
-        return float(tokens * (6 * layers + attention) + 6 * (tokens - 1) * patch + 6 * classifier)
+        """See ``vit_family.flops_per_sample``."""
+        return vit_family.flops_per_sample(self.config, tuple(inputs.shape[1:]))
 
     def flop_terms(self, inputs: Tensor) -> FlopTerms:
-        """There is no table: the patches are projected."""
+        """A ViT has no embedding table: it projects patches."""
         return FlopTerms(12.0 * self.config.n_layers * self.config.dim * self.tokens**2, causal=False, embedding=0.0)
 
     def block_flops(self, inputs: Tensor) -> tuple[float, ...]:
-        """The terms of ``flops_per_sample``: patches in the stem, the classifier in the head."""
+        """Splits ``flops_per_sample``: the stem counts the patches, the head counts the classifier."""
         config, dim = self.config, self.config.dim
         stem = 6.0 * (self.tokens - 1) * dim * (config.channels * config.patch_size**2 + 1)
         head = 6.0 * config.n_classes * (dim + 1)
@@ -128,16 +123,46 @@ class ViT(Model):
         return (stem, *[layer] * config.n_layers, head)
 
 
-def _check(config: ViTConfig) -> None:
-    if config.image_size % config.patch_size:
-        raise UserError(
-            f"images of {config.image_size} pixels do not divide into patches of {config.patch_size}",
-            where="model.patch_size",
-            fix=f"a divisor of {config.image_size}, or another model.image_size",
-        )
-    if config.dim % config.n_heads:
-        raise UserError(
-            f"width {config.dim} does not divide into {config.n_heads} heads",
-            where="model.n_heads",
-            fix=f"a divisor of {config.dim}",
-        )
+class ReplicatedStyle(ParallelStyle):
+    """Keeps parameters, inputs and outputs whole on every rank."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, None, _enter, _leave)  # type: ignore[arg-type]
+
+
+def _enter(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+    return tuple(
+        DTensor.from_local(value, mesh, (Replicate(),), run_check=False)
+        if isinstance(value, Tensor) and not isinstance(value, DTensor)
+        else value
+        for value in inputs
+    )
+
+
+def _leave(_: nn.Module, output: DTensor, __: DeviceMesh) -> Tensor:
+    return output.to_local()
+
+
+def tensor_parallel_plan(model: ViT) -> dict[str, ParallelStyle]:
+    """Megatron's split with whole hidden states on every rank: a ViT has an odd number of tokens."""
+    whole = Replicate()
+    plan: dict[str, ParallelStyle] = {}
+    if model.stem is not None:
+        plan["stem"] = ReplicatedStyle()
+    layer: dict[str, ParallelStyle] = {
+        "attention_norm": ReplicatedStyle(),
+        "attention": PrepareModuleInput(input_layouts=(whole, None), desired_input_layouts=(whole, None)),
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(),
+        "ffn_norm": ReplicatedStyle(),
+        "ffn": PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,)),
+        "ffn.w1": ColwiseParallel(),
+        "ffn.w2": RowwiseParallel(),
+    }
+    for key in model.layers:
+        plan |= {f"layers.{key}.{name}": style for name, style in layer.items()}
+    if model.head is not None:
+        plan["head"] = ReplicatedStyle()
+    return plan

@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from hpc_train.config.schema import Config, GPTConfig, ModelConfig, OptimConfig, StrategyConfig, ViTConfig
+from hpc_train.config.extensions import Activations, family_of
+from hpc_train.config.schema import Config, ModelConfig, OptimConfig, StrategyConfig
 from hpc_train.plan.compression import CARRYING
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.recomputation import parse_recomputation
@@ -46,11 +47,8 @@ class Memory:
 
 
 def estimate(config: Config, layout: Layout) -> Memory | None:
-    """Of the rank that needs most.
-
-    None for a custom model.
-    """
-    if not isinstance(config.model, GPTConfig | ViTConfig):
+    """The memory of the rank that needs most; None if the model's family cannot compute it."""
+    if family_of(config.model).parameters is None:
         return None
     return max((_of_rank(config, layout, rank) for rank in range(layout.pp)), key=lambda memory: memory.total)
 
@@ -118,39 +116,26 @@ def _gathered(config: Config, layout: Layout, pp_rank: int, parameters: float) -
 
 
 def _activations(config: Config, layout: Layout, pp_rank: int, narrow: int) -> float:
-    tokens = layout.micro_size * _tokens(config)
-    every, kept = _layer_bytes(config, narrow)
+    count = family_of(config.model).activations
+    assert count is not None
+    kept = count(config.model, config.data)
+    every, checkpointed = _layer_bytes(config, kept, narrow)
     of_stages = _layers_of_rank(config, layout, pp_rank)
     layers = sum(of_stages.values())
     recomputed = _recomputed_layers(config, layers)
-    of_layer = ((layers - recomputed) * every + recomputed * kept) / max(1, layers)
-    in_flight = sum(count * layout.in_flight(stage) for stage, count in of_stages.items())  # layers x micro-batches
-    of_layers = in_flight * of_layer + (every if recomputed else 0)  # a layer that computes again is whole then
-    logits = _logit_bytes(config, narrow) if _has_head(layout, pp_rank) else 0.0
-    return tokens * (of_layers / layout.tp + logits)
+    of_layer = ((layers - recomputed) * every + recomputed * checkpointed) / max(1, layers)
+    in_flight = sum(held * layout.in_flight(stage) for stage, held in of_stages.items())  # layers x micro-batches
+    # only one of the layers that are recomputed is complete at a time
+    of_layers = in_flight * of_layer + (every if recomputed else 0)
+    logits = _logit_bytes(config, kept, narrow) if _has_head(layout, pp_rank) else 0.0
+    return layout.micro_size * kept.tokens * (of_layers / layout.tp + logits)
 
 
-def _tokens(config: Config) -> int:
-    """Of one sample; 1024 where custom data does not say."""
-    model = config.model
-    if isinstance(model, ViTConfig):
-        return 1 + (model.image_size // model.patch_size) ** 2
-    return int(getattr(config.data, "sequence_length", None) or 1024)
-
-
-def _layer_bytes(config: Config, narrow: int) -> tuple[float, float]:
-    """Kept for the backward per token and layer: all of it, and with activation checkpointing."""
-    model, dim = config.model, config.model.dim
-    if isinstance(model, GPTConfig):
-        key_value = dim // model.n_heads * model.n_kv_heads
-        # normed twice, queries and keys before and after rotation, values, attention; a gated feed-forward
-        every = 2 * dim * NORMED + (5 * dim + 3 * key_value + 4 * model.ffn_dim) * narrow
-        products = (4 * dim + 2 * key_value + 2 * model.ffn_dim) * narrow
-    else:
-        every = 2 * dim * NORMED + (6 * dim + 2 * model.mlp_dim) * narrow
-        products = (6 * dim + model.mlp_dim) * narrow
+def _layer_bytes(config: Config, kept: Activations, narrow: int) -> tuple[float, float]:
+    """Bytes kept for the backward pass per token and layer: without and with activation checkpointing."""
+    every = kept.norm_inputs * NORMED + kept.layer * narrow
     keeps = parse_recomputation(config.train.activation_checkpointing).keep_products
-    return every, dim * NORMED + (products if keeps else 0)
+    return every, kept.layer_input * NORMED + (kept.products * narrow if keeps else 0)
 
 
 def _recomputed_layers(config: Config, layers: int) -> int:
@@ -158,19 +143,16 @@ def _recomputed_layers(config: Config, layers: int) -> int:
     return ceil(layers / every) if every else 0
 
 
-def _logit_bytes(config: Config, narrow: int) -> float:
+def _logit_bytes(config: Config, kept: Activations, narrow: int) -> float:
     """Per token: logits and their gradient, widened to fp32 for the softmax, which keeps its result."""
-    if not isinstance(config.model, GPTConfig):
-        return 0.0
     widened = 3 * max(4, narrow) + (2 * narrow if narrow < 4 else 0)
-    return config.model.vocab_size * widened / config.train.loss_chunks
+    return kept.logits * widened / config.train.loss_chunks
 
 
 def parameter_count(model: ModelConfig) -> int | None:
-    """Parameters of a built-in model, a tied table once; None for a custom one, which only its own code can tell."""
-    if isinstance(model, GPTConfig):
-        return _gpt(model)
-    return _vit(model) if isinstance(model, ViTConfig) else None
+    """The number of parameters; None if the model's family cannot compute it."""
+    count = family_of(model).parameters
+    return None if count is None else count(model)
 
 
 def state_bytes(config: Config, replicas: int = 1) -> int | None:
@@ -197,19 +179,3 @@ def _carried_per_parameter(strategy: StrategyConfig, replicas: int) -> int:
     if replicas == 1 or strategy.compression not in CARRYING:
         return 0
     return replicas * (2 if strategy.compression == "topk" and strategy.compression_momentum else 1)
-
-
-def _gpt(model: GPTConfig) -> int:
-    key_value = model.dim // model.n_heads * model.n_kv_heads
-    attention = 2 * model.dim * (model.dim + key_value)
-    layer = attention + 3 * model.dim * model.ffn_dim + 2 * model.dim  # and two norms
-    tables = 1 if model.tied_embeddings else 2
-    return model.n_layers * layer + model.dim + tables * model.vocab_size * model.dim
-
-
-def _vit(model: ViTConfig) -> int:
-    dim, patches = model.dim, (model.image_size // model.patch_size) ** 2
-    stem = dim * (model.channels * model.patch_size**2 + 1) + dim + (1 + patches) * dim
-    feed_forward = 2 * dim * model.mlp_dim + model.mlp_dim + dim
-    layer = 4 * dim * (dim + 1) + feed_forward + 4 * dim  # and two norms
-    return stem + model.n_layers * layer + 2 * dim + model.n_classes * (dim + 1)

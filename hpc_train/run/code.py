@@ -26,6 +26,7 @@ from functools import cache
 from pathlib import Path, PurePath
 from typing import Any
 
+from hpc_train.config.extensions import is_extension
 from hpc_train.config.schema import Config
 from hpc_train.config.secrets import is_secret_file
 from hpc_train.errors import UserError
@@ -57,10 +58,12 @@ def snapshot_code(configs: Sequence[Config], into: Path, directory: Path | None 
     listed = sorted(name for name in _listed(root) if not any((root / name).is_relative_to(path) for path in runs))
     names = [name for name in listed if not is_secret_file(name)]
     _check_size(root, names)
-    owners = [owner for each in configs for owner in (each.model, each.data) if owner.kind == "custom"]
+    owners = [owner for each in configs for owner in (each.model, each.data)]
     rows = [name for each in configs for name in (each.strategy.schedule, each.strategy.data_parallel) if ":" in name]
-    for target in {*rows, *(owner._target_ for owner in owners)}:
+    for target in {*rows, *(owner._target_ for owner in owners if owner.kind == "custom")}:
         _check_target(target, root, names)
+    for kind in {owner.kind for owner in owners if is_extension(owner.kind)}:
+        _check_target(kind.partition(":")[0], root, names)
     contents = {name: _file_content(root / name) for name in names}
     modes = _modes(root, names)
     digest = _digest(contents, modes)

@@ -25,9 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_train import __version__
 from hpc_train.errors import UserError
 from hpc_train.run.file_lock import LockOwner, exclusive, superseded
 from hpc_train.run.files import read_json, read_lines, write_json
+
+FORMAT = 1  # of the directory, in run.json; directories without a number have this format
 
 
 @dataclass(frozen=True)
@@ -90,14 +93,27 @@ class RunDirectory:
             folder.mkdir(parents=True, exist_ok=True)
 
     def record(self) -> dict[str, Any]:
-        """Returns the content of ``run.json``; empty if it does not exist."""
+        """Returns the content of ``run.json``; empty if it does not exist.
+
+        Raises:
+            UserError: another version of hpc_train wrote it in another format.
+        """
         path = self.path / "run.json"
-        return read_json(path) if path.exists() else {}
+        record: dict[str, Any] = read_json(path) if path.exists() else {}
+        version = record.get("format", FORMAT)
+        if version != FORMAT:
+            newer = isinstance(version, int) and version > FORMAT
+            raise UserError(
+                f"the run directory has format {version}, but hpc_train {__version__} reads format {FORMAT}",
+                where=str(path),
+                fix=f"{'a newer' if newer else 'an older'} hpc_train, which reads format {version}, or a new run.name",
+            )
+        return record
 
     def update_record(self, **fields: Any) -> dict[str, Any]:
         """Merges ``fields`` into ``run.json``. Submitter, agent and rank 0 may call it concurrently."""
         with exclusive(self.path / ".turns" / "record"):
-            record = self.record() | fields
+            record = self.record() | {"format": FORMAT} | fields
             write_json(self.path / "run.json", record)
             return record
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.measure.device_use import peak_device_memory, peak_host_memory
@@ -152,7 +153,7 @@ def _candidates(config: Config, mesh: Mesh) -> Iterator[tuple[str, Config | None
     ops, full = (replace(config, train=replace(train, activation_checkpointing=mode)) for mode in ("ops", "full"))
     if not recomputes:
         yield "train.activation_checkpointing=ops", ops
-    if train.loss_chunks == 1 and config.model.kind == "gpt":
+    if train.loss_chunks == 1 and family_of(config.model).chunked_loss:
         yield "train.loss_chunks=8", replace(config, train=replace(train, loss_chunks=8))
     if not recomputes:
         yield "train.activation_checkpointing=full", full

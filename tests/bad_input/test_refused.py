@@ -47,21 +47,21 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["strategy.pp_split=some"], "strategy.pp_split"),
     (["cluster.time=soon"], "cluster.time"),
     (["cluster.gpus_per_node=two"], "cluster.gpus_per_node"),
-    (["batch=null"], "GROUP=NAME"),
+    (["batch=null"], "batch is null, but needs a value"),
     (["~model"], "model=NAME"),
     (["data.pattern=${nothing}"], "data.pattern"),
     # out of range
     (["optim.lr=-1"], "above 0"),
     (["optim.lr=nan"], "above 0"),
-    (["train.steps=0"], "1 or more"),
+    (["train.steps=0"], "must be at least 1"),
     (["model.dropout=1.5"], "below 1"),
     (["batch.global_size=0"], "batch.global_size"),
     (["telemetry.log_every=0"], "telemetry.log_every"),
     (["data.validation_share=1"], "data.validation_share"),
     # what does not go together
     (["strategy=tp", "strategy.tp=2", "cluster.cpu_workers=2", "train.compile=true"], "backward of tensor parallelism"),
-    (["train.steps=5", "train.epochs=1"], "give one of them"),
-    (["train.steps=null"], "length of training is not set"),
+    (["train.steps=5", "train.epochs=1"], "only one may be set"),
+    (["train.steps=null"], "neither train.steps nor train.epochs is set"),
     (["model=vit_tiny"], "learns from images"),
     ([*IMAGES], "learns from tokens"),
     (["model=vit_tiny", *IMAGES, "model.patch_size=5"], "does not divide"),
@@ -70,7 +70,7 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["model.n_heads=3"], "does not divide"),
     (["model.n_kv_heads=3"], "does not divide"),
     (["model.vocab_size=100"], "256"),
-    (["data=custom", "data._target_=a.b"], "model.vocab_size=N"),
+    (["data=custom", "data._target_=a.b"], "model.vocab_size=VALUE"),
     (["data=tokens"], "data.path and data.vocab_size have no value"),
     (["model=custom"], "model._target_"),
     (["batch.micro_size=2", "batch.micro_batches=2"], "auto"),
@@ -102,7 +102,7 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["data.path=nope"], "does not exist"),
     (["data.path=empty"], "no file in"),
     (["data.path=*.none"], "no file in"),
-    (["data.path=blank"], "are empty"),
+    (["data.path=blank"], "contains only empty files"),
     (["data.path=blank/a.py"], "is empty"),
     (["data=tokens", "data.vocab_size=9", "data.path=empty"], "prepare"),
     (["data=cifar100", "data.path=empty", "model=vit_tiny", "model.patch_size=4"], "cifar-100-python"),
@@ -209,5 +209,5 @@ def test_a_full_disk_is_told_in_one_message() -> None:
         file.write(b"no room")
     mistake = translate(full.value)
     assert mistake is not None
-    assert mistake.what == "No space left on device: nothing more can be written"
+    assert mistake.what == "No space left on device: the disk or quota is full"
     assert "run.root" in mistake.fix

@@ -45,7 +45,7 @@ def test_a_sites_own_file_chooses_its_profile(tmp_path: Path) -> None:
     assert config_of("cluster=ours", "cluster/fabric=none", search).cluster.fabric.variables == {}
 
 
-@pytest.mark.parametrize(("variable", "fix"), [("LD_PRELOAD=x", "cluster.env"), ("NCCL_DEBUG=", "leave it out")])
+@pytest.mark.parametrize(("variable", "fix"), [("LD_PRELOAD=x", "cluster.env"), ("NCCL_DEBUG=", "or remove the key")])
 def test_what_is_no_profile_is_refused(variable: str, fix: str) -> None:
     with pytest.raises(UserError) as refused:
         check_values(config_of(f"+cluster.fabric.variables.{variable}"))

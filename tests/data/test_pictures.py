@@ -148,7 +148,7 @@ def test_wrong_images(pictures: Path, tmp_path: Path) -> None:
             images(path, **fields)
         assert error.value.fix
     (pictures / "validation" / "violet").mkdir()
-    with pytest.raises(UserError, match="train/ has not: violet"):
+    with pytest.raises(UserError, match="train/ lacks: violet"):
         images(pictures, "validation")
     for file in (pictures / "train").rglob("*.*"):
         file.unlink()

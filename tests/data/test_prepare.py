@@ -194,7 +194,7 @@ def test_other_wrong_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         run(tmp_path / "latin.txt", "--out", tmp_path / "out")
     assert run(tmp_path / "latin.txt", "--out", tmp_path / "out", "--encoding", "latin-1", "--workers", 1) == 0
     (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"text" * 1000)[:-10])
-    with pytest.raises(UserError, match="no whole gzip file"):
+    with pytest.raises(UserError, match="not a complete gzip file"):
         run(tmp_path / "cut.txt.gz", "--out", tmp_path / "other")
     source = write_jsonl(tmp_path / "documents.jsonl", ["text"])
     tokenizer = write_tokenizer(tmp_path / "tokenizer.json")

@@ -44,8 +44,8 @@ SHORT = [(2, ("several", "all at once"))]
 MATRIX = [(world_size, (saver,)) for world_size in (1, 2, 4) for saver in SAVERS]
 AT_ONCE = 16  # cells of one group of ranks
 REASONS = (
-    "in host memory only where",
-    "exchange gradients, which the host's cannot",
+    "requires ZeRO-2 or ZeRO-3",
+    "does not support tensor or pipeline parallelism",
     "taken once",
     "a compiled layer has only one",
     "fail in the backward of tensor parallelism",

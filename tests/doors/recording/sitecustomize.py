@@ -38,5 +38,5 @@ if folder:
     from hpc_train.config import schema
 
     for value in list(vars(schema).values()):
-        if isinstance(value, type) and is_dataclass(value) and value.__module__ == schema.__name__:
+        if isinstance(value, type) and is_dataclass(value) and value.__module__.startswith(schema.__name__):
             _record(value)

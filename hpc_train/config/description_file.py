@@ -1,0 +1,186 @@
+"""Reads the file of a description without importing torch or the package around it.
+
+The package's ``__init__.py`` may import torch, so only the named file is executed. Files that hold torch code, such as
+builders, are parsed and not executed.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hpc_train.errors import UserError
+
+_FORBIDDEN = "torch"
+
+
+def location(path: str) -> str:
+    """The file of ``module:attribute``, for messages; ``path`` itself if there is no such file."""
+    spec = _spec(path.partition(":")[0])
+    return spec.origin if spec is not None and spec.origin else path
+
+
+def import_without_torch(path: str, key: str) -> Any:
+    """The object at ``module:attribute``.
+
+    Args:
+        key: the config key that names it, for messages.
+
+    Raises:
+        UserError: there is no such file or attribute, or the file cannot be executed or imports torch.
+    """
+    name, separator, attribute = path.partition(":")
+    spec = _spec(name) if separator and attribute else None
+    if spec is None or spec.loader is None:
+        raise UserError(
+            f"{path} cannot be found" if separator else f"{path!r} is not an import path",
+            where=key,
+            fix=f"{key}=package.module:NAME, importable from the current directory or PYTHONPATH",
+        )
+    module = sys.modules.get(name) or _execute(spec, path)
+    if not hasattr(module, attribute):
+        raise UserError(f"{spec.origin} defines no {attribute}", where=key, fix=f"{key}={name}:NAME of a description")
+    return getattr(module, attribute)
+
+
+def check_callable(path: str, arguments: int, where: str) -> None:
+    """Checks by its source that ``module:attribute`` is a function or class that takes ``arguments`` arguments.
+
+    Raises:
+        UserError: the file does not exist, does not define the attribute, or the attribute takes other arguments.
+            Names that the file imports from elsewhere are not followed.
+    """
+    name, _, attribute = str(path).partition(":")
+    spec = _spec(name) if attribute else None
+    if spec is None or not spec.origin:
+        raise UserError(f"{path} cannot be found", where=where, fix="package.module:NAME of a class or function")
+    if not spec.origin.endswith(".py"):
+        return
+    found = _definition(ast.parse(Path(spec.origin).read_text(encoding="utf-8")), attribute)
+    if found is None:
+        raise UserError(f"{spec.origin} defines no {attribute}", where=where, fix="the name of a class or function")
+    signature = _signature(found)
+    if signature is not None and not _accepts(*signature, arguments):
+        raise UserError(
+            f"{path} does not take {arguments} positional argument{'s' * (arguments != 1)}",
+            where=f"{spec.origin}:{found.lineno}",
+            fix=f"{'config' if arguments != 3 else 'config, split, seed'} as its parameters",
+        )
+
+
+def _spec(name: str) -> ModuleSpec | None:
+    """The spec of a module; unlike ``find_spec`` this does not import its parent packages."""
+    search: Sequence[str] | None = None
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        try:
+            spec = importlib.util.find_spec(parts[0]) if depth == 1 else PathFinder.find_spec(
+                ".".join(parts[:depth]), search
+            )  # fmt: skip
+        except (ImportError, ValueError):
+            return None
+        if spec is None or (depth < len(parts) and spec.submodule_search_locations is None):
+            return None
+        search = spec.submodule_search_locations and list(spec.submodule_search_locations)
+    return spec
+
+
+def _execute(spec: ModuleSpec, path: str) -> ModuleType:
+    """Executes one file as the module that it is; its parent packages are not executed unless it imports them."""
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses resolve their annotations there
+    try:
+        if _imports_torch(spec):
+            raise _TorchImported(_FORBIDDEN)
+        with _without_torch():
+            spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[spec.name]
+        torch = isinstance(error, _TorchImported)
+        raise UserError(
+            f"{path} imports torch" if torch else f"{path} cannot be loaded: {type(error).__name__}: {error}",
+            where=str(spec.origin),
+            fix="keep torch in the file that builder names: the description is read where jobs are submitted"
+            if torch
+            else "correct the file",
+        ) from error
+    return module
+
+
+def _imports_torch(spec: ModuleSpec) -> bool:
+    """Whether the file itself imports torch at its top level, in whatever process this is asked."""
+    if not spec.origin or not spec.origin.endswith(".py"):
+        return False
+    body = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
+    names = [alias.name for each in body if isinstance(each, ast.Import) for alias in each.names]
+    names += [each.module or "" for each in body if isinstance(each, ast.ImportFrom) and each.level == 0]
+    return any(name.partition(".")[0] == _FORBIDDEN for name in names)
+
+
+class _TorchImported(ImportError):
+    """A description imports torch."""
+
+
+class _Refusing:
+    """Refuses torch in the list of finders."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name.partition(".")[0] == _FORBIDDEN:
+            raise _TorchImported(name)
+
+
+@contextmanager
+def _without_torch() -> Iterator[None]:
+    """Refuses imports of torch inside the block, unless this process has torch already."""
+    if _FORBIDDEN in sys.modules:
+        yield
+        return
+    finder = _Refusing()
+    sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)  # type: ignore[arg-type]
+
+
+def _definition(tree: ast.Module, name: str) -> ast.stmt | None:
+    """The top-level statement that binds ``name``; a star import may bind any name."""
+    for statement in reversed(tree.body):
+        if name in _bound(statement) or "*" in _bound(statement):
+            return statement
+    return None
+
+
+def _bound(statement: ast.stmt) -> set[str]:
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {statement.name}
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        return {alias.asname or alias.name for alias in statement.names}
+    return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+
+
+def _signature(statement: ast.stmt) -> tuple[ast.arguments, int] | None:
+    """The parameters of a function or of a class's constructor, and how many of them are bound already."""
+    if isinstance(statement, ast.FunctionDef):
+        return None if statement.decorator_list else (statement.args, 0)
+    if isinstance(statement, ast.ClassDef) and not statement.decorator_list:
+        for inner in statement.body:
+            if isinstance(inner, ast.FunctionDef) and inner.name == "__init__":
+                return inner.args, 1
+    return None
+
+
+def _accepts(parameters: ast.arguments, bound: int, count: int) -> bool:
+    positional = len(parameters.posonlyargs) + len(parameters.args) - bound
+    keyword = sum(default is None for default in parameters.kw_defaults)
+    enough = positional >= count or parameters.vararg is not None
+    return enough and positional - len(parameters.defaults) <= count and keyword == 0

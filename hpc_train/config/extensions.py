@@ -1,0 +1,232 @@
+"""Model families and data sources: the facts about each that are known without importing torch.
+
+Built-in families and sources use the same descriptions as those of a user's package, which ``model.kind`` or
+``data.kind`` names as ``package.module:NAME``. A description that lacks a fact is refused when the config is composed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, TypeVar
+
+from hpc_train.config.description_file import check_callable, import_without_torch, location
+from hpc_train.errors import UserError
+
+TOKENS, IMAGES = "tokens", "images"
+SAMPLE_KEYS: dict[str, tuple[str, ...]] = {  # what the schema of a source must have for each kind of sample
+    TOKENS: ("sequence_length", "vocab_size"),
+    IMAGES: ("image_size", "channels", "n_classes"),
+}
+FAMILIES: dict[str, str] = {
+    "gpt": "hpc_train.models.gpt_family:GPT_FAMILY",
+    "vit": "hpc_train.models.vit_family:VIT_FAMILY",
+    "custom": "hpc_train.models.custom_family:CUSTOM_FAMILY",
+}
+SOURCES: dict[str, str] = {
+    "text": "hpc_train.data.sources:TEXT",
+    "tokens": "hpc_train.data.sources:TOKEN_FILES",
+    "cifar100": "hpc_train.data.sources:CIFAR100",
+    "images": "hpc_train.data.sources:IMAGE_FOLDERS",
+    "shards": "hpc_train.data.sources:SHARDS",
+    "synthetic": "hpc_train.data.sources:SYNTHETIC",
+    "custom": "hpc_train.data.sources:CUSTOM",
+}
+_MISSING: Any = object()  # the default of a fact that must be stated, if only as None
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What a model keeps for the backward pass, in elements.
+
+    Attributes:
+        tokens: positions per sample, to which the other numbers refer.
+        norm_inputs: inputs of norms per token and layer, which stay in fp32.
+        layer: all other activations per token and layer.
+        products: those of them that are results of matrix products or attention.
+        layer_input: the width of the hidden states, which full activation checkpointing keeps.
+        logits: logits per token.
+    """
+
+    tokens: int
+    norm_inputs: int
+    layer: int
+    products: int
+    layer_input: int
+    logits: int
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How the matrices of a family are split over tensor-parallel ranks.
+
+    Attributes:
+        plan: ``module:function``. Called with the model (or a pipeline stage of it), the function returns a mapping of
+            module names to ``torch.distributed.tensor.parallel`` styles.
+        divisible: the keys of the schema whose values the number of ranks must divide.
+        shards_sequence: whether each rank holds a shard of the sequence between the layers.
+    """
+
+    plan: str
+    divisible: tuple[str, ...]
+    shards_sequence: bool
+
+
+@dataclass(frozen=True)
+class HuggingFaceFormat:
+    """How an exported checkpoint looks to ``transformers``.
+
+    Attributes:
+        parameter_name: maps the name of a parameter to its name in the exported files.
+        config: takes the model's config, the longest sequence and the dtype, and returns the content of config.json.
+    """
+
+    parameter_name: Callable[[str], str]
+    config: Callable[[Any, int, str], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFamily:
+    """The facts about a model family. None states that the family does not have or does not know something.
+
+    Attributes:
+        schema: the dataclass of its keys, derived from ``ModelKeys``, with ``n_layers``.
+        learns_from: the kind of samples, such as ``tokens`` or ``images``; None: any.
+        builder: ``module:attribute``; called with the config on the meta device, it returns a ``Model``.
+        parameters: the number of parameters of a config; it must also be right for other values of ``n_layers``.
+        activations: takes the configs of model and data.
+        flops_per_sample: takes the config and the shape of a sample's inputs; forward and backward pass.
+        tensor_parallel: None refuses ``strategy.tp`` above 1.
+        hugging_face: None refuses ``checkpoint export --format hf``.
+        chunked_loss: whether the head can compute its loss in chunks of the sequence (``train.loss_chunks``).
+        check: takes the configs of model and data; raises ``UserError`` for sizes that do not fit together.
+    """
+
+    schema: type = _MISSING
+    learns_from: str | None = _MISSING
+    builder: str = _MISSING
+    parameters: Callable[[Any], int] | None = _MISSING
+    activations: Callable[[Any, Any], Activations] | None = _MISSING
+    flops_per_sample: Callable[[Any, tuple[int, ...]], float] | None = _MISSING
+    tensor_parallel: TensorParallel | None = _MISSING
+    hugging_face: HuggingFaceFormat | None = _MISSING
+    chunked_loss: bool = False
+    check: Callable[[Any, Any], None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSource:
+    """The facts about a data source.
+
+    Attributes:
+        schema: the dataclass of its keys, derived from ``DataKeys``, with those that ``SAMPLE_KEYS`` lists.
+        gives: the kind of samples, such as ``tokens`` or ``images``, or a function of the config; None: unknown.
+        builder: ``module:attribute``; called with the config, the split and the seed, it returns a dataset.
+        check_inputs: takes the config; raises ``UserError`` if input files are missing. None: there are no files.
+    """
+
+    schema: type = _MISSING
+    gives: str | Callable[[Any], str] | None = _MISSING
+    builder: str = _MISSING
+    check_inputs: Callable[[Any], None] | None = _MISSING
+
+    def sample_kind(self, config: Any) -> str | None:
+        """The kind of samples that ``config`` (typed or not yet) gives."""
+        return self.gives(config) if callable(self.gives) else self.gives
+
+
+Description = TypeVar("Description", ModelFamily, DataSource)
+
+
+def is_extension(kind: str) -> bool:
+    """Whether ``kind`` names a description in a user's package."""
+    return ":" in kind
+
+
+def family_of(model: Any) -> ModelFamily:
+    """The family of a model's config.
+
+    Raises:
+        UserError: the description cannot be loaded or lacks a fact.
+    """
+    return load_family(model.kind)
+
+
+def source_of(data: Any) -> DataSource:
+    """The source of a data config; raises like ``family_of``."""
+    return load_source(data.kind)
+
+
+@cache
+def load_family(kind: str) -> ModelFamily:
+    """The family that ``model.kind`` names: a built-in name or ``package.module:NAME``."""
+    family = _load(FAMILIES.get(kind, kind), ModelFamily, "model.kind")
+    if is_extension(kind):
+        where = location(kind)
+        _check_schema(family.schema, ("kind", "n_layers"), where, "model")
+        check_callable(family.builder, 1, f"{where}, builder")
+        _check_functions({"parameters": family.parameters, "activations": family.activations}, where)
+        _check_functions({"flops_per_sample": family.flops_per_sample, "check": family.check}, where)
+        if family.tensor_parallel is not None:
+            _check_schema(family.schema, family.tensor_parallel.divisible, where, "model")
+            check_callable(family.tensor_parallel.plan, 1, f"{where}, tensor_parallel.plan")
+        if (family.parameters is None) != (family.activations is None):
+            raise UserError(
+                "the memory estimate needs both parameters and activations, and one of them is None",
+                where=where,
+                fix="give both functions, or None for both: the dry run then shows no estimate",
+            )
+    return family
+
+
+@cache
+def load_source(kind: str) -> DataSource:
+    """The source that ``data.kind`` names: a built-in name or ``package.module:NAME``."""
+    source = _load(SOURCES.get(kind, kind), DataSource, "data.kind")
+    if is_extension(kind):
+        where = location(kind)
+        needed = SAMPLE_KEYS.get(source.gives, ()) if isinstance(source.gives, str) else ()
+        _check_schema(source.schema, ("kind", *needed), where, "data")
+        _check_functions({"check_inputs": source.check_inputs}, where)
+        check_callable(source.builder, 3, f"{where}, builder")
+    return source
+
+
+def _load(path: str, expected: type[Description], key: str) -> Description:
+    found = import_without_torch(path, key)
+    if not isinstance(found, expected):
+        raise UserError(
+            f"{path} is a {type(found).__name__}, not a {expected.__name__}",
+            where=location(path),
+            fix=f"{path.partition(':')[2]} = {expected.__name__}(...) from hpc_train.config.extensions",
+        )
+    missing = [each.name for each in fields(found) if getattr(found, each.name) is _MISSING]
+    if missing:
+        raise UserError(
+            f"{path} does not state {', '.join(missing)}",
+            where=location(path),
+            fix=f"{expected.__name__}({', '.join(f'{name}=...' for name in missing)}); see {expected.__name__} in "
+            "hpc_train/config/extensions.py",
+        )
+    return found
+
+
+def _check_schema(schema: Any, needed: tuple[str, ...], where: str, group: str) -> None:
+    names = set(getattr(schema, "__dataclass_fields__", ()))
+    missing = [name for name in needed if name not in names]
+    if missing:
+        base = "ModelKeys" if group == "model" else "DataKeys"
+        raise UserError(
+            f"the schema {getattr(schema, '__name__', schema)} has no key {', '.join(missing)}",
+            where=where,
+            fix=f"a dataclass derived from hpc_train.config.schema.{base} with {', '.join(missing)}",
+        )
+
+
+def _check_functions(facts: Mapping[str, Any], where: str) -> None:
+    for name, value in facts.items():
+        if value is not None and not callable(value):
+            raise UserError(
+                f"{name} is {value!r}, which cannot be called", where=where, fix=f"{name}= a function, or None"
+            )

@@ -1,0 +1,66 @@
+"""The typed schema of a run: one dataclass per config group, read by OmegaConf as structured configs.
+
+A misspelled key or a value of the wrong type fails when the config is composed. This package imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import MISSING
+
+from hpc_train.config.schema.cluster import ClusterConfig, ContainerConfig, FabricConfig
+from hpc_train.config.schema.data import (
+    CIFAR100DataConfig,
+    CustomDataConfig,
+    DataKeys,
+    ImagesDataConfig,
+    ShardsDataConfig,
+    SyntheticDataConfig,
+    TextDataConfig,
+    TokensDataConfig,
+)
+from hpc_train.config.schema.key import group
+from hpc_train.config.schema.model import CustomModelConfig, GPTConfig, ModelKeys, ViTConfig
+from hpc_train.config.schema.operation import (
+    CheckpointConfig,
+    ElasticConfig,
+    LaunchConfig,
+    ProfileConfig,
+    RunConfig,
+    TelemetryConfig,
+    WandbConfig,
+)
+from hpc_train.config.schema.training import BatchConfig, OptimConfig, PrecisionConfig, StrategyConfig, TrainConfig
+
+__all__ = [
+    "BatchConfig", "CIFAR100DataConfig", "CheckpointConfig", "ClusterConfig", "Config", "ContainerConfig",
+    "CustomDataConfig", "CustomModelConfig", "DataConfig", "DataKeys", "ElasticConfig", "FabricConfig",
+    "GPTConfig", "ImagesDataConfig", "LaunchConfig", "ModelConfig", "ModelKeys", "OptimConfig", "PrecisionConfig",
+    "ProfileConfig", "RunConfig", "ShardsDataConfig", "StrategyConfig", "SyntheticDataConfig", "TelemetryConfig",
+    "TextDataConfig", "TokensDataConfig", "TrainConfig", "ViTConfig", "WandbConfig",
+]  # fmt: skip
+
+
+@dataclass
+class Config:
+    """All settings of a run. ``model`` and ``data`` hold the dataclass that their key ``kind`` names."""
+
+    cluster: ClusterConfig = group(ClusterConfig)
+    strategy: StrategyConfig = group(StrategyConfig)
+    model: Any = MISSING
+    data: Any = MISSING
+    optim: OptimConfig = group(OptimConfig)
+    precision: PrecisionConfig = group(PrecisionConfig)
+    train: TrainConfig = group(TrainConfig)
+    batch: BatchConfig = group(BatchConfig)
+    checkpoint: CheckpointConfig = group(CheckpointConfig)
+    elastic: ElasticConfig = group(ElasticConfig)
+    telemetry: TelemetryConfig = group(TelemetryConfig)
+    launch: LaunchConfig = group(LaunchConfig)
+    run: RunConfig = group(RunConfig)
+
+
+ModelConfig = ModelKeys
+DataConfig = DataKeys

@@ -1,0 +1,103 @@
+"""The keys of the group ``cluster``: the machine or the Slurm cluster that a run uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_train.config.schema.key import group, key
+
+
+@dataclass
+class ContainerConfig:
+    """The container in which a Slurm job runs."""
+
+    image: str | None = key(
+        None, "A .sif file, or an image that apptainer or pyxis can pull. null runs without a container."
+    )
+    runtime: str = key(
+        "auto",
+        "The container runtime. auto uses pyxis if srun supports it and the image is not a .sif file.",
+        choices=("auto", "apptainer", "pyxis"),
+    )
+    binds: list[str] = key(
+        [], "Directories to mount besides the runs, the data and node-local storage: /data or /data:/inside."
+    )
+
+
+@dataclass
+class FabricConfig:
+    """A site profile: facts about the network that cannot be detected on its nodes."""
+
+    name: str = key("none", "The name of the profile.")
+    source: str | None = key(None, "Where the values of the profile were published.")
+    variables: dict[str, str] = key(
+        {}, "Environment variables of communication libraries for all workers. Variables that are already set win."
+    )
+
+
+@dataclass
+class ClusterConfig:
+    """Where a run is executed."""
+
+    kind: str = key(
+        "auto",
+        "Whether to run on this machine or on Slurm. auto uses Slurm if its controller answers.",
+        choices=("auto", "local", "slurm"),
+    )
+    nodes: int | str = key(1, "The number of nodes. On Slurm also a range such as 2-4: the job starts on what is free.")
+    gpus_per_node: int | str = key(
+        "auto",
+        "GPUs per node. auto uses all GPUs of a node (on Slurm: of the nodes in the partition); 0 trains on the CPU.",
+        choices=("auto",),
+        at_least=0,
+    )
+    cpu_workers: int = key(4, "Ranks per node on nodes without a GPU.", at_least=1)
+    preflight: str = key(
+        "quick",
+        "Which checks run on several nodes before the first step. full also measures every pair of nodes.",
+        choices=("quick", "full", "off"),
+    )
+    preflight_action: str = key(
+        "warn", "Whether a failed preflight check prints a warning or stops the job.", choices=("warn", "stop")
+    )
+    partition: str | None = key(None, "sbatch --partition.")
+    account: str | None = key(None, "sbatch --account.")
+    qos: str | None = key(None, "sbatch --qos.")
+    time: str = key("01:00:00", "The time limit of a job: sbatch --time.")
+    time_min: str | None = key(None, "The shortest acceptable time limit: sbatch --time-min.")
+    cpus_per_gpu: int | str = key(
+        "auto",
+        "CPU cores per rank. auto uses the partition's default, or else an equal share of the node.",
+        choices=("auto",),
+        at_least=1,
+    )
+    mem_per_gpu: str = key(
+        "auto", "Memory per rank, such as 64G. auto uses the partition's default, or else an equal share of the node."
+    )
+    mem: str | None = key(None, "Memory per node. It replaces mem_per_gpu.")
+    gpu_type: str | None = key(None, "The GPU type in --gpus-per-node=TYPE:N.")
+    gres: str | None = key(None, "A generic resource such as gpu:a100:4. It replaces --gpus-per-node.")
+    constraint: str | None = key(None, "sbatch --constraint.")
+    exclude: str | None = key(None, "Nodes that the job must not use: sbatch --exclude.")
+    nodelist: str | None = key(None, "Nodes that the job must use: sbatch --nodelist.")
+    reservation: str | None = key(None, "sbatch --reservation.")
+    exclusive: bool = key(False, "Whether the job has its nodes to itself: sbatch --exclusive.")
+    switches: str | None = key(None, "sbatch --switches: 1@00:30:00 waits up to 30 minutes for nodes on one switch.")
+    comment: str | None = key(None, "Text that is appended to the job's comment hpc_train:RUN_DIRECTORY.")
+    job_name: str | None = key(None, "The name of the job. null uses the name of the run.")
+    mail_user: str | None = key(None, "sbatch --mail-user.")
+    mail_type: str | None = key(None, "sbatch --mail-type.")
+    dependency: str | None = key(None, "sbatch --dependency.")
+    nice: int | None = key(None, "sbatch --nice.")
+    begin: str | None = key(None, "The earliest start of the job: sbatch --begin.")
+    wckey: str | None = key(None, "sbatch --wckey.")
+    licenses: str | None = key(None, "sbatch --licenses.")
+    clusters: str | None = key(None, "sbatch --clusters.")
+    extra: dict[str, Any] = key({}, "Any other sbatch option, such as {hint: nomultithread}.")
+    env: dict[str, str] = key({}, "Environment variables that the job exports before setup.")
+    setup: list[str] = key([], "Lines of bash that run before training, such as module load or conda activate.")
+    teardown: list[str] = key([], "Lines of bash that run after training.")
+    python: str | None = key(None, "The Python interpreter on the nodes. null uses the one that submits.")
+    fabric: FabricConfig = group(FabricConfig)
+    container: ContainerConfig = group(ContainerConfig)

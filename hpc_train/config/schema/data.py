@@ -1,0 +1,104 @@
+"""The keys of the group ``data``: one dataclass per data source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_train.config.schema.key import key, required
+
+_PACKING = (
+    "Whether whole documents share a sequence without attending to each other. false cuts windows from the whole text."
+)
+_AUGMENT = "Whether training images are cropped and flipped at random."
+
+
+@dataclass
+class DataKeys:
+    """What every data config has. A source of your own derives its dataclass from this one."""
+
+    kind: str = required("The data source: one of the built-in names, custom, or package.module:NAME of your own.")
+
+
+@dataclass
+class TextDataConfig(DataKeys):
+    """The bytes of text files, split into training and validation by file."""
+
+    kind: str = key("text", "The data source.")
+    path: str | None = key(None, "A file, a directory or a glob. null uses the source of Python's standard library.")
+    pattern: str = key("**/*.py", "The glob for files if path is a directory or null.")
+    sequence_length: int = key(256, "Tokens per sample.", at_least=1, unit="tokens")
+    validation_share: float = key(0.01, "The share of the files that is used for validation.", above=0, below=1)
+    vocab_size: int = key(256, "The number of token ids.", at_least=1)
+    packing: bool = key(False, _PACKING)
+
+
+@dataclass
+class TokensDataConfig(DataKeys):
+    """Memory-mapped ``.bin`` files of token ids, as ``python -m hpc_train prepare`` writes them."""
+
+    kind: str = key("tokens", "The data source.")
+    path: str = required("The directory with train.bin, validation.bin and meta.json.")
+    sequence_length: int = key(1024, "Tokens per sample.", at_least=1, unit="tokens")
+    vocab_size: int = required("The number of token ids.", at_least=1)
+    packing: bool = key(False, _PACKING)
+
+
+@dataclass
+class CIFAR100DataConfig(DataKeys):
+    """The official CIFAR-100 directory for Python."""
+
+    kind: str = key("cifar100", "The data source.")
+    path: str = required("The unpacked directory cifar-100-python.")
+    image_size: int = key(32, "The width and height of an image.", at_least=1, unit="pixels")
+    channels: int = key(3, "The number of color channels.", at_least=1)
+    n_classes: int = key(100, "The number of classes.", at_least=1)
+    augment: bool = key(True, _AUGMENT)
+
+
+@dataclass
+class ImagesDataConfig(DataKeys):
+    """Image files in one directory per class under ``train/`` and ``validation/``."""
+
+    kind: str = key("images", "The data source.")
+    path: str = required("The directory that contains train/ and validation/.")
+    image_size: int = key(224, "The width and height to which images are resized.", at_least=1, unit="pixels")
+    channels: int = key(3, "The number of color channels.", at_least=1)
+    n_classes: int = required("The number of classes.", at_least=1)
+    augment: bool = key(True, _AUGMENT)
+
+
+@dataclass
+class ShardsDataConfig(DataKeys):
+    """Images in indexed tar shards, as ``python -m hpc_train prepare --images`` writes them."""
+
+    kind: str = key("shards", "The data source.")
+    path: str = required("The directory with shards.json and the tar files.")
+    image_size: int = key(224, "The width and height to which images are resized.", at_least=1, unit="pixels")
+    channels: int = key(3, "The number of color channels.", at_least=1)
+    n_classes: int = required("The number of classes.", at_least=1)
+    augment: bool = key(True, _AUGMENT)
+
+
+@dataclass
+class SyntheticDataConfig(DataKeys):
+    """Samples that are computed from their index."""
+
+    kind: str = key("synthetic", "The data source.")
+    task: str = key("tokens", "What a sample is.", choices=("tokens", "images"))
+    samples: int = key(4096, "The number of training samples.", at_least=1)
+    validation_samples: int = key(256, "The number of validation samples.", at_least=1)
+    sequence_length: int = key(256, "Tokens per sample.", at_least=1, unit="tokens")
+    vocab_size: int = key(256, "The number of token ids.", at_least=1)
+    image_size: int = key(32, "The width and height of an image.", at_least=1, unit="pixels")
+    channels: int = key(3, "The number of color channels.", at_least=1)
+    n_classes: int = key(10, "The number of classes.", at_least=1)
+
+
+@dataclass
+class CustomDataConfig(DataKeys):
+    """A dataset of your own, built by calling ``_target_`` with ``args`` and ``split="train"`` or ``"validation"``."""
+
+    kind: str = key("custom", "The data source.")
+    _target_: str = required("The class or function that returns the dataset: package.module.Name.")
+    args: dict[str, Any] = key({}, "The keyword arguments of _target_.")

@@ -1,0 +1,115 @@
+"""What is known about one config key: its meaning, its default, and the values that it accepts.
+
+Each key of the schema is a dataclass field made by ``key``. The checks and the config reference read the same metadata,
+so a choice or a range is written down once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from typing import Any
+
+from omegaconf import MISSING
+
+from hpc_train.errors import UserError, nearest
+
+_METADATA = "hpc_train"
+
+
+@dataclass(frozen=True)
+class KeyInfo:
+    """The facts about one key.
+
+    Attributes:
+        meaning: one or two plain sentences.
+        choices: the words that the key accepts; a key that also accepts numbers accepts them beside these words.
+        choices_of: ``module:ATTRIBUTE`` of a table whose names are further choices.
+        extensible: whether the import path of a row, ``package.module:NAME``, is accepted as well.
+        unit: of a number, for the reference.
+    """
+
+    meaning: str
+    choices: tuple[str, ...] = ()
+    choices_of: str = ""
+    extensible: bool = False
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    unit: str = ""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """All words that the key accepts; empty where any text is accepted."""
+        if not self.choices_of:
+            return self.choices
+        module, _, name = self.choices_of.partition(":")
+        return (*self.choices, *getattr(importlib.import_module(module), name))
+
+    @property
+    def range(self) -> str:
+        """The accepted numbers in words; empty where any number is accepted."""
+        bounds = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
+        return " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
+
+    def holds(self, number: float) -> bool:
+        """Whether ``number`` is in the range."""
+        return (
+            (self.at_least is None or number >= self.at_least)
+            and (self.above is None or number > self.above)
+            and (self.at_most is None or number <= self.at_most)
+            and (self.below is None or number < self.below)
+        )
+
+
+def key(default: Any, meaning: str, **facts: Any) -> Any:
+    """A dataclass field with its default and what ``KeyInfo`` says about it."""
+    metadata = {_METADATA: KeyInfo(meaning, **facts)}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: deepcopy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def required(meaning: str, **facts: Any) -> Any:
+    """A field that has no default: the user or a file of ``conf/`` sets it."""
+    return key(MISSING, meaning, **facts)
+
+
+def group(schema: type) -> Any:
+    """A field that holds a nested group of keys."""
+    return field(default_factory=schema)
+
+
+def info(each: Field[Any]) -> KeyInfo | None:
+    """The facts about a field; None where it was not made by ``key``."""
+    found: KeyInfo | None = each.metadata.get(_METADATA)
+    return found
+
+
+def keys(node: Any, path: str = "") -> Iterator[tuple[str, Any, KeyInfo]]:
+    """Every key below the dataclass instance ``node`` that has metadata: its dotted name, its value and its facts."""
+    for each in fields(node):
+        value, name = getattr(node, each.name), f"{path}.{each.name}".lstrip(".")
+        if is_dataclass(value):
+            yield from keys(value, name)
+        elif (known := info(each)) is not None:
+            yield name, value, known
+
+
+def check_keys(node: Any, path: str = "") -> None:
+    """
+    Raises:
+        UserError: the first value that is neither one of its key's choices nor in its key's range.
+    """
+    for name, value, info in keys(node, path):
+        words = info.words
+        if info.extensible and isinstance(value, str) and ":" in value:
+            continue
+        if isinstance(value, str) and words and value not in words:
+            numbers = f"a number {info.range}, or " if info.range else ""
+            raise UserError(f"{name} is {value!r}", where=name, fix=f"{numbers}{nearest(value, words)}")
+        if isinstance(value, int | float) and not isinstance(value, bool) and not info.holds(value):
+            raise UserError(f"{name} is {value}, but must be {info.range}", where=name, fix=f"{name}=N, {info.range}")

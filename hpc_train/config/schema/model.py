@@ -1,0 +1,69 @@
+"""The keys of the group ``model``: one dataclass per model family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_train.config.schema.key import key, required
+
+
+@dataclass
+class ModelKeys:
+    """What every model config has. A family of your own derives its dataclass from this one and adds ``n_layers``."""
+
+    kind: str = required("The model family: gpt, vit, custom, or package.module:NAME of a family of your own.")
+
+
+@dataclass
+class GPTConfig(ModelKeys):
+    """A decoder-only transformer, Llama-style."""
+
+    kind: str = key("gpt", "The model family.")
+    vocab_size: int = required("The number of token ids.", at_least=1)
+    n_layers: int = required("The number of layers.", at_least=1)
+    dim: int = required("The width of the hidden states.", at_least=1)
+    n_heads: int = required("The number of attention heads.", at_least=1)
+    n_kv_heads: int = required("The number of key and value heads, each shared by several query heads.", at_least=1)
+    ffn_dim: int = required("The width of the feed-forward branch.", at_least=1)
+    rope_theta: float = key(10000.0, "The base of the rotary position frequencies.", above=0)
+    rope_scaling: dict[str, float] = key(
+        {},
+        "Llama 3.1's scaling of rotary positions: factor, low_freq_factor, high_freq_factor and "
+        "original_max_position_embeddings. An empty dictionary disables it.",
+    )
+    norm_eps: float = key(1e-5, "The epsilon of RMSNorm.", above=0)
+    tied_embeddings: bool = key(False, "Whether the output projection shares the embedding table.")
+    dropout: float = key(0.0, "The dropout probability.", at_least=0, below=1)
+
+
+@dataclass
+class ViTConfig(ModelKeys):
+    """A vision transformer with a class token."""
+
+    kind: str = key("vit", "The model family.")
+    image_size: int = required("The width and height of an image in pixels.", at_least=1, unit="pixels")
+    patch_size: int = required("The width and height of a patch in pixels.", at_least=1, unit="pixels")
+    channels: int = key(3, "The number of color channels.", at_least=1)
+    n_classes: int = required("The number of classes.", at_least=1)
+    n_layers: int = required("The number of layers.", at_least=1)
+    dim: int = required("The width of the hidden states.", at_least=1)
+    n_heads: int = required("The number of attention heads.", at_least=1)
+    mlp_dim: int = required("The width of the feed-forward branch.", at_least=1)
+    norm_eps: float = key(1e-6, "The epsilon of LayerNorm.", above=0)
+    dropout: float = key(0.0, "The dropout probability.", at_least=0, below=1)
+
+
+@dataclass
+class CustomModelConfig(ModelKeys):
+    """Any ``nn.Module`` or ``Model`` of your own, built by calling ``_target_``."""
+
+    kind: str = key("custom", "The model family.")
+    _target_: str = required("The class or function that returns the module: package.module.Name.")
+    args: dict[str, Any] = key({}, "The keyword arguments of _target_.")
+    loss: str = key(
+        "cross_entropy",
+        "The loss of a module that has no method named loss.",
+        choices=("cross_entropy", "mse"),
+    )
+    sync_batch_norm: bool = key(False, "Whether batch normalization uses the statistics of all ranks.")

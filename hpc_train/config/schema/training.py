@@ -1,0 +1,192 @@
+"""The keys of the groups that decide what is computed: ``strategy``, ``optim``, ``precision``, ``train``, ``batch``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_train.config.schema.key import key
+
+
+@dataclass
+class StrategyConfig:
+    """How the model and the batch are split over the ranks. The world size is dp x pp x tp."""
+
+    name: str = key("single", "The name of the strategy.")
+    dp: int | str = key(
+        1,
+        "The number of data-parallel replicas or ZeRO ranks. fill uses all ranks that pp and tp leave.",
+        choices=("fill",),
+        at_least=1,
+    )
+    pp: int | str = key(
+        1,
+        "The number of pipeline ranks. auto uses 2 on one node and one per node on several; fill uses all ranks that "
+        "dp leaves.",
+        choices=("auto", "fill"),
+        at_least=1,
+    )
+    tp: int = key(1, "The number of tensor-parallel ranks. They are always on the same node.", at_least=1)
+    data_parallel: str = key(
+        "ddp", "How data-parallel ranks synchronize.", choices_of="hpc_train.plan.techniques:KINDS", extensible=True
+    )
+    shard: int | str = key(
+        "fill",
+        "The number of ranks over which ZeRO shards its state. fill uses all of dp; node uses the ranks of a node.",
+        choices=("fill", "node"),
+        at_least=1,
+    )
+    schedule: str = key(
+        "1f1b",
+        "The pipeline schedule.",
+        choices=("auto",),
+        choices_of="hpc_train.plan.techniques:SCHEDULES",
+        extensible=True,
+    )
+    stages_per_rank: int = key(1, "Pipeline stages per pipeline rank.", at_least=1)
+    pp_split: Any = key(
+        "even",
+        "How layers are assigned to stages. even gives all stages the same number, flops balances by the model's "
+        "FLOPs, measured profiles every block before the first step. A list gives the layers of each stage.",
+        choices_of="hpc_train.plan.layout:SPLITS",
+    )
+    bucket_cap_mb: float | int | str = key(
+        25.0,
+        "The size of a gradient bucket of ddp and allreduce. auto measures sizes in the first steps.",
+        choices=("auto",),
+        above=0,
+        unit="MB",
+    )
+    compression: str = key(
+        "none",
+        "How ddp and allreduce compress gradients. auto measures the techniques and uses the fastest.",
+        choices_of="hpc_train.plan.compression:COMPRESSION",
+    )
+    compression_share: float = key(
+        0.01, "topk: the share of each gradient's elements that is sent.", above=0, at_most=1
+    )
+    compression_momentum: float = key(
+        0.0, "topk: the momentum correction, which replaces the optimizer's momentum.", at_least=0, below=1
+    )
+    compression_rank: int = key(4, "powersgd: the rank of the approximation.", at_least=1)
+    compression_warmup_steps: int = key(0, "The number of first steps without compression.", at_least=0, unit="steps")
+    static_graph: bool = key(False, "ddp: promises that every step uses the same parameters.")
+    offload: str = key(
+        "none",
+        "What is kept in host memory. all adds parameters and gradients to the optimizer state and requires zero2 or "
+        "zero3.",
+        choices=("none", "optimizer", "all"),
+    )
+
+
+@dataclass
+class OptimConfig:
+    """The optimizer and its learning rate schedule."""
+
+    name: str = key("adamw", "The optimizer.", choices=("adamw", "sgd"))
+    lr: float = key(3e-3, "The highest learning rate.", above=0)
+    lr_scaling: str = key(
+        "none",
+        "How lr grows with the ratio of batch.global_size to base_batch.",
+        choices=("none", "linear", "sqrt"),
+    )
+    base_batch: int = key(256, "The global batch size for which lr was chosen, for lr_scaling.", at_least=1)
+    weight_decay: float = key(0.1, "The decoupled weight decay of matrices.", at_least=0)
+    betas: list[float] = key([0.9, 0.95], "adamw: the decay rates of the two moments, each at least 0 and below 1.")
+    eps: float = key(1e-8, "adamw: the epsilon in the denominator.", above=0)
+    moments: str = key(
+        "fp32",
+        "adamw: the number format of the two moments. 8bit requires hpc_train[8bit]. Under precision fp64 they are "
+        "fp64.",
+        choices=("fp32", "bf16", "8bit"),
+    )
+    momentum: float = key(0.9, "sgd: the momentum.", at_least=0, below=1)
+    clip_norm: float = key(1.0, "The largest global gradient norm. 0 disables clipping.", at_least=0)
+    schedule: str = key("cosine", "The learning rate schedule.", choices=("constant", "linear", "cosine", "wsd"))
+    warmup_steps: int = key(20, "Steps in which the learning rate rises linearly from 0.", at_least=0, unit="steps")
+    min_lr_ratio: float = key(0.1, "The last learning rate as a share of the highest.", at_least=0, at_most=1)
+    decay_share: float = key(0.2, "wsd: the share of the steps in which the rate decays.", at_least=0, at_most=1)
+
+
+@dataclass
+class PrecisionConfig:
+    """Number formats. Parameters and optimizer state stay in fp32, or in fp64 under fp64."""
+
+    name: str = key("fp32", "The format of matrix products.", choices=("fp64", "fp32", "bf16", "fp16"))
+    loss_scale_init: float = key(65536.0, "fp16: the first loss scale.", above=0)
+    loss_scale_growth_interval: int = key(
+        2000, "fp16: the number of finite steps after which the loss scale doubles.", at_least=1, unit="steps"
+    )
+
+
+@dataclass
+class TrainConfig:
+    """The training loop."""
+
+    seed: int = key(0, "The seed of initial weights, data order, dropout and augmentation.", at_least=0)
+    steps: int | None = key(
+        None, "The number of optimizer steps. conf/ sets 150 unless train.epochs is given.", at_least=1, unit="steps"
+    )
+    epochs: float | None = key(None, "The length of training in epochs. It replaces train.steps.", above=0)
+    eval_every: int = key(0, "Steps between evaluations. 0 evaluates only at the end.", at_least=0, unit="steps")
+    activation_checkpointing: str = key(
+        "none",
+        "Which activations are recomputed in the backward pass: none, full, selective (every second layer), "
+        "selective:N (every N-th layer) or ops (all but matrix products and attention).",
+    )
+    loss_chunks: int = key(
+        1,
+        "The number of chunks into which the loss splits a sequence of tokens. Only one chunk's logits are in memory; "
+        "the backward pass computes them a second time.",
+        at_least=1,
+    )
+    compile: bool = key(False, "Whether each layer is compiled with torch.compile.")
+    nonfinite_limit: int = key(
+        50,
+        "The number of consecutive steps without a finite gradient after which the run rolls back to a checkpoint. "
+        "fp16 needs about 20 to find its loss scale.",
+        at_least=1,
+        unit="steps",
+    )
+    spike_mads: float = key(
+        0.0,
+        "Rolls back when the loss exceeds the running median by this many median absolute deviations. 0 disables it; "
+        "20 is a reasonable value.",
+        at_least=0,
+    )
+    max_rollbacks: int = key(
+        3, "The number of rollbacks before the run fails. Each skips the samples of the bad steps.", at_least=0
+    )
+    debug: bool = key(
+        False,
+        "Runs 20 slow steps that report the first module with a nonfinite output and collectives that differ "
+        "between ranks.",
+    )
+    reproducible: str | None = key(
+        None,
+        "any_world_size computes bitwise the same weights on any number of ranks, under strategy single and dp.",
+        choices=("any_world_size",),
+    )
+    threads: int | str = key("auto", "Intra-op CPU threads per rank.", choices=("auto",), at_least=1)
+
+
+@dataclass
+class BatchConfig:
+    """The batch size. The global batch size never depends on the world size."""
+
+    global_size: int = key(32, "Samples per optimizer step.", at_least=1, unit="samples")
+    micro_size: int | str = key("auto", "Samples per micro-batch and rank.", choices=("auto",), at_least=1)
+    micro_batches: int | str = key(
+        "auto",
+        "Micro-batches per step and rank, for gradient accumulation or the pipeline.",
+        choices=("auto",),
+        at_least=1,
+    )
+    logical_micro_batches: int | str = key(
+        "auto",
+        "Micro-batches of a step under train.reproducible, which is also the largest number of ranks. auto uses 8.",
+        choices=("auto",),
+        at_least=1,
+    )
+    drop_last: bool = key(True, "Whether the incomplete batch at the end of an epoch is dropped instead of padded.")
+    loader_workers: int | str = key("auto", "Data loader processes per rank.", choices=("auto",), at_least=0)

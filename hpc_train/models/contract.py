@@ -1,0 +1,92 @@
+"""Compares a model with the description of its family; ``python -m hpc_train.models.contract`` prints what differs.
+
+The process reads the configs of model and data as JSON from its standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from hpc_train.config.extensions import IMAGES, TOKENS, ModelFamily, load_family, load_source
+from hpc_train.errors import UserError
+from hpc_train.models.build import build_model, imported
+from hpc_train.models.model import Model
+
+
+def disagreement(model_config: Any, data_config: Any) -> str:
+    """What the model and its description say differently; empty if they agree.
+
+    Raises:
+        UserError: the model cannot be built.
+    """
+    family, model = load_family(model_config.kind), build_model(model_config, 0)
+    assert isinstance(model, Model)
+    names = dict(model.named_parameters())
+    count = sum(parameter.numel() for parameter in names.values())
+    if family.parameters is not None and family.parameters(model_config) != count:
+        return f"parameters is {family.parameters(model_config)}, but the model has {count} parameters"
+    if len(model.layers) != model_config.n_layers:
+        return f"n_layers is {model_config.n_layers}, but the model has {len(model.layers)} layers"
+    if family.hugging_face is not None:
+        unknown = [name for name in names if not _has_name(family, name)]
+        if unknown:
+            return f"hugging_face.parameter_name has no name for {unknown[0]}"
+    return _plan_problem(family, model) or _flops_problem(family, model, model_config, data_config)
+
+
+def _has_name(family: ModelFamily, name: str) -> bool:
+    assert family.hugging_face is not None
+    try:
+        return bool(family.hugging_face.parameter_name(name))
+    except LookupError:
+        return False
+
+
+def _plan_problem(family: ModelFamily, model: Model) -> str:
+    if family.tensor_parallel is None:
+        return ""
+    plan = imported(family.tensor_parallel.plan)(model)
+    modules = {name for name, _ in model.named_modules()}
+    for name, style in plan.items():
+        if name not in modules:
+            return f"the tensor-parallel plan names the module {name}, which the model does not have"
+        if not isinstance(style, ParallelStyle):
+            return f"the tensor-parallel plan gives {name} a {type(style).__name__}, not a ParallelStyle"
+    return ""
+
+
+def _flops_problem(family: ModelFamily, model: Model, model_config: Any, data_config: Any) -> str:
+    shape = _shape(family.learns_from, data_config)
+    if family.flops_per_sample is None or shape is None:
+        return ""
+    stated = family.flops_per_sample(model_config, shape)
+    counted = model.flops_per_sample(torch.empty((1, *shape), device="meta"))
+    if abs(stated - counted) > 1e-6 * max(stated, counted):
+        return f"flops_per_sample is {stated:g} in the description and {counted:g} in the model"
+    return ""
+
+
+def _shape(samples: str | None, data: Any) -> tuple[int, ...] | None:
+    if samples == TOKENS and hasattr(data, "sequence_length"):
+        return (data.sequence_length,)
+    if samples == IMAGES and hasattr(data, "image_size"):
+        return (data.channels, data.image_size, data.image_size)
+    return None
+
+
+def main() -> None:
+    given = json.load(sys.stdin)
+    model, data = given["model"], given["data"]
+    try:
+        print(disagreement(load_family(model["kind"]).schema(**model), load_source(data["kind"]).schema(**data)))
+    except UserError as error:
+        print(error.what)
+
+
+if __name__ == "__main__":
+    main()
