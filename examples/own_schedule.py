@@ -1,0 +1,36 @@
+"""A pipeline schedule of your own: torch's looped breadth-first schedule (Lamy-Poirier 2022, arXiv:2211.05953).
+
+    python -m hpc_train +strategy=pp strategy.schedule=examples.own_schedule:LOOPED_BFS strategy.stages_per_rank=2
+
+The file imports no torch: the schedule's class is named by its import path.
+"""
+
+from __future__ import annotations
+
+from hpc_train.plan.techniques import PipelineSchedule, PipelineShape
+
+
+def _in_flight(shape: PipelineShape, rank: int) -> tuple[int, ...]:
+    """All micro-batches pass a stage before the first backward, so each stage keeps the activations of all."""
+    return (shape.micro_batches,) * shape.stages_per_rank
+
+
+def _bubble(shape: PipelineShape) -> float:
+    return (shape.ranks - 1) / (shape.stages_per_rank * shape.micro_batches + shape.ranks - 1)
+
+
+LOOPED_BFS = PipelineSchedule(
+    name="looped_bfs",
+    torch_class="torch.distributed.pipelining.schedules:ScheduleLoopedBFS",
+    stages_per_rank=(2, 64),
+    placement="looped",
+    micro_batches="any",
+    data_parallel=("allreduce",),
+    data_parallel_reason="it was not compared with one process",
+    in_flight=_in_flight,
+    bubble=_bubble,
+    splits_backward=False,
+    compiles=True,
+    ops_checkpointing=True,
+    auto=None,
+)
