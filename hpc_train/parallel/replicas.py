@@ -1,12 +1,8 @@
-"""How the data-parallel ranks of one model are kept in step: one class per way, behind one small interface.
+"""The classes that synchronise the gradients of data-parallel ranks, one per data-parallel kind, behind one interface.
 
-Replicas kept in step by DistributedDataParallel: gradients are all-reduced in buckets during the last backward.
-
-Losses with a count of their own: how their gradients come to be divided by it.
-
-The backward divides by the number of targets in the data, which is known before the step. What the loss counts
-(samples, weights, elements) is known only after the last forward, so the gradients are multiplied by the ratio of the
-two afterwards, once. It is one all-reduce of a scalar and one pass over the gradients, and the host waits for nothing.
+The backward divides by the number of targets in the data, which is known before the step. A loss that returns a count
+of its own (samples, weights, elements) knows it only after the last forward, so ``finish_own_count`` multiplies the
+gradients by the ratio of the two once: one all-reduce of a scalar and one pass over the gradients.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ from hpc_train.plan.layout import Layout
 
 
 class Replicas(Protocol):
-    """What the engine asks of data parallelism.
+    """The interface through which an engine synchronises gradients.
 
     Attributes:
         module: what a training forward is called on.
@@ -55,23 +51,23 @@ class Replicas(Protocol):
     def compression(self) -> Compression | None: ...
 
     def begin(self, step: int, backwards: int) -> None:
-        """Before a step of so many backwards."""
+        """Called before a step with so many backwards."""
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of one micro-batch."""
+        """The context of the forward and backward of one micro-batch."""
 
     def backward_done(self) -> None:
-        """After a backward of a pipeline stage has added all its gradients."""
+        """Called when a backward of a pipeline stage has added all its gradients."""
 
     def finish(self) -> None:
-        """After the last backward: the gradients are those of the global batch."""
+        """Called after the last backward; afterwards the gradients are those of the global batch."""
 
     def evaluated(self) -> None:
-        """After forwards without a backward."""
+        """Called after forwards without a backward."""
 
 
 class AllReduceReplicas:
-    """Bare modules whose gradients we sum ourselves, during the last backward; also a single rank."""
+    """The kind ``allreduce``: our buckets are summed during the last backward. A single rank has nothing to sum."""
 
     loss_factor = 1
 
@@ -125,7 +121,7 @@ class AllReduceReplicas:
 
 
 class DDPReplicas:
-    """DistributedDataParallel."""
+    """The kind ``ddp``: DistributedDataParallel all-reduces buckets of gradients during the last backward."""
 
     compression: Compression | None = None
 
@@ -164,7 +160,7 @@ class DDPReplicas:
 
 
 class Sharded:
-    """ZeRO; ``module`` was sharded before it got its values."""
+    """The kinds ``zero1``, ``zero2`` and ``zero3``; ``module`` was sharded before it got its values."""
 
     compression: Compression | None = None
 
@@ -199,7 +195,7 @@ def make_replicas(
     turns: SendOrder | None = None,
     own_count: bool = False,
 ) -> Replicas:
-    """``module`` holds its values, and is sharded where the strategy says so.
+    """Builds the replicas of ``module``, which holds its values and is sharded if its kind shards.
 
     Args:
         tied: alias -> canonical name.

@@ -1,7 +1,6 @@
-"""Pipeline schedules by name, over stages whose shapes are known before the first micro-batch.
+"""torch's pipeline schedules, over stages that know the shapes of their messages before the first micro-batch.
 
-torch learns shapes that it is not told by one real forward and backward pass, which layers with running statistics
-count as a step. Here a stage is told what it receives and sends.
+Without these shapes torch runs an extra forward and backward pass, which changes running statistics.
 """
 
 from __future__ import annotations

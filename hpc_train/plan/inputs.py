@@ -1,7 +1,4 @@
-"""That the data is there: paths exist, can be read and are not empty. Looks at names and sizes only, opens nothing.
-
-What a site profile may hold: variables of communication libraries, and nothing else.
-"""
+"""Checks of what a config names: the files of the data, by name and size only, and the variables of a site profile."""
 
 from __future__ import annotations
 
@@ -22,17 +19,17 @@ from hpc_train.config.schema import (
 from hpc_train.errors import UserError
 
 WILDCARDS = "*?["
-LOOKED_AT = 1000  # files whose size is asked: enough to tell a wrong path, cheap on a network file system
+LOOKED_AT = 1000  # files: enough to detect a wrong path, and cheap on a network file system
 
 
 def check_inputs(data: DataConfig) -> None:
-    """Raises UserError where the files of ``data`` are missing, unreadable or empty."""
+    """Raises UserError if a file of ``data`` is missing, unreadable or empty."""
     if isinstance(data, TextDataConfig) and data.path is not None:
         _check_text(data)
     elif isinstance(data, TokensDataConfig):
         documents = ("train.documents", "validation.documents") if data.packing else ()
         for name in ("meta.json", "train.bin", "validation.bin", *documents):
-            _check_file(_directory(data.path) / name, "directories of tokens are made by: python -m hpc_train prepare")
+            _check_file(_directory(data.path) / name, "a directory that python -m hpc_train prepare wrote")
     elif isinstance(data, CIFAR100DataConfig):
         for name in ("train", "test", "meta"):
             _check_file(_directory(data.path) / name, "the unpacked cifar-100-python directory of the official archive")
@@ -40,7 +37,7 @@ def check_inputs(data: DataConfig) -> None:
         _check_images(data)
     elif isinstance(data, ShardsDataConfig):
         for name in ("shards.json", "train.index.npy", "validation.index.npy"):
-            _check_file(_directory(data.path) / name, "shards are made by: python -m hpc_train prepare --images")
+            _check_file(_directory(data.path) / name, "a directory that python -m hpc_train prepare --images wrote")
 
 
 def _check_text(data: TextDataConfig) -> None:
@@ -63,7 +60,7 @@ def _check_text(data: TextDataConfig) -> None:
             fix="data.pattern='**/*.txt' chooses files in a directory; data.path may be a glob in quotes",
         )
     if not any(sizes):
-        raise UserError(f"all files of {data.path} are empty", where="data.path", fix="a path with text in it")
+        raise UserError(f"all files of {data.path} are empty", where="data.path", fix="data.path=a path with text")
 
 
 def _check_images(data: ImagesDataConfig) -> None:
@@ -88,9 +85,9 @@ def _check_images(data: ImagesDataConfig) -> None:
 def _directory(path: str) -> Path:
     directory = Path(path)
     if not directory.exists():
-        raise UserError(f"{directory} does not exist", where="data.path", fix="data.path=a directory that is there")
+        raise UserError(f"{directory} does not exist", where="data.path", fix="data.path=an existing directory")
     if not directory.is_dir():
-        raise UserError(f"{directory} is not a directory", where="data.path", fix="data.path=the directory")
+        raise UserError(f"{directory} is not a directory", where="data.path", fix="data.path=the directory of it")
     _readable(directory)
     return directory
 
@@ -111,7 +108,7 @@ def _size(path: Path) -> int:
 
 def _readable(path: Path) -> None:
     if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
-        raise UserError(f"{path} cannot be read", where="data.path", fix="its permissions, or another data.path")
+        raise UserError(f"{path} cannot be read", where="data.path", fix="read permission for it, or another data.path")
 
 
 VARIABLE = re.compile(r"(NCCL|TORCH_NCCL|GLOO|TP|FI|OFI|UCX|SHARP|MLX5|RDMAV)_[A-Z0-9_]+")
@@ -123,9 +120,11 @@ def check_profile(fabric: FabricConfig) -> None:
         where = f"cluster.fabric.variables.{name}"
         if not VARIABLE.fullmatch(name):
             raise UserError(
-                f"{name} is no variable of NCCL, libfabric, UCX or gloo",
+                f"{name} is not a variable of NCCL, libfabric, UCX or gloo",
                 where=where,
-                fix=f"its right name; variables of other kinds go to cluster.env: +cluster.env.{name}={value}",
+                fix=f"the correct name, or +cluster.env.{name}={value} for a variable of another program",
             )
         if not value or not value.isprintable():
-            raise UserError(f"{name} is {value!r}", where=where, fix="a value, or leave it out")
+            raise UserError(
+                f"{name} is {value!r}, which cannot be exported", where=where, fix="a printable value, or no entry"
+            )

@@ -1,7 +1,6 @@
-"""From what was asked for and what was given to the effective layout of one attempt.
+"""The effective layout of one attempt, from the frozen config and the allocated nodes and workers.
 
-The frozen config says ``dp: fill``; the allocation says how many nodes and workers there are. ``resolve_layout`` joins
-the two. It is torch-free, so that the submitter can refuse an impossible layout before a queue slot is taken.
+It imports no torch, so that the submission refuses an impossible layout before the job waits in a queue.
 """
 
 from __future__ import annotations
@@ -148,12 +147,16 @@ def resolve_layout(config: Config, nodes: int, workers_per_node: int) -> Layout:
     )
 
 
+def _divisors(number: int) -> str:
+    return " or ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
+
+
 def _tensor_parallel(strategy: StrategyConfig, workers_per_node: int) -> int:
     if strategy.tp < 1 or workers_per_node % strategy.tp:
         raise UserError(
-            f"tensor parallelism over {strategy.tp} ranks does not fit a node of {workers_per_node} workers",
+            f"strategy.tp={strategy.tp} does not divide the {workers_per_node} workers of a node",
             where="strategy.tp",
-            fix=f"a divisor of {workers_per_node}: tensor parallelism stays inside a node",
+            fix=f"strategy.tp={_divisors(workers_per_node)}: tensor parallelism stays inside a node",
         )
     return strategy.tp
 
@@ -167,12 +170,12 @@ def _pipeline(config: Config, nodes: int, columns: int, notes: list[str]) -> int
         pp = nodes if nodes > 1 else 2
         if columns % pp:
             notes.append(
-                f"{columns} ranks do not divide into {pp} pipeline ranks: 1 stage x {columns} replicas instead"
+                f"{pp} pipeline ranks do not divide {columns} ranks: {columns} replicas of 1 stage are used instead"
             )
             return 1
         return pp
     if not isinstance(strategy.pp, int) or strategy.pp < 1:
-        raise UserError(f"pp is {strategy.pp!r}", where="strategy.pp", fix="a number >= 1, auto or fill")
+        raise UserError(f"strategy.pp is {strategy.pp!r}", where="strategy.pp", fix="1 or more, auto, or fill")
     if strategy.pp > columns:
         raise UserError(
             f"{strategy.pp} pipeline ranks do not fit on {columns} workers",
@@ -183,7 +186,7 @@ def _pipeline(config: Config, nodes: int, columns: int, notes: list[str]) -> int
 
 
 def _fill_pipeline(config: Config, columns: int, notes: list[str]) -> int:
-    """``pp: fill`` makes stages of all ranks that dp and tp leave, as far as there are layers to cut."""
+    """``pp: fill`` uses all ranks that dp and tp leave, but no more than there are layers to cut."""
     strategy = config.strategy
     if not isinstance(strategy.dp, int):
         raise UserError(
@@ -193,7 +196,9 @@ def _fill_pipeline(config: Config, columns: int, notes: list[str]) -> int:
     layers = getattr(config.model, "n_layers", None)
     most = room if layers is None else max(1, layers // strategy.stages_per_rank)
     if most < room:
-        notes.append(f"{layers} layers make {most} pipeline ranks of {strategy.stages_per_rank} stages, not {room}")
+        notes.append(
+            f"{layers} layers suffice for {most} pipeline ranks of {strategy.stages_per_rank} stages, not for {room}"
+        )
     return min(room, most)
 
 
@@ -202,7 +207,7 @@ def _data_parallel(strategy: StrategyConfig, available: int, pp: int, tp: int) -
     if strategy.dp == "fill":
         return room
     if not isinstance(strategy.dp, int) or strategy.dp < 1:
-        raise UserError(f"dp is {strategy.dp!r}", where="strategy.dp", fix="a number >= 1, or fill")
+        raise UserError(f"strategy.dp is {strategy.dp!r}", where="strategy.dp", fix="1 or more, or fill")
     if strategy.dp > room:
         raise UserError(
             f"dp {strategy.dp} x pp {pp} x tp {tp} needs {strategy.dp * pp * tp} workers, {available} are there",
@@ -238,7 +243,7 @@ def _check_use(world_size: int, nodes: int, available: int, notes: list[str]) ->
         raise UserError(
             f"the layout uses {world_size} of {available} workers on {nodes} nodes",
             where="strategy",
-            fix="strategy.dp=fill, or fewer nodes: idle nodes would be paid for",
+            fix="strategy.dp=fill, or fewer nodes: idle nodes cost GPU-hours too",
         )
     notes.append(f"the layout uses {world_size} of {available} workers")
 
@@ -246,7 +251,7 @@ def _check_use(world_size: int, nodes: int, available: int, notes: list[str]) ->
 def _check_tensor_parallel(config: Config, asked: str, dp: int, tp: int) -> None:
     if tp > 1 and config.train.compile:
         raise UserError(
-            "compiled layers fail in the backward of tensor parallelism (torch 2.13)",
+            "compiled layers fail in the backward under tensor parallelism (torch 2.13)",
             where="train.compile, strategy.tp",
             fix="train.compile=false, or strategy.tp=1",
         )
@@ -358,7 +363,7 @@ def _micro_batches(config: Config, schedule: PipelineSchedule, dp: int, pp: int,
     batch = config.batch
     if batch.global_size < dp:
         raise UserError(
-            f"a global batch of {batch.global_size} leaves some of {dp} data-parallel ranks without a sample",
+            f"a global batch of {batch.global_size} samples leaves some of {dp} data-parallel ranks without one",
             where="batch.global_size",
             fix=f"batch.global_size={dp} or more, or fewer data-parallel ranks",
         )

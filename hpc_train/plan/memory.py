@@ -1,10 +1,8 @@
-"""How much memory each rank will need, and for what: an estimate from the config, before anything runs. No torch.
+"""An estimate of the memory of each rank, and the size of a model and its optimizer's state, from the config. No torch.
 
 Activations are counted for the built-in transformers as autograd keeps them (a test counts the bytes): a layer's normed
-inputs, projections, attention and feed-forward products. Not counted: the CUDA context (about half a GiB), what the
-allocator leaves unused, and buffers of collectives.
-
-How large a model and its optimizer's state are, counted from the config. No torch.
+inputs, projections, attention and feed-forward products. The estimate leaves out the CUDA context (about half a GiB),
+memory that the allocator keeps unused, and buffers of collectives.
 """
 
 from __future__ import annotations
@@ -46,10 +44,7 @@ class Memory:
 
 
 def estimate(config: Config, layout: Layout) -> Memory | None:
-    """Of the rank that needs most.
-
-    None for a custom model.
-    """
+    """Returns the memory of the rank that needs most, or None for a custom model."""
     if not isinstance(config.model, GPTConfig | ViTConfig):
         return None
     return max((_of_rank(config, layout, rank) for rank in range(layout.pp)), key=lambda memory: memory.total)
@@ -90,7 +85,7 @@ def _has_head(layout: Layout, pp_rank: int) -> bool:
 
 
 def _held_parameters(config: Config, layout: Layout, pp_rank: int) -> float:
-    """Of one rank's stages, before ZeRO."""
+    """Parameters of the stages of one rank, before they are sharded."""
     count, layer = parameter_count(config.model), _layer_parameters(config)
     assert count is not None
     outside = count - config.model.n_layers * layer  # stem and head
@@ -101,7 +96,7 @@ def _held_parameters(config: Config, layout: Layout, pp_rank: int) -> float:
 
 
 def _layer_parameters(config: Config) -> int:
-    """The difference that one layer makes."""
+    """The number of parameters of one layer."""
     from dataclasses import replace
 
     one, two = (parameter_count(replace(config.model, n_layers=number)) for number in (1, 2))
@@ -131,7 +126,7 @@ def _activations(config: Config, layout: Layout, pp_rank: int, narrow: int) -> f
 
 
 def _tokens(config: Config) -> int:
-    """Of one sample; 1024 where custom data does not say."""
+    """Tokens of one sample; 1024 if custom data does not state them."""
     model = config.model
     if isinstance(model, ViTConfig):
         return 1 + (model.image_size // model.patch_size) ** 2
@@ -139,7 +134,7 @@ def _tokens(config: Config) -> int:
 
 
 def _layer_bytes(config: Config, narrow: int) -> tuple[float, float]:
-    """Kept for the backward per token and layer: all of it, and with activation checkpointing."""
+    """Bytes kept for the backward per token and layer, without and with activation checkpointing."""
     model, dim = config.model, config.model.dim
     if isinstance(model, GPTConfig):
         key_value = dim // model.n_heads * model.n_kv_heads

@@ -1,4 +1,4 @@
-"""Blocks in a row, cut into pipeline stages so that the slowest stage is as fast as can be. Numbers only, no torch.
+"""Cuts a sequence of blocks into pipeline stages so that the slowest stage is as fast as possible. No torch.
 
 A block is the stem, a layer or the head. Every stage gets at least one, so the first may hold the stem alone and the
 last the head alone. Min-max partition of a sequence by dynamic programming over (stages, blocks).
@@ -17,7 +17,7 @@ _Price = Callable[[int, range], float | None]  # of a stage with these blocks; N
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a split promises for a step of forward and backward.
+    """The predicted time of a step of forward and backward.
 
     Attributes:
         stage_s: of each stage, for one micro-batch.

@@ -1,9 +1,4 @@
-"""All checks of a config before anything is submitted: allowed words, ranges, what does not go together, the layout.
-
-The rules are data where they can be; each message says what is wrong, where it was set and the fix.
-
-What saves memory, and what it does not go with.
-"""
+"""All checks of a config before a submission: allowed words, ranges, combinations of options, and the layout."""
 
 from __future__ import annotations
 
