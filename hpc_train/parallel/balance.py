@@ -61,7 +61,7 @@ class SplitPlan:
     reused: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """For the run directory and the event log."""
+        """Returns the plan as the run directory and the event log hold it."""
         return {
             "how": self.how,
             "layers": [len(held) for held in self.layers],

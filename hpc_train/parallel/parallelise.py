@@ -145,7 +145,7 @@ def compile_layers(model: nn.Module) -> None:
 
 
 def _in_turn(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """torch's own backend; one function for all layers, since another one would compile them again."""
+    """Compiles with torch's own backend. All layers use this function, since another one would compile them again."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # half a second, for those who compile
 
     def alone(*args: Any, **kwargs: Any) -> Any:

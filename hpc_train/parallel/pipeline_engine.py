@@ -39,7 +39,7 @@ from hpc_train.parallel.tensor import check_sequence
 
 @dataclass
 class _Loss:
-    """What the schedule calls for each micro-batch: scales the sum of losses and remembers it."""
+    """The loss function of the schedule: scales the sum of losses of a micro-batch and records it."""
 
     scale: float = 1.0
     loss_scale: Tensor | None = None
@@ -202,10 +202,10 @@ Sums = tuple[Tensor, Tensor, Tensor | None]  # of one micro-batch: losses, targe
 
 
 def forward_order(stages: Sequence[int], placement: Sequence[int], micro_batches: int) -> list[tuple[str, int, int]]:
-    """What a rank does in a forward pass: ``("receive" | "compute", stage, micro-batch)`` in the order of all ranks.
+    """Returns the actions of a rank in a forward pass, ``("receive" | "compute", stage, micro-batch)``, in order.
 
-    A receive is of the input of ``stage``; a compute is followed by sending its output to the next stage's rank. Both
-    stand where the message stands: the output of stage s for micro-batch m at (s + m, s).
+    A receive gets the input of ``stage``; a compute sends its output to the rank of the next stage. Both have the
+    position of their message in the order of all ranks: (s + m, s) for the output of stage s for micro-batch m.
 
     Args:
         stages: those of this rank.

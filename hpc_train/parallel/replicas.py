@@ -99,7 +99,7 @@ class AllReduceReplicas:
             self.reduction.begin(backwards, None if self.compression is None else self.compression.exchange(step))
 
     def rebucket(self, cap_mb: float) -> None:
-        """Between steps: buckets of another size."""
+        """Changes the size of the buckets. Call it between two steps."""
         if self.reduction is not None:
             self.reduction.rebucket(cap_mb)
 
@@ -138,7 +138,7 @@ class DDPReplicas:
         self._sync_always = self._strategy.static_graph
 
     def rebucket(self, cap_mb: float) -> None:
-        """Between steps: buckets of another size. The one before has to be gone by then, or both would reduce."""
+        """Changes the size of the buckets between two steps. The old wrapper is deleted first, or both would reduce."""
         del self._wrapped, self.module
         gc.collect()
         self._wrap(cap_mb)
@@ -256,7 +256,7 @@ def replicate(model: nn.Module, mesh: Mesh, strategy: StrategyConfig, bucket_cap
 
 @contextmanager
 def accumulating(model: DistributedDataParallel, last: bool) -> Iterator[None]:
-    """Around forward and backward of each micro-batch: gradients are reduced in the ``last`` one only.
+    """The context of forward and backward of a micro-batch: gradients are reduced in the ``last`` one only.
 
     Raises:
         UserError: a parameter was not used in the step before.
@@ -300,7 +300,7 @@ def finish_own_count(
 
 @torch.no_grad()
 def divide_by_count_(parameters: Iterable[nn.Parameter], mesh: Mesh, own_count: Tensor, target_count: int) -> None:
-    """From a gradient divided by ``target_count`` to one divided by ``own_count`` of all ranks. Collective.
+    """Divides gradients by ``own_count`` of all ranks in place of ``target_count``. Collective.
 
     Tensor-parallel ranks computed the same count, and only the first one's counts. Where it is zero, the sum of losses
     is left as it is.

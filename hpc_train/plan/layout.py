@@ -158,7 +158,7 @@ def _tensor_parallel(strategy: StrategyConfig, workers_per_node: int) -> int:
 
 
 def _pipeline(config: Config, nodes: int, columns: int, notes: list[str]) -> int:
-    """``pp: auto`` is one stage per node on several nodes, two stages on one, one where two do not divide."""
+    """Returns the pipeline ranks; ``auto`` is one per node on several nodes, else 2, and 1 if these do not divide."""
     strategy = config.strategy
     if strategy.pp == "fill":
         return _fill_pipeline(config, columns, notes)

@@ -95,7 +95,7 @@ def blocks_of(layers: Sequence[range]) -> tuple[range, ...]:
 def predict(
     seconds: Sequence[float], blocks: Sequence[range], placement: Sequence[int], micro_batches: int
 ) -> Prediction:
-    """Of a schedule without zero-bubble tricks, with messages that take no time.
+    """Predicts the step of a schedule that does not split the backward, with messages that take no time.
 
     The slowest rank works through all micro-batches; around its work the first has come through the other ranks' stages
     and the last has to go back through them, which v stages per rank make v times shorter. Equal stages give the known
