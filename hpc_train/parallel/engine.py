@@ -76,7 +76,7 @@ class Engine(Protocol):
         """Forward only, in evaluation mode, without gradients; works under every strategy."""
 
     def reduce(self, result: StepResult) -> StepNumbers:
-        """Returns the same numbers on every rank. Collective; the host waits here only, so call it at log steps only."""
+        """Returns the same numbers on every rank. Collective; call it at log steps only, since the host waits here."""
 
     def clip_grad_norm_(self, max_norm: float, loss_scale: Tensor | None = None) -> Tensor:
         """Divides the gradients by ``loss_scale`` and clips them to ``max_norm`` (0: no clipping).
