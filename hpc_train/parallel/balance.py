@@ -111,7 +111,7 @@ def _counted(model: Model, example: Batch) -> tuple[BlockCost, ...]:
     flops = model.block_flops(example.inputs)
     if flops is None:
         raise UserError(
-            f"{type(model).__name__} does not say how many operations its blocks take (block_flops)",
+            f"{type(model).__name__} does not count the operations of its blocks (block_flops)",
             where=_WHERE,
             fix="strategy.pp_split=measured, or one number of layers per stage",
         )
@@ -141,7 +141,7 @@ def _partition(config: Config, mesh: Mesh, blocks: Sequence[BlockCost]) -> tuple
         raise UserError(
             f"no split into {layout.stages} stages fits {(cap or 0) / 2**30:.1f} GiB for each stage",
             where=_WHERE,
-            fix="a smaller batch.micro_size, train.activation_checkpointing=full, or more stages (strategy.pp)",
+            fix="batch.micro_size smaller, train.activation_checkpointing=full, or more stages (strategy.pp)",
         )
     return layers_of(found)
 

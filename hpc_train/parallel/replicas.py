@@ -270,7 +270,7 @@ def accumulating(model: DistributedDataParallel, last: bool) -> Iterator[None]:
         raise UserError(
             "the model has parameters that its forward does not use: DDP waits for their gradients",
             where="strategy.static_graph",
-            fix="strategy.static_graph=true where every step leaves out the same ones, else "
+            fix="strategy.static_graph=true if every step leaves out the same ones, else "
             "strategy.data_parallel=allreduce",
         ) from error
 
