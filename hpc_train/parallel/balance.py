@@ -141,7 +141,7 @@ def _partition(config: Config, mesh: Mesh, blocks: Sequence[BlockCost]) -> tuple
         raise UserError(
             f"no split into {layout.stages} stages fits {(cap or 0) / 2**30:.1f} GiB for each stage",
             where=_WHERE,
-            fix="batch.micro_size smaller, train.activation_checkpointing=full, or more stages (strategy.pp)",
+            fix="a smaller batch.micro_size, train.activation_checkpointing=full, or more stages (strategy.pp)",
         )
     return layers_of(found)
 

@@ -66,10 +66,34 @@ class Replicas(Protocol):
         """Called after forwards without a backward."""
 
 
-class AllReduceReplicas:
-    """The kind ``allreduce``: our buckets are summed during the last backward. A single rank has nothing to sum."""
+class LocalReplicas:
+    """Gradients that nothing sums over the data axis here: of a single rank, or under ``train.reproducible``."""
 
     loss_factor = 1
+    compression: Compression | None = None
+
+    def __init__(self, module: nn.Module, mesh: Mesh, strategy: StrategyConfig, **_: object) -> None:
+        self.module = module
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+    def begin(self, step: int, backwards: int) -> None:
+        pass
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def backward_done(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        sum_partial_gradients(self._parameters)
+
+    def evaluated(self) -> None:
+        pass
+
+
+class AllReduceReplicas(LocalReplicas):
+    """The kind ``allreduce``: buckets of gradients are summed during the last backward, compressed or not."""
 
     def __init__(
         self,
@@ -81,43 +105,26 @@ class AllReduceReplicas:
         turns: SendOrder,
         own_count: bool,
     ) -> None:
-        self.module = module
+        super().__init__(module, mesh, strategy)
         named = {canonical_name(raw): p for raw, p in module.named_parameters() if p.requires_grad}
-        self._parameters = list(named.values())
-        layout, group = mesh.layout, mesh.group("dp")
-        self.reduction: GradientReduction | None = None
-        self.compression: Compression | None = None
-        if layout.dp > 1:
-            compresses = strategy.compression != "none"
-            waits = compresses and own_count  # for the division, which comes before the compression
-            self.reduction = GradientReduction(self._parameters, group, first_cap(strategy), None if waits else turns)
-            if compresses:
-                self.compression = Compression(strategy, named, group, tied, cut=layout.pp > 1)
+        group, compresses = mesh.group("dp"), strategy.compression != "none"
+        waits = compresses and own_count  # for the division, which comes before the compression
+        self.reduction = GradientReduction(named.values(), group, first_cap(strategy), None if waits else turns)
+        if compresses:
+            self.compression = Compression(strategy, named, group, tied, cut=mesh.layout.pp > 1)
 
     def begin(self, step: int, backwards: int) -> None:
-        if self.reduction is not None:
-            self.reduction.begin(backwards, None if self.compression is None else self.compression.exchange(step))
+        self.reduction.begin(backwards, None if self.compression is None else self.compression.exchange(step))
 
     def rebucket(self, cap_mb: float) -> None:
         """Changes the size of the buckets. Call it between two steps."""
-        if self.reduction is not None:
-            self.reduction.rebucket(cap_mb)
-
-    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        return nullcontext()
+        self.reduction.rebucket(cap_mb)
 
     def backward_done(self) -> None:
-        if self.reduction is not None:
-            self.reduction.backward_done()
+        self.reduction.backward_done()
 
     def finish(self) -> None:
-        if self.reduction is not None:
-            self.reduction.reduce()
-        else:
-            sum_partial_gradients(self._parameters)
-
-    def evaluated(self) -> None:
-        pass
+        self.reduction.reduce()
 
 
 class DDPReplicas:
@@ -205,7 +212,7 @@ def make_replicas(
     """
     layout, turns = mesh.layout, [] if turns is None else turns
     kind = layout.kind
-    served = replica_class(layout) if layout.dp > 1 else AllReduceReplicas
+    served = replica_class(layout) if layout.dp > 1 else LocalReplicas
     replicas: Any = served(module, mesh, strategy, tied=tied, turns=turns, own_count=own_count)
     searches = strategy.bucket_cap_mb == "auto" and layout.dp > 1 and kind.bucket_search != "never"
     return SearchedReplicas(replicas, mesh, tell) if searches else replicas
