@@ -39,7 +39,7 @@ def apply(model: nn.Module, mode: str) -> None:
         return
     if not isinstance(model, Model):
         raise UserError(
-            "the model has no layers that are known, so none can be checkpointed",
+            "activation checkpointing needs the layers of the model, and this model has no stem, layers and head",
             where=KEY,
             fix="none, or a model with stem, layers and head (hpc_train.models.model.Model)",
         )

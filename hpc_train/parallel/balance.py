@@ -1,13 +1,10 @@
-"""``strategy.pp_split=flops|measured``: the layers of each stage follow from what the blocks cost.
+"""``strategy.pp_split=flops|measured``: chooses the layers of each stage by the cost of the stem, layers and head.
 
-Found once, written to ``pp_split.json`` in the run directory, and taken from there by every later attempt that has as
-many stages. Names of parameters are global, so a checkpoint of any split fits any other.
+The first attempt writes the split to ``pp_split.json`` in the run directory, and later attempts with as many stages
+reuse it. Names of parameters are global, so a checkpoint of any split fits any other.
 
-What each block of a model costs, measured: time and memory of the stem, every layer and the head, one by one.
-
-The work is shared: in each round every column of ranks (a column is one rank, or the ranks of one tensor-parallel
-group) measures another block, all at the same time, as in training. A block is built, filled and dropped again, so the
-whole model never exists.
+Measurements are shared: in each round every column of ranks (one rank, or the ranks of one tensor-parallel group)
+measures another block at the same time. A block is built, initialised and dropped, so the whole model never exists.
 """
 
 from __future__ import annotations
@@ -65,7 +62,7 @@ class SplitPlan:
     reused: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """For the run directory and the event log."""
+        """Returns the plan as the run directory and the event log hold it."""
         return {
             "how": self.how,
             "layers": [len(held) for held in self.layers],
@@ -115,7 +112,7 @@ def _counted(model: Model, example: Batch) -> tuple[BlockCost, ...]:
     flops = model.block_flops(example.inputs)
     if flops is None:
         raise UserError(
-            f"{type(model).__name__} does not say how many operations its blocks take (block_flops)",
+            f"{type(model).__name__} does not count the operations of its blocks (block_flops)",
             where=_WHERE,
             fix="strategy.pp_split=measured, or one number of layers per stage",
         )

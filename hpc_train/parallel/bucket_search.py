@@ -1,6 +1,6 @@
-"""``strategy.bucket_cap_mb=auto``: sizes of gradient buckets, each for some of the first steps; the fastest is kept.
+"""``strategy.bucket_cap_mb=auto``: tries sizes of gradient buckets in the first steps and keeps the fastest.
 
-Whatever the size, the gradients are the same sums: the steps of the search are steps of the training.
+The gradients are the same sums with every size, so the steps of the search are steps of the training.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_STEPS = WARM_UP + len(SIZES_MB) * (WARM_UP + COUNTED)
 
 @dataclass(frozen=True)
 class BucketChoice:
-    """``seconds``: of forward, backward and reduction by size, the median over steps of the slowest rank."""
+    """The chosen size; ``seconds`` maps each size to the median time of a step on the slowest rank."""
 
     cap_mb: float
     seconds: Mapping[float, float]
@@ -73,7 +73,7 @@ def first_cap(strategy: StrategyConfig) -> float:
 
 
 class SearchedReplicas:
-    """``replicas`` with one size after the other, and in the end the fastest; the same on all ranks at every step.
+    """Runs ``replicas`` with one bucket size after the other, then with the fastest. All ranks use the same size.
 
     Args:
         tell: called on every rank, once.

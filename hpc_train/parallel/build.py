@@ -1,4 +1,4 @@
-"""From a config and a mesh to the engine that trains it."""
+"""Builds the engine that trains a config on a mesh."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
-"""The contract between the trainer and whatever computes gradients.
+"""The interface between the trainer and the engines that compute gradients, the numbers of a step, and their seeds.
 
-From the sums on each rank to the numbers of a step: the one place where the host waits for the device.
-
-Random numbers of the training step (dropout) as a function of where and when, not of what came before.
-
-Seeded anew before each step, so a resumed run draws what it would have drawn, and no generator state is saved.
+Random numbers (dropout) are seeded before each step, so a resumed run draws the same ones and saves no generator state.
 """
 
 from __future__ import annotations
@@ -59,7 +55,7 @@ class Engine(Protocol):
         """Canonical global name -> persistent buffer, of this rank."""
 
     def compressions(self) -> tuple[Compression, ...]:
-        """What compresses the gradients of this rank, and what it carries from step to step; of each part one."""
+        """The compression of the gradients of each part of this rank."""
 
     def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
         """Forward and backward over all micro-batches.
@@ -70,14 +66,17 @@ class Engine(Protocol):
         """
 
     def commit(self, finite: Tensor) -> None:
-        """After a training step: what compression carries to the next one changes where the gradients of all ranks
-        were ``finite``, a scalar bool on the device."""
+        """Updates the state of compression after a training step, if the gradients of all ranks were ``finite``.
+
+        Args:
+            finite: a scalar bool on the device.
+        """
 
     def eval_step(self, batch: StepBatch) -> StepResult:
         """Forward only, in evaluation mode, without gradients; works under every strategy."""
 
     def reduce(self, result: StepResult) -> StepNumbers:
-        """The same numbers on every rank. Collective, and the only place where the host waits: at log steps only."""
+        """Returns the same numbers on every rank. Collective; call it at log steps only, since the host waits here."""
 
     def clip_grad_norm_(self, max_norm: float, loss_scale: Tensor | None = None) -> Tensor:
         """Divides the gradients by ``loss_scale`` and clips them to ``max_norm`` (0: no clipping).
@@ -88,7 +87,7 @@ class Engine(Protocol):
 
 
 class WrappedEngine:
-    """``engine`` as it is: what looks at some of its calls overrides those."""
+    """Forwards every call to ``engine``; subclasses override the calls that they observe."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -1,6 +1,6 @@
 """ZeRO through FSDP2 (``fully_shard``): what each stage keeps sharded over the ``dp_shard`` ranks, and when.
 
-The optimizer state is sharded under all of them. Besides:
+All of them shard the optimizer state. They differ in gradients and parameters:
 
 zero1: gradients accumulate whole and are reduce-scattered once, after the last micro-batch; parameters are whole from
     the first forward of a step to its last backward.

@@ -55,7 +55,7 @@ def clip_(
 
 
 def _holders(parameter: nn.Parameter, mesh: Mesh) -> int:
-    """How many ranks of this pipeline stage hold the same elements of ``parameter``."""
+    """Returns the number of ranks of this pipeline stage that hold the same elements of ``parameter``."""
     ranks = mesh.layout.dp * mesh.layout.tp
     if not isinstance(parameter, DTensor):
         return ranks
@@ -84,7 +84,7 @@ def _global_norm(counted: Mapping[float, list[Tensor]], inverse_scale: Tensor | 
 
 
 def _factor(norm: Tensor, max_norm: float, inverse_scale: Tensor | None) -> Tensor | None:
-    """As torch: max_norm / (norm + 1e-6), at most 1."""
+    """Returns the factor that torch uses: max_norm / (norm + 1e-6), at most 1."""
     if max_norm <= 0:
         return inverse_scale
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

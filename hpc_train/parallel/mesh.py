@@ -1,7 +1,4 @@
-"""Who stands where: the ranks of an attempt as a mesh with the axes pp, dp_replicate, dp_shard and tp.
-
-Collectives on one tensor that holds the parts of all ranks, under the names of torch 2.13 or those before.
-"""
+"""The ranks of an attempt as a device mesh with the axes pp, dp_replicate, dp_shard and tp."""
 
 from __future__ import annotations
 
@@ -69,5 +66,6 @@ def join_mesh(layout: Layout, rank: int, device: torch.device, timeout: timedelt
     return mesh
 
 
+# torch 2.13 renamed these collectives.
 all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

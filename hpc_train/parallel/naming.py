@@ -1,7 +1,4 @@
-"""Canonical names: what a parameter is called, whatever wraps the module that holds it.
-
-Parameters that two modules share (tied embeddings) and that must still be shared after each was replaced.
-"""
+"""Canonical names of parameters, without the names of wrappers, and parameters that two modules share."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")  # DDP, torc
 
 
 def canonical_name(raw: str) -> str:
-    """``layers.0._checkpoint_wrapped_module.norm.weight`` -> ``layers.0.norm.weight``.
+    """Returns ``layers.0.norm.weight`` for ``layers.0._checkpoint_wrapped_module.norm.weight``.
 
     DDP's ``module.`` is taken off the front only: a user's model may have a part of that name.
     """

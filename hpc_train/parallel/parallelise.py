@@ -1,21 +1,7 @@
-"""From a model to what a rank computes with: split, wrapped, sharded and filled, in the only order that works.
+"""Splits, wraps, compiles, shards and initialises a model, in the only order that works.
 
-Gives memory and values to a model that was built on ``meta``, cut and sharded.
-
-Each parameter is filled from its own generator, seeded by (seed, canonical name), so the weights are the same under
-every layout. A rank never holds more than one full parameter beside its own shards.
-
-The loss in chunks of the sequence, so that the logits of a large vocabulary never exist whole.
-
-A micro-batch's logits take ``micro x sequence x vocabulary`` numbers, and as many again for their gradient: with 128 k
-token ids far more than a layer's activations. In N chunks it is 1/N of that, for one more product with the output
-matrix (each chunk is computed again in the backward).
-
-torch.compile per layer: equal layers are compiled once, and names stay as they are.
-
-The ranks of a node compile the same graphs. They share the compiler's cache on disk (``TORCHINDUCTOR_CACHE_DIR``, which
-on Slurm is node-local) and take turns: the first compiles a graph, and the others find it there. Graphs of GPUs name
-their device, so there only the kernels of Triton are found, not the whole graph.
+Each parameter is initialised from its own generator, seeded by (seed, canonical name), so the weights are the same
+under every layout. A rank never holds more than one full parameter besides its own shards.
 """
 
 from __future__ import annotations
@@ -72,7 +58,7 @@ def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
 
 
 def split_and_wrap(config: Config, mesh: Mesh, model: Model | WrappedModel) -> None:
-    """What decides how ``model`` computes, in place: all but the sharding of its state."""
+    """Applies, in place, everything that changes how ``model`` computes; its state is not sharded."""
     if mesh.layout.tp > 1 and isinstance(model, Model):
         apply_tensor_parallel(model, mesh.device_mesh["tp"])
     apply_chunked_loss(model, config.train.loss_chunks)
@@ -136,23 +122,30 @@ def _fill(model: Model, name: str, parameter: Tensor, seed: int, device: torch.d
 
 
 def apply_chunked_loss(model: nn.Module, chunks: int) -> None:
-    """Tells the head of ``model`` (whole or a stage, already split by tensor parallelism), where there is one."""
+    """Computes the loss of ``model`` (whole or a stage, already split by tensor parallelism) in chunks of the sequence.
+
+    The logits of a micro-batch take ``micro x sequence x vocabulary`` numbers, and their gradient as many. N chunks
+    need 1/N of that, for one more product with the output matrix, because the backward computes each chunk again.
+    """
     head = model.head if isinstance(model, Model) else None
     if isinstance(model, Model) and isinstance(head, CrossEntropyHead):
         head.chunks, head.sequence_shards = chunks, model.sequence_shards
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compiles each layer of ``model`` in place, or the whole model where it has no ``layers``.
+    """Compiles each layer of ``model`` in place, or the whole model if it has no ``layers``.
 
-    After activation checkpointing is applied and before the model is sharded.
+    Call it after activation checkpointing is applied and before the model is sharded. Equal layers are compiled once.
+    The ranks of a node share the compiler's cache on disk (``TORCHINDUCTOR_CACHE_DIR``, node-local on Slurm) and
+    compile one after the other, so that the first one compiles a graph and the others load it. Graphs of GPUs contain
+    their device, so there only Triton's kernels are shared.
     """
     for module in model.layers.values() if isinstance(model, Model) else (model,):
         module.compile(backend=_in_turn)
 
 
 def _in_turn(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """torch's own backend; one function for all layers, since another one would compile them again."""
+    """Compiles with torch's own backend. All layers use this function, since another one would compile them again."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # half a second, for those who compile
 
     def alone(*args: Any, **kwargs: Any) -> Any:

@@ -1,14 +1,12 @@
-"""The engine of a model in pipeline stages: a schedule of torch's, with any data parallelism that goes with it.
+"""The engine that trains a model in pipeline stages with one of torch's schedules, and evaluates it.
 
-Every rank of a pipeline reads the same batch: the first stage takes the inputs, the last the targets. The loss is
-computed inside the last stage's forward, so that the hooks of FSDP and DDP see one module from inputs to loss.
+Every rank of a pipeline reads the same batch: the first stage uses the inputs, the last one the targets. The last
+stage's forward computes the loss, so that the hooks of FSDP and DDP see one module from inputs to loss.
 
-The forward pass of a pipeline, for evaluation: our own, because torch's fails for schedules placed in a V.
-
-Stage s computes micro-batch m in tick s + m, so all stages work at once. Every message has a place in one order that
-holds on all ranks, (tick, stage), and each rank issues its sends and receives in that order: of the messages that are
-not through, the first in order has both its ends waiting for nothing else, so there is no deadlock, whatever the
-placement and even where a send waits for its receive.
+Evaluation has a forward pass of its own, because torch's fails for stages placed in a V. Stage s computes micro-batch m
+in tick s + m, so all stages work at once. All messages are in one order, (tick, stage), that holds on all ranks, and
+each rank issues its sends and receives in that order: of the messages that are not complete, both ends of the first
+wait for nothing else. So there is no deadlock, whatever the placement, even where a send waits for its receive.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from hpc_train.parallel.tensor import check_sequence
 
 @dataclass
 class _Loss:
-    """What the schedule calls for each micro-batch: scales the sum of losses and remembers it."""
+    """The loss function of the schedule: scales the sum of losses of a micro-batch and records it."""
 
     scale: float = 1.0
     loss_scale: Tensor | None = None
@@ -204,10 +202,10 @@ Sums = tuple[Tensor, Tensor, Tensor | None]  # of one micro-batch: losses, targe
 
 
 def forward_order(stages: Sequence[int], placement: Sequence[int], micro_batches: int) -> list[tuple[str, int, int]]:
-    """What a rank does in a forward pass: ``("receive" | "compute", stage, micro-batch)`` in the order of all ranks.
+    """Returns the actions of a rank in a forward pass, ``("receive" | "compute", stage, micro-batch)``, in order.
 
-    A receive is of the input of ``stage``; a compute is followed by sending its output to the next stage's rank. Both
-    stand where the message stands: the output of stage s for micro-batch m at (s + m, s).
+    A receive gets the input of ``stage``; a compute sends its output to the rank of the next stage. Both have the
+    position of their message in the order of all ranks: (s + m, s) for the output of stage s for micro-batch m.
 
     Args:
         stages: those of this rank.

@@ -18,22 +18,22 @@ COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def parameter_dtype(name: str) -> torch.dtype:
-    """Of parameters, gradients and optimizer state under precision ``name``."""
+    """Returns the type of parameters, gradients and optimizer state under precision ``name``."""
     return torch.float64 if name == "fp64" else torch.float32
 
 
 def compute_dtype(name: str) -> torch.dtype | None:
-    """What autocast casts to; None where nothing is cast."""
+    """Returns the type to which autocast casts, or None without autocast."""
     return COMPUTE_DTYPES.get(name)
 
 
 def autocast(name: str, device: torch.device) -> AbstractContextManager[object]:
-    """The context of a forward pass under precision ``name``."""
+    """Returns the context of a forward pass under precision ``name``."""
     dtype = compute_dtype(name)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
 def travelling_dtype(layout: Layout, precision: str) -> torch.dtype:
-    """Of hidden states between stages: FSDP gathers parameters in the compute type, autocast alone keeps them wide."""
+    """Returns the type of hidden states between stages: the compute type if the kind casts parameters, else theirs."""
     casts = layout.dp > 1 and layout.kind.casts_parameters
     return (compute_dtype(precision) if casts else None) or parameter_dtype(precision)

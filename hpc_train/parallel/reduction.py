@@ -1,9 +1,8 @@
-"""Our own reduction of gradients over the data axis, during the backward of the last micro-batch and after it.
+"""The reduction of the kind ``allreduce``: sums gradients over the data axis during the last backward and after it.
 
-A bucket is sent once every backward of the step has added to all of its gradients, while the backward goes on with
-earlier layers, or the pipeline with other stages of the rank. It does not rely on autograd's hooks, which a schedule
-that splits the backward passes by: then the buckets of a stage are sent after its last backward, and those of which
-nobody knows at the end. So it is right for every schedule.
+A bucket is sent as soon as every backward of the step has added to all of its gradients, while the backward computes
+earlier layers or the pipeline computes other stages of the rank. A schedule that splits the backward does not run
+autograd's hooks; then the buckets of a stage are sent after its last backward, and the rest at the end of the step.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class GradientReduction:
             turns.append(self)
 
     def rebucket(self, cap_mb: float) -> None:
-        """Between steps: buckets of another size."""
+        """Changes the size of the buckets. Call it between two steps."""
         self._buckets = _plan(self._parameters, int(cap_mb * 2**20))
         self._to_come: list[dict[nn.Parameter, int]] = [{} for _ in self._buckets]  # backwards that have not added yet
         self._backwards = 0  # that are not through
@@ -68,14 +67,14 @@ class GradientReduction:
         ]
 
     def begin(self, backwards: int, exchange: Exchange | None = None) -> None:
-        """Before the backwards of a step, which sums its buckets by ``exchange``; densely without it."""
+        """Prepares a step of ``backwards`` backwards that sums its buckets by ``exchange``, or densely without one."""
         self.sent = 0
         self._exchange = exchange or self._dense
         self._backwards = backwards
         self._to_come = [dict.fromkeys(bucket, backwards) for bucket in self._buckets]
 
     def backward_done(self) -> None:
-        """After a backward that has added all its gradients, by hooks or without: all buckets may go after the last."""
+        """Counts a backward that has added all its gradients; after the last one of the step all buckets are sent."""
         self._backwards -= 1
         if self._backwards == 0:
             for to_come in self._to_come:

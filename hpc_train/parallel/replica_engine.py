@@ -1,7 +1,4 @@
-"""The engine of everything that is not cut into pipeline stages: each rank runs all layers.
-
-Single, DDP, our own reduction, ZeRO 1 to 3, HSDP, and tensor parallelism with any of them but DDP.
-"""
+"""The engine of a model that is not cut into pipeline stages: each rank runs all layers, with any kind of replicas."""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
-"""How the data-parallel ranks of one model are kept in step: one class per way, behind one small interface.
+"""The classes that synchronise the gradients of data-parallel ranks, one per data-parallel kind, behind one interface.
 
-Replicas kept in step by DistributedDataParallel: gradients are all-reduced in buckets during the last backward.
-
-Losses with a count of their own: how their gradients come to be divided by it.
-
-The backward divides by the number of targets in the data, which is known before the step. What the loss counts
-(samples, weights, elements) is known only after the last forward, so the gradients are multiplied by the ratio of the
-two afterwards, once. It is one all-reduce of a scalar and one pass over the gradients, and the host waits for nothing.
+The backward divides by the number of targets in the data, which is known before the step. A loss that returns a count
+of its own (samples, weights, elements) knows it only after the last forward, so ``finish_own_count`` multiplies the
+gradients by the ratio of the two once: one all-reduce of a scalar and one pass over the gradients.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ from hpc_train.plan.layout import Layout
 
 
 class Replicas(Protocol):
-    """What the engine asks of data parallelism.
+    """The interface through which an engine synchronises gradients.
 
     Attributes:
         module: what a training forward is called on.
@@ -55,25 +51,49 @@ class Replicas(Protocol):
     def compression(self) -> Compression | None: ...
 
     def begin(self, step: int, backwards: int) -> None:
-        """Before a step of so many backwards."""
+        """Called before a step with so many backwards."""
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of one micro-batch."""
+        """The context of the forward and backward of one micro-batch."""
 
     def backward_done(self) -> None:
-        """After a backward of a pipeline stage has added all its gradients."""
+        """Called when a backward of a pipeline stage has added all its gradients."""
 
     def finish(self) -> None:
-        """After the last backward: the gradients are those of the global batch."""
+        """Called after the last backward; afterwards the gradients are those of the global batch."""
 
     def evaluated(self) -> None:
-        """After forwards without a backward."""
+        """Called after forwards without a backward."""
 
 
-class AllReduceReplicas:
-    """Bare modules whose gradients we sum ourselves, during the last backward; also a single rank."""
+class LocalReplicas:
+    """Gradients that nothing sums over the data axis here: of a single rank, or under ``train.reproducible``."""
 
     loss_factor = 1
+    compression: Compression | None = None
+
+    def __init__(self, module: nn.Module, mesh: Mesh, strategy: StrategyConfig, **_: object) -> None:
+        self.module = module
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+    def begin(self, step: int, backwards: int) -> None:
+        pass
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def backward_done(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        sum_partial_gradients(self._parameters)
+
+    def evaluated(self) -> None:
+        pass
+
+
+class AllReduceReplicas(LocalReplicas):
+    """The kind ``allreduce``: buckets of gradients are summed during the last backward, compressed or not."""
 
     def __init__(
         self,
@@ -85,47 +105,30 @@ class AllReduceReplicas:
         turns: SendOrder,
         own_count: bool,
     ) -> None:
-        self.module = module
+        super().__init__(module, mesh, strategy)
         named = {canonical_name(raw): p for raw, p in module.named_parameters() if p.requires_grad}
-        self._parameters = list(named.values())
-        layout, group = mesh.layout, mesh.group("dp")
-        self.reduction: GradientReduction | None = None
-        self.compression: Compression | None = None
-        if layout.dp > 1:
-            compresses = strategy.compression != "none"
-            waits = compresses and own_count  # for the division, which comes before the compression
-            self.reduction = GradientReduction(self._parameters, group, first_cap(strategy), None if waits else turns)
-            if compresses:
-                self.compression = Compression(strategy, named, group, tied, cut=layout.pp > 1)
+        group, compresses = mesh.group("dp"), strategy.compression != "none"
+        waits = compresses and own_count  # for the division, which comes before the compression
+        self.reduction = GradientReduction(named.values(), group, first_cap(strategy), None if waits else turns)
+        if compresses:
+            self.compression = Compression(strategy, named, group, tied, cut=mesh.layout.pp > 1)
 
     def begin(self, step: int, backwards: int) -> None:
-        if self.reduction is not None:
-            self.reduction.begin(backwards, None if self.compression is None else self.compression.exchange(step))
+        self.reduction.begin(backwards, None if self.compression is None else self.compression.exchange(step))
 
     def rebucket(self, cap_mb: float) -> None:
-        """Between steps: buckets of another size."""
-        if self.reduction is not None:
-            self.reduction.rebucket(cap_mb)
-
-    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        return nullcontext()
+        """Changes the size of the buckets. Call it between two steps."""
+        self.reduction.rebucket(cap_mb)
 
     def backward_done(self) -> None:
-        if self.reduction is not None:
-            self.reduction.backward_done()
+        self.reduction.backward_done()
 
     def finish(self) -> None:
-        if self.reduction is not None:
-            self.reduction.reduce()
-        else:
-            sum_partial_gradients(self._parameters)
-
-    def evaluated(self) -> None:
-        pass
+        self.reduction.reduce()
 
 
 class DDPReplicas:
-    """DistributedDataParallel."""
+    """The kind ``ddp``: DistributedDataParallel all-reduces buckets of gradients during the last backward."""
 
     compression: Compression | None = None
 
@@ -142,7 +145,7 @@ class DDPReplicas:
         self._sync_always = self._strategy.static_graph
 
     def rebucket(self, cap_mb: float) -> None:
-        """Between steps: buckets of another size. The one before has to be gone by then, or both would reduce."""
+        """Changes the size of the buckets between two steps. The old wrapper is deleted first, or both would reduce."""
         del self._wrapped, self.module
         gc.collect()
         self._wrap(cap_mb)
@@ -164,7 +167,7 @@ class DDPReplicas:
 
 
 class Sharded:
-    """ZeRO; ``module`` was sharded before it got its values."""
+    """The kinds ``zero1``, ``zero2`` and ``zero3``; ``module`` was sharded before it got its values."""
 
     compression: Compression | None = None
 
@@ -199,7 +202,7 @@ def make_replicas(
     turns: SendOrder | None = None,
     own_count: bool = False,
 ) -> Replicas:
-    """``module`` holds its values, and is sharded where the strategy says so.
+    """Builds the replicas of ``module``, which holds its values and is sharded if its kind shards.
 
     Args:
         tied: alias -> canonical name.
@@ -209,7 +212,7 @@ def make_replicas(
     """
     layout, turns = mesh.layout, [] if turns is None else turns
     kind = layout.kind
-    served = replica_class(layout) if layout.dp > 1 else AllReduceReplicas
+    served = replica_class(layout) if layout.dp > 1 else LocalReplicas
     replicas: Any = served(module, mesh, strategy, tied=tied, turns=turns, own_count=own_count)
     searches = strategy.bucket_cap_mb == "auto" and layout.dp > 1 and kind.bucket_search != "never"
     return SearchedReplicas(replicas, mesh, tell) if searches else replicas
@@ -260,7 +263,7 @@ def replicate(model: nn.Module, mesh: Mesh, strategy: StrategyConfig, bucket_cap
 
 @contextmanager
 def accumulating(model: DistributedDataParallel, last: bool) -> Iterator[None]:
-    """Around forward and backward of each micro-batch: gradients are reduced in the ``last`` one only.
+    """The context of forward and backward of a micro-batch: gradients are reduced in the ``last`` one only.
 
     Raises:
         UserError: a parameter was not used in the step before.
@@ -274,7 +277,7 @@ def accumulating(model: DistributedDataParallel, last: bool) -> Iterator[None]:
         raise UserError(
             "the model has parameters that its forward does not use: DDP waits for their gradients",
             where="strategy.static_graph",
-            fix="strategy.static_graph=true where every step leaves out the same ones, else "
+            fix="strategy.static_graph=true if every step leaves out the same ones, else "
             "strategy.data_parallel=allreduce",
         ) from error
 
@@ -304,7 +307,7 @@ def finish_own_count(
 
 @torch.no_grad()
 def divide_by_count_(parameters: Iterable[nn.Parameter], mesh: Mesh, own_count: Tensor, target_count: int) -> None:
-    """From a gradient divided by ``target_count`` to one divided by ``own_count`` of all ranks. Collective.
+    """Divides gradients by ``own_count`` of all ranks in place of ``target_count``. Collective.
 
     Tensor-parallel ranks computed the same count, and only the first one's counts. Where it is zero, the sum of losses
     is left as it is.

@@ -49,7 +49,7 @@ class ReproducibleEngine(ReplicaEngine):
     def __init__(self, config: Config, mesh: Mesh, model: Model | WrappedModel) -> None:
         if batch_statistics.has_batch_statistics(model):
             raise UserError(
-                "the model normalises by batch statistics, which are kept in the order of the ranks",
+                "batch statistics depend on how many ranks share the batch, so the bits of the weights would too",
                 where="train.reproducible, model",
                 fix="train.reproducible=null, or a model without BatchNorm",
             )

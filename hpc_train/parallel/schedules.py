@@ -1,7 +1,6 @@
-"""Pipeline schedules by name, over stages whose shapes are known before the first micro-batch.
+"""torch's pipeline schedules, over stages that know the shapes of their messages before the first micro-batch.
 
-torch learns shapes that it is not told by one real forward and backward pass, which layers with running statistics
-count as a step. Here a stage is told what it receives and sends.
+Without these shapes torch runs an extra forward and backward pass, which changes running statistics.
 """
 
 from __future__ import annotations
@@ -53,12 +52,12 @@ class Part:
         return (micro, tokens // self.model.sequence_shards, *rest)
 
     def forward(self, hidden: Tensor, context: Mapping[str, Tensor], targets: Tensor | None = None) -> Any:
-        """``model`` under autocast, past DDP: for a pass without a backward."""
+        """Calls ``model`` under autocast and without DDP, for a pass without a backward."""
         with autocast(self.precision, hidden.device):
             return self.leave(self.model(hidden, context=context, targets=targets))
 
     def leave(self, output: Any) -> Any:
-        """Hidden states as they travel, in exactly the type that the next stage expects; sums as they are."""
+        """Casts hidden states to the type that the next stage expects, and returns sums unchanged."""
         return output.to(self.dtype).contiguous() if isinstance(output, Tensor) else output
 
 
@@ -100,7 +99,7 @@ class _Stage(PipelineStage):
 
 
 def _sums_on_meta() -> tuple[Tensor, Tensor]:
-    """What the last stage returns: the sum of losses and the number of targets."""
+    """Returns the shapes of the last stage's output: the sum of losses and the number of targets."""
     return torch.empty(1, device="meta", requires_grad=True), torch.empty(1, device="meta", dtype=torch.int64)
 
 
@@ -170,7 +169,7 @@ Action = tuple[str, int]  # FORWARD, FULL_BACKWARD, BACKWARD_INPUT or BACKWARD_W
 
 
 def recorded_actions(layout: Layout) -> list[list[Action]]:
-    """What each rank of a pipeline does in one step, in order, as torch's schedule of ``layout`` plans it."""
+    """Returns the actions of each rank in one step, in order, as torch's schedule of ``layout`` plans them."""
     kind, stages = schedule_class(layout), layout.stages
     planned = [_planned_stage(stage, layout) for stage in range(stages) if layout.placement[stage] == 0]
     single = issubclass(kind, PipelineScheduleSingle)
@@ -189,7 +188,7 @@ def recorded_actions(layout: Layout) -> list[list[Action]]:
 
 
 def _planned_stage(stage: int, layout: Layout) -> Any:
-    """What torch's schedules read of a stage when they plan a step."""
+    """Returns an object with the attributes that torch's schedules read from a stage to plan a step."""
     return SimpleNamespace(
         stage_index=stage,
         num_stages=layout.stages,

@@ -1,6 +1,4 @@
-"""Cutting a model into pipeline stages: which layers and parts a stage holds.
-
-Tied weights across pipeline stages: each stage that uses one has a copy, and the copies stay the same numbers.
+"""Cuts a model into pipeline stages, and keeps the copies of a tied weight on several stages equal.
 
 Copies on several ranks add up their gradients, so that equal optimizers take equal steps. Of copies on one rank (the
 first and the last stage of ZBV) only the first is trained, and the others are overwritten from it before each step.
@@ -112,14 +110,14 @@ class TiedWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Before a forward: gives the copies on this rank that are not trained the values of the one that is."""
+        """Copies the trained value to the other copies on this rank. Call it before a forward."""
         for tie in self._ties:
             for other in tie.others:
                 _local(other).copy_(_local(tie.kept))
 
     @torch.no_grad()
     def add_gradients(self) -> None:
-        """After the backward and the reduction over dp: every copy's gradient becomes the sum over all copies."""
+        """Sums the gradients of all copies into each. Call it after the backward and the reduction over dp."""
         for tie in self._ties:
             gradient = local_gradient(tie.kept)
             for other in tie.others:

@@ -35,7 +35,7 @@ def check_compression(config: Config, kind: DataParallelKind, tp: int) -> None:
 
 
 def _check_carried(config: Config, tp: int) -> None:
-    """For techniques that carry what they did not send to the next step."""
+    """Raises UserError for techniques that add what they did not send to the gradients of the next step."""
     strategy, technique = config.strategy, config.strategy.compression
     if tp > 1:
         raise UserError(

@@ -43,7 +43,7 @@ def load_row(path: str, key: str, kind: type) -> Any:
         raise UserError(
             f"there is no module {module}",
             where=where,
-            fix="a module in the current directory, on PYTHONPATH, or of an installed package",
+            fix="a module on PYTHONPATH or of an installed package; python -m hpc_train also searches this directory",
         )
     row = getattr(_run(module, file, where, kind), attribute, None)
     if isinstance(row, kind):

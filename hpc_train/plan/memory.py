@@ -1,10 +1,8 @@
-"""How much memory each rank will need, and for what: an estimate from the config, before anything runs. No torch.
+"""An estimate of the memory of each rank, and the size of a model and its optimizer's state, from the config. No torch.
 
 Activations are counted for the built-in transformers as autograd keeps them (a test counts the bytes): a layer's normed
-inputs, projections, attention and feed-forward products. Not counted: the CUDA context (about half a GiB), what the
-allocator leaves unused, and buffers of collectives.
-
-How large a model and its optimizer's state are, counted from the config. No torch.
+inputs, projections, attention and feed-forward products. The estimate leaves out the CUDA context (about half a GiB),
+memory that the allocator keeps unused, and buffers of collectives.
 """
 
 from __future__ import annotations
@@ -88,7 +86,7 @@ def _has_head(layout: Layout, pp_rank: int) -> bool:
 
 
 def _held_parameters(config: Config, layout: Layout, pp_rank: int) -> float:
-    """Of one rank's stages, before ZeRO."""
+    """Parameters of the stages of one rank, before they are sharded."""
     count, layer = parameter_count(config.model), _layer_parameters(config)
     assert count is not None
     outside = count - config.model.n_layers * layer  # stem and head
@@ -99,7 +97,7 @@ def _held_parameters(config: Config, layout: Layout, pp_rank: int) -> float:
 
 
 def _layer_parameters(config: Config) -> int:
-    """The difference that one layer makes."""
+    """The number of parameters of one layer."""
     from dataclasses import replace
 
     one, two = (parameter_count(replace(config.model, n_layers=number)) for number in (1, 2))

@@ -1,4 +1,4 @@
-"""Blocks in a row, cut into pipeline stages so that the slowest stage is as fast as can be. Numbers only, no torch.
+"""Cuts a sequence of blocks into pipeline stages so that the slowest stage is as fast as possible. No torch.
 
 A block is the stem, a layer or the head. Every stage gets at least one, so the first may hold the stem alone and the
 last the head alone. Min-max partition of a sequence by dynamic programming over (stages, blocks).
@@ -17,7 +17,7 @@ _Price = Callable[[int, range], float | None]  # of a stage with these blocks; N
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a split promises for a step of forward and backward.
+    """The predicted time of a step of forward and backward.
 
     Attributes:
         stage_s: of each stage, for one micro-batch.
@@ -95,7 +95,7 @@ def blocks_of(layers: Sequence[range]) -> tuple[range, ...]:
 def predict(
     seconds: Sequence[float], blocks: Sequence[range], placement: Sequence[int], micro_batches: int
 ) -> Prediction:
-    """Of a schedule without zero-bubble tricks, with messages that take no time.
+    """Predicts the step of a schedule that does not split the backward, with messages that take no time.
 
     The slowest rank works through all micro-batches; around its work the first has come through the other ranks' stages
     and the last has to go back through them, which v stages per rank make v times shorter. Equal stages give the known

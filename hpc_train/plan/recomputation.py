@@ -14,7 +14,7 @@ SELECTIVE_EVERY = 2  # layers, where ``selective`` says no number
 
 @dataclass(frozen=True)
 class Recomputation:
-    """In every ``every``-th layer (by its global number, from 0 on; 0: in none).
+    """Which layers compute their forward again in the backward: every ``every``-th one by global number; 0: none.
 
     Attributes:
         keep_products: results of matrix products and attention are kept, and only the rest is computed again.

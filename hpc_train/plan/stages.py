@@ -27,7 +27,7 @@ def layer_counts(n_layers: int, stages: int, split: Any = "even") -> list[int]:
 
 
 def check_split(split: Any, layers: int | None, stages: int) -> None:
-    """Whether ``strategy.pp_split`` can cut a model of ``layers`` layers (None: not known) into ``stages`` stages.
+    """Checks that ``strategy.pp_split`` can cut a model of ``layers`` layers (None: not known) into ``stages`` stages.
 
     A stage may hold no layer where it holds the stem or the head: the first and the last may.
 

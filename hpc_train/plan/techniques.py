@@ -312,7 +312,8 @@ _ZERO2 = replace(_ZERO1, name="zero2", shards=frozenset({"gradients", "optimizer
 _ZERO3 = replace(_ZERO2, name="zero3", shards=frozenset({"parameters", "gradients", "optimizer"}))
 
 KINDS: dict[str, DataParallelKind] = {row.name: row for row in (_DDP, _ALLREDUCE, _ZERO1, _ZERO2, _ZERO3)}
-TREE = replace(_ALLREDUCE, name="tree", bucket_search="never")  # what train.reproducible puts in place of a kind
+# The engine of ``train.reproducible`` sums gradients over a tree, in place of the kind that the config names.
+TREE = replace(_ALLREDUCE, name="tree", replicas=f"{_REPLICAS}:LocalReplicas", bucket_search="never")
 
 
 @cache

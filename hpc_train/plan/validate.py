@@ -122,7 +122,7 @@ def _check_tensor_parallel(config: Config, family: ModelFamily, tp: int) -> None
 
 
 def _check_pieces(config: Config, layout: Layout) -> None:
-    """What the engines cannot do together."""
+    """Raises UserError for options that the engines cannot combine."""
     kind = layout.kind
     if config.strategy.static_graph and not kind.static_graph:
         raise UserError(

@@ -59,7 +59,7 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["telemetry.log_every=0"], "telemetry.log_every"),
     (["data.validation_share=1"], "data.validation_share"),
     # what does not go together
-    (["strategy=tp", "strategy.tp=2", "cluster.cpu_workers=2", "train.compile=true"], "backward of tensor parallelism"),
+    (["strategy=tp", "strategy.tp=2", "cluster.cpu_workers=2", "train.compile=true"], "under tensor parallelism"),
     (["train.steps=5", "train.epochs=1"], "only one may be set"),
     (["train.steps=null"], "neither train.steps nor train.epochs is set"),
     (["model=vit_tiny"], "learns from images"),

@@ -1,4 +1,4 @@
-"""``strategy.compression=auto``: what each technique takes on this link, measured, and the one that pays.
+"""``strategy.compression=auto``: measures each technique on this link and chooses the one that saves time.
 
 Each technique sums a sample of the model's gradients over the data axis, as in training: the time includes what it
 computes. That the sum overlaps with the backward is left out, so a lossy technique must win by a margin.
@@ -32,7 +32,7 @@ ROUNDS = 3  # the first one is not counted
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and the seconds that the gradients of one step would take with each technique."""
+    """The choice, and the seconds that the gradients of one step take with each technique."""
 
     technique: str
     seconds: Mapping[str, float]

@@ -1,4 +1,4 @@
-"""From the strategy's config to the exchanges of one module, and what they carry."""
+"""Builds the exchange of compressed gradients of one module from the config, and names its state for checkpoints."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Compression:
                 yield CarriedTensor(name, key, tensor, slot, ranks * len(copies))
 
     def agreed(self) -> Iterator[tuple[str, Tensor]]:
-        """What all ranks carry alike: ``NAME.KEY``, with a tied copy under its own name, and the tensor."""
+        """Yields the state that is the same on all ranks: ``NAME.KEY`` (a tied copy by its own name) and the tensor."""
         for name, parameter in self._parameters.items():
             for key, tensor in self._compressed.agreed(parameter).items():
                 yield f"{name}.{key}", tensor
@@ -84,7 +84,7 @@ class Compression:
 def make_exchange(
     technique: str, strategy: StrategyConfig, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup
 ) -> Exchange:
-    """``technique``: one of the words of ``strategy.compression``, with ``auto`` already decided."""
+    """Returns the exchange of ``technique``, a value of ``strategy.compression`` other than ``auto``."""
     if technique == "topk":
         return TopK(parameters.values(), group, strategy.compression_share, strategy.compression_momentum)
     if technique == "powersgd":

@@ -1,7 +1,4 @@
-"""How one bucket of gradients is summed over the data axis: as it is, or compressed by one of the files beside.
-
-What a technique carries from one step to the next for each parameter: what was not sent, above all.
-"""
+"""The interface that sums one bucket of gradients over the data axis, dense or compressed, and its state."""
 
 from __future__ import annotations
 
@@ -27,13 +24,13 @@ class Exchange(Protocol):
         """
 
     def commit(self, finite: Tensor) -> None:
-        """After the reduction: what is carried to the next step changes only where ``finite``, a scalar bool."""
+        """Updates the state for the next step if ``finite``, a scalar bool. Call it after the reduction."""
 
     def carried(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
-        """What this rank alone carries from step to step for ``parameter``, of its shape."""
+        """Returns the state of this rank alone for ``parameter``, of its shape."""
 
     def agreed(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
-        """What all ranks of the group carry, the same on each."""
+        """Returns the state that is the same on all ranks of the group."""
 
 
 class Stateless:
@@ -67,7 +64,7 @@ class Dense(Stateless):
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """``[elements]``: a copy of all of them, one after another."""
+    """Returns a copy of all tensors, one after another, ``[elements]``."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 

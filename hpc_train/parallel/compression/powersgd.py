@@ -68,7 +68,7 @@ class PowerSGD:
 
 
 def pays(shape: Sequence[int], rank: int) -> bool:
-    """Whether the two factors of a gradient of ``shape`` have fewer elements than it."""
+    """Returns whether the two factors of a gradient of ``shape`` have fewer elements than it."""
     if len(shape) < 2:
         return False
     rows, columns = shape[0], math.prod(shape[1:])
@@ -76,12 +76,12 @@ def pays(shape: Sequence[int], rank: int) -> bool:
 
 
 def _as_matrix(gradient: Tensor) -> Tensor:
-    """``[rows, columns]``: a convolution's input channels and window are its columns."""
+    """Returns ``[rows, columns]``; the columns of a convolution are its input channels and window."""
     return gradient.reshape(gradient.shape[0], -1)
 
 
 def _first_basis(parameter: nn.Parameter, rank: int, seed: int) -> Tensor:
-    """``[columns, rank]``, orthonormal."""
+    """Returns an orthonormal basis, ``[columns, rank]``."""
     rows, columns = parameter.shape[0], parameter[0].numel()
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(columns, min(rank, rows, columns), generator=generator, dtype=parameter.dtype)

@@ -1,0 +1,20 @@
+"""A data-parallel kind from outside: one plain all-reduce per parameter after the last backward."""
+
+from hpc_train.plan.techniques import DataParallelKind
+
+KIND = DataParallelKind(
+    name="afterwards",
+    replicas="tests.extensions.package.replicas:SummedAfterwards",
+    sharder=None,
+    shards=frozenset(),
+    casts_parameters=False,
+    schedules=("1f1b", "tests.extensions.package.dualpipev:SCHEDULE"),
+    tensor_parallel=False,
+    compressed_as=None,
+    debugged_as=None,
+    offloads=("optimizer",),
+    reproducible=False,
+    bucket_search="never",
+    static_graph=False,
+    waits_in_backward=False,
+)
