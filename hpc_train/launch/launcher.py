@@ -31,11 +31,11 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import check_freeze, freeze
 
 T = TypeVar("T")
-MANY = 20  # jobs that take long enough to be followed by a bar
+MANY = 20  # show a progress bar from this number of jobs on
 
 
 def register_launcher() -> None:
-    """Makes schema, launcher and sweeper known to Hydra; its own search does not see every kind of editable install."""
+    """Registers schema, launcher and sweeper with Hydra, whose search for plugins misses some editable installs."""
     register()
     for target in (LAUNCHER, SWEEPER):
         module, _, name = target.rpartition(".")
@@ -82,7 +82,7 @@ class HpcTrainLauncher(Launcher):
         return [_result(job, view.metrics) for job, view in zip(jobs, queue.views, strict=True)]
 
     def _jobs(self, job_overrides: Sequence[Sequence[str]], first: int, console: Console) -> list[Job]:
-        """Composes and checks every job; a mistake names the job that it is in."""
+        """Composes and checks every job; an error names its job."""
         count = first + len(job_overrides)
         sweeper = self._config.hydra.sweeper
         if sweeper._target_ != SWEEPER or sweeper.max_batch_size is not None:
@@ -121,7 +121,7 @@ def _without_hydra(composed: DictConfig) -> DictConfig:
 
 
 def _followed(items: Sequence[T], what: str, console: Console) -> Iterable[T]:
-    """``items``, with a bar at a terminal where there are many."""
+    """``items``, with a progress bar at a terminal if there are many."""
     hidden = not console.is_terminal or len(items) < MANY
     return track(items, what, console=console, transient=True, disable=hidden)
 
