@@ -1,7 +1,4 @@
-"""A command of this program as a Slurm job of one CPU task: for what takes long on a login node and needs no ranks.
-
-What a job must not hand down to the jobs that are submitted from inside it.
-"""
+"""Runs a command of hpc_train as a Slurm job with one CPU task, for work that takes long and needs no ranks."""
 
 from __future__ import annotations
 
@@ -23,13 +20,13 @@ from hpc_train.slurm import client
 from hpc_train.slurm.client import Problem, SlurmError
 
 CORES = 2  # one hashes, one reads and writes
-SETTLE_S = 75.0  # until a file of another node is seen here: attribute caches
+SETTLE_S = 75.0  # until a file of another node is visible here: attribute caches
 _POLL_S, _ASK_EVERY_S = 0.5, 15.0
 
 
 @dataclass(frozen=True)
 class CommandJob:
-    """A submitted command; ``code`` is the file that gets its exit code, at its end."""
+    """A submitted command. At its end its exit code is written to the file ``code``."""
 
     job_id: str
     log: Path
@@ -40,12 +37,12 @@ def submit(words: Sequence[str], config: Config, folder: Path, extra: Sequence[s
     """Submits ``python -m hpc_train WORDS``.
 
     Args:
-        config: says partition, account, time limit, environment and container.
-        folder: where the job's output goes.
-        extra: further options of sbatch, which win.
+        config: sets partition, account, time limit, environment and container.
+        folder: directory for the output of the job.
+        extra: further options of sbatch, which take precedence.
 
     Raises:
-        UserError: there is no Slurm here, or it refuses the job.
+        UserError: Slurm does not respond, or refuses the job.
     """
     folder.mkdir(parents=True, exist_ok=True)
     log = folder.absolute() / f"{'-'.join(words[:2])}-{secrets.token_hex(3)}.out"
@@ -61,15 +58,15 @@ def submit(words: Sequence[str], config: Config, folder: Path, extra: Sequence[s
 
 
 def follow(job: CommandJob) -> int:
-    """Copies the job's output to standard output until its end; returns its exit code.
+    """Copies the output of the job to standard output until the job ends; returns its exit code.
 
-    Ctrl-C leaves it alone.
+    Ctrl-C detaches and leaves the job running.
     """
     print(f"Slurm job {job.job_id}, output in {job.log}", flush=True)
     try:
         return _follow(job)
     except KeyboardInterrupt:
-        print(f"job {job.job_id} goes on; scancel {job.job_id} ends it")
+        print(f"job {job.job_id} keeps running; scancel {job.job_id} cancels it")
         return Exit.DETACHED
 
 

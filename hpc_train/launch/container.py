@@ -1,8 +1,7 @@
-"""Agents and workers in a container: Apptainer, or pyxis where the site has it in its ``srun``.
+"""Runs agents and workers in a container: Apptainer, or pyxis if the site's ``srun`` has it.
 
-The batch script stays outside: it asks Slurm for a requeue by files that the agents leave in the run directory. The
-container sees the root of all runs (with the frozen code), the data and node-local space under the paths they have on
-the host. Slurm's variables and those of ``cluster.env`` reach it by themselves.
+The batch script runs outside of the container and communicates with the agents through files in the run directory. The
+root of all runs (with the frozen code), the data and node-local space are mounted under their paths on the host.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.slurm.client import query
 
-LOCAL = ("SLURM_TMPDIR", "TMPDIR")  # node-local space, where caches go
-IN_SHELL = "HPC_TRAIN_BINDS"  # stands for the variable BINDS of a batch script
+LOCAL = ("SLURM_TMPDIR", "TMPDIR")  # node-local space, for caches
+IN_SHELL = "HPC_TRAIN_BINDS"  # placeholder for the variable BINDS of a batch script
 
 
 @dataclass(frozen=True)
 class Container:
-    """An image and what of the host it sees, as ``/host:/inside``; ``gpus``: the driver's libraries too."""
+    """An image and its mounts, as ``/host:/inside``. ``gpus``: mount the libraries of the driver too."""
 
     image: str
     pyxis: bool
@@ -32,22 +31,22 @@ class Container:
     gpus: bool
 
     def srun_options(self, binds: str) -> list[str]:
-        """What pyxis adds to ``srun``."""
+        """The options of ``srun`` for pyxis."""
         return [f"--container-image={self.image}", f"--container-mounts={binds}"] if self.pyxis else []
 
     def command(self, binds: str) -> list[str]:
-        """What stands before a command that is to run inside."""
+        """The prefix of a command that runs inside."""
         if self.pyxis:
             return []
         return ["apptainer", "exec", *(["--nv"] if self.gpus else []), "--bind", binds, self.image]
 
     def seen(self, environment: Mapping[str, str] = os.environ) -> str:
-        """The directories, with the node-local ones of this job."""
+        """The mounts, including the node-local directories of this job."""
         local = [environment[name] for name in LOCAL if environment.get(name)]
         return ",".join(dict.fromkeys([*self.binds, *(_same(path) for path in local if Path(path).is_dir())]))
 
     def lines(self) -> list[str]:
-        """Bash lines that set BINDS."""
+        """Bash lines that set the variable BINDS."""
         names = " ".join(f'"${{{name}:-}}"' for name in LOCAL)
         return [
             "# what the container sees of a node: the runs with their code, data, and node-local space",
@@ -57,10 +56,10 @@ class Container:
 
 
 def container_of(config: Config, gpus: int) -> Container | None:
-    """What ``cluster.container`` asks for; None where it names no image.
+    """The container of ``cluster.container``; None without an image.
 
     Raises:
-        UserError: the image is a file that is not there.
+        UserError: the image is a file that does not exist.
     """
     asked = config.cluster.container
     if asked.image is None:
@@ -70,7 +69,7 @@ def container_of(config: Config, gpus: int) -> Container | None:
         image = str(Path(image).expanduser().absolute())
         if not Path(image).exists():
             raise UserError(
-                f"there is no image {image}", where="cluster.container.image", fix="the path of a .sif or .sqsh file"
+                f"image {image} does not exist", where="cluster.container.image", fix="the path of a .sif or .sqsh file"
             )
     auto = asked.runtime == "auto"
     pyxis = (not image.endswith(".sif") and srun_has_pyxis()) if auto else asked.runtime == "pyxis"
@@ -81,16 +80,16 @@ def container_of(config: Config, gpus: int) -> Container | None:
 
 
 def quoted(parts: Sequence[str]) -> str:
-    """``parts``, made with ``IN_SHELL`` for the binds, as text of a batch script."""
+    """The command ``parts`` as bash text, in which ``IN_SHELL`` is replaced by the variable BINDS."""
     return shlex.join(parts).replace(IN_SHELL, '"$BINDS"')
 
 
 def _same(bind: str) -> str:
-    """Under the same path inside, unless told otherwise."""
+    """``bind`` with a path inside, which is the same as on the host by default."""
     return bind if ":" in bind else f"{bind}:{bind}"
 
 
 @cache
 def srun_has_pyxis() -> bool:
-    """Whether this site's ``srun`` starts containers. Asked once per process."""
+    """Whether ``srun`` starts containers with pyxis; cached per process."""
     return "--container-image" in (query(["srun", "--help"]) or "")

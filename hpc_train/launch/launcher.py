@@ -31,11 +31,11 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import check_freeze, freeze
 
 T = TypeVar("T")
-MANY = 20  # jobs that take long enough to be followed by a bar
+MANY = 20  # show a progress bar from this number of jobs on
 
 
 def register_launcher() -> None:
-    """Makes schema, launcher and sweeper known to Hydra; its own search does not see every kind of editable install."""
+    """Registers schema, launcher and sweeper with Hydra, whose search for plugins misses some editable installs."""
     register()
     for target in (LAUNCHER, SWEEPER):
         module, _, name = target.rpartition(".")
@@ -144,7 +144,7 @@ def _without_hydra(composed: DictConfig) -> DictConfig:
 
 
 def _followed(items: Sequence[T], what: str, console: Console) -> Iterable[T]:
-    """``items``, with a bar at a terminal where there are many."""
+    """``items``, with a progress bar at a terminal if there are many."""
     hidden = not console.is_terminal or len(items) < MANY
     return track(items, what, console=console, transient=True, disable=hidden)
 

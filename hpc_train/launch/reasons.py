@@ -1,9 +1,7 @@
-"""Why Slurm has not started a job, in plain words, and the changes that would start it sooner.
+"""Explains why a job is pending, suggests changes that start it sooner, and reads what Slurm knows of a job.
 
-What Slurm knows of one job besides its state: codes, memory, and how its nodes are.
-
-``scontrol`` knows a job until some minutes after its end, on every site; ``sacct`` for longer, where there is
-accounting. What none of them says stays empty.
+``scontrol`` knows a job until some minutes after its end; ``sacct`` knows it for longer, on sites with accounting.
+Values that neither has stay empty.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from hpc_train.slurm.site import seconds
 
 @dataclass(frozen=True)
 class Reason:
-    """One of Slurm's reasons. ``fix``: the change or command that helps; ``{job}`` stands for the id of the job.
+    """One of Slurm's reasons. ``fix`` is a change or command that helps, where ``{job}`` is the id of the job.
 
     Attributes:
         by_size: whether a smaller or shorter job, or another partition, would start sooner.
@@ -32,73 +30,73 @@ class Reason:
     by_size: bool = False
 
 
-RELEASE = "scontrol release {job} lets it go"
-AGAIN = "python -m hpc_train cancel, then submit it again with what is missing put right"
-STAFF = "ask the site's staff"
+RELEASE = "scontrol release {job}"
+AGAIN = "cancel it (python -m hpc_train cancel), correct the setting, and submit it again"
+STAFF = "ask the site's support"
 
 # As squeue prints them; https://slurm.schedmd.com/job_reason_codes.html
 REASONS: Mapping[str, Reason] = {
-    "None": Reason("Slurm has not looked at it yet; that takes up to a minute"),
-    "Priority": Reason("other jobs of a higher priority wait for the same nodes", by_size=True),
-    "Resources": Reason("it is the next in line, and the nodes that it asks for are not free yet", by_size=True),
+    "None": Reason("Slurm has not considered it yet, which takes up to a minute"),
+    "Priority": Reason("jobs with a higher priority wait for the same nodes", by_size=True),
+    "Resources": Reason("it is next in the queue, and the requested nodes are not free yet", by_size=True),
     "BeginTime": Reason(
-        "it may not start before a set time: after a requeue Slurm waits about two minutes; else it is cluster.begin"
+        "its begin time has not come: cluster.begin, or about two minutes after a requeue"
     ),
-    "Dependency": Reason("it waits for another job (cluster.dependency)", "squeue --job={job} --Format=dependency"),
-    "DependencyNeverSatisfied": Reason("the job that it depends on can no longer end as asked: it never starts", AGAIN),
-    "JobHeldUser": Reason("it is held by you or with your permission", RELEASE),
+    "Dependency": Reason("it depends on another job (cluster.dependency)", "squeue --job={job} --Format=dependency"),
+    "DependencyNeverSatisfied": Reason("its dependency can no longer be satisfied, so it never starts", AGAIN),
+    "JobHeldUser": Reason("it is held by its user", RELEASE),
     "JobHeldAdmin": Reason("it is held by an administrator", STAFF),
-    "JobHoldMaxRequeue": Reason("it failed to start too often and is held", f"look at its log; then {RELEASE}"),
+    "JobHoldMaxRequeue": Reason("it failed to start too often and is held", f"read its log, then: {RELEASE}"),
     "job requeued in held state": Reason("it was requeued and is held", RELEASE),
     "launch failed requeued held": Reason(
-        "its nodes could not start it; Slurm requeued and holds it", f"{RELEASE}; cluster.exclude=NODE avoids a bad one"
+        "its nodes failed to launch it, and it is held", f"{RELEASE}; cluster.exclude=NODE excludes a bad node"
     ),
-    "JobArrayTaskLimit": Reason("as many jobs of its array run as may (launch.array_parallelism)"),
-    "JobLaunchFailure": Reason("it could not be launched: a wrong path, or a node that is ill", STAFF),
+    "JobArrayTaskLimit": Reason("the maximum number of jobs of its array is running (launch.array_parallelism)"),
+    "JobLaunchFailure": Reason("it could not be launched: a wrong path or a faulty node", STAFF),
     "ReqNodeNotAvail": Reason(
-        "nodes that it asks for are down, drained or reserved, mostly for maintenance",
-        "without cluster.nodelist; or a cluster.time short enough to end before the reservation (scontrol show res)",
+        "requested nodes are down, drained, or reserved, usually for maintenance",
+        "remove cluster.nodelist, or shorten cluster.time to end before the reservation (scontrol show res)",
         by_size=True,
     ),
     "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions": Reason(
-        "too few of the nodes of its partition are up and free for it", "sinfo -R says why nodes are down", by_size=True
+        "too few nodes of its partition are available", "sinfo -R lists why nodes are down", by_size=True
     ),
-    "NodeDown": Reason("a node that it asks for is down", "without cluster.nodelist", by_size=True),
-    "Reservation": Reason("its reservation has not begun", "without cluster.reservation"),
-    "ReservationDeleted": Reason("its reservation is gone", "without cluster.reservation"),
-    "Licenses": Reason("a licence that it asks for is in use (cluster.licenses)", "scontrol show licenses"),
+    "NodeDown": Reason("a requested node is down", "remove cluster.nodelist", by_size=True),
+    "Reservation": Reason("its reservation has not begun", "remove cluster.reservation"),
+    "ReservationDeleted": Reason("its reservation was deleted", "remove cluster.reservation"),
+    "Licenses": Reason("a requested licence is in use (cluster.licenses)", "scontrol show licenses"),
     "PartitionDown": Reason("its partition is down", "another cluster.partition"),
     "PartitionInactive": Reason("its partition is inactive", "another cluster.partition"),
     "PartitionTimeLimit": Reason(
-        "it asks for more time than its partition allows: it never starts", "a shorter cluster.time", by_size=True
+        "its time limit exceeds that of its partition, so it never starts", "reduce cluster.time", by_size=True
     ),
     "PartitionNodeLimit": Reason(
-        "it asks for more nodes than its partition has or allows: it never starts", "fewer cluster.nodes", by_size=True
+        "it requests more nodes than its partition allows, so it never starts", "reduce cluster.nodes", by_size=True
     ),
-    "PartitionConfig": Reason("it asks for what its partition does not allow", "another cluster.partition"),
+    "PartitionConfig": Reason("it requests resources that its partition does not allow", "another cluster.partition"),
     "AccountNotAllowed": Reason("its account may not use the partition", "another cluster.account, or partition"),
-    "QOSNotAllowed": Reason("its QOS may not be used there", "another cluster.qos or cluster.partition"),
-    "InvalidAccount": Reason("its account is not valid (any more)", "another cluster.account"),
-    "InvalidQOS": Reason("its QOS is not valid (any more)", "another cluster.qos"),
-    "AccountingPolicy": Reason("a limit of its account or QOS is reached", "fewer jobs at once, or a smaller one"),
-    "BadConstraints": Reason("no node can ever be what it asks for", "another cluster.constraint, gpus_per_node, mem"),
-    "Constraints": Reason("no node can be what it asks for", "another cluster.constraint, gpus_per_node or mem"),
-    "Cleaning": Reason("its last start is still being cleaned up"),
-    "Prolog": Reason("the site prepares its nodes"),
+    "QOSNotAllowed": Reason("its QOS may not be used in its partition", "another cluster.qos or cluster.partition"),
+    "InvalidAccount": Reason("its account is not valid", "another cluster.account"),
+    "InvalidQOS": Reason("its QOS is not valid", "another cluster.qos"),
+    "AccountingPolicy": Reason("a limit of its account or QOS is reached", "submit fewer or smaller jobs"),
+    "BadConstraints": Reason("no node satisfies its constraints", "another cluster.constraint, gpus_per_node, mem"),
+    "Constraints": Reason("no node satisfies its constraints", "another cluster.constraint, gpus_per_node or mem"),
+    "Cleaning": Reason("Slurm is still cleaning up after its last start"),
+    "Prolog": Reason("its nodes run the prolog of the site"),
     "InactiveLimit": Reason("it was inactive for too long"),
-    "DeadLine": Reason("it can no longer end before its deadline: it never starts", AGAIN),
-    "BurstBufferOperation": Reason("the burst buffer is at work, or has failed", STAFF),
+    "DeadLine": Reason("it can no longer end before its deadline, so it never starts", AGAIN),
+    "BurstBufferOperation": Reason("the burst buffer is busy or has failed", STAFF),
     "BurstBufferResources": Reason("the burst buffer has no room for it"),
-    "BurstBufferStageIn": Reason("its data are being copied into the burst buffer"),
-    "FedJobLock": Reason("the clusters of the federation agree on who starts it"),
-    "FrontEndDown": Reason("no front end is up", STAFF),
+    "BurstBufferStageIn": Reason("its data is being copied into the burst buffer"),
+    "FedJobLock": Reason("the clusters of the federation are deciding which one starts it"),
+    "FrontEndDown": Reason("no front-end node is up", STAFF),
     "SystemFailure": Reason("Slurm, a file system or the network failed", STAFF),
     "NonZeroExitCode": Reason("it ended with an error and was requeued"),
-    "OutOfMemory": Reason("it ran out of memory and was requeued", "a larger cluster.mem"),
+    "OutOfMemory": Reason("it ran out of memory and was requeued", "increase cluster.mem"),
     "TimeLimit": Reason("it reached its time limit and was requeued"),
-    "SchedDefer": Reason("the site starts jobs only at its next round of scheduling"),
+    "SchedDefer": Reason("it waits for the next scheduling cycle"),
     "MaxBBRequeue": Reason("the burst buffer failed too often", STAFF),
-    "ResvInvalid": Reason("its reservation is not valid", "without cluster.reservation"),
+    "ResvInvalid": Reason("its reservation is not valid", "remove cluster.reservation"),
 }  # fmt: skip
 
 _LIMIT = re.compile(r"(?P<whose>QOS|Assoc|Association)(?P<kind>Grp|Max|Min)?(?P<what>\w*?)(?P<scope>Per\w+?)?(Limit)?$")
@@ -111,7 +109,7 @@ _WHAT = (
 
 
 def explain(reason: str) -> Reason:
-    """The words for a reason as ``squeue`` prints it; an unknown one is repeated."""
+    """The explanation of a reason as ``squeue`` prints it; an unknown reason is repeated."""
     plain = reason.replace("_", " ").strip("() ")
     for name in (plain, plain.partition(",")[0], plain.replace(" ", "")):
         if name in REASONS:
@@ -125,24 +123,25 @@ def _of_limit(limit: re.Match[str]) -> Reason:
     what = next((words for words, mark in _WHAT if mark.lower() in limit["what"].lower()), "resources")
     if limit["kind"] == "Min":
         return Reason(
-            f"it asks for fewer {what} than the {whose} takes: it never starts", "more, or another cluster.qos"
+            f"it requests fewer {what} than the minimum of the {whose}, so it never starts",
+            "request more, or use another cluster.qos",
         )
     if limit["scope"] in ("PerJob", "PerNode") or (what == "wall time" and limit["kind"] != "Grp"):
         return Reason(
-            f"it asks for more {what} than the {whose} allows a job: it may never start",
-            "less of it, or another cluster.qos",
+            f"it requests more {what} than the {whose} allows per job, so it may never start",
+            "request less, or use another cluster.qos",
             by_size=True,
         )
     holders = "all of its jobs together" if limit["kind"] == "Grp" else "your jobs"
     return Reason(
-        f"{holders} have reached the limit of the {whose} on {what}",
-        "it starts when others of them end; or a smaller job, or another cluster.account or cluster.qos",
+        f"{holders} have reached the limit of the {whose} for {what}",
+        "wait until others of them end, submit a smaller job, or use another cluster.account or cluster.qos",
     )
 
 
 @dataclass(frozen=True)
 class Free:
-    """What is idle in a partition at this moment."""
+    """The idle nodes of a partition."""
 
     partition: str
     idle: int
@@ -156,7 +155,7 @@ SINFO = ("sinfo", "--noheader", "--format=%R|%a|%F|%l|%G|%P")
 
 
 def read_free(text: str) -> list[Free]:
-    """From the output of ``SINFO``; of partitions that are up."""
+    """The partitions that are up, from the output of ``SINFO``."""
     found: dict[str, Free] = {}
     for line in text.splitlines():
         name, up, counts, limit, gres, starred = (line.split("|", 5) + [""] * 6)[:6]
@@ -172,11 +171,11 @@ def read_free(text: str) -> list[Free]:
 
 
 def sooner(cluster: ClusterConfig, gpus: int, free: Iterable[Free], needed_s: float | None = None) -> list[str]:
-    """Changes of the config with which the job would start sooner, by what is idle now.
+    """Changes of the config with which the job would start sooner, given the idle nodes.
 
     Args:
         gpus: per node.
-        needed_s: what the rest of the run takes at its pace so far, where that is known.
+        needed_s: the estimated duration of the rest of the run, if known.
     """
     partitions = {one.partition: one for one in free}
     fewest, most = node_range(cluster)
@@ -193,7 +192,7 @@ def sooner(cluster: ClusterConfig, gpus: int, free: Iterable[Free], needed_s: fl
 
 
 def with_gpus(cluster: ClusterConfig, free: Sequence[Free]) -> int:
-    """For ``cluster.gpus_per_node=auto``, whose partition gives its GPUs: 1 where it has any, so must another."""
+    """The GPUs per node that another partition must have instead: 1 if the job's own partition has any, else 0."""
     own = _own(cluster, free)
     return int(any(one.gpus for one in free if one.partition in own))
 
@@ -211,18 +210,18 @@ def _fewer_nodes(own: Free, fewest: int, most: int) -> str:
 
 
 def _shorter(asked_s: int | None, needed_s: float | None) -> str:
-    """Backfill puts short jobs into gaps before a large one; a run that needs more goes on after a requeue."""
+    """A shorter time limit, with which backfill starts a job sooner; a longer run continues after a requeue."""
     if asked_s is None:
         return ""
     if needed_s is not None and needed_s * 1.5 < asked_s:
-        return f"cluster.time={clock(max(60, int(needed_s * 1.5)))}: at its pace the rest takes {clock(int(needed_s))}"
+        return f"cluster.time={clock(max(60, int(needed_s * 1.5)))}: the rest of the run takes {clock(int(needed_s))}"
     half = clock(max(60, asked_s // 2))
-    return f"cluster.time={half}: short jobs fit into gaps between others; the run goes on in its next job"
+    return f"cluster.time={half}: short jobs are backfilled; the run continues in its next job"
 
 
 @dataclass(frozen=True)
 class NodeState:
-    """A node as ``sinfo`` sees it; ``reason`` is an administrator's or Slurm's own."""
+    """A node as ``sinfo`` prints it, with the reason why it is down or drained."""
 
     node: str
     state: str
@@ -231,7 +230,7 @@ class NodeState:
 
 @dataclass(frozen=True)
 class JobFacts:
-    """Codes are Slurm's ``code:signal``; ``max_rss_bytes`` is that of the largest task, None where it is not known."""
+    """What Slurm knows of a job. Exit codes are ``code:signal``; ``max_rss_bytes`` belongs to the largest task."""
 
     job_id: str
     state: str

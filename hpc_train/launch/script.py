@@ -1,19 +1,14 @@
-"""The text of a batch script: one agent per node, in one step of the job, and what comes before and after.
+"""The text of batch scripts: one agent per node in one step of the job, the exit code of the job, and its requeue.
 
-The same text serves ``-m``, whose resources stand on sbatch's command line, ``python -m hpc_train script``, which
-writes them into the script, and scripts by hand, which have it from ``freeze`` as ``job.sh`` of the run.
+The same text serves ``-m``, which passes the resources on sbatch's command line, ``python -m hpc_train script``, which
+writes them into the script, and hand-written scripts, which source ``job.sh`` of the run. It is bash, because a batch
+script runs outside of containers and may have no Python.
 
-What a batch script does before and after its ``srun``: the job's exit code, and asking Slurm to run it again.
-
-Shell, because a batch script stands outside of containers and may have no Python.
-
-``launch.chain``: jobs of which each begins when the one before has ended, for sites that do not requeue.
-
-All are submitted at once. A job that stops ahead of its time limit, or is lost with its node, leaves the rest of the
-run to the next one, unless it has saved nothing that the one before had not. A run that has ended in any other way
-cancels the jobs that are left: the batch script does so, from a file with their ids that the executor writes into
-``attempts/``; should a job begin before it is written or cancelled, it sees the end of the chain beside that file and
-leaves.
+``launch.chain`` is for sites that do not requeue: each job begins when the one before has ended. All are submitted at
+once. A job that stops before its time limit, or is lost with its node, leaves the rest of the run to the next one,
+unless it has saved nothing new. A run that ends in any other way cancels the remaining jobs, whose ids the launcher
+writes into a file in ``attempts/``. A job that begins before that file is written finds the end of the chain recorded
+beside it, and exits.
 """
 
 from __future__ import annotations
@@ -76,17 +71,17 @@ WAIT = """\
 
 @dataclass(frozen=True)
 class Script:
-    """What differs between scripts.
+    """The parts that differ between scripts.
 
     Attributes:
-        title: what runs, in a line.
-        run: bash lines that set RUN, the run directory.
-        container: what the agents run in; None for the node itself.
-        header: options as #SBATCH lines; empty where they stand on the command line.
-        code: the snapshot from which the agents start; None where none was taken.
-        chain: the file with the ids of the chain that the job is part of; None where it may be requeued.
-        notes: further lines of comment below the title.
-        goes_on_without_a_node: whether the agents of the other nodes outlive the loss of one.
+        title: one line that says what runs.
+        run: bash lines that set RUN to the run directory.
+        container: the container of the agents; None for none.
+        header: options for #SBATCH lines; empty if they are passed on the command line.
+        code: the snapshot of the code that the agents run; None for none.
+        chain: the file with the ids of the jobs of the chain; None for a job that may be requeued.
+        notes: further comment lines below the title.
+        goes_on_without_a_node: whether the agents of the other nodes survive the loss of a node.
     """
 
     title: str
@@ -101,7 +96,7 @@ class Script:
 
 
 def render(script: Script) -> str:
-    """The whole text."""
+    """The text of a batch script."""
     cluster = script.cluster
     blocks = [
         ["#!/bin/bash", f"# {script.title}", *(f"# {note}" for note in script.notes), *_header(script.header)],
@@ -120,7 +115,7 @@ def render(script: Script) -> str:
 
 
 def by_hand(goes_on: bool) -> str:
-    """What a hand-written batch script sources when RUN is frozen: all that a submitted job has from there on."""
+    """The text that a hand-written batch script sources after it has frozen RUN: the same as in a submitted job."""
     blocks = [
         BY_HAND.splitlines(),
         ENVIRONMENT.splitlines(),
@@ -137,12 +132,12 @@ def _text(blocks: Iterable[Sequence[str]]) -> str:
 
 
 def one_run(run: Path) -> list[str]:
-    """RUN of a script for a single frozen run."""
+    """Bash lines that set RUN to a single frozen run."""
     return [f"RUN={shlex.quote(str(run))}"]
 
 
 def run_of_task(listing: Path) -> list[str]:
-    """RUN of a script for an array: ``listing`` holds one run directory per line, in the order of the tasks."""
+    """Bash lines that set RUN in an array; ``listing`` has one run directory per line, in the order of the tasks."""
     return [
         "# each task of the array trains the run on its line of this list",
         f'RUN=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(listing))})',
@@ -150,7 +145,7 @@ def run_of_task(listing: Path) -> list[str]:
 
 
 def freezing(cluster: ClusterConfig, overrides: Sequence[str], container: Container | None = None) -> list[str]:
-    """RUN of a script that stands alone: it freezes its run itself; a restarted job finds it as it was."""
+    """Bash lines that freeze the run and set RUN; a restarted job finds the run frozen."""
     parts = [python(cluster, container), "-m", "hpc_train", "freeze", *overrides]
     if container is not None:
         options = container.srun_options(IN_SHELL)
@@ -195,12 +190,12 @@ def _frozen(code: FrozenCode | None) -> list[str]:
 
 
 def when_a_node_is_lost(goes_on: bool) -> tuple[str, ...]:
-    """Options of srun: Slurm lets the agents of the other nodes be, or ends them. Agents that lose one decide alike."""
+    """The options of ``srun`` for the loss of a node: whether Slurm keeps or ends the agents of the other nodes."""
     return (*(["--no-kill"] if goes_on else []), "--kill-on-bad-exit=0", "--wait=0")
 
 
 def _agent(cluster: ClusterConfig, container: Container | None) -> list[str]:
-    """The lines that end the command of ``srun``."""
+    """The last lines of the ``srun`` command."""
     options = [] if container is None else container.srun_options(IN_SHELL)
     command = [] if container is None else container.command(IN_SHELL)
     around = [f"{quoted(parts)} \\" for parts in (options, command) if parts]
@@ -279,7 +274,7 @@ def requeue_lines_before() -> list[str]:
 
 
 def requeue_end_lines() -> list[str]:
-    """What turns ``$status``, the exit code of ``srun``, into the job's."""
+    """The lines that turn ``$status``, the exit code of ``srun``, into the exit code of the job."""
     return REQUEUE_END.splitlines()
 
 
@@ -321,7 +316,7 @@ exit "$status"
 
 
 def chain_file(run: RunDirectory) -> Path:
-    """With the ids of the chain that is submitted next, one per line."""
+    """The file with the ids of the chain that is submitted next, one per line."""
     return run.attempts / f"chain-{len(run.record().get('submissions', [])):03d}"
 
 
@@ -330,7 +325,7 @@ def chain_lines_before(file: Path) -> list[str]:
 
 
 def chain_script_lines() -> list[str]:
-    """The last lines of the batch script, in place of those that ask for a requeue."""
+    """The last lines of the batch script of a chained job, instead of those that requeue it."""
     return CHAIN_AFTER.splitlines()
 
 

@@ -1,9 +1,7 @@
-"""What the Slurm cluster of this machine has and allows, read from its own commands.
+"""The partitions, nodes and limits of the Slurm cluster of this machine.
 
-Plain text output, since ``--json`` is missing or different in many versions. What a command does not tell, or a site
-does not have (accounting, say), is None: nobody is refused for what is not known.
-
-Features of nodes, as a site names them for ``--constraint``.
+They are parsed from plain text, since ``--json`` is missing or different in many versions. What is unknown, as on a
+site without accounting, is None and refuses nothing.
 """
 
 from __future__ import annotations
@@ -19,9 +17,9 @@ from hpc_train.slurm.client import BRIEF_S, Query, query, show_nodes
 
 @dataclass(frozen=True)
 class NodeKind:
-    """Equal nodes of a partition. ``gpus`` by type; the type is "" where the site names none.
+    """Identical nodes of a partition. ``gpus`` maps type to count, with type "" if the site names none.
 
-    ``features`` are those that ``--constraint`` takes.
+    ``features`` are the features for ``--constraint``.
     """
 
     count: int
@@ -31,7 +29,7 @@ class NodeKind:
     features: frozenset[str] = frozenset()
 
     def meets(self, constraint: str | None) -> bool:
-        """Whether ``--constraint`` lets a job on these nodes. Only ``&`` and ``|`` are read: any other form does."""
+        """Whether the nodes satisfy ``--constraint``; True if it has operators other than ``&`` and ``|``."""
         if not constraint or re.search(r"[^\w.&|-]", constraint):
             return True
         return any(self.features.issuperset(together.split("&")) for together in constraint.split("|"))
@@ -42,7 +40,7 @@ class NodeKind:
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition and its limits; None where there is none."""
+    """A partition and its limits; None for no limit."""
 
     name: str
     default: bool = False
@@ -53,7 +51,7 @@ class Partition:
     accounts: frozenset[str] | None = None
     qos: frozenset[str] | None = None
     cores_per_gpu: int | None = None
-    memory_default: bool = False  # Slurm gives a job memory without being asked
+    memory_default: bool = False  # jobs get memory without an option
     kinds: tuple[NodeKind, ...] = ()
 
 
@@ -69,7 +67,7 @@ class PartitionLimits:
 
 @dataclass(frozen=True)
 class Association:
-    """What accounting lets this user do under one account."""
+    """The association of this user with one account."""
 
     account: str
     qos: frozenset[str]
@@ -79,7 +77,7 @@ class Association:
 
 @dataclass(frozen=True)
 class Site:
-    """A cluster. ``associations`` and ``qos`` are None where accounting is absent or does not say."""
+    """A cluster. ``associations`` and ``qos`` are None without an answer from accounting."""
 
     name: str
     max_array_size: int | None = None
@@ -89,14 +87,14 @@ class Site:
     qos: Mapping[str, PartitionLimits] | None = None
 
     def partition(self, name: str | None) -> Partition | None:
-        """The named one, or the default where none is named."""
+        """The partition ``name``, or the default partition."""
         if name is not None:
             return self.partitions.get(name)
         return next((found for found in self.partitions.values() if found.default), None)
 
 
 def read_site(ask: Query = query) -> Site:
-    """Asks Slurm's controller and, where there is one, its accounting. A command that fails leaves its part unknown."""
+    """Queries the controller and accounting. A query that fails leaves its part of the site unknown."""
     user = getpass.getuser()
     commands = {
         "config": ["scontrol", "show", "config"],
@@ -158,7 +156,7 @@ def _node_kinds(text: str) -> dict[str, tuple[NodeKind, ...]]:
     kinds: dict[str, tuple[NodeKind, ...]] = {}
     for line in text.splitlines():
         name, count, cores, memory, gres, features = (line.split("|", 5) + [""] * 6)[:6]
-        # a + stands where nodes of one line have more
+        # a suffix + means that some of the nodes have more
         numbers = [_number(value.rstrip("+")) or 0 for value in (count, cores, memory)]
         named = frozenset(features.split(",")) - {"", "(null)"}
         kind = NodeKind(numbers[0], numbers[1], numbers[2], gpus_of(gres), named)
@@ -230,6 +228,6 @@ def node_features(nodes: Iterable[str]) -> dict[str, frozenset[str]]:
 
 
 def parse_features(text: str) -> dict[str, frozenset[str]]:
-    """From ``scontrol show node``, a node on one line or on many."""
+    """The active features of each node in ``scontrol show node``, with or without ``--oneliner``."""
     nodes = re.findall(r"\bNodeName=(\S+).*?\bActiveFeatures=(\S+)", text, flags=re.DOTALL)
     return {name: frozenset(features.split(",")) - {"(null)"} for name, features in nodes}

@@ -19,7 +19,7 @@ def test_reasons_as_squeue_prints_them() -> None:
     assert "maintenance" in explain("ReqNodeNotAvail, Reserved for maintenance").words
     assert explain("ReqNodeNotAvail, UnavailableNodes:n[1-2]") is REASONS["ReqNodeNotAvail"]
     assert (
-        "are up"
+        "are available"
         in explain("Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions").words
     )
     assert "release {job}" in explain("launch_failed_requeued_held").fix
@@ -30,24 +30,27 @@ def test_reasons_as_squeue_prints_them() -> None:
 @pytest.mark.parametrize(
     ("reason", "words"),
     [
-        ("QOSMaxCpuPerUserLimit", "your jobs have reached the limit of the QOS on cores"),
-        ("QOSMaxJobsPerUserLimit", "your jobs have reached the limit of the QOS on running jobs"),
-        ("QOSMaxSubmitJobPerUserLimit", "your jobs have reached the limit of the QOS on jobs in the queue"),
-        ("QOSGrpGRES", "all of its jobs together have reached the limit of the QOS on GPUs"),
-        ("QOSMaxNodePerJobLimit", "it asks for more nodes than the QOS allows a job: it may never start"),
-        ("QOSMaxWallDurationPerJobLimit", "it asks for more wall time than the QOS allows a job: it may never start"),
-        ("QOSMinCpuNotSatisfied", "it asks for fewer cores than the QOS takes: it never starts"),
-        ("QOSMinGRES", "it asks for fewer GPUs than the QOS takes: it never starts"),
+        ("QOSMaxCpuPerUserLimit", "your jobs have reached the limit of the QOS for cores"),
+        ("QOSMaxJobsPerUserLimit", "your jobs have reached the limit of the QOS for running jobs"),
+        ("QOSMaxSubmitJobPerUserLimit", "your jobs have reached the limit of the QOS for jobs in the queue"),
+        ("QOSGrpGRES", "all of its jobs together have reached the limit of the QOS for GPUs"),
+        ("QOSMaxNodePerJobLimit", "it requests more nodes than the QOS allows per job, so it may never start"),
+        (
+            "QOSMaxWallDurationPerJobLimit",
+            "it requests more wall time than the QOS allows per job, so it may never start",
+        ),
+        ("QOSMinCpuNotSatisfied", "it requests fewer cores than the minimum of the QOS, so it never starts"),
+        ("QOSMinGRES", "it requests fewer GPUs than the minimum of the QOS, so it never starts"),
         (
             "AssocGrpWallLimit",
-            "all of its jobs together have reached the limit of the account (association) on wall time",
+            "all of its jobs together have reached the limit of the account (association) for wall time",
         ),
-        ("AssocGrpCPURunMinutesLimit", "on run minutes"),
-        ("AssocGrpNodeMinutes", "on minutes of use"),
-        ("AssocMaxJobsLimit", "your jobs have reached the limit of the account (association) on running jobs"),
-        ("AssocMaxMemPerNode", "it asks for more memory than the account (association) allows a job"),
-        ("QOSUsageThreshold", "on use"),
-        ("QOSResourceLimit", "on resources"),
+        ("AssocGrpCPURunMinutesLimit", "for run minutes"),
+        ("AssocGrpNodeMinutes", "for minutes of use"),
+        ("AssocMaxJobsLimit", "your jobs have reached the limit of the account (association) for running jobs"),
+        ("AssocMaxMemPerNode", "it requests more memory than the account (association) allows per job"),
+        ("QOSUsageThreshold", "for use"),
+        ("QOSResourceLimit", "for resources"),
     ],
 )
 def test_limits_by_their_parts(reason: str, words: str) -> None:
@@ -81,4 +84,4 @@ def test_a_time_that_follows_from_the_pace() -> None:
     found = sooner(
         ClusterConfig(partition="batch", nodes=1, gpus_per_node=4, time="10:00:00"), 8, read_free(SINFO), 1200
     )
-    assert found == ["cluster.time=00:30:00: at its pace the rest takes 00:20:00"]
+    assert found == ["cluster.time=00:30:00: the rest of the run takes 00:20:00"]

@@ -97,7 +97,7 @@ def test_what_an_image_is_and_what_it_sees(tmp_path: Path, monkeypatch: pytest.M
         "docker://site/image", True, (root, "/data:/data", "/data:/inside"), True
     )
     asked.image = str(tmp_path / "torch.sif")
-    with pytest.raises(UserError, match="there is no image"):
+    with pytest.raises(UserError, match=r"torch\.sif does not exist"):
         container_of(job.config, 0)
     Path(asked.image).touch()
     found = container_of(job.config, 0)

@@ -148,5 +148,5 @@ def test_without_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert select_executor(ClusterConfig()).name == "this machine"
     with pytest.raises(UserError, match="sbatch is not on the PATH"):
         select_executor(SITE)
-    with pytest.raises(UserError, match="this machine is one"):
+    with pytest.raises(UserError, match="on this machine only"):
         select_executor(ClusterConfig()).shape(ClusterConfig(nodes=2))

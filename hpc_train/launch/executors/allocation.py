@@ -1,9 +1,4 @@
-"""Jobs inside an allocation that one already has (salloc, a notebook on a node): each is a step of it.
-
-The agents are started as in a batch job, one per node in one ``srun``; nothing is submitted.
-
-A run in the foreground: the agent in this process, the progress on the terminal, and how to go on afterwards.
-"""
+"""Runs jobs as steps of the surrounding Slurm allocation (salloc, a notebook), or a run in the foreground."""
 
 from __future__ import annotations
 
@@ -35,8 +30,8 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
 from hpc_train.telemetry.progress import Progress
 
-# A run that cannot go on without a node is over when its first agent has ended. The others end with it, unless their
-# node is frozen: srun kills those.
+# A run that cannot continue without a node ends with its first agent. srun kills agents that then do not end, as on a
+# frozen node.
 OVER_S = 60
 
 
@@ -44,7 +39,7 @@ class AllocationExecutor(ProcessExecutor):
     """The Slurm allocation that this process runs in."""
 
     name = "this allocation"
-    stop_signal = signal.SIGUSR1  # srun passes it on to the agents
+    stop_signal = signal.SIGUSR1  # srun forwards it to the agents
 
     def __init__(self) -> None:
         self._steps: dict[str, subprocess.Popen[bytes]] = {}
@@ -54,7 +49,7 @@ class AllocationExecutor(ProcessExecutor):
         here = _nodes_here()
         if fewest > here:
             raise UserError(
-                f"{fewest} nodes are asked for, and this allocation has {here}",
+                f"{fewest} nodes are requested, but this allocation has {here}",
                 where="cluster.nodes",
                 fix=f"cluster.nodes={here}; cluster=slurm submits a job of its own instead",
             )
@@ -109,13 +104,13 @@ def _nodes_here() -> int:
 
 
 def run_in_foreground(run: RunDirectory) -> int:
-    """Trains the frozen ``run`` to its end on this machine; returns the exit code."""
+    """Runs the agent of the frozen ``run`` in this process with progress on the terminal; returns the exit code."""
     console = Console()
     go_on = resume_command(sys.argv[1:], run, load(run).run.root)
     progress = Progress(run, console, go_on)
     code = run_agent(run, progress.tick)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a late second Ctrl-C is not to hide how it ended
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the report
     progress.finish(failed=code not in (Exit.DONE, Exit.STOPPED))
     if code == Exit.STOPPED:
-        print(f"stopped after a checkpoint; this goes on:\n  {go_on}")
+        print(f"stopped after a checkpoint; resume with:\n  {go_on}")
     return code

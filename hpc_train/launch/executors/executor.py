@@ -1,12 +1,8 @@
-"""The contract of what takes jobs: this machine or Slurm. Everything else about launching is the same for both.
+"""The interface of executors, which run jobs on this machine or on Slurm, and the reservation of GPUs and cores.
 
-A job: what the executor knows of it, and the tiny callable that travels to where it runs.
-
-The GPUs and cores of this machine, shared among the jobs of all sweeps and users without a daemon.
-
-Each GPU and each core is a lock file in one directory that all users share. A job holds the locks of what it uses as
-long as its process lives: the kernel drops them with the process, however it ends. Jobs queue at a gate, so a large job
-is not starved by small ones.
+On one machine, each GPU and each core is a lock file in a directory that all users share. A job holds the locks of what
+it uses until its process ends, when the kernel releases them. Jobs queue at a gate, so that small jobs cannot starve a
+large one.
 """
 
 from __future__ import annotations
@@ -39,83 +35,83 @@ from hpc_train.run.requests import StopRequests
 
 
 class Executor(Protocol):
-    """Submits jobs, knows which are still there, and can ask them to stop."""
+    """Submits jobs, reports their status, and stops or cancels them."""
 
     name: str
 
     def shape(self, cluster: ClusterConfig) -> tuple[int, int, int]:
-        """Nodes (the most, of a range), GPUs per node and workers per node that a job gets.
+        """Nodes (the maximum of a range), GPUs per node and workers per node of a job.
 
         Raises:
-            UserError: this place cannot give what is asked for.
+            UserError: the requested resources do not exist here.
         """
 
     def at_once(self, jobs: Sequence[Job]) -> int:
-        """How many of ``jobs`` are to be there (waiting or running) at the same time."""
+        """How many of ``jobs`` are submitted at the same time."""
 
     def check(self, jobs: Sequence[Job]) -> list[str]:
-        """Lines that say what ``jobs`` ask for and may cost. Writes nothing.
+        """Checks ``jobs`` and returns lines with their resources and maximum cost. Writes nothing.
 
         Raises:
-            UserError: this place would refuse one of them, or never start it.
+            UserError: one of them would be refused, or would never start.
         """
 
     def confirm(self, jobs: Sequence[Job], console: Console) -> None:
-        """Asks the person at the terminal where ``jobs`` may cost much.
+        """Asks the user for confirmation if ``jobs`` may cost much.
 
         Raises:
-            UserError: they are not to be submitted.
+            UserError: the user declines.
         """
 
     def plan(self, jobs: Sequence[Job], sweep: Path) -> list[tuple[str, str]]:
-        """Command line and batch script of each submission; nothing where no script is submitted."""
+        """Command line and batch script of each submission; empty if the executor submits no scripts."""
 
     def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
         """Submits ``jobs``, whose runs are frozen; returns their ids in order.
 
-        ``at_once`` is that of all jobs of the directory ``sweep``.
+        ``at_once`` limits all jobs of the directory ``sweep`` together.
 
         Raises:
             UserError: the scheduler refuses them.
         """
 
     def identity(self, job_id: str) -> dict[str, Any]:
-        """What ``run.submissions.add`` is told of a job, so that a live run is known as such."""
+        """The fields of a job in the run's record of submissions, by which a live run is recognised."""
 
     def statuses(self, ids: Collection[str]) -> dict[str, JobStatus]:
-        """How ``ids`` stand; those that are not known here any more are left out."""
+        """The status of the jobs ``ids``, without those that are no longer known."""
 
     def stop(self, ids: Collection[str]) -> None:
-        """Asks jobs to save and stop."""
+        """Signals jobs to save a checkpoint and stop."""
 
     def cancel(self, ids: Collection[str]) -> None:
-        """Ends jobs for good; a place where a stop is quick lets them save."""
+        """Cancels jobs; on this machine they save a checkpoint first."""
 
     def stop_command(self, ids: Collection[str]) -> str:
-        """The command by which a person does the same."""
+        """The shell command that does the same as ``stop``."""
 
     def output(self, job: Job, job_id: str) -> Path:
-        """The file with the standard error of the job's agent."""
+        """The file with the output of the agent of the job."""
 
 
 def local_shape(cluster: ClusterConfig) -> tuple[int, int, int]:
     """Nodes, GPUs and workers of a job on this machine.
 
     Raises:
-        UserError: more nodes or GPUs are asked for than this machine has.
+        UserError: more nodes or GPUs are requested than this machine has.
     """
     if node_range(cluster) != (1, 1):
         raise UserError(
-            f"{cluster.nodes} nodes are asked for, and this machine is one",
+            f"{cluster.nodes} nodes are requested, but jobs here run on this machine only",
             where="cluster.nodes",
-            fix="cluster.nodes=1, or submit where sbatch is",
+            fix="cluster.nodes=1, or submit to Slurm from a login node",
         )
     return (1, *workers_per_node(cluster))
 
 
 @dataclass(frozen=True)
 class Job:
-    """A validated job. ``overrides`` are those of its command line; ``gpus`` and ``workers`` are per node."""
+    """A validated job. ``overrides`` come from its command line; ``gpus`` and ``workers`` are per node."""
 
     number: int
     overrides: tuple[str, ...]
@@ -127,13 +123,13 @@ class Job:
 
     @property
     def submitit_folder(self) -> Path:
-        """Where submitit keeps its pickle and the output of the agent."""
+        """The directory of submitit's pickle and of the output of the agent."""
         return self.run.logs / "submitit"
 
 
 @dataclass(frozen=True)
 class RunAgent:
-    """Runs the agent of a frozen run and exits with its code; all that a pickle holds is a path and a share."""
+    """Runs the agent of a frozen run and exits with its code. Pickled, so it holds only a path and a share."""
 
     path: str
     share: Share | None = None
@@ -142,7 +138,7 @@ class RunAgent:
         run = RunDirectory(Path(self.path))
         reexec_from_snapshot(run)
         reserved = None if self.share is None else partial(_reserve, self.share)
-        # an exit, not a result: what failed must not look like a success to the scheduler
+        # exits instead of returning, so that a failed run is a failed job
         sys.exit(run_agent(run, reserve=reserved))
 
 
@@ -155,7 +151,7 @@ POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Share:
-    """What one job takes of this machine: so many GPUs, or so many cores.
+    """The GPUs or cores of this machine that a job uses.
 
     ``sweep`` is the directory of the jobs submitted together, of which ``at_once`` may run at the same time.
     """
@@ -177,10 +173,9 @@ def shared_directory() -> Path:
 
 @contextmanager
 def reserve(share: Share, waiting_is_over: Callable[[], bool], machine: Path | None = None) -> Iterator[None]:
-    """Holds a job's share inside the ``with`` block; what it holds is all that the process sees of the machine.
+    """Reserves the share of a job inside the ``with`` block, and restricts this process to it.
 
-    Waits until the share is free, or until ``waiting_is_over`` says that the caller has lost interest (nothing is held
-    then).
+    Waits until the share is free, or until ``waiting_is_over`` returns True; then nothing is reserved.
     """
     machine = machine or shared_directory()
     turns = [f"turn-{number}" for number in range(share.at_once)]
@@ -203,7 +198,7 @@ def reserve(share: Share, waiting_is_over: Callable[[], bool], machine: Path | N
 
 @contextmanager
 def take(folder: Path, names: Sequence[str], count: int, waiting_is_over: Callable[[], bool]) -> Iterator[list[str]]:
-    """Holds ``count`` of the locks ``names`` in ``folder``; none when waiting was over before they were free."""
+    """Holds ``count`` of the locks ``names`` in ``folder``; none if ``waiting_is_over`` before they are free."""
     locks: dict[str, int] = {}
     try:
         gate = _wait_for_gate(folder, names, waiting_is_over)
@@ -224,7 +219,7 @@ def take(folder: Path, names: Sequence[str], count: int, waiting_is_over: Callab
 
 
 def _wait_for_gate(folder: Path, names: Sequence[str], waiting_is_over: Callable[[], bool]) -> int | None:
-    """One gate per kind of lock: who waits for GPUs does not hold up who waits for cores."""
+    """Waits at the gate of one kind of lock, so that jobs waiting for GPUs do not block jobs waiting for cores."""
     path = folder / f"gate-{names[0].partition('-')[0]}"
     while not waiting_is_over():
         if (gate := _try_lock(path)) is not None:

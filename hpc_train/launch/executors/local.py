@@ -1,10 +1,8 @@
-"""What places have in common whose jobs are processes of this machine: nothing is queued, and nothing is paid for.
+"""Runs jobs as processes of this machine, through submitit's local executor.
 
-Jobs on this machine, through submitit's local executor with what it lacks.
-
-The stock one ends a job after two minutes, hides or double-books GPUs, and shares the terminal's session, so that
-Ctrl-C reaches the workers. Here a job leads a session of its own, has no time limit, and takes its GPUs or cores from
-the machine's slots before it starts, so all jobs may be submitted at once.
+submitit's executor ends a job after its time limit, assigns the same GPUs to several jobs, and leaves the job in the
+session of the terminal, so that Ctrl-C reaches the workers. Here a job has a session of its own and no time limit, and
+reserves its GPUs or cores before it starts, so that all jobs may be submitted at once.
 """
 
 from __future__ import annotations
@@ -29,16 +27,16 @@ from hpc_train.run.code import frozen_code
 
 
 class ProcessExecutor:
-    """Jobs known by their process ids, which pass ``stop_signal`` on to the agents."""
+    """Base of executors whose jobs are processes, which forward ``stop_signal`` to the agents."""
 
     stop_signal: signal.Signals
 
     def is_running(self, job_id: str) -> bool:
-        """Whether the process of a job that was submitted here is alive."""
+        """Whether the process of a submitted job is alive."""
         raise NotImplementedError
 
     def confirm(self, jobs: Sequence[Job], console: Console) -> None:
-        """Nothing to ask: the machine costs the same without the jobs."""
+        """Asks nothing, since jobs on this machine cost nothing."""
 
     def plan(self, jobs: Sequence[Job], sweep: Path) -> list[tuple[str, str]]:
         return []
@@ -65,7 +63,7 @@ TEN_YEARS_S = 10 * 365 * 24 * 3600
 
 
 class SessionExecutor(LocalExecutor):
-    """submitit's local executor, each job in a session of its own, with ``variables`` in its environment."""
+    """submitit's local executor, with a session for each job and ``variables`` in its environment."""
 
     def __init__(self, folder: Path, variables: Mapping[str, str] | None = None) -> None:
         super().__init__(folder)
@@ -99,7 +97,7 @@ class LocalJobExecutor(ProcessExecutor):
     """This machine."""
 
     name = "this machine"
-    stop_signal = signal.SIGTERM  # submitit's controller passes it on to the agent
+    stop_signal = signal.SIGTERM  # submitit's controller forwards it to the agent
 
     def __init__(self) -> None:
         self._jobs: dict[str, LocalJob[Any]] = {}
@@ -112,7 +110,7 @@ class LocalJobExecutor(ProcessExecutor):
 
     def check(self, jobs: Sequence[Job]) -> list[str]:
         check_room(jobs)
-        return []  # what this machine cannot give, ``shape`` has refused
+        return []  # ``shape`` has refused what this machine does not have
 
     def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
         ids = []
@@ -133,7 +131,7 @@ class LocalJobExecutor(ProcessExecutor):
 
 
 def jobs_at_once(jobs: Sequence[Job], cores: int, gpus: int) -> int:
-    """How many of ``jobs`` may run together: the user's cap, or as many as have a GPU or a core for each worker."""
+    """How many of ``jobs`` may run at a time: the user's limit, or as many as have a GPU or core for each worker."""
     asked = jobs[0].config.launch.array_parallelism
     if isinstance(asked, int):
         return min(asked, len(jobs))
@@ -144,11 +142,11 @@ def jobs_at_once(jobs: Sequence[Job], cores: int, gpus: int) -> int:
 
 
 def _gpus(job: Job) -> int:
-    """The GPUs that a job holds: those that the user names, or as many as the layout has ranks."""
+    """The GPUs that a job reserves: as many as the user requests, or as the layout has ranks."""
     return job.gpus if isinstance(job.config.cluster.gpus_per_node, int) else min(job.gpus, job.layout.world_size)
 
 
 def _share(job: Job, sweep: Path, at_once: int) -> Share:
-    """A job's GPUs; on CPUs an equal share of the cores, all of them for a job that runs alone."""
+    """The GPUs of a job, or its equal share of the cores."""
     cores = max(1, len(os.sched_getaffinity(0)) // at_once)
     return Share(gpus=_gpus(job), cores=cores, sweep=str(sweep), at_once=at_once)

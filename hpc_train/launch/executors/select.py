@@ -1,4 +1,4 @@
-"""Where jobs go: the allocation that this process runs in, Slurm, or this machine."""
+"""Selects the executor of jobs: the surrounding allocation, Slurm, or this machine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hpc_train.slurm.client import controller_responds
 
 
 def select_executor(cluster: ClusterConfig) -> Executor:
-    """The place of jobs. ``kind: auto`` is the allocation that this process runs in, Slurm, or this machine.
+    """The executor for ``cluster.kind``; ``auto`` prefers the surrounding allocation, then Slurm, then this machine.
 
     Raises:
-        UserError: Slurm is asked for, and there is none here.
+        UserError: Slurm is requested, and ``sbatch`` is missing.
     """
     if cluster.kind == "auto" and in_allocation():
         return AllocationExecutor()
@@ -35,11 +35,11 @@ def select_executor(cluster: ClusterConfig) -> Executor:
 
 
 def in_allocation() -> bool:
-    """Whether this process runs inside a Slurm job and can start steps of it."""
+    """Whether this process runs inside a Slurm job and can start steps in it."""
     return "SLURM_JOB_ID" in os.environ and shutil.which("srun") is not None
 
 
 @cache
 def controller_answers() -> bool:
-    """Whether this machine can submit to Slurm: its tools are here and a controller is up. Asked once per process."""
+    """Whether this machine can submit to Slurm: ``sbatch`` exists and a controller is up. Cached per process."""
     return shutil.which("sbatch") is not None and controller_responds()

@@ -1,6 +1,6 @@
-"""Jobs on Slurm, through submitit's executor with our own script: one task per node, the agent.
+"""Runs jobs on Slurm, through submitit's executor with our own script: one task per node, the agent.
 
-Jobs of one shape are one array, split where the site's arrays end. The scheduler is asked rarely, once for all jobs.
+Jobs with the same resources are submitted as one array, split at the maximum size of the site's arrays.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ from hpc_train.slurm import client
 from hpc_train.slurm.client import Problem, SlurmError, inherited_variables, on_clusters
 from hpc_train.slurm.site import Site, read_site
 
-TOO_FEW_NOW = "Requested node configuration is not available"  # also what can never be; the submission tells
-AWAY = ("down", "drain", "fail", "maint", "reboot", "unknown", "inval")  # how states of nodes begin; * no answer
+TOO_FEW_NOW = "Requested node configuration is not available"  # also for impossible requests
+# prefixes of node states; a suffix * means that a node does not respond
+AWAY = ("down", "drain", "fail", "maint", "reboot", "unknown", "inval")
 
 
 class ScriptExecutor(SlurmExecutor):
-    """submitit's executor with a script and options of ours."""
+    """submitit's executor with our script and options."""
 
     def __init__(self, folder: Path, text: str, asked: Options) -> None:
         super().__init__(folder)
@@ -58,7 +59,7 @@ class ScriptExecutor(SlurmExecutor):
         self._asked = asked
 
     def submit_script(self) -> str:
-        """Submits; returns the job's id, for an array the one that all tasks share."""
+        """Submits the script; returns the id of the job or the array."""
         JobPaths.get_first_id_independent_folder(self.folder).mkdir(parents=True, exist_ok=True)
         return str(self._submit_command("").job_id)
 
@@ -83,20 +84,20 @@ class SlurmJobExecutor:
 
     @property
     def site(self) -> Site:
-        """The cluster that Slurm's commands here belong to."""
+        """The limits and partitions of this cluster."""
         return _site(os.environ.get("PATH"), os.environ.get("SLURM_CONF"))
 
     def shape(self, cluster: ClusterConfig) -> tuple[int, int, int]:
-        """The most that is asked for."""
+        """The maximum nodes, and the GPUs and workers per node."""
         site = self.site if cluster.gpus_per_node == "auto" else NO_SITE
         return (node_range(cluster)[1], *workers_per_node(cluster, visible=asked_gpus(cluster, site).count))
 
     def at_once(self, jobs: Sequence[Job]) -> int:
-        """All: Slurm queues them, and keeps to ``launch.array_parallelism``."""
+        """All jobs: Slurm queues them and limits an array by ``launch.array_parallelism``."""
         return len(jobs)
 
     def check(self, jobs: Sequence[Job]) -> list[str]:
-        """Compares the jobs with the limits of the site, and asks sbatch itself for each shape."""
+        """Checks the jobs against the limits of the site, and each shape with ``sbatch --test-only``."""
         check_queue(jobs, self.site)
         lines = [*cost_lines(jobs, self.site), *dict.fromkeys(map(stop_note, jobs))]
         lines += [*check_room(jobs), *check_shared(jobs[0].run.path)]
@@ -155,11 +156,11 @@ class SlurmJobExecutor:
     def _cancel(self, ids: Sequence[str], signal: str | None = None) -> None:
         try:
             client.cancel(ids, signal=signal, clusters=self._clusters)
-        except SlurmError as error:  # whoever stops jobs is still to see how they end
+        except SlurmError as error:  # the caller continues to follow the jobs
             print(error.what, file=sys.stderr)
 
     def _all(self, ids: Collection[str]) -> list[str]:
-        """With the other jobs of chains."""
+        """``ids`` with the other jobs of their chains."""
         return [each for job_id in ids for each in self._chains.get(job_id, [job_id])]
 
     def _submit_chain(self, job: Job, folder: Path, text: str, asked: Options) -> str:
@@ -182,13 +183,13 @@ class SlurmJobExecutor:
         return ids[0]
 
     def _by_shape(self, jobs: Sequence[Job]) -> list[list[Job]]:
-        """Jobs that may share an array, in the order of the first of each; none larger than an array may be."""
+        """Groups of jobs that may share an array, none larger than the maximum size of an array."""
         groups: dict[str, list[Job]] = {}
         for job in jobs:
             cluster = job.config.cluster
             key = [options(job, self.site), cluster.env, cluster.setup, cluster.teardown, cluster.python]
             key.append(container_of(job.config, job.gpus))
-            if job.config.launch.chain > 1:  # tasks of an array cannot wait for each other's ends
+            if job.config.launch.chain > 1:  # tasks of an array cannot depend on each other
                 key.append(job.number)
             groups.setdefault(str(key), []).append(job)
         largest = self.site.max_array_size or len(jobs)
@@ -223,16 +224,16 @@ class SlurmJobExecutor:
 
     @staticmethod
     def _folder(same: Sequence[Job], sweep: Path) -> Path:
-        """Where the scripts and their output go: beside the logs of a single run, or in the sweep's directory."""
+        """The directory of scripts and their output: in the logs of a single run, or in the directory of the sweep."""
         return same[0].run.logs / "slurm" if len(same) == 1 else sweep / "slurm"
 
 
 @cache
 def _site(path: str | None, conf: str | None) -> Site:
-    """Read once per process, whose limits do not change while a command runs.
+    """The site, cached per process.
 
     Args:
-        path: of the environment, which says whose commands are asked; ``conf`` whose controller.
+        path, conf: PATH and SLURM_CONF, which select the commands and the controller.
     """
     return read_site()
 
@@ -244,7 +245,7 @@ def _title(same: Sequence[Job]) -> str:
 
 
 def _listing(same: Sequence[Job]) -> str:
-    """Named by what it lists: tasks of an array that was submitted earlier may still read theirs."""
+    """The file name of the list of runs, unique to its content: tasks of an earlier array may still read theirs."""
     paths = "\n".join(str(job.run.path) for job in same)
     return f"runs-{same[0].number:05d}-{hashlib.sha256(paths.encode()).hexdigest()[:8]}"
 
@@ -257,10 +258,10 @@ def _submit(executor: ScriptExecutor) -> str:
 
 
 def _test_only(job: Job, asked: Options) -> list[str]:
-    """sbatch's own verdict, from the controller; a controller that does not answer refuses nobody.
+    """Checks a shape with ``sbatch --test-only``; a controller that does not respond refuses nothing.
 
-    It looks at the nodes that are there now, whereas a job may wait for one that is not: then there is something to
-    say, and the submission itself decides.
+    The check considers only nodes that are available now. If nodes are down or drained, this returns a note instead of
+    an error, since the job may wait for them.
     """
     try:
         client.check_submission(arguments(asked))
@@ -274,7 +275,7 @@ def _test_only(job: Job, asked: Options) -> list[str]:
 
 
 def _away(cluster: ClusterConfig) -> set[str]:
-    """The nodes of its partition that take no job at present, and may come back."""
+    """The nodes of the partition that are unavailable now but may come back."""
     partition = [f"--partition={cluster.partition}"] if cluster.partition else []
     command = ["sinfo", "--noheader", "--Node", "--format=%N %T", *on_clusters(cluster.clusters), *partition]
     states = [line.split() for line in (client.query(command) or "").splitlines() if line.count(" ") == 1]
@@ -282,7 +283,7 @@ def _away(cluster: ClusterConfig) -> set[str]:
 
 
 def _refusal(said: str) -> UserError:
-    words = said.strip().splitlines()[-1] if said.strip() else "it did not say why"
+    words = said.strip().splitlines()[-1] if said.strip() else "no reason given"
     return UserError(
         f"sbatch refused the job: {words}",
         where="cluster",
