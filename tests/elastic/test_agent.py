@@ -89,7 +89,7 @@ def test_a_warm_parent_that_dies_while_it_forks_the_store_is_started_again() -> 
     """It has taken the request, and never answers."""
     script = """if True:
         import os, signal, socket, threading
-        from hpc_train.elastic.worker_process import start_warm_parent
+        from hpc_train.elastic.worker_process import ensure_warm_parent, start_warm_parent
         from hpc_train.elastic.store import Stores
         parent, stores = start_warm_parent([]), Stores("tests.elastic.entries:serve")
         listener = socket.create_server(("127.0.0.1", 0))
@@ -101,7 +101,7 @@ def test_a_warm_parent_that_dies_while_it_forks_the_store_is_started_again() -> 
         with socket.create_connection(address) as client:
             assert client.recv(7) == b"welcome"
         assert not stores.lost
-        assert warm_parent.ensure() != parent
+        assert ensure_warm_parent() != parent
         stores.stop()
     """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
@@ -345,7 +345,7 @@ def test_gpus_that_no_node_can_use_refuse_the_run(frozen: Freeze, nodes: int, as
     assert [found for found, _ in others] == [2] * (nodes - 1)
     assert code == 2
     names = "nodes 127.0.0.1, 127.0.0.2 cannot use their" if nodes > 1 else "node 127.0.0.1 cannot use its"
-    claim = "2 are allocated to the step" if asked == "auto" else "2 GPUs per node are asked for"
+    claim = "2 are allocated to the step" if asked == "auto" else "2 GPUs per node are requested"
     first, where, fix = error.splitlines()
     assert first.startswith(f"{names} GPUs: {claim}, and the process ")
     assert where == "  set in: cluster.gpus_per_node"

@@ -93,7 +93,7 @@ def test_gpus_ports_and_versions() -> None:
     assert "200 Gb/s between nodes in each direction" in told
     (without,) = (one for one in check_ports(replace(facts, gpu_direct="none")) if "cannot read GPU" in one.text)
     assert without.level == WARNING and "nvidia_peermem" in without.fix
-    assert any("by DMA-BUF" in finding.text for finding in check_ports(replace(facts, gpu_direct="DMA-BUF")))
+    assert any("with DMA-BUF" in finding.text for finding in check_ports(replace(facts, gpu_direct="DMA-BUF")))
     assert [finding.level for finding in check_software(facts)] == [OK, ERROR]
     assert [finding.level for finding in check_software(NodeFacts())] == [OK, ERROR]
 
