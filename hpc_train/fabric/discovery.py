@@ -70,21 +70,21 @@ def recorded_tree(root: Path) -> tuple[Path, Path]:
     return root / "sys" if whole else root, root / "proc"
 
 
-def merge(seen: NodeFacts, told: NodeFacts) -> NodeFacts:
-    """Merges the facts ``seen`` in ``/sys`` with those ``told`` by the matrix; contradictory facts are dropped as
+def merge(seen: NodeFacts, matrix: NodeFacts) -> NodeFacts:
+    """Merges the facts ``seen`` in ``/sys`` with those of the ``matrix``; contradictory facts are dropped as
     unknown.
     """
-    unknown = [*seen.unknown, *told.unknown]
-    if seen.gpus and told.gpus and len(seen.gpus) != len(told.gpus):  # they cannot be matched
-        unknown.append(f"the GPUs: /sys shows {len(seen.gpus)}, the matrix {len(told.gpus)}")
+    unknown = [*seen.unknown, *matrix.unknown]
+    if seen.gpus and matrix.gpus and len(seen.gpus) != len(matrix.gpus):  # they cannot be matched
+        unknown.append(f"the GPUs: /sys shows {len(seen.gpus)}, the matrix {len(matrix.gpus)}")
         return replace(seen, unknown=tuple(unknown))
-    told = _without_nameless(told) if seen.nics else told
+    matrix = _without_nameless(matrix) if seen.nics else matrix
     by_index = {gpu.index: gpu for gpu in seen.gpus}
-    gpus = tuple(_merged_gpu(by_index.pop(gpu.index, None), gpu) for gpu in told.gpus) + tuple(by_index.values())
+    gpus = tuple(_merged_gpu(by_index.pop(gpu.index, None), gpu) for gpu in matrix.gpus) + tuple(by_index.values())
     filled = {f"the CPUs near {gpu.name}" for gpu in gpus if gpu.cpus}
     names = {nic.name for nic in seen.nics}
-    nics = (*seen.nics, *(nic for nic in told.nics if nic.name not in names))
-    links, doubts = _merged_links(seen, told)
+    nics = (*seen.nics, *(nic for nic in matrix.nics if nic.name not in names))
+    links, doubts = _merged_links(seen, matrix)
     return replace(
         seen,
         gpus=tuple(sorted(gpus, key=lambda gpu: gpu.index)),
@@ -94,27 +94,27 @@ def merge(seen: NodeFacts, told: NodeFacts) -> NodeFacts:
     )
 
 
-def _without_nameless(told: NodeFacts) -> NodeFacts:
+def _without_nameless(matrix: NodeFacts) -> NodeFacts:
     """Removes NICs that the matrix only numbers, because they cannot be matched with those in ``/sys``."""
-    gone = {nic.name for nic in told.nics if nic.kind is None and re.fullmatch(r"NIC\d+", nic.name)}
+    gone = {nic.name for nic in matrix.nics if nic.kind is None and re.fullmatch(r"NIC\d+", nic.name)}
     return replace(
-        told,
-        nics=tuple(nic for nic in told.nics if nic.name not in gone),
-        links=tuple(link for link in told.links if not {link.a, link.b} & gone),
+        matrix,
+        nics=tuple(nic for nic in matrix.nics if nic.name not in gone),
+        links=tuple(link for link in matrix.links if not {link.a, link.b} & gone),
     )
 
 
-def _merged_gpu(seen: Gpu | None, told: Gpu) -> Gpu:
+def _merged_gpu(seen: Gpu | None, matrix: Gpu) -> Gpu:
     if seen is None:
-        return told
-    return replace(seen, cpus=seen.cpus or told.cpus, numa_nodes=seen.numa_nodes or told.numa_nodes)
+        return matrix
+    return replace(seen, cpus=seen.cpus or matrix.cpus, numa_nodes=seen.numa_nodes or matrix.numa_nodes)
 
 
-def _merged_links(seen: NodeFacts, told: NodeFacts) -> tuple[tuple[GpuLink, ...], list[str]]:
+def _merged_links(seen: NodeFacts, matrix: NodeFacts) -> tuple[tuple[GpuLink, ...], list[str]]:
     """Merges links. Only the matrix shows NVLinks; PCI path types must agree, up to the counting of bridges."""
     known = {frozenset((link.a, link.b)): link for link in seen.links}
     doubts = []
-    for link in told.links:
+    for link in matrix.links:
         pair = frozenset((link.a, link.b))
         other = known.get(pair)
         if other is None or link.way.startswith("NV"):
@@ -139,8 +139,8 @@ def _gpus(sysfs: Path, proc: Path) -> tuple[Gpu, ...]:
 def _gpu(sysfs: Path, proc: Path, index: int, address: str) -> Gpu:
     device = sysfs / "bus/pci/devices" / address
     node, cpus = near_cpus(sysfs, device.resolve()) if device.exists() else (None, ())
-    told = read_text(proc / "driver/nvidia/gpus" / address / "information") or ""
-    facts = dict(re.findall(r"^([A-Za-z ]+):\s*(.+?)\s*$", told, flags=re.MULTILINE))
+    information = read_text(proc / "driver/nvidia/gpus" / address / "information") or ""
+    facts = dict(re.findall(r"^([A-Za-z ]+):\s*(.+?)\s*$", information, flags=re.MULTILINE))
     return Gpu(index, address, facts.get("Model"), facts.get("GPU UUID"), () if node is None else (node,), cpus)
 
 

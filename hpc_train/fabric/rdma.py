@@ -143,8 +143,8 @@ def _pci_address(link: Path) -> str | None:
     """Returns the address from the link's target, even if the target was not copied; otherwise from the device's
     uevent.
     """
-    told = re.search(r"^PCI_SLOT_NAME=(\S+)$", read_text(link / "uevent") or "", re.MULTILINE)
-    names = (link.resolve().name, told[1] if told else "")
+    slot = re.search(r"^PCI_SLOT_NAME=(\S+)$", read_text(link / "uevent") or "", re.MULTILINE)
+    names = (link.resolve().name, slot[1] if slot else "")
     return next((name for name in names if re.fullmatch(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", name)), None)
 
 

@@ -157,7 +157,7 @@ def test_the_user_wins_at_each_site_and_place(tmp_path: Path, build: Callable[[P
             assert exported(decision) == {name: value for name, value in ours.items() if name not in own}
             told = {alone.name: alone.reason for alone in decision.left_alone}
             for name in own:
-                assert told[name] == f"set to the user's by {place}, which takes precedence"
+                assert told[name] == f"already set to the user's by {place}, which takes precedence"
 
 
 def test_without_gpus_nothing_of_nccl(tmp_path: Path) -> None:
