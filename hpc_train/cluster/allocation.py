@@ -1,14 +1,11 @@
-"""What this process was given: the nodes of its Slurm step, or this one machine; and the workers of a node.
+"""The allocation of this process: the nodes of its Slurm step or this machine, the workers per node, and the order of
+nodes.
 
-Slurm's short form of node names: ``n[1-3,07],login`` are n1, n2, n3, n07 and login.
-
-One process per node is the rule: it starts a worker per GPU itself. Who starts one per GPU is told so, once.
-
-The order of nodes that keeps neighbours in rank under one switch.
-
-Global rank counts tp fastest, then dp, then pp. A node holds consecutive ranks, so tp stays inside it. With the nodes
-of a switch one after the other, the ranks of a data-parallel group are as near to each other as they can be, and what
-crosses switches is the boundaries of pipeline stages, which carry the least.
+One process per node is required, because it starts a worker per GPU itself. Nodes are ordered so that neighbours in
+rank
+share a switch: the global rank counts tp fastest, then dp, then pp, and a node holds consecutive ranks, so tp stays
+inside a node, data-parallel groups are as close as possible, and mostly the light traffic between pipeline stages
+crosses switches. ``expand`` reads Slurm's short form of node names: ``n[1-3,07],login`` is n1, n2, n3, n07 and login.
 """
 
 from __future__ import annotations
@@ -32,13 +29,13 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Allocation:
-    """Where this process stands among the nodes of its job.
+    """The position of this process among the nodes of its job.
 
     Attributes:
-        job_id: of the scheduler; None without one.
-        launch_id: the same for all nodes of one start of a job, different at the next start.
-        address: where the other nodes reach this one; loopback where there is only one.
-        node_names: of all nodes, in the order of their numbers.
+        job_id: the scheduler's job id; None without one.
+        launch_id: equal on all nodes of one start of a job, and different at the next start.
+        address: the address at which other nodes reach this one; loopback if there is only one.
+        node_names: the names of all nodes, by node number.
     """
 
     nodes: int
@@ -51,11 +48,11 @@ class Allocation:
 
 
 def current_allocation(environment: Mapping[str, str] = os.environ) -> Allocation:
-    """Reads the Slurm step that this process is a task of; any other process has one node, its own."""
+    """Reads the Slurm step that this process is a task of; any other process has one node."""
     if "SLURM_STEP_NUM_NODES" not in environment or "SLURM_NODEID" not in environment:
         return _one_node(environment)
     nodes = int(environment["SLURM_STEP_NUM_NODES"])
-    # several slurmd of a test cluster share one host name: Slurm's own name tells the nodes apart
+    # several slurmd of a test cluster share one host name; Slurm's node name is unique
     name = environment.get("SLURMD_NODENAME", socket.gethostname())
     job_id = environment["SLURM_JOB_ID"]
     parts = (job_id, environment.get("SLURM_STEP_ID", "0"), environment.get("SLURM_RESTART_COUNT", "0"))
@@ -77,27 +74,32 @@ def _one_node(environment: Mapping[str, str]) -> Allocation:
 
 
 def workers_per_node(cluster: ClusterConfig, visible: int | None = None) -> tuple[int, int]:
-    """GPUs and workers of a node: one worker per GPU, ``cpu_workers`` of them where there is no GPU.
+    """Returns the GPUs and workers of a node: one worker per GPU, or ``cpu_workers`` without GPUs.
 
-    ``visible`` stands for the GPUs of the node where it is not this machine that will run the job.
+    Args:
+        visible: the number of GPUs of the node, if the job will run on another machine.
 
     Raises:
-        UserError: more GPUs are asked for than are there. On this machine also ``UnusableGpus``: this process cannot
-            use those that are there.
+        UserError: more GPUs are requested than the node has. On this machine also ``UnusableGpus``: this process cannot
+            use them.
     """
     asked = cluster.gpus_per_node
     if asked == 0:
         return 0, cluster.cpu_workers
     if asked != "auto" and (not isinstance(asked, int) or asked < 0):
-        raise UserError(f"gpus_per_node is {asked!r}", where="cluster.gpus_per_node", fix="a number >= 0, or auto")
+        raise UserError(
+            f"cluster.gpus_per_node must be auto or a number >= 0, got {asked!r}",
+            where="cluster.gpus_per_node",
+            fix="set cluster.gpus_per_node=auto, or the number of GPUs per node",
+        )
     there = gpus_to_use(asked) if visible is None else visible
     if not isinstance(asked, int):
         return (there, there) if there else (0, cluster.cpu_workers)
     if asked > there:
         raise UserError(
-            f"{asked} GPUs per node are asked for, {there} are visible here",
+            f"{asked} GPUs per node are requested, but {there} are visible here",
             where="cluster.gpus_per_node",
-            fix=f"cluster.gpus_per_node={there} (0 trains on the CPU), or auto; CUDA_VISIBLE_DEVICES hides GPUs too",
+            fix=f"set cluster.gpus_per_node={there} or auto (0 trains on the CPU), or check CUDA_VISIBLE_DEVICES",
         )
     return asked, asked
 
@@ -107,7 +109,7 @@ _PART = re.compile(r"\[([^\]]*)\]|([^\[]+)")
 
 
 def expand(text: str) -> list[str]:
-    """The names, in their order; as ``scontrol show hostnames`` has them, which is not there in a container."""
+    """Returns the node names in order, like ``scontrol show hostnames``, which is not available in a container."""
     return [name for item in _ITEM.findall(text) for name in _names(item)]
 
 
@@ -124,45 +126,45 @@ def _numbers(ranges: str) -> list[str]:
     return found
 
 
-SILENCE_S = 1.0  # the first task is to have spoken before srun ends it for the failure of another
+SILENCE_S = 1.0  # lets the first task print its error before srun kills it for the failure of another
 
 
 @dataclass(frozen=True)
 class Misplaced:
-    """What is wrong, and whether this process is the one to say so."""
+    """The error of a misplaced process, and whether this process reports it."""
 
     error: UserError
     first: bool
 
 
 def misplaced(environment: Mapping[str, str] = os.environ) -> Misplaced | None:
-    """Whether this process is one of several of its node, started by srun or by torchrun."""
+    """Returns an error if this process is one of several on its node, started by srun or torchrun."""
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
     nodes = int(environment.get("SLURM_STEP_NUM_NODES", "1"))
     if tasks > nodes:
         error = UserError(
-            f"this step has {tasks} tasks on {nodes} node{'s' if nodes > 1 else ''}, and hpc_train starts the workers "
-            "of a node itself",
+            f"this step has {tasks} tasks on {nodes} node{'s' if nodes > 1 else ''}, but hpc_train needs one task per "
+            "node and starts the workers itself",
             where="srun, --ntasks",
-            fix=f"one task per node: srun --ntasks={nodes} --ntasks-per-node=1",
+            fix=f"use srun --ntasks={nodes} --ntasks-per-node=1",
         )
         return Misplaced(error, environment.get("SLURM_PROCID", "0") == "0")
     if "TORCHELASTIC_RUN_ID" in environment or {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= set(environment):
         error = UserError(
-            "torchrun or the like has started this process as one rank, and hpc_train starts its ranks itself",
+            "torchrun or a similar launcher started this process as a rank, but hpc_train starts its ranks itself",
             where="RANK, LOCAL_RANK and WORLD_SIZE in the environment",
-            fix="python -m hpc_train … without torchrun; on several nodes through sbatch or -m. Where these variables "
-            "are left from something else: unset RANK LOCAL_RANK WORLD_SIZE TORCHELASTIC_RUN_ID",
+            fix="run python -m hpc_train … without torchrun, on several nodes through sbatch or -m. If the variables "
+            "are left over from something else: unset RANK LOCAL_RANK WORLD_SIZE TORCHELASTIC_RUN_ID",
         )
         return Misplaced(error, environment.get("RANK", "0") == "0")
     return None
 
 
 def refuse_misplaced(environment: Mapping[str, str] = os.environ) -> None:
-    """Ends this process where it is one of several of its node; one of them says why.
+    """Ends this process if it is one of several on its node; the first one reports the error.
 
     Raises:
-        UserError: in the first of them.
+        UserError: in the first process.
         SystemExit: in the others.
     """
     found = misplaced(environment)
@@ -171,10 +173,10 @@ def refuse_misplaced(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def refuse_several_nodes(environment: Mapping[str, str] = os.environ) -> None:
-    """The same where a step of several nodes was given a config: it is composed once, and not by each of them.
+    """Ends this process if a step of several nodes was given a config, since every node would compose its own run.
 
     Raises:
-        UserError: in the first of them.
+        UserError: in the first process.
         SystemExit: in the others.
     """
     nodes = int(environment.get("SLURM_STEP_NUM_NODES", "1"))
@@ -182,7 +184,7 @@ def refuse_several_nodes(environment: Mapping[str, str] = os.environ) -> None:
         error = UserError(
             f"each of the {nodes} nodes of this step would compose a run of its own",
             where="srun",
-            fix='RUN=$(python -m hpc_train freeze OVERRIDES) and then srun python -m hpc_train agent "$RUN"',
+            fix='run RUN=$(python -m hpc_train freeze OVERRIDES) and then srun python -m hpc_train agent "$RUN"',
         )
         _refuse(Misplaced(error, environment.get("SLURM_PROCID", "0") == "0"))
 
@@ -195,38 +197,41 @@ def _refuse(found: Misplaced) -> None:
 
 
 def switch_address(environment: Mapping[str, str] = os.environ) -> str | None:
-    """This node's place in Slurm's tree, ``spine.rack1.n1``; None where the site describes no switches."""
+    """Returns this node's position in Slurm's switch tree, ``spine.rack1.n1``; None if the site describes no
+    switches.
+    """
     address = environment.get("SLURM_TOPOLOGY_ADDR", "")
     return address if "." in address else None
 
 
 def node_order(addresses: Sequence[str]) -> tuple[int, ...]:
-    """Indices of ``addresses`` in the order of rank: nodes of a switch together, at every level of the tree.
+    """Returns the indices of ``addresses`` in the order of rank: nodes of a switch are adjacent at every level of the
+    tree.
 
-    The first stays first, and its switches come before others: it is where the ranks meet.
+    The first node stays first and its switches precede others, because it hosts the rendezvous.
     """
     home = addresses[0].split(".")
 
-    def place(index: int) -> list[tuple[bool, list[tuple[int, str]]]]:
+    def sort_key(index: int) -> list[tuple[bool, list[tuple[int, str]]]]:
         names = addresses[index].split(".")
         return [(name != own, _natural(name)) for name, own in zip(names, home, strict=False)]
 
-    return tuple(sorted(range(len(addresses)), key=place))
+    return tuple(sorted(range(len(addresses)), key=sort_key))
 
 
 def mapping(layout: Layout, nodes: Sequence[str], workers_per_node: int) -> list[str]:
-    """For each node of ``nodes``, which are in the order of rank: its ranks and their places in the layout."""
+    """Describes for each node (in rank order) its ranks and their positions in the layout."""
     lines = []
     for position, node in enumerate(nodes):
         ranks = range(position * workers_per_node, min((position + 1) * workers_per_node, layout.world_size))
         if not ranks:
             continue
-        places = {
+        axes = {
             "pp": {rank // (layout.dp * layout.tp) for rank in ranks},
             "dp": {rank // layout.tp % layout.dp for rank in ranks},
             "tp": {rank % layout.tp for rank in ranks},
         }
-        split = ", ".join(f"{axis} {_span(values)}" for axis, values in places.items())
+        split = ", ".join(f"{axis} {_span(values)}" for axis, values in axes.items())
         lines.append(f"{node}: ranks {_span(set(ranks))}: {split}")
     return lines
 
@@ -237,5 +242,5 @@ def _span(values: set[int]) -> str:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """n9 before n10."""
+    """Sort key that orders n9 before n10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.findall(r"\d+|\D+", name)]

@@ -1,10 +1,10 @@
-"""The few environment variables that a worker needs, each with its reason. What the user has set always wins.
+"""Environment variables of the workers, each with its reason, and node-local caches. The user's settings take
+precedence.
 
-Caches of libraries in node-local space, in a directory that lives as long as the agent, and what is left in memory.
-
-On a cluster the home directory has a quota and is far away; compilers write thousands of small files. A directory is
-known to be alive by a lock, which the kernel drops with the agent however it ends: the next agent on the node removes
-what a killed one has left.
+On a cluster the home directory has a quota and is slow for the thousands of small files of compilers, so caches go to
+node-local space for the lifetime of the agent. A lock, which the kernel releases with the agent, marks a directory as
+in
+use; the next agent on the node removes what a killed one has left.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hpc_train.errors import UserError
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable of the workers and why it has this value."""
+    """One environment variable of the workers and the reason for its value."""
 
     name: str
     value: str
@@ -34,12 +34,12 @@ class Variable:
 
 
 def own_environment(threads: int) -> tuple[Variable, ...]:
-    """The variables of this node's workers that do not depend on other nodes."""
+    """Returns the variables of this node's workers that do not depend on other nodes."""
     return (Variable("OMP_NUM_THREADS", str(threads), "the ranks of a node share its cores"),)
 
 
 def apply(variables: Iterable[Variable], environment: MutableMapping[str, str] = os.environ) -> list[dict[str, str]]:
-    """Sets what is not set yet; returns what is in force, with reasons, for ``run.json``."""
+    """Sets variables that are not set yet; returns the effective values with reasons, for ``run.json``."""
     record = []
     for variable in variables:
         found = environment.get(variable.name)
@@ -53,20 +53,25 @@ def apply(variables: Iterable[Variable], environment: MutableMapping[str, str] =
 
 
 def threads_per_rank(asked: int | str, local_workers: int, bound_cores: int = 0) -> int:
-    """Intra-op threads of a rank; ``auto``: one per core that it is bound to, or where it is not bound, an equal share
-    of this process's affinity mask.
+    """Returns the intra-op threads of a rank. ``auto`` means one per core that the rank is bound to, or if it is not
+    bound an
+    equal share of this process's affinity mask.
 
     Raises:
-        UserError: neither ``auto`` nor a number of at least 1.
+        UserError: ``asked`` is neither ``auto`` nor a number of at least 1.
     """
     if asked == "auto":
         return bound_cores or max(1, len(os.sched_getaffinity(0)) // local_workers)
     if not isinstance(asked, int) or asked < 1:
-        raise UserError(f"threads is {asked!r}", where="train.threads", fix="a number >= 1, or auto")
+        raise UserError(
+            f"train.threads must be auto or a number >= 1, got {asked!r}",
+            where="train.threads",
+            fix="set train.threads=auto",
+        )
     return asked
 
 
-REASON = "node-local: spares the quota of the home directory; removed at the end of the job"
+REASON = "node-local, to save the quota of the home directory; removed at the end of the job"
 CACHES = {
     "TRITON_CACHE_DIR": "triton",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
@@ -84,12 +89,12 @@ NCCL_SETUP_S = 600.0  # NCCL removes its files as soon as all ranks have opened 
 
 @contextmanager
 def node_local_caches(name: str, environment: Mapping[str, str] = os.environ) -> Iterator[tuple[Variable, ...]]:
-    """The variables that lead caches into a directory of this job, which is removed at the end of the block.
+    """Yields the variables that redirect caches to a directory of this job, which is removed at the end of the block.
 
-    None outside of a Slurm job: a workstation keeps its caches.
+    Yields none outside of a Slurm job: a workstation keeps its caches.
 
     Args:
-        name: of the job and node; agents of several test clusters may have the same one on one machine.
+        name: name of the job and node; agents of several test clusters may share one on one machine.
     """
     parent = _parent(environment) if "SLURM_JOB_ID" in environment else None
     if parent is None:
@@ -106,7 +111,7 @@ def node_local_caches(name: str, environment: Mapping[str, str] = os.environ) ->
 
 
 def remove_shared_memory(directory: Path = SHARED_MEMORY) -> None:
-    """Removes this user's files of torch whose process is gone, and of NCCL that no start can still be waiting for."""
+    """Removes this user's files of torch whose process is gone, and stale files of NCCL."""
     for path in directory.glob("*"):
         with contextlib.suppress(OSError):
             status = path.stat()
@@ -119,14 +124,14 @@ def remove_shared_memory(directory: Path = SHARED_MEMORY) -> None:
 
 def _variables(directory: Path, environment: Mapping[str, str]) -> tuple[Variable, ...]:
     chosen = dict(CACHES)
-    # a cache that is there was filled on purpose: compute nodes often cannot download
+    # keep an existing cache: it was filled on purpose, because compute nodes often cannot download
     if "HF_HOME" not in environment and not Path("~/.cache/huggingface").expanduser().exists():
         chosen |= HUGGING_FACE
     return tuple(Variable(name, str(directory / folder), REASON) for name, folder in chosen.items())
 
 
 def _parent(environment: Mapping[str, str]) -> Path | None:
-    """This user's directory in node-local space; None where there is none to be had."""
+    """Returns this user's directory in node-local space; None if there is none."""
     base = next((environment[name] for name in ("SLURM_TMPDIR", "TMPDIR") if environment.get(name)), "/tmp")
     path = Path(base) / f"hpc_train-{os.getuid()}"
     try:
@@ -134,12 +139,12 @@ def _parent(environment: Mapping[str, str]) -> Path | None:
         status = path.lstat()
     except OSError:
         return None
-    # /tmp is everybody's: a directory that somebody else has put there is not used
+    # /tmp is shared: do not use a directory that another user created
     return path if path.is_dir() and not path.is_symlink() and status.st_uid == os.getuid() else None
 
 
 def _claim(parent: Path, name: str) -> tuple[Path, int]:
-    """Makes a new directory that begins with ``name`` and locks it; removes those whose agent is gone."""
+    """Creates and locks a new directory whose name begins with ``name``; removes directories of dead agents."""
     guard = os.open(parent / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(guard, fcntl.LOCK_EX)

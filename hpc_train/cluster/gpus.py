@@ -1,11 +1,7 @@
-"""How many GPUs this process may use, found without CUDA: a CUDA call here would cost a context and forbid forking.
+"""The GPUs that this process may use, why it cannot use allocated ones, and their memory, found without torch or CUDA.
 
-How many GPUs this process trains on, and why it cannot use those that it was given.
-
-Training never falls back to the CPU silently: where Slurm has allocated GPUs, or the node has NVIDIA GPUs, a process
-that cannot use them says why. Imports no torch and makes no CUDA call.
-
-How much memory a GPU has, as far as it is known before a job starts.
+A CUDA call here would create a context and forbid forking. Training never falls back to the CPU silently: if Slurm has
+allocated GPUs, or the node has NVIDIA GPUs, a process that cannot use them reports why.
 """
 
 from __future__ import annotations
@@ -26,14 +22,14 @@ NO_DEVICES = "NoDevFiles"  # CUDA_VISIBLE_DEVICES of a step without GPUs, from o
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ, driver: Path = DRIVER) -> int:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves of those that the driver has; 0 without a driver."""
+    """Returns how many of the driver's GPUs CUDA_VISIBLE_DEVICES leaves visible; 0 without a driver."""
     return len(visible_devices(environment, driver))
 
 
 def visible_devices(
     environment: Mapping[str, str] = os.environ, driver: Path = DRIVER, devices: Path = DEVICES
 ) -> tuple[str, ...]:
-    """The visible GPUs by the names that CUDA_VISIBLE_DEVICES takes: numbers, or the UUIDs that stand there."""
+    """Returns the visible GPUs as CUDA_VISIBLE_DEVICES names them: numbers, or the UUIDs that it holds."""
     present = _present(driver, devices)
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
@@ -41,15 +37,15 @@ def visible_devices(
     names: list[str] = []
     for name in (part.strip() for part in chosen.split(",")):
         if (name.isdigit() and int(name) >= present) or not name or name.startswith("-") or name == NO_DEVICES:
-            break  # CUDA itself stops at the first device that is not there
+            break  # CUDA also stops at the first invalid device
         names.append(name)
     return tuple(names) if present else ()
 
 
 def own_gpus(driver: Path = DRIVER, devices: Path = DEVICES) -> tuple[str, ...]:
-    """PCI addresses of the driver's GPUs that the job's control group lets this process open, in the order of CUDA.
+    """Returns the PCI addresses of the GPUs that the job's control group lets this process open, in CUDA's order.
 
-    CUDA counts only these, while ``/proc`` and ``/sys`` show those of other jobs on the node as well.
+    CUDA counts only these, while ``/proc`` and ``/sys`` also show those of other jobs on the node.
     """
     if not driver.is_dir():
         return ()
@@ -62,7 +58,7 @@ def _may_open(gpu: Path, devices: Path) -> bool:
     except OSError:
         return True
     device = devices / f"nvidia{found[1]}" if found else None
-    # access() asks the control group too, and wakes no GPU
+    # access() respects the control group and does not wake the GPU
     return device is None or not device.exists() or os.access(device, os.R_OK | os.W_OK)
 
 
@@ -78,24 +74,24 @@ def _present(driver: Path, devices: Path) -> int:
 
 KEY = "cluster.gpus_per_node"
 NVIDIA = "0x10de"
-GPU_CLASSES = ("0x0300", "0x0302")  # of PCI: with a display output, and without
+GPU_CLASSES = ("0x0300", "0x0302")  # PCI classes with and without a display output
 
 
 class UnusableGpus(UserError):
-    """This process cannot use the GPUs of its node. A job takes it for a fault of the node, unless all nodes report it.
+    """This process cannot use the GPUs of its node. A job treats it as a fault of the node, unless all nodes report it.
 
     Args:
-        reason: how many GPUs there should be, how many this process can use, and the cause.
+        reason: how many GPUs are expected, how many this process can use, and the cause.
     """
 
     def __init__(self, reason: str, fix: str) -> None:
-        super().__init__(f"the GPUs of this node cannot be used: {reason}", where=KEY, fix=fix)
+        super().__init__(f"cannot use the GPUs of this node: {reason}", where=KEY, fix=fix)
         self.reason = reason
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a machine shows its GPUs; ``torch``: the folder of the package, None where it is not installed."""
+    """The paths at which a machine shows its GPUs. ``torch`` is the package's folder, None if not installed."""
 
     driver: Path = DRIVER
     devices: Path = DEVICES
@@ -109,37 +105,38 @@ class Machine:
         return cls(torch=Path(folders[0]) if folders else None)
 
     def nvidia_gpus(self) -> int:
-        """All GPUs of NVIDIA: those that the driver lists, or without a driver those on the PCI bus."""
+        """Returns the number of NVIDIA GPUs that the driver lists, or without a driver that the PCI bus shows."""
         if listed := len(_entries(self.driver)):
             return listed
         return sum(
-            _text(device / "vendor") == NVIDIA and _text(device / "class").startswith(GPU_CLASSES)
+            _file_text(device / "vendor") == NVIDIA and _file_text(device / "class").startswith(GPU_CLASSES)
             for device in _entries(self.pci)
         )
 
     def torch_without_cuda(self) -> str | None:
-        """The version of a torch that was built without CUDA; None for any other."""
-        text = "" if self.torch is None else _text(self.torch / "version.py")
+        """Returns the version of a torch that was built without CUDA; None for any other."""
+        text = "" if self.torch is None else _file_text(self.torch / "version.py")
         if not re.search(r"^cuda\b[^=\n]*=\s*None\s*$", text, re.MULTILINE):
             return None
         version = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
-        return version[1] if version else "(of unknown version)"
+        return version[1] if version else "(unknown version)"
 
 
 def gpus_to_use(asked: int | str, environment: Mapping[str, str] = os.environ, machine: Machine | None = None) -> int:
-    """``asked`` GPUs; under ``auto`` those that Slurm has allocated, else all that are visible. 0: the CPU.
+    """Returns the number of GPUs to use: ``asked``; for ``auto`` those allocated by Slurm, otherwise all visible; 0:
+    the CPU.
 
     Raises:
-        UserError: more GPUs are asked for than Slurm has allocated.
+        UserError: more GPUs are requested than Slurm has allocated.
         UnusableGpus: this process cannot use that many.
     """
     machine = machine or Machine.this()
     allocated = allocated_gpus(environment)
     if isinstance(asked, int) and 0 < allocated < asked:
         raise UserError(
-            f"{asked} GPUs per node are asked for, and Slurm has allocated {allocated}",
+            f"{asked} GPUs per node are requested, but Slurm has allocated {allocated}",
             where=KEY,
-            fix=f"{KEY}={allocated}, or ask Slurm for more: --gpus-per-node={asked}",
+            fix=f"set {KEY}={allocated}, or request more from Slurm with --gpus-per-node={asked}",
         )
     visible = len(visible_devices(environment, machine.driver, machine.devices))
     wanted, claim = _wanted(asked, allocated, visible, environment, machine)
@@ -156,9 +153,11 @@ def gpus_to_use(asked: int | str, environment: Mapping[str, str] = os.environ, m
 
 
 def allocated_gpus(environment: Mapping[str, str] = os.environ) -> int:
-    """The GPUs of this node that Slurm has allocated to the step of this process, or to its job; 0 without any."""
+    """Returns how many GPUs of this node Slurm has allocated to the step of this process, or to its job; 0 without
+    any.
+    """
     if _is_step_without_gpus(environment):
-        return _count(environment.get("SLURM_JOB_GPUS", ""))  # of the batch host: srun hands its environment on
+        return _count(environment.get("SLURM_JOB_GPUS", ""))  # set on the batch host, whose environment srun passes on
     on_node = environment.get("SLURM_GPUS_ON_NODE", "")
     if on_node.isdigit():
         return int(on_node)
@@ -166,21 +165,23 @@ def allocated_gpus(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def _is_step_without_gpus(environment: Mapping[str, str]) -> bool:
-    """Slurm gives a step none of its job's GPUs where the job has them by ``--exclusive`` and srun asks for none."""
+    """Returns whether Slurm gave the step none of its job's GPUs (the job has them by ``--exclusive``, srun requests
+    none).
+    """
     return "SLURM_STEP_NUM_NODES" in environment and not environment.keys() & {"SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE"}
 
 
 def _wanted(
     asked: int | str, allocated: int, visible: int, environment: Mapping[str, str], machine: Machine
 ) -> tuple[int, str]:
-    """How many GPUs this process is to use, and the beginning of a message that they cannot be used."""
+    """Returns how many GPUs this process should use, and the beginning of the error message if it cannot."""
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     named = None if chosen is None else _count(chosen)
     if isinstance(asked, int):
-        return asked, f"{asked} GPUs per node are asked for"
+        return asked, f"{asked} GPUs per node are requested"
     if allocated:
         owner = "step" if "SLURM_STEP_GPUS" in environment else "job"
-        # runs that share the GPUs of a job have some of them each
+        # runs that share a job's GPUs have a subset each
         return min(allocated, named or allocated), f"{allocated} are allocated to the {owner}"
     if named == 0 and chosen != NO_DEVICES:
         return 0, ""  # hidden on purpose
@@ -193,32 +194,38 @@ def _wanted(
 def _why_not_visible(
     wanted: int, allocated: int, visible: int, environment: Mapping[str, str], machine: Machine
 ) -> tuple[str, str]:
-    """The cause and its fix."""
+    """Returns the cause and its fix."""
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if "SLURM_JOB_ID" in environment and not allocated and not visible and machine.nvidia_gpus():
-        return "the job has not asked Slurm for GPUs", f"sbatch or srun --gpus-per-node={wanted} asks for them"
+        return "the job did not request GPUs from Slurm", f"request them with sbatch or srun --gpus-per-node={wanted}"
     if allocated and _is_step_without_gpus(environment):
-        return "srun started the step without GPUs", f"srun --gpus-per-node={allocated} starts it with them"
+        return "srun started the step without GPUs", f"start it with srun --gpus-per-node={allocated}"
     if chosen is not None and _count(chosen) < wanted:
         return f"CUDA_VISIBLE_DEVICES={chosen!r} hides them", "unset CUDA_VISIBLE_DEVICES"
     return _fault_of_node(wanted, allocated > 0, machine)
 
 
 def _fault_of_node(wanted: int, on_slurm: bool, machine: Machine) -> tuple[str, str]:
-    """Returns the cause and its fix where the driver or the device files are at fault."""
-    staff = "cluster.exclude=NODE takes another node, and the staff can repair this one"
+    """Returns the cause and its fix if the driver or the device files are at fault."""
+    staff = "avoid the node with cluster.exclude=NODE and report it to the site's staff"
     if not machine.driver.is_dir():
         if not machine.nvidia_gpus():
-            return "the node has no NVIDIA GPU and no NVIDIA driver", "take nodes with NVIDIA GPUs"
-        return f"the NVIDIA driver is not loaded ({machine.driver} does not exist)", staff if on_slurm else "load it"
+            return "the node has no NVIDIA GPU and no NVIDIA driver", "use nodes with NVIDIA GPUs"
+        return (
+            f"the NVIDIA driver is not loaded ({machine.driver} does not exist)",
+            staff if on_slurm else "load the driver",
+        )
     listed, own = len(_entries(machine.driver)), len(own_gpus(machine.driver, machine.devices))
     if own < min(listed, wanted):
-        return f"it may open {own} of the {listed} GPUs of the node", staff if on_slurm else "access to /dev/nvidia*"
-    return f"the NVIDIA driver lists {listed}", staff if on_slurm else f"{KEY}={listed}"
+        return (
+            f"it may open {own} of the {listed} GPUs of the node",
+            staff if on_slurm else "get access to /dev/nvidia*",
+        )
+    return f"the NVIDIA driver lists {listed}", staff if on_slurm else f"set {KEY}={listed}"
 
 
 def _count(names: str) -> int:
-    """Counts the names in a list of devices; CUDA_VISIBLE_DEVICES may also say that there is none."""
+    """Counts the names in a list of devices; CUDA_VISIBLE_DEVICES may also state that there is none."""
     return sum(
         bool(name) and not name.startswith("-") and name != NO_DEVICES for name in map(str.strip, names.split(","))
     )
@@ -228,14 +235,14 @@ def _entries(folder: Path) -> list[Path]:
     return list(folder.iterdir()) if folder.is_dir() else []
 
 
-def _text(path: Path) -> str:
+def _file_text(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:
         return ""
 
 
-# Of kinds that come with one size only, by the names that sites give to GRES types (from the vendors' data sheets).
+# GPU models with a single memory size, by the usual names of GRES types (from the vendors' data sheets).
 KINDS = {
     "h200": 141e9,
     "gh200": 96e9,
@@ -249,7 +256,7 @@ KINDS = {
 
 
 def gpu_memory(kind: str | None) -> float | None:
-    """Bytes of a GPU of the GRES type ``kind``; of this machine's smallest where that is None. None: not known."""
+    """Returns the bytes of a GPU of the GRES type ``kind``, or of this machine's smallest for None. None: unknown."""
     return KINDS.get(kind.lower()) if kind is not None else _of_this_machine()
 
 

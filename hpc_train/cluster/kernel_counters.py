@@ -1,8 +1,7 @@
-"""How many bytes this node has sent and received, by the kernel's own counters. Readable without privileges.
+"""Counters of the kernel that need no privileges: bytes that this node has sent and received, and out-of-memory kills.
 
-Whether the kernel killed for memory: its own counters, which every user may read. A kill leaves no other trace.
-
-A process that goes over the limit of its control group (Slurm's ``--mem``, a container's) is killed without a word.
+A process that exceeds the memory limit of its control group (Slurm's ``--mem``, a container's) is killed without a
+message; the counter is the only trace.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ LANES = 4  # port_xmit_data and port_rcv_data count in units of 4 bytes (InfiniB
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes, by what carried them; None where there is no such card or it does not say.
+    """Bytes by kind of network; None if there is no such NIC or it has no counter.
 
     Attributes:
-        rdma_sent: over RDMA ports (InfiniBand, RoCE); the kernel's network counters do not see these.
-        net_sent: over network cards, by way of the kernel; virtual interfaces are left out.
+        rdma_sent: over RDMA ports (InfiniBand, RoCE), which the kernel's network counters do not include.
+        net_sent: over NICs through the kernel, without virtual interfaces.
     """
 
     rdma_sent: int | None = None
@@ -31,25 +30,25 @@ class Traffic:
     net_received: int | None = None
 
     def since(self, before: Traffic) -> Traffic:
-        """What came after ``before``; None where a counter has been set back."""
+        """Returns the difference to ``before``; None if a counter was reset."""
         names = self.__dataclass_fields__
         return Traffic(**{name: _difference(getattr(self, name), getattr(before, name)) for name in names})
 
 
 def read_traffic(sysfs: Path = SYSFS) -> Traffic:
-    """Since the node was started, over all cards."""
+    """Returns the traffic over all NICs since the node was booted."""
     ports = list(sysfs.glob("class/infiniband/*/ports/*/counters"))
-    cards = [card / "statistics" for card in sorted(sysfs.glob("class/net/*")) if (card / "device").exists()]
+    nics = [nic / "statistics" for nic in sorted(sysfs.glob("class/net/*")) if (nic / "device").exists()]
     return Traffic(
         rdma_sent=_total([port / "port_xmit_data" for port in ports], LANES),
         rdma_received=_total([port / "port_rcv_data" for port in ports], LANES),
-        net_sent=_total([card / "tx_bytes" for card in cards]),
-        net_received=_total([card / "rx_bytes" for card in cards]),
+        net_sent=_total([nic / "tx_bytes" for nic in nics]),
+        net_received=_total([nic / "rx_bytes" for nic in nics]),
     )
 
 
 def _total(files: list[Path], unit: int = 1) -> int | None:
-    """None where one of them cannot be read: a part of the traffic would look like all of it."""
+    """Returns the sum, or None if any file is unreadable, since a partial sum would look like all traffic."""
     values = list(_numbers(files))
     return unit * sum(values) if values and len(values) == len(files) else None
 
@@ -58,7 +57,7 @@ def _numbers(files: list[Path]) -> Iterator[int]:
     for file in files:
         try:
             yield int(file.read_text(encoding="ascii"))
-        except (OSError, ValueError):  # some drivers answer with EINVAL, or N/A
+        except (OSError, ValueError):  # some drivers return EINVAL or N/A
             continue
 
 
@@ -72,14 +71,14 @@ COUNTER = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class OomKills:
-    """Processes killed so far: in the control group of this process, and on the whole node."""
+    """Processes killed for memory so far, in this process's control group and on the whole node."""
 
     group: int = 0
     node: int = 0
 
     @classmethod
     def now(cls, groups: Path = CGROUPS, processes: Path = Path("/proc")) -> OomKills:
-        """What cannot be read counts as 0."""
+        """Reads the counters; an unreadable counter counts as 0."""
         return cls(_counter(_events_file(groups, processes)), _counter(processes / "vmstat"))
 
     def __sub__(self, before: OomKills) -> OomKills:
@@ -87,7 +86,7 @@ class OomKills:
 
 
 def _events_file(groups: Path, processes: Path) -> Path:
-    """Version 1 of control groups has a hierarchy for memory, version 2 one for all."""
+    """Returns the file of the counter: cgroup v1 has a hierarchy for memory, v2 one for all controllers."""
     try:
         lines = (processes / "self" / "cgroup").read_text().splitlines()
     except OSError:

@@ -1,4 +1,6 @@
-"""What a directory lies on: the kind of file system, whether other hosts can see it, and how much room it has."""
+"""Properties of the file system that holds a directory: its kind, whether other hosts can access it, and its free
+space.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MOUNTS = Path("/proc/self/mountinfo")
-EXPORTS = Path("/var/lib/nfs/etab")  # what this host lets others mount
+EXPORTS = Path("/var/lib/nfs/etab")  # NFS exports of this host
 MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 DISKS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "reiserfs", "bcachefs", "overlay"})
-# buckets that are mounted: to rename a directory is to copy and delete what is in it, object by object
+# mounted object stores: renaming a directory copies and deletes its objects one by one
 BUCKETS = frozenset({"s3fs", "gcsfuse", "goofys", "geesefs", "rclone", "blobfuse", "blobfuse2", "ossfs", "cosfs"})
-FILE_SYSTEM = "the file system"  # whose limit it is
+FILE_SYSTEM = "the file system"  # the owner of a limit
 QUOTA_TIMEOUT_S = 5.0
 KIB = 1024
 
@@ -32,23 +34,23 @@ class FileSystem:
 
     @property
     def in_memory(self) -> bool:
-        """No other host can see it, whatever is exported."""
+        """Whether it is in memory, so that no other host can access it."""
         return self.kind in MEMORY
 
     @property
     def on_a_disk_here(self) -> bool:
-        """A kind that one host mounts; another host sees it only where this one exports it."""
+        """Whether one host mounts this kind; other hosts can access it only if this one exports it."""
         return self.kind in DISKS
 
     @property
     def copies_to_rename(self) -> bool:
-        """A directory is not renamed in one step."""
+        """Whether renaming a directory is not atomic."""
         return self.kind.removeprefix("fuse.") in BUCKETS
 
 
 @dataclass(frozen=True)
 class Room:
-    """What may still be written: bytes and files, and whose limit that is. None: not known, or no limit."""
+    """Bytes and files that may still be written, and whose limit it is. None: unknown or unlimited."""
 
     free: int
     inodes: int | None
@@ -56,25 +58,25 @@ class Room:
 
 
 def file_system_of(path: Path, mounts: Path = MOUNTS) -> FileSystem | None:
-    """The file system of ``path``, or of the nearest parent that exists; None where the kernel does not tell."""
+    """Returns the file system of ``path``, or of the nearest existing parent; None if the kernel does not show it."""
     try:
         lines = mounts.read_text(errors="replace").splitlines()
     except OSError:
         return None
     real = Path(os.path.realpath(path))
     found = [mounted for line in lines if (mounted := _mounted(line)) and real.is_relative_to(mounted.mount_point)]
-    # of several mounts on one point the last one is on top
+    # of several mounts on one point, the last one is visible
     return max(enumerate(found), key=lambda item: (len(item[1].mount_point.parts), item[0]))[1] if found else None
 
 
 def renames_by_copying(path: Path) -> bool:
-    """Whether a directory below ``path`` is not renamed in one step; False where that is not known."""
+    """Returns whether renaming a directory below ``path`` is not atomic; False if unknown."""
     system = file_system_of(path)
     return system is not None and system.copies_to_rename
 
 
 def is_exported(path: Path, exports: Path = EXPORTS) -> bool:
-    """Whether this host is an NFS server for ``path``."""
+    """Returns whether this host exports ``path`` by NFS."""
     try:
         lines = exports.read_text(errors="replace").splitlines()
     except OSError:
@@ -84,7 +86,9 @@ def is_exported(path: Path, exports: Path = EXPORTS) -> bool:
 
 
 def room_in(path: Path, ask: Ask | None = None) -> list[Room]:
-    """The limits on what may still be written below ``path``: the file system's, and this user's quota where told."""
+    """Returns the limits on what may still be written below ``path``: the file system's, and this user's quota if
+    known.
+    """
     there = next(parent for parent in (path, *path.parents) if parent.exists())
     found = os.statvfs(there)
     rooms = [Room(found.f_bavail * found.f_frsize, found.f_favail if found.f_files else None, FILE_SYSTEM)]
@@ -94,7 +98,7 @@ def room_in(path: Path, ask: Ask | None = None) -> list[Room]:
 
 
 def _mounted(line: str) -> FileSystem | None:
-    """``36 35 98:0 /root /mount options - type source options``; spaces in a path are octal."""
+    """Parses ``36 35 98:0 /root /mount options - type source options``; spaces in a path are octal."""
     left, _, right = line.partition(" - ")
     if len(left.split()) < 5 or len(right.split()) < 2:
         return None
@@ -107,7 +111,7 @@ def _plain(escaped: str) -> str:
 
 
 def _quota(system: FileSystem, ask: Ask) -> Room | None:
-    """This user's, as ``lfs`` or ``quota`` tells it; None where neither does."""
+    """Returns this user's quota as reported by ``lfs`` or ``quota``; None if neither reports one."""
     if system.kind == "lustre":
         words = ask(["lfs", "quota", "-q", "-u", str(os.getuid()), str(system.mount_point)]).split()
         return _room(words[-8:])
@@ -116,7 +120,9 @@ def _quota(system: FileSystem, ask: Ask) -> Room | None:
 
 
 def _room(words: Sequence[str]) -> Room | None:
-    """Both print: KiB used, soft limit, hard limit, grace, files used, soft limit, hard limit, grace. * is "over"."""
+    """Parses KiB used, soft limit, hard limit, grace, files used, soft limit, hard limit, grace; * marks an exceeded
+    limit.
+    """
     if len(words) != 8:
         return None
     numbers = [int(word.rstrip("*")) if word.rstrip("*").isdigit() else 0 for word in words]
@@ -135,4 +141,4 @@ def _output(command: Sequence[str]) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=QUOTA_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout  # quota ends with 1 where one is over its limit
+    return done.stdout  # quota exits with 1 if a limit is exceeded

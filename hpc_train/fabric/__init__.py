@@ -1,1 +1,3 @@
-"""What connects the GPUs of a cluster: found without privileges, matched, and the few variables that follow from it."""
+"""Discovers the network hardware of a node without privileges, matches GPUs to NICs, and derives the few NCCL
+variables.
+"""

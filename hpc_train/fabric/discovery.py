@@ -1,10 +1,7 @@
-"""Finds out what a node is made of: from ``/sys`` and ``/proc``, and from what tools printed where those are silent.
+"""Discovers the hardware of a node from ``/sys`` and ``/proc``, and from the output of tools where those are hidden.
 
-How far two PCI devices are from each other, from where they stand in ``/sys/devices``.
-
-The CPUs of a node: NUMA nodes, and which logical CPUs are one physical core.
-
-Whether network cards can read the memory of GPUs (GPUDirect RDMA), from the modules that the kernel has loaded.
+Covers GPUs, NICs, PCI distances between devices, NUMA nodes, physical cores, and GPUDirect RDMA (whether NICs can read
+GPU memory, judged by the loaded kernel modules).
 """
 
 from __future__ import annotations
@@ -21,13 +18,13 @@ from hpc_train.fabric.facts import Gpu, GpuLink, Interface, Nic, NodeFacts, pars
 from hpc_train.fabric.rdma import read_rdma, read_text
 
 _NVIDIA = "0x10de"
-_GPU_CLASSES = ("0x0300", "0x0302")  # with a display output, and without
+_GPU_CLASSES = ("0x0300", "0x0302")  # with and without a display output
 _AZURE_CHASSIS = "7783-7084-3265-9085-8269-3286-77"
 _VENDORS = {"amazon ec2": "aws", "google": "gcp", "google compute engine": "gcp", "oraclecloud.com": "oci"}
 
 
 def discover(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> NodeFacts:
-    """What ``sysfs`` and ``proc`` show of this node."""
+    """Returns what ``sysfs`` and ``proc`` show of this node."""
     seen = read_tree(sysfs, proc)
     return replace(
         seen,
@@ -38,7 +35,7 @@ def discover(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> NodeFact
 
 
 def print_matrix() -> str | None:
-    """What ``nvidia-smi topo -m`` prints here; None where there is no such tool."""
+    """Returns the output of ``nvidia-smi topo -m``; None without the tool."""
     try:
         printed = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -47,7 +44,7 @@ def print_matrix() -> str | None:
 
 
 def read_tree(sysfs: Path, proc: Path) -> NodeFacts:
-    """What a ``/sys`` and a ``/proc``, or recorded copies of them, show of a node."""
+    """Returns the facts of a node from a ``/sys`` and a ``/proc``, or from recorded copies."""
     gpus = _gpus(sysfs, proc)
     nics = read_rdma(sysfs)
     unknown = [f"the CPUs near {gpu.name}" for gpu in gpus if not gpu.cpus]
@@ -68,24 +65,26 @@ def read_tree(sysfs: Path, proc: Path) -> NodeFacts:
 
 
 def recorded_tree(root: Path) -> tuple[Path, Path]:
-    """What stands for ``/sys`` and for ``/proc`` in a recording: of a whole machine, or of ``/sys`` or a part of it."""
+    """Returns the ``/sys`` and ``/proc`` of a recording of a whole machine, or of ``/sys`` or a part of it."""
     whole = (root / "sys").is_dir()
     return root / "sys" if whole else root, root / "proc"
 
 
-def merge(seen: NodeFacts, told: NodeFacts) -> NodeFacts:
-    """``seen`` in ``/sys`` with what the matrix ``told`` besides; where they contradict each other, neither counts."""
-    unknown = [*seen.unknown, *told.unknown]
-    if seen.gpus and told.gpus and len(seen.gpus) != len(told.gpus):  # which is which cannot be told
-        unknown.append(f"the GPUs: /sys shows {len(seen.gpus)}, the matrix {len(told.gpus)}")
+def merge(seen: NodeFacts, matrix: NodeFacts) -> NodeFacts:
+    """Merges the facts ``seen`` in ``/sys`` with those of the ``matrix``; contradictory facts are dropped as
+    unknown.
+    """
+    unknown = [*seen.unknown, *matrix.unknown]
+    if seen.gpus and matrix.gpus and len(seen.gpus) != len(matrix.gpus):  # they cannot be matched
+        unknown.append(f"the GPUs: /sys shows {len(seen.gpus)}, the matrix {len(matrix.gpus)}")
         return replace(seen, unknown=tuple(unknown))
-    told = _without_nameless(told) if seen.nics else told
+    matrix = _without_nameless(matrix) if seen.nics else matrix
     by_index = {gpu.index: gpu for gpu in seen.gpus}
-    gpus = tuple(_merged_gpu(by_index.pop(gpu.index, None), gpu) for gpu in told.gpus) + tuple(by_index.values())
+    gpus = tuple(_merged_gpu(by_index.pop(gpu.index, None), gpu) for gpu in matrix.gpus) + tuple(by_index.values())
     filled = {f"the CPUs near {gpu.name}" for gpu in gpus if gpu.cpus}
     names = {nic.name for nic in seen.nics}
-    nics = (*seen.nics, *(nic for nic in told.nics if nic.name not in names))
-    links, doubts = _merged_links(seen, told)
+    nics = (*seen.nics, *(nic for nic in matrix.nics if nic.name not in names))
+    links, doubts = _merged_links(seen, matrix)
     return replace(
         seen,
         gpus=tuple(sorted(gpus, key=lambda gpu: gpu.index)),
@@ -95,27 +94,27 @@ def merge(seen: NodeFacts, told: NodeFacts) -> NodeFacts:
     )
 
 
-def _without_nameless(told: NodeFacts) -> NodeFacts:
-    """Without the cards that the matrix only numbers: which of those in ``/sys`` they are cannot be told."""
-    gone = {nic.name for nic in told.nics if nic.kind is None and re.fullmatch(r"NIC\d+", nic.name)}
+def _without_nameless(matrix: NodeFacts) -> NodeFacts:
+    """Removes NICs that the matrix only numbers, because they cannot be matched with those in ``/sys``."""
+    gone = {nic.name for nic in matrix.nics if nic.kind is None and re.fullmatch(r"NIC\d+", nic.name)}
     return replace(
-        told,
-        nics=tuple(nic for nic in told.nics if nic.name not in gone),
-        links=tuple(link for link in told.links if not {link.a, link.b} & gone),
+        matrix,
+        nics=tuple(nic for nic in matrix.nics if nic.name not in gone),
+        links=tuple(link for link in matrix.links if not {link.a, link.b} & gone),
     )
 
 
-def _merged_gpu(seen: Gpu | None, told: Gpu) -> Gpu:
+def _merged_gpu(seen: Gpu | None, matrix: Gpu) -> Gpu:
     if seen is None:
-        return told
-    return replace(seen, cpus=seen.cpus or told.cpus, numa_nodes=seen.numa_nodes or told.numa_nodes)
+        return matrix
+    return replace(seen, cpus=seen.cpus or matrix.cpus, numa_nodes=seen.numa_nodes or matrix.numa_nodes)
 
 
-def _merged_links(seen: NodeFacts, told: NodeFacts) -> tuple[tuple[GpuLink, ...], list[str]]:
-    """NVLinks are only in the matrix; a way over PCI that both know must be the same, up to how near bridges count."""
+def _merged_links(seen: NodeFacts, matrix: NodeFacts) -> tuple[tuple[GpuLink, ...], list[str]]:
+    """Merges links. Only the matrix shows NVLinks; PCI path types must agree, up to the counting of bridges."""
     known = {frozenset((link.a, link.b)): link for link in seen.links}
     doubts = []
-    for link in told.links:
+    for link in matrix.links:
         pair = frozenset((link.a, link.b))
         other = known.get(pair)
         if other is None or link.way.startswith("NV"):
@@ -140,13 +139,13 @@ def _gpus(sysfs: Path, proc: Path) -> tuple[Gpu, ...]:
 def _gpu(sysfs: Path, proc: Path, index: int, address: str) -> Gpu:
     device = sysfs / "bus/pci/devices" / address
     node, cpus = near_cpus(sysfs, device.resolve()) if device.exists() else (None, ())
-    told = read_text(proc / "driver/nvidia/gpus" / address / "information") or ""
-    facts = dict(re.findall(r"^([A-Za-z ]+):\s*(.+?)\s*$", told, flags=re.MULTILINE))
+    information = read_text(proc / "driver/nvidia/gpus" / address / "information") or ""
+    facts = dict(re.findall(r"^([A-Za-z ]+):\s*(.+?)\s*$", information, flags=re.MULTILINE))
     return Gpu(index, address, facts.get("Model"), facts.get("GPU UUID"), () if node is None else (node,), cpus)
 
 
 def _allowed(proc: Path) -> tuple[int, ...]:
-    """The CPUs of the process that reads, or of the one that copied its ``/proc/self/status`` into a recording."""
+    """Returns the CPUs allowed in ``/proc/self/status``, of this process or of the one that made the recording."""
     found = re.search(r"^Cpus_allowed_list:\s*(\S+)$", read_text(proc / "self/status") or "", re.MULTILINE)
     try:
         return parse_cpu_list(found[1]) if found else ()
@@ -161,7 +160,7 @@ def _links(sysfs: Path, gpus: Iterable[Gpu], nics: Iterable[Nic]) -> Iterable[Gp
     for i, (a, _, a_node) in enumerate(places):
         for b, _, b_node in places[:i]:
             same = None if a_node is None or b_node is None else a_node == b_node
-            if way := way_between(paths[a], paths[b], same):
+            if way := path_type(paths[a], paths[b], same):
                 yield GpuLink(b, a, way)
 
 
@@ -171,7 +170,7 @@ def _interfaces(sysfs: Path, proc: Path) -> tuple[Interface, ...]:
     default = {name for interface in first for name in (interface, *_below(sysfs, interface))}
     found = []
     for path in sorted((sysfs / "class/net").glob("*")):
-        if path.name == "lo" or not (path / "device").exists():  # virtual: bridges of containers and the like
+        if path.name == "lo" or not (path / "device").exists():  # virtual interfaces, e.g. container bridges
             continue
         speed = read_text(path / "speed")
         gbps = int(speed) / 1000 if speed is not None and speed.isdigit() else None
@@ -180,7 +179,7 @@ def _interfaces(sysfs: Path, proc: Path) -> tuple[Interface, ...]:
 
 
 def _below(sysfs: Path, interface: str) -> Iterator[str]:
-    """The interfaces that a bond, a VLAN or a bridge is made of."""
+    """Yields the interfaces that a bond, VLAN or bridge consists of."""
     for path in (sysfs / "class/net" / interface).glob("lower_*"):
         name = path.name.removeprefix("lower_")
         yield name
@@ -201,12 +200,12 @@ ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
 def device_path(sysfs: Path, address: str) -> tuple[str, ...]:
-    """The host bridge and the bridges down to a device, the device last; () where it is not there.
+    """Returns the host bridge and the bridges down to a device, the device last; () if it does not exist.
 
     ``("pci0000:80", "0000:80:01.1", "0000:81:00.0")``: host bridge, root port, device.
     """
     link = sysfs / "bus/pci/devices" / address
-    if not link.exists() and not link.is_symlink():  # a copy may have the link and not what it leads to
+    if not link.exists() and not link.is_symlink():  # a copy may contain the link without its target
         return ()
     parts = link.resolve().parts
     start = next((i for i, part in enumerate(parts) if re.fullmatch(r"pci[0-9a-f]{4,}:[0-9a-f]{2}", part)), None)
@@ -215,12 +214,12 @@ def device_path(sysfs: Path, address: str) -> tuple[str, ...]:
     return (parts[start], *[part for part in parts[start + 1 :] if ADDRESS.fullmatch(part)])
 
 
-def way_between(a: tuple[str, ...], b: tuple[str, ...], same_numa: bool | None) -> str | None:
-    """nvidia-smi's name for the way between two devices, by their ``device_path``.
+def path_type(a: tuple[str, ...], b: tuple[str, ...], same_numa: bool | None) -> str | None:
+    """Returns nvidia-smi's path type between two devices, given their ``device_path``.
 
     PIX: below one switch. PXB: over several switches below one root port. PHB: through one host bridge. NODE: between
-    host bridges of a NUMA node. SYS: between NUMA nodes. None where the paths, or for the last two the NUMA nodes, are
-    not known.
+    host
+    bridges of a NUMA node. SYS: between NUMA nodes. None if the paths, or for the last two the NUMA nodes, are unknown.
     """
     if not a or not b:
         return None
@@ -238,7 +237,7 @@ def way_between(a: tuple[str, ...], b: tuple[str, ...], same_numa: bool | None) 
 
 
 def numa_cpus(sysfs: Path) -> dict[int, tuple[int, ...]]:
-    """The CPUs of each NUMA node; () for one that has memory only."""
+    """Returns the CPUs of each NUMA node; () for a node with memory only."""
     found: dict[int, tuple[int, ...]] = {}
     for path in (sysfs / "devices/system/node").glob("node[0-9]*"):
         number = path.name.removeprefix("node")
@@ -248,7 +247,7 @@ def numa_cpus(sysfs: Path) -> dict[int, tuple[int, ...]]:
 
 
 def nearest_with_cpus(sysfs: Path, node: int) -> int | None:
-    """``node`` itself, or for one without CPUs (the memory of a GPU on Grace) the nearest that has some."""
+    """Returns ``node``, or if it has no CPUs (GPU memory on Grace) the nearest node that has some."""
     cpus = numa_cpus(sysfs)
     if cpus.get(node):
         return node
@@ -260,7 +259,7 @@ def nearest_with_cpus(sysfs: Path, node: int) -> int | None:
 
 
 def physical_cores(sysfs: Path) -> tuple[tuple[int, ...], ...]:
-    """Logical CPUs that share a core, for each core; () where the kernel does not tell."""
+    """Returns the logical CPUs of each physical core; () if the kernel does not show them."""
     cores = set()
     for path in (sysfs / "devices/system/cpu").glob("cpu[0-9]*"):
         topology = path / "topology"
@@ -271,10 +270,10 @@ def physical_cores(sysfs: Path) -> tuple[tuple[int, ...], ...]:
 
 
 def near_cpus(sysfs: Path, device: Path) -> tuple[int | None, tuple[int, ...]]:
-    """The NUMA node and the CPUs near a PCI device; where it says -1, as in virtual machines, those of its bridge.
+    """Returns the NUMA node and CPUs near a PCI device, or if it reports -1 (virtual machines) those of its bridge.
 
     Args:
-        device: the device's directory, links resolved.
+        device: the device's directory with links resolved.
     """
     for place in (device, *device.parents):
         number = read_text(place / "numa_node")
@@ -290,7 +289,9 @@ def near_cpus(sysfs: Path, device: Path) -> tuple[int | None, tuple[int, ...]]:
 
 
 def _everywhere(sysfs: Path, cpus: tuple[int, ...]) -> bool:
-    """Whether these are the CPUs of several NUMA nodes together, which is how the kernel lists them for no node."""
+    """Returns whether ``cpus`` covers several NUMA nodes, which is how the kernel lists the CPUs of no particular
+    node.
+    """
     nodes = [own for own in numa_cpus(sysfs).values() if own]
     return len(nodes) > 1 and set(cpus) >= set().union(*nodes)
 
@@ -302,13 +303,13 @@ def _cpu_list(path: Path) -> tuple[int, ...]:
         return ()
 
 
-MODULES = ("nvidia_peermem", "nv_peer_mem", "efa_nv_peermem")  # today's, that of before driver 470, Amazon's
+MODULES = ("nvidia_peermem", "nv_peer_mem", "efa_nv_peermem")  # current, before driver 470, Amazon's
 DMA_BUF_KERNEL = (5, 12)  # with NVIDIA's open kernel modules (GPUDirect RDMA's documentation)
 NONE = "none"
 
 
 def read_gpu_direct(sysfs: Path, proc: Path) -> str | None:
-    """The module that allows it, ``DMA-BUF``, or ``none``; None where the driver cannot be seen."""
+    """Returns the module that enables it, ``DMA-BUF``, or ``none``; None if no driver is visible."""
     loaded = next((name for name in MODULES if (sysfs / "module" / name).is_dir()), None)
     if loaded is not None:
         return loaded

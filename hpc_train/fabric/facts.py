@@ -1,10 +1,7 @@
-"""What the node lets a process have: memory that it may lock, files that it may open, shared memory.
+"""The facts of one node: GPUs, NICs, links, CPUs and process limits, as one frozen value that round-trips through JSON.
 
-Lists of CPUs and of NUMA nodes as the kernel writes them: ``0-51,104-155``.
-
-What one node is made of, as far as it can be seen: one frozen value, which goes through JSON unchanged.
-
-None and empty tuples mean "not known"; nothing here is guessed.
+None and empty tuples mean "unknown"; nothing is guessed. ``parse_cpu_list`` reads the kernel's CPU lists
+(``0-51,104``).
 """
 
 from __future__ import annotations
@@ -25,13 +22,13 @@ _LINE = r"^{name}\s+(\d+|unlimited)\s+(\d+|unlimited)"
 
 @dataclass(frozen=True)
 class NodeLimits:
-    """None: not known; ``UNLIMITED``: there is none.
+    """Limits of a process. None: unknown; ``UNLIMITED``: no limit.
 
     Attributes:
-        locked_memory: bytes, which RDMA cards read from (``ulimit -l``).
-        open_files: of one process (``ulimit -n``).
-        most_open_files: to which a process may raise that by itself.
-        shared_memory: bytes, the size of ``/dev/shm``.
+        locked_memory: bytes that may be locked, as RDMA NICs require (``ulimit -l``).
+        open_files: open files per process (``ulimit -n``).
+        most_open_files: the hard limit, to which a process may raise ``open_files`` itself.
+        shared_memory: size of ``/dev/shm`` in bytes.
     """
 
     locked_memory: int | None = None
@@ -41,14 +38,14 @@ class NodeLimits:
 
     @property
     def locking(self) -> str | None:
-        """How much may be locked, in words; None where that is not limited, or not known."""
+        """Describes the limit of locked memory; None if unlimited or unknown."""
         if self.locked_memory in (None, UNLIMITED):
             return None
         return f"at most {self.locked_memory} bytes may be locked (ulimit -l)"
 
 
 def read_limits(proc: Path) -> NodeLimits:
-    """Those of the process that reads, or of the one that copied its ``/proc/self/limits`` into a recording."""
+    """Reads the limits in ``/proc/self/limits``, of this process or of the one that made the recording."""
     try:
         text = (proc / "self/limits").read_text(errors="replace")
     except OSError:
@@ -58,7 +55,7 @@ def read_limits(proc: Path) -> NodeLimits:
 
 
 def shared_memory(directory: Path = SHARED_MEMORY) -> int | None:
-    """The bytes that fit into it; None where it is missing."""
+    """Returns the size of ``directory`` in bytes; None if it is missing."""
     try:
         found = os.statvfs(directory)
     except OSError:
@@ -75,15 +72,15 @@ def _limit(word: str) -> int:
     return UNLIMITED if word == "unlimited" else int(word)
 
 
-LIMIT = 1 << 16  # more than any kernel is built for; a typo is not to become a list of billions
+LIMIT = 1 << 16  # more than any kernel supports; protects against typos
 _PART = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """The numbers of a list, ascending; () for an empty one.
+    """Returns the numbers of a list in ascending order; () for an empty list.
 
     Raises:
-        ValueError: not such a list.
+        ValueError: ``text`` is not such a list.
     """
     numbers: set[int] = set()
     for part in text.strip().split(",") if text.strip() else ():
@@ -99,12 +96,12 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 
 
 def format_cpu_list(cpus: Iterable[int]) -> str:
-    """The shortest list of ``cpus``: 0, 1, 2, 5 is ``0-2,5``."""
+    """Returns the shortest list of ``cpus``: 0, 1, 2, 5 is ``0-2,5``."""
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs(cpus))
 
 
 def runs(cpus: Iterable[int]) -> list[list[int]]:
-    """``cpus`` in ascending order, cut where a number is missing."""
+    """Returns ``cpus`` in ascending order, split into runs of consecutive numbers."""
     found: list[list[int]] = []
     for cpu in sorted(set(cpus)):
         if found and found[-1][-1] == cpu - 1:
@@ -114,19 +111,19 @@ def runs(cpus: Iterable[int]) -> list[list[int]]:
     return found
 
 
-# distances between two devices, the nearest first: NVLink, then nvidia-smi's names for ways over PCI
+# path types between two devices, nearest first: NVLink, then nvidia-smi's names for PCI paths
 LINKS = ("NVLINK", "PIX", "PXB", "PHB", "NODE", "SYS")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, numbered as nvidia-smi and ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` number it.
+    """One GPU, numbered as by nvidia-smi and ``CUDA_DEVICE_ORDER=PCI_BUS_ID``.
 
     Attributes:
-        cpus: the CPUs near it, as the machine says.
-        numa_nodes: NUMA nodes whose CPUs those are; several where one socket is cut into more.
+        cpus: the CPUs near it.
+        numa_nodes: the NUMA nodes of those CPUs; several if a socket is split.
         slices: the UUIDs of its MIG slices.
-        troubles: what is wrong with it, in words.
+        troubles: problems of the GPU as text.
     """
 
     index: int
@@ -151,9 +148,9 @@ class Port:
         state: ``ACTIVE``, ``DOWN``, ``INIT``, ``ARMED`` …
         physical_state: ``LINKUP``, ``POLLING``, ``DISABLED`` …
         link_layer: ``InfiniBand``, ``Ethernet`` or ``Unspecified``.
-        rate_gbps: of the link as it came up, in Gb/s.
+        rate_gbps: the negotiated rate of the link in Gb/s.
         link_downed: how often the link went down since the counters were reset; 255 may stand for more.
-        roce_v2_gid: the index of a RoCE v2 address that can be routed.
+        roce_v2_gid: the index of a routable RoCE v2 address.
     """
 
     number: int
@@ -166,7 +163,7 @@ class Port:
 
     @property
     def active(self) -> bool | None:
-        """Whether it can carry data; None where that cannot be seen."""
+        """Whether the port can carry data; None if unknown."""
         if self.state is None:
             return None
         return self.state == "ACTIVE" and self.physical_state in (None, "LINKUP", "ACTIVE")
@@ -174,12 +171,12 @@ class Port:
 
 @dataclass(frozen=True)
 class Nic:
-    """A network card that speaks RDMA.
+    """A NIC that supports RDMA.
 
     Attributes:
-        name: ``mlx5_0``; ``NIC0`` where only a matrix without a legend names it.
-        kind: ``mellanox``, ``efa``, ``slingshot``, ``omnipath`` or ``other``; None where the name tells nothing.
-        card: the type that the card reports, ``MT4129``.
+        name: e.g. ``mlx5_0``; ``NIC0`` if only a matrix without a legend names it.
+        kind: ``mellanox``, ``efa``, ``slingshot``, ``omnipath`` or ``other``; None if the name does not show it.
+        card: the type that the NIC reports, e.g. ``MT4129``.
         interfaces: its network interfaces.
     """
 
@@ -194,7 +191,7 @@ class Nic:
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface; ``speed_gbps`` is None where the driver does not say."""
+    """A network interface. ``speed_gbps`` is None if the driver does not report it."""
 
     name: str
     up: bool
@@ -204,7 +201,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class GpuLink:
-    """The way between two devices: ``NV4`` (four NVLinks) or one of nvidia-smi's names, ``PIX`` … ``SYS``."""
+    """The path type between two devices: ``NV4`` (four NVLinks) or one of nvidia-smi's names, ``PIX`` … ``SYS``."""
 
     a: str
     b: str
@@ -213,23 +210,23 @@ class GpuLink:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """One node.
+    """The facts of one node.
 
     Attributes:
-        cores: logical CPUs that share one physical core; empty where it is not known.
-        allowed: CPUs that this process may use; empty where it is not known.
-        site: what the firmware says of where the machine stands: ``azure``, ``aws``, ``gcp``, ``oci``.
-        unknown: what could not be seen or was contradictory, in words.
-        numa: the CPUs of each NUMA node that has some.
-        allocated_cpus: how many CPUs Slurm gave to the job here; None outside of a job.
+        cores: the logical CPUs of each physical core; empty if unknown.
+        allowed: CPUs that this process may use; empty if unknown.
+        site: the cloud that the firmware names: ``azure``, ``aws``, ``gcp``, ``oci``.
+        unknown: facts that are missing or contradictory, as text.
+        numa: the CPUs of each NUMA node that has CPUs.
+        allocated_cpus: CPUs that Slurm allocated to the job on this node; None outside of a job.
         visible: the GPUs of the job as CUDA_VISIBLE_DEVICES names them, in the order of local rank.
-        route: the network interface that leads to the node where ranks meet.
-        automatic: the interface that gloo takes by itself: the one with the address of the host's name.
-        topology_file: that the image of a virtual machine has for NCCL.
-        versions: of what must be the same on all nodes, by name.
-        settings: what the user and the administrator have set here of what concerns communication.
-        limits: what a process may have.
-        gpu_direct: the kernel's module by which cards read GPU memory, ``DMA-BUF``, or ``none``.
+        route: the network interface that leads to the rendezvous node.
+        automatic: the interface that gloo selects itself: the one with the address of the hostname.
+        topology_file: NCCL's topology file in the image of a virtual machine.
+        versions: versions that must be equal on all nodes, by name.
+        settings: communication settings of the user and the administrator on this node.
+        limits: limits of a process.
+        gpu_direct: the kernel module with which NICs read GPU memory, ``DMA-BUF``, or ``none``.
     """
 
     node: str | None = None
@@ -253,7 +250,7 @@ class NodeFacts:
     gpu_direct: str | None = None
 
     def link(self, a: str, b: str) -> str | None:
-        """The way between the devices ``a`` and ``b``; None where it is not known."""
+        """Returns the path type between the devices ``a`` and ``b``; None if unknown."""
         for link in self.links:
             if {link.a, link.b} == {a, b}:
                 return link.way
@@ -287,7 +284,7 @@ _PLAIN = ("node", "allocated_cpus", "route", "automatic", "site", "topology_file
 
 
 def distance(way: str) -> int:
-    """0 for NVLink and rising with the way; the order of ``LINKS``."""
+    """Returns 0 for NVLink, rising with the path type in the order of ``LINKS``."""
     return 0 if way.startswith("NV") else LINKS.index(way)
 
 

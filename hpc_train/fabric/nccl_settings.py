@@ -1,9 +1,7 @@
-"""What the user and the administrator have set already: the environment, and the files that NCCL reads by itself.
+"""Communication settings that are already made: the environment, and the configuration files that NCCL reads itself.
 
-NCCL takes a key of a file only where the environment has none, so a variable that we export would silently overrule the
-administrator's file: keys of all three places count as set.
-
-How it is said that nodes differ.
+NCCL uses a key of a file only if the environment does not set it, so an exported variable would silently override the
+administrator's file. Keys of all three places therefore count as set. Also words differences between nodes.
 """
 
 from __future__ import annotations
@@ -14,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# what is told to the other nodes: of communication and threads, and nothing that could be a secret
+# variables that are sent to other nodes: communication and threads only, nothing that could be a secret
 _OF_COMMUNICATION = re.compile(r"(NCCL|TORCH_NCCL|TORCH_FR|GLOO|TP|FI|UCX|OMP|GOMP|KMP|MKL)_\w+|CUDA_DEVICE_ORDER")
 
 SYSTEM_FILE = Path("/etc/nccl.conf")
 
-# names of earlier days, and what to write now (NCCL's and torch's documentation)
+# outdated names and their replacements (documentation of NCCL and torch)
 RENAMED = {
     "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
@@ -35,14 +33,14 @@ RENAMED = {
 _LEVELS = ("NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL", "NCCL_P2P_PXN_LEVEL")
 
 
-# NCCL's defaults since 2.23, and the values that NCCL_IB_TIMEOUT may have: with others NCCL waits for ever
+# NCCL's defaults since 2.23, and the valid values of NCCL_IB_TIMEOUT: with others NCCL waits forever
 _IB_TIMEOUT, _IB_TIMEOUTS = 20, range(1, 32)
 _IB_RETRIES, _IB_RETRY_COUNTS = 7, range(8)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A variable that is set already; ``place`` says where: "the environment", or a file's path."""
+    """A variable that is already set. ``place`` is "the environment" or the path of a file."""
 
     name: str
     value: str
@@ -52,9 +50,10 @@ class Setting:
 def settings(
     environment: Mapping[str, str], home: Path | None = None, system_file: Path = SYSTEM_FILE
 ) -> dict[str, Setting]:
-    """All variables that are set, by name: the environment wins over the user's file, and that over the system's.
+    """Returns all set variables by name; the environment takes precedence over the user's file, and that over the
+    system's.
 
-    The user's file is ``$NCCL_CONF_FILE``, else ``~/.nccl.conf``.
+    The user's file is ``$NCCL_CONF_FILE``, or ``~/.nccl.conf``.
     """
     own = environment.get("NCCL_CONF_FILE")
     user_file = Path(own) if own else (home or Path(environment.get("HOME", "/nonexistent"))) / ".nccl.conf"
@@ -66,15 +65,16 @@ def settings(
 
 
 def settings_of_communication(environment: Mapping[str, str] = os.environ) -> tuple[Setting, ...]:
-    """Those of ``settings`` that the decision on the environment looks at."""
+    """Returns the settings that the network decision depends on."""
     found = settings(environment)
     return tuple(found[name] for name in sorted(found) if _OF_COMMUNICATION.fullmatch(name))
 
 
 def merged(nodes: Mapping[str, Sequence[Setting]]) -> tuple[dict[str, Setting], list[str]]:
-    """What counts as set for a job: all that is set on any of its nodes. With a line for what is not the same on all.
+    """Returns the settings of a job (set on any of its nodes), and a message per setting that differs between nodes.
 
-    ``nodes``: the settings of each node, by its name.
+    Args:
+        nodes: the settings of each node, by its name.
     """
     found: dict[str, Setting] = {}
     values: dict[str, dict[str, str]] = {}
@@ -82,16 +82,18 @@ def merged(nodes: Mapping[str, Sequence[Setting]]) -> tuple[dict[str, Setting], 
         for setting in settings_there:
             found.setdefault(setting.name, setting)
             values.setdefault(setting.name, {})[node] = setting.value
-    told = []
+    messages = []
     for name, by_node in values.items():
         if len(by_node) < len(nodes) or len(set(by_node.values())) > 1:
             here = who_has_what({node: by_node.get(node, "not set") for node in nodes})
-            told.append(f"{name} is not the same on all nodes: {here}")
-    return found, told
+            messages.append(f"{name} is not the same on all nodes: {here}")
+    return found, messages
 
 
 def read_conf(path: Path) -> dict[str, str]:
-    """``NAME=value`` lines: the value is all after the first ``=``; only a ``#`` in the first column is a comment."""
+    """Parses ``NAME=value`` lines: the value is everything after the first ``=``; a ``#`` in column one starts a
+    comment.
+    """
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -101,12 +103,12 @@ def read_conf(path: Path) -> dict[str, str]:
 
 
 def ib_retry_s(values: Mapping[str, str]) -> float:
-    """Seconds for which NCCL repeats a packet that InfiniBand has lost, before a collective fails.
+    """Returns the seconds for which NCCL retries a lost InfiniBand packet before a collective fails.
 
-    NCCL's user guide, NCCL_IB_TIMEOUT: 4.096 us x 2^timeout, for each of NCCL_IB_RETRY_CNT tries.
+    NCCL's user guide, NCCL_IB_TIMEOUT: 4.096 us x 2^timeout for each of NCCL_IB_RETRY_CNT tries.
 
     Args:
-        values: of the variables that are set, by name. One that NCCL does not take counts as its default.
+        values: the set variables by name; an invalid value counts as NCCL's default.
     """
     timeout = _number(values.get("NCCL_IB_TIMEOUT", ""), _IB_TIMEOUTS, _IB_TIMEOUT)
     return 4.096e-6 * 2**timeout * _number(values.get("NCCL_IB_RETRY_CNT", ""), _IB_RETRY_COUNTS, _IB_RETRIES)
@@ -117,27 +119,31 @@ def _number(text: str, allowed: range, default: int) -> int:
 
 
 def warnings(found: Mapping[str, Setting]) -> list[str]:
-    """What is wrong with the names and values that are set, each with the fix."""
-    told = [f"{name} ({found[name].place}) is an old name: use {new}" for name, new in RENAMED.items() if name in found]
+    """Returns a message for each wrong name or value, with the fix."""
+    messages = [
+        f"{name} ({found[name].place}) is an outdated name: use {new}" for name, new in RENAMED.items() if name in found
+    ]
     for name in _LEVELS:
         if name in found and found[name].value.strip().isdigit():
-            told.append(
-                f"{name}={found[name].value} ({found[name].place}): levels are words now: LOC NVL PIX PXB PHB SYS"
+            messages.append(
+                f"{name}={found[name].value} ({found[name].place}): the level must be one of LOC NVL PIX PXB PHB SYS"
             )
     for name in ("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"):
         if name in found and found[name].value.strip() not in ("", "0"):
-            told.append(f"{name}={found[name].value} ({found[name].place}) turns a transport off: it is for debugging")
+            messages.append(
+                f"{name}={found[name].value} ({found[name].place}) disables a transport: unset it outside of debugging"
+            )
     timeout = found.get("NCCL_IB_TIMEOUT")
     if timeout and timeout.value.strip().isdigit() and int(timeout.value) not in _IB_TIMEOUTS:
-        told.append(f"NCCL_IB_TIMEOUT={timeout.value} ({timeout.place}) waits for ever: valid are 1-31")
-    return told
+        messages.append(f"NCCL_IB_TIMEOUT={timeout.value} ({timeout.place}) makes NCCL wait forever: use 1-31")
+    return messages
 
 
 SHOWN = 4
 
 
 def who_has_what(values: Mapping[str, str]) -> str:
-    """``values`` by node as ``2.12 on n3, 2.13 on n1, n2``, what is rarest first."""
+    """Formats ``values`` by node as ``2.12 on n3, 2.13 on n1, n2``, rarest first."""
     nodes: dict[str, list[str]] = {}
     for node, value in values.items():
         nodes.setdefault(value, []).append(node)

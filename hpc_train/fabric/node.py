@@ -1,6 +1,6 @@
-"""The facts of the node of this process, for the agent and for ``doctor``. Needs no privilege; nothing is fatal.
+"""The facts of this node, for the agent and for ``doctor``. Needs no privileges, and missing facts are not fatal.
 
-Which network interface leads to the node where ranks meet, and which one gloo would take by itself.
+Includes the network interface that leads to the rendezvous node and the one that gloo would select itself.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from hpc_train.fabric.nvidia_smi import parse_matrix, print_listing, with_slices
 from hpc_train.fabric.nvml import filled, gpus_of, nvml
 from hpc_train.fabric.versions import read_versions
 
-# of the ND series, whose GPUs have NVLink; the images have these files on any machine
+# for the ND series, whose GPUs have NVLink; the images contain these files on every machine
 AZURE_TOPOLOGIES = (("A100-SXM", "/opt/microsoft/ndv4-topo.xml"), ("H100 80GB HBM3", "/opt/microsoft/ndv5-topo.xml"))
 
 
-def this_node(name: str, meeting_host: str | None, environment: Mapping[str, str] = os.environ) -> NodeFacts:
-    """All that the other nodes and the decision need to know.
+def this_node(name: str, rendezvous_host: str | None, environment: Mapping[str, str] = os.environ) -> NodeFacts:
+    """Returns all facts that other nodes and the network decision need.
 
     Args:
-        name: of the node, as Slurm knows it.
-        meeting_host: where ranks meet; None where the job has one node.
+        name: the node's name in Slurm.
+        rendezvous_host: the rendezvous host; None if the job has one node.
     """
     visible = visible_devices(environment)
     facts = _own(discover())
-    if visible and (matrix := print_matrix()) is not None:  # it too shows the job's own GPUs only
+    if visible and (matrix := print_matrix()) is not None:  # it also shows only the job's own GPUs
         facts = merge(facts, parse_matrix(matrix))
     if visible and (library := nvml()) is not None:
         facts = replace(facts, gpus=filled(facts.gpus, gpus_of(library)))
@@ -46,8 +46,8 @@ def this_node(name: str, meeting_host: str | None, environment: Mapping[str, str
         node=name,
         visible=visible,
         allocated_cpus=_allocated_cpus(environment),
-        route=None if meeting_host is None else interface_to(meeting_host),
-        automatic=None if meeting_host is None else automatic_interface(),
+        route=None if rendezvous_host is None else interface_to(rendezvous_host),
+        automatic=None if rendezvous_host is None else automatic_interface(),
         topology_file=topology_file(facts),
         versions=read_versions(),
         settings=settings_of_communication(environment),
@@ -55,7 +55,7 @@ def this_node(name: str, meeting_host: str | None, environment: Mapping[str, str
 
 
 def topology_file(facts: NodeFacts, root: Path = Path("/")) -> str | None:
-    """The file that Azure's images have for this kind of machine; None elsewhere, or where it is missing."""
+    """Returns the topology file of Azure's image for this kind of machine; None elsewhere or if it is missing."""
     models = {gpu.model or "" for gpu in facts.gpus} if facts.site == "azure" else set()
     for model, path in AZURE_TOPOLOGIES:
         if any(model in found for found in models) and (root / path.lstrip("/")).is_file():
@@ -64,7 +64,7 @@ def topology_file(facts: NodeFacts, root: Path = Path("/")) -> str | None:
 
 
 def _own(facts: NodeFacts) -> NodeFacts:
-    """Without the GPUs of other jobs, numbered as CUDA counts what is left."""
+    """Removes the GPUs of other jobs and renumbers the rest as CUDA does."""
     own = own_gpus()
     gpus = [gpu for gpu in facts.gpus if not own or gpu.pci is None or gpu.pci in own]
     if len(gpus) == len(facts.gpus):
@@ -85,11 +85,11 @@ def _allocated_cpus(environment: Mapping[str, str]) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-ANY_PORT = 9  # nothing is sent: the kernel only looks up the way
+ANY_PORT = 9  # nothing is sent; the kernel only looks up the route
 
 
 def interface_to(host: str) -> str | None:
-    """The interface by which ``host`` is reached; None where the kernel has no way."""
+    """Returns the interface that routes to ``host``; None without a route."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, ANY_PORT))
         return interface_with(probe.getsockname()[0])
@@ -97,14 +97,14 @@ def interface_to(host: str) -> str | None:
 
 
 def automatic_interface() -> str | None:
-    """The interface with the address to which this host's name resolves, which gloo binds to."""
+    """Returns the interface with the address of this host's name, to which gloo binds."""
     with suppress(OSError):
         return interface_with(socket.gethostbyname(socket.gethostname()))
     return None
 
 
 def interface_with(address: str) -> str | None:
-    """The interface that has ``address``; all of 127.0.0.0/8 is the loopback's."""
+    """Returns the interface that has ``address``; all of 127.0.0.0/8 belongs to loopback."""
     if address.startswith("127."):
         return "lo"
     for name, addresses in psutil.net_if_addrs().items():

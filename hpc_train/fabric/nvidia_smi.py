@@ -1,9 +1,8 @@
-"""Reads the matrix that ``nvidia-smi topo -m`` prints.
+"""Parses the output of ``nvidia-smi topo -m`` (the topology matrix) and of ``nvidia-smi -L`` (MIG slices).
 
-It comes with tabs or spaces, colour codes, blank cells (a cgroup hides the CPUs), columns that are skipped twice, cards
-by name or as NICn with a legend, and cut off. What cannot be told for sure is left out, and named in ``unknown``.
-
-GPUs that are cut into MIG slices: which slice is of which GPU, from what ``nvidia-smi -L`` lists.
+The matrix comes with tabs or spaces, colour codes, blank cells (a cgroup hides the CPUs), duplicate columns, NICs by
+name
+or as NICn with a legend, and truncated. Anything ambiguous is left out and listed in ``unknown``.
 """
 
 from __future__ import annotations
@@ -18,40 +17,40 @@ from hpc_train.fabric.facts import Gpu, GpuLink, Nic, NodeFacts, parse_cpu_list
 from hpc_train.fabric.rdma import kind_of
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_LABEL = re.compile(r"^\s*(?:#\s+|\d+:\s)")  # a commented line; srun --label
+_LABEL = re.compile(r"^\s*(?:#\s+|\d+:\s)")  # a comment sign, or the label of srun --label
 _GPU_NAME = re.compile(r"GPU(\d+)")
-_NIC = re.compile(r"NIC\d+|[a-z][A-Za-z]*\d*_\w+|(?!mlx\d$)[a-z]\w*\d\w*")  # any name with a number is a card's
+_NIC = re.compile(r"NIC\d+|[a-z][A-Za-z]*\d*_\w+|(?!mlx\d$)[a-z]\w*\d\w*")  # any name with a number is a NIC
 _LINK = re.compile(r"X|NV\d+|PIX|PXB|PHB|NODE|SYS|SOC")
 _PEER_STATUS = {"OK", "CNS", "GNS", "TNS", "NS", "DR"}
 _LEGEND = re.compile(r"^\s*(NIC\d+):\s*(\S+)\s*$")
 _SIDE_COLUMNS = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
-_NEAR = 4  # characters that a cell may stand beside the start of its heading
+_NEAR = 4  # characters by which a cell may be offset from its heading
 
 
 @dataclass(frozen=True)
 class _Header:
     devices: tuple[str, ...]
-    cpu_column: int  # where the heading "CPU Affinity" stands in the line, -1 without it
-    side: tuple[str, ...]  # those of _SIDE_COLUMNS that are there
-    cut: str  # what is left of a name at the end
+    cpu_column: int  # column of the heading "CPU Affinity", -1 without it
+    side: tuple[str, ...]  # the _SIDE_COLUMNS that are present
+    cut: str  # the rest of a truncated name at the end
 
 
 @dataclass(frozen=True)
 class _Row:
     device: str
     ways: tuple[str, ...]
-    side: tuple[str, ...]  # the cells under the headings of _SIDE_COLUMNS, blank where they are
+    side: tuple[str, ...]  # the cells under the headings of _SIDE_COLUMNS, possibly blank
 
 
 def parse_matrix(text: str) -> NodeFacts:
-    """The GPUs, cards and links of a node as ``nvidia-smi topo -m`` shows them; never raises for odd text."""
+    """Returns the GPUs, NICs and links that ``nvidia-smi topo -m`` shows; never raises on malformed text."""
     lines = [_LABEL.sub("", _COLOUR.sub("", line.rstrip("\r"))) for line in text.splitlines()]
     unknown: list[str] = []
     headers = [(number, header) for number, line in enumerate(lines) if (header := _header(line)) is not None]
     if not headers:
-        return NodeFacts(unknown=("no matrix of GPUs in what nvidia-smi topo -m is said to have printed",))
+        return NodeFacts(unknown=("the output of nvidia-smi topo -m contains no matrix of GPUs",))
     if len(headers) > 1:
-        unknown.append(f"{len(headers)} matrices one after the other: the first is taken")
+        unknown.append(f"{len(headers)} matrices in the output; the first is used")
     start, header = headers[0]
     end = headers[1][0] if len(headers) > 1 else len(lines)
     rows = _rows(lines[start + 1 : end], header, not text.endswith("\n"), unknown.append)
@@ -62,36 +61,36 @@ def parse_matrix(text: str) -> NodeFacts:
 
 
 def _header(line: str) -> _Header | None:
-    """The heading of a matrix: names of devices and nothing else before "CPU Affinity"."""
+    """Parses the heading of a matrix: device names and nothing else before "CPU Affinity"; None for other lines."""
     column = line.find("CPU Affinity")
     words = (line if column < 0 else line[:column]).split()
     names = tuple(itertools.takewhile(_is_device, words))
     if not names or not _GPU_NAME.fullmatch(names[0]) or len(set(names)) < len(names):
         return None
     cut = words[len(names) :]
-    if len(cut) > 1 or (cut and len(names) == 1):  # a row, or a sentence
+    if len(cut) > 1 or (cut and len(names) == 1):  # a row or prose
         return None
     return _Header(names, column, tuple(heading for heading in _SIDE_COLUMNS if heading in line), " ".join(cut))
 
 
 def _rows(lines: Sequence[str], header: _Header, cut: bool, doubt: Callable[[str], None]) -> dict[str, _Row]:
-    """``cut``: the text ends within its last line."""
+    """Parses the rows. With ``cut`` the text ends within its last line."""
     rows: dict[str, _Row] = {}
     if header.cut:
-        doubt(f"the heading is cut off at {header.cut!r}")
+        doubt(f"the heading is truncated at {header.cut!r}")
     for heading in _SIDE_COLUMNS[:2]:
         if heading not in header.side:
-            doubt(f"there is no column {heading!r}")
+            doubt(f"the column {heading!r} is missing")
     for number, line in enumerate(lines, start=1):
         row = _row(line, header, cut and number == len(lines))
         if row is None or row.device in rows:
             continue
         if row.device not in header.devices:
-            doubt(f"the row of {row.device} has no column")
+            doubt(f"the row of {row.device} has no matching column")
             continue
         rows[row.device] = row
         if len(row.ways) < len(header.devices):
-            doubt(f"the row of {row.device} is cut off after {len(row.ways)} of {len(header.devices)} devices")
+            doubt(f"the row of {row.device} is truncated after {len(row.ways)} of {len(header.devices)} devices")
     for device in header.devices:
         if device not in rows:
             doubt(f"the row of {device} is missing")
@@ -109,7 +108,9 @@ def _row(line: str, header: _Header, cut: bool) -> _Row | None:
 
 
 def _side_cells(line: str, words: list[str], header: _Header) -> tuple[str, ...]:
-    """The cells right of the links. With tabs a blank one is seen; with spaces only by where its neighbour stands."""
+    """Returns the cells to the right of the links. With spaces instead of tabs, blank cells are inferred from
+    positions.
+    """
     count = len(header.devices)
     if "\t" in line:
         cells = [cell.strip() for cell in line.split("\t")][1 + count :]
@@ -123,17 +124,17 @@ def _side_cells(line: str, words: list[str], header: _Header) -> tuple[str, ...]
 
 
 def _legend(lines: Iterable[str], header: _Header, doubt: Callable[[str], None]) -> dict[str, str]:
-    """The name of the card in each column that is not a GPU's."""
-    told = {match[1]: match[2] for line in lines if (match := _LEGEND.match(line))}
+    """Returns the NIC name of each column that is not a GPU's."""
+    legend = {match[1]: match[2] for line in lines if (match := _LEGEND.match(line))}
     names: dict[str, str] = {}
     for device in header.devices:
         if _GPU_NAME.fullmatch(device):
             continue
-        names[device] = told.get(device, device)
+        names[device] = legend.get(device, device)
         if re.fullmatch(r"NIC\d+", names[device]):
-            doubt(f"which card {device} is: the legend does not say")
+            doubt(f"the NIC behind {device}: it is missing from the legend")
     if len(set(names.values())) < len(names):
-        doubt("which card is which: the legend gives one name twice")
+        doubt("the NICs: the legend gives one name twice")
         return {device: device for device in names}
     return names
 
@@ -160,7 +161,7 @@ def _links(
     header: _Header, rows: dict[str, _Row], names: dict[str, str], doubt: Callable[[str], None]
 ) -> tuple[GpuLink, ...]:
     if any(way in _PEER_STATUS for row in rows.values() for way in row.ways):
-        doubt("the links: this is the status of peer access (topo -p2p), not the matrix of topo -m")
+        doubt("the links: this is the peer access status (topo -p2p), not the matrix of topo -m")
         return ()
     links = []
     for i, a in enumerate(header.devices):
@@ -186,13 +187,13 @@ _SLICE = re.compile(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)")
 
 
 def with_slices(gpus: Sequence[Gpu], listing: str) -> tuple[Gpu, ...]:
-    """``gpus`` with the slices that ``listing`` gives for their UUIDs."""
+    """Returns ``gpus`` with the MIG slices that ``listing`` shows for their UUIDs."""
     slices = parse_slices(listing)
     return tuple(replace(gpu, slices=slices.get(gpu.uuid or "", gpu.slices)) for gpu in gpus)
 
 
 def parse_slices(listing: str) -> dict[str, tuple[str, ...]]:
-    """The UUIDs of the slices of each GPU, by its UUID."""
+    """Returns the UUIDs of the MIG slices of each GPU, by the GPU's UUID."""
     found: dict[str, tuple[str, ...]] = {}
     gpu: str | None = None
     for line in listing.splitlines():
@@ -204,7 +205,7 @@ def parse_slices(listing: str) -> dict[str, tuple[str, ...]]:
 
 
 def print_listing() -> str:
-    """What ``nvidia-smi -L`` prints here; empty where there is no such tool."""
+    """Returns the output of ``nvidia-smi -L``; "" without the tool."""
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,9 +1,8 @@
-"""What NVIDIA's management library says of the GPUs, where nvidia-ml-py is installed (the extra ``nvml``).
+"""GPU facts and problems from NVIDIA's management library, if nvidia-ml-py is installed (the extra ``nvml``).
 
-It sees what the job's control group lets it see, fills gaps where ``/sys`` is hidden, and knows MIG slices. Without it
-nothing is missing but these: ``/sys``, ``/proc`` and nvidia-smi tell the rest.
-
-What is wrong with a GPU, as NVIDIA's management library tells without privileges.
+It respects the job's control group, fills gaps where ``/sys`` is hidden, and knows MIG slices. It is optional:
+``/sys``,
+``/proc`` and nvidia-smi provide the rest. No check needs privileges.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from hpc_train.fabric.facts import Gpu
 
 
 def nvml() -> Any | None:
-    """The library, initialised; None where it is not installed or finds no driver."""
+    """Returns the initialised library; None if it is not installed or finds no driver."""
     try:
         import pynvml
     except ImportError:
@@ -30,7 +29,7 @@ def nvml() -> Any | None:
 
 
 def gpus_of(library: Any) -> tuple[Gpu, ...]:
-    """The GPUs in the order of CUDA_DEVICE_ORDER=PCI_BUS_ID; those that do not answer are left out."""
+    """Returns the GPUs in the order of CUDA_DEVICE_ORDER=PCI_BUS_ID, without those that do not respond."""
     found = []
     for number in range(library.nvmlDeviceGetCount()):
         with suppress(library.NVMLError):
@@ -39,19 +38,21 @@ def gpus_of(library: Any) -> tuple[Gpu, ...]:
     return tuple(replace(gpu, index=index) for index, gpu in enumerate(ordered))
 
 
-def filled(seen: Sequence[Gpu], told: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """``seen`` in ``/sys`` with what NVML ``told`` of the same PCI addresses; all of that where none was seen."""
+def filled(seen: Sequence[Gpu], nvml_facts: Sequence[Gpu]) -> tuple[Gpu, ...]:
+    """Completes the GPUs ``seen`` in ``/sys`` with NVML's facts on the same PCI addresses; returns NVML's if none was
+    seen.
+    """
     if not seen:
-        return tuple(told)
-    by_address = {gpu.pci: gpu for gpu in told}
+        return tuple(nvml_facts)
+    by_address = {gpu.pci: gpu for gpu in nvml_facts}
     return tuple(_filled(gpu, by_address.get(gpu.pci)) for gpu in seen)
 
 
-def _filled(seen: Gpu, told: Gpu | None) -> Gpu:
-    if told is None:
+def _filled(seen: Gpu, nvml_facts: Gpu | None) -> Gpu:
+    if nvml_facts is None:
         return seen
-    model, uuid = seen.model or told.model, seen.uuid or told.uuid
-    return replace(seen, model=model, uuid=uuid, slices=told.slices, troubles=told.troubles)
+    model, uuid = seen.model or nvml_facts.model, seen.uuid or nvml_facts.uuid
+    return replace(seen, model=model, uuid=uuid, slices=nvml_facts.slices, troubles=nvml_facts.troubles)
 
 
 def _gpu(library: Any, handle: Any) -> Gpu:
@@ -71,7 +72,7 @@ def _slices(library: Any, handle: Any) -> list[str]:
     found: list[str] = []
     with suppress(library.NVMLError):  # no MIG on this model
         for number in range(library.nvmlDeviceGetMaxMigDeviceCount(handle)):
-            with suppress(library.NVMLError):  # a place without a slice
+            with suppress(library.NVMLError):  # an empty slot
                 found.append(
                     _text(library.nvmlDeviceGetUUID(library.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)))
                 )
@@ -79,21 +80,21 @@ def _slices(library: Any, handle: Any) -> list[str]:
 
 
 def _text(value: bytes | str) -> str:
-    """Older versions of nvidia-ml-py give bytes."""
+    """Decodes bytes, which older versions of nvidia-ml-py return."""
     return value.decode() if isinstance(value, bytes) else value
 
 
-# bits of nvmlClocksThrottleReasons that hold clocks down against the user's will; power caps and set clocks are usual
+# bits of nvmlClocksThrottleReasons that indicate a problem; power caps and application clocks are normal
 HELD_DOWN = {
-    0x08: "by its hardware",
-    0x20: "as it is too warm",
-    0x40: "as it is much too warm",
+    0x08: "by the hardware",
+    0x20: "because it is too warm",
+    0x40: "because it is much too warm",
     0x80: "by the power supply",
 }
 
 
 def gpu_troubles(library: Any, handle: Any) -> tuple[str, ...]:
-    """A line for each; () where all is well, or where the model or the driver does not tell."""
+    """Returns a line per problem; () if there is none or the model or driver does not report it."""
     checks: tuple[Callable[[Any, Any], Iterator[str]], ...] = (_rows, _errors, _clocks, _width)
     found: list[str] = []
     for check in checks:
@@ -107,21 +108,21 @@ def gpu_troubles(library: Any, handle: Any) -> tuple[str, ...]:
 def _rows(library: Any, handle: Any) -> Iterator[str]:
     _, _, pending, failed = library.nvmlDeviceGetRemappedRows(handle)
     if pending:
-        yield "rows of its memory are to be remapped: it needs a reset"
+        yield "memory rows are pending remapping: the GPU needs a reset"
     if failed:
-        yield "rows of its memory could not be remapped: it needs to be replaced"
+        yield "memory rows could not be remapped: the GPU must be replaced"
 
 
 def _errors(library: Any, handle: Any) -> Iterator[str]:
     kind, since = library.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, library.NVML_VOLATILE_ECC
     if count := library.nvmlDeviceGetTotalEccErrors(handle, kind, since):
-        yield f"{count} uncorrected memory errors (ECC) since its driver was loaded"
+        yield f"{count} uncorrected memory errors (ECC) since the driver was loaded"
 
 
 def _clocks(library: Any, handle: Any) -> Iterator[str]:
     reasons = library.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
     if held := [words for bit, words in HELD_DOWN.items() if reasons & bit]:
-        yield f"its clocks are held down {' and '.join(held)}"
+        yield f"its clocks are throttled {' and '.join(held)}"
 
 
 def _width(library: Any, handle: Any) -> Iterator[str]:

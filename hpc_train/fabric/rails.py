@@ -1,4 +1,4 @@
-"""Which ports carry the training, and which card each GPU uses: the nearest, and the same rail on every node."""
+"""Selects the ports for training, and the NIC of each GPU: the nearest one, on the same rail on every node."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hpc_train.fabric.rdma import CARD_RATE_GBPS, natural
 
 Kind = TypeVar("Kind", str, float)
 
-FLAPS = 10  # downs since the counters were reset, from which a link counts as flapping
+FLAPS = 10  # link-down events since the counters were reset that count as flapping
 
 
 @dataclass(frozen=True)
 class PortVerdict:
-    """Whether a port is for training; ``usable`` is None where its state cannot be seen."""
+    """Whether a port is used for training; ``usable`` is None if its state is unknown."""
 
     nic: str
     port: Port
@@ -27,7 +27,7 @@ class PortVerdict:
 
 @dataclass(frozen=True)
 class Match:
-    """The card of a GPU; ``nic`` is None where there is none or it cannot be told which."""
+    """The NIC of a GPU; ``nic`` is None if there is none or it is ambiguous."""
 
     gpu: str
     nic: str | None
@@ -37,11 +37,14 @@ class Match:
 
 
 def judge_ports(facts: NodeFacts) -> tuple[PortVerdict, ...]:
-    """Every port of every card with the reason why it is taken or left out.
+    """Returns a verdict with the reason for every port of every NIC.
 
-    Left out are ports that are not up, under the default route where others are not, far from every GPU where each GPU
-    has a near card, and of the rest those of another link layer or rate than the ports that carry most together: these
-    are storage, management, or broken, and one of them among the rails slows all down to its own pace.
+    Excluded are ports that are not up, carry the default route where others do not, or are far from every GPU while
+    each GPU
+    has a near NIC; and of the rest those whose link layer or rate differs from that of the ports with the most
+    bandwidth in
+    total. These are storage, management or broken ports, and one of them among the rails slows all down to its own
+    pace.
     """
     active = [(nic, port) for nic in facts.nics for port in nic.ports if port.active]
     routed = {interface.name for interface in facts.interfaces if interface.default_route}
@@ -57,7 +60,7 @@ def judge_ports(facts: NodeFacts) -> tuple[PortVerdict, ...]:
     ]
     return tuple(
         replace(
-            verdict, usable=False, reason="far from every GPU, and each GPU has a card near it: storage or management"
+            verdict, usable=False, reason="far from every GPU, while each GPU has a NIC near it: storage or management"
         )
         if verdict.usable and verdict.nic in far
         else verdict
@@ -66,27 +69,29 @@ def judge_ports(facts: NodeFacts) -> tuple[PortVerdict, ...]:
 
 
 def port_warnings(facts: NodeFacts) -> tuple[str, ...]:
-    """Ports that work less well than they could, each with what to look at."""
-    told = []
+    """Returns the ports that work below their capability, each with a hint."""
+    messages = []
     used = {(verdict.nic, verdict.port.number) for verdict in judge_ports(facts) if verdict.usable}
     for nic in facts.nics:
         for port in nic.ports:
             name, best = f"{nic.name} port {port.number}", CARD_RATE_GBPS.get(nic.card or "")
             if port.link_layer == "Ethernet" and (nic.name, port.number) not in used:
-                best = None  # of storage or management: slower ones are usual
+                best = None  # storage or management: slower links are normal
             if port.active and best is not None and port.rate_gbps is not None and port.rate_gbps < best:
-                told.append(f"{name} came up at {port.rate_gbps:g} Gb/s, its card can do {best}: cable or switch?")
+                messages.append(
+                    f"{name} came up at {port.rate_gbps:g} Gb/s, but its NIC supports {best}: check cable and switch"
+                )
             if port.state == "INIT" and port.link_layer == "InfiniBand":
-                told.append(f"{name} is INIT: no subnet manager has spoken to it")
+                messages.append(f"{name} is INIT: no subnet manager has configured it")
             if port.physical_state == "POLLING":
-                told.append(f"{name} is polling: no cable, or the other end is down")
+                messages.append(f"{name} is polling: there is no cable, or the other end is down")
             if port.active and (port.link_downed or 0) >= FLAPS:
-                told.append(f"{name} went down {port.link_downed} times since its counters were reset")
-    return tuple(told)
+                messages.append(f"{name} went down {port.link_downed} times since its counters were reset")
+    return tuple(messages)
 
 
 def usable_nics(facts: NodeFacts) -> tuple[Nic, ...]:
-    """The cards with a usable port, in natural order; all of them where no port's state can be seen."""
+    """Returns the NICs with a usable port in natural order; all of them if no port's state is known."""
     verdicts = judge_ports(facts)
     usable = {verdict.nic for verdict in verdicts if verdict.usable}
     unseen = {nic.name for nic in facts.nics if not nic.ports} | {v.nic for v in verdicts if v.usable is None}
@@ -95,17 +100,17 @@ def usable_nics(facts: NodeFacts) -> tuple[Nic, ...]:
 
 
 def rate_gbps(facts: NodeFacts) -> float | None:
-    """What the usable ports of a node carry together, in Gb/s each way; None where that cannot be seen."""
+    """Returns the total rate of a node's usable ports in Gb/s per direction; None if unknown."""
     rates = [verdict.port.rate_gbps for verdict in judge_ports(facts) if verdict.usable]
     known = [rate for rate in rates if rate is not None]
     return sum(known) if known and len(known) == len(rates) else None
 
 
 def match(facts: NodeFacts) -> tuple[Match, ...]:
-    """The card of each GPU: near pairs first, a card shared only when every one has a GPU as near, in PCI order.
+    """Matches each GPU to a NIC: near pairs first, sharing a NIC only when all are equally near, in PCI order.
 
-    Cards that are all equally far away (behind the interconnect between sockets, or of virtual PCI) are told apart by
-    nothing, and the GPU gets none.
+    If several NICs are equally far (across sockets, or on virtual PCI) nothing distinguishes them, and the GPU gets
+    none.
     """
     nics = usable_nics(facts)
     load: Counter[str] = Counter()
@@ -126,7 +131,9 @@ def match(facts: NodeFacts) -> tuple[Match, ...]:
 
 
 def different_rails(nodes: Sequence[NodeFacts]) -> tuple[str, ...]:
-    """Nodes whose GPUs are matched to other rails than the first node's: a collective would cross rails there."""
+    """Returns nodes whose GPUs are matched to other rails than the first node's, where collectives would cross
+    rails.
+    """
     orders = [[matched.rail for matched in match(facts)] for facts in nodes]
     return tuple(
         f"{facts.node}: rails {order}, {nodes[0].node}: {orders[0]}"
@@ -136,7 +143,7 @@ def different_rails(nodes: Sequence[NodeFacts]) -> tuple[str, ...]:
 
 
 def _far_from_every_gpu(facts: NodeFacts, nics: set[str]) -> set[str]:
-    """Of ``nics`` those beyond a host bridge from every GPU, if every GPU has one that is nearer; else none."""
+    """Returns those of ``nics`` beyond a host bridge from every GPU if every GPU has a nearer one; otherwise none."""
     near = {gpu.name: {nic for nic in nics if facts.link(gpu.name, nic) in ("PIX", "PXB")} for gpu in facts.gpus}
     if not facts.gpus or not all(near.values()):
         return set()
@@ -144,8 +151,10 @@ def _far_from_every_gpu(facts: NodeFacts, nics: set[str]) -> set[str]:
 
 
 def _carrying_most(ports: Sequence[Port], of: Callable[[Port], Kind | None]) -> Kind | None:
-    """The link layer, or the rate, whose ports carry most together; of two that carry as much the faster: one
-    faster port does not outweigh the rails, nor do two slow ones. Where no rate is known, their number counts."""
+    """Returns the link layer, or the rate, whose ports have the most bandwidth in total; ties go to the faster. One
+    faster port
+    does not outweigh the rails, nor do two slow ones. If no rate is known, the number of ports counts.
+    """
     kinds = {kind for port in ports if (kind := of(port)) is not None}
 
     def weight(kind: Kind) -> tuple[float, int, Kind]:
@@ -157,21 +166,21 @@ def _carrying_most(ports: Sequence[Port], of: Callable[[Port], Kind | None]) -> 
 
 def _verdict(nic: Nic, port: Port, layer: str | None, rate: float | None, routed: set[str]) -> tuple[bool | None, str]:
     if port.active is None:
-        return None, "its state is not known"
+        return None, "its state is unknown"
     if not port.active:
         return False, f"{port.state}, physically {port.physical_state or 'unknown'}"
     if port.link_layer != layer:
         known = None if port.link_layer is None else False
-        return known, f"its link layer is {port.link_layer or 'not known'}, that of most others {layer}"
+        return known, f"its link layer is {port.link_layer or 'unknown'}, that of most others is {layer}"
     if routed.intersection(nic.interfaces):
         return False, f"the default route goes over {', '.join(sorted(routed.intersection(nic.interfaces)))}"
     if port.rate_gbps is not None and rate is not None and port.rate_gbps != rate:
-        return False, f"{port.rate_gbps:g} Gb/s, others {rate:g}"
+        return False, f"{port.rate_gbps:g} Gb/s, others have {rate:g} Gb/s"
     return True, "active"
 
 
 def _nearest(facts: NodeFacts, gpu: Gpu, nics: Sequence[Nic]) -> tuple[int, str | None, list[Nic]]:
-    """The distance of the nearest cards, the way there, and those that are so near."""
+    """Returns the distance and path type of the nearest NICs, and those NICs."""
     ways = {nic.name: way for nic in nics if (way := facts.link(gpu.name, nic.name)) is not None}
     if not ways:
         return len(nics) + 100, None, []
@@ -180,7 +189,7 @@ def _nearest(facts: NodeFacts, gpu: Gpu, nics: Sequence[Nic]) -> tuple[int, str 
 
 
 def _same_numa(facts: NodeFacts, gpu: Gpu, nic: Nic) -> bool:
-    """Whether both stand on one NUMA node: as the kernel says, else as the GPUs right beside the card do."""
+    """Returns whether both are on one NUMA node, according to the kernel or else to the GPUs next to the NIC."""
     if nic.numa_node is not None:
         return nic.numa_node in gpu.numa_nodes
     beside = [other for other in facts.gpus if facts.link(other.name, nic.name) in ("PIX", "PXB")]
@@ -189,5 +198,5 @@ def _same_numa(facts: NodeFacts, gpu: Gpu, nic: Nic) -> bool:
 
 def _why_none(facts: NodeFacts, nics: Sequence[Nic], way: str | None) -> str:
     if not nics:
-        return "no card with a usable port" if facts.nics else "no RDMA card is seen"
-    return "no link to a card is known" if way is None else f"all of {len(nics)} cards are equally far: {way}"
+        return "no NIC has a usable port" if facts.nics else "no RDMA NIC was found"
+    return "no link to a NIC is known" if way is None else f"all {len(nics)} NICs are equally far: {way}"

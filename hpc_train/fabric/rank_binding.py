@@ -1,14 +1,11 @@
-"""The CPUs that each local rank is bound to when it is forked, before CUDA starts and before loaders are forked.
+"""Binds each local rank to CPUs near its GPU when it is forked, before CUDA and loaders start.
 
-NCCL keeps its threads within the mask, and memory of the loaders comes from the near NUMA node. Never wider than what
-the job was given; the user's own binding of threads wins.
-
-Which GPU each local rank gets, by the names that CUDA_VISIBLE_DEVICES takes: numbers, UUIDs, MIG slices.
-
-The CPUs of each rank: the physical cores near its GPU, shared out among the ranks that have the same ones.
-
-A mask is never empty, never wider than what the process may use, and no core is given twice. Where that cannot be had,
-a rank is not bound.
+NCCL keeps its threads within the affinity mask, and loaders allocate memory on the near NUMA node. The mask of a rank
+is
+its share of the physical cores near its GPU: never empty, never wider than what the process may use, and without cores
+of other ranks; if that is impossible, the rank is not bound. The user's own thread binding takes precedence. Devices
+are
+named as in CUDA_VISIBLE_DEVICES: numbers, UUIDs, MIG slices.
 """
 
 from __future__ import annotations
@@ -21,12 +18,12 @@ from itertools import pairwise
 from hpc_train.errors import UserError
 from hpc_train.fabric.facts import Gpu, NodeFacts, runs
 
-BINDERS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")  # bind the threads of a process to CPUs of their own
+BINDERS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")  # variables that bind the threads of a process to CPUs
 
 
 @dataclass(frozen=True)
 class Binding:
-    """The logical CPUs of a local rank; None leaves it unbound. ``cores``: how many physical cores they are."""
+    """The logical CPUs of a local rank; None leaves it unbound. ``cores`` is the number of physical cores."""
 
     cpus: tuple[int, ...] | None
     cores: int
@@ -34,10 +31,10 @@ class Binding:
 
 
 def bindings(facts: NodeFacts, ranks: int) -> tuple[Binding, ...]:
-    """A binding for each of the ``ranks`` ranks of the node."""
+    """Returns a binding for each of the node's ``ranks`` ranks."""
     binder = next((setting for setting in facts.settings if setting.name in BINDERS), None)
     if binder is not None:
-        return _unbound(ranks, f"{binder.name} is set by {binder.place}, which wins")
+        return _unbound(ranks, f"{binder.name} is set by {binder.place}, which takes precedence")
     gpus = [device.gpu for device in devices(facts)[:ranks]]
     return _near_gpus(facts, gpus, ranks) if facts.visible else _shares(facts, ranks)
 
@@ -45,17 +42,17 @@ def bindings(facts: NodeFacts, ranks: int) -> tuple[Binding, ...]:
 def _near_gpus(facts: NodeFacts, gpus: Sequence[Gpu | None], ranks: int) -> tuple[Binding, ...]:
     known = [gpu for gpu in gpus if gpu is not None]
     if len(known) < ranks or len({gpu.index for gpu in known}) < ranks:
-        return _unbound(ranks, "which GPU each rank has is not known")
+        return _unbound(ranks, "the GPU of each rank is unknown")
     masks = {mask.gpu: mask for mask in cpu_masks(replace(facts, gpus=tuple(known)))}
     return tuple(_binding(facts, masks[gpu.name].cpus, masks[gpu.name].reason) for gpu in known)
 
 
 def _shares(facts: NodeFacts, ranks: int) -> tuple[Binding, ...]:
-    """Without GPUs: neighbouring cores for each rank. Only where all CPUs that are seen are the job's own."""
+    """Gives each rank neighbouring cores on a node without GPUs, but only if all visible CPUs belong to the job."""
     if facts.allocated_cpus is None:
-        return _unbound(ranks, "no GPU, and not on Slurm: other processes use the CPUs too")
+        return _unbound(ranks, "no GPU and no Slurm job: other processes may use the CPUs")
     if facts.allocated_cpus < len(facts.allowed):
-        return _unbound(ranks, f"Slurm gave {facts.allocated_cpus} CPUs and shows {len(facts.allowed)}")
+        return _unbound(ranks, f"Slurm allocated {facts.allocated_cpus} CPUs but {len(facts.allowed)} are visible")
     cores = _numbered_cores(facts)
     if len(cores) < ranks:
         return _unbound(ranks, f"{len(cores)} cores for {ranks} ranks")
@@ -67,7 +64,7 @@ def _shares(facts: NodeFacts, ranks: int) -> tuple[Binding, ...]:
 
 
 def _numbered_cores(facts: NodeFacts) -> list[Core]:
-    """The allowed CPUs by physical core, NUMA node after NUMA node."""
+    """Returns the allowed CPUs by physical core, one NUMA node after the other."""
     node_of = {cpu: number for number, cpus in enumerate(facts.numa) for cpu in cpus}
     allowed = set(facts.allowed)
     cores = [own for core in facts.cores if (own := tuple(cpu for cpu in core if cpu in allowed))]
@@ -90,7 +87,7 @@ _SLICE = "MIG-"
 
 @dataclass(frozen=True)
 class Device:
-    """The device of a local rank; ``gpu`` is None where it cannot be told which one it is or is a part of."""
+    """The device of a local rank; ``gpu`` is None if the GPU it is, or is a part of, is unknown."""
 
     name: str
     gpu: Gpu | None
@@ -101,26 +98,25 @@ class Device:
 
 
 def devices(facts: NodeFacts) -> tuple[Device, ...]:
-    """The visible devices of a node in the order of local rank."""
+    """Returns the visible devices of a node in the order of local rank."""
     return tuple(Device(name, _gpu(facts.gpus, name)) for name in facts.visible)
 
 
 def refuse_slices_of_one_gpu(facts: NodeFacts, ranks: int) -> None:
-    """Two ranks on one GPU cannot be connected by NCCL, whatever slices they have.
+    """Rejects two ranks on one GPU, which NCCL cannot connect whatever slices they have.
 
     Raises:
-        UserError: that would be so for the first ``ranks`` devices.
+        UserError: two of the first ``ranks`` devices are slices of one GPU.
     """
     slices = [device for device in devices(facts)[:ranks] if device.is_slice and device.gpu is not None]
     counts = Counter(device.gpu.name for device in slices if device.gpu is not None)
     for name, count in counts.items():
         if count > 1:
             raise UserError(
-                f"{count} ranks would run on MIG slices of {name} of {facts.node}, and NCCL connects no two ranks on "
-                "one GPU",
+                f"{count} ranks would run on MIG slices of {name} of {facts.node}, but NCCL cannot connect two ranks "
+                "on one GPU",
                 where="CUDA_VISIBLE_DEVICES",
-                fix="cluster.gpus_per_node=1 trains on one slice; slices of different GPUs, or whole GPUs, train "
-                "together",
+                fix="set cluster.gpus_per_node=1 to train on one slice, or use slices of different GPUs or whole GPUs",
             )
 
 
@@ -145,7 +141,7 @@ class Mask:
 
 
 def cpu_masks(facts: NodeFacts) -> tuple[Mask, ...]:
-    """A mask for each GPU of the node, in their order."""
+    """Returns a mask for each GPU of the node, in their order."""
     cores = _cores(facts)
     usable = {gpu.name: _usable(gpu, facts) for gpu in facts.gpus}
     near = {name: tuple(core for core in cores if cpus.intersection(core)) for name, cpus in usable.items()}
@@ -157,14 +153,16 @@ def cpu_masks(facts: NodeFacts) -> tuple[Mask, ...]:
 
 
 def unknown_cores(facts: NodeFacts) -> tuple[str, ...]:
-    """What is said where masks rest on how CPUs are numbered."""
+    """Returns a note if the masks rely on the numbering of CPUs."""
     guessed = not facts.cores and any(mask.cpus for mask in cpu_masks(facts))
-    return ("which CPUs are one physical core: taken from how they are numbered",) if guessed else ()
+    return ("the CPUs of each physical core; inferred from the numbering of the CPUs",) if guessed else ()
 
 
 def _cores(facts: NodeFacts) -> tuple[Core, ...]:
-    """Physical cores as the kernel tells them; else from how CPUs are numbered: where a GPU's CPUs are two runs of the
-    same length, the second are the hyperthreads of the first. Wrong or not, no CPU is in two cores."""
+    """Returns the physical cores from the kernel. Otherwise infers them from the numbering of CPUs: if a GPU's CPUs are
+    two runs
+    of the same length, the second run has the hyperthreads of the first. No CPU is ever in two cores.
+    """
     if facts.cores:
         return facts.cores
     cores: dict[int, Core] = {}
@@ -182,7 +180,7 @@ def _usable(gpu: Gpu, facts: NodeFacts) -> set[int]:
 
 
 def _sharing(near: Mapping[str, Sequence[Core]]) -> list[list[str]]:
-    """GPUs in groups that have a core in common."""
+    """Groups GPUs that have a core in common."""
     groups: list[tuple[set[Core], list[str]]] = []
     for name, own in near.items():
         cores, names = set(own), [name]
@@ -195,7 +193,9 @@ def _sharing(near: Mapping[str, Sequence[Core]]) -> list[list[str]]:
 
 
 def _share(group: Sequence[str], near: Mapping[str, Sequence[Core]]) -> dict[str, list[Core]]:
-    """Contiguous shares of the group's cores, the smallest choice first; [] for all where somebody would get none."""
+    """Gives the GPUs of a group contiguous shares of its cores, the GPU with the fewest first; [] for all if one gets
+    none.
+    """
     free = sorted({core for name in group for core in near[name]})
     shares: dict[str, list[Core]] = {}
     waiting = sorted(group, key=lambda name: len(near[name]))
@@ -212,5 +212,5 @@ def _mask(gpu: str, share: Sequence[Core], usable: set[int], near: Sequence[Core
     if cpus:
         return Mask(gpu, cpus, f"{len(share)} of the {len(near)} cores near it")
     if not near:
-        return Mask(gpu, None, "the CPUs near it are not known, or not allowed")
-    return Mask(gpu, None, "fewer cores than GPUs that share them: not bound")
+        return Mask(gpu, None, "the CPUs near it are unknown or not allowed")
+    return Mask(gpu, None, "there are fewer cores than GPUs that share them")

@@ -1,8 +1,7 @@
-"""Reads the RDMA devices of a node from ``/sys/class/infiniband``, which needs no privilege and no tool.
+"""Reads the RDMA devices of a node from ``/sys/class/infiniband``, which needs no privileges and no tool.
 
-Reads what ``ibstat``, ``ibstatus``, ``ibv_devinfo`` and ``ibdev2netdev`` print.
-
-For a recording from another site, or where ``/sys`` is hidden.
+For recordings, and where ``/sys`` is hidden, also parses the output of ``ibstat``, ``ibstatus``, ``ibv_devinfo`` and
+``ibdev2netdev``.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from hpc_train.fabric.facts import Nic, Port
 
-# the highest rate in Gb/s of a card per type that Mellanox drivers report: a port below it came up slow
+# highest rate in Gb/s per NIC type as reported by Mellanox drivers; a port below it negotiated a low rate
 CARD_RATE_GBPS = {
     "MT4099": 56,  # ConnectX-3
     "MT4103": 56,  # ConnectX-3 Pro
@@ -27,7 +26,7 @@ CARD_RATE_GBPS = {
     "MT4131": 800,  # ConnectX-8
 }
 _KINDS = (
-    (r"mlx[45]_\w+|(roce|ib)[pPosx]\w+", "mellanox"),  # also by place, as udev's rdma-persistent-naming does
+    (r"mlx[45]_\w+|(roce|ib)[pPosx]\w+", "mellanox"),  # also named by PCI location (udev's rdma-persistent-naming)
     (r"efa_\d+|rdma[pPosx]\w+", "efa"),
     (r"cxi\d+", "slingshot"),
     (r"hfi\w+|opa[pPosx]\w+", "omnipath"),
@@ -40,15 +39,15 @@ _UNSET = "0000:0000:0000:0000:0000:0000:0000:0000"
 
 
 def kind_of(name: str) -> str | None:
-    """The family of an RDMA device by its name."""
+    """Returns the family of an RDMA device from its name; None if unknown."""
     return next((kind for pattern, kind in _KINDS if re.fullmatch(pattern, name)), None)
 
 
 def read_rdma(sysfs: Path) -> tuple[Nic, ...]:
-    """The RDMA devices under ``sysfs``, in natural order; () where there is none.
+    """Returns the RDMA devices under ``sysfs`` in natural order; () without any.
 
     Args:
-        sysfs: a directory with ``class/infiniband``, usually ``/sys``; or a copy of that part alone.
+        sysfs: a directory with ``class/infiniband``, usually ``/sys``, or a copy of that part alone.
     """
     root = next((path for path in (sysfs / "class/infiniband", sysfs / "infiniband") if path.is_dir()), sysfs)
     found = {device.name: _nic(device) for device in _directories(root) if (device / "ports").is_dir()}
@@ -58,12 +57,12 @@ def read_rdma(sysfs: Path) -> tuple[Nic, ...]:
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """A key that sorts mlx5_9 before mlx5_10."""
+    """Sort key that orders mlx5_9 before mlx5_10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.findall(r"\d+|\D+", name)]
 
 
 def read_text(path: Path) -> str | None:
-    """The first words of a small file; None where it cannot be read or is empty."""
+    """Returns the content of a small file; None if it is unreadable or empty."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip() or None
     except OSError:
@@ -71,7 +70,9 @@ def read_text(path: Path) -> str | None:
 
 
 def parse_state(text: str | None) -> str | None:
-    """``4: ACTIVE``, ``Active``, ``PORT_ACTIVE (4)`` are all ``ACTIVE``; ``Initializing`` is ``INIT``."""
+    """Normalizes a state: ``4: ACTIVE``, ``Active``, ``PORT_ACTIVE (4)`` are all ``ACTIVE``; ``Initializing`` is
+    ``INIT``.
+    """
     if text is None:
         return None
     word = re.sub(r"^\d+:|\(\d+\)$|^PORT_", "", text.strip()).strip().upper()
@@ -79,7 +80,7 @@ def parse_state(text: str | None) -> str | None:
 
 
 def parse_rate(text: str | None) -> float | None:
-    """Gb/s of ``400 Gb/sec (4X NDR)``, or of a number as ibstat prints it, ``200`` or ``40 (FDR10)``."""
+    """Returns the Gb/s of ``400 Gb/sec (4X NDR)``, or of a number as ibstat prints it, ``200`` or ``40 (FDR10)``."""
     match = _RATE.match(text or "") or re.fullmatch(r"([\d.]+)(?:\s*\(\w+\))?", text or "")
     try:
         return float(match[1]) if match else None
@@ -103,7 +104,7 @@ def _nic(device: Path) -> Nic:
 
 
 def _slingshot(sysfs: Path, device: Path) -> Nic:
-    """Cassini cards are no devices of the kernel's RDMA; their port is the network interface ``hsn*``."""
+    """Returns a Cassini NIC, which is no RDMA device of the kernel; its port is the network interface ``hsn*``."""
     names = tuple(sorted(path.name for path in _directories(device / "device/net")))
     states = {read_text(sysfs / "class/net" / name / "operstate") for name in names}
     speeds = [speed for name in names if (speed := _number(sysfs / "class/net" / name / "speed"))]
@@ -127,7 +128,7 @@ def _port(path: Path) -> Port:
 
 
 def _roce_v2_gid(port: Path) -> int | None:
-    """The first RoCE v2 entry with an address of its own; one that holds an IPv4 address before others."""
+    """Returns the index of the first RoCE v2 entry with a routable address, preferring IPv4 addresses."""
     found = []
     for entry in sorted(_files(port / "gid_attrs/types"), key=lambda path: natural(path.name)):
         gid = read_text(port / "gids" / entry.name) or _UNSET
@@ -139,14 +140,16 @@ def _roce_v2_gid(port: Path) -> int | None:
 
 
 def _pci_address(link: Path) -> str | None:
-    """As the link is called, also where what it leads to was not copied; else as the device says of itself."""
-    told = re.search(r"^PCI_SLOT_NAME=(\S+)$", read_text(link / "uevent") or "", re.MULTILINE)
-    names = (link.resolve().name, told[1] if told else "")
+    """Returns the address from the link's target, even if the target was not copied; otherwise from the device's
+    uevent.
+    """
+    slot = re.search(r"^PCI_SLOT_NAME=(\S+)$", read_text(link / "uevent") or "", re.MULTILINE)
+    names = (link.resolve().name, slot[1] if slot else "")
     return next((name for name in names if re.fullmatch(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", name)), None)
 
 
 def _number(path: Path) -> int | None:
-    """A count of 0 or more; -1 is how the kernel says that it does not know."""
+    """Returns a count of 0 or more; None for -1, with which the kernel marks unknown values."""
     text = read_text(path)
     return int(text) if text is not None and text.isdigit() else None
 
@@ -166,7 +169,7 @@ def _entries(path: Path) -> list[Path]:
         return []
 
 
-# how each tool begins a device and a port
+# how each tool introduces a device and a port
 _DEVICE = re.compile(
     r"^(?:CA:? '(?P<ca>[^']+)'|hca_id:\s*(?P<hca>\S+)|Infiniband device '(?P<ib>[^']+)' port (?P<port>\d+))"
 )
@@ -177,9 +180,9 @@ _PORT_FIELDS = dict.fromkeys(("physical state", "phys state", "phys_state"), "ph
 
 
 def parse_rdma_text(text: str) -> tuple[Nic, ...]:
-    """The devices that the text of one of these tools names, in natural order; () where it names none.
+    """Returns the devices named in the output of one of these tools, in natural order; () if it names none.
 
-    ``(Down)`` of ibdev2netdev is the network interface's state and says nothing about the port.
+    ``(Down)`` in ibdev2netdev's output is the state of the network interface, not of the port.
     """
     nics: dict[str, Nic] = {}
     for name, port, field, value in _values(text):
@@ -192,7 +195,7 @@ def parse_rdma_text(text: str) -> tuple[Nic, ...]:
 
 
 def _values(text: str) -> Iterator[tuple[str, int | None, str, str]]:
-    """(device, port, field, value) in the order of the text; an empty field where a device or a port begins."""
+    """Yields (device, port, field, value) in the order of the text; an empty field where a device or port begins."""
     name: str | None = None
     port: int | None = None
     for line in text.splitlines():
@@ -214,7 +217,7 @@ def _values(text: str) -> Iterator[tuple[str, int | None, str, str]]:
 def _with_device_field(nic: Nic, field: str, value: str) -> Nic:
     if field == "ca type":
         return replace(nic, card=value)
-    if field == "vendor_part_id":  # 4129 is the card that the driver calls MT4129
+    if field == "vendor_part_id":  # the driver reports 4129 as MT4129
         return replace(nic, card=f"MT{value}" if value.isdigit() and nic.kind == "mellanox" else nic.card)
     if field == "interface":
         return replace(nic, interfaces=(*nic.interfaces, value))

@@ -1,4 +1,6 @@
-"""What the facts of one node, seen or recorded, lead to: the report of ``python -m hpc_train doctor --json``."""
+"""Derives a report from the facts of one node, live or recorded: the output of ``python -m hpc_train doctor
+--json``.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from hpc_train.fabric.versions import recorded_versions
 
 @dataclass(frozen=True)
 class FabricReport:
-    """A node's facts, and what follows from them for a job of several such nodes."""
+    """A node's facts and the resulting decisions for a job of several such nodes."""
 
     facts: NodeFacts
     ports: tuple[PortVerdict, ...]
@@ -31,7 +33,9 @@ class FabricReport:
     warnings: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """``gpus nics links limits gpu_direct versions matching masks environment left_alone warnings unknown``."""
+        """Returns ``gpus nics links limits gpu_direct versions matching masks environment left_alone warnings
+        unknown``.
+        """
         verdicts = {(verdict.nic, verdict.port.number): verdict for verdict in self.ports}
         return {
             "fabric": self.decision.fabric,
@@ -69,36 +73,38 @@ class FabricReport:
 
 
 def report(facts: NodeFacts, job: FabricJob, found: Mapping[str, Setting]) -> FabricReport:
-    """What follows from ``facts`` where all nodes of ``job`` are like this one."""
-    told = (*port_warnings(facts), *warnings(found))
-    return FabricReport(facts, judge_ports(facts), match(facts), cpu_masks(facts), decide([facts], job, found), told)
+    """Returns the report for a job whose nodes all have these ``facts``."""
+    messages = (*port_warnings(facts), *warnings(found))
+    return FabricReport(
+        facts, judge_ports(facts), match(facts), cpu_masks(facts), decide([facts], job, found), messages
+    )
 
 
 def read_recording(sysfs: Path | None, matrix: Path | None, rdma: Path | None = None) -> NodeFacts:
-    """The facts of a recorded node; what has no recording stays unknown.
+    """Returns the facts of a recorded node; facts without a recording stay unknown.
 
     Args:
         sysfs: a copy of ``/sys``, of a whole root directory, or of ``/sys/class/infiniband``.
         matrix: a file with the output of ``nvidia-smi topo -m``.
-        rdma: a file with the output of ``ibstat`` or its kin, taken where ``sysfs`` shows no card.
+        rdma: a file with the output of ``ibstat`` or a similar tool, used if ``sysfs`` shows no NIC.
 
     Raises:
-        UserError: one of them is not there.
+        UserError: one of them does not exist.
     """
     facts = NodeFacts()
     if sysfs is not None:
         if not sysfs.is_dir():
-            raise UserError(f"{sysfs} is not a directory", where="--sysfs", fix="a copy of /sys")
+            raise UserError(f"{sysfs} is not a directory", where="--sysfs", fix="give the path of a copy of /sys")
         facts = replace(read_tree(*recorded_tree(sysfs)), versions=recorded_versions(sysfs))
     if rdma is not None and not facts.nics:
-        facts = replace(facts, nics=parse_rdma_text(_read(rdma, "--ibstat", "a file with what ibstat printed")))
+        facts = replace(facts, nics=parse_rdma_text(_read(rdma, "--ibstat", "give a file with the output of ibstat")))
     if matrix is not None:
-        facts = merge(facts, parse_matrix(_read(matrix, "--topo", "a file with what nvidia-smi topo -m printed")))
+        facts = merge(facts, parse_matrix(_read(matrix, "--topo", "give a file with the output of nvidia-smi topo -m")))
     return facts
 
 
 def gpus_recorded(facts: NodeFacts, sysfs: Path | None) -> int:
-    """The GPUs of a recorded node; 1 where a recording without its PCI bus leaves open whether there are any."""
+    """Returns the number of GPUs of a recorded node; 1 if the recording lacks the PCI bus and shows none."""
     whole = sysfs is not None and (recorded_tree(sysfs)[0] / "bus/pci/devices").is_dir()
     return len(facts.gpus) or (0 if whole else 1)
 

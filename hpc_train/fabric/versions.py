@@ -1,4 +1,4 @@
-"""Versions of what must be the same on all nodes, read from files: nothing is imported and no tool is started."""
+"""Reads versions that must be equal on all nodes from files, without importing packages or starting tools."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _FOLDERS = ("usr/lib64", "usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu"
 
 
 def read_versions(root: Path = Path("/")) -> tuple[tuple[str, str], ...]:
-    """(name, version) of what is there, sorted; those of Python packages are of this interpreter."""
+    """Returns sorted (name, version) pairs; those of Python packages belong to this interpreter."""
     return tuple(sorted([*recorded_versions(root), *_of_wheels()]))
 
 
 def recorded_versions(root: Path) -> tuple[tuple[str, str], ...]:
-    """Those that a copy of a root directory tells."""
+    """Returns the versions found in a copy of a root directory."""
     return tuple(sorted([*_of_files(root), *_of_libraries(root)]))
 
 
@@ -51,7 +51,7 @@ def _of_files(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _of_libraries(root: Path) -> Iterator[tuple[str, str]]:
-    """The file that the library's name leads to has its version at the end."""
+    """Yields versions of libraries, taken from the end of their file names."""
     for name, pattern in _LIBRARIES:
         files = [path for folder in _FOLDERS for path in (root / folder).glob(pattern)]
         if files:
@@ -69,7 +69,7 @@ def _of_wheels() -> Iterator[tuple[str, str]]:
 
 
 def different_versions(nodes: Sequence[NodeFacts]) -> list[str]:
-    """What is not the same on all nodes: a line for each, with the nodes."""
+    """Returns a line with the nodes for each version that is not equal on all nodes."""
     versions = {facts.node or "?": dict(facts.versions) for facts in nodes}
     names = sorted({name for own in versions.values() for name in own})
     found = ((name, {node: own.get(name, "none") for node, own in versions.items()}) for name in names)
@@ -79,18 +79,18 @@ def different_versions(nodes: Sequence[NodeFacts]) -> list[str]:
 
 
 def lowest_nccl(nodes: Sequence[NodeFacts]) -> Version | None:
-    """Of those that the nodes have; None where one does not tell."""
+    """Returns the lowest NCCL version of the nodes; None if one is unknown."""
     found = [dict(facts.versions).get("nccl") for facts in nodes]
     return min((parse_version(text) for text in found if text is not None), default=None) if all(found) else None
 
 
 def parse_version(text: str) -> Version:
-    """``2.21.5``, also with a suffix such as ``+cuda12.4``.
+    """Parses ``2.21.5``, also with a suffix such as ``+cuda12.4``.
 
     Raises:
-        UserError: not a version.
+        UserError: ``text`` is not a version.
     """
     found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(?!\d)", text.strip())
     if found is None:
-        raise UserError(f"{text!r} is not a version", where="--nccl", fix="a version of NCCL, like 2.21.5")
+        raise UserError(f"{text!r} is not a version", where="--nccl", fix="give a version of NCCL such as 2.21.5")
     return tuple(int(part) for part in found.groups() if part is not None)

@@ -127,14 +127,14 @@ def enqueue(jobs: Sequence[Job], sweep: Path, console: Console) -> JobQueue:
     """
     for job in jobs:
         check_freeze(job.config, job.run)  # all of them before the first is written
-    submitter = select_executor(jobs[0].config.cluster)
-    for line in submitter.check(jobs):
+    executor = select_executor(jobs[0].config.cluster)
+    for line in executor.check(jobs):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    submitter.confirm(jobs, console)
+    executor.confirm(jobs, console)
     code = snapshot_code([job.config for job in jobs], sweep / "code")
     for job in _followed(jobs, "writing run directories", console):
         freeze(job.config, job.run, claim=True, code=code)  # until its turn a job belongs to this process
-    return JobQueue(jobs, submitter, sweep, console)
+    return JobQueue(jobs, executor, sweep, console)
 
 
 def _without_hydra(composed: DictConfig) -> DictConfig:

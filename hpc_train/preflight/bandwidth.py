@@ -1,11 +1,9 @@
-"""Bandwidths of collectives as the tables of nccl-tests define them, and sizes as a person writes them. No torch.
+"""Collective bandwidths as defined by nccl-tests, and the report of ``bench collectives`` as table, CSV and plot. No
+torch.
 
 With S bytes in t seconds over n ranks the algorithm bandwidth is S / t. The bus bandwidth is that times a factor, the
-share of S that has to cross the slowest link at least, so that it can be compared with the link's rate whatever n is
-(nccl-tests, doc/PERFORMANCE.md). Of an all-gather and a reduce-scatter, S is the size of the whole and not of one
-rank's part.
-
-The result of ``bench collectives`` as a table, as CSV and as a plot. No torch; matplotlib only for the plot.
+share of S that must cross the slowest link, so that it is comparable with the link's rate for any n (nccl-tests,
+doc/PERFORMANCE.md). For an all-gather and a reduce-scatter, S is the size of the whole buffer, not of one rank's part.
 """
 
 from __future__ import annotations
@@ -24,16 +22,16 @@ FACTORS: dict[str, Callable[[int], float]] = {
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
     "broadcast": lambda n: 1.0,
-    "send_recv": lambda n: 1.0,  # each rank sends to the next one, all at once
+    "send_recv": lambda n: 1.0,  # all ranks send to the next rank at once
 }
 OPERATIONS = tuple(FACTORS)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_STEP = 4  # from one size of a range to the next
+_STEP = 4  # ratio of consecutive sizes in a range
 
 
 @dataclass(frozen=True)
 class Rate:
-    """One measurement: ``seconds`` is the mean of ``repeats`` on the slowest rank; ``wrong`` counts wrong elements."""
+    """One measurement. ``seconds`` is the mean of ``repeats`` on the slowest rank; ``wrong`` counts wrong elements."""
 
     operation: str
     ranks: int
@@ -54,10 +52,10 @@ class Rate:
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Bytes from ``4K,1M`` or ``1K-1G`` (times 4 each).
+    """Parses sizes in bytes such as ``4K,1M``, or a range ``1K-1G`` (times 4 each).
 
     Raises:
-        UserError: it is neither.
+        UserError: ``text`` is neither.
     """
     first, dash, last = text.partition("-")
     if not dash:
@@ -68,12 +66,12 @@ def parse_sizes(text: str) -> tuple[int, ...]:
         sizes.append(size)
         size *= _STEP
     if not sizes:
-        raise _no_size(text)
+        raise _invalid_size(text)
     return tuple(sizes)
 
 
 def size_text(size: int) -> str:
-    """``1048576`` as ``1M``."""
+    """Formats a size: ``1048576`` as ``1M``."""
     unit = next(name for name in ("G", "M", "K", "") if size % _UNITS[name] == 0)
     return f"{size // _UNITS[unit]}{unit}"
 
@@ -81,12 +79,14 @@ def size_text(size: int) -> str:
 def _size(word: str) -> int:
     found = re.fullmatch(r"(\d+)([KMG]?)", word.strip().upper().removesuffix("B"))
     if found is None or int(found[1]) == 0:
-        raise _no_size(word)
+        raise _invalid_size(word)
     return int(found[1]) * _UNITS[found[2]]
 
 
-def _no_size(word: str) -> UserError:
-    return UserError(f"{word!r} is no size", where="--sizes", fix="4K,1M,64M or a range, 1K-64M")
+def _invalid_size(word: str) -> UserError:
+    return UserError(
+        f"{word!r} is not a size", where="--sizes", fix="give a list like 4K,1M,64M or a range like 1K-64M"
+    )
 
 
 COLUMNS = ("group", "ranks", "operation", "bytes", "repeats", "seconds", "algorithm_gb_per_s", "bus_gb_per_s", "wrong")
@@ -94,11 +94,11 @@ PLOTS = (".png", ".pdf", ".svg")
 
 
 def collectives_report(result: dict[str, Any]) -> str:
-    """A line for each operation and size."""
+    """Formats the result with a line per operation and size."""
     lines = [
         f"{result['world_size']} x {result['device']} on {_nodes(result)}, {result['backend']}, float32, "
         f"torch {result['torch']}",
-        "algbw = bytes / time, busbw as in nccl-tests; the time is the slowest rank's",
+        "algbw = bytes / time, busbw as in nccl-tests; times are those of the slowest rank",
         f"{'group':<14}{'operation':<16}{'size':>7}{'time/us':>12}{'algbw GB/s':>12}{'busbw GB/s':>12}{'wrong':>8}",
     ]
     for row in result["rates"]:
@@ -118,7 +118,7 @@ def _nodes(result: dict[str, Any]) -> str:
 def _expected(result: dict[str, Any]) -> str:
     expected = result["expected"]
     if expected is None:
-        return "expected: not known, the rates of this fabric's links are not known"
+        return "expected: unknown, because the link rates of this fabric are unknown"
     best = max(row["bus_gb_per_s"] for row in result["rates"] if row["group"] == "world")
     bus = expected["bus_gb_per_s"]
     return f"expected: busbw {bus:.1f} GB/s ({expected['reason']}); the best is {best / bus:.0%} of it"
@@ -132,25 +132,29 @@ def write_csv(result: dict[str, Any], path: Path) -> None:
 
 
 def check_plot(path: Path) -> None:
-    """Before anything is measured.
+    """Checks that a plot can be written, before anything is measured.
 
     Raises:
-        UserError: matplotlib is not installed, or does not write such files.
+        UserError: matplotlib is not installed, or does not support the file type.
     """
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise UserError(
-            "matplotlib draws the plot, and it is not installed",
+            "plotting requires matplotlib, which is not installed",
             where="--plot",
-            fix="pip install 'hpc_train[plots]', or --csv FILE instead",
+            fix="pip install 'hpc_train[plots]', or use --csv FILE instead",
         ) from error
     if path.suffix not in PLOTS:
-        raise UserError(f"{path} is no picture", where="--plot", fix=f"a file that ends in {', '.join(PLOTS)}")
+        raise UserError(
+            f"{path} is not an image file", where="--plot", fix=f"use a file name that ends in {', '.join(PLOTS)}"
+        )
 
 
 def write_plot(result: dict[str, Any], path: Path) -> None:
-    """Bus bandwidth over size of the group of all ranks, a line for each operation, and the expected one."""
+    """Plots the bus bandwidth over the size for the group of all ranks, with a line per operation and the expected
+    value.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")

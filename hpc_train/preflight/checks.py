@@ -1,8 +1,6 @@
-"""What follows from the numbers of a preflight: findings, each with the fix. No torch; nothing is measured here.
+"""Judges the measurements of a preflight: findings, each with a fix, and the expected bandwidth of a fabric. No torch.
 
-The all-reduce bus bandwidth that a fabric should give, from the facts of its nodes. No torch.
-
-What is not known stays unknown: None, and nothing is judged against it.
+Unknown expectations are None, and nothing is judged against them.
 """
 
 from __future__ import annotations
@@ -21,24 +19,24 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json
 
 WARNING, ERROR = "warning", "error"
-SKEW_WARN_S, SKEW_ERROR_S = 0.1, 1.0  # munge refuses more than 300 s
+SKEW_WARN_S, SKEW_ERROR_S = 0.1, 1.0  # munge rejects more than 300 s
 GEMM_WARN, GEMM_ERROR = 0.95, 0.90  # of the median of GPUs of one model
-GEMM_CPU = 0.5  # cores of one model run at different clocks, and other processes use them too
-LEAST_BUS = 0.1e9  # bytes/s: what gigabit Ethernet carries, the slowest that connects nodes
-SEE_LINKS = "bench collectives shows all sizes and operations, doctor the links"
-MAY_DIFFER = ("driver",)  # it is compatible within a major version of CUDA
+GEMM_CPU = 0.5  # CPUs of one model run at different clocks and are shared with other processes
+LEAST_BUS = 0.1e9  # bytes/s: gigabit Ethernet, the slowest network between nodes
+SEE_LINKS = "run `bench collectives` for all sizes and operations, and `doctor` for the links"
+MAY_DIFFER = ("driver",)  # drivers are compatible within a major version of CUDA
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank says of itself.
+    """Facts reported by one rank.
 
     Attributes:
-        versions: of python, torch, nccl, driver and hpc_train, as far as there are such.
-        device: the model of its GPU, or of the CPU.
+        versions: versions of python, torch, nccl, driver and hpc_train, as far as present.
+        device: the model of its GPU or CPU.
         gpu: the UUID of its GPU; None on the CPU.
         gemm: FLOP/s of a matrix product.
-        transport: as NCCL's log says; None without NCCL, or where its log goes elsewhere.
+        transport: parsed from NCCL's log; None without NCCL or if its log goes elsewhere.
     """
 
     rank: int
@@ -53,7 +51,7 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """How far the clock of ``node`` is ahead of rank 0's, in seconds; the error is half the round trip at most."""
+    """Seconds by which the clock of ``node`` is ahead of rank 0's; the error is at most half the round trip."""
 
     node: str
     offset_s: float
@@ -62,7 +60,7 @@ class ClockOffset:
 
 @dataclass(frozen=True)
 class Bandwidths:
-    """All-reduce bus bandwidths in bytes/s: in each node, over each rail with all rails at once, over all ranks."""
+    """All-reduce bus bandwidths in bytes/s: in each node, over each rail with all rails at once, and over all ranks."""
 
     nodes: Mapping[str, float] = field(default_factory=dict)
     rails: tuple[float, ...] = ()
@@ -71,7 +69,7 @@ class Bandwidths:
 
 @dataclass(frozen=True)
 class PreflightFinding:
-    """Something that is not as it should be. ``unfit``: a node that the run is better off without."""
+    """A problem and its fix. ``unfit`` names a node that the run should drop."""
 
     level: str
     message: str
@@ -87,8 +85,8 @@ def check_config(ranks: Sequence[RankFacts]) -> Iterator[PreflightFinding]:
     for value, nodes in others.items():
         yield PreflightFinding(
             ERROR,
-            f"the config on {nodes} is another one ({value[:12]}) than on the other nodes ({usual[:12]})",
-            "its file system shows an old copy of config.yaml: a run.root that all nodes share, and submit again",
+            f"the config on {nodes} ({value[:12]}) differs from that on the other nodes ({usual[:12]})",
+            "its file system shows an old copy of config.yaml: set a run.root that all nodes share and submit again",
         )
 
 
@@ -99,13 +97,13 @@ def check_versions(ranks: Sequence[RankFacts]) -> Iterator[PreflightFinding]:
             yield PreflightFinding(
                 WARNING if name in MAY_DIFFER else ERROR,
                 f"{name} is {value} on {nodes}, and {usual} on the other nodes",
-                "one environment for all nodes (cluster.python, cluster.container.image), or "
+                "use one environment for all nodes (cluster.python, cluster.container.image), or "
                 f"cluster.exclude={nodes.replace(', ', ',')}",
             )
 
 
 def check_own_gpu(ranks: Sequence[RankFacts]) -> Iterator[PreflightFinding]:
-    """Each rank has a GPU for itself."""
+    """Checks that no two ranks share a GPU."""
     users: dict[str, list[int]] = {}
     for rank in ranks:
         if rank.gpu is not None:
@@ -115,34 +113,39 @@ def check_own_gpu(ranks: Sequence[RankFacts]) -> Iterator[PreflightFinding]:
             yield PreflightFinding(
                 ERROR,
                 f"ranks {', '.join(map(str, numbers))} share the GPU {gpu}",
-                "cluster.gpus_per_node=the GPUs that the job has; --gpus-per-task and --gpu-bind hide GPUs: drop them",
+                "set cluster.gpus_per_node to the GPUs that the job has, and remove --gpus-per-task and --gpu-bind, "
+                "which hide GPUs",
             )
 
 
 def check_transport(ranks: Sequence[RankFacts], rdma: Mapping[str, bool]) -> Iterator[PreflightFinding]:
-    """``rdma``: by node, whether an active port for training was found; nodes of which nothing is known are absent."""
+    """Checks that NCCL uses RDMA and GPUDirect where available.
+
+    Args:
+        rdma: by node, whether an active port for training was found; absent for unknown nodes.
+    """
     known = [rank for rank in ranks if rank.transport is not None]
     sockets = _nodes(rank for rank in known if rank.transport and rank.transport.over_sockets and rdma.get(rank.node))
     if sockets:
         yield PreflightFinding(
             ERROR,
             f"NCCL sends over TCP (NET/Socket) on {sockets}, although RDMA ports are active there",
-            "doctor on that node; NCCL_IB_DISABLE or NCCL_NET in the environment, a missing plugin (aws-ofi-nccl) or "
-            "libibverbs, a container without /dev/infiniband, or a small memlock limit are the usual reasons",
+            "run `doctor` on that node; the usual causes are NCCL_IB_DISABLE or NCCL_NET in the environment, a missing "
+            "plugin (aws-ofi-nccl) or libibverbs, a container without /dev/infiniband, or a small memlock limit",
         )
     staged = _nodes(rank for rank in known if rank.transport and rank.transport.gpu_direct is False
                     and not rank.transport.over_sockets)  # fmt: skip
     if staged:
         yield PreflightFinding(
             WARNING,
-            f"NCCL copies through host memory on {staged}: its log has no GDRDMA",
-            "the staff loads nvidia_peermem, or a driver and kernel with DMA-BUF; up to 3 times faster",
+            f"NCCL stages data in host memory on {staged}: its log has no GDRDMA",
+            "ask the site to load nvidia_peermem, or a driver and kernel with DMA-BUF; it is up to 3 times faster",
         )
 
 
 @dataclass(frozen=True)
 class SlowDevice:
-    """A rank that computes slowly. ``usual``: the median FLOP/s of ``rank``'s model."""
+    """A rank that computes slowly. ``usual`` is the median FLOP/s of its model."""
 
     rank: RankFacts
     usual: float
@@ -153,15 +156,17 @@ class SlowDevice:
 
     @property
     def bad(self) -> bool:
-        """A GPU without which its node's run would be faster. Cores are never: other processes may use them."""
+        """Whether the run would be faster without this GPU's node. Never true for CPUs, which other processes may
+        use.
+        """
         return self.rank.gpu is not None and self.share < GEMM_ERROR
 
     @property
     def words(self) -> str:
-        of = "" if self.rank.gpu is None else f" (GPU {self.rank.gpu})"
+        gpu = "" if self.rank.gpu is None else f" (GPU {self.rank.gpu})"
         return (
-            f"rank {self.rank.rank} on {self.rank.node}{of} multiplies matrices at {self.rank.gemm / 1e12:.3g} TFLOP/s,"
-            f" {self.share:.0%} of the median of {self.rank.device}"
+            f"rank {self.rank.rank} on {self.rank.node}{gpu} reaches {self.rank.gemm / 1e12:.3g} TFLOP/s in matrix "
+            f"products, {self.share:.0%} of the median of {self.rank.device}"
         )
 
     @property
@@ -170,7 +175,7 @@ class SlowDevice:
 
 
 def slow_devices(ranks: Sequence[RankFacts]) -> tuple[SlowDevice, ...]:
-    """Each rank against the median of its model."""
+    """Compares each rank with the median of its model and returns the slow ones."""
     found = []
     for own in _by(ranks, lambda rank: rank.device).values():
         usual = median(rank.gemm for rank in own)
@@ -180,35 +185,41 @@ def slow_devices(ranks: Sequence[RankFacts]) -> tuple[SlowDevice, ...]:
 
 
 def check_gemm(slow: Sequence[SlowDevice]) -> Iterator[PreflightFinding]:
-    """A GPU that is slow beyond doubt makes its node unfit."""
+    """Reports slow devices; a GPU that is clearly slow makes its node unfit."""
     for one in slow:
         if one.rank.gpu is None:
-            fix = "other processes use its cores, or the job has fewer of them there: cluster.exclusive=true"
+            fix = "other processes use its cores, or the job has fewer cores there: set cluster.exclusive=true"
             yield PreflightFinding(WARNING, one.words, fix)
         else:
-            look = "look at its clocks and temperature (nvidia-smi -q -d PERFORMANCE)"
+            look = "check its clocks and temperature (nvidia-smi -q -d PERFORMANCE)"
             fix = f"cluster.exclude={one.rank.node}; {look}; {one.drain}"
             yield PreflightFinding(ERROR if one.bad else WARNING, one.words, fix, one.rank.node if one.bad else None)
 
 
 def check_models(ranks: Sequence[RankFacts], features: Mapping[str, frozenset[str]]) -> Iterator[PreflightFinding]:
-    """One model for all ranks: the slowest sets the pace. ``features``: of the nodes, as Slurm knows them."""
+    """Checks that all ranks have one device model, since the slowest sets the pace.
+
+    Args:
+        features: of the nodes, as Slurm reports them.
+    """
     nodes = {model: {rank.node for rank in own} for model, own in _by(ranks, lambda rank: rank.device).items()}
     if len(nodes) < 2:
         return
-    told = "; ".join(f"{model} on {', '.join(sorted(names))}" for model, names in nodes.items())
+    listed = "; ".join(f"{model} on {', '.join(sorted(names))}" for model, names in nodes.items())
     most = max(nodes, key=lambda model: len(nodes[model]))
-    yield PreflightFinding(WARNING, f"the ranks are of different models: {told}", _constraint(nodes[most], features))
+    yield PreflightFinding(
+        WARNING, f"the ranks have different device models: {listed}", _constraint(nodes[most], features)
+    )
 
 
 def _constraint(nodes: set[str], features: Mapping[str, frozenset[str]]) -> str:
-    """A feature that all of ``nodes`` have and none of the others."""
+    """Returns the override that selects a feature common to all of ``nodes`` and absent from the others."""
     own = [features.get(node, frozenset()) for node in nodes]
     others = [found for node, found in features.items() if node not in nodes]
     common = frozenset.intersection(*own).difference(*others) if own else frozenset()
     if common:
         return f"cluster.constraint={min(common)}"
-    return "cluster.constraint=FEATURE or cluster.gpu_type=MODEL; sinfo -o '%N %f %G' shows what the nodes have"
+    return "cluster.constraint=FEATURE or cluster.gpu_type=MODEL; sinfo -o '%N %f %G' lists what the nodes have"
 
 
 def check_clocks(offsets: Sequence[ClockOffset]) -> Iterator[PreflightFinding]:
@@ -219,13 +230,13 @@ def check_clocks(offsets: Sequence[ClockOffset]) -> Iterator[PreflightFinding]:
                 ERROR if certain > SKEW_ERROR_S else WARNING,
                 f"the clock of {found.node} is {abs(found.offset_s):.3g} s "
                 f"{'ahead of' if found.offset_s > 0 else 'behind'} that of rank 0's node",
-                f"times in logs and of files mislead; the staff fixes chrony there, cluster.exclude={found.node} till "
-                "then",
+                f"timestamps of logs and files are misleading; ask the site to fix chrony there, and until then set "
+                f"cluster.exclude={found.node}",
             )
 
 
 def check_bandwidths(found: Bandwidths, expected: ExpectedBandwidths) -> Iterator[PreflightFinding]:
-    """Against what the fabric should give; where that is not known, against what any network of a cluster gives."""
+    """Compares bandwidths with the fabric's expected values, or if unknown with the minimum of any cluster network."""
     measured = [
         *((f"in {node}", bus, expected.node) for node, bus in found.nodes.items()),
         *((f"over rail {rail}", bus, expected.rail) for rail, bus in enumerate(found.rails)),
@@ -235,13 +246,13 @@ def check_bandwidths(found: Bandwidths, expected: ExpectedBandwidths) -> Iterato
         if wanted is not None and bus < WARN * wanted.bus:
             yield PreflightFinding(
                 ERROR if bus < FAIL * wanted.bus else WARNING,
-                f"an all-reduce {where} reaches {bus / 1e9:.3g} GB/s (bus bandwidth), {bus / wanted.bus:.0%} of what "
-                f"{wanted.reason} should give",
+                f"an all-reduce {where} reaches {bus / 1e9:.3g} GB/s (bus bandwidth), {bus / wanted.bus:.0%} of the "
+                f"expected bandwidth of {wanted.reason}",
                 SEE_LINKS,
             )
     if expected.world is None and found.world is not None and found.world < LEAST_BUS:
         rate = f"an all-reduce over all ranks reaches {found.world / 1e9:.3g} GB/s (bus bandwidth)"
-        yield PreflightFinding(WARNING, f"{rate}, less than gigabit Ethernet carries", SEE_LINKS)
+        yield PreflightFinding(WARNING, f"{rate}, less than gigabit Ethernet", SEE_LINKS)
 
 
 def check_slow_nodes(slow: Sequence[SlowNode]) -> Iterator[PreflightFinding]:
@@ -251,12 +262,12 @@ def check_slow_nodes(slow: Sequence[SlowNode]) -> Iterator[PreflightFinding]:
 
 
 def drain(node: str, reason: str) -> str:
-    """What the staff can do, with the command."""
+    """Returns the command with which the site's staff can drain the node."""
     return f"for the staff: scontrol update nodename={node} state=drain reason='{reason}'"
 
 
 def _minority(ranks: Sequence[RankFacts], value: Callable[[RankFacts], str]) -> tuple[str, dict[str, str]]:
-    """What most ranks say, and the nodes by each other value."""
+    """Returns the most common value over the ranks, and the nodes with each other value."""
     usual = Counter(value(rank) for rank in ranks).most_common(1)[0][0]
     others = _by([rank for rank in ranks if value(rank) != usual], value)
     return usual, {one: _nodes(own) for one, own in others.items()}
@@ -273,17 +284,17 @@ def _nodes(ranks: Sequence[RankFacts] | Iterator[RankFacts]) -> str:
     return ", ".join(dict.fromkeys(rank.node for rank in ranks))
 
 
-# Of large messages over all 8 GPUs of an NVSwitch node, in bytes/s, as the acceptance tests of GPU clouds ask for;
-# with the NVLinks of a pair
+# Minimum NVLinks per pair, and bus bandwidth in bytes/s of large messages over all 8 GPUs of an NVSwitch node, as
+# required by the acceptance tests of GPU clouds
 IN_NODE = {"H200": (18, 431e9), "H100": (18, 460e9), "A100": (12, 228e9), "V100": (1, 110e9)}
-# Of the sum of a node's ports between nodes: 64 H100 on 8 x 400 Gb/s reach 373 to 386 GB/s of 400
+# Share of the rate of a node's ports that an all-reduce reaches: 64 H100 on 8 x 400 Gb/s reach 373 to 386 of 400 GB/s
 OF_LINE_RATE = 0.92
-WARN, FAIL = 0.9, 0.8  # of what is expected: 0.83 and 0.74 of the line rate
+WARN, FAIL = 0.9, 0.8  # share of the expected value: 0.83 and 0.74 of the line rate
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Bus bandwidth in bytes/s, and where the figure comes from."""
+    """Expected bus bandwidth in bytes/s, and its source."""
 
     bus: float
     reason: str
@@ -291,7 +302,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class ExpectedBandwidths:
-    """Of an all-reduce in the node, over one rail (all rails at once), and over all ranks."""
+    """Expected all-reduce bandwidths: in the node, over one rail (all rails at once), and over all ranks."""
 
     node: Expected | None = None
     rail: Expected | None = None
@@ -299,7 +310,9 @@ class ExpectedBandwidths:
 
 
 def expected_bandwidths(nodes: Sequence[NodeFacts], gpus_per_node: int) -> ExpectedBandwidths:
-    """For a job on all GPUs of ``nodes``: the slowest of them counts. On fewer GPUs nothing is known."""
+    """Returns the expected bandwidths of a job on all GPUs of ``nodes``; the slowest node counts. Unknown for fewer
+    GPUs.
+    """
     if not nodes or gpus_per_node == 0 or any(len(facts.gpus) != gpus_per_node for facts in nodes):
         return ExpectedBandwidths()
     inside = _slowest([_in_node(facts) for facts in nodes])
@@ -313,7 +326,7 @@ def expected_bandwidths(nodes: Sequence[NodeFacts], gpus_per_node: int) -> Expec
 
 
 def read_fabric(run: RunDirectory) -> tuple[NodeFacts, ...]:
-    """The facts of the run's nodes; empty where nobody has written them."""
+    """Returns the facts of the run's nodes; empty if they were not recorded."""
     if not run.fabric.exists():
         return ()
     nodes = read_json(run.fabric)["nodes"]
@@ -330,19 +343,19 @@ def _in_node(facts: NodeFacts) -> Expected | None:
 
 
 def _between_nodes(facts: NodeFacts) -> tuple[Expected | None, Expected | None]:
-    """Of all ranks, and of one rail."""
+    """Returns the expected bandwidths over all ranks and over one rail."""
     names = {matched.nic for matched in match(facts)}
     rates = [_rate(facts, name) for name in names]
     known = [rate for rate in rates if rate is not None]
     if not known or len(known) < len(rates):
         return None, None
     bus = OF_LINE_RATE * sum(known) * 1e9 / 8
-    reason = f"{len(known)} cards with {sum(known):g} Gb/s together, {OF_LINE_RATE:.0%} of it"
+    reason = f"{OF_LINE_RATE:.0%} of {len(known)} NICs with {sum(known):g} Gb/s in total"
     return Expected(bus, reason), Expected(bus / len(facts.gpus), f"{reason}, shared by {len(facts.gpus)} GPUs")
 
 
 def _rate(facts: NodeFacts, name: str | None) -> float | None:
-    """Gb/s of the active ports of a card; None where it is not known."""
+    """Returns the rate of a NIC's active ports in Gb/s; None if unknown."""
     nic = next((nic for nic in usable_nics(facts) if nic.name == name), None)
     rates = [port.rate_gbps for port in nic.ports if port.active] if nic is not None else []
     return sum(rate for rate in rates if rate is not None) if rates and None not in rates else None

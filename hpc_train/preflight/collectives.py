@@ -1,4 +1,4 @@
-"""How fast collectives are over a process group, on any backend, and whether they give the right numbers."""
+"""Measures the speed of collectives over a process group on any backend, and verifies their results."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from hpc_train.parallel.mesh import all_gather_tensor, reduce_scatter_tensor
 from hpc_train.preflight.bandwidth import Rate
 
-_PERIOD = 13  # of what the buffers hold: sums of it are exact in float32
+_PERIOD = 13  # period of the test pattern, whose sums are exact in float32
 _MOST_REPEATS = 20  # as nccl-tests does
 _BYTES = 4  # of a float32
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """A process group as one rank of it sees it."""
+    """A process group as seen from one of its ranks."""
 
     group: dist.ProcessGroup
     device: torch.device
@@ -37,7 +37,7 @@ class Ranks:
         return dist.get_global_rank(self.group, rank % self.size)
 
     def largest(self, value: float) -> float:
-        """Of all ranks' values; nobody returns before all have come. Collective."""
+        """Returns the maximum of all ranks' values after all ranks have arrived. Collective."""
         tensor = torch.tensor([value], dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return float(tensor.item())
@@ -45,7 +45,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class _Case:
-    """An operation with its buffers: ``expected`` is what ``result`` holds after the first ``run``."""
+    """An operation with its buffers. ``expected`` is the content of ``result`` after the first ``run``."""
 
     run: Callable[[], object]
     result: Tensor
@@ -53,10 +53,11 @@ class _Case:
 
 
 def measure(operation: str, size: int, ranks: Ranks, seconds: float) -> Rate:
-    """The rate of one operation of ``size`` bytes, rounded up to whole elements of each rank. Collective.
+    """Measures one operation of ``size`` bytes, rounded up to whole elements of each rank. Collective.
 
-    The first run is compared with what it should give, and warms up. Then it is repeated for about ``seconds`` and 20
-    times at most; the time is that of the slowest rank.
+    The first run is verified and serves as warm-up. Then the operation is repeated for about ``seconds``, at most 20
+    times;
+    the time is that of the slowest rank.
     """
     elements = -(-size // (_BYTES * ranks.size)) * ranks.size
     case = _CASES[operation](elements, ranks)
@@ -67,7 +68,7 @@ def measure(operation: str, size: int, ranks: Ranks, seconds: float) -> Rate:
 
 
 def _timed(run: Callable[[], object], repeats: int, ranks: Ranks) -> float:
-    """Seconds of one run on the slowest rank, the same on all. Collective."""
+    """Returns the seconds of one run on the slowest rank, the same on all ranks. Collective."""
     _synchronize(ranks.device)
     ranks.largest(0.0)
     began = time.perf_counter()
@@ -87,7 +88,7 @@ def _pattern(elements: int, ranks: Ranks) -> Tensor:
 
 
 def _summed(elements: int, ranks: Ranks) -> Tensor:
-    """The sum over ranks of what each holds: the pattern and its own number."""
+    """Returns the sum over ranks of their buffers: the pattern plus the rank number."""
     return ranks.size * _pattern(elements, ranks) + ranks.size * (ranks.size - 1) // 2
 
 
@@ -97,14 +98,16 @@ def _all_reduce(elements: int, ranks: Ranks) -> _Case:
 
 
 def _reduce_scatter_case(elements: int, ranks: Ranks) -> _Case:
-    whole, part = _pattern(elements, ranks) + ranks.rank, torch.zeros(elements // ranks.size, device=ranks.device)
+    whole = _pattern(elements, ranks) + ranks.rank
+    part = torch.zeros(elements // ranks.size, device=ranks.device)
     expected = _summed(elements, ranks).chunk(ranks.size)[ranks.rank]
     return _Case(lambda: reduce_scatter_tensor(part, whole, group=ranks.group), part, expected)
 
 
 def _all_gather_case(elements: int, ranks: Ranks) -> _Case:
     each = elements // ranks.size
-    part, whole = _pattern(each, ranks) + ranks.rank, torch.zeros(elements, device=ranks.device)
+    part = _pattern(each, ranks) + ranks.rank
+    whole = torch.zeros(elements, device=ranks.device)
     expected = torch.cat([_pattern(each, ranks) + rank for rank in range(ranks.size)])
     return _Case(lambda: all_gather_tensor(whole, part, group=ranks.group), whole, expected)
 

@@ -1,10 +1,6 @@
-"""What a preflight measures: the ranks' facts, their clocks, and how fast they compute and exchange data.
+"""The measurements of a preflight: the ranks' facts and clocks, and how fast they compute and exchange data.
 
-Cheap and local things come first; what does not fit into the time is left out and told. All of it is collective.
-
-How far the clocks of the nodes are apart, by messages to and fro between ranks.
-
-How fast this rank multiplies matrices: what takes the place of a data sheet's peak on the CPU.
+Cheap and local measurements come first; stages that exceed the time limit are skipped and reported. All are collective.
 """
 
 from __future__ import annotations
@@ -23,15 +19,15 @@ from hpc_train.preflight.collectives import Ranks, measure
 from hpc_train.preflight.nccl_log import Transport
 from hpc_train.preflight.paired_test import PairRate, best_of, rounds, slow_nodes
 
-FIRST_BYTES, GROWTH = 256 << 10, 16  # of the all-reduces, as far as the time of a stage allows
-COPIES = 8  # of a message that have to fit into the memory of a GPU
-EXCHANGES = 3  # of a pair in a round; the fastest counts
-LEAST_EXCHANGE = 1 << 20  # bytes: more than what a link buffers
+FIRST_BYTES, GROWTH = 256 << 10, 16  # sizes of the all-reduces, within the time of a stage
+COPIES = 8  # number of message copies that must fit into GPU memory
+EXCHANGES = 3  # exchanges of a pair per round; the fastest counts
+LEAST_EXCHANGE = 1 << 20  # bytes, more than a link buffers
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured. ``bytes``: the largest message; ``limit_s``: after that, no further stage begins."""
+    """The amount of measurement. ``bytes`` is the largest message; no stage begins after ``limit_s``."""
 
     gemm_s: float
     gemm_size: int
@@ -41,7 +37,7 @@ class Effort:
 
 
 def effort(mode: str, cuda: bool) -> Effort:
-    """Of ``quick`` and ``full``."""
+    """Returns the effort of the modes ``quick`` and ``full``."""
     size, largest = (8192, 1 << 30) if cuda else (512, 4 << 20)
     if mode == "full":
         return Effort(1.0, size, 1.0, 4 * largest, 120.0)
@@ -50,14 +46,14 @@ def effort(mode: str, cuda: bool) -> Effort:
 
 @dataclass(frozen=True)
 class Crew:
-    """The ranks by node: rank = place of the node x ``per_node`` + local rank."""
+    """The ranks by node: rank = node position x ``per_node`` + local rank."""
 
     mesh: Mesh
     nodes: tuple[str, ...]
     per_node: int
 
     @property
-    def place(self) -> int:
+    def node_position(self) -> int:
         return self.mesh.rank // self.per_node
 
     @property
@@ -77,7 +73,7 @@ class Crew:
 
 
 def fitting(wanted: Effort, crew: Crew) -> Effort:
-    """With messages that all GPUs have room for: a measurement holds a few copies of one. Collective."""
+    """Limits the messages to what fits into all GPUs several times. Collective."""
     if crew.mesh.device.type != "cuda":
         return wanted
     free, _ = torch.cuda.mem_get_info(crew.mesh.device)
@@ -86,7 +82,7 @@ def fitting(wanted: Effort, crew: Crew) -> Effort:
 
 @dataclass(frozen=True)
 class Measured:
-    """The same on all ranks, but for ``clocks``, which rank 0 has."""
+    """The results, equal on all ranks except ``clocks``, which only rank 0 has."""
 
     ranks: tuple[RankFacts, ...]
     clocks: tuple[ClockOffset, ...]
@@ -97,12 +93,12 @@ class Measured:
 def measure_all(
     crew: Crew, own: RankFacts, wanted: Effort, transport: Callable[[], Transport | None], now: Callable[[], float]
 ) -> Measured:
-    """Everything but the paired test.
+    """Measures everything but the paired test.
 
     Args:
-        own: without ``gemm`` and ``transport``.
-        transport: reads NCCL's log; it connects when the first collectives run.
-        now: this node's clock, in seconds since the epoch.
+        own: this rank's facts, without ``gemm`` and ``transport``.
+        transport: reads NCCL's log, which is complete only after the first collectives.
+        now: this node's clock in seconds since the epoch.
     """
     mesh, began = crew.mesh, time.monotonic()
     clocks = clock_offsets(crew.nodes, range(0, len(crew.nodes) * crew.per_node, crew.per_node), mesh.control, now)
@@ -115,19 +111,19 @@ def measure_all(
         else:
             found = stage(crew, wanted, found)
     if mesh.device.type == "cuda":
-        torch.cuda.empty_cache()  # the model needs the room
+        torch.cuda.empty_cache()  # free the memory for the model
     ranks = tuple(crew.gather(replace(own, gemm=gemm, transport=transport())))
-    if slow_devices(ranks):  # the better of two counts: a GPU may have been waking up, a core have had other work
+    if slow_devices(ranks):  # the better of two counts: a GPU may have been waking up, a CPU busy
         again = crew.gather(_gemm(crew, wanted))
         ranks = tuple(replace(rank, gemm=max(rank.gemm, flops)) for rank, flops in zip(ranks, again, strict=True))
     return Measured(ranks, clocks, found, tuple(left_out))
 
 
 def paired_test(crew: Crew, world_bus: float, wanted: Effort) -> tuple[PairRate, ...]:
-    """Exchanges between all nodes in pairs, once more where a node seems slow.
+    """Exchanges data between all nodes in pairs, and repeats it if a node seems slow.
 
     Args:
-        world_bus: bytes/s that an all-reduce reaches: messages are so long that one takes a part of a second.
+        world_bus: all-reduce bandwidth in bytes/s, from which the message size is chosen.
     """
     size = int(min(wanted.bytes, max(LEAST_EXCHANGE, world_bus * wanted.stage_s / 8)))
     found = _pass(crew, size)
@@ -137,14 +133,14 @@ def paired_test(crew: Crew, world_bus: float, wanted: Effort) -> tuple[PairRate,
 def _in_node(crew: Crew, wanted: Effort, found: Bandwidths) -> Bandwidths:
     if crew.per_node == 1:
         return found
-    first = crew.place * crew.per_node
+    first = crew.node_position * crew.per_node
     bus = crew.gather(_all_reduce_among(crew, range(first, first + crew.per_node), wanted))
     return replace(found, nodes=dict(zip(crew.nodes, bus[:: crew.per_node], strict=True)))
 
 
 def _over_rails(crew: Crew, wanted: Effort, found: Bandwidths) -> Bandwidths:
     if crew.per_node == 1:
-        return found  # the only rail is that of all ranks
+        return found  # the only rail equals the group of all ranks
     bus = crew.gather(_all_reduce_among(crew, range(crew.local, crew.mesh.layout.world_size, crew.per_node), wanted))
     return replace(found, rails=tuple(bus[: crew.per_node]))
 
@@ -154,16 +150,16 @@ def _over_all(crew: Crew, wanted: Effort, found: Bandwidths) -> Bandwidths:
 
 
 def _all_reduce_among(crew: Crew, ranks: Sequence[int], wanted: Effort) -> float:
-    """In a group of its own, which goes again."""
+    """Measures an all-reduce in a temporary group."""
     group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="preflight")
     bus = _all_reduce(Ranks(group, crew.mesh.device), wanted)
-    dist.barrier(group=crew.mesh.control)  # nobody closes a connection that another still reads
+    dist.barrier(group=crew.mesh.control)  # no rank closes a connection that another still reads
     dist.destroy_process_group(group)
     return bus
 
 
 def _all_reduce(ranks: Ranks, wanted: Effort) -> float:
-    """The best bus bandwidth over growing sizes, in bytes/s."""
+    """Returns the best bus bandwidth over growing sizes in bytes/s."""
     rate = measure("all_reduce", FIRST_BYTES, ranks, 0.0)
     best = rate.bus
     while rate.bytes * GROWTH <= wanted.bytes and rate.seconds * GROWTH < wanted.stage_s:
@@ -173,16 +169,16 @@ def _all_reduce(ranks: Ranks, wanted: Effort) -> float:
 
 
 def _pass(crew: Crew, size: int) -> tuple[PairRate, ...]:
-    """All rounds once."""
+    """Runs all rounds once."""
     elements = size // 4 // crew.per_node
     sent, received = (torch.zeros(elements, device=crew.mesh.device) for _ in range(2))
     own: list[tuple[tuple[str, str], float]] = []
     for pairs in rounds(len(crew.nodes)):
-        partner = _partners(pairs).get(crew.place)
+        partner = _partners(pairs).get(crew.node_position)
         dist.barrier(group=crew.mesh.control)
         if partner is not None:
             seconds = min(_exchange(crew, partner, sent, received) for _ in range(EXCHANGES))
-            first, second = sorted((crew.place, partner))
+            first, second = sorted((crew.node_position, partner))
             own.append(((crew.nodes[first], crew.nodes[second]), seconds))
     slowest: dict[tuple[str, str], float] = {}
     for nodes, seconds in (one for rank in crew.gather(own) for one in rank):
@@ -195,7 +191,9 @@ def _partners(pairs: Sequence[tuple[int, int]]) -> Mapping[int, int]:
 
 
 def _exchange(crew: Crew, partner: int, sent: torch.Tensor, received: torch.Tensor) -> float:
-    """Seconds in which this rank has sent to and received from its like on the node ``partner``."""
+    """Returns the seconds in which this rank exchanged data with the rank of the same local rank on node
+    ``partner``.
+    """
     peer, group = partner * crew.per_node + crew.local, crew.world.group
     operations = [
         dist.P2POp(dist.isend, sent, peer, group=group),
@@ -210,29 +208,31 @@ def _exchange(crew: Crew, partner: int, sent: torch.Tensor, received: torch.Tens
 
 
 def _gemm(crew: Crew, wanted: Effort) -> float:
-    """FLOP/s of this rank's device."""
+    """Returns the FLOP/s of this rank's device."""
     device = crew.mesh.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return measured_gemm_flops(device, dtype, wanted.gemm_size, wanted.gemm_s)
 
 
-MESSAGES = 8  # the one with the shortest round trip counts
+MESSAGES = 8  # messages per node; the one with the shortest round trip counts
 
 
 def clock_offsets(
     names: Sequence[str], first_ranks: Sequence[int], group: dist.ProcessGroup, now: Callable[[], float]
 ) -> tuple[ClockOffset, ...]:
-    """The clocks of all nodes against that of rank 0, one node after the other. Collective over ``group``, on the CPU.
+    """Compares the clocks of all nodes with that of rank 0, one node at a time. Collective over ``group``, on the CPU.
 
-    With t0 and t3 rank 0's times of sending and receiving, and t1 and t2 the other's of receiving and sending, the
-    other clock is ((t1 - t0) + (t2 - t3)) / 2 ahead, off by half the round trip at most (NTP, RFC 5905, section 8).
+    With t0 and t3 rank 0's times of sending and receiving, and t1 and t2 the other's times of receiving and sending,
+    the
+    other clock is ((t1 - t0) + (t2 - t3)) / 2 ahead, with an error of at most half the round trip (NTP, RFC 5905, sec.
+    8).
 
     Args:
-        first_ranks: one rank of each node, in the order of ``names``; that of the first node is 0.
-        now: seconds since the epoch.
+        first_ranks: one rank of each node, in the order of ``names``; 0 for the first node.
+        now: returns seconds since the epoch.
 
     Returns:
-        Of all nodes but the first, on rank 0; nothing on the other ranks.
+        The offsets of all nodes but the first on rank 0; () on the other ranks.
     """
     rank, found = dist.get_rank(group), []
     for name, peer in zip(names[1:], first_ranks[1:], strict=True):
@@ -265,9 +265,9 @@ def _answer(group: dist.ProcessGroup, now: Callable[[], float]) -> None:
 
 
 def measured_gemm_flops(device: torch.device, dtype: torch.dtype, size: int = 1024, seconds: float = 1.0) -> float:
-    """FLOP/s of the fastest product of two ``size`` x ``size`` matrices: 2 ``size``³ / time.
+    """Returns the FLOP/s of the fastest product of two ``size`` x ``size`` matrices: 2 ``size``³ / time.
 
-    Repeated for ``seconds``, so that another process that takes the cores for a moment does not lower it.
+    Repeats for ``seconds``, so that a short disturbance by another process does not lower the result.
     """
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best = float("inf")

@@ -1,6 +1,6 @@
-"""What NCCL really uses, from its log with ``NCCL_DEBUG=INFO`` and ``NCCL_DEBUG_SUBSYS=INIT,NET``. No torch.
+"""Parses the transports that NCCL uses from its log (``NCCL_DEBUG=INFO``, ``NCCL_DEBUG_SUBSYS=INIT,NET``). No torch.
 
-The lines are those of NCCL 2.4 to 2.30; ``net.cc``, ``net_ib`` and ``net_socket.cc`` of its source print them:
+The lines are those of NCCL 2.4 to 2.30, printed by ``net.cc``, ``net_ib`` and ``net_socket.cc`` of its source:
 
     NCCL version 2.27.3+cuda12.9
     n1:7:19 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/RoCE [RO]; OOB eth0:10.0.0.1<0>
@@ -17,30 +17,31 @@ from dataclasses import dataclass
 SOCKET = "Socket"
 _VERSION = re.compile(r"NCCL version (\d[\w.]*)")
 _CHOSEN = re.compile(r"NCCL INFO Using network (.+?)\s*$", re.MULTILINE)
-_CARDS = re.compile(r"NCCL INFO NET/IB ?: Using (.+)$", re.MULTILINE)
-_CARD = re.compile(r"\[\d+\]([\w.-]+:\d+)/")
-# the name of a plugin may have a space; behind the number of its device come (relay), /GDRDMA(mode) and /Shared
+_NICS = re.compile(r"NCCL INFO NET/IB ?: Using (.+)$", re.MULTILINE)
+_NIC = re.compile(r"\[\d+\]([\w.-]+:\d+)/")
+# a plugin's name may contain a space; (relay), /GDRDMA(mode) and /Shared follow the device number
 _NETWORK = re.compile(r" via NET/([^/\n]+)/\d+(\S*)")
 _INSIDE = re.compile(r" via (P2P|SHM|direct shared memory)\b")
 
 
 @dataclass(frozen=True)
 class Transport:
-    """What one rank's communicators use.
+    """The transports of one rank's communicators.
 
     Attributes:
-        networks: of its channels to other nodes, as NCCL names them: ``IB``, ``Socket``, ``AWS Libfabric``; without
-            such channels the one that was chosen for them, if any.
-        gpu_direct: whether all those channels read GPU memory from the card; None without channels.
-        inside: of its channels in the node: ``P2P``, ``SHM``.
-        cards: ``mlx5_0:1``, as NCCL numbers them.
+        networks: of its channels to other nodes, as NCCL names them (``IB``, ``Socket``, ``AWS Libfabric``); without
+            such
+            channels the network that NCCL selected, if any.
+        gpu_direct: whether all those channels read GPU memory from the NIC; None without channels.
+        inside: of its channels inside the node: ``P2P``, ``SHM``.
+        nics: as NCCL numbers them, e.g. ``mlx5_0:1``.
     """
 
     nccl: str | None = None
     networks: tuple[str, ...] = ()
     gpu_direct: bool | None = None
     inside: tuple[str, ...] = ()
-    cards: tuple[str, ...] = ()
+    nics: tuple[str, ...] = ()
 
     @property
     def over_sockets(self) -> bool:
@@ -48,14 +49,14 @@ class Transport:
 
 
 def parse_transport(log: str) -> Transport:
-    """From the log of one rank; what it does not say stays empty."""
+    """Parses the log of one rank; missing facts stay empty."""
     version, channels, chosen = _VERSION.search(log), _NETWORK.findall(log), _CHOSEN.findall(log)
-    cards = [card for line in _CARDS.findall(log) for card in _CARD.findall(line)]
-    inside = ("SHM" if "shared" in way else way for way in _INSIDE.findall(log))
+    nics = [nic for line in _NICS.findall(log) for nic in _NIC.findall(line)]
+    inside = ("SHM" if "shared" in transport else transport for transport in _INSIDE.findall(log))
     return Transport(
         nccl=None if version is None else version[1],
         networks=tuple(dict.fromkeys(name for name, _ in channels)) or tuple(chosen[-1:]),
         gpu_direct=all("/GDRDMA" in rest for _, rest in channels) if channels else None,
         inside=tuple(dict.fromkeys(inside)),
-        cards=tuple(dict.fromkeys(cards)),
+        nics=tuple(dict.fromkeys(nics)),
     )

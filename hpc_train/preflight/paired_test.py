@@ -1,6 +1,6 @@
-"""Which node is slow: all nodes exchange data in pairs, in rounds with other partners, and a slow one shows in each.
+"""Finds slow nodes: nodes exchange data in pairs over several rounds, and a slow node is slow with every partner.
 
-One pair alone does not tell which of the two it is. No torch: who meets whom, and what follows from the rates.
+One pair alone does not show which of its nodes is slow. This module has the schedule and the evaluation. No torch.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-ROUNDS = 3  # so that each node meets two others, also where one of them sits out
-SLOW = 0.85  # of the median of the pairs without the node
-SLOW_ON_CPUS = 0.5  # over gloo, where whatever else the cores do moves a rate by a third
-TWICE = 2  # different partners with whom a node must be slow
+ROUNDS = 3  # each node meets two others, even if one round leaves it out
+SLOW = 0.85  # share of the median of the pairs without the node
+SLOW_ON_CPUS = 0.5  # over gloo, where other load changes a rate by a third
+MIN_PARTNERS = 2  # different partners with which a node must be slow
 
 
 @dataclass(frozen=True)
 class PairRate:
-    """Bytes/s in each direction between two nodes, over all of their ranks together."""
+    """Bytes/s in each direction between two nodes, summed over their ranks."""
 
     nodes: tuple[str, str]
     rate: float
@@ -28,7 +28,7 @@ class PairRate:
 
 @dataclass(frozen=True)
 class SlowNode:
-    """``rate``: the median of its pairs; ``usual``: of the pairs without it; both in bytes/s."""
+    """A slow node. ``rate`` is the median of its pairs, ``usual`` that of the other pairs, both in bytes/s."""
 
     node: str
     rate: float
@@ -44,22 +44,22 @@ class SlowNode:
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Pairs of ``count`` nodes, round by round: no pair twice, each node at most once in a round (circle method)."""
-    places = [*range(count), *([None] if count % 2 else [])]
+    """Returns pairs of ``count`` nodes by round: no pair twice, each node at most once per round (circle method)."""
+    positions = [*range(count), *([None] if count % 2 else [])]
     found = []
-    for _ in range(min(ROUNDS, len(places) - 1)):
-        half = len(places) // 2
-        pairs = zip(places[:half], reversed(places[half:]), strict=True)
+    for _ in range(min(ROUNDS, len(positions) - 1)):
+        half = len(positions) // 2
+        pairs = zip(positions[:half], reversed(positions[half:]), strict=True)
         found.append([(a, b) for a, b in pairs if a is not None and b is not None])
-        places = [places[0], places[-1], *places[1:-1]]
+        positions = [positions[0], positions[-1], *positions[1:-1]]
     return found
 
 
 def slow_nodes(pairs: Sequence[PairRate], slow: float = SLOW) -> tuple[SlowNode, ...]:
-    """The nodes that are slow with two different partners at least, and with most of their partners.
+    """Returns the nodes that are slow with at least two different partners and with most of their partners.
 
     Args:
-        slow: below this share of the other pairs' rate a pair is slow.
+        slow: share of the other pairs' rate below which a pair is slow.
     """
     found = []
     for node in dict.fromkeys(name for pair in pairs for name in pair.nodes):
@@ -69,13 +69,13 @@ def slow_nodes(pairs: Sequence[PairRate], slow: float = SLOW) -> tuple[SlowNode,
             continue
         usual, rate = median(others), median(pair.rate for pair in own)
         partners = tuple(pair.partner(node) for pair in own if pair.rate < slow * usual)
-        if len(set(partners)) >= TWICE and rate < slow * usual:
+        if len(set(partners)) >= MIN_PARTNERS and rate < slow * usual:
             found.append(SlowNode(node, rate, usual, partners))
     return tuple(found)
 
 
 def best_of(*passes: Sequence[PairRate]) -> tuple[PairRate, ...]:
-    """The best rate of each pair: what is slow once may have met other work."""
+    """Returns the best rate of each pair, because a single slow result may be caused by other load."""
     best: dict[tuple[str, str], float] = {}
     for pair in (pair for one in passes for pair in one):
         best[pair.nodes] = max(pair.rate, best.get(pair.nodes, 0.0))

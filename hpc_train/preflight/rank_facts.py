@@ -1,4 +1,4 @@
-"""What a rank is made of: versions, the model of its device, and what NCCL logs of its transports."""
+"""Reads the facts of a rank: versions, device model and NCCL's log of its transports."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 from hpc_train.preflight.checks import RankFacts
 from hpc_train.preflight.nccl_log import Transport, parse_transport
 
-QUIET = ("", "VERSION", "WARN")  # levels of NCCL_DEBUG that a log in a file may replace
+QUIET = ("", "VERSION", "WARN")  # levels of NCCL_DEBUG that may be replaced by a log file
 _DRIVER, _CPUS = Path("/proc/driver/nvidia/version"), Path("/proc/cpuinfo")
 
 
 def rank_facts(rank: int, node: str, config_hash: str, device: torch.device) -> RankFacts:
-    """Of this process; nothing is measured yet."""
+    """Returns the facts of this process, without measurements."""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return RankFacts(
         rank=rank,
@@ -33,7 +33,7 @@ def rank_facts(rank: int, node: str, config_hash: str, device: torch.device) -> 
 
 
 def versions(cuda: bool) -> dict[str, str]:
-    """Of what has to be the same on all ranks."""
+    """Returns the versions that must be equal on all ranks."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     with suppress(PackageNotFoundError):
         found["hpc_train"] = version("hpc_train")
@@ -51,7 +51,9 @@ def cpu_model() -> str:
 
 
 def log_transport(path: Path) -> Path | None:
-    """Has NCCL write what it uses to ``path``; before its first communicator. None where the user logs elsewhere."""
+    """Makes NCCL log its transports to ``path``, before its first communicator. Returns None if the user's log is in
+    use.
+    """
     if os.environ.get("NCCL_DEBUG", "").upper() not in QUIET or "NCCL_DEBUG_FILE" in os.environ:
         return None
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +62,7 @@ def log_transport(path: Path) -> Path | None:
 
 
 def logged_transport(path: Path | None) -> Transport | None:
-    """None where there is no log."""
+    """Returns the logged transport; None without a log."""
     if path is None or not path.exists():
         return None
     return parse_transport(path.read_text(errors="replace"))

@@ -1,6 +1,6 @@
-"""The preflight of a job on several nodes: whether they fit together and are fast, before the first step.
+"""The preflight of a multi-node job: checks before the first step that the nodes agree and are fast.
 
-It runs in the first attempt on a set of nodes; an attempt on the same nodes, or on some of them, needs none.
+It runs in the first attempt on a set of nodes; further attempts on the same nodes, or a subset, skip it.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from hpc_train.run.files import read_lines
 from hpc_train.run.freeze import config_hash
 from hpc_train.slurm.site import node_features
 
-clock = time.time  # seconds since the epoch, as this node has it
-LEAST_NODES = 3  # of which a pair can be told from a node
+clock = time.time  # seconds since the epoch on this node
+LEAST_NODES = 3  # fewer nodes do not show which node of a slow pair is slow
 
 
 def nccl_log(spec: WorkerSpec, config: Config) -> Path | None:
-    """Before the ranks join: where NCCL is to write what it uses; None where there is no preflight or no NCCL."""
+    """Sets up NCCL's log file before the ranks join; returns None without a preflight or without NCCL."""
     if config.cluster.preflight == "off" or spec.nodes == 1 or spec.gpus_per_node == 0:
         return None
     return log_transport(
@@ -65,35 +65,37 @@ def nccl_log(spec: WorkerSpec, config: Config) -> Path | None:
 def preflight(
     spec: WorkerSpec, config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, log: Path | None
 ) -> None:
-    """Measures, and tells what is wrong. Collective.
+    """Runs the preflight and reports its findings. Collective.
 
     Args:
-        log: as ``nccl_log`` says.
+        log: the result of ``nccl_log``.
 
     Raises:
-        UnfitNode: under ``cluster.preflight_action=stop``, a node was named that the run is to go on without.
-        UserError: under the same, something else is wrong.
+        UnfitNode: with ``cluster.preflight_action=stop``, a node was found that the run should drop.
+        UserError: with ``cluster.preflight_action=stop``, something else is wrong.
     """
     mode, stop = config.cluster.preflight, config.cluster.preflight_action == "stop"
     if mode == "off" or spec.nodes == 1:
         return
     allocation = current_allocation()
     crew = _crew(spec, mesh, allocation.node_name)
-    if _once(crew, mesh.rank == 0 and seen(run, allocation.launch_id, crew.nodes)):
+    if _broadcast(crew, mesh.rank == 0 and seen(run, allocation.launch_id, crew.nodes)):
         return
     began = time.monotonic()
-    wanted, facts = fitting(effort(mode, mesh.device.type == "cuda"), crew), read_fabric(run)
+    wanted = fitting(effort(mode, mesh.device.type == "cuda"), crew)
+    facts = read_fabric(run)
     expected = expected_bandwidths(facts, spec.gpus_per_node)
     own = rank_facts(mesh.rank, allocation.node_name, config_hash(run), mesh.device)
     found = measure_all(crew, own, wanted, lambda: logged_transport(log), clock)
-    low, pairs = [*check_bandwidths(found.bandwidths, expected)], tuple[PairRate, ...]()
+    low = [*check_bandwidths(found.bandwidths, expected)]
+    pairs = tuple[PairRate, ...]()
     if len(crew.nodes) >= LEAST_NODES and (mode == "full" or low):
         pairs = paired_test(crew, found.bandwidths.world or 0.0, wanted)
     slow = slow_nodes(pairs, SLOW if spec.gpus_per_node else SLOW_ON_CPUS)
-    findings = _once(crew, _judge(found, low, slow, facts) if mesh.rank == 0 else None)
+    findings = _broadcast(crew, _judge(found, low, slow, facts) if mesh.rank == 0 else None)
     if mesh.rank == 0:
         head = {"launch": allocation.launch_id, "mode": mode, "seconds": round(time.monotonic() - began, 3)}
-        _tell(events, head, findings, found, slow, _numbers(found, pairs, expected))
+        _report(events, head, findings, found, slow, _numbers(found, pairs, expected))
     if stop:
         stop_for(findings)
 
@@ -104,15 +106,15 @@ def _crew(spec: WorkerSpec, mesh: Mesh, node: str) -> Crew:
     return Crew(mesh, tuple(names[:: spec.local_world_size]), spec.local_world_size)
 
 
-def _once(crew: Crew, value: Any) -> Any:
-    """Returns the decision of rank 0 on every rank."""
-    said = [value]
-    dist.broadcast_object_list(said, 0, group=crew.mesh.control)
-    return said[0]
+def _broadcast(crew: Crew, value: Any) -> Any:
+    """Returns the value of rank 0 on every rank."""
+    values = [value]
+    dist.broadcast_object_list(values, 0, group=crew.mesh.control)
+    return values[0]
 
 
 def seen(run: RunDirectory, launch: str, nodes: Sequence[str]) -> bool:
-    """Whether an earlier attempt of this start of the job has looked at all of ``nodes``."""
+    """Returns whether an earlier attempt of this start of the job has checked all of ``nodes``."""
     lines = (line for path in run.events.glob("rank-0000-*.jsonl") for line in read_lines(path))
     looks = [line for line in lines if line["event"] == "preflight" and line["launch"] == launch]
     return any(set(nodes) <= set(line["nodes"]) for line in looks)
@@ -137,7 +139,7 @@ def _judge(
     ]
 
 
-def _tell(
+def _report(
     events: EventLog,
     head: Mapping[str, Any],
     findings: Sequence[PreflightFinding],
@@ -145,7 +147,7 @@ def _tell(
     slow: Sequence[SlowNode],
     numbers: Mapping[str, Any],
 ) -> None:
-    """To the event log, and in words to the log of rank 0's node."""
+    """Writes the findings to the event log and prints them to the log of rank 0's node."""
     nodes = list(dict.fromkeys(rank.node for rank in found.ranks))
     events.write(
         "preflight", **head, nodes=nodes, findings=[asdict(finding) for finding in findings], left_out=found.left_out,
@@ -158,7 +160,7 @@ def _tell(
     for finding in findings:
         print(f"preflight: {finding}")
     for stage in found.left_out:
-        print(f"preflight: the bandwidth {stage} was left out, what came before took too long")
+        print(f"preflight: skipped the bandwidth {stage} because earlier stages took too long")
     for one in slow:
         command = drain(one.node, f"slow with {' and '.join(one.partners)}")
         events.write(
@@ -197,15 +199,15 @@ def _numbers(found: Measured, pairs: Sequence[PairRate], expected: ExpectedBandw
 
 
 def stop_for(findings: Sequence[PreflightFinding]) -> None:
-    """Raises for errors, as ``preflight`` says; warnings stop nothing."""
+    """Raises for errors, as described in ``preflight``; warnings are ignored."""
     errors = [finding for finding in findings if finding.level == ERROR]
     if not errors:
         return
-    message = "the preflight has found what training would suffer from:\n" + "\n".join(map(str, errors))
+    message = "the preflight found problems that would affect training:\n" + "\n".join(map(str, errors))
     if any(error.unfit is not None for error in errors):
         raise UnfitNode(message)
     raise UserError(
         message,
         where="cluster.preflight_action=stop",
-        fix="as said above; cluster.preflight_action=warn trains anyway",
+        fix="apply the fixes above, or set cluster.preflight_action=warn to train anyway",
     )

@@ -116,7 +116,7 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["run.name=taken"], "is a file"),
     (["run.root=empty/../outputs/taken"], "not a directory"),
     (["run.fork=x"], "run.name=OLD"),
-    (["run.name=none", "run.fork=x"], "no run"),
+    (["run.name=none", "run.fork=x"], "the run to fork does not exist"),
     (["run.name=a,b", "-m"], "one value"),
     (["optim.lr=1,2"], "-m for a sweep"),
     (["optim.lr=interval(0,1)", "-m"], "commas"),

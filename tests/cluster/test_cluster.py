@@ -69,7 +69,7 @@ def test_workers_per_node(asked: int | str, visible: int, expected: tuple[int, i
 
 
 def test_more_gpus_than_there_are() -> None:
-    with pytest.raises(UserError, match="4 GPUs per node are asked for, 1 are visible"):
+    with pytest.raises(UserError, match="4 GPUs per node are requested, but 1 are visible"):
         workers_per_node(ClusterConfig(gpus_per_node=4), 1)
 
 

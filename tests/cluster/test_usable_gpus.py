@@ -95,7 +95,7 @@ def test_gpus_to_use(tmp_path: Path, asked: Any, environment: Mapping[str, str],
         (
             "auto", GIVEN, Kind(driver=None, plugged=0),
             "4 are allocated to the step, and the process sees none: the node has no NVIDIA GPU and no NVIDIA driver",
-            "take nodes with NVIDIA GPUs",
+            "use nodes with NVIDIA GPUs",
         ),
         (
             "auto", GIVEN, Kind(torch=CPU_BUILD),
@@ -109,7 +109,7 @@ def test_gpus_to_use(tmp_path: Path, asked: Any, environment: Mapping[str, str],
         ),
         (
             4, GIVEN, Kind(driver=0, plugged=0),
-            "4 GPUs per node are asked for, and the process sees none: the NVIDIA driver lists 0",
+            "4 GPUs per node are requested, and the process sees none: the NVIDIA driver lists 0",
             "cluster.exclude=NODE",
         ),
         (
@@ -129,18 +129,18 @@ def test_gpus_to_use(tmp_path: Path, asked: Any, environment: Mapping[str, str],
         ),
         (
             "auto", CPU_JOB, Kind(driver=None),
-            "the node has 4, and the process sees none: the job has not asked Slurm for GPUs",
+            "the node has 4, and the process sees none: the job did not request GPUs from Slurm",
             "--gpus-per-node=4",
         ),
         (
             "auto", CPU_JOB | {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, HEALTHY,
-            "the node has 4, and the process sees none: the job has not asked Slurm for GPUs",
+            "the node has 4, and the process sees none: the job did not request GPUs from Slurm",
             "--gpus-per-node=4",
         ),
         (
             "auto", {}, Kind(driver=None, plugged=2),
             "the node has 2, and the process sees none: the NVIDIA driver is not loaded (",
-            "load it",
+            "load the driver",
         ),
         (
             "auto", {}, Kind(torch=CPU_BUILD),
@@ -154,7 +154,7 @@ def test_gpus_to_use(tmp_path: Path, asked: Any, environment: Mapping[str, str],
         ),
         (
             3, {}, Kind(driver=1),
-            "3 GPUs per node are asked for, and the process sees only 1: the NVIDIA driver lists 1",
+            "3 GPUs per node are requested, and the process sees only 1: the NVIDIA driver lists 1",
             "cluster.gpus_per_node=1",
         ),
     ],
@@ -170,7 +170,7 @@ def test_gpus_that_cannot_be_used(
 
 
 def test_more_gpus_than_slurm_has_allocated_are_a_mistake_of_the_config(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="8 GPUs per node are asked for, and Slurm has allocated 4") as caught:
+    with pytest.raises(UserError, match="8 GPUs per node are requested, but Slurm has allocated 4") as caught:
         gpus_to_use(8, GIVEN, HEALTHY.under(tmp_path))
     assert not isinstance(caught.value, UnusableGpus)
 

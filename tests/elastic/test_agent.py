@@ -345,7 +345,7 @@ def test_gpus_that_no_node_can_use_refuse_the_run(frozen: Freeze, nodes: int, as
     assert [found for found, _ in others] == [2] * (nodes - 1)
     assert code == 2
     names = "nodes 127.0.0.1, 127.0.0.2 cannot use their" if nodes > 1 else "node 127.0.0.1 cannot use its"
-    claim = "2 are allocated to the step" if asked == "auto" else "2 GPUs per node are asked for"
+    claim = "2 are allocated to the step" if asked == "auto" else "2 GPUs per node are requested"
     first, where, fix = error.splitlines()
     assert first.startswith(f"{names} GPUs: {claim}, and the process ")
     assert where == "  set in: cluster.gpus_per_node"

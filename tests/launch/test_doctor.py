@@ -88,12 +88,12 @@ def test_gpus_ports_and_versions() -> None:
     assert next(check_gpus(NodeFacts(), "auto")).level == OK
     told = [finding.text for finding in check_ports(facts)]
     assert "mlx5_0:1 200 Gb/s InfiniBand: used, active" in told
-    assert any("came up at 200 Gb/s, its card can do 400" in text for text in told)
+    assert any("came up at 200 Gb/s, but its NIC supports 400" in text for text in told)
     assert any("no subnet manager" in text for text in told)
     assert "200 Gb/s between nodes in each direction" in told
     (without,) = (one for one in check_ports(replace(facts, gpu_direct="none")) if "cannot read GPU" in one.text)
     assert without.level == WARNING and "nvidia_peermem" in without.fix
-    assert any("by DMA-BUF" in finding.text for finding in check_ports(replace(facts, gpu_direct="DMA-BUF")))
+    assert any("with DMA-BUF" in finding.text for finding in check_ports(replace(facts, gpu_direct="DMA-BUF")))
     assert [finding.level for finding in check_software(facts)] == [OK, ERROR]
     assert [finding.level for finding in check_software(NodeFacts())] == [OK, ERROR]
 

@@ -107,7 +107,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_wrong_calls_are_refused(tmp_path: Path) -> None:
     for arguments, words in (
-        (["--sizes", "1T"], "no size"),
+        (["--sizes", "1T"], "not a size"),
         (["--plot", "rates.txt"], "ends in .png"),
         (["cluster.cpu_workers=1"], "nobody to talk to"),
     ):

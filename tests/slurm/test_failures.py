@@ -39,7 +39,7 @@ def test_gpus_that_no_node_can_use_refuse_the_job(cluster: Cluster, tmp_path: Pa
     done = cluster.hpc_train(*asked, "-m", cwd=tmp_path)
     run = tmp_path / "outputs" / "run"
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "cannot use " in done.stderr and " GPUs: 2 GPUs per node are asked for, and the process " in done.stderr
+    assert "cannot use " in done.stderr and " GPUs: 2 GPUs per node are requested, and the process " in done.stderr
     assert "cluster.gpus_per_node=0 trains on the CPU" in done.stderr
     assert events(run, "started", "requeued") == []
     cluster.wait_for_state(job_id(run), "FAILED")

@@ -105,7 +105,7 @@ MATRICES = {
         GPU1 NODE X    SYS | 16-31 | 1 | N/A
         NIC0 PIX  SYS  X
         """,
-        "0-15 16-31", "NIC0 NIC0", unknown="which card NIC0 is",
+        "0-15 16-31", "NIC0 NIC0", unknown="the NIC behind NIC0",
     ),
     "a job with one CPU: blank cells": Printed(
         """

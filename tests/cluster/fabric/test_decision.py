@@ -126,7 +126,7 @@ def test_golden(
     assert exported(decision) == GENERAL | besides
     names = [alone.name for alone in decision.left_alone]
     assert len(names) == len(set(names)) and not set(names) & set(exported(decision))
-    assert any("NCCL's version" in note for note in decision.unknown) == (nccl is None)
+    assert any("the version of NCCL" in note for note in decision.unknown) == (nccl is None)
     one_node = decide([facts], FabricJob(1, len(facts.gpus), nccl), {})
     assert exported(one_node) == GENERAL | {"GLOO_SOCKET_IFNAME": "lo"} and one_node.fabric == "one_node"
 
@@ -157,7 +157,7 @@ def test_the_user_wins_at_each_site_and_place(tmp_path: Path, build: Callable[[P
             assert exported(decision) == {name: value for name, value in ours.items() if name not in own}
             told = {alone.name: alone.reason for alone in decision.left_alone}
             for name in own:
-                assert told[name] == f"set to the user's by {place}, which wins"
+                assert told[name] == f"already set to the user's by {place}, which takes precedence"
 
 
 def test_without_gpus_nothing_of_nccl(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_the_interface_is_named_where_the_host_name_leads_elsewhere(tmp_path: Pa
     other = replace(facts, route="eth7")
     differs = decide([first, facts, other], FabricJob(3, 0), {})
     assert "GLOO_SOCKET_IFNAME" not in exported(differs)
-    assert any("called differently" in note for note in differs.unknown)
+    assert any("different names" in note for note in differs.unknown)
     same_machine = replace(facts, route="lo", automatic="ens1")
     assert "GLOO_SOCKET_IFNAME" not in exported(decide([same_machine] * 2, FabricJob(2, 0), {}))
 
@@ -229,7 +229,7 @@ def test_nodes_with_different_cards_get_no_list(tmp_path: Path) -> None:
     one, other = facts_of(hgx, tmp_path / "a"), facts_of(dgx_a100, tmp_path / "b")
     decision = decide([one, other], FabricJob(2, 8, (2, 26)), {})
     assert "NCCL_IB_HCA" not in exported(decision)
-    assert "one list of cards for all nodes: they differ" in decision.unknown
+    assert "one list of NICs for all nodes; the lists differ" in decision.unknown
 
 
 def test_the_user_wins_at_each_of_three_places(tmp_path: Path) -> None:
@@ -280,7 +280,12 @@ def test_old_names_and_transports_turned_off_are_told() -> None:
         Path("/nonexistent"),
     )
     told = "\n".join(warnings(found))
-    for word in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "levels are words", "turns a transport off", "waits for ever"):
+    for word in (
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "the level must be",
+        "disables a transport",
+        "makes NCCL wait forever",
+    ):
         assert word in told
     assert warnings(settings({}, Path("/nonexistent"), Path("/nonexistent"))) == []
 

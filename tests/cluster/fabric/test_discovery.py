@@ -73,7 +73,7 @@ def test_ports_that_are_left_out(tmp_path: Path) -> None:
     assert [nic.name for nic in usable_nics(tree(machine))] == [f"mlx5_{i}" for i in range(4)]
     warnings = "\n".join(port_warnings(tree(machine)))
     for word in (
-        "mlx5_6 port 1 came up at 200 Gb/s, its card can do 400",
+        "mlx5_6 port 1 came up at 200 Gb/s, but its NIC supports 400",
         "mlx5_4 port 1 is INIT",
         "mlx5_7 port 1 is polling",
     ):
@@ -272,7 +272,7 @@ def test_what_the_matrix_cannot_say_of_the_cards_in_sysfs(tmp_path: Path) -> Non
     told = parse_matrix("\tGPU0\tNIC0\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tSYS\t0-3\t0\nNIC0\tSYS\t X\n")
     facts = merge(tree(machine), told)
     assert [nic.name for nic in facts.nics] == ["mlx5_0"] and facts.link("GPU0", "mlx5_0") == "PIX"
-    assert any("which card NIC0 is" in note for note in facts.unknown)
+    assert any("the NIC behind NIC0" in note for note in facts.unknown)
 
 
 def test_limits_and_the_cpuset_of_the_process(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_a_matrix_that_is_cut_off_keeps_what_is_certain() -> None:
     assert ways(rows_missing) == {"GPU0-GPU1": "PHB", "GPU0-mlx5_0": "NODE"}
     assert "the row of GPU1 is missing" in rows_missing.unknown
     heading = parse_matrix(CLEAN.replace("mlx5_0  CPU Affinity    NUMA Affinity", "mlx", 1))
-    assert [gpu.index for gpu in heading.gpus] == [0, 1] and "the heading is cut off at 'mlx'" in heading.unknown
+    assert [gpu.index for gpu in heading.gpus] == [0, 1] and "the heading is truncated at 'mlx'" in heading.unknown
 
 
 def test_a_contradiction_is_not_resolved_by_chance() -> None:
@@ -95,7 +95,7 @@ def test_a_contradiction_is_not_resolved_by_chance() -> None:
 def test_cards_without_a_legend_keep_their_number() -> None:
     facts = parse_matrix(TABS.split("\nLegend", maxsplit=1)[0])
     assert [nic.name for nic in facts.nics] == ["NIC0", "NIC1"] and facts.nics[0].kind is None
-    assert "which card NIC0 is: the legend does not say" in facts.unknown
+    assert "the NIC behind NIC0: it is missing from the legend" in facts.unknown
 
 
 def test_the_status_of_peer_access_is_no_topology() -> None:

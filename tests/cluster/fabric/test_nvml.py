@@ -75,9 +75,9 @@ def test_what_is_wrong_with_a_gpu_is_told() -> None:
     good, worn = gpus_of(Worn())
     assert good.troubles == () and [gpu.troubles for gpu in gpus_of(Library())] == [(), ()]
     assert worn.troubles == (
-        "rows of its memory are to be remapped: it needs a reset",
-        "3 uncorrected memory errors (ECC) since its driver was loaded",
-        "its clocks are held down as it is too warm and by the power supply",
+        "memory rows are pending remapping: the GPU needs a reset",
+        "3 uncorrected memory errors (ECC) since the driver was loaded",
+        "its clocks are throttled because it is too warm and by the power supply",
         "its PCIe link has 8 of 16 lanes",
     )
     facts = NodeFacts("n1", (worn,), visible=("0",))

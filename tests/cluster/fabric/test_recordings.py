@@ -144,7 +144,7 @@ TEXTS = {
     ),
     "a cable for 200 Gb/s on a card for 400": Text(
         ibstat(("mlx5_0", "MT4129", "Active LinkUp 200 InfiniBand")),
-        ("mlx5_0:1 ACTIVE InfiniBand 200 used",), "came up at 200 Gb/s, its card can do 400",
+        ("mlx5_0:1 ACTIVE InfiniBand 200 used",), "came up at 200 Gb/s, but its NIC supports 400",
     ),
     "two ports of which one is for Ethernet": Text(
         ibstat(("mlx5_0", "MT4123", f"Active LinkUp 200 InfiniBand,{STORAGE}")),
@@ -185,7 +185,7 @@ TEXTS = {
     "InfiniBand without IP, which ibdev2netdev calls Down": Text(
         "mlx5_0  port  1  ==>  ibp26s0  (Down)\nmlx5_1  port  1  ==>  enp27s0f0np0  (Up)\n", (),
     ),
-    "no card": Text("ibpanic: [12] main: no IB devices found\n", ()),
+    "no NIC": Text("ibpanic: [12] main: no IB devices found\n", ()),
 }  # fmt: skip
 
 
