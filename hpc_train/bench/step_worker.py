@@ -22,7 +22,7 @@ from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.data.feed import LocalBatch, TrainFeed
 from hpc_train.measure.device_use import peak_device_memory, peak_host_memory
 from hpc_train.measure.time_breakdown import bubble_share, communication_share
-from hpc_train.measure.utilisation import count_flops, described, peak_flops
+from hpc_train.measure.utilisation import count_flops, describe_utilisation, peak_flops
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.balance import plan_split
@@ -243,7 +243,7 @@ def _utilisation(bench: _StepBench, samples_per_s: float) -> dict[str, Any] | No
         return None
     count = count_flops(model, torch.empty((1, *bench.inputs_shape), device="meta"), config.train)
     found = count.utilisation(samples_per_s, sum(peaks))
-    return {"value": found["mfu"], **found, **described(count, sum(peaks), source)}
+    return {"value": found["mfu"], **found, **describe_utilisation(count, sum(peaks), source)}
 
 
 def _gather(value: Any, mesh: Mesh) -> list[Any]:

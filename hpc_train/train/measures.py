@@ -17,7 +17,7 @@ from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Dataset
 from hpc_train.measure.device_use import GpuUtilisation, peak_device_memory, peak_host_memory
 from hpc_train.measure.step_clock import StepClock
-from hpc_train.measure.stragglers import LateRankWatch, RankTimes, gather, over_ranks
+from hpc_train.measure.stragglers import RankTimes, SlowRankWatch, gather, over_ranks
 from hpc_train.measure.utilisation import FlopCount, count_flops, peak_flops
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
@@ -41,7 +41,7 @@ class Measures:
         self._gpu = GpuUtilisation(mesh.device)
         self._first_of_node = first_of_node
         self._traffic = self._read_traffic()
-        self._stragglers: LateRankWatch | None = None
+        self._stragglers: SlowRankWatch | None = None
         self._events: EventLog | None = None
 
     @contextmanager
@@ -74,7 +74,7 @@ class Measures:
         nodes: list[str] = [""] * self._mesh.layout.world_size
         dist.all_gather_object(nodes, current_allocation().node_name, group=self._mesh.control)
         if self._mesh.rank == 0:
-            self._stragglers = LateRankWatch(self._mesh.layout, nodes)
+            self._stragglers = SlowRankWatch(self._mesh.layout, nodes)
             self._events = events
 
     def cost(self, steps: int, step: Callable[[], None], log_every: int, rounds: int = 20) -> dict[str, float]:
