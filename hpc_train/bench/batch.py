@@ -238,7 +238,8 @@ def write_plot(trials: Sequence[Trial], unit: str, path: Path) -> None:
     from matplotlib.figure import Figure
 
     good = [trial for trial in trials if trial.speed is not None and trial.memory is not None]
-    sizes, chosen = [trial.micro_size for trial in good], knee(trials)
+    sizes = [trial.micro_size for trial in good]
+    chosen = knee(trials)
     figure = Figure(figsize=(8, 5), layout="constrained")
     speed = figure.subplots()
     memory = speed.twinx()

@@ -69,7 +69,9 @@ class _CheckpointBench:
 
     def __init__(self, config: Config, run: RunDirectory, mesh: Mesh) -> None:
         settings = replace(config.checkpoint, asynchronous=True, keep=1 << 30)
-        self.config, self.run, self.mesh = replace(config, checkpoint=settings), run, mesh
+        self.config = replace(config, checkpoint=settings)
+        self.run = run
+        self.mesh = mesh
         plan = plan_split(config, mesh, build_dataset(config.data, "train", config.train.seed))
         engine = build_engine(config, mesh, None if plan is None else plan.layers)
         optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")

@@ -205,7 +205,8 @@ class CheckpointManager:
         wanted = self._of_all_ranks(shapes(state))
         with_optimizer = not forked or _optimizer_part(stored) == _optimizer_part(wanted)
         if not with_optimizer:
-            stored, wanted = _model_part(stored), _model_part(wanted)
+            stored = _model_part(stored)
+            wanted = _model_part(wanted)
             state = {name: tensor for name, tensor in state.items() if name in wanted}
         compression = CompressionLoad(self.engine, stored if with_optimizer else {})
         check_match(without_compression(stored), wanted, where=str(path))
@@ -320,7 +321,8 @@ class CheckpointManager:
             self.durable_s = time.monotonic() - save.began
 
     def _surface(self, final: bool) -> None:
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is None:
             return
         if final or not isinstance(error, SaveFailed):

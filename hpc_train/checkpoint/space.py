@@ -56,7 +56,7 @@ def _fitting_keep(store: CheckpointStore, lacking: int, keep: int) -> str:
 
 
 def amount(count: int) -> str:
-    """Bytes in words, in powers of ten."""
+    """Formats a number of bytes with decimal units."""
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
             return f"{count / size:.3g} {unit}"

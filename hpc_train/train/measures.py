@@ -201,7 +201,8 @@ class Meter:
         self.interval = Interval(seconds, self._steps, min(seconds, self._waited))
         self._all_seconds += seconds
         self._all_tokens += self._tokens
-        self._began, self._paused, self._saved, self._waited = now, 0.0, 0.0, 0.0
+        self._began = now
+        self._paused = self._saved = self._waited = 0.0
         self._steps = self._samples = self._tokens = 0
         return rates
 
