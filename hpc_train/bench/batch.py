@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hpc_train.bench.measuring import config_of, measured
+from hpc_train.bench.measuring import config_of, run_benchmark
 from hpc_train.bench.request import NoiseRequest, StepRequest
 from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.config.schema import Config
@@ -127,7 +127,7 @@ def _trials(
             break
         request = StepRequest(options.steps, options.pairs, WARMUP, None)
         failed: list[str] = []
-        code, result = measured(_with_micro_size(config, layout, size), request, ENTRY, failures=failed)
+        code, result = run_benchmark(_with_micro_size(config, layout, size), request, ENTRY, failures=failed)
         if result is None:
             trials.append(Trial(size, None, None, failed[-1] if failed else f"failed with exit code {code}"))
             break
@@ -145,7 +145,7 @@ def _with_micro_size(config: Config, layout: Layout, size: int) -> Config:
 
 
 def _noise(config: Config, estimates: int) -> NoiseScale | None:
-    _, found = measured(config, NoiseRequest(estimates, TIMES), NOISE_ENTRY)
+    _, found = run_benchmark(config, NoiseRequest(estimates, TIMES), NOISE_ENTRY)
     return None if found is None else noise_scale(**found)
 
 

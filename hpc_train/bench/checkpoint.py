@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hpc_train.bench.measuring import config_of, measured
+from hpc_train.bench.measuring import config_of, run_benchmark
 from hpc_train.bench.request import CheckpointRequest
 from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.errors import UserError
@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
         raise UserError("bench checkpoint always compares with plain DCP", where="--against", fix="drop --against")
     config = config_of(rest)
     validate(config, 1, workers_per_node(config.cluster)[1])
-    code, result = measured(config, CheckpointRequest(options.pairs), ENTRY, Path(config.run.root))
+    code, result = run_benchmark(config, CheckpointRequest(options.pairs), ENTRY, Path(config.run.root))
     if result is not None:
         print(json.dumps(result) if options.json else checkpoint_report(result))
     return code

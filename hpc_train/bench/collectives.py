@@ -10,7 +10,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from hpc_train.bench.measuring import config_of, measured
+from hpc_train.bench.measuring import config_of, run_benchmark
 from hpc_train.bench.request import CollectivesRequest
 from hpc_train.cluster.allocation import current_allocation, workers_per_node
 from hpc_train.config.schema import BatchConfig, Config, StrategyConfig
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
             fix="cluster.cpu_workers=4, or more GPUs",
         )
     request = CollectivesRequest(sizes or parse_sizes(SIZES[gpus > 0]), SECONDS)
-    code, result = measured(config, request, ENTRY, Path(config.run.root) if nodes > 1 else None)
+    code, result = run_benchmark(config, request, ENTRY, Path(config.run.root) if nodes > 1 else None)
     if result is not None:
         print(json.dumps(result) if options.json else collectives_report(result))
         if options.csv is not None:

@@ -54,7 +54,7 @@ def config_of(arguments: list[str], several_nodes: bool = False) -> Config:
         return typed(compose(line.overrides))
 
 
-def measured(
+def run_benchmark(
     config: Config, request: BenchRequest, entry: str, root: Path | None = None, failures: list[str] | None = None
 ) -> tuple[int, dict[str, Any] | None]:
     """Runs workers that measure what ``request`` describes; returns the exit code and the result if they succeed.

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hpc_train.bench.measuring import config_of, measured
+from hpc_train.bench.measuring import config_of, run_benchmark
 from hpc_train.bench.request import StepRequest
 from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.config.arguments import CommandLine, with_right_plus
@@ -151,7 +151,7 @@ def _measure_locally(points: Sequence[Sequence[str]], options: argparse.Namespac
     for overrides in points:
         config = config_of([*overrides])
         validate(config, 1, workers_per_node(config.cluster)[1])
-        _, result = measured(config, StepRequest(options.steps, options.pairs, WARMUP, None), ENTRY)
+        _, result = run_benchmark(config, StepRequest(options.steps, options.pairs, WARMUP, None), ENTRY)
         if result is None:
             return None
         results.append(result)

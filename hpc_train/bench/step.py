@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hpc_train.bench.measuring import config_of, measured
+from hpc_train.bench.measuring import config_of, run_benchmark
 from hpc_train.bench.request import StepRequest, bare_loop
 from hpc_train.cluster.allocation import current_allocation, workers_per_node
 from hpc_train.errors import UserError
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
     layout = validate(config, nodes, workers_per_node(config.cluster)[1])
     raw = bare_loop(config, layout) if options.against else None
     request = StepRequest(options.steps, options.pairs, WARMUP, raw)
-    code, result = measured(config, request, ENTRY, Path(config.run.root) if nodes > 1 else None)
+    code, result = run_benchmark(config, request, ENTRY, Path(config.run.root) if nodes > 1 else None)
     if result is not None:
         print(json.dumps(result) if options.json else report(result))
     return code

@@ -63,7 +63,7 @@ class Measures:
 
     def over_ranks(self, interval: Interval) -> dict[str, float]:
         """Returns metric name -> value over all ranks since the last call. Collective."""
-        rows = gather(self._own(interval), self._mesh)
+        rows = gather(self._own_times(interval), self._mesh)
         straggler = None if self._stragglers is None else self._stragglers.look(rows)
         if straggler is not None and self._events is not None:
             self._events.write("straggler", **straggler.details())
@@ -96,7 +96,7 @@ class Measures:
         seconds = stretches * self.clock.seconds_per_stretch() + at_log_steps / log_every
         return {"seconds_per_step": seconds, "stretches_per_step": stretches, "seconds_at_log_step": at_log_steps}
 
-    def _own(self, interval: Interval) -> RankTimes:
+    def _own_times(self, interval: Interval) -> RankTimes:
         times = self.clock.read()
         layout = self._mesh.layout
         traffic = self._read_traffic()
