@@ -46,9 +46,11 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _command(arguments: list[str]) -> tuple[Callable[[list[str]], int], list[str]]:
-    name, rest = "train", arguments
+    name = "train"
+    rest = arguments
     if arguments and COMMAND.fullmatch(arguments[0]):
-        name, rest = arguments[0], arguments[1:]
+        name = arguments[0]
+        rest = arguments[1:]
     known = sorted(module.name for module in pkgutil.iter_modules(commands.__path__))
     if name not in known:
         raise UserError(f"unknown command {name!r}", where="the command line", fix=nearest(name, known))

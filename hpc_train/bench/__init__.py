@@ -1,1 +1,1 @@
-"""The benchmarks of ``python -m hpc_train bench``: what each command prints, and the workers that measure."""
+"""The benchmarks of ``python -m hpc_train bench``: one module for each command, and the workers that measure."""

@@ -1,8 +1,7 @@
-"""Bare PyTorch training loops: what a careful person writes by hand for one strategy, and what ours is held against.
+"""Bare PyTorch training loops, one per strategy, as baselines for the speed of hpc_train.
 
-Each function takes a prepared model and gives the step as a function. The loops know nothing of engines, control
-messages, checkpoints or telemetry; they make the same calls of torch (DDP, ``fully_shard``, ``Schedule1F1B``, fused
-AdamW) as the engine does, and read the same samples through torch's ``DataLoader``.
+The loops have no engines, control messages, checkpoints or telemetry. They make the same torch calls as the engine
+(DDP, ``fully_shard``, ``Schedule1F1B``, fused AdamW) and read the same samples through torch's ``DataLoader``.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ from hpc_train.parallel.parallelise import compile_layers, is_meta, materialise
 from hpc_train.parallel.precision import autocast, compute_dtype, parameter_dtype
 from hpc_train.parallel.split import cut, split_layers
 
-Step = Callable[[Sequence[Batch], int], None]  # micro-batches of this rank, targets that count in the global batch
+Step = Callable[[Sequence[Batch], int], None]  # (micro-batches of this rank, targets in the global batch)
 
 
 @dataclass(frozen=True)
 class BareLoop:
-    """A model (on a pipeline its stage) and the step that trains it."""
+    """Holds a model (or its pipeline stage) and the function that trains it for one step."""
 
     model: nn.Module
     step: Step
 
 
-def raw_loop(kind: str, config: Config, mesh: Mesh, layers: Sequence[range] | None = None) -> BareLoop:
-    """The bare loop ``single``, ``dp``, ``zero2`` or ``pp`` (see ``request.bare_loop``) with a model of its own.
+def build_bare_loop(kind: str, config: Config, mesh: Mesh, layers: Sequence[range] | None = None) -> BareLoop:
+    """Builds a model and the bare loop ``single``, ``dp``, ``zero2`` or ``pp`` (see ``request.bare_loop``).
 
     Args:
-        layers: of each pipeline stage; None: as ``strategy.pp_split`` says.
+        layers: the layers of each pipeline stage; None splits them by ``strategy.pp_split``.
     """
     loops = {"single": _single, "dp": _data_parallel, "zero2": _zero2, "pp": _pipeline}
     model = build_model(config.model, config.train.seed)
@@ -66,7 +65,7 @@ def raw_loop(kind: str, config: Config, mesh: Mesh, layers: Sequence[range] | No
 
 
 class _Samples(TorchDataset[tuple[Any, Any, Any]]):
-    """A dataset as torch's ``DataLoader`` wants it."""
+    """Adapts a dataset for torch's ``DataLoader``."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
@@ -81,9 +80,10 @@ class _Samples(TorchDataset[tuple[Any, Any, Any]]):
         return sample.inputs, sample.targets, dict(sample.context)
 
 
-def raw_batches(config: Config, mesh: Mesh) -> Iterator[StepBatch]:
-    """Steps of this data-parallel rank without end, in micro-batches; every slot holds a sample."""
-    samples, layout = _Samples(build_dataset(config.data, "train", config.train.seed)), mesh.layout
+def bare_batches(config: Config, mesh: Mesh) -> Iterator[StepBatch]:
+    """Yields the micro-batches of this data-parallel rank for one step after another, without padding."""
+    samples = _Samples(build_dataset(config.data, "train", config.train.seed))
+    layout = mesh.layout
     loader = DataLoader(
         samples,
         batch_size=layout.micro_size,
@@ -100,11 +100,12 @@ def raw_batches(config: Config, mesh: Mesh) -> Iterator[StepBatch]:
             micro_batches.append(Batch(inputs, targets, context).to(mesh.device))
             if len(micro_batches) == layout.micro_batches:
                 yield StepBatch(tuple(micro_batches), count * layout.dp)
-                micro_batches, count = [], 0
+                micro_batches = []
+                count = 0
 
 
 def _single(model: nn.Module, config: Config, mesh: Mesh) -> Step:
-    _fill(model, config, mesh)
+    _initialise(model, config, mesh)
     optimizer = _optimizer(model, config)
 
     def step(micro_batches: Sequence[Batch], target_count: int) -> None:
@@ -120,7 +121,7 @@ def _single(model: nn.Module, config: Config, mesh: Mesh) -> Step:
 
 
 def _data_parallel(model: nn.Module, config: Config, mesh: Mesh) -> Step:
-    _fill(model, config, mesh)
+    _initialise(model, config, mesh)
     optimizer = _optimizer(model, config)
     ranks = dist.get_world_size()
     replica = DistributedDataParallel(model, bucket_cap_mb=first_cap(config.strategy), gradient_as_bucket_view=True)
@@ -150,7 +151,7 @@ def _zero2(model: nn.Module, config: Config, mesh: Mesh) -> Step:
         for layer in model.layers.values():
             fully_shard(layer, reshard_after_forward=False, mp_policy=policy)
     sharded = fully_shard(model, reshard_after_forward=False, mp_policy=policy)
-    _fill(model, config, mesh)
+    _initialise(model, config, mesh)
     optimizer = _optimizer(model, config)
     ranks = dist.get_world_size()
 
@@ -168,11 +169,13 @@ def _zero2(model: nn.Module, config: Config, mesh: Mesh) -> Step:
 
 
 class _StageModule(nn.Module):
-    """One pipeline stage as torch's schedules call it: one tensor in, one tensor out."""
+    """Wraps one pipeline stage with one input and one output tensor, as torch's schedules expect."""
 
     def __init__(self, part: nn.Module, config: Config, mesh: Mesh) -> None:
         super().__init__()
-        self.part, self.precision, self.device = part, config.precision.name, mesh.device
+        self.part = part
+        self.precision = config.precision.name
+        self.device = mesh.device
         self.is_last = mesh.pp_rank == mesh.layout.pp - 1
         self.dtype = parameter_dtype(self.precision)
 
@@ -183,7 +186,7 @@ class _StageModule(nn.Module):
 
 
 def _pipeline(model: nn.Module, config: Config, mesh: Mesh) -> Step:
-    _fill(model, config, mesh)
+    _initialise(model, config, mesh)
     optimizer = _optimizer(model, config)
     targets_of_step = 1
 
@@ -211,8 +214,8 @@ def _pipeline(model: nn.Module, config: Config, mesh: Mesh) -> Step:
     return step
 
 
-def _fill(model: nn.Module, config: Config, mesh: Mesh) -> None:
-    """Memory and the run's initial values."""
+def _initialise(model: nn.Module, config: Config, mesh: Mesh) -> None:
+    """Allocates the parameters and sets the initial values of the run."""
     dtype = parameter_dtype(config.precision.name)
     if isinstance(model, Model) and is_meta(model):
         materialise(model, mesh.device, config.train.seed, dtype)

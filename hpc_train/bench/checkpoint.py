@@ -1,7 +1,4 @@
-"""``python -m hpc_train bench checkpoint``: saves and loads of a run's state, in ``run.root``, against plain DCP.
-
-The result of ``bench checkpoint`` in words and figures. No torch.
-"""
+"""``python -m hpc_train bench checkpoint`` compares saves and loads of a run's state in ``run.root`` with plain DCP."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hpc_train.bench.measuring import config_of, measured
+from hpc_train.bench.measuring import config_of, run_benchmark
 from hpc_train.bench.request import CheckpointRequest
 from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.errors import UserError
@@ -21,15 +18,15 @@ ENTRY = "hpc_train.bench.checkpoint_worker:measure"
 
 
 def main(arguments: list[str]) -> int:
-    """Measures on this node and prints; returns an exit code."""
+    """Measures on this node, prints the result and returns the exit code."""
     options, rest = _parser().parse_known_args(arguments)
     if options.pairs < 1:
-        raise UserError("nothing to measure", where="--pairs", fix="1 or more")
+        raise UserError(f"--pairs must be at least 1, got {options.pairs}", where="--pairs", fix="--pairs 20")
     if options.against:
-        raise UserError("checkpoints always go against plain DCP", where="--against", fix="no --against")
+        raise UserError("bench checkpoint always compares with plain DCP", where="--against", fix="drop --against")
     config = config_of(rest)
     validate(config, 1, workers_per_node(config.cluster)[1])
-    code, result = measured(config, CheckpointRequest(options.pairs), ENTRY, Path(config.run.root))
+    code, result = run_benchmark(config, CheckpointRequest(options.pairs), ENTRY, Path(config.run.root))
     if result is not None:
         print(json.dumps(result) if options.json else checkpoint_report(result))
     return code
@@ -39,27 +36,27 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hpc_train bench checkpoint",
         usage="python -m hpc_train bench checkpoint [overrides] [--pairs N] [--json]",
-        description="Times saves and loads of the state in run.root, in turn with stock torch.distributed.checkpoint."
-        " The overrides are those of a training.",
+        description="Times saves and loads of the state in run.root, alternating with plain"
+        " torch.distributed.checkpoint. It takes the same overrides as a training.",
         epilog="example:\n  python -m hpc_train bench checkpoint +strategy=zero3 model=gpt_124m run.root=/scratch/me",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--against", help=argparse.SUPPRESS)
-    parser.add_argument("--pairs", type=int, default=20, metavar="N", help="saves of each kind (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=20, metavar="N", help="number of rounds (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
-_WAYS = {
+_LABELS = {
     "save": "save, until committed",
     "dcp_save": "plain dcp.save",
-    "stall": "save in the background: stall",
+    "stall": "background save: stall",
     "durable": "  until committed",
     "dcp_stall": "plain dcp.async_save: stall",
     "dcp_durable": "  until written",
-    "memcpy": "memcpy of the bytes",
-    "hash": "xxh3-128 of the bytes",
+    "memcpy": "memory copy of the bytes",
+    "hash": "xxh3-128 hash of the bytes",
     "verify": "verify",
     "load": "load",
     "dcp_load": "plain dcp.load",
@@ -67,19 +64,19 @@ _WAYS = {
 
 
 def checkpoint_report(result: dict[str, Any]) -> str:
-    """A line for each way, then the ratios of pairs."""
+    """Formats the result: one line for each kind of save or load, then the ratios of pairs."""
     lines = [
         f"{result['strategy']}: {result['layout']}",
         f"{format_bytes(result['bytes'])} in a checkpoint, {result['world_size']} x {result['device']}, "
         f"torch {result['torch']}, in {result['path']}",
-        f"{result['rounds']} rounds in alternation; medians (5 % to 95 %), reads from the page cache",
+        f"medians (5 % to 95 %) of {result['rounds']} alternating rounds; reads come from the page cache",
         f"{'':<32}{'ms':>26}{'GB/s':>9}",
     ]
-    for name, words in _WAYS.items():
+    for name, label in _LABELS.items():
         seconds = result["seconds"][name]
         span = f"({1e3 * seconds['p05']:,.1f} to {1e3 * seconds['p95']:,.1f})"
         speed = result["gb_per_s"][name]["median"]
-        lines.append(f"{words:<32}{1e3 * seconds['median']:>8,.1f} {span:>17}{speed:>9.2f}")
+        lines.append(f"{label:<32}{1e3 * seconds['median']:>8,.1f} {span:>17}{speed:>9.2f}")
     for name, ratio in result["ratio"].items():
         interval = f"(95 % interval {ratio['ci95_low']:.3f} to {ratio['ci95_high']:.3f})"
         lines.append(f"{name:<32}{ratio['median']:>8.3f} {interval}")

@@ -1,8 +1,7 @@
-"""The worker of ``bench checkpoint``: saves and loads of a run's state, in turn with plain ``dcp.save``.
+"""Runs the worker of ``bench checkpoint``, which alternates saves and loads of a run's state with plain ``dcp.save``.
 
-Each round does all of them once, in an order that turns with the rounds, on the same tensors, in the same processes and
-on the same file system. A time is that of the slowest rank. What is read back was written a moment before: it comes
-from the page cache.
+Each round runs all kinds once, in rotating order, on the same tensors, processes and file system. A time is that of the
+slowest rank. Loads read from the page cache, since the files have just been written.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ from hpc_train.run.requests import StopFlag
 from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.processes import join, leave
 
-Times = dict[str, float]  # what was done -> seconds
-_PIECE = 1 << 20  # bytes that are hashed at a time
+Times = dict[str, float]  # kind of save or load -> seconds
+_PIECE = 1 << 20  # bytes per call of the hash
 
 
 def measure(spec: WorkerSpec, stop: StopFlag) -> Exit:
@@ -60,17 +59,19 @@ def measure(spec: WorkerSpec, stop: StopFlag) -> Exit:
             leave(mesh)
             return Exit.STOPPED
     if mesh.rank == 0:
-        write_result(run, _result(rounds[1:], bench, run))  # the first one makes buffers and warms caches
+        write_result(run, _result(rounds[1:], bench, run))  # the first round allocates buffers and warms caches
     leave(mesh)
     return Exit.DONE
 
 
 class _CheckpointBench:
-    """One state of a run and the ways to save and load it."""
+    """Holds the state of a run and measures the ways to save and load it."""
 
     def __init__(self, config: Config, run: RunDirectory, mesh: Mesh) -> None:
         settings = replace(config.checkpoint, asynchronous=True, keep=1 << 30)
-        self.config, self.run, self.mesh = replace(config, checkpoint=settings), run, mesh
+        self.config = replace(config, checkpoint=settings)
+        self.run = run
+        self.mesh = mesh
         plan = plan_split(config, mesh, build_dataset(config.data, "train", config.train.seed))
         engine = build_engine(config, mesh, None if plan is None else plan.layers)
         optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")
@@ -78,21 +79,21 @@ class _CheckpointBench:
         self.manager = CheckpointManager(run, engine, optimizer, mesh, self.config, events)
         self.state = saved_state(engine, optimizer, mesh)
         self.copies = [torch.zeros_like(_local(tensor), device="cpu") for tensor in self.state.values()]
-        self.group = dist.new_group(backend="gloo")  # async_save wants one that nobody else uses
+        self.group = dist.new_group(backend="gloo")  # async_save needs a group of its own
         self.step = 0
-        self.bytes = 0  # of a checkpoint, on all ranks together
+        self.bytes = 0  # size of a checkpoint over all ranks
 
     def round(self, number: int) -> Times:
-        """Each way once. Collective."""
-        ways = [self._save, self._background, self._stock, self._stock_async, self._in_memory]
-        first = number % len(ways)
+        """Measures each kind once. Collective."""
+        kinds = [self._save, self._background, self._plain_dcp, self._plain_dcp_async, self._in_memory]
+        first = number % len(kinds)
         times: Times = {}
-        for way in ways[first:] + ways[:first]:
-            times |= way()
+        for measure_kind in kinds[first:] + kinds[:first]:
+            times |= measure_kind()
         return times
 
     def _save(self) -> Times:
-        """As at the end of a run; what was saved is then verified and loaded."""
+        """Saves synchronously, as at the end of a run, and then verifies and loads the checkpoint."""
         self.step += 1
         times = {"save": self._timed(lambda: self.manager.save(self.step, {}, final=True))}
         path = self.manager.store.committed()[-1].path
@@ -105,13 +106,13 @@ class _CheckpointBench:
         return times
 
     def _background(self) -> Times:
-        """As within a run with ``checkpoint.asynchronous=true``."""
+        """Saves asynchronously, as within a run with ``checkpoint.asynchronous=true``."""
         self.step += 1
         stall, durable = self._in_background(lambda: self.manager.save(self.step, {}), self.manager.wait)
         self._forget(self.manager.store.committed()[-1].path)
         return {"stall": stall, "durable": durable}
 
-    def _stock(self) -> Times:
+    def _plain_dcp(self) -> Times:
         path = self.run.path / "stock"
         writer = dcp.FileSystemWriter(path)
         times = {
@@ -121,7 +122,7 @@ class _CheckpointBench:
         self._forget(path)
         return times
 
-    def _stock_async(self) -> Times:
+    def _plain_dcp_async(self) -> Times:
         path = self.run.path / "stock-async"
         pending: list[Any] = []
 
@@ -134,7 +135,7 @@ class _CheckpointBench:
         return {"dcp_stall": stall, "dcp_durable": durable}
 
     def _in_memory(self) -> Times:
-        """The bounds: a copy of this rank's bytes into memory that is there, and their hash."""
+        """Measures lower bounds: a copy of this rank's bytes into allocated memory, and their hash."""
         return {"memcpy": self._timed(self._copy), "hash": self._timed(self._hash)}
 
     def _copy(self) -> None:
@@ -154,7 +155,7 @@ class _CheckpointBench:
         dcp.load(dict(self.state), storage_reader=reader, process_group=self.group)
 
     def _in_background(self, begin: Callable[[], None], end: Callable[[], None]) -> tuple[float, float]:
-        """Seconds until ``begin`` returns, and until ``end`` has."""
+        """Returns the seconds until ``begin`` returns, and until ``end`` returns."""
         self._synchronize()
         start = time.perf_counter()
         with quiet():
@@ -182,7 +183,7 @@ class _CheckpointBench:
         dist.barrier(group=self.mesh.control)
 
     def _forget(self, path: Path) -> None:
-        """Removes what was written, so that no save pays for the space of another."""
+        """Removes the files, so that they do not slow down other saves."""
         self._synchronize()
         if self.mesh.rank == 0:
             shutil.rmtree(path)
@@ -200,7 +201,7 @@ def _anywhere(flag: bool, mesh: Mesh) -> bool:
 
 
 def _result(rounds: list[Times], bench: _CheckpointBench, run: RunDirectory) -> dict[str, Any]:
-    """``seconds`` and ``gb_per_s`` (10^9 bytes of the whole checkpoint) of each way, and ``ratio`` of pairs."""
+    """Returns ``seconds`` and ``gb_per_s`` (10^9 bytes of the checkpoint) of each kind, and ``ratio`` of pairs."""
     times = {name: [found[name] for found in rounds] for name in rounds[0]}
     pairs = {
         "save / dcp.save": ("save", "dcp_save"),

@@ -1,4 +1,4 @@
-"""The worker of ``bench collectives``: each operation at each size, over all ranks and along the axes of the layout."""
+"""Runs the worker of ``bench collectives``, which times each operation at each size along all axes of the layout."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ def measure_all(spec: WorkerSpec, stop: StopFlag) -> Exit:
     for done, (name, operation, size) in enumerate(points):
         if mesh.rank == 0:
             write_progress(run, done, len(points))
-        rates.append(_row(name, measure(operation, size, groups[name], request.seconds)))
+        rates.append(_rate_as_json(name, measure(operation, size, groups[name], request.seconds)))
         if groups["world"].largest(float(stop.requested)):
             leave(mesh)
             return Exit.STOPPED
     if mesh.rank == 0:
-        write_result(run, _what(mesh, spec, run) | {"rates": rates})
+        write_result(run, _environment(mesh, spec, run) | {"rates": rates})
     leave(mesh)
     return Exit.DONE
 
 
 def _groups(mesh: Mesh) -> dict[str, Ranks]:
-    """All ranks, and this rank's along the axes that are neither trivial nor all of them."""
-    everybody = dist.group.WORLD
-    assert everybody is not None, "it was joined"
-    world = Ranks(everybody, mesh.device)
+    """Returns the group of all ranks, and this rank's groups along axes that are neither trivial nor all ranks."""
+    all_ranks = dist.group.WORLD
+    assert all_ranks is not None, "join() has initialised it"
+    world = Ranks(all_ranks, mesh.device)
     axes = {axis: Ranks(mesh.group(axis), mesh.device) for axis in ("pp", "dp", "tp")}
     return {"world": world} | {axis: ranks for axis, ranks in axes.items() if 1 < ranks.size < world.size}
 
 
-def _row(group: str, rate: Rate) -> dict[str, Any]:
+def _rate_as_json(group: str, rate: Rate) -> dict[str, Any]:
     return {"group": group} | asdict(rate) | {
         "algorithm_gb_per_s": rate.algorithm / 1e9,
         "bus_gb_per_s": rate.bus / 1e9,
     }  # fmt: skip
 
 
-def _what(mesh: Mesh, spec: WorkerSpec, run: RunDirectory) -> dict[str, Any]:
+def _environment(mesh: Mesh, spec: WorkerSpec, run: RunDirectory) -> dict[str, Any]:
     cuda = mesh.device.type == "cuda"
     expected = expected_bandwidths(read_fabric(run), spec.gpus_per_node).world
     return {

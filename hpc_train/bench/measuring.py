@@ -1,4 +1,4 @@
-"""What the benchmarks have in common: the config of a command line, and workers that measure in a run directory."""
+"""Shared by all benchmarks: composes the config of a command line and runs workers that measure."""
 
 from __future__ import annotations
 
@@ -21,46 +21,50 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import freeze
 
-PREFIX = "hpc_train-bench-"  # of run directories
+PREFIX = "hpc_train-bench-"  # prefix of run directories
 
 
 class BenchRequest(Protocol):
-    """What is to be measured."""
+    """Describes what to measure."""
 
     def write(self, run: RunDirectory) -> None: ...
 
 
 def config_of(arguments: list[str], several_nodes: bool = False) -> Config:
-    """The config of ``arguments``, which are those of a training.
+    """Composes the config of ``arguments``, which are those of a training.
 
     Raises:
-        UserError: they are none, or of several jobs; or this is a Slurm step of several nodes.
+        UserError: the arguments are invalid or describe several jobs, or this is a Slurm step of several nodes.
     """
     if current_allocation().nodes > 1 and not several_nodes:
         raise UserError(
-            "bench measures the workers of one node",
-            where="the Slurm step of several nodes",
+            f"this benchmark runs on one node, but the Slurm step has {current_allocation().nodes}",
+            where="srun --nodes",
             fix="srun --nodes=1 python -m hpc_train bench …",
         )
     register_launcher()
     line = CommandLine.parse(with_right_plus(arguments))
     if line.multirun or len(expand(line.overrides)) > 1:
-        raise UserError("bench measures one job", where="the command line", fix="one value for each key, and no -m")
+        raise UserError(
+            "bench measures one job, but the overrides describe a sweep",
+            where="the command line",
+            fix="give each key one value and drop -m",
+        )
     with line.composer() as compose:
         return typed(compose(line.overrides))
 
 
-def measured(
+def run_benchmark(
     config: Config, request: BenchRequest, entry: str, root: Path | None = None, failures: list[str] | None = None
 ) -> tuple[int, dict[str, Any] | None]:
-    """Starts workers that do what ``request`` asks for; returns the exit code, and the result where they are done.
+    """Runs workers that measure what ``request`` describes; returns the exit code and the result if they succeed.
 
-    In a Slurm step of several nodes each of them calls it, and the first has the result.
+    In a Slurm step of several nodes every node calls this function, and the first one gets the result.
 
     Args:
-        entry: what a worker calls, as "module:function".
-        root: where the run directory lies meanwhile; the place for temporary files without it.
-        failures: gets the class of each failure, and nothing of a failure stays; without it the log does.
+        entry: the function that a worker calls, as "module:function".
+        root: parent of the temporary run directory; None uses the directory for temporary files.
+        failures: receives the class of each failure, and all files are removed; None keeps the log of a failure.
     """
     allocation = current_allocation()
     if allocation.node_rank > 0:
@@ -74,7 +78,7 @@ def measured(
     result = None
     try:
         freeze(config, run)
-        request.write(run)  # the other nodes wait for it
+        request.write(run)  # the other nodes wait for this file
         code = run_agent(run, (lambda: _show(run)) if sys.stderr.isatty() else None, entry=entry)
         if code == Exit.DONE:
             result = read_result(run)
@@ -82,30 +86,29 @@ def measured(
             failures += [event["class"] for event in run.read_events() if event["event"] == "worker_failed"]
         return code, result
     finally:
-        if (
-            failures is not None or result is not None or not any(run.logs.glob("*"))
-        ):  # the log of a failure stays, where its message says
+        # the message of a failure names its log, so the log must remain
+        if failures is not None or result is not None or not any(run.logs.glob("*")):
             shutil.rmtree(run.path)
 
 
 def _run_of_step(allocation: Allocation, root: Path | None) -> RunDirectory:
-    """The same on all nodes of this start of the step."""
+    """Returns the run directory that all nodes of this Slurm step use."""
     return RunDirectory((root or Path()) / f"{PREFIX}{allocation.launch_id}")
 
 
 def _wait_for(path: Path, seconds: float) -> None:
     until = time.monotonic() + seconds
-    while path not in set(path.parent.glob("*")):  # listed: a network file system remembers what was not there
+    while path not in set(path.parent.glob("*")):  # a network file system would cache the failed lookup of a name
         if time.monotonic() > until:
             raise UserError(
-                f"the first node has not written {path} in {seconds:g} s",
+                f"the first node did not write {path} within {seconds:g} s",
                 where="run.root",
-                fix="run.root=DIR that all nodes share",
+                fix="run.root=DIR with a directory that all nodes share",
             )
         time.sleep(0.2)
 
 
 def _show(run: RunDirectory) -> None:
     progress = read_progress(run)
-    text = "starting" if progress is None else f"{progress[0] + 1} of {progress[1]}"
-    print(f"\r{text:<30}\r", end="", file=sys.stderr, flush=True)
+    status = "starting" if progress is None else f"{progress[0] + 1} of {progress[1]}"
+    print(f"\r{status:<30}\r", end="", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""The worker of ``bench batch`` that measures the gradient noise scale, under whatever strategy the config says.
+"""Runs the worker of ``bench batch`` that measures gradient norms for the noise scale, with any strategy.
 
-Each estimate takes some global batches one by one, and then all of them as one: the norms of both are the engine's own.
-The step that follows trains on the large one, so the estimates are of the first steps of a training.
+Each estimate takes the gradient norms of some global batches and of their union, as the engine computes them. A
+training step on the union follows, so the estimates cover the first steps of a training.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ def measure(spec: WorkerSpec, stop: StopFlag) -> Exit:
     optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")
     take_step = TrainStep(config, mesh, engine, optimizer, request.estimates)
     feed = TrainFeed(dataset, config.batch, mesh.layout, mesh.dp_rank, config.train.seed, mesh.device, 0)
-    control, stopped = Control(mesh), False
+    control = Control(mesh)
+    stopped = False
 
-    def drawn() -> StepBatch:
+    def next_batch() -> StepBatch:
         nonlocal stopped
         local = next(feed)
         control.post(stop.requested, local.local_count)
-        agreed = control.read()
-        stopped = stopped or agreed.stop
-        return StepBatch(local.micro_batches, agreed.target_count)
+        agreement = control.read()
+        stopped = stopped or agreement.stop
+        return StepBatch(local.micro_batches, agreement.target_count)
 
     def squared_norm(step: int, batch: StepBatch) -> float:
         scale = None if take_step.loss_scale is None else take_step.loss_scale.value
@@ -55,12 +56,12 @@ def measure(spec: WorkerSpec, stop: StopFlag) -> Exit:
     for step in range(request.estimates):
         if mesh.rank == 0:
             write_progress(run, step, request.estimates)
-        batches = [drawn() for _ in range(request.times)]
+        batches = [next_batch() for _ in range(request.times)]
         if stopped:
             break
         small += [squared_norm(step, batch) for batch in batches]
-        whole = tuple(micro for batch in batches for micro in batch.micro_batches)
-        outcome = take_step(step, StepBatch(whole, sum(batch.target_count for batch in batches)))
+        union = tuple(micro for batch in batches for micro in batch.micro_batches)
+        outcome = take_step(step, StepBatch(union, sum(batch.target_count for batch in batches)))
         big.append(float(outcome.grad_norm) ** 2)
     feed.close()
     if not stopped and mesh.rank == 0:

@@ -1,7 +1,4 @@
-"""What is to be measured, as the command hands it to the workers through the run directory. No torch.
-
-Numbers from repeated measurements: medians with what they vary by, and ratios of pairs with a bootstrap interval.
-"""
+"""Defines the requests and results that a benchmark and its workers exchange, and their statistics; without torch."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ REQUEST, PROGRESS, RESULT = "bench-request.json", "bench-progress.json", "bench-
 
 @dataclass(frozen=True)
 class StepRequest:
-    """Blocks of ``steps`` steps, ``pairs`` times; ``raw`` names the bare loop to alternate with."""
+    """Requests ``pairs`` blocks of ``steps`` steps, alternating with the bare loop ``raw`` if that is not None."""
 
     steps: int
     pairs: int
@@ -39,7 +36,7 @@ class StepRequest:
 
 @dataclass(frozen=True)
 class CheckpointRequest:
-    """So many ``rounds`` of saves and loads of each kind."""
+    """Requests ``rounds`` rounds with each kind of save and load."""
 
     rounds: int
 
@@ -53,7 +50,7 @@ class CheckpointRequest:
 
 @dataclass(frozen=True)
 class CollectivesRequest:
-    """Each collective at ``sizes`` bytes, for about ``seconds`` each."""
+    """Requests each collective at ``sizes`` bytes, for about ``seconds`` each."""
 
     sizes: tuple[int, ...]
     seconds: float
@@ -69,7 +66,7 @@ class CollectivesRequest:
 
 @dataclass(frozen=True)
 class NoiseRequest:
-    """So many ``estimates`` of the gradient noise, each from ``times`` global batches and from all of them as one."""
+    """Requests ``estimates`` of the gradient noise, each from ``times`` global batches and from their union."""
 
     estimates: int
     times: int
@@ -87,7 +84,7 @@ def write_progress(run: RunDirectory, done: int, of: int) -> None:
 
 
 def read_progress(run: RunDirectory) -> tuple[int, int] | None:
-    """Blocks measured and to be measured; None before the first."""
+    """Returns the number of measured blocks and of all blocks; None before the first."""
     path = run.path / PROGRESS
     if not path.exists():
         return None
@@ -108,22 +105,22 @@ BARE_PIPELINES = {"1f1b": "pp"}  # and for each pipeline schedule
 
 
 def bare_loop(config: Config, layout: Layout) -> str:
-    """The bare loop of ``raw.py`` that does what ``config`` does in ``layout``.
+    """Returns the kind of bare loop (see ``bare_loop.py``) that is equivalent to ``config`` in ``layout``.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no equivalent bare loop.
     """
     if config.precision.name == "fp16":
         raise UserError(
-            "the bare loops have no loss scaling",
+            "precision=fp16 needs loss scaling, which the bare loops do not have",
             where="precision, --against",
-            fix="precision=bf16 or fp32, or no --against",
+            fix="precision=bf16 or precision=fp32, or drop --against",
         )
     if layout.pp > 1 and getattr(config.data, "packing", False):
         raise UserError(
-            "the bare pipeline does not pass positions and documents on",
+            "the bare pipeline loop does not support data.packing=true",
             where="data.packing, --against",
-            fix="data.packing=false, or no --against",
+            fix="data.packing=false, or drop --against",
         )
     if layout.world_size == 1:
         return "single"
@@ -134,13 +131,13 @@ def bare_loop(config: Config, layout: Layout) -> str:
     raise UserError(
         f"there is no bare loop for {layout}",
         where="strategy, --against",
-        fix="+strategy=single, dp, zero2 or pp with schedule 1f1b, or no --against",
+        fix="+strategy=single, dp, zero2, or pp with schedule 1f1b; or drop --against",
     )
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of measurements, and the values below which 5 % and 95 % of them lie."""
+    """Holds the median of measurements with their 5 % and 95 % quantiles."""
 
     median: float
     low: float
@@ -153,10 +150,10 @@ class Spread:
 
 
 def paired_ratio(first: Sequence[float], second: Sequence[float], resamples: int = 5000, seed: int = 0) -> Spread:
-    """The median of ``first[i] / second[i]`` with its bootstrap 95 % interval as ``low`` and ``high``.
+    """Returns the median of ``first[i] / second[i]`` with its bootstrap 95 % interval as ``low`` and ``high``.
 
-    Pairs were measured one after the other, so what slows the machine for seconds slows both and leaves their ratio.
-    The interval is the percentile bootstrap (Efron 1979) over pairs.
+    The two values of a pair are measured in succession, so a temporary slowdown of the machine affects both and cancels
+    in the ratio. The interval is the percentile bootstrap (Efron 1979) over pairs.
     """
     ratios = [a / b for a, b in zip(first, second, strict=True)]
     draw = random.Random(seed)
@@ -165,7 +162,7 @@ def paired_ratio(first: Sequence[float], second: Sequence[float], resamples: int
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
-    """Linear between neighbours."""
+    """Returns a quantile with linear interpolation."""
     position = share * (len(ordered) - 1)
     below = int(position)
     above = min(below + 1, len(ordered) - 1)

@@ -1,13 +1,8 @@
-"""``python -m hpc_train bench scaling``: strong and weak scaling over nodes of a cluster, or workers of this machine.
+"""``python -m hpc_train bench scaling`` measures strong and weak scaling over nodes of a cluster or local workers.
 
-Every point is a ``bench step``: on this machine one after the other, on Slurm a job for each size.
-
-Strong and weak scaling, from the results of ``bench step`` at several sizes: table, CSV, plot, and prose. No torch.
-
-Strong: the global batch stays, and more ranks share it. Weak: it grows with the ranks. Speed-up is samples per second
-against the smallest size of the same kind, efficiency the speed-up over the growth of the ranks.
-
-Measurements as Slurm jobs: ``bench step`` on several nodes, with the resources of a training of that size.
+Each point is a ``bench step``; on Slurm it is a job with the resources of a training of that size. In strong scaling
+the global batch is fixed, in weak scaling it grows with the ranks. Speed-up is the throughput relative to the smallest
+size of the same kind, efficiency is the speed-up divided by the growth of the ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hpc_train.bench.measuring import config_of, measured
+from hpc_train.bench.measuring import config_of, run_benchmark
 from hpc_train.bench.request import StepRequest
 from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.config.arguments import CommandLine, with_right_plus
@@ -56,21 +51,27 @@ examples:
 
 
 def main(arguments: list[str]) -> int:
-    """Measures and prints; returns an exit code."""
+    """Measures, prints the result and returns the exit code."""
     options, rest = _parser().parse_known_args(arguments)
     unit, sizes, overrides = _sizes(rest)
     if min(options.steps, options.pairs) < 1:
-        raise UserError("nothing to measure", where="--steps, --pairs", fix="1 or more")
+        raise UserError(
+            "--steps and --pairs must be at least 1", where="--steps, --pairs", fix="leave them out to use the defaults"
+        )
     if options.plot is not None:
         check_plot(options.plot)
     if unit == NODES and not options.multirun:
-        raise UserError("several nodes are measured by jobs on Slurm", where="nodes", fix="-m, or workers=1,2,4")
+        raise UserError(
+            "nodes=… needs -m, since it measures with Slurm jobs",
+            where="nodes",
+            fix="add -m, or use workers=1,2,4 on this machine",
+        )
     points = [(kind, size, _overrides(overrides, unit, kind, size, sizes)) for kind in KINDS for size in sizes]
     if unit == NODES:
         step = ["--steps", str(options.steps), "--pairs", str(options.pairs), "--json"]
         found = measure_on_slurm([[*step, *own] for _, _, own in points], [size for _, size, _ in points])
     else:
-        found = _here([own for _, _, own in points], options)
+        found = _measure_locally([own for _, _, own in points], options)
     if found is None:
         return Exit.FAILED
     rows = [
@@ -84,11 +85,11 @@ def main(arguments: list[str]) -> int:
         write_csv(rows, options.csv)
     if options.plot is not None:
         write_plot(rows, unit, options.plot)
-    words = paragraph(rows, found[0], unit)
+    prose = paragraph(rows, found[0], unit)
     if options.json:
-        print(json.dumps({"unit": unit, "rows": [asdict(row) for row in rows], "paragraph": words}))
+        print(json.dumps({"unit": unit, "rows": [asdict(row) for row in rows], "paragraph": prose}))
     else:
-        print(f"{table(rows, unit)}\n\n{words}")
+        print(f"{table(rows, unit)}\n\n{prose}")
     return Exit.DONE
 
 
@@ -97,36 +98,41 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m hpc_train bench scaling",
         usage="python -m hpc_train bench scaling nodes=1,2,4 -m | workers=1,2,4 [overrides] [--csv FILE] [--plot FILE]"
         " [--steps N] [--pairs N] [--json]",
-        description="Strong and weak scaling of training steps, with the paragraph for a proposal. The overrides are"
-        " those of a training; batch.global_size is that of strong scaling, and of the smallest size in weak scaling.",
+        description="Measures strong and weak scaling of training steps and prints a paragraph for a proposal. It takes"
+        " the same overrides as a training; batch.global_size is fixed in strong scaling and applies to the smallest"
+        " size in weak scaling.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("-m", "--multirun", action="store_true", help="submit to Slurm, a job for each measurement")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="of a block (default: %(default)s)")
-    parser.add_argument("--pairs", type=int, default=5, metavar="N", help="blocks (default: %(default)s)")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table there")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw speed-up and efficiency (matplotlib)")
+    parser.add_argument("-m", "--multirun", action="store_true", help="submit one Slurm job per measurement")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps per block (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=5, metavar="N", help="number of blocks (default: %(default)s)")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table to this file")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot speed-up and efficiency (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
 def _sizes(arguments: Sequence[str]) -> tuple[str, list[int], list[str]]:
-    """``nodes=1,2,4`` or ``workers=1,2,4`` as unit and sizes, and the other arguments."""
+    """Parses ``nodes=1,2,4`` or ``workers=1,2,4``; returns the unit, the sizes and the other arguments."""
     given = [argument for argument in arguments if argument.partition("=")[0] in (NODES, WORKERS)]
     fix = "nodes=1,2,4 with -m on Slurm, or workers=1,2,4 on this machine"
     if len(given) != 1:
-        raise UserError("what is to grow is not said, or twice", where="nodes, workers", fix=fix)
+        raise UserError(
+            f"bench scaling needs one list of sizes, nodes=… or workers=…, got {len(given)}",
+            where="nodes, workers",
+            fix=fix,
+        )
     unit, _, listed = given[0].partition("=")
     numbers = listed.split(",")
     if not all(number.isdigit() and int(number) for number in numbers):
-        raise UserError(f"{given[0]} is no list of numbers", where=unit, fix=fix)
+        raise UserError(f"{unit} must be a list of numbers, got {listed!r}", where=unit, fix=fix)
     return unit, sorted({int(number) for number in numbers}), [other for other in arguments if other not in given]
 
 
 def _overrides(rest: Sequence[str], unit: str, kind: str, size: int, sizes: Sequence[int]) -> list[str]:
-    """Of one measurement."""
+    """Returns the overrides of one measurement."""
     config = config_of([*rest])
     gpus, _ = workers_per_node(config.cluster)
     own = [*rest]
@@ -136,18 +142,18 @@ def _overrides(rest: Sequence[str], unit: str, kind: str, size: int, sizes: Sequ
         own.append(f"cluster.gpus_per_node={size}")
     else:
         own.append(f"cluster.cpu_workers={size}")
-        if config.train.threads == "auto":  # else the cores are all in use at every size, and nothing scales
+        if config.train.threads == "auto":  # otherwise every size would use all cores, and nothing would scale
             own.append(f"train.threads={max(1, len(os.sched_getaffinity(0)) // sizes[-1])}")
     growth = 1 if kind == STRONG else size / sizes[0]
     return [*own, f"batch.global_size={round(config.batch.global_size * growth)}"]
 
 
-def _here(points: Sequence[Sequence[str]], options: argparse.Namespace) -> list[dict[str, Any]] | None:
+def _measure_locally(points: Sequence[Sequence[str]], options: argparse.Namespace) -> list[dict[str, Any]] | None:
     results = []
     for overrides in points:
         config = config_of([*overrides])
         validate(config, 1, workers_per_node(config.cluster)[1])
-        _, result = measured(config, StepRequest(options.steps, options.pairs, WARMUP, None), ENTRY)
+        _, result = run_benchmark(config, StepRequest(options.steps, options.pairs, WARMUP, None), ENTRY)
         if result is None:
             return None
         results.append(result)
@@ -160,13 +166,13 @@ KINDS = (STRONG, WEAK)
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """One measurement.
+    """Holds one measurement.
 
     Attributes:
-        size: nodes or workers, as the command line names them.
+        size: number of nodes or workers, as on the command line.
         epoch_s: seconds for all samples of the training data at this speed.
-        memory_gib: of the fullest rank, on the GPU where there is one.
-        communication_share: of a step, the mean over the ranks; None where nothing is exchanged.
+        memory_gib: peak memory of the rank that needs most, on the GPU if there is one.
+        communication_share: mean share of a step over the ranks; None without communication.
     """
 
     kind: str
@@ -183,7 +189,7 @@ class ScalingRow:
 
 
 def scaling_rows(kind: str, results: Sequence[tuple[int, dict[str, Any]]]) -> list[ScalingRow]:
-    """From (size, result of ``bench step``), smallest size first."""
+    """Returns the rows for pairs of a size and its result of ``bench step``, smallest size first."""
     rows: list[ScalingRow] = []
     for size, result in results:
         speed, ranks = result["samples_per_s"]["median"], result["world_size"]
@@ -224,7 +230,11 @@ def table(rows: Sequence[ScalingRow], unit: str) -> str:
 
 
 def paragraph(rows: Sequence[ScalingRow], result: dict[str, Any], unit: str) -> str:
-    """What a proposal for computing time wants to read; ``result``: of any of the measurements."""
+    """Describes the measurements in prose for a proposal for computing time.
+
+    Args:
+        result: the result of any of the measurements, which share the model and the software versions.
+    """
     strong, weak = ([row for row in rows if row.kind == kind] for kind in KINDS)
     first, last = strong[0], strong[-1]
     shares = [row.communication_share for row in strong if row.communication_share is not None]
@@ -232,13 +242,14 @@ def paragraph(rows: Sequence[ScalingRow], result: dict[str, Any], unit: str) -> 
         f"We measured the scaling of our training (a model of {result['parameters']:,} parameters in "
         f"{result['precision']}, strategy {result['strategy']}, PyTorch {result['torch']}) on {first.size} to "
         f"{last.size} {unit} with {last.ranks // last.size} x {result['device']} each. With the global batch fixed at "
-        f"{first.global_batch} samples (strong scaling) the step falls from {1e3 * first.step_s:.1f} ms to "
-        f"{1e3 * last.step_s:.1f} ms: a speed-up of {last.speed_up:.2f} and a parallel efficiency of "
-        f"{last.efficiency:.0%} at {last.ranks} ranks. With {weak[0].global_batch // weak[0].size} samples per "
-        f"{unit.removesuffix('s')} (weak scaling) the efficiency there is {weak[-1].efficiency:.0%}. "
+        f"{first.global_batch} samples (strong scaling), the step time decreases from {1e3 * first.step_s:.1f} ms to "
+        f"{1e3 * last.step_s:.1f} ms, a speed-up of {last.speed_up:.2f} and a parallel efficiency of "
+        f"{last.efficiency:.0%} on {last.ranks} ranks. With {weak[0].global_batch // weak[0].size} samples per "
+        f"{unit.removesuffix('s')} (weak scaling), the efficiency on {weak[-1].ranks} ranks is "
+        f"{weak[-1].efficiency:.0%}. "
     )
     if shares:
-        text += f"Communication that is not hidden behind computing takes {shares[-1]:.0%} of a step there. "
+        text += f"Communication that does not overlap with computation takes {shares[-1]:.0%} of that step. "
     device_hours = last.epoch_s * last.ranks / 3600
     text += (
         f"One epoch of {result['samples']:,} samples takes {_duration(last.epoch_s)} on {last.size} {unit}, which is "
@@ -256,7 +267,7 @@ def write_csv(rows: Sequence[ScalingRow], path: Path) -> None:
 
 
 def write_plot(rows: Sequence[ScalingRow], unit: str, path: Path) -> None:
-    """Speed-up and efficiency over the size; needs matplotlib."""
+    """Plots speed-up and efficiency over the size; needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")
@@ -282,7 +293,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
 
 
-_OF_A_TRAINING = ("signal", "requeue", "no-requeue", "no-kill", "open-mode")  # of no use to a measurement
+_OF_A_TRAINING = ("signal", "requeue", "no-requeue", "no-kill", "open-mode")  # options that a measurement does not need
 _POLL_S, _ASK_EVERY_S, _SETTLE_S = 1.0, 15.0, 75.0
 
 
@@ -294,10 +305,10 @@ class _Measurement:
 
 
 def measure_on_slurm(words: Sequence[Sequence[str]], nodes: Sequence[int]) -> list[dict[str, Any]] | None:
-    """Submits ``bench step WORDS`` for each of ``words``; returns their results in order, None where one failed.
+    """Submits ``bench step WORDS`` for each of ``words``; returns the results in order, or None if one failed.
 
     Raises:
-        UserError: a job cannot run there, or Slurm refuses it.
+        UserError: a job cannot run on the cluster, or Slurm rejects it.
     """
     executor = SlurmJobExecutor()
     jobs = [_job(own) for own in words]
@@ -350,13 +361,13 @@ def _script(job: Job, words: Sequence[str], result: Path) -> str:
 
 
 def _read(output: Path) -> dict[str, Any]:
-    """The agents have their say on several nodes; the result is one line of it."""
+    """Returns the result, the last JSON line of the output; on several nodes the agents print other lines as well."""
     lines = output.read_text(encoding="utf-8").splitlines()
     return dict(json.loads(next(line for line in reversed(lines) if line.startswith("{"))))
 
 
 def _wait(measurement: _Measurement) -> dict[str, Any] | None:
-    """The result; None once the job has ended without one for a while."""
+    """Waits for the result; returns None if the job has ended and no result has appeared for a while."""
     asked, gone = time.monotonic(), None
     while True:
         if measurement.result in set(measurement.result.parent.glob("*.out")):

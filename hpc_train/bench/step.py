@@ -1,4 +1,4 @@
-"""``python -m hpc_train bench step``: how fast steps are, also in turn with a bare PyTorch loop."""
+"""``python -m hpc_train bench step`` times training steps, optionally alternating with a bare PyTorch loop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hpc_train.bench.measuring import config_of, measured
+from hpc_train.bench.measuring import config_of, run_benchmark
 from hpc_train.bench.request import StepRequest, bare_loop
 from hpc_train.cluster.allocation import current_allocation, workers_per_node
 from hpc_train.errors import UserError
@@ -25,15 +25,18 @@ examples:
 
 
 def main(arguments: list[str]) -> int:
-    """Measures on this node, or those of the Slurm step, and prints; returns an exit code."""
+    """Measures on this node or the nodes of the Slurm step, prints the result and returns the exit code."""
     options, rest = _parser().parse_known_args(arguments)
     if min(options.steps, options.pairs) < 1:
-        raise UserError("nothing to measure", where="--steps, --pairs", fix="1 or more")
-    config, nodes = config_of(rest, several_nodes=True), current_allocation().nodes
+        raise UserError(
+            "--steps and --pairs must be at least 1", where="--steps, --pairs", fix="leave them out to use the defaults"
+        )
+    config = config_of(rest, several_nodes=True)
+    nodes = current_allocation().nodes
     layout = validate(config, nodes, workers_per_node(config.cluster)[1])
     raw = bare_loop(config, layout) if options.against else None
     request = StepRequest(options.steps, options.pairs, WARMUP, raw)
-    code, result = measured(config, request, ENTRY, Path(config.run.root) if nodes > 1 else None)
+    code, result = run_benchmark(config, request, ENTRY, Path(config.run.root) if nodes > 1 else None)
     if result is not None:
         print(json.dumps(result) if options.json else report(result))
     return code
@@ -43,23 +46,23 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hpc_train bench step",
         usage="python -m hpc_train bench step [overrides] [--against raw] [--steps N] [--pairs N] [--json]",
-        description="Times training steps on this node, without saving, evaluation and logging. The overrides are those"
-        " of a training.",
+        description="Times training steps on this node, without saves, evaluation and logging. It takes the same"
+        " overrides as a training.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--against", choices=["raw"], help="a bare PyTorch loop of the same model, in turn, in the same processes"
+        "--against", choices=["raw"], help="alternate with a bare PyTorch loop of the same model in the same processes"
     )
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="of a block (default: %(default)s)")
-    parser.add_argument("--pairs", type=int, default=20, metavar="N", help="blocks of each loop (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps per block (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=20, metavar="N", help="blocks per loop (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
 def report(result: dict[str, Any]) -> str:
-    """The result in words and figures, one line each."""
+    """Formats the result of the benchmark."""
     unit = "tokens/s" if result["tokens_per_s"] else "samples/s"
     threads, blocks, samples = result["threads"], result["blocks"], result["global_batch"]
     lines = [
@@ -73,10 +76,10 @@ def report(result: dict[str, Any]) -> str:
     ]
     if result["bubble_share"] is not None:
         shares, ideal = _shares(result["bubble_share"]), f"{100 * result['ideal_bubble_share']:.1f} %"
-        lines.append(f"bubble         {shares}: of forward and backward no stage computing; {ideal} if all were equal")
+        lines.append(f"bubble         {shares} of forward and backward; {ideal} with equal stages")
     if result["communication_share"] is not None:
         shares = _shares(result["communication_share"])
-        lines.append(f"communication  {shares}: a collective under way and nothing computed (profiler)")
+        lines.append(f"communication  {shares}, not overlapped with computation (profiler)")
     lines.append(f"MFU            {_utilisation(result['mfu'])}")
     lines.append(f"measuring      {_measurement(result['measurement'])}")
     if result["against"]:
@@ -110,19 +113,19 @@ def _shares(shares: list[float]) -> str:
 
 def _other_counts(mfu: dict[str, Any]) -> str:
     names = {"hfu": "HFU", "mfu_causal": "MFU with half the attention", "mfu_with_embeddings": "MFU with embeddings"}
-    return ", ".join(f"{words} {100 * mfu[name]:.1f} %" for name, words in names.items() if name in mfu)
+    return ", ".join(f"{label} {100 * mfu[name]:.1f} %" for name, label in names.items() if name in mfu)
 
 
 def _measurement(cost: dict[str, float]) -> str:
     return (
-        f"{100 * cost['share']:.3f} % of a step: {1e6 * cost['seconds_per_step']:.0f} µs for what training measures, "
-        f"{cost['stretches_per_step']:.0f} stretches of time, log steps shared out"
+        f"{100 * cost['share']:.3f} % of a step: {1e6 * cost['seconds_per_step']:.0f} µs per step to collect metrics, "
+        f"with {cost['stretches_per_step']:.0f} timed intervals and a share of the log steps"
     )
 
 
 def _utilisation(mfu: dict[str, Any] | None) -> str:
     if mfu is None:
-        return "n/a: the model does not say how many operations a sample takes (flops_per_sample)"
+        return "n/a: the model does not define flops_per_sample"
     return (
         f"{100 * mfu['value']:.1f} % = {mfu['flops_per_sample']:.4g} FLOP per sample x samples/s / "
         f"{mfu['peak_flops']:.4g} FLOP/s ({mfu['peak_source']})\n"

@@ -1,7 +1,7 @@
-"""The worker of ``bench step``: the trainer's step in blocks, in turn with a bare loop in the same processes.
+"""Runs the worker of ``bench step``, which times blocks of the trainer's steps, alternating with a bare loop.
 
-What is timed is all that the trainer does in each step: the message of all ranks, the next batch, forward and backward,
-clipping and update. Saving, evaluation and logging are not steps.
+A timed step includes everything that the trainer does in each step: the agreement of all ranks, the next batch, forward
+and backward, clipping and update. It does not include saves, evaluation and logging.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpc_train.bench.bare_loop import raw_batches, raw_loop
+from hpc_train.bench.bare_loop import bare_batches, build_bare_loop
 from hpc_train.bench.request import Spread, StepRequest, paired_ratio, write_progress, write_result
 from hpc_train.config.schema import Config
 from hpc_train.data.build import build_dataset
@@ -22,7 +22,7 @@ from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.data.feed import LocalBatch, TrainFeed
 from hpc_train.measure.device_use import peak_device_memory, peak_host_memory
 from hpc_train.measure.time_breakdown import bubble_share, communication_share
-from hpc_train.measure.utilisation import count_flops, described, peak_flops
+from hpc_train.measure.utilisation import count_flops, describe_utilisation, peak_flops
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.balance import plan_split
@@ -64,10 +64,15 @@ def measure(spec: WorkerSpec, stop: StopFlag) -> Exit:
 
 
 class _StepBench:
-    """The trainer's loop as a function of one step, and what the other measurements need of it."""
+    """Provides the trainer's loop as a function of one step, and its parts for the other measurements.
+
+    Attributes:
+        stopped: whether a stop was requested; it changes at the same step on all ranks.
+    """
 
     def __init__(self, config: Config, mesh: Mesh, stop: StopFlag) -> None:
-        self.config, self.mesh = config, mesh
+        self.config = config
+        self.mesh = mesh
         dataset = build_dataset(config.data, "train", config.train.seed)
         plan = plan_split(config, mesh, dataset)
         self.layers = None if plan is None else plan.layers
@@ -75,57 +80,61 @@ class _StepBench:
         optimizer = Optimizer(config.optim, self.engine.named_parameters(), config.strategy.offload == "optimizer")
         self._take_step = TrainStep(config, mesh, self.engine, optimizer, HORIZON)
         self._feed = TrainFeed(dataset, config.batch, mesh.layout, mesh.dp_rank, config.train.seed, mesh.device, 0)
-        self.samples, self.inputs_shape = len(dataset), dataset.inputs_shape()
-        self._control, self._stop = Control(mesh), stop
-        self.example = self._counted(next(self._feed))
-        self._ahead = next(self._feed)
-        self._control.post(False, self._ahead.local_count)
+        self.samples = len(dataset)
+        self.inputs_shape = dataset.inputs_shape()
+        self._control = Control(mesh)
+        self._stop = stop
+        self.example = self._with_target_count(next(self._feed))
+        self._following = next(self._feed)
+        self._control.post(False, self._following.local_count)
         self._step = 0
-        self.stopped = False  # at the same step on all ranks
+        self.stopped = False
 
     def step(self) -> None:
-        """As ``Trainer.run`` goes through its loop."""
-        agreed = self._control.read()
-        self.stopped = self.stopped or agreed.stop
-        current, self._ahead = self._ahead, next(self._feed)
-        self._control.post(self._stop.requested, self._ahead.local_count)
-        self._take_step(self._step, StepBatch(current.micro_batches, agreed.target_count))
+        """Runs one iteration of the loop in ``Trainer.run``."""
+        agreement = self._control.read()
+        self.stopped = self.stopped or agreement.stop
+        current = self._following
+        self._following = next(self._feed)
+        self._control.post(self._stop.requested, self._following.local_count)
+        self._take_step(self._step, StepBatch(current.micro_batches, agreement.target_count))
         self._step += 1
 
     def gradients(self) -> None:
-        """Forward, backward and reduction only, always of the same batch."""
+        """Runs only forward, backward and gradient reduction, always with the same batch."""
         self.engine.train_step(self._step, self.example)
 
     def close(self) -> None:
-        self._control.read()  # nobody leaves while a message is under way
+        self._control.read()  # completes the last all-reduce before any rank exits
         self._feed.close()
 
-    def _counted(self, batch: LocalBatch) -> StepBatch:
+    def _with_target_count(self, batch: LocalBatch) -> StepBatch:
         self._control.post(False, batch.local_count)
         return StepBatch(batch.micro_batches, self._control.read().target_count)
 
 
 def _measure(bench: _StepBench, request: StepRequest, run: RunDirectory) -> dict[str, Any] | None:
-    """The result; None where a stop was requested before the last block."""
+    """Measures all blocks and returns the result; None if a stop was requested before the last block."""
     config, mesh = bench.config, bench.mesh
     loops = [bench.step]
     _repeat(bench.step, request.warmup + (MOST_STEPS if config.strategy.bucket_cap_mb == "auto" else 0))
     memory = peak_host_memory(), peak_device_memory(mesh.device)
     if request.raw is not None:
-        loops.append(_over(raw_loop(request.raw, config, mesh, bench.layers).step, raw_batches(config, mesh)))
+        bare = build_bare_loop(request.raw, config, mesh, bench.layers)
+        loops.append(_loop_over(bare.step, bare_batches(config, mesh)))
         _repeat(loops[1], request.warmup)
     seconds: list[list[float]] = [[] for _ in loops]
     for block in range(request.pairs * len(loops)):
         if mesh.rank == 0:
             write_progress(run, block, request.pairs * len(loops))
-        which = block % len(loops)
-        seconds[which].append(_timed(loops[which], request.steps, mesh) / request.steps)
+        turn = block % len(loops)
+        seconds[turn].append(_timed(loops[turn], request.steps, mesh) / request.steps)
         if bench.stopped:
             return None
     speeds = [[config.batch.global_size / value for value in values] for values in seconds]
     ratio = paired_ratio(speeds[0], speeds[1]) if request.raw is not None else None
     return {
-        **_what(config, mesh),
+        **_setting(config, mesh),
         "samples": bench.samples,
         "blocks": request.pairs,
         "steps_per_block": request.steps,
@@ -140,7 +149,7 @@ def _measure(bench: _StepBench, request: StepRequest, run: RunDirectory) -> dict
     }
 
 
-def _over(step: Callable[[Sequence[Batch], int], None], batches: Iterator[StepBatch]) -> Loop:
+def _loop_over(step: Callable[[Sequence[Batch], int], None], batches: Iterator[StepBatch]) -> Loop:
     def loop() -> None:
         batch = next(batches)
         step(batch.micro_batches, batch.target_count)
@@ -154,7 +163,7 @@ def _repeat(loop: Loop, times: int) -> None:
 
 
 def _timed(loop: Loop, steps: int, mesh: Mesh) -> float:
-    """Seconds from the moment when all ranks are ready until the slowest is through."""
+    """Returns the seconds from the moment all ranks are ready until the slowest has finished."""
     _synchronize(mesh)
     begin = time.perf_counter()
     _repeat(loop, steps)
@@ -168,7 +177,7 @@ def _synchronize(mesh: Mesh) -> None:
     dist.barrier(group=mesh.control)
 
 
-def _what(config: Config, mesh: Mesh) -> dict[str, Any]:
+def _setting(config: Config, mesh: Mesh) -> dict[str, Any]:
     cuda = mesh.device.type == "cuda"
     return {
         "strategy": config.strategy.name,
@@ -186,8 +195,9 @@ def _what(config: Config, mesh: Mesh) -> dict[str, Any]:
 
 
 def _rates(seconds: Sequence[float], bench: _StepBench) -> dict[str, Any]:
-    """``tokens_per_s`` counts targets; None where the inputs are no tokens."""
-    samples, first = bench.config.batch.global_size, bench.example
+    """Returns time and throughput; ``tokens_per_s`` counts targets and is None for inputs other than tokens."""
+    samples = bench.config.batch.global_size
+    first = bench.example
     tokens = None if first.micro_batches[0].inputs.is_floating_point() else first.target_count
     return {
         "step_s": _spread([*seconds]),
@@ -218,7 +228,7 @@ def _communication(bench: _StepBench) -> list[float] | None:
 
 
 def _measurement_cost(bench: _StepBench, step_s: float) -> dict[str, float]:
-    """Of what is measured in training, on the rank where it costs most."""
+    """Returns the cost of the measurements during training on the rank where it is largest."""
     measures = Measures(bench.config, bench.mesh, first_of_node=bench.mesh.rank == 0)
     own = measures.cost(3, bench.step, bench.config.telemetry.log_every)
     worst: dict[str, float] = max(_gather(own, bench.mesh), key=lambda cost: cost["seconds_per_step"])
@@ -226,7 +236,7 @@ def _measurement_cost(bench: _StepBench, step_s: float) -> dict[str, float]:
 
 
 def _utilisation(bench: _StepBench, samples_per_s: float) -> dict[str, Any] | None:
-    """Model FLOPs utilisation, where the model says how many operations a sample takes."""
+    """Returns the model FLOPs utilisation; None if the model does not define its operations per sample."""
     config, mesh = bench.config, bench.mesh
     model = build_model(config.model, config.train.seed)
     precision = config.precision.name
@@ -242,11 +252,11 @@ def _utilisation(bench: _StepBench, samples_per_s: float) -> dict[str, Any] | No
         return None
     count = count_flops(model, torch.empty((1, *bench.inputs_shape), device="meta"), config.train)
     found = count.utilisation(samples_per_s, sum(peaks))
-    return {"value": found["mfu"], **found, **described(count, sum(peaks), source)}
+    return {"value": found["mfu"], **found, **describe_utilisation(count, sum(peaks), source)}
 
 
 def _gather(value: Any, mesh: Mesh) -> list[Any]:
-    """``value`` of every rank, in order. Collective."""
+    """Gathers ``value`` from all ranks in order. Collective."""
     gathered: list[Any] = [None] * mesh.layout.world_size
     dist.all_gather_object(gathered, value, group=mesh.control)
     return gathered

@@ -42,7 +42,7 @@ class Orphaned(Exception):
 
 @dataclass(frozen=True)
 class Archive:
-    """The archive of one run.
+    """Represents the archive of one run.
 
     Attributes:
         copy: the archive in the layout of a run, with ``config.yaml`` and a ``run.json`` that names the run.
@@ -101,11 +101,14 @@ class Archive:
         write_json(self.copy.path / "run.json", {"run_id": run_id, "archived_from": str(self.run.path)})
 
     def _claim(self) -> None:
-        own, theirs = self.run.record().get("run_id"), self.copy.record().get("run_id")
-        if theirs not in (own, None) and self.store.committed():
-            raise ArchiveError(f"{self.copy.path} holds checkpoints of another run ({theirs}); move them elsewhere")
+        own_id = self.run.record().get("run_id")
+        archived_id = self.copy.record().get("run_id")
+        if archived_id not in (own_id, None) and self.store.committed():
+            raise ArchiveError(
+                f"{self.copy.path} holds checkpoints of another run ({archived_id}); move them elsewhere"
+            )
         self.copy.create()
-        if theirs != own:
+        if archived_id != own_id:
             self._sign()
         shutil.copyfile(self.run.config, self.copy.config)
 
@@ -185,7 +188,9 @@ def _copy_file(source: Path, target: Path, entry: FileEntry, parent: int) -> Non
 
 def main(arguments: list[str]) -> int:
     """Updates the archive; the arguments are RUN_DIR, the attempt and the process id of rank 0."""
-    run, attempt, parent = RunDirectory(Path(arguments[0])), int(arguments[1]), int(arguments[2])
+    run = RunDirectory(Path(arguments[0]))
+    attempt = int(arguments[1])
+    parent = int(arguments[2])
     os.nice(10)
     events = EventLog.open(run, f"archive-{socket.gethostname()}-{os.getpid()}", attempt)
     archive = Archive.of(run, load(run))

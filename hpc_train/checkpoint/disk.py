@@ -47,7 +47,8 @@ class HashedFile:
         """Flushes Python's buffer to the kernel, then syncs the kernel's buffer to disk."""
         if self._file is None:
             return
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         try:
             file.flush()
             sync(file.fileno())
@@ -57,7 +58,8 @@ class HashedFile:
     def abandon(self) -> None:
         """Closes the file without syncing it."""
         if self._file is not None:
-            file, self._file = self._file, None
+            file = self._file
+            self._file = None
             with suppress(OSError):  # flushing the buffer fails as well on a full disk
                 file.close()
 

@@ -32,7 +32,7 @@ class Listed:
 
 def list_checkpoints(run: RunDirectory) -> list[Listed]:
     """Returns all checkpoints of ``run``, oldest first, after a check of file names and sizes."""
-    return [look(found, full=False) for found in CheckpointStore(run.checkpoints).committed()]
+    return [inspect_checkpoint(found, full=False) for found in CheckpointStore(run.checkpoints).committed()]
 
 
 def list_set_aside(run: RunDirectory) -> list[Listed]:
@@ -40,7 +40,7 @@ def list_set_aside(run: RunDirectory) -> list[Listed]:
     found = []
     for path in CheckpointStore(run.checkpoints).bad():
         step = int(path.name.split(".")[1].removeprefix("step-"))
-        manifest = look(Checkpoint(step, path), full=False).manifest
+        manifest = inspect_checkpoint(Checkpoint(step, path), full=False).manifest
         found.append(Listed(Checkpoint(step, path), manifest, f"damaged, set aside as {path.name}"))
     return found
 
@@ -50,10 +50,10 @@ def list_archived(run: RunDirectory) -> list[Listed]:
     archive = Archive.of(run, load(run)) if run.config.exists() else None
     if archive is None:
         return []
-    return [replace(look(found, full=False), archived=True) for found in archive.store.committed()]
+    return [replace(inspect_checkpoint(found, full=False), archived=True) for found in archive.store.committed()]
 
 
-def look(found: Checkpoint, *, full: bool, on_bytes: Callable[[int], None] | None = None) -> Listed:
+def inspect_checkpoint(found: Checkpoint, *, full: bool, on_bytes: Callable[[int], None] | None = None) -> Listed:
     """Compares a checkpoint with its manifest.
 
     Args:
@@ -93,7 +93,7 @@ def verified_manifest(found: Checkpoint, on_bytes: Callable[[int], None] | None 
     Raises:
         UserError: the checkpoint is damaged.
     """
-    listed = look(found, full=True, on_bytes=on_bytes)
+    listed = inspect_checkpoint(found, full=True, on_bytes=on_bytes)
     if listed.problem is not None or listed.manifest is None:
         raise UserError(
             f"the checkpoint {found.path} is damaged: {listed.problem}",

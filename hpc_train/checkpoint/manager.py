@@ -202,10 +202,11 @@ class CheckpointManager:
         reader = SafeReader(path, found.manifest, found.visibility_timeout_s)
         state = training_state(self.engine, self.optimizer)
         stored = self._stored_shapes(reader, path)
-        wanted = self._of_all_ranks(shapes(state))
+        wanted = self._gather_shapes(shapes(state))
         with_optimizer = not forked or _optimizer_part(stored) == _optimizer_part(wanted)
         if not with_optimizer:
-            stored, wanted = _model_part(stored), _model_part(wanted)
+            stored = _model_part(stored)
+            wanted = _model_part(wanted)
             state = {name: tensor for name, tensor in state.items() if name in wanted}
         compression = CompressionLoad(self.engine, stored if with_optimizer else {})
         check_match(without_compression(stored), wanted, where=str(path))
@@ -305,7 +306,7 @@ class CheckpointManager:
             on_first(partial(self._commit, writing, save, files), self._group)
         except (SaveFailed, OSError) as error:
             self._copies.forget_plan()
-            self._error = failed = error if isinstance(error, SaveFailed) else _of_first_rank(error)
+            self._error = failed = error if isinstance(error, SaveFailed) else _failure_of_first_rank(error)
             failed.secondary = self.mesh.rank not in failed.ranks
             if self.mesh.rank == 0:
                 if writing is not None:
@@ -320,7 +321,8 @@ class CheckpointManager:
             self.durable_s = time.monotonic() - save.began
 
     def _surface(self, final: bool) -> None:
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is None:
             return
         if final or not isinstance(error, SaveFailed):
@@ -379,7 +381,7 @@ class CheckpointManager:
         except CheckpointException as error:
             raise RuntimeError(f"cannot load the checkpoint in {reader.path}: {error}") from error
 
-    def _of_all_ranks(self, own: Mapping[str, TensorShape]) -> dict[str, TensorShape]:
+    def _gather_shapes(self, own: Mapping[str, TensorShape]) -> dict[str, TensorShape]:
         """Gathers the shapes from one rank per stage, since replicas and tensor-parallel ranks hold the same names."""
         own = own if self.mesh.dp_rank == 0 and self.mesh.tp_rank == 0 else {}
         gathered: list[Any] = [None] * self.mesh.layout.world_size
@@ -387,7 +389,7 @@ class CheckpointManager:
         return {name: shape for part in gathered for name, shape in part.items()}
 
 
-def _of_first_rank(error: OSError) -> SaveFailed:
+def _failure_of_first_rank(error: OSError) -> SaveFailed:
     return SaveFailed(f"rank 0: {type(error).__name__}: {error}", {0: error})
 
 

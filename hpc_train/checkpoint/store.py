@@ -41,7 +41,7 @@ _BAD = re.compile(r"bad\.step-(\d{8,})\.attempt-(\d+)(\.\d+)?")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A committed checkpoint."""
+    """Refers to a committed checkpoint."""
 
     step: int
     path: Path

@@ -17,7 +17,15 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from hpc_train.checkpoint.listing import Listed, choose, find_run, list_archived, list_checkpoints, list_set_aside, look
+from hpc_train.checkpoint.listing import (
+    Listed,
+    choose,
+    find_run,
+    inspect_checkpoint,
+    list_archived,
+    list_checkpoints,
+    list_set_aside,
+)
 from hpc_train.config.run_path import default_root
 from hpc_train.plan.layout import Layout
 from hpc_train.run.exits import Exit
@@ -117,7 +125,7 @@ def _verify(options: argparse.Namespace) -> int:
         listed = [item for item in listed if item.checkpoint == wanted]
     total = sum(item.manifest.size for item in listed if item.manifest is not None)
     with _bar("verifying", total) as advance:
-        verified = [look(item.checkpoint, full=True, on_bytes=advance) for item in listed]
+        verified = [inspect_checkpoint(item.checkpoint, full=True, on_bytes=advance) for item in listed]
     _show(verified, "all bytes", options.json)
     return Exit.FAILED if any(item.problem for item in verified) else Exit.DONE
 

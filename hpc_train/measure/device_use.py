@@ -1,7 +1,4 @@
-"""The most memory that this process held.
-
-How busy a GPU is, by NVML: the share of the time in which any kernel ran on it. Needs nvidia-ml-py.
-"""
+"""Measures the peak memory of this process and the utilisation of its GPU (which needs nvidia-ml-py)."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import torch
 
 
 def peak_host_memory() -> int:
-    """Bytes, the high-water mark of resident memory (VmHWM): unlike ``ru_maxrss`` a forked child's own."""
+    """Returns the peak resident set in bytes (VmHWM), which unlike ``ru_maxrss`` does not include the parent's."""
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     found = re.search(r"VmHWM:\s+(\d+) kB", status)
     assert found is not None, "the kernel always reports it for a living process"
@@ -23,7 +20,7 @@ def peak_host_memory() -> int:
 
 
 def peak_device_memory(device: torch.device) -> int | None:
-    """Bytes that torch's allocator held at most on a GPU since the start; None on the CPU."""
+    """Returns the peak bytes that torch's allocator held on a GPU; None on the CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
@@ -31,7 +28,10 @@ EVERY_S = 1.0  # NVML averages over up to a second itself
 
 
 class GpuUtilisation:
-    """Looks once a second, while somebody asks; knows nothing without a GPU, NVML or where the GPU is a MIG slice."""
+    """Samples the GPU utilisation, the share of time in which a kernel ran, at most once a second.
+
+    There are no samples without a GPU, without NVML, or on a MIG slice.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" and find_spec("pynvml") is not None else None
@@ -39,17 +39,18 @@ class GpuUtilisation:
         self._next = 0.0
 
     def look(self) -> None:
-        """Cheap, to be called in each step."""
+        """Takes a sample if one is due; cheap enough to be called in each step."""
         if self._device is None or time.monotonic() < self._next:
             return
         self._next = time.monotonic() + EVERY_S
         try:
             self._shares.append(torch.cuda.utilization(self._device) / 100)
-        except Exception as error:  # NVML's errors have no base of torch's
-            print(f"no GPU utilisation is measured: {type(error).__name__}: {error}")
+        except Exception as error:  # NVML's errors have no common base class
+            print(f"cannot measure GPU utilisation: {type(error).__name__}: {error}")
             self._device = None
 
     def take(self) -> float | None:
-        """The mean since the last ``take``, in [0, 1]; None where nothing was seen."""
-        shares, self._shares = self._shares, []
+        """Returns the mean since the last ``take``, in [0, 1]; None without samples."""
+        shares = self._shares
+        self._shares = []
         return fmean(shares) if shares else None

@@ -1,18 +1,16 @@
-"""Where the time of training steps goes, looked at in every step: waiting for collectives, and the pipeline's bubble.
+"""Measures exposed communication and the pipeline bubble in every training step, at low cost.
 
-``shares.py`` asks the profiler, which slows what it looks at. Here two clock readings (on a GPU two events) stand
-around each place where computing waits for communication, and around the work of each pipeline stage:
+``time_breakdown.py`` uses the profiler, which slows the steps down. This module takes two clock readings (on a GPU
+two events) around each place where computation waits for communication, and around the work of each pipeline stage:
 
-- ``Work.wait``: collectives of our own, FSDP's on the CPU;
+- ``Work.wait``: hpc_train's own collectives, and FSDP's on the CPU;
 - ``wait_tensor``: the functional collectives of tensor parallelism;
-- the compute stream's ``wait_event``: FSDP's collectives on a GPU, which have streams of their own;
-- the end of a backward under DDP, which waits inside C++: between the last gradient and the return.
+- the compute stream's ``wait_event``: FSDP's collectives on a GPU, which run on their own streams;
+- the end of a backward pass under DDP, which waits inside C++ between the last gradient and the return.
 
-What a stage waits for between its chunks is the bubble, whatever it waits for; so is its wait for the other stages
-before the gradient norm, which all ranks sum. A collective that runs on the compute
-stream itself (called without ``async_op`` on a GPU) counts as computing; so do those inside compiled regions.
-
-Stretches of time added up: by the host's clock, or on a GPU's own time line without making the host wait.
+All waiting of a stage between its chunks counts as bubble, and so does its wait for the other stages before the
+gradient norm. A collective on the compute stream (without ``async_op`` on a GPU) or inside a compiled region counts as
+computation.
 """
 
 from __future__ import annotations
@@ -36,11 +34,11 @@ STAGE_WORK = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_ch
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of this rank.
+    """Holds the seconds that this rank spent waiting.
 
     Attributes:
-        communication_s: computing waited for a collective, or for the slowest of its ranks.
-        bubble_s: a pipeline schedule was under way, and no stage of this rank computed.
+        communication_s: computation waited for a collective, including the wait for its slowest rank.
+        bubble_s: a pipeline schedule ran and no stage of this rank computed.
     """
 
     communication_s: float
@@ -48,28 +46,28 @@ class StepTimes:
 
 
 class StepClock:
-    """Counts inside ``step``, while ``watching``."""
+    """Measures the waits of this rank inside ``step``, within the context ``watching``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._communication, self._pass, self._work = (make_stopwatch(device) for _ in range(3))
-        self._waiting = self._communication  # where a wait counts now
+        self._waiting = self._communication  # the stopwatch that currently counts waits
         self._counts = False
         self._thread = threading.current_thread()
         self._stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
     @property
     def stretches(self) -> int:
-        """How many were timed since the start: what the measurement costs."""
+        """Returns the number of intervals timed since the start, which determines the cost of measuring."""
         return sum(watch.stretches for watch in (self._communication, self._pass, self._work))
 
     @contextmanager
     def watching(self, replicated: Iterable[nn.Module] = (), pipeline: bool = False) -> Iterator[None]:
-        """Puts the clock where torch waits, for the time of the ``with`` block.
+        """Times the waits of torch in this context.
 
         Args:
-            replicated: modules that DDP keeps in step.
-            pipeline: whether there are stages to be looked at.
+            replicated: modules whose gradients DDP reduces.
+            pipeline: whether to time pipeline stages.
         """
         with ExitStack() as stack:
             for module in replicated:
@@ -85,7 +83,7 @@ class StepClock:
             yield
 
     def _watch_pipeline(self, stack: ExitStack) -> None:
-        from torch.distributed.pipelining.stage import _PipelineStageBase  # takes a second to import
+        from torch.distributed.pipelining.stage import _PipelineStageBase  # importing it takes a second
 
         from hpc_train.parallel.pipeline_engine import PipelineEngine
         from hpc_train.parallel.schedules import Schedule
@@ -96,7 +94,7 @@ class StepClock:
         stack.enter_context(_replaced(PipelineEngine, "clip_grad_norm_", self._drains))
 
     def seconds_per_stretch(self, times: int = 1000) -> float:
-        """What timing one stretch costs, in isolation. Not while ``watching`` counts."""
+        """Measures the cost of timing one interval; must not be called inside ``step``."""
         timed = self._waits(lambda: None)
         with self.step():
             begin = time.perf_counter()
@@ -108,7 +106,7 @@ class StepClock:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around each step."""
+        """Counts the waits in this context, which encloses one step."""
         self._counts = True
         yield
         self._counts = False
@@ -116,7 +114,7 @@ class StepClock:
             watch.collect()
 
     def read(self) -> StepTimes:
-        """Since the last ``read``. Waits for the device."""
+        """Returns the times since the last ``read``; waits for the device."""
         communication, passed, work = (watch.take() for watch in (self._communication, self._pass, self._work))
         return StepTimes(communication, max(0.0, passed - work))
 
@@ -133,9 +131,9 @@ class StepClock:
         return timed
 
     def _computes(self, args: tuple[Any, ...]) -> bool:
-        """Whether it is computing that waits: not a checkpoint in another thread, not a stream for communication."""
+        """Returns whether computation waits, rather than a checkpoint thread or a communication stream."""
         thread = threading.current_thread()
-        # autograd computes for a GPU in threads that Python has not started
+        # autograd runs backward passes for a GPU in threads that Python has not started
         if thread is not self._thread and not isinstance(thread, threading._DummyThread):
             return False
         if self._device.type != "cuda":
@@ -146,7 +144,8 @@ class StepClock:
 
     def _works(self, work: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            before, self._counts = self._counts, True
+            before = self._counts
+            self._counts = True
             begun = self._work.begin()
             try:
                 return work(*args, **kwargs)
@@ -158,7 +157,8 @@ class StepClock:
 
     def _passes(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            before, self._counts = self._counts, False
+            before = self._counts
+            self._counts = False
             begun = self._pass.begin()
             try:
                 return step(*args, **kwargs)
@@ -179,25 +179,28 @@ class StepClock:
         return timed
 
     def _before_backward_ends(self, _: torch.Tensor) -> None:
-        """Autograd runs what was queued for the end of a backward in order: this before what DDP queues afterwards,
-        with its last bucket; and what is queued from here after that."""
+        """Queues callbacks around DDP's final wait.
+
+        Autograd runs the callbacks for the end of a backward pass in order: first ``begin``, then the one that DDP
+        queues with its last bucket, then ``end``.
+        """
         if not self._counts:
             return
 
         def begin() -> None:
             begun = self._communication.begin()
-            self._counts = False  # a hook's own waits would count twice
+            self._counts = False  # otherwise the waits of a communication hook would count twice
 
             def end() -> None:
                 self._communication.end(begun)
                 self._counts = True
 
-            _at_the_end_of_backward(end)
+            _queue_at_end_of_backward(end)
 
-        _at_the_end_of_backward(begin)
+        _queue_at_end_of_backward(begin)
 
 
-def _at_the_end_of_backward(call: Callable[[], None]) -> None:
+def _queue_at_end_of_backward(call: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
@@ -212,24 +215,24 @@ def _replaced(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callab
 
 
 class Stopwatch(Protocol):
-    """Adds up the stretches between ``begin`` and ``end``.
+    """Sums the intervals between ``begin`` and ``end``.
 
     Attributes:
-        stretches: how many there were since the start.
+        stretches: number of intervals since the start.
     """
 
     stretches: int
 
     def begin(self) -> Any:
-        """What ``end`` wants."""
+        """Starts an interval and returns the argument for ``end``."""
 
     def end(self, begun: Any) -> None: ...
 
     def collect(self) -> None:
-        """Now and then: adds up what is known by now. Does not wait."""
+        """Adds the intervals that the device has finished, without blocking; called after each step."""
 
     def take(self) -> float:
-        """Seconds since the last ``take``. Waits for the device where a stretch has not ended there."""
+        """Returns the seconds since the last ``take``; waits for the device to finish all intervals."""
 
 
 def make_stopwatch(device: torch.device) -> Stopwatch:
@@ -237,7 +240,7 @@ def make_stopwatch(device: torch.device) -> Stopwatch:
 
 
 class HostStopwatch:
-    """A ``Stopwatch`` for the CPU, where what is waited for stops the host."""
+    """A ``Stopwatch`` for the CPU, which reads the host's clock."""
 
     def __init__(self) -> None:
         self.stretches = 0
@@ -254,12 +257,13 @@ class HostStopwatch:
         pass
 
     def take(self) -> float:
-        seconds, self._seconds = self._seconds, 0.0
+        seconds = self._seconds
+        self._seconds = 0.0
         return seconds
 
 
 class DeviceStopwatch:
-    """A ``Stopwatch`` by events in the current stream. They are used again once they have passed."""
+    """A ``Stopwatch`` that records reusable events in the current CUDA stream, without blocking the host."""
 
     def __init__(self) -> None:
         self.stretches = 0
@@ -286,5 +290,6 @@ class DeviceStopwatch:
         if self._open:
             self._open[-1][1].synchronize()
         self.collect()
-        seconds, self._seconds = self._seconds, 0.0
+        seconds = self._seconds
+        self._seconds = 0.0
         return seconds

@@ -1,10 +1,7 @@
-"""Which rank of several nodes the others wait for, by what all ranks waited for collectives since the last line.
+"""Combines the measurements of all ranks into metrics, and finds a straggler across nodes.
 
-An agent sees the ranks of its own node only, and the clocks of nodes differ; how long each rank waited does not depend
-on them. Ranks leave a collective together, so the one that comes last has waited least. Stages of a pipeline do
-different work: only the ranks of one stage are compared.
-
-What the ranks measured since the last line of metrics, and what it comes to over all of them.
+Ranks leave a collective together, so the rank that arrives last has waited least. Waiting times do not depend on the
+clocks of the nodes. Only the ranks of one pipeline stage are compared, since stages do different work.
 """
 
 from __future__ import annotations
@@ -21,46 +18,50 @@ from hpc_train.measure.streak import Streak
 from hpc_train.parallel.mesh import Mesh, all_gather_tensor
 from hpc_train.plan.layout import Layout
 
-LEAST_SHARE = 0.2  # of the time, that the others wait for it
-LEAST_BLAME = 0.75  # of that, by which it is also later than the next: one slow rank, and not a busy cluster
-IN_A_ROW = 3  # lines of metrics, after the first of an attempt, which has the start of everything in it
+LEAST_SHARE = 0.2  # smallest share of the time for which the others wait
+LEAST_BLAME = 0.75  # the gap to the next rank, as a share of that wait, that rules out a generally busy cluster
+IN_A_ROW = 3  # lines of metrics; the first line of an attempt does not count, as it includes the start-up
 
 
 @dataclass(frozen=True)
-class LateRank:
-    """``share`` of the time the others of its stage wait for ``rank``, on ``node``."""
+class SlowRank:
+    """Describes a rank on ``node`` for which the others of its stage wait for ``share`` of the time."""
 
     rank: int
     node: str
     share: float
 
     def details(self) -> dict[str, Any]:
-        """For the event."""
+        """Returns the details of the event."""
         message = f"the other ranks wait for rank {self.rank} on {self.node} {self.share:.0%} of the time"
         return {"rank": self.rank, "node": self.node, "share": round(self.share, 3), "message": message}
 
 
 @dataclass
-class LateRankWatch:
-    """Looks at the times of all ranks with every line of metrics of an attempt. ``nodes``: the node of each rank."""
+class SlowRankWatch:
+    """Checks the times of all ranks with every line of metrics of an attempt.
+
+    Attributes:
+        nodes: the node of each rank.
+    """
 
     layout: Layout
     nodes: Sequence[str]
     _lines: int = field(default=0, init=False)
     _ranks: Streak[int] = field(default_factory=lambda: Streak(IN_A_ROW), init=False)
 
-    def look(self, rows: Sequence[RankTimes]) -> LateRank | None:
-        """A rank that ``IN_A_ROW`` lines agree on and that was not reported before."""
+    def look(self, rows: Sequence[RankTimes]) -> SlowRank | None:
+        """Returns a rank that was the straggler in ``IN_A_ROW`` lines and was not reported before."""
         self._lines += 1
-        found = find_late_rank(rows, self.layout) if self._lines > 1 else None
+        found = find_slow_rank(rows, self.layout) if self._lines > 1 else None
         if not self._ranks.confirms(None if found is None else found[0]) or found is None:
             return None
         rank, share = found
-        return LateRank(rank, self.nodes[rank], share)
+        return SlowRank(rank, self.nodes[rank], share)
 
 
-def find_late_rank(rows: Sequence[RankTimes], layout: Layout) -> tuple[int, float] | None:
-    """The rank that the others of its stage wait for most, and for which share of the time; None without one."""
+def find_slow_rank(rows: Sequence[RankTimes], layout: Layout) -> tuple[int, float] | None:
+    """Returns the rank for which the others of its stage wait most, and the share of the time; None without one."""
     found = [_latest(range(begin, end), rows) for begin, end in stages(layout)]
     return max((late for late in found if late is not None), key=lambda late: late[1], default=None)
 
@@ -79,15 +80,15 @@ def _latest(ranks: range, rows: Sequence[RankTimes]) -> tuple[int, float] | None
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Of one rank: sums over ``steps`` steps; None for what is not known.
+    """Holds the sums of one rank over ``steps`` steps; None for unknown values.
 
     Attributes:
-        seconds: all time but pauses (evaluation, saves).
-        data_s: waiting for the next batch.
+        seconds: elapsed time without pauses for evaluation and saves.
+        data_s: time spent waiting for the next batch.
         communication_s, bubble_s: see ``step_clock.StepTimes``.
-        memory_bytes: the most that it held since the start.
+        memory_bytes: peak memory since the start.
         gpu_util: share of the time in which a kernel ran on its GPU.
-        rdma_sent, rdma_received, net_sent, net_received: bytes of its node; on the first rank of a node.
+        rdma_sent, rdma_received, net_sent, net_received: bytes of its node; only on the first rank of a node.
     """
 
     seconds: float
@@ -104,7 +105,7 @@ class RankTimes:
 
     @property
     def busy_s(self) -> float:
-        """What is left: computing, and on a GPU also waiting for the host."""
+        """Returns the remaining time: computation, and on a GPU also waiting for the host."""
         return max(0.0, self.seconds - self.data_s - (self.communication_s or 0.0) - (self.bubble_s or 0.0))
 
 
@@ -117,29 +118,30 @@ TRAFFIC = {  # key of the metrics -> field
 
 
 def gather(own: RankTimes, mesh: Mesh) -> list[RankTimes]:
-    """Those of all ranks, in order. Collective: one message of a few numbers on the CPU."""
+    """Gathers the values of all ranks in order, with one small all-gather on the CPU. Collective."""
     values = [math.nan if value is None else float(value) for value in astuple(own)]
     gathered = torch.empty(mesh.layout.world_size * len(values), dtype=torch.float64)
     all_gather_tensor(gathered, torch.tensor(values, dtype=torch.float64), group=mesh.control)
-    return [_row(row) for row in gathered.view(-1, len(values)).tolist()]
+    return [_rank_times(row) for row in gathered.view(-1, len(values)).tolist()]
 
 
-def _row(values: Sequence[float]) -> RankTimes:
+def _rank_times(values: Sequence[float]) -> RankTimes:
     seconds, steps, data_s, memory, *rest = (None if math.isnan(value) else value for value in values)
     assert seconds is not None and steps is not None and data_s is not None and memory is not None
     return RankTimes(seconds, int(steps), data_s, int(memory), *rest)  # type: ignore[arg-type]
 
 
 def over_ranks(rows: Sequence[RankTimes], layout: Layout) -> dict[str, float]:
-    """The keys of the metrics; absent where any rank does not know its part.
+    """Returns metric name -> value, without metrics for which a rank lacks its value.
 
-    - data_wait_share, comm_share, bubble_share: of the time; means over the ranks.
-    - compute_imbalance: the longest of the times that ranks computed, over their mean.
-    - arrival_skew_s: per step, how much earlier the first rank of a stage enters collectives than the last. Ranks
-      leave a collective together, so it is the difference of their waiting.
-    - peak_memory_bytes: of the rank with the most; memory_imbalance: that over the mean.
-    - gpu_util: the mean. host_share: the GPU ran no kernel, neither computing nor communicating, though there was data.
-    - rdma_tx_bytes, …: per step, summed over the nodes.
+    - data_wait_share, comm_share, bubble_share: shares of the time, averaged over the ranks.
+    - compute_imbalance: the longest computation time of a rank over the mean of all ranks.
+    - arrival_skew_s: per step, the time between the first and the last rank of a stage entering collectives. Ranks
+      leave a collective together, so it is the difference of their waiting times.
+    - peak_memory_bytes: the maximum over the ranks; memory_imbalance: that over the mean.
+    - gpu_util: the mean over the ranks.
+    - host_share: the share of the time in which data was available and the GPU ran no kernel.
+    - rdma_tx_bytes, rdma_rx_bytes, net_tx_bytes, net_rx_bytes: per step, summed over the nodes.
     """
     found: dict[str, float | None] = {
         "data_wait_share": fmean(row.data_s / row.seconds for row in rows),
@@ -160,7 +162,7 @@ def over_ranks(rows: Sequence[RankTimes], layout: Layout) -> dict[str, float]:
 
 
 def stages(layout: Layout) -> list[tuple[int, int]]:
-    """The ranks of each place in the pipeline: those that do the same work."""
+    """Returns (begin, end) of the ranks at each position in the pipeline, which do the same work."""
     ranks = layout.dp * layout.tp
     return [(begin, begin + ranks) for begin in range(0, layout.world_size, ranks)]
 
@@ -181,6 +183,6 @@ def _over_mean(values: Sequence[float]) -> float:
 
 
 def _per_step(rows: Sequence[RankTimes], field: str) -> float | None:
-    """One rank of each node counts for it."""
+    """Returns the sum per step over the first ranks of all nodes; None without values."""
     known = [value for row in rows if (value := getattr(row, field)) is not None]
     return sum(known) / max(1, rows[0].steps) if known else None

@@ -1,8 +1,6 @@
-"""When the devices are kept from computing for several lines of metrics in a row: what by, and what could be changed.
+"""Finds what limits the throughput of a run, from its metrics, and suggests changes of the config; without torch.
 
-Values only: no torch. Each limit is told once in an attempt.
-
-What could be changed in a config where a share of its steps is too large. Values only: no torch.
+A limit is reported once per attempt, after several consecutive lines of metrics have shown it.
 """
 
 from __future__ import annotations
@@ -19,18 +17,18 @@ from hpc_train.plan.techniques import KINDS, SCHEDULES, PipelineShape
 from hpc_train.plan.validate import validate
 
 LEAST_UTILISATION = 0.6
-IN_A_ROW = 3  # lines of metrics, after the first of an attempt, which has the start of everything in it
-SHARES = {  # limit -> key of the metrics, and the share of the time that is too much in any case
+IN_A_ROW = 3  # lines of metrics; the first line of an attempt does not count, as it includes the start-up
+SHARES = {  # limit -> (metric, largest acceptable share of the time)
     "data": ("data_wait_share", 0.1),
     "communication": ("comm_share", 0.3),
     "bubble": ("bubble_share", 0.3),
     "host": ("host_share", 0.3),
 }
-RATIOS = {  # limit -> key of the metrics, and the largest of the ranks over their mean that is too much
+RATIOS = {  # limit -> (metric, largest acceptable ratio of a rank to the mean)
     "imbalance": ("compute_imbalance", 1.25),
     "memory": ("memory_imbalance", 1.3),
 }
-LEAST_SHARE = 0.1  # what takes less is not to blame
+LEAST_SHARE = 0.1  # smallest share that can be a limit
 WORDS = {
     "data": "the ranks wait for data {:.0%} of the time",
     "communication": "the ranks wait for communication {:.0%} of the time",
@@ -43,7 +41,12 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Advice:
-    """``limit``: what keeps the devices from computing; ``value``: its share of the time, or the ratio of ranks."""
+    """Describes what keeps the devices from computing.
+
+    Attributes:
+        limit: a key of ``SHARES`` or ``RATIOS``.
+        value: its share of the time, or the ratio of a rank to the mean.
+    """
 
     limit: str
     value: float
@@ -51,25 +54,25 @@ class Advice:
 
     @property
     def message(self) -> str:
-        said = WORDS[self.limit].format(self.value)
-        return f"{said}; what may help: " + ", or ".join(map(str, self.fixes)) if self.fixes else said
+        problem = WORDS[self.limit].format(self.value)
+        return f"{problem}; this may help: " + ", or ".join(map(str, self.fixes)) if self.fixes else problem
 
     def details(self) -> dict[str, Any]:
-        """For the event."""
-        told = [[f"{key}={value}" for key, value in fix.overrides.items()] for fix in self.fixes]
-        return {"limit": self.limit, "value": round(self.value, 4), "message": self.message, "overrides": told}
+        """Returns the details of the event."""
+        overrides = [[f"{key}={value}" for key, value in fix.overrides.items()] for fix in self.fixes]
+        return {"limit": self.limit, "value": round(self.value, 4), "message": self.message, "overrides": overrides}
 
 
 @dataclass
 class AdviceWatch:
-    """Looks at every line of metrics of an attempt."""
+    """Checks every line of metrics of an attempt for a limit."""
 
     setting: SuggestedSetting
     _lines: int = field(default=0, init=False)
     _limits: Streak[str] = field(default_factory=lambda: Streak(IN_A_ROW), init=False)
 
     def look(self, line: Mapping[str, Any]) -> Advice | None:
-        """Advice on a limit that ``IN_A_ROW`` lines agree on and that was not reported before."""
+        """Returns advice on a limit that ``IN_A_ROW`` lines have shown and that was not reported before."""
         self._lines += 1
         limit = find_limit(line, self._limits.confirmed) if self._lines > 1 else None
         if not self._limits.confirms(limit) or limit is None:
@@ -79,10 +82,10 @@ class AdviceWatch:
 
 
 def find_limit(line: Mapping[str, Any], told: set[str] | frozenset[str] = frozenset()) -> str | None:
-    """The limit that takes most, where utilisation is low or its own threshold is passed; then uneven ranks.
+    """Returns the largest limit if utilisation is low or the limit exceeds its threshold, else an imbalance of ranks.
 
-    Utilisation is the share of the time that is left for computing, or NVML's where that is lower. A share that is
-    not in ``line`` is not known and not blamed.
+    Utilisation is the share of the time that is left for computation, or NVML's value if that is lower. A share that
+    is missing in ``line`` is unknown and cannot be the limit.
     """
     shares = {limit: line[key] for limit, (key, _) in SHARES.items() if line.get(key) is not None}
     utilisation = min(1.0 - sum(shares.values()), line.get("gpu_util", 1.0))
@@ -101,11 +104,11 @@ def find_limit(line: Mapping[str, Any], told: set[str] | frozenset[str] = frozen
 
 @dataclass(frozen=True)
 class SuggestedSetting:
-    """What a run was given.
+    """Holds the config and resources of a run, to which suggestions must apply.
 
     Attributes:
-        loader_workers: of this rank.
-        cores: that this rank may run on, loaders included.
+        loader_workers: number of loader workers of this rank.
+        cores: number of cores for this rank and its loader workers.
     """
 
     config: Config
@@ -118,26 +121,26 @@ class SuggestedSetting:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Overrides for the next submission, and what they would do."""
+    """Holds overrides for the next submission and the reason for them."""
 
     overrides: Mapping[str, Any]
     why: str
 
     def __str__(self) -> str:
-        return " ".join(f"{key}={_written(value)}" for key, value in self.overrides.items()) + f" ({self.why})"
+        return " ".join(f"{key}={_override_value(value)}" for key, value in self.overrides.items()) + f" ({self.why})"
 
 
 def fixes(limit: str, setting: SuggestedSetting) -> list[Suggestion]:
-    """For ``limit`` (a key of ``LIMITS``), the cheapest first; only such as this very run would be allowed."""
+    """Returns suggestions for ``limit`` (a key of ``LIMITS``) that are valid for this run, the cheapest first."""
     return [fix for fix in LIMITS[limit](setting) if _is_allowed(fix, setting)]
 
 
 def _data(setting: SuggestedSetting) -> Iterator[Suggestion]:
     workers = max(1, 2 * setting.loader_workers)
     if workers <= setting.cores:
-        yield Suggestion({"batch.loader_workers": workers}, "more processes that read samples")
+        yield Suggestion({"batch.loader_workers": workers}, "more processes read samples")
     elif setting.config.cluster.cpus_per_gpu == "auto":
-        yield Suggestion({"cluster.cpus_per_gpu": 2 * setting.cores}, "cores for more processes that read samples")
+        yield Suggestion({"cluster.cpus_per_gpu": 2 * setting.cores}, "more cores for processes that read samples")
 
 
 def _communication(setting: SuggestedSetting) -> Iterator[Suggestion]:
@@ -147,22 +150,22 @@ def _communication(setting: SuggestedSetting) -> Iterator[Suggestion]:
         yield _larger_micro_batches(layout, "parameters are gathered for each micro-batch")
     for kind in KINDS.values() if "parameters" in shards else ():
         if kind.shards == shards - {"parameters"}:
-            yield Suggestion({"strategy.data_parallel": kind.name}, "parameters stay gathered; takes memory")
+            yield Suggestion({"strategy.data_parallel": kind.name}, "parameters stay gathered; needs more memory")
     if shards and setting.nodes > 1 and layout.shard == layout.dp:
-        yield Suggestion({"strategy.shard": "node"}, "state is sharded inside a node; takes memory")
+        yield Suggestion({"strategy.shard": "node"}, "state is sharded only within a node; needs more memory")
     if layout.kind.bucket_search != "never":
-        yield Suggestion({"strategy.bucket_cap_mb": "auto"}, "the fastest of a few sizes of gradient buckets")
+        yield Suggestion({"strategy.bucket_cap_mb": "auto"}, "finds the fastest size of gradient buckets")
     if layout.kind.compressed_as is not None and setting.config.strategy.compression == "none":
-        yield Suggestion({"strategy.compression": "bf16"}, "half the bytes; powersgd and topk send far less")
+        yield Suggestion({"strategy.compression": "bf16"}, "halves the bytes; powersgd and topk send far less")
     if layout.tp > 1:
         yield Suggestion({"strategy.tp": layout.tp // 2}, "fewer ranks exchange activations in every layer")
     if layout.dp > 1 and layout.pp == 1:
         stages = setting.nodes if setting.nodes > 1 else 2
-        yield Suggestion({"strategy.pp": stages}, "stages exchange hidden states, and replicas fewer gradients")
+        yield Suggestion({"strategy.pp": stages}, "stages exchange activations, and replicas fewer gradients")
     if layout.dp > 1:
         follow = {"batch.micro_batches": 2 * layout.micro_batches} if batch.micro_size == "auto" else {}
         size = {"batch.global_size": 2 * batch.global_size, **follow, "run.fork": "NAME"}
-        yield Suggestion(size, "accumulates twice as much between reductions; it is another run")
+        yield Suggestion(size, "accumulates twice as many samples between reductions; needs a new run")
 
 
 def _bubble(setting: SuggestedSetting) -> Iterator[Suggestion]:
@@ -178,7 +181,7 @@ def _bubble(setting: SuggestedSetting) -> Iterator[Suggestion]:
             chosen = {"strategy.schedule": row.name, "strategy.stages_per_rank": 2}
             yield Suggestion(chosen, "two shorter stages on each rank")
     if layout.pp > 2:
-        yield Suggestion({"strategy.pp": layout.pp // 2}, "fewer stages; takes memory")
+        yield Suggestion({"strategy.pp": layout.pp // 2}, "fewer stages; needs more memory")
 
 
 def _host(setting: SuggestedSetting) -> Iterator[Suggestion]:
@@ -197,7 +200,7 @@ def _memory(setting: SuggestedSetting) -> Iterator[Suggestion]:
     layout = setting.layout
     if layout.pp > 1:
         yield _balanced()
-        yield Suggestion({"strategy.tp": 2 * layout.tp}, "every layer, the largest too, is shared by more ranks")
+        yield Suggestion({"strategy.tp": 2 * layout.tp}, "splits every layer over more ranks")
 
 
 LIMITS: dict[str, Callable[[SuggestedSetting], Iterator[Suggestion]]] = {
@@ -212,16 +215,18 @@ LIMITS: dict[str, Callable[[SuggestedSetting], Iterator[Suggestion]]] = {
 
 def _larger_micro_batches(layout: Layout, why: str) -> Suggestion:
     return Suggestion(
-        {"batch.micro_size": 2 * layout.micro_size, "batch.micro_batches": "auto"}, f"{why}; takes memory"
+        {"batch.micro_size": 2 * layout.micro_size, "batch.micro_batches": "auto"}, f"{why}; needs more memory"
     )
 
 
 def _balanced() -> Suggestion:
-    return Suggestion({"strategy.pp_split": "measured"}, "stages cut by what their layers take in time and memory")
+    return Suggestion(
+        {"strategy.pp_split": "measured"}, "splits stages by the measured time and memory of their layers"
+    )
 
 
 def _is_allowed(fix: Suggestion, setting: SuggestedSetting) -> bool:
-    """Whether it changes something, and the run would be accepted with it."""
+    """Returns whether the suggestion changes the config and the result is valid for this run."""
     config = setting.config
     for key, value in fix.overrides.items():
         config = _with(config, key.split("."), value)
@@ -240,5 +245,5 @@ def _with(config: Any, path: list[str], value: Any) -> Any:
     return replace(config, **{path[0]: _with(getattr(config, path[0]), path[1:], value)})
 
 
-def _written(value: Any) -> str:
+def _override_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,7 +1,4 @@
-"""Where the time of a step goes besides computing: waiting for collectives, and the pipeline's bubble.
-
-Both are measured in steps of their own, because looking slows them.
-"""
+"""Measures exposed communication and the pipeline bubble in separate steps, since profiling slows them down."""
 
 from __future__ import annotations
 
@@ -23,11 +20,11 @@ STAGE_WORK = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_ch
 
 
 def communication_share(step: Callable[[], None], device: torch.device, steps: int = 3) -> float:
-    """The share of ``steps`` steps in which a collective was under way on this rank and no computation: not overlapped.
+    """Returns the share of ``steps`` steps in which a collective ran on this rank without overlapping computation.
 
-    From torch.profiler: on a GPU intervals of NCCL kernels against all other kernels; on the CPU gloo's operations
-    against aten operators and compiled regions. Messages between pipeline stages are left out: waiting for them is the
-    bubble. Waiting for a slower rank inside a collective counts.
+    It uses torch.profiler: on a GPU it compares NCCL kernels with all other kernels, on the CPU gloo's operations with
+    aten operators and compiled regions. Waiting for a slower rank inside a collective counts. Point-to-point messages
+    between pipeline stages do not count, since waiting for them is the bubble.
     """
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])
@@ -45,7 +42,7 @@ def communication_share(step: Callable[[], None], device: torch.device, steps: i
 
 @dataclass(frozen=True)
 class Intervals:
-    """Beginnings and ends, in microseconds: of computing, of collectives, of messages between pipeline stages."""
+    """Holds (begin, end) in microseconds of computations, collectives and messages between pipeline stages."""
 
     computation: list[Interval] = field(default_factory=list)
     communication: list[Interval] = field(default_factory=list)
@@ -53,7 +50,7 @@ class Intervals:
 
 
 def cpu_intervals(events: Iterable[Any]) -> Intervals:
-    """By the names of gloo's operations, aten's operators and compiled regions."""
+    """Classifies CPU events by the names of gloo's operations, aten operators and compiled regions."""
     found = Intervals()
     for event in events:
         interval = (event.time_range.start, event.time_range.end)
@@ -67,7 +64,7 @@ def cpu_intervals(events: Iterable[Any]) -> Intervals:
 
 
 def gpu_intervals(events: Iterable[Any]) -> Intervals:
-    """By the names of kernels."""
+    """Classifies GPU events by the names of kernels."""
     found = Intervals()
     for event in events:
         if event.device_type != torch.autograd.DeviceType.CUDA or event.is_user_annotation:
@@ -83,14 +80,14 @@ def gpu_intervals(events: Iterable[Any]) -> Intervals:
 
 
 def uncovered(intervals: Iterable[Interval], covers: Iterable[Interval]) -> float:
-    """Length of the union of ``intervals`` without the union of ``covers``."""
-    both = [*intervals]
+    """Returns the length of the union of ``intervals`` minus the union of ``covers``."""
     covers = [*covers]
-    return _union_length([*both, *covers]) - _union_length(covers)
+    return _union_length([*intervals, *covers]) - _union_length(covers)
 
 
 def _union_length(intervals: Iterable[Interval]) -> float:
-    total, reached = 0.0, float("-inf")
+    total = 0.0
+    reached = float("-inf")
     for begin, end in sorted(intervals):
         if end > reached:
             total += end - max(begin, reached)
@@ -99,10 +96,10 @@ def _union_length(intervals: Iterable[Interval]) -> float:
 
 
 def bubble_share(step: Callable[[], None], device: torch.device, steps: int = 3) -> float:
-    """The share of ``steps`` passes of a pipeline schedule in which this rank's stages computed nothing.
+    """Returns the share of ``steps`` passes of a pipeline schedule in which no stage of this rank computed.
 
-    ``step`` is forward and backward over all micro-batches. The time inside a stage's forward and backward chunks is
-    taken with the host's clock on the CPU and with events on the GPU; waiting for messages lies outside of them.
+    ``step`` runs forward and backward over all micro-batches. The forward and backward chunks of a stage are timed with
+    the host's clock on the CPU and with events on the GPU; they do not include waiting for messages.
     """
     with timed_stages(device) as computing:
         _synchronize(device)
@@ -118,10 +115,13 @@ def bubble_share(step: Callable[[], None], device: torch.device, steps: int = 3)
 def timed_stages(
     device: torch.device, clock: Callable[[], float] = time.perf_counter
 ) -> Iterator[list[tuple[int, Callable[[], float]]]]:
-    """Notes the stage of each chunk of work and how long it took, a function that knows once the device has finished.
+    """Times all chunks of work of pipeline stages in this context.
+
+    Yields:
+        A list of (stage, function that returns the seconds of one chunk once the device has finished).
 
     Args:
-        clock: of the host; GPUs are timed by events.
+        clock: the host's clock; GPUs are timed with events.
     """
     from torch.distributed.pipelining.stage import _PipelineStageBase  # takes a second to import
 

@@ -1,13 +1,9 @@
-"""Model and hardware FLOPs utilisation, with what they count.
+"""Computes model and hardware FLOPs utilisation (MFU, HFU).
 
-MFU = FLOP per sample x samples/s / peak, with the operations of one forward and backward of the model as it is written
-down (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B). HFU counts what is computed: also what activation
-checkpointing and a loss in chunks run again, a forward, which is a third of both (Narayanan et al. 2021, Megatron-LM,
-arXiv:2104.04473, section 5.1). Two other ways of counting stand beside them, as figures of others are given so.
-
-Peak arithmetic rates of GPUs, dense, from NVIDIA's data sheets: the denominator of model FLOPs utilisation.
-
-MFU = flops_per_sample x samples per second / (GPUs x peak rate) (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
+MFU = FLOP per sample x samples/s / (GPUs x peak), with the operations of one forward and backward pass (Chowdhery et
+al. 2022, PaLM, arXiv:2204.02311, appendix B). HFU also counts the forward that activation checkpointing and a chunked
+loss recompute, a third of forward and backward (Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473, section 5.1).
+Two other conventions are reported for comparison with other publications.
 """
 
 from __future__ import annotations
@@ -23,19 +19,19 @@ from hpc_train.plan.recomputation import parse_recomputation
 
 FORMULA = (
     "MFU = FLOP per sample x samples/s / peak, PaLM appendix B: 6 per parameter and token without the embedding table, "
-    "attention not halved for the causal mask; HFU adds the forward that is computed again"
+    "attention not halved for the causal mask; HFU adds the recomputed forward"
 )
 
 
 @dataclass(frozen=True)
 class FlopCount:
-    """Floating-point operations for one sample; None where the model does not say.
+    """Holds the floating-point operations for one sample; None if the model does not define them.
 
     Attributes:
-        model: of forward and backward; matrix products without the embedding table, attention in full.
-        recomputed: of the forward that runs again in the backward.
-        causal: ``model`` with half of the attention, where a causal mask leaves out that half.
-        with_embeddings: ``model`` and 6 for each parameter of the embedding table and token.
+        model: forward and backward; matrix products without the embedding table, and full attention.
+        recomputed: the forward that is recomputed in the backward pass.
+        causal: ``model`` with only the half of the attention that a causal mask needs.
+        with_embeddings: ``model`` plus 6 for each parameter of the embedding table and token.
     """
 
     model: float
@@ -48,7 +44,7 @@ class FlopCount:
         return None if self.recomputed is None else self.model + self.recomputed
 
     def utilisation(self, samples_per_s: float, peak_flops: float) -> dict[str, float]:
-        """``mfu``, and where known ``hfu``, ``mfu_causal``, ``mfu_with_embeddings``."""
+        """Returns ``mfu`` and, if known, ``hfu``, ``mfu_causal`` and ``mfu_with_embeddings``."""
         counts = {
             "mfu": self.model,
             "hfu": self.hardware,
@@ -59,8 +55,9 @@ class FlopCount:
 
 
 def count_flops(model: Model, inputs: Tensor, train: TrainConfig) -> FlopCount:
-    """Of the whole model. Of ``inputs``, a micro-batch, only the shape is read."""
-    total, terms = model.flops_per_sample(inputs), model.flop_terms(inputs)
+    """Counts the operations of the unsplit model; only the shape of ``inputs``, a micro-batch, is read."""
+    total = model.flops_per_sample(inputs)
+    terms = model.flop_terms(inputs)
     return FlopCount(
         model=total,
         recomputed=_recomputed(model.block_flops(inputs), train),
@@ -70,20 +67,20 @@ def count_flops(model: Model, inputs: Tensor, train: TrainConfig) -> FlopCount:
 
 
 def _recomputed(blocks: tuple[float, ...] | None, train: TrainConfig) -> float | None:
-    """A forward is a third of forward and backward. Where products are kept only what PaLM does not count is left."""
-    layers_again = parse_recomputation(train.activation_checkpointing)
-    in_layers = layers_again.every > 0 and not layers_again.keep_products
+    """Returns the recomputed FLOPs, a third of forward and backward; kept products leave nothing that PaLM counts."""
+    recomputation = parse_recomputation(train.activation_checkpointing)
+    in_layers = recomputation.every > 0 and not recomputation.keep_products
     if not in_layers and train.loss_chunks == 1:
         return 0.0
     if blocks is None:
         return None
     _, *layers, head = blocks
-    again = [flops for layer, flops in enumerate(layers) if in_layers and layers_again.applies_to(layer)]
-    return (sum(again) + (head if train.loss_chunks > 1 else 0.0)) / 3
+    recomputed = [flops for layer, flops in enumerate(layers) if in_layers and recomputation.applies_to(layer)]
+    return (sum(recomputed) + (head if train.loss_chunks > 1 else 0.0)) / 3
 
 
-def described(count: FlopCount, peak_flops: float, source: str) -> dict[str, Any]:
-    """What the figures count, for ``run.json`` and reports."""
+def describe_utilisation(count: FlopCount, peak_flops: float, source: str) -> dict[str, Any]:
+    """Returns the terms of MFU and HFU for ``run.json`` and reports."""
     return {
         "flops_per_sample": count.model,
         "hardware_flops_per_sample": count.hardware,
@@ -93,8 +90,8 @@ def described(count: FlopCount, peak_flops: float, source: str) -> dict[str, Any
     }
 
 
-# Part of the device's name -> FLOP/s on tensor cores in bf16 and fp16, FLOP/s outside them in fp32, and in fp64.
-# The first name that fits counts, so the longer stand before the shorter.
+# Dense peak rates from NVIDIA's data sheets: part of the device's name, FLOP/s on tensor cores in bf16 and fp16, FLOP/s
+# without tensor cores in fp32 and in fp64. The first match wins, so longer names come first.
 _RATES: tuple[tuple[str, float, float, float], ...] = (
     ("GB200", 2500e12, 80e12, 40e12),
     ("B200", 2250e12, 80e12, 40e12),
@@ -119,10 +116,10 @@ _RATES: tuple[tuple[str, float, float, float], ...] = (
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """FLOP/s of one device under a precision of the config; None where it is not known.
+    """Returns the peak FLOP/s of one device under a precision of the config; None if unknown.
 
     Args:
-        device_name: as ``torch.cuda.get_device_name`` gives it.
+        device_name: the name that ``torch.cuda.get_device_name`` returns.
     """
     for name, half, single, double in _RATES:
         if name in device_name:

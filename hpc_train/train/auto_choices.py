@@ -52,11 +52,15 @@ def with_chosen_compression(config: Config, run: RunDirectory, mesh: Mesh, event
     """
     if config.strategy.compression != "auto":
         return config
-    technique = "none" if mesh.layout.dp == 1 else _known(run, mesh) or _measured(config, run, mesh, events)
+    technique = (
+        "none"
+        if mesh.layout.dp == 1
+        else _recorded_technique(run, mesh) or _measure_technique(config, run, mesh, events)
+    )
     return replace(config, strategy=replace(config.strategy, compression=technique))
 
 
-def _known(run: RunDirectory, mesh: Mesh) -> str | None:
+def _recorded_technique(run: RunDirectory, mesh: Mesh) -> str | None:
     """Returns the technique that ``run.json`` records for this layout; rank 0 reads it for all ranks."""
     record: list[Any] = [run.record().get("compression") if mesh.rank == 0 else None]
     dist.broadcast_object_list(record, src=0, group=mesh.control)
@@ -64,7 +68,7 @@ def _known(run: RunDirectory, mesh: Mesh) -> str | None:
     return known["technique"] if known and known["layout"] == str(mesh.layout) else None
 
 
-def _measured(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog | None) -> str:
+def _measure_technique(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog | None) -> str:
     choice = choose(config, mesh)
     if mesh.rank == 0:
         print(choice, flush=True)

@@ -55,7 +55,8 @@ class Control:
     def read(self) -> Agreement:
         """Returns the agreement; waits for the slowest rank's ``post``."""
         assert self._pending is not None, "nothing was posted"
-        (message, work), self._pending = self._pending, None
+        message, work = self._pending
+        self._pending = None
         work.wait()
         stop, target_count, save = message.tolist()
         return Agreement(stop > 0, target_count, save > 0)

@@ -17,8 +17,8 @@ from typing import Any
 
 from hpc_train.config.schema import TrainConfig
 
-WINDOW, LEAST = 64, 16  # logged losses that are compared with: at most, at least
-IN_A_ROW = 3  # logged losses above; at the end, steps that were skipped
+WINDOW, LEAST = 64, 16  # largest and smallest number of logged losses for the median
+IN_A_ROW = 3  # consecutive high losses, or skipped steps at the end of the run
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class DivergenceWatch:
     """Checks every logged step for divergence."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self._limit, self._mads = config.nonfinite_limit, config.spike_mads
+        self._limit = config.nonfinite_limit
+        self._mads = config.spike_mads
         self.max_rollbacks = config.max_rollbacks
         self._losses: deque[float] = deque(maxlen=WINDOW)
         self._high = 0  # losses in a row
@@ -114,5 +115,6 @@ class DivergenceWatch:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._losses = deque(state["losses"], maxlen=WINDOW)
-        self._high, self._calm_at = state["high"], state["calm_at"]
+        self._high = state["high"]
+        self._calm_at = state["calm_at"]
         self._finite_at = state.get("finite_at", 0)

@@ -17,7 +17,7 @@ from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Dataset
 from hpc_train.measure.device_use import GpuUtilisation, peak_device_memory, peak_host_memory
 from hpc_train.measure.step_clock import StepClock
-from hpc_train.measure.stragglers import LateRankWatch, RankTimes, gather, over_ranks
+from hpc_train.measure.stragglers import RankTimes, SlowRankWatch, gather, over_ranks
 from hpc_train.measure.utilisation import FlopCount, count_flops, peak_flops
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
@@ -41,7 +41,7 @@ class Measures:
         self._gpu = GpuUtilisation(mesh.device)
         self._first_of_node = first_of_node
         self._traffic = self._read_traffic()
-        self._stragglers: LateRankWatch | None = None
+        self._stragglers: SlowRankWatch | None = None
         self._events: EventLog | None = None
 
     @contextmanager
@@ -63,7 +63,7 @@ class Measures:
 
     def over_ranks(self, interval: Interval) -> dict[str, float]:
         """Returns metric name -> value over all ranks since the last call. Collective."""
-        rows = gather(self._own(interval), self._mesh)
+        rows = gather(self._own_times(interval), self._mesh)
         straggler = None if self._stragglers is None else self._stragglers.look(rows)
         if straggler is not None and self._events is not None:
             self._events.write("straggler", **straggler.details())
@@ -74,7 +74,7 @@ class Measures:
         nodes: list[str] = [""] * self._mesh.layout.world_size
         dist.all_gather_object(nodes, current_allocation().node_name, group=self._mesh.control)
         if self._mesh.rank == 0:
-            self._stragglers = LateRankWatch(self._mesh.layout, nodes)
+            self._stragglers = SlowRankWatch(self._mesh.layout, nodes)
             self._events = events
 
     def cost(self, steps: int, step: Callable[[], None], log_every: int, rounds: int = 20) -> dict[str, float]:
@@ -96,7 +96,7 @@ class Measures:
         seconds = stretches * self.clock.seconds_per_stretch() + at_log_steps / log_every
         return {"seconds_per_step": seconds, "stretches_per_step": stretches, "seconds_at_log_step": at_log_steps}
 
-    def _own(self, interval: Interval) -> RankTimes:
+    def _own_times(self, interval: Interval) -> RankTimes:
         times = self.clock.read()
         layout = self._mesh.layout
         traffic = self._read_traffic()
@@ -201,7 +201,8 @@ class Meter:
         self.interval = Interval(seconds, self._steps, min(seconds, self._waited))
         self._all_seconds += seconds
         self._all_tokens += self._tokens
-        self._began, self._paused, self._saved, self._waited = now, 0.0, 0.0, 0.0
+        self._began = now
+        self._paused = self._saved = self._waited = 0.0
         self._steps = self._samples = self._tokens = 0
         return rates
 

@@ -106,9 +106,9 @@ def _message(error: Exception, config: Config, mesh: Mesh) -> str:
     first_line = str(error).strip().partition("\n")[0] or type(error).__name__
     told = f"out of memory on rank {mesh.rank}, which had used {format_bytes(used)} of the {_place(mesh.device)}"
     needed = estimate(config, mesh.layout)
-    parts = "" if needed is None else f" Estimated need of a rank: {needed}; most of it {needed.largest}."
-    helps = "; ".join(str(fix) for fix in fixes(config, mesh)) or "a larger machine"
-    return f"{told}: {first_line}.{parts} In this run would help: {helps}"
+    parts = "" if needed is None else f" Estimated memory per rank: {needed}, mostly {needed.largest}."
+    helps = "; ".join(str(fix) for fix in fixes(config, mesh)) or "use a machine with more memory"
+    return f"{told}: {first_line}.{parts} To reduce memory in this run: {helps}"
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from hpc_train.data.dataset import Dataset
 from hpc_train.data.feed import NOTHING, EvalFeed, TrainFeed, loader_workers
 from hpc_train.data.sampler import Skipped
 from hpc_train.measure.suggestions import AdviceWatch, SuggestedSetting
-from hpc_train.measure.utilisation import FORMULA, described
+from hpc_train.measure.utilisation import FORMULA, describe_utilisation
 from hpc_train.parallel.balance import SplitPlan, plan_split
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.engine import Engine
@@ -222,7 +222,7 @@ def _log_settings(
 def _log_utilisation(run: RunDirectory, meter: Meter) -> None:
     """Prints and records how mfu and hfu are computed, if FLOPs and peak are known."""
     if meter.flops is not None and meter.peak_flops is not None:
-        run.update_record(utilisation=described(meter.flops, meter.peak_flops, "data sheet"))
+        run.update_record(utilisation=describe_utilisation(meter.flops, meter.peak_flops, "data sheet"))
         print(f"{FORMULA}; peak {meter.peak_flops:.4g} FLOP/s according to the data sheet")
 
 

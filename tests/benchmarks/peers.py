@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hpc_train.bench.bare_loop import raw_batches, raw_loop
+from hpc_train.bench.bare_loop import bare_batches, build_bare_loop
 from hpc_train.bench.request import paired_ratio
 from hpc_train.bench.step_worker import _StepBench
 from hpc_train.config.compose import compose, typed
@@ -92,14 +92,14 @@ def contender(name: str, case: Case, config: Config, mesh: Mesh) -> Turn:
     if name == BARE:
         if case.bare is None:
             raise NotThere("no bare loop")
-        step: Step = raw_loop(case.bare, config, mesh).step
+        step: Step = build_bare_loop(case.bare, config, mesh).step
     else:
         if mesh.layout.pp > 1:
             raise NotThere("no pipelines")
         model = build_model(config.model, config.train.seed)
         assert isinstance(model, Model)
         step = (_fabric if name == FABRIC else _accelerate)(model, config, mesh)
-    batches = raw_batches(config, mesh)
+    batches = bare_batches(config, mesh)
 
     def turn() -> None:
         batch = next(batches)

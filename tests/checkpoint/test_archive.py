@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hpc_train.checkpoint.archive import Archive, ArchiveError, Orphaned
-from hpc_train.checkpoint.listing import list_archived, look
+from hpc_train.checkpoint.listing import inspect_checkpoint, list_archived
 from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.checkpoint.writer import write_tensors
@@ -58,7 +58,7 @@ def test_the_best_and_the_last(archive: Archive) -> None:
     archive.update(0, PARENT)
     assert steps(archive) == [5, 6], "the best is kept though the run has lost it"
     for found in archive.store.committed():
-        assert look(found, full=True).problem is None
+        assert inspect_checkpoint(found, full=True).problem is None
     assert_same_bits(archive.store.committed()[-1].path, archive.run.checkpoints / "step-00000006")
 
 
@@ -74,7 +74,7 @@ def test_an_interrupted_copy_is_gone_on_with(archive: Archive) -> None:
     kept = {name: (unfinished / name).stat().st_ino for name in (first, second)}
     archive.update(1, PARENT)
     copy = archive.copy.checkpoints / "step-00000004"
-    assert look(archive.store.committed()[-1], full=True).problem is None
+    assert inspect_checkpoint(archive.store.committed()[-1], full=True).problem is None
     assert (copy / first).stat().st_ino == kept[first]
     assert (copy / second).stat().st_ino != kept[second]
     assert sorted(path.name for path in archive.copy.checkpoints.iterdir()) == ["step-00000002", "step-00000004"]

@@ -135,8 +135,8 @@ def test_the_config_of_either_transformers_is_read() -> None:
         ({"head_dim": 16}, "4 heads of width 16"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 32.0}}, "has no low_freq_factor"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 32.0}}, "scales its rotary positions"),
-        ({"vocab_size": 65}, "[64, 32], not [65, 32]"),
-        ({"num_hidden_layers": 2}, "not of a Llama: model.layers.2."),
+        ({"vocab_size": 65}, "[64, 32], expected [65, 32]"),
+        ({"num_hidden_layers": 2}, "not part of a Llama: model.layers.2."),
         ({"num_hidden_layers": 4}, "missing: model.layers.3."),
         ({"tie_word_embeddings": True}, None),  # the copy of the embedding is left out
     ],

@@ -47,7 +47,7 @@ def test_advice_comes_after_several_lines_and_once() -> None:
     advice = told[6]
     assert advice is not None and (advice.limit, advice.value) == ("communication", 0.5)
     assert advice.message.startswith(
-        "the ranks wait for communication 50% of the time; what may help: batch.micro_size=8"
+        "the ranks wait for communication 50% of the time; this may help: batch.micro_size=8"
     )
     assert advice.details()["overrides"][1] == ["strategy.data_parallel=zero2"]
 

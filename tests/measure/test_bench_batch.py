@@ -60,7 +60,7 @@ def test_a_trial_that_runs_out_of_memory_ends_alone(tmp_path: Path) -> None:
     rest = [argument for argument in HERE if not argument.startswith("model")]
     done = hpc_train("bench", "batch", *rest, *custom, *few, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "2  out of memory" in done.stdout and "to paste: batch.micro_size=1" in done.stdout
+    assert "2  out of memory" in done.stdout and "suggested overrides: batch.micro_size=1" in done.stdout
 
 
 HUNGRY = """

@@ -63,9 +63,9 @@ def test_the_workers_of_this_machine(tmp_path: Path) -> None:
 
 def test_wrong_calls_are_refused(tmp_path: Path) -> None:
     for arguments, words in (
-        (["+strategy=dp"], "what is to grow"),
-        (["nodes=1,2"], "jobs on Slurm"),
-        (["workers=0,2"], "no list of numbers"),
+        (["+strategy=dp"], "needs one list of sizes"),
+        (["nodes=1,2"], "measures with Slurm jobs"),
+        (["workers=0,2"], "must be a list of numbers"),
     ):
         done = hpc_train("bench", "scaling", *HERE, *arguments, cwd=tmp_path)
         assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, done

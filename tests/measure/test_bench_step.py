@@ -55,7 +55,7 @@ def test_the_report_in_words_and_a_strategy_without_bare_loop(tmp_path: Path) ->
 
 def test_wrong_calls_are_refused(tmp_path: Path) -> None:
     for arguments, words in (
-        (["bench", "step", *HERE, "--pairs", "0"], "nothing to measure"),
+        (["bench", "step", *HERE, "--pairs", "0"], "must be at least 1"),
         (["bench", "step", "+strategy=dp,pp", *HERE], "one job"),
         (["bench", "stp"], "invalid choice"),
         (["bench", "step", "model.no_such_key=1"], "no_such_key"),

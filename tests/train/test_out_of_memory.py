@@ -32,7 +32,8 @@ def test_the_message_says_what_helps_in_this_run(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", "+strategy=dp")
     message = (
         r"OutOfMemory: out of memory on rank \d, which had used \d+(\.\d+)? [MG]iB of the host: .*allocate.* "
-        r"Estimated need of a rank: [\d.]+ [KM]iB \(parameters .*\); most of it activations\. In this run would help: "
+        r"Estimated memory per rank: [\d.]+ [KM]iB \(parameters .*\), mostly activations\. "
+        r"To reduce memory in this run: "
         r"batch\.micro_size=2 \(now 4; .*\) saves [\d.]+ KiB; train\.activation_checkpointing=ops saves .*; "
         r"train\.loss_chunks=8 saves"
     )

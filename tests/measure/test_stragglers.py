@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_train.measure.stragglers import IN_A_ROW, LateRankWatch, RankTimes, find_late_rank
+from hpc_train.measure.stragglers import IN_A_ROW, RankTimes, SlowRankWatch, find_slow_rank
 from hpc_train.plan.layout import Layout
 
 ROW = RankTimes(seconds=10.0, steps=5, data_s=0.0, memory_bytes=1)
@@ -35,18 +35,18 @@ def rows(*waits: float | None) -> list[RankTimes]:
     ],
 )
 def test_one_rank_that_hardly_waits(waits: tuple[float | None, ...], expected: tuple[int, float] | None) -> None:
-    found = find_late_rank(rows(*waits), layout(dp=len(waits)))
+    found = find_slow_rank(rows(*waits), layout(dp=len(waits)))
     assert found == (None if expected is None else (expected[0], pytest.approx(expected[1])))
 
 
 def test_stages_are_not_compared_with_each_other() -> None:
     two_stages = layout(dp=2, pp=2)
-    assert find_late_rank(rows(0.0, 0.0, 6.0, 6.0), two_stages) is None
-    assert find_late_rank(rows(6.0, 6.0, 3.0, 0.0), two_stages) == (3, pytest.approx(0.3))
+    assert find_slow_rank(rows(0.0, 0.0, 6.0, 6.0), two_stages) is None
+    assert find_slow_rank(rows(6.0, 6.0, 3.0, 0.0), two_stages) == (3, pytest.approx(0.3))
 
 
 def test_it_is_named_once_and_only_when_lines_agree() -> None:
-    watch = LateRankWatch(layout(dp=2), ["n1", "n2"])
+    watch = SlowRankWatch(layout(dp=2), ["n1", "n2"])
     slow, even = rows(5.0, 0.0), rows(1.0, 1.0)
     assert watch.look(slow) is None  # the first line has the start in it
     told = [watch.look(line) for line in [slow, even, *[slow] * IN_A_ROW, slow]]
