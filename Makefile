@@ -1,5 +1,6 @@
 # make train   the default model on the default data, four workers, on this machine
-# make test    all tests, two files at a time
+# make test    all tests, three files at a time: one of the processes mostly waits for Slurm
+# make test-share  some minutes of the long forms, drawn by SHARE
 # make test-all  the long forms as well: 500 kills in saves, 20 faults of each kind and 200 drawn at random, 5,000
 #                damaged checkpoints, all pairs of layouts; hours. Cut short, it goes on behind the cases that have
 #                passed with this code (noted in .pytest_cache/long)
@@ -24,13 +25,17 @@ STAMPS := .venv
 endif
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test test-all bench-peers bench-compression lint docs slurm-up slurm-down slurm-env install install-dev clean
+.PHONY: train test test-share test-all bench-peers bench-compression lint docs slurm-up slurm-down slurm-env install \
+        install-dev clean
 
 train: install
 	$(PY) -m hpc_train +strategy=hybrid -m
 
 test: install-dev
-	$(PY) -m pytest -n 2
+	$(PY) -m pytest -n 3
+
+test-share: install-dev
+	HPC_TRAIN_LONG=1 HPC_TRAIN_TRIALS=1 $(PY) -m pytest --long-share '$(SHARE)' tests/faults tests/checkpoint
 
 test-all: install-dev
 	HPC_TRAIN_LONG=1 $(PY) -m pytest

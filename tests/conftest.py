@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import random
 import signal
+import time
 from typing import Any
 
 import pytest
+
+HEAVY = ("tests/slurm/", "tests/faults/", "tests/layouts/", "tests/doors/", "tests/checkpoint/")  # first, in this order
+LONG_FORMS = {  # of which --long-share chooses, with the seconds that a case takes on two cores
+    "tests/faults/test_faults.py::test_twenty_trials[": 120,
+    "tests/faults/test_nodes.py::": 90,
+    "tests/faults/test_slurm.py::": 100,
+    "tests/checkpoint/test_crash_states.py::": 120,
+    "tests/checkpoint/test_errors.py::": 120,
+}
+SHARE_S, BEGINS_S, CASE_S = 420, 480, 240  # of a share: planned, no case begins later, the most for one case
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long-share", metavar="SEED", help="run only the long forms that SEED draws; minutes")
 
 
 def pytest_configure() -> None:
@@ -21,9 +37,35 @@ def pytest_configure() -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of Slurm first: they take longest, mostly waiting, and go to one process as a whole."""
-    items.sort(key=lambda item: not item.nodeid.startswith("tests/slurm/"))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The longest folders come first: with ``-n`` no process is left with one of them at the end."""
+    items.sort(key=lambda item: next((place for place, head in enumerate(HEAVY) if item.nodeid.startswith(head)), 9))
+    if config.getoption("--long-share") is not None:
+        items[:] = _long_share(items, config.getoption("--long-share"))
+        print("\nlong forms of this share:", *(item.nodeid for item in items), sep="\n  ")
+        config.stash[BEGAN] = time.monotonic()
+
+
+BEGAN = pytest.StashKey[float]()
+
+
+def _long_share(items: list[pytest.Item], seed: str) -> list[pytest.Item]:
+    """The cases that ``seed`` draws, the same for the same code, until they fill SHARE_S."""
+    cost = {item: next((s for head, s in LONG_FORMS.items() if item.nodeid.startswith(head)), 0) for item in items}
+    drawn = random.Random(seed).sample(among := [item for item in items if cost[item]], len(among))
+    chosen, left = [], SHARE_S
+    for item in drawn:
+        if cost[item] <= left:
+            item.add_marker(pytest.mark.timeout(CASE_S))
+            chosen.append(item)
+            left -= cost[item]
+    return chosen
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A slow machine does fewer cases of a share."""
+    if time.monotonic() - item.config.stash.get(BEGAN, float("inf")) > BEGINS_S:
+        pytest.skip("the time of the share is used up")
 
 
 @pytest.hookimpl(optionalhook=True)

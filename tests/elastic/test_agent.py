@@ -22,10 +22,14 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import read_json
 from hpc_train.run.requests import DUPLICATE_SIGINT_S
+from tests.checkpoint.progress import LONG
 from tests.elastic.conftest import Freeze
 from tests.elastic.entries import start_agent
 from tests.elastic.flood import flood
 from tests.run.outage import detachable
+
+IN_LONG_FORM = pytest.mark.skipif(not LONG, reason="HPC_TRAIN_LONG=1")
+ECC, ASSERTION = "CUDA error: uncorrectable ECC error encountered", "CUDA error: device-side assert triggered"
 
 
 def end(agent: subprocess.Popen[str]) -> tuple[int, str]:
@@ -112,10 +116,10 @@ def test_a_warm_parent_that_dies_while_it_forks_the_store_is_started_again() -> 
     [
         ("one_raises", "user_error", "ArithmeticError: rank one cannot count", 1),
         ("one_is_killed", "killed", "the last words of rank one", 3),
-        ("one_exits", "exited", "exited early with code 0", 3),
-        ("one_gpu_fails", "device_error", "CUDA error: uncorrectable ECC error encountered", 3),
-        ("one_gpu_fails_in_the_watchdog", "device_error", "CUDA error: uncorrectable ECC error encountered", 3),
-        ("one_kernel_fails", "kernel_error", "CUDA error: device-side assert triggered", 2),
+        pytest.param("one_exits", "exited", "exited early with code 0", 3, marks=IN_LONG_FORM),
+        pytest.param("one_gpu_fails", "device_error", ECC, 3, marks=IN_LONG_FORM),
+        ("one_gpu_fails_in_the_watchdog", "device_error", ECC, 3),
+        pytest.param("one_kernel_fails", "kernel_error", ASSERTION, 2, marks=IN_LONG_FORM),
     ],
 )
 def test_the_first_real_failure_is_reported_and_no_attempt_is_wasted(

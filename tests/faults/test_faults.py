@@ -1,8 +1,8 @@
 """The fault matrix of one machine: whatever strikes, the run ends as if nothing had, and says what it was.
 
-The short form strikes one run with 15 kinds once, in a random order; the long one (``HPC_TRAIN_LONG=1``) has a soak of
-200 faults and 20 trials of each kind, 200 kills. It prints what it measured, and goes on where it was cut short
-(``tests/checkpoint/progress.py``).
+The short form strikes one run with six kinds: two that end its agent, two crashes, a hang and a bad batch. The long one
+(``HPC_TRAIN_LONG=1``) has a soak of 200 faults of all kinds and 20 trials of each kind, 200 kills. It prints what it
+measured, and goes on where it was cut short (``tests/checkpoint/progress.py``).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import pytest
 
 from hpc_train.elastic.rendezvous import candidate_ports
 from tests.checkpoint.progress import LONG, Progress
+from tests.faults.measured import trials
 from tests.faults.plan import CRASHES, ENDS, HANGS, IN_SURROUNDINGS, KINDS, PASSING, SPECIAL, Fault, draw
 from tests.faults.surroundings import Surroundings, surroundings
 from tests.faults.trial import Trial, assert_nothing_left, assert_survived, finish, freeze, start, struck, undisturbed
@@ -28,6 +29,7 @@ from tests.run.outage import detachable
 
 STEPS = 12
 EVERY = "checkpoint.every=4"
+SHORT = ("kill", "warm_parent", "collective", "agent", "request", "nan")  # for the short form, one of each sort
 COMMON = [
     EVERY,
     "batch.loader_workers=1",
@@ -103,8 +105,8 @@ def test_a_slow_rank_is_named_and_a_live_run_shows_its_stacks(tmp_path: Path) ->
 
 def test_faults_of_all_kinds_drawn_at_random(tmp_path: Path, around: Surroundings) -> None:
     """The soak. The first port of each attempt is taken."""
-    kinds = [*CRASHES, *HANGS, *ENDS, *PASSING, *around.kinds]
-    runs, faults = (20, 10) if LONG else (1, 15)
+    kinds = [*CRASHES, *HANGS, *ENDS, *PASSING, *around.kinds] if LONG else SHORT
+    runs, faults = (20, 10) if LONG else (1, len(SHORT))
     progress = Progress.of("soak")
     for seed in map(int, progress.open(range(runs))):
         plan = draw(seed, faults, kinds, first_step=7, spacing=4)
@@ -151,7 +153,7 @@ def test_twenty_trials(tmp_path: Path, around: Surroundings, kind: str) -> None:
     if kind in IN_SURROUNDINGS and kind not in around.kinds:
         pytest.skip("only root can make its surroundings")
     progress, recoveries = Progress.of(f"twenty-{kind}"), list[float]()
-    for number in progress.open(range(20 if kind == "kill" else 2)):
+    for number in progress.open(range(trials(20 if kind == "kill" else 2))):
         plan = [Fault(kind, 1, 7 + 4 * place) for place in range(10)]
         recoveries += assert_survives(tmp_path / f"run-{number}", plan, around).recoveries()
         progress.passed(number)
