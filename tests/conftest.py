@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+
+from hpc_train import cli
+from tests.doors.command import environment
+
+
+@pytest.fixture
+def called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Calls the command line in this process, in ``tmp_path``: for commands that start no workers."""
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.chdir(tmp_path)
+        capsys.readouterr()
+        with mock.patch.dict(os.environ, environment(), clear=True):
+            try:
+                code: Any = cli.run(arguments)
+            except SystemExit as end:  # of argparse
+                code = end.code
+        return subprocess.CompletedProcess(arguments, int(code or 0), *capsys.readouterr())
+
+    return call
 
 
 def pytest_configure() -> None:

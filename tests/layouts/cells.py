@@ -119,7 +119,7 @@ def cells(world_size: int, pipelines: bool) -> tuple[list[Cell], list[Refused]]:
 
 
 def in_turn(cells: Sequence[Cell]) -> list[Cell]:
-    """Of each strategy, batch and precision one cell, the models in turn: a third of the matrix. In the long form all."""
+    """Of each strategy, batch and precision one cell, the models in turn; in the long form all."""
     if LONG:
         return list(cells)
     alike: dict[str, list[Cell]] = {}
@@ -129,22 +129,21 @@ def in_turn(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def batches_in_turn(cells: Sequence[Cell]) -> list[Cell]:
-    """Of each strategy the cells of one batch, the batches in turn. In the long form all."""
+    """Of each strategy the cells of one batch, the batches in turn; in the long form all."""
     if LONG:
         return list(cells)
     alike: dict[str, list[Cell]] = {}
     for cell in cells:
         alike.setdefault(str(cell.strategy), []).append(cell)
-    return [
-        cell
-        for number, group in enumerate(alike.values())
-        for cell in group
-        if cell.batch == (batches := _batches(cell.strategy))[number % len(batches)]
-    ]
+    chosen = []
+    for number, group in enumerate(alike.values()):
+        of_strategy = _batches(group[0].strategy)
+        chosen += [cell for cell in group if cell.batch == of_strategy[number % len(of_strategy)]]
+    return chosen
 
 
 def every_other(cells: Sequence[Cell]) -> list[Cell]:
-    """Half of the pipelines, every schedule and every data parallelism among them. In the long form all."""
+    """Half of the pipelines, every schedule and every data parallelism among them; in the long form all."""
     if LONG:
         return list(cells)
     schedules, kinds = [*SCHEDULES], [*DATA_PARALLEL]
