@@ -81,7 +81,8 @@ class Cell:
             name = "WeightedTiny" if self.model == "custom-weighted" else "Tiny"
             return CustomModelConfig(_target_=f"tests.layouts.module.{name}", args={"classes": CLASSES})
         stages = self.strategy.get("pp", 1) * self.strategy.get("stages_per_rank", 1)
-        layers = max(3 if self.strategy.get("pp", 1) > 1 or "activation_checkpointing" in self.train else 2, stages)
+        several = self.strategy.get("pp", 1) > 1 or self.train.get("activation_checkpointing") == "selective:3"
+        layers = max(3 if several else 2, stages)
         if self.model == "vit":
             sizes = {"image_size": IMAGE, "patch_size": 4, "n_classes": CLASSES, "dim": 16, "n_heads": 4, "mlp_dim": 24}
             return ViTConfig(n_layers=layers, **sizes)
