@@ -6,10 +6,11 @@ they are first used, so ``import hpc_train`` is cheap.
 
 from typing import TYPE_CHECKING, Any
 
+from hpc_train.version import __version__
+
 if TYPE_CHECKING:
     from hpc_train.api import CheckpointInfo, Run, Status, UserError, find_runs, submit
 
-__version__ = "0.1.0"
 __all__ = ["CheckpointInfo", "Run", "Status", "UserError", "find_runs", "submit"]
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
+import subprocess
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+
+from hpc_train import cli
+from tests.doors.command import environment
 
 HEAVY = ("tests/slurm/", "tests/faults/", "tests/layouts/", "tests/doors/", "tests/checkpoint/")  # first, in this order
 LONG_FORMS = {  # of which --long-share chooses, with the seconds that a case takes on two cores
@@ -22,6 +30,25 @@ SHARE_S, BEGINS_S, CASE_S = 420, 480, 240  # of a share: planned, no case begins
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long-share", metavar="SEED", help="run only the long forms that SEED draws; minutes")
+
+
+@pytest.fixture
+def called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Calls the command line in this process, in ``tmp_path``: for commands that start no workers."""
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.chdir(tmp_path)
+        capsys.readouterr()
+        with mock.patch.dict(os.environ, environment(), clear=True):
+            try:
+                code: Any = cli.run(arguments)
+            except SystemExit as end:  # of argparse
+                code = end.code
+        return subprocess.CompletedProcess(arguments, int(code or 0), *capsys.readouterr())
+
+    return call
 
 
 def pytest_configure() -> None:

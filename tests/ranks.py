@@ -62,7 +62,7 @@ class _World:
         pipes = [CONTEXT.Pipe() for _ in range(world_size)]
         self._connections = [ours for ours, _ in pipes]
         self._processes = [
-            CONTEXT.Process(target=_rank, args=(rank, world_size, f"{self._folder.name}/store", theirs), daemon=True)
+            CONTEXT.Process(target=_rank, args=(rank, world_size, f"{self._folder.name}/store", theirs))
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process in self._processes:

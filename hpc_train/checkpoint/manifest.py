@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from hpc_train import __version__
 from hpc_train.errors import UserError
+from hpc_train.version import __version__
 
 FORMAT = 2
 NAME = "manifest.json"

@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train import __version__
 from hpc_train.errors import UserError
 from hpc_train.run.file_lock import LockOwner, exclusive, superseded
 from hpc_train.run.files import read_json, read_lines, write_json
+from hpc_train.version import __version__
 
 FORMAT = 1  # of the directory, in run.json; directories without a number have this format
 

@@ -6,7 +6,9 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,7 +47,7 @@ def everything(path: Path) -> list[tuple[str, int, int, bytes]]:
     ]
 
 
-def test_list_and_verify_tell_and_write_nothing(tmp_path: Path, run: RunDirectory) -> None:
+def test_list_and_verify_tell_and_write_nothing(tmp_path: Path, run: RunDirectory, called: Callable[..., Any]) -> None:
     flip_a_bit(run.checkpoints / "step-00000002")
     (run.checkpoints / "step-00000003/manifest.json").unlink()
     shutil.copytree(run.checkpoints / "step-00000002", run.checkpoints / "bad.step-00000001.attempt-000")
@@ -57,13 +59,13 @@ def test_list_and_verify_tell_and_write_nothing(tmp_path: Path, run: RunDirector
     assert ["intact (sizes checked)" in line for line in lines] == [True, True, False, False]
     assert "set aside as bad.step-00000001.attempt-000" in lines[3]
     assert "manifest.json: No such file" in lines[2] and "KiB" in lines[0]
-    verified = hpc_train("checkpoint", "verify", str(run.path), "--json", cwd=tmp_path)
+    verified = called("checkpoint", "verify", str(run.path), "--json")
     assert verified.returncode == 1, verified.stderr
     first, second, third = json.loads(verified.stdout)
     assert first["problem"] is None and first["compared"] == "all bytes" and first["bytes"] > 1600
     assert "the content does not match its checksum" in second["problem"]
     assert "manifest.json" in third["problem"] and third["bytes"] is None
-    one = hpc_train("checkpoint", "verify", "mine", "--step", "1", cwd=tmp_path)
+    one = called("checkpoint", "verify", "mine", "--step", "1")
     assert one.returncode == 0 and "intact (all bytes checked)" in one.stdout
     assert everything(tmp_path) == before
 
@@ -91,23 +93,23 @@ def test_list_and_verify_need_no_right_to_write(run: RunDirectory) -> None:
             path.chmod(0o755)
 
 
-def test_the_imported_weights_start_a_run(tmp_path: Path) -> None:
+def test_the_imported_weights_start_a_run(tmp_path: Path, called: Callable[..., Any]) -> None:
     """A run, its export, the import of that and a run that starts there, each by its command."""
     trained = hpc_train("+strategy=pp", *HERE, "run.name=mine", cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr
-    exported = hpc_train("checkpoint", "export", "mine", "--to", "llama", cwd=tmp_path)
+    exported = called("checkpoint", "export", "mine", "--to", "llama")
     assert exported.returncode == 0, exported.stderr
     assert exported.stdout.startswith("step 6, ") and "from_pretrained('llama')" in exported.stdout
     assert sorted(os.listdir(tmp_path / "llama")) == ["config.json", "model.safetensors"]  # noqa: PTH208
-    done = hpc_train("checkpoint", "import", "llama", "--to", "pretrained", "--json", cwd=tmp_path)
+    done = called("checkpoint", "import", "llama", "--to", "pretrained", "--json")
     assert done.returncode == 0, done.stderr
     overrides = json.loads(done.stdout)["overrides"]
-    listed = hpc_train("checkpoint", "list", "pretrained", cwd=tmp_path)
+    listed = called("checkpoint", "list", "pretrained")
     assert "imported" in listed.stdout
     first = ["+strategy=dp", *HERE, "run.name=pretrained"]
-    refused = hpc_train(*first, cwd=tmp_path)
+    refused = called(*first)
     assert refused.returncode == 2 and "run.name=pretrained run.fork=NEW" in refused.stderr
-    refused = hpc_train(*first, "run.fork=tuned", "model.rope_theta=5e5", cwd=tmp_path)
+    refused = called(*first, "run.fork=tuned", "model.rope_theta=5e5")
     assert refused.returncode == 2 and "model.rope_theta: 10000.0 in the import" in refused.stderr
     tuned = hpc_train(*first, *overrides, "run.fork=tuned", "optim=sgd", cwd=tmp_path)
     assert tuned.returncode == 0, tuned.stderr
@@ -118,7 +120,7 @@ def test_the_imported_weights_start_a_run(tmp_path: Path) -> None:
     assert abs(begun - last) < 0.5  # goes on where the first ended
 
 
-def test_wrong_calls_are_refused(tmp_path: Path, run: RunDirectory) -> None:
+def test_wrong_calls_are_refused(tmp_path: Path, run: RunDirectory, called: Callable[..., Any]) -> None:
     (tmp_path / "empty").mkdir()
     for arguments, words in (
         (["list", "nothing"], "no run with checkpoints in nothing"),
@@ -128,6 +130,6 @@ def test_wrong_calls_are_refused(tmp_path: Path, run: RunDirectory) -> None:
         (["import", "empty", "--to", "../new"], "cannot be a directory under"),
         (["sell", "mine"], "invalid choice"),
     ):
-        done = hpc_train("checkpoint", *arguments, cwd=tmp_path)
+        done = called("checkpoint", *arguments)
         assert done.returncode == 2, done
         assert words in done.stderr and "Traceback" not in done.stderr

@@ -8,9 +8,10 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from hpc_train.checkpoint.writer import SaveFailed
 from hpc_train.commands import why
 from hpc_train.run.directory import RunDirectory
 from tests.checkpoint.training import make_manager
-from tests.doors.command import TINY, hpc_train, start
+from tests.doors.command import TINY, start
 from tests.ranks import run_ranks
 from tests.train.runs import frozen
 
@@ -118,10 +119,10 @@ class Filled:
         return [event["seconds"] for event in self.run.read_events() if event["event"] == "save_waits"]
 
 
-def test_saves_that_fail_are_shown_and_the_last_one_waits_for_room(disk: Path) -> None:
+def test_saves_that_fail_are_shown_and_the_last_one_waits_for_room(disk: Path, called: Callable[..., Any]) -> None:
     filled = Filled(disk)
     filled.until("checkpoint_failed")
-    status = hpc_train("status", str(filled.run.path), "--json", cwd=disk.parent)
+    status = called("status", str(filled.run.path), "--json")
     filled.until("save_waits")
     filled.make_room()
     code, output = filled.end()

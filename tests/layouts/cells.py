@@ -82,7 +82,8 @@ class Cell:
             name = "WeightedTiny" if self.model == "custom-weighted" else "Tiny"
             return CustomModelConfig(_target_=f"tests.layouts.module.{name}", args={"classes": CLASSES})
         stages = self.strategy.get("pp", 1) * self.strategy.get("stages_per_rank", 1)
-        layers = max(3 if self.strategy.get("pp", 1) > 1 or "activation_checkpointing" in self.train else 2, stages)
+        several = self.strategy.get("pp", 1) > 1 or self.train.get("activation_checkpointing") == "selective:3"
+        layers = max(3 if several else 2, stages)
         if self.model == "vit":
             sizes = {"image_size": IMAGE, "patch_size": 4, "n_classes": CLASSES, "dim": 16, "n_heads": 4, "mlp_dim": 24}
             return ViTConfig(n_layers=layers, **sizes)
@@ -130,22 +131,21 @@ def in_turn(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def batches_in_turn(cells: Sequence[Cell]) -> list[Cell]:
-    """Of each strategy the cells of one batch, the batches in turn. In the long form all."""
+    """Of each strategy the cells of one batch, the batches in turn; in the long form all."""
     if LONG:
         return list(cells)
     alike: dict[str, list[Cell]] = {}
     for cell in cells:
         alike.setdefault(str(cell.strategy), []).append(cell)
-    return [
-        cell
-        for number, group in enumerate(alike.values())
-        for cell in group
-        if cell.batch == (batches := _batches(cell.strategy))[number % len(batches)]
-    ]
+    chosen = []
+    for number, group in enumerate(alike.values()):
+        of_strategy = _batches(group[0].strategy)
+        chosen += [cell for cell in group if cell.batch == of_strategy[number % len(of_strategy)]]
+    return chosen
 
 
 def every_other(cells: Sequence[Cell]) -> list[Cell]:
-    """Half of the pipelines, every schedule and every data parallelism among them. In the long form all."""
+    """Half of the pipelines, every schedule and every data parallelism among them; in the long form all."""
     if LONG:
         return list(cells)
     schedules, kinds = [*SCHEDULES], [*KINDS]

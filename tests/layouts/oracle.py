@@ -82,8 +82,10 @@ def check_cells(cells: list[Cell], timeout: float = 120) -> list[Outcome]:
     Raises:
         AssertionError: a cell differs from one process, fails, or holds not every parameter.
     """
-    run = run_ranks if any(cell.config().train.compile for cell in cells) else run_on_world
-    ranks = run(cells[0].world_size, compare_cells, cells, timeout=timeout)
+    if any(cell.config().train.compile for cell in cells):
+        ranks = run_ranks(cells[0].world_size, compare_cells, cells, timeout=timeout)
+    else:
+        ranks = run_on_world(cells[0].world_size, compare_cells, cells, timeout=timeout)
     outcomes = [merge(list(of_ranks)) for of_ranks in zip(*ranks, strict=True)]
     wrong = [outcome for outcome in outcomes if not outcome.worst <= TOLERANCE[outcome.cell.precision]]
     assert not wrong, "differ from one process:\n" + "\n".join(map(line, wrong))

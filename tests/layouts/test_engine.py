@@ -17,12 +17,12 @@ from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.parallel import gradient_norm, naming
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.mesh import Mesh, join_mesh
+from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import materialise
 from hpc_train.plan.techniques import KINDS
 from tests.layouts.cells import CLASSES, Cell
-from tests.layouts.oracle import local_batch, train_plainly, whole
-from tests.ranks import run_ranks
+from tests.layouts.oracle import local_batch, mesh_of, train_plainly, whole
+from tests.ranks import run_on_world, run_ranks
 
 WAITING = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy")
 SPLITS: list[dict[str, Any]] = [{"dp": 2, "data_parallel": kind} for kind in KINDS]
@@ -30,7 +30,7 @@ SPLITS += [{"tp": 2}]
 
 
 def join(cell: Cell, rank: int) -> Mesh:
-    return join_mesh(cell.layout(), rank, torch.device("cpu"))
+    return mesh_of(cell, rank)
 
 
 def losses_and_norms(rank: int, world_size: int, cells: list[Cell], scale: float | None) -> list[tuple[float, ...]]:
@@ -56,7 +56,7 @@ def test_half_precision_stays_near_single_precision(precision: str, scale: float
     chosen += [Cell(2, "gpt-tied", precision, split, batch, savers) for split in SPLITS[::4]]
     chosen += [Cell(2, "gpt-weighted", precision, split, batch) for split in SPLITS[:3]]
     near = {model: train_plainly(Cell(1, model, "fp32")) for model in ("gpt-tied", "gpt-weighted", "vit")}
-    for ranks in run_ranks(2, losses_and_norms, chosen, scale):
+    for ranks in run_on_world(2, losses_and_norms, chosen, scale):
         for cell, (loss, norm) in zip(chosen, ranks, strict=True):
             assert loss == pytest.approx(near[cell.model].losses[0], rel=0.01), cell
             assert norm == pytest.approx(near[cell.model].norms[0], rel=0.05), cell
@@ -104,7 +104,7 @@ def modes(rank: int, world_size: int, cells: list[Cell]) -> None:
 
 
 def test_evaluation_restores_the_mode_and_sees_changed_parameters() -> None:
-    run_ranks(2, modes, [Cell(2, "gpt-tied", strategy=split) for split in SPLITS])
+    run_on_world(2, modes, [Cell(2, "gpt-tied", strategy=split) for split in SPLITS])
 
 
 def values(rank: int, world_size: int, cells: list[Cell]) -> None:
@@ -127,7 +127,7 @@ def test_every_layout_starts_from_the_same_weights() -> None:
     ]
     splits += [{"dp": 2, "tp": 2, "data_parallel": kind} for kind in ("allreduce", "zero1", "zero3")]
     chosen = [Cell(4, model, strategy=split) for split in splits for model in ("gpt-tied", "vit")]
-    run_ranks(4, values, [*chosen, Cell(4, "vit", strategy={"tp": 4})])
+    run_on_world(4, values, [*chosen, Cell(4, "vit", strategy={"tp": 4})])
 
 
 def norm_without_some_gradients(rank: int, world_size: int) -> float:
@@ -149,7 +149,7 @@ def norm_without_some_gradients(rank: int, world_size: int) -> float:
 
 
 def test_the_norm_ignores_what_has_no_gradient_and_shows_what_is_not_finite() -> None:
-    assert run_ranks(2, norm_without_some_gradients) == pytest.approx([5.0, 5.0])
+    assert run_on_world(2, norm_without_some_gradients) == pytest.approx([5.0, 5.0])
 
 
 def unused_parameters(rank: int, world_size: int, cells: list[Cell]) -> None:
@@ -168,7 +168,7 @@ def unused_parameters(rank: int, world_size: int, cells: list[Cell]) -> None:
 def test_unused_parameters_get_no_gradient() -> None:
     splits = [{"dp": 2, "data_parallel": kind} for kind in KINDS if kind != "ddp"]
     splits += [{"dp": 2, "data_parallel": "ddp", "static_graph": True}]
-    run_ranks(2, unused_parameters, [Cell(2, "custom", strategy=split) for split in splits])
+    run_on_world(2, unused_parameters, [Cell(2, "custom", strategy=split) for split in splits])
 
 
 def forgotten_parameter(rank: int, world_size: int) -> str:
@@ -186,7 +186,7 @@ def forgotten_parameter(rank: int, world_size: int) -> str:
 
 
 def test_ddp_says_how_to_train_a_model_with_unused_parameters() -> None:
-    assert all("strategy.static_graph=true" in answer for answer in run_ranks(2, forgotten_parameter))
+    assert all("strategy.static_graph=true" in answer for answer in run_on_world(2, forgotten_parameter))
 
 
 def compiled(rank: int, world_size: int, cells: list[Cell], cache: str) -> list[tuple[float, float, list[str], int]]:
@@ -240,9 +240,9 @@ def batch_statistics(rank: int, world_size: int, kinds: list[str], synchronised:
 
 @pytest.mark.parametrize("synchronised", [False, True])
 def test_batch_statistics_are_the_same_on_every_rank(synchronised: bool) -> None:
-    first, second = run_ranks(2, batch_statistics, list(KINDS), synchronised)
+    first, second = run_on_world(2, batch_statistics, list(KINDS), synchronised)
     assert first == second
-    ((alone,),) = run_ranks(1, batch_statistics, ["ddp"], synchronised)
+    ((alone,),) = run_on_world(1, batch_statistics, ["ddp"], synchronised)
     for found in first:
         assert found == pytest.approx(alone if synchronised else first[0], rel=1e-12)
 
@@ -251,7 +251,7 @@ def refusal(rank: int, world_size: int, cell: Cell, model: CustomModelConfig) ->
     config = cell.config()
     config.model = model
     try:
-        build_engine(config, join_mesh(cell.layout(), rank, torch.device("cpu")))
+        build_engine(config, join(cell, rank))
     except UserError as error:
         return str(error)
     return "nothing was refused"
@@ -259,7 +259,7 @@ def refusal(rank: int, world_size: int, cell: Cell, model: CustomModelConfig) ->
 
 def test_what_a_module_without_parts_cannot_do() -> None:
     def why(cell: Cell, model: CustomModelConfig) -> str:
-        first, *others = run_ranks(cell.world_size, refusal, cell, model)
+        first, *others = run_on_world(cell.world_size, refusal, cell, model)
         assert all(other == first for other in others)
         return first
 
@@ -283,7 +283,7 @@ def odd_sequence(rank: int, world_size: int) -> str:
 
 
 def test_a_sequence_that_does_not_divide_over_tensor_parallel_ranks() -> None:
-    assert all("does not divide" in answer for answer in run_ranks(2, odd_sequence))
+    assert all("does not divide" in answer for answer in run_on_world(2, odd_sequence))
 
 
 def only_padding(rank: int, world_size: int) -> tuple[float, int]:
@@ -296,7 +296,7 @@ def only_padding(rank: int, world_size: int) -> tuple[float, int]:
 
 
 def test_a_batch_of_padding_only_has_no_loss_and_no_gradient() -> None:
-    assert run_ranks(1, only_padding) == [(0.0, 0)]
+    assert run_on_world(1, only_padding) == [(0.0, 0)]
 
 
 def test_canonical_names() -> None:

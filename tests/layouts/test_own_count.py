@@ -17,7 +17,6 @@ from hpc_train.data.dataset import IGNORED, Batch, StepBatch
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.compression import powersgd
-from hpc_train.parallel.mesh import join_mesh
 from hpc_train.plan.techniques import KINDS, SCHEDULES
 from tests.checkpoint.progress import LONG
 from tests.layouts.cells import CLASSES, Cell
@@ -29,11 +28,12 @@ from tests.layouts.oracle import (
     line,
     local_batch,
     merge,
+    mesh_of,
     relative,
     train_engine,
     train_plainly,
 )
-from tests.ranks import run_ranks
+from tests.ranks import run_on_world, run_ranks
 
 ACCUMULATED = {"micro_batches": 3}
 SMALL = {"bucket_cap_mb": 0.001}
@@ -55,7 +55,7 @@ def norm_and_losses(
     """The gradient norm and the loss of the first step, and the loss of an evaluation, with another model."""
     config = cell.config()
     config.model = model or Cell(1, "gpt-weighted").config().model
-    mesh = join_mesh(cell.layout(), rank, torch.device("cpu"))
+    mesh = mesh_of(cell, rank)
     engine = build_engine(config, mesh)
     batch = local_batch(cell, mesh.layout, mesh.dp_rank, 0)
     loss = engine.reduce(engine.train_step(0, batch)).loss
@@ -65,7 +65,7 @@ def norm_and_losses(
 def test_ten_times_the_sum_and_ten_times_the_count_are_the_same_loss() -> None:
     expected = train_plainly(Cell(1, "custom"))
     cell = Cell(2, "custom", strategy={"dp": 2}, batch=ACCUMULATED)
-    for norm, loss, evaluated in run_ranks(2, norm_and_losses, cell, scaled(scale=10)):
+    for norm, loss, evaluated in run_on_world(2, norm_and_losses, cell, scaled(scale=10)):
         assert loss == pytest.approx(expected.losses[0], rel=1e-12)
         assert evaluated == pytest.approx(expected.losses[0], rel=1e-12)
         assert norm == pytest.approx(expected.norms[0], rel=1e-12)
@@ -74,7 +74,7 @@ def test_ten_times_the_sum_and_ten_times_the_count_are_the_same_loss() -> None:
 def test_tensor_parallel_ranks_count_once() -> None:
     """The config refuses a custom model on them; the engine divides it rightly all the same."""
     expected = train_plainly(Cell(1, "gpt-weighted"))
-    for norm, loss, _ in run_ranks(2, norm_and_losses, Cell(2, strategy={"tp": 2}, batch=ACCUMULATED)):
+    for norm, loss, _ in run_on_world(2, norm_and_losses, Cell(2, strategy={"tp": 2}, batch=ACCUMULATED)):
         assert loss == pytest.approx(expected.losses[0], rel=1e-12)
         assert norm == pytest.approx(expected.norms[0], rel=1e-12)
 
@@ -148,7 +148,7 @@ def difference_of_a_growing_count(rank: int, world_size: int, cells: list[Cell])
     """Between two trainings whose losses are the same but for the factor of sum and count, which grows by the step."""
     found = []
     for cell in cells:
-        mesh = join_mesh(cell.layout(), rank, torch.device("cpu"))
+        mesh = mesh_of(cell, rank)
         records = []
         for grows in (False, True):
             config = cell.config()
@@ -166,20 +166,20 @@ def test_what_compression_carries_to_the_next_step_is_divided_already() -> None:
     ]
     common = {"dp": 2, "data_parallel": "allreduce"}
     chosen = [Cell(2, "custom", strategy=common | each, batch={"micro_batches": 1}) for each in techniques]
-    for differences in run_ranks(2, difference_of_a_growing_count, chosen):
+    for differences in run_on_world(2, difference_of_a_growing_count, chosen):
         assert max(differences) < 1e-10
 
 
 def only_padding(rank: int, world_size: int) -> tuple[float, float, float]:
     cell = Cell(1, "gpt-weighted")
-    engine = build_engine(cell.config(), join_mesh(cell.layout(), rank, torch.device("cpu")))
+    engine = build_engine(cell.config(), mesh_of(cell, rank))
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     numbers = engine.reduce(engine.train_step(0, StepBatch((Batch(tokens, tokens.new_full((2, 8), IGNORED)),), 0)))
     return numbers.loss, numbers.target_count, engine.clip_grad_norm_(1.0).item()
 
 
 def test_a_count_of_zero_gives_no_loss_and_no_gradient() -> None:
-    assert run_ranks(1, only_padding) == [(0.0, 0.0, 0.0)]
+    assert run_on_world(1, only_padding) == [(0.0, 0.0, 0.0)]
 
 
 def test_built_in_losses_are_divided_by_the_count_of_the_data() -> None:

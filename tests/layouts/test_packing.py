@@ -15,11 +15,11 @@ from hpc_train.data.feed import TrainFeed
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.mesh import Mesh, join_mesh
+from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import materialise
 from tests.layouts.cells import SEQUENCE, VOCABULARY, Cell
-from tests.layouts.oracle import error, whole
-from tests.ranks import run_ranks
+from tests.layouts.oracle import error, mesh_of, whole
+from tests.ranks import run_on_world, run_ranks
 
 LENGTHS = [[3, 5], [8], [2, 2, 3], [1, 6]]  # of the documents in each sequence of 8; what is left is padding
 UNEVEN = [[3, 17, 1, 9, 2, 26, 5, 12]]
@@ -44,12 +44,12 @@ CELLS: dict[int, list[Cell]] = {
 
 @pytest.mark.parametrize("world_size", CELLS)
 def test_packed_documents_train_as_single_ones_do(world_size: int) -> None:
-    run_ranks(world_size, _compare, CELLS[world_size])
+    run_on_world(world_size, _compare, CELLS[world_size])
 
 
 def _compare(rank: int, _: int, cells: list[Cell]) -> None:
     for cell in (replace(cell, batch={"global_size": 4, "micro_size": 1}) for cell in cells):
-        mesh = join_mesh(cell.layout(), rank, torch.device("cpu"))
+        mesh = mesh_of(cell, rank)
         documents = _documents(LENGTHS)
         loss, gradients = _one_by_one(cell, [one for sequence in documents for one in sequence])
         engine = build_engine(cell.config(), mesh)
@@ -85,7 +85,7 @@ def _compare_uneven(rank: int, _: int, cells: list[Cell]) -> None:
     """Through the feed: who gets what, and its padding."""
     dataset = _Documents()
     for cell in (replace(cell, batch={"global_size": 8, "micro_size": 1}) for cell in cells):
-        mesh = join_mesh(cell.layout(), rank, torch.device("cpu"))
+        mesh = mesh_of(cell, rank)
         loss, gradients = _one_by_one(cell, dataset.documents)
         engine = build_engine(cell.config(), mesh)
         feed = TrainFeed(dataset, BatchConfig(global_size=8), mesh.layout, mesh.dp_rank, 5, mesh.device, 0)

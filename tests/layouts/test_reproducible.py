@@ -19,11 +19,11 @@ from hpc_train.parallel.reproducible_engine import cover, tree_sum
 from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.report import weights_sha256
 from tests.layouts.cells import Cell
-from tests.layouts.oracle import check_cells, local_batch
-from tests.ranks import run_ranks
+from tests.layouts.oracle import check_cells, local_batch, mesh_of
+from tests.ranks import run_on_world, run_ranks
 
 ON = {"reproducible": "any_world_size"}
-STEPS = 20
+STEPS = 8
 
 
 def cell(ranks: int, model: str = "gpt", precision: str = "fp32", train: dict[str, Any] = ON, **fields: Any) -> Cell:
@@ -34,7 +34,7 @@ def cell(ranks: int, model: str = "gpt", precision: str = "fp32", train: dict[st
 
 def hash_after_training(rank: int, world_size: int, cell: Cell, dropout: float) -> tuple[str, list[float]]:
     """The weights and the losses of ``STEPS`` steps of AdamW with clipping, as the trainer takes them."""
-    mesh = join_mesh(cell.layout(), rank, torch.device("cpu"))
+    mesh = mesh_of(cell, rank)
     config = cell.config()
     config.model.dropout = dropout
     engine = build_engine(config, mesh)
@@ -51,7 +51,7 @@ def hash_after_training(rank: int, world_size: int, cell: Cell, dropout: float) 
 
 def trained(world_size: int, model: str = "gpt", train: dict[str, Any] = ON, dropout: float = 0.2) -> Any:
     """What all ranks agree on."""
-    of_ranks = run_ranks(world_size, hash_after_training, cell(world_size, model, train=train), dropout)
+    of_ranks = run_on_world(world_size, hash_after_training, cell(world_size, model, train=train), dropout)
     assert all(found == of_ranks[0] for found in of_ranks), "the ranks differ"
     return of_ranks[0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def test_speed_up_and_efficiency() -> None:
 
 
 def test_the_workers_of_this_machine(tmp_path: Path) -> None:
-    few = ["--steps", "1", "--pairs", "2", "--csv", "s.csv", "--plot", "s.png", "--json"]
+    few = ["--steps", "1", "--pairs", "1", "--csv", "s.csv", "--plot", "s.png", "--json"]
     done = hpc_train("bench", "scaling", "+strategy=dp", "workers=1,2", *HERE, *few, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -61,11 +62,11 @@ def test_the_workers_of_this_machine(tmp_path: Path) -> None:
     assert (tmp_path / "s.png").stat().st_size > 1000
 
 
-def test_wrong_calls_are_refused(tmp_path: Path) -> None:
+def test_wrong_calls_are_refused(called: Callable[..., Any]) -> None:
     for arguments, words in (
         (["+strategy=dp"], "needs one list of sizes"),
         (["nodes=1,2"], "measures with Slurm jobs"),
         (["workers=0,2"], "must be a list of numbers"),
     ):
-        done = hpc_train("bench", "scaling", *HERE, *arguments, cwd=tmp_path)
+        done = called("bench", "scaling", *HERE, *arguments)
         assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, done

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hpc_train.bench.step import report
+from tests.checkpoint.progress import LONG
 from tests.doors.command import TINY, environment, hpc_train
 
 HERE = ["cluster=local", "cluster.cpu_workers=2", "cluster.gpus_per_node=0", *TINY]
@@ -15,7 +19,10 @@ FEW = ["--steps", "2", "--pairs", "3"]
 
 @pytest.mark.parametrize("strategy", ["dp", "pp"])
 def test_a_strategy_against_its_bare_loop(strategy: str, tmp_path: Path) -> None:
-    done = hpc_train("bench", "step", f"+strategy={strategy}", *HERE, *FEW, "--against", "raw", "--json", cwd=tmp_path)
+    folder = tmp_path / ("tmp" * 30)  # longer than the name of a socket may be
+    folder.mkdir()
+    call = ("bench", "step", f"+strategy={strategy}", *HERE, *FEW, "--against", "raw", "--json")
+    done = hpc_train(*call, cwd=tmp_path, env=environment(TMPDIR=str(folder)))
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["world_size"] == 2 and result["blocks"] == 3 and result["against"]["loop"] == strategy
@@ -36,30 +43,32 @@ def test_a_strategy_against_its_bare_loop(strategy: str, tmp_path: Path) -> None
         assert (result[share] is not None) == there
         assert not there or all(0 < value < 1 for value in result[share])
     assert result["ideal_bubble_share"] == (pytest.approx(1 / 9) if strategy == "pp" else None)
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == [folder] and not list(folder.glob("hpc_train-bench-*"))
+    words = report(result)
+    for word in ("tokens/s", "communication" if strategy == "dp" else "bubble", "MFU", "VmHWM", "bare loop"):
+        assert word in words
+    assert "measured matrix product" in words and "bare loop" not in report(result | {"against": None})
 
 
-def test_the_report_in_words_and_a_strategy_without_bare_loop(tmp_path: Path) -> None:
-    folder = tmp_path / ("tmp" * 30)  # longer than the name of a socket may be
-    folder.mkdir()
-    env = environment(TMPDIR=str(folder))
-    done = hpc_train("bench", "step", "+strategy=tp", *HERE, *FEW, cwd=tmp_path, env=env)
+@pytest.mark.skipif(not LONG, reason="another bench of a strategy: HPC_TRAIN_LONG=1")
+def test_a_strategy_without_bare_loop(tmp_path: Path) -> None:
+    done = hpc_train("bench", "step", "+strategy=tp", *HERE, *FEW, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for word in ("tokens/s", "communication", "MFU", "VmHWM", "measured matrix product"):
-        assert word in done.stdout
-    assert "bare loop" not in done.stdout
-    assert not list(folder.glob("hpc_train-bench-*"))
-    refused = hpc_train("bench", "step", "+strategy=tp", *HERE, "--against", "raw", cwd=tmp_path, env=env)
+    assert "communication" in done.stdout and "bare loop" not in done.stdout
+
+
+def test_a_bare_loop_that_there_is_not(called: Callable[..., Any]) -> None:
+    refused = called("bench", "step", "+strategy=tp", *HERE, "--against", "raw")
     assert refused.returncode == 2 and "there is no bare loop" in refused.stderr and not refused.stdout
 
 
-def test_wrong_calls_are_refused(tmp_path: Path) -> None:
+def test_wrong_calls_are_refused(called: Callable[..., Any]) -> None:
     for arguments, words in (
         (["bench", "step", *HERE, "--pairs", "0"], "must be at least 1"),
         (["bench", "step", "+strategy=dp,pp", *HERE], "one job"),
         (["bench", "stp"], "invalid choice"),
         (["bench", "step", "model.no_such_key=1"], "no_such_key"),
     ):
-        done = hpc_train(*arguments, cwd=tmp_path)
+        done = called(*arguments)
         assert done.returncode == 2, done
         assert words in done.stderr and "Traceback" not in done.stderr

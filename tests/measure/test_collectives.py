@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,11 +107,11 @@ def test_the_command(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rates.csv", "rates.svg"]
 
 
-def test_wrong_calls_are_refused(tmp_path: Path) -> None:
+def test_wrong_calls_are_refused(called: Callable[..., Any]) -> None:
     for arguments, words in (
         (["--sizes", "1T"], "not a size"),
         (["--plot", "rates.txt"], "ends in .png"),
         (["cluster.cpu_workers=1"], "needs at least 2 ranks"),
     ):
-        done = hpc_train("bench", "collectives", *HERE, *arguments, cwd=tmp_path)
+        done = called("bench", "collectives", *HERE, *arguments)
         assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, done

@@ -69,18 +69,18 @@ TOO_FAST = ("optim=sgd", "optim.lr=1e6", "optim.warmup_steps=0", "optim.clip_nor
 @pytest.mark.parametrize(("workers", "strategy"), [(2, "dp"), (2, "pp")])
 def test_a_run_whose_loss_is_not_finite_at_its_end_has_failed(tmp_path: Path, workers: int, strategy: str) -> None:
     """It does not reach ``train.nonfinite_limit``. What it saves is from before it diverged, so a resume fails too."""
-    run = frozen(tmp_path / "run", f"+strategy={strategy}", *TOO_FAST, "train.steps=30", "checkpoint.every=1")
+    run = frozen(tmp_path / "run", f"+strategy={strategy}", *TOO_FAST, "train.steps=12", "checkpoint.every=1")
     for _ in range(2):
         with pytest.raises(AssertionError) as failed:
             run_attempt(run, workers)
         said = re.search(
-            r"Diverged: the run has diverged: the loss of its last step, 30, is not finite; .*", str(failed.value)
+            r"Diverged: the run has diverged: the loss of its last step, 12, is not finite; .*", str(failed.value)
         )
         assert said is not None, failed.value
         lines = run.read_metrics()
         finite = max(line["step"] for line in lines if line["loss"] is not None and line["grad_norm"] is not None)
         assert said[0].endswith(f"the last logged step with a finite loss and gradient is step {finite}")
-        assert lines[-1]["step"] == 30 and lines[-1]["loss"] is None
+        assert lines[-1]["step"] == 12 and lines[-1]["loss"] is None
         newest = max(path.name for path in run.checkpoints.iterdir())
         assert newest <= f"step-{finite + 1:08d}", "the state that diverged is not saved"
         assert "result" not in run.record()

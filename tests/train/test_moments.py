@@ -14,9 +14,9 @@ from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import check_identity
 from hpc_train.train.optimizer import Optimizer
-from tests.checkpoint.training import Training, join
+from tests.checkpoint.training import Training, join_again
 from tests.layouts.oracle import whole
-from tests.ranks import run_ranks
+from tests.ranks import run_on_world, run_ranks
 from tests.train.runs import frozen
 
 STEPS = 200
@@ -51,7 +51,7 @@ def distances(rank: int, world_size: int) -> dict[tuple[str, float], tuple[float
 
 def test_the_distance_from_full_moments_is_bounded() -> None:
     """Also under a beta2 whose steps are smaller than half a digit of bf16."""
-    (found,) = run_ranks(1, distances)
+    (found,) = run_on_world(1, distances)
     for (moments, beta2), values in found.items():
         for value, bound in zip(values, BOUNDS[moments], strict=True):
             assert 0 < value < bound, (moments, beta2, values)
@@ -71,7 +71,7 @@ def skipped_step(rank: int, world_size: int, moments: str) -> None:
 
 @pytest.mark.parametrize("moments", ["bf16", "8bit"])
 def test_a_step_that_is_not_finite_changes_nothing(moments: str) -> None:
-    run_ranks(1, skipped_step, moments)
+    run_on_world(1, skipped_step, moments)
 
 
 FORMATS = ("fp32", "bf16", "8bit")
@@ -83,7 +83,7 @@ def save_each(rank: int, world_size: int, runs: dict[str, RunDirectory]) -> None
 
     for run in runs.values():
         config = load(run)
-        training = Training.of(run, config, join(config, rank, world_size))
+        training = Training.of(run, config, join_again(config, rank, world_size))
         training.steps(0, 3)
         training.manager.save(3, {})
 
@@ -95,7 +95,7 @@ def load_each(rank: int, world_size: int, saved: dict[str, RunDirectory], runs: 
     for (source, of), (target, run) in product(saved.items(), runs.items()):
         run.update_record(forked_from=str(of.path))
         config = load(run)
-        training = Training.of(run, config, join(config, rank, world_size))
+        training = Training.of(run, config, join_again(config, rank, world_size))
         restored = training.manager.restore()
         assert restored is not None and restored.with_optimizer and restored.step == 3
         if source == target:
@@ -122,10 +122,10 @@ def test_checkpoints_load_into_every_format_and_layout(tmp_path: Path) -> None:
         }
 
     saved = runs("saved", "zero2")
-    run_ranks(2, save_each, saved)
+    run_on_world(2, save_each, saved)
     # the blocks of 8 bits are those of the shards: only there a load and a save give the same bits
-    run_ranks(2, load_each, saved, runs("sharded", "zero3"))
-    run_ranks(1, load_each, {name: saved[name] for name in ("fp32", "bf16")}, runs("single", "single"))
+    run_on_world(2, load_each, saved, runs("sharded", "zero3"))
+    run_on_world(1, load_each, {name: saved[name] for name in ("fp32", "bf16")}, runs("single", "single"))
 
 
 def test_the_format_of_moments_is_no_identity(tmp_path: Path) -> None:
@@ -151,21 +151,21 @@ def test_a_missing_library_is_told() -> None:
 
 
 def offloaded(rank: int, world_size: int, runs: list[tuple[RunDirectory, RunDirectory]]) -> None:
-    """Three steps, a checkpoint, three more in a new engine; against six steps that were never offloaded."""
+    """Two steps, a checkpoint, two more in a new engine; against four steps that were never offloaded."""
     from hpc_train.run.freeze import load
 
     for plain, on_host in runs:
         config = load(plain)
-        mesh = join(config, rank, world_size)
+        mesh = join_again(config, rank, world_size)
         expected = Training.of(plain, config, mesh)
-        losses = expected.steps(0, 6)
+        losses = expected.steps(0, 4)
         config = load(on_host)
         training = Training.of(on_host, config, mesh)
-        found = training.steps(0, 3)
-        training.manager.save(3, {})
+        found = training.steps(0, 2)
+        training.manager.save(2, {})
         training = Training.of(on_host, config, mesh)
         assert training.manager.restore() is not None
-        found += training.steps(3, 6)
+        found += training.steps(2, 4)
         assert found == losses, plain.path.name
         theirs = expected.state()
         for name, value in training.state().items():
@@ -177,10 +177,15 @@ def test_steps_on_the_host_are_the_same_steps(tmp_path: Path) -> None:
     kinds = [("dp", "optimizer"), ("zero2", "optimizer"), ("tp", "optimizer"), ("zero2", "all"), ("zero3", "all")]
     runs = []
     for strategy, offload in kinds:
-        common = (f"+strategy={strategy}", "train.steps=6", *(["strategy.tp=2"] if strategy == "tp" else []))
+        common = (
+            f"+strategy={strategy}",
+            "train.steps=4",
+            "model.n_layers=2",
+            *(["strategy.tp=2"] if strategy == "tp" else []),
+        )
         name = f"{strategy}-{offload}"
         runs.append((
             frozen(tmp_path / "plain" / name, *common),
             frozen(tmp_path / "host" / name, *common, f"strategy.offload={offload}"),
         ))  # fmt: skip
-    run_ranks(2, offloaded, runs)
+    run_on_world(2, offloaded, runs)

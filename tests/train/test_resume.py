@@ -56,15 +56,16 @@ CASES = [
 
 
 @pytest.mark.parametrize(("workers", "overrides"), CASES)
-def test_ten_steps_are_five_and_five(tmp_path: Path, workers: int, overrides: list[str]) -> None:
-    whole = frozen(tmp_path / "whole", *overrides, "checkpoint.every=5", "train.eval_every=5")
+def test_six_steps_are_three_and_three(tmp_path: Path, workers: int, overrides: list[str]) -> None:
+    overrides = [*overrides, "model.n_layers=2", "train.steps=6", "checkpoint.every=3", "train.eval_every=3"]
+    whole = frozen(tmp_path / "whole", *overrides)
     assert run_attempt(whole, workers) == [0] * workers
-    half = frozen(tmp_path / "half", *overrides, "checkpoint.every=5", "train.eval_every=5")
-    shutil.copytree(whole.checkpoints / "step-00000005", half.checkpoints / "step-00000005")
+    half = frozen(tmp_path / "half", *overrides)
+    shutil.copytree(whole.checkpoints / "step-00000003", half.checkpoints / "step-00000003")
     assert run_attempt(half, workers) == [0] * workers
-    assert [event["step"] for event in half.read_events() if event["event"] == "resumed"] == [5]
-    assert_same_bits(whole.checkpoints / "step-00000010", half.checkpoints / "step-00000010")
-    assert told(half) == told(whole)[5:]
+    assert [event["step"] for event in half.read_events() if event["event"] == "resumed"] == [3]
+    assert_same_bits(whole.checkpoints / "step-00000006", half.checkpoints / "step-00000006")
+    assert told(half) == told(whole)[3:]
 
 
 def stop_at_start(spec: WorkerSpec, stop: StopFlag) -> None:
