@@ -40,7 +40,7 @@ def test_windows(tmp_path: Path, dtype: str) -> None:
     [
         ({"dtype": "int8"}, "dtype 'int8'"),
         ({"vocab_size": -1}, "vocab_size -1"),
-        ({"counts": {"train": 999, "validation": 101}}, "says 999 tokens"),
+        ({"counts": {"train": 999, "validation": 101}}, "states 999 tokens"),
         ({"counts": {}}, "says None tokens"),
         ({"counts": 7}, "not a description"),
         ({"vocab_size": "many"}, "not a description"),
