@@ -140,7 +140,7 @@ def test_image_augmentation_is_a_function_of_seed_epoch_and_index(pictures: Path
 def test_wrong_images(pictures: Path, tmp_path: Path) -> None:
     for path, fields, message in (
         (tmp_path / "nowhere", {}, "there is no directory"),
-        (pictures, {"n_classes": 4}, "has 3 class directories, the config says 4"),
+        (pictures, {"n_classes": 4}, "has 3 class directories, but data.n_classes is 4"),
         (pictures, {"channels": 2}, "2 channels"),
         (pictures, {"image_size": 0}, "0 pixels"),
     ):

@@ -40,12 +40,12 @@ def test_windows(tmp_path: Path, dtype: str) -> None:
     [
         ({"dtype": "int8"}, "dtype 'int8'"),
         ({"vocab_size": -1}, "vocab_size -1"),
-        ({"counts": {"train": 999, "validation": 101}}, "says 999 tokens"),
-        ({"counts": {}}, "says None tokens"),
+        ({"counts": {"train": 999, "validation": 101}}, "states 999 tokens"),
+        ({"counts": {}}, "states None tokens"),
         ({"counts": 7}, "not a description"),
         ({"vocab_size": "many"}, "not a description"),
         ({"surprise": 1}, "not a description"),
-        ({"vocab_size": 501}, "the vocabulary has 500"),
+        ({"vocab_size": 501}, "but data.vocab_size is 500"),
     ],
 )
 def test_bad_meta(tmp_path: Path, changes: dict[str, object], message: str) -> None:
