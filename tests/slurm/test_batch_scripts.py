@@ -45,7 +45,9 @@ def test_a_script_is_short_names_no_site_and_ends_as_submitted_jobs_do(path: Pat
     assert lines[-1].startswith('source "$RUN/job.sh" ')
 
 
-def test_two_nodes_give_the_losses_of_a_local_run(shell: Cluster, tmp_path: Path, local_losses: list[float]) -> None:
+@pytest.mark.beside
+def test_two_nodes_give_the_losses_of_a_local_run(cluster: Cluster, tmp_path: Path, local_losses: list[float]) -> None:
+    shell = with_python(cluster)
     arguments = ["+strategy=hybrid", *TINY, "cluster.cpu_workers=2", "run.name=slurm"]
     job = submit(shell, "multi_node.sbatch", *arguments, cwd=tmp_path)
     finish(shell, job, tmp_path)
@@ -58,8 +60,10 @@ def test_two_nodes_give_the_losses_of_a_local_run(shell: Cluster, tmp_path: Path
     assert "ranks 2-3: pp 1, dp 0-1, tp 0" in log.read_text()
 
 
-def test_nodes_of_one_switch_are_neighbours_in_rank(shell: Cluster, tmp_path: Path) -> None:
+@pytest.mark.beside
+def test_nodes_of_one_switch_are_neighbours_in_rank(cluster: Cluster, tmp_path: Path) -> None:
     """Three nodes of which Slurm numbers one of another switch in between; the variable says so here."""
+    shell = with_python(cluster)
     frozen = shell.hpc_train("freeze", "+strategy=dp", *TINY, "cluster.nodes=3", "cluster.cpu_workers=1",
                              "batch.global_size=6", "run.name=run", cwd=tmp_path)  # fmt: skip
     assert frozen.returncode == 0, frozen.stderr
@@ -129,7 +133,9 @@ def test_a_submitted_job_in_a_container_is_requeued_from_outside(with_apptainer:
         assert call.endswith(f" {image} python -m hpc_train agent {run}")
 
 
-def test_freeze_checks_against_the_nodes_of_the_job(shell: Cluster, tmp_path: Path) -> None:
+@pytest.mark.beside
+def test_freeze_checks_against_the_nodes_of_the_job(cluster: Cluster, tmp_path: Path) -> None:
+    shell = with_python(cluster)
     job = submit(shell, "multi_node.sbatch", "+strategy=dp", "strategy.dp=64", *TINY, "run.name=wide", cwd=tmp_path)
     assert shell.wait_for_state(job, "COMPLETED", "FAILED") == "FAILED"
     (log,) = tmp_path.glob("*.log")
@@ -138,7 +144,9 @@ def test_freeze_checks_against_the_nodes_of_the_job(shell: Cluster, tmp_path: Pa
     assert not (tmp_path / "outputs" / "wide").exists()
 
 
-def test_one_node_and_an_array(shell: Cluster, tmp_path: Path) -> None:
+@pytest.mark.beside
+def test_one_node_and_an_array(cluster: Cluster, tmp_path: Path) -> None:
+    shell = with_python(cluster)
     few = "cluster.cpu_workers=2"
     single = submit(shell, "single_node.sbatch", "+strategy=zero2", *TINY, few, cwd=tmp_path)
     sweep = ["+strategy=dp,pp", *TINY, few, "run.name=sweep"]
@@ -169,7 +177,9 @@ def test_a_scancel_in_the_moment_before_the_requeue_counts(shell: Cluster, tmp_p
     assert detail(shell, job, "Restarts") == "0"
 
 
-def test_interactive(shell: Cluster, tmp_path: Path) -> None:
+@pytest.mark.beside
+def test_interactive(cluster: Cluster, tmp_path: Path) -> None:
+    shell = with_python(cluster)
     wanted = {**shell.environment, "SALLOC": "--nodes=2 --partition=debug --time=00:05:00"}
     shell = dataclasses.replace(shell, environment=wanted)
     arguments = ["+strategy=hybrid", *TINY, "cluster.cpu_workers=2", "run.name=run"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from hpc_train.run.directory import RunDirectory
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import FAULTY, ONE_NODE, SLOW, detail, events, every_step, wait_for_step, wait_for_submission
@@ -20,6 +22,7 @@ def states(cluster: Cluster, ids: list[str]) -> list[str]:
     return [cluster.wait_for_state(job_id, *ended) for job_id in ids]
 
 
+@pytest.mark.beside
 def test_a_run_that_needs_two_of_three_jobs_cancels_the_third(cluster: Cluster, tmp_path: Path) -> None:
     process = cluster.start(*SLOW, *ONE_NODE, "train.steps=50", "launch.chain=3", "run.name=run", "-m", cwd=tmp_path)
     run = tmp_path / "outputs" / "run"
@@ -36,6 +39,7 @@ def test_a_run_that_needs_two_of_three_jobs_cancels_the_third(cluster: Cluster, 
     assert [event["job_id"] for event in events(run, "started")] == ids[:2]
 
 
+@pytest.mark.beside
 def test_a_failure_ends_the_chain(cluster: Cluster, tmp_path: Path) -> None:
     done = cluster.hpc_train(*FAULTY, *ONE_NODE, "launch.chain=2", "run.name=run", "-m", cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -45,6 +49,7 @@ def test_a_failure_ends_the_chain(cluster: Cluster, tmp_path: Path) -> None:
     assert {event["job_id"] for event in events(run, "started")} == {ids[0]}
 
 
+@pytest.mark.beside
 def test_scancel_of_one_job_ends_the_chain(cluster: Cluster, tmp_path: Path) -> None:
     case = [*SLOW, *ONE_NODE, "train.steps=600", "launch.chain=3", "launch.detach=true"]
     assert cluster.hpc_train(*case, "run.name=run", "-m", cwd=tmp_path).returncode == 0

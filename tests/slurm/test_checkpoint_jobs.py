@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from hpc_train.run.directory import RunDirectory
@@ -19,6 +20,7 @@ def damage(run: RunDirectory, step: int) -> None:
     file.write_bytes(data)
 
 
+@pytest.mark.beside
 def test_verify_and_export_as_jobs(cluster: Cluster, tmp_path: Path) -> None:
     run = frozen(tmp_path / "outputs/mine", "+strategy=single", "cluster=slurm")
     commit(run, 3, {"model.weight": torch.ones(40, 10)})

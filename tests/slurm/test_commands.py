@@ -12,6 +12,7 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.runs import FAULTY, ONE_NODE, SLOW, events, every_step, job_id, status, steps, wait_for_step
 
 
+@pytest.mark.beside
 def test_a_detached_run_is_found_watched_stopped_and_resumed(cluster: Cluster, tmp_path: Path) -> None:
     case = [*SLOW, *ONE_NODE, "train.steps=30", "launch.detach=true"]
     assert cluster.hpc_train(*case, "run.name=run", "-m", cwd=tmp_path).returncode == 0
@@ -32,6 +33,7 @@ def test_a_detached_run_is_found_watched_stopped_and_resumed(cluster: Cluster, t
     assert any(f"step {stopped_at}/30" in line for line in log)
 
 
+@pytest.mark.beside
 def test_the_log_of_a_live_run_is_followed_to_its_end(cluster: Cluster, tmp_path: Path) -> None:
     case = [*SLOW, *ONE_NODE, "train.steps=20", "launch.detach=true"]
     assert cluster.hpc_train(*case, "run.name=run", "-m", cwd=tmp_path).returncode == 0
@@ -46,6 +48,7 @@ def test_the_log_of_a_live_run_is_followed_to_its_end(cluster: Cluster, tmp_path
     assert "step 20/20" in rest
 
 
+@pytest.mark.beside
 def test_the_failed_runs_of_a_sweep_are_tried_again(cluster: Cluster, tmp_path: Path) -> None:
     case = [*FAULTY, *ONE_NODE, "+model.args.call=3,99", "run.name=sweep"]
     assert cluster.hpc_train(*case, "-m", cwd=tmp_path).returncode == 1
@@ -60,6 +63,7 @@ def test_the_failed_runs_of_a_sweep_are_tried_again(cluster: Cluster, tmp_path: 
     assert len(events(good, "started")) == 1
 
 
+@pytest.mark.beside
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGHUP])
 def test_who_leaves_a_waiting_submission_leaves_the_job_alone(
     cluster: Cluster, tmp_path: Path, how: signal.Signals

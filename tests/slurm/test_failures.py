@@ -46,6 +46,7 @@ def test_gpus_that_no_node_can_use_refuse_the_job(cluster: Cluster, tmp_path: Pa
     assert detail(cluster, job_id(run), "ExitCode") == "2:0"
 
 
+@pytest.mark.beside
 def test_a_job_that_is_stopped_by_a_person_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
     process = cluster.start(*SLOW, *ONE_NODE, "train.steps=600", "run.name=run", "-m", cwd=tmp_path)
     run = tmp_path / "outputs" / "run"

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.doors.command import TINY
 from tests.slurm.cluster import Cluster
 
 
+@pytest.mark.beside
 def test_nodes_are_measured_by_jobs(cluster: Cluster, tmp_path: Path) -> None:
     few = ["--steps", "1", "--pairs", "1", "--json", "-m"]
     case = ["+strategy=dp", "cluster=slurm", "cluster.cpu_workers=1", "train.threads=1", *TINY]

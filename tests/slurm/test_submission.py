@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -55,13 +57,25 @@ def test_a_job_may_wait_for_a_node_that_is_drained(cluster: Cluster, tmp_path: P
     assert "down or drained at present: n4" in done.stdout + done.stderr
 
 
-def test_more_jobs_than_the_user_may_have_are_refused(cluster: Cluster, tmp_path: Path) -> None:
-    limit = ["sacctmgr", "-iQ", "modify", "account", "research", "set"]
-    cluster.call(*limit, "MaxSubmitJobs=3")
-    try:
-        done = cluster.hpc_train(*HYBRID, "train.seed=1,2,3,4", "-m", cwd=tmp_path)
-    finally:
-        cluster.call(*limit, "MaxSubmitJobs=-1")
+@pytest.fixture
+def limited(cluster: Cluster) -> Iterator[Callable[[int], None]]:
+    """Sets how many jobs the account ``limited`` may have in the queue; other tests submit on another account."""
+    cluster.call("sacctmgr", "-iQ", "add", "account", "limited", "Cluster=devcluster")
+    cluster.call("sacctmgr", "-iQ", "add", "user", getpass.getuser(), "account=limited")
+
+    def limit(jobs: int) -> None:
+        changed = ["sacctmgr", "-iQ", "modify", "account", "limited", "set", f"MaxSubmitJobs={jobs}"]
+        assert cluster.call(*changed).returncode == 0
+
+    yield limit
+    limit(-1)
+
+
+def test_more_jobs_than_the_user_may_have_are_refused(
+    cluster: Cluster, limited: Callable[[int], None], tmp_path: Path
+) -> None:
+    limited(3)
+    done = cluster.hpc_train(*HYBRID, "cluster.account=limited", "train.seed=1,2,3,4", "-m", cwd=tmp_path)
     assert done.returncode == 2
     assert "has at most 3 in the queue" in done.stderr
 
@@ -130,17 +144,14 @@ def test_a_sweep_larger_than_an_array_may_be_becomes_several(plain: Cluster, tmp
     assert {row["state"] for row in status(plain, tmp_path, "sweep")} == {"cancelled"}, "though none of them began"
 
 
-def test_a_full_queue_is_refused_and_leaves_nothing(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_full_queue_is_refused_and_leaves_nothing(
+    cluster: Cluster, limited: Callable[[int], None], tmp_path: Path
+) -> None:
     """Others of the user's jobs fill it: only sbatch itself knows."""
-    limit = ["sacctmgr", "-iQ", "modify", "account", "research", "set"]
-    waiting = cluster.call("sbatch", "--parsable", "--begin=now+1hour", "--wrap=true", cwd=tmp_path).stdout.strip()
-    queued = len(cluster.call("squeue", "--noheader", "--array", "--me").stdout.splitlines())
-    cluster.call(*limit, f"MaxSubmitJobs={queued}")
-    try:
-        done = cluster.hpc_train(*HYBRID, "run.name=full", "-m", cwd=tmp_path)
-    finally:
-        cluster.call(*limit, "MaxSubmitJobs=-1")
-        cluster.call("scancel", waiting)
+    limited(1)
+    waiting = cluster.call("sbatch", "--account=limited", "--begin=now+1hour", "--wrap=true", cwd=tmp_path)
+    assert waiting.returncode == 0, waiting.stderr
+    done = cluster.hpc_train(*HYBRID, "cluster.account=limited", "run.name=full", "-m", cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "limit" in done.stderr
     assert not (tmp_path / "outputs").exists()
