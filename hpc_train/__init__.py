@@ -11,7 +11,7 @@ from hpc_train.version import __version__
 if TYPE_CHECKING:
     from hpc_train.api import CheckpointInfo, Run, Status, UserError, find_runs, submit
 
-__all__ = ["CheckpointInfo", "Run", "Status", "UserError", "find_runs", "submit"]
+__all__ = ["__version__", "CheckpointInfo", "Run", "Status", "UserError", "find_runs", "submit"]
 
 
 def __getattr__(name: str) -> Any:
