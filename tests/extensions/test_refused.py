@@ -11,7 +11,7 @@ import pytest
 from hpc_train.errors import UserError
 from hpc_train.plan.validate import validate
 from tests.config.composing import config_of
-from tests.extensions.package import overrides, write_package
+from tests.extensions.model_and_data import overrides, write_package
 
 NUMBERS = count()
 FAMILY_FACTS = ["schema", "learns_from", "parameters", "activations", "flops_per_sample"]

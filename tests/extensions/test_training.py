@@ -8,7 +8,7 @@ import pytest
 
 from hpc_train.run.directory import RunDirectory
 from tests.doors.command import REPOSITORY, environment, hpc_train
-from tests.extensions.package import overrides, write_package
+from tests.extensions.model_and_data import overrides, write_package
 
 SHORT = [
     "batch.global_size=8",
