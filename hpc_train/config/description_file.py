@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -105,15 +106,24 @@ def _execute(spec: ModuleSpec, path: str) -> ModuleType:
             spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[spec.name]
-        torch = isinstance(error, _TorchImported)
-        raise UserError(
-            f"{path} imports torch" if torch else f"{path} cannot be loaded: {type(error).__name__}: {error}",
-            where=str(spec.origin),
-            fix="keep torch in the file that builder names: the description is read where jobs are submitted"
-            if torch
-            else "correct the file",
-        ) from error
+        raise _explained(error, path, str(spec.origin)) from error
     return module
+
+
+def _explained(error: Exception, path: str, file: str) -> UserError:
+    """Returns the message for an error that the execution of ``file`` raised."""
+    if isinstance(error, UserError):
+        return error
+    if isinstance(error, _TorchImported):
+        fix = "name the torch part as module:attribute in another file; this file is read where jobs are submitted"
+        return UserError(f"{path} imports torch", where=file, fix=fix)
+    missing = re.findall(r"'(\w+)'", str(error)) if isinstance(error, TypeError) and "missing" in str(error) else []
+    if missing:
+        fix = ", ".join(f"{name}=..." for name in missing)
+        return UserError(f"{path} does not state {', '.join(missing)}", where=file, fix=f"add {fix}")
+    if isinstance(error, ValueError):  # facts that contradict each other
+        return UserError(f"{path}: {error}", where=file, fix="correct the description")
+    return UserError(f"{path} cannot be loaded: {type(error).__name__}: {error}", where=file, fix="correct the file")
 
 
 def _imports_torch(spec: ModuleSpec) -> bool:
