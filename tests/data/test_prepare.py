@@ -172,9 +172,9 @@ def test_ctrl_c_ends_all_and_says_how_to_go_on(tmp_path: Path) -> None:
         ("[1]\n", (), r"documents.jsonl:1 has no text"),
         ("\n", (), "the inputs hold 0 tokens"),
         ('{"text": "ab"}\n', ("--tokenizer", "nowhere.json"), "there is no tokenizer file nowhere.json"),
-        ('{"text": "ab"}\n', ("--tokenizer", __file__), "is no tokenizer file"),
+        ('{"text": "ab"}\n', ("--tokenizer", __file__), "is not a tokenizer file"),
         ('{"text": "ab"}\n', ("--eos", "</s>"), "bytes have no end token"),
-        ('{"text": "ab"}\n', ("--validation-share", "1"), "a share of 1.0"),
+        ('{"text": "ab"}\n', ("--validation-share", "1"), "--validation-share is 1.0"),
         ('{"text": "ab"}\n', ("--workers", "0"), "at least 1, got 0"),
     ],
 )

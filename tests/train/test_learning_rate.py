@@ -12,7 +12,7 @@ from hpc_train.train.learning_rate import peak_rate, rate
 
 
 def rates(total: int, **settings: object) -> list[float]:
-    config = OptimConfig(lr=1.0, **settings)  # type: ignore[arg-type]
+    config = OptimConfig(**{"lr": 1.0, "warmup_steps": 0} | settings)  # type: ignore[arg-type]
     return [rate(config, 1.0, step, total) for step in range(total)]
 
 
