@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from copy import deepcopy
 from functools import cache
 
@@ -11,12 +12,12 @@ from hpc_train.config.schema import Config
 
 
 def config_of(*arguments: str) -> Config:
-    """The typed config of a command line."""
-    return deepcopy(_composed(*arguments))
+    """Returns the typed config of a command line in this directory and environment."""
+    return deepcopy(_composed(os.getcwd(), frozenset(os.environ.items()), *arguments))
 
 
 @cache
-def _composed(*arguments: str) -> Config:
+def _composed(directory: str, environment: frozenset[tuple[str, str]], *arguments: str) -> Config:
     line = CommandLine.parse(with_right_plus(arguments))
     with line.composer() as compose:
         return typed(compose(line.overrides))

@@ -35,7 +35,7 @@ def config_of(strategy: dict[str, Any], precision: str = "fp32") -> Config:
         model=GPTConfig("gpt", 20, 4, 16, 2, 2, 32),
         data=SyntheticDataConfig(samples=64, sequence_length=8, vocab_size=20),
         # Weight decay apart: the bare loops give it to all parameters, as most of their kind do.
-        optim=OptimConfig(lr=1e-3, schedule="constant", weight_decay=0.0, clip_norm=0.3),
+        optim=OptimConfig(lr=1e-3, schedule="constant", warmup_steps=0, weight_decay=0.0, clip_norm=0.3),
         precision=PrecisionConfig(precision),
         batch=BatchConfig(global_size=8, micro_batches=4),
         train=TrainConfig(steps=3),
