@@ -162,6 +162,8 @@ class Run:
         Raises:
             UserError: Slurm refuses.
         """
+        if self.status().exit_code is not None:  # its processes may need a moment more
+            return False
         return cancel_runs([self._handle()], save=save) > 0
 
     def _handle(self) -> lookup.RunHandle:

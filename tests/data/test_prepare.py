@@ -167,7 +167,7 @@ def test_ctrl_c_ends_all_and_says_how_to_go_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "arguments", "message"),
     [
-        ('{"text": "a"}\n{"text"\n', (), r"documents.jsonl:2 is no JSON"),
+        ('{"text": "a"}\n{"text"\n', (), r"documents.jsonl:2 is not valid JSON"),
         ('{"body": "a"}\n', (), r"documents.jsonl:1 has no text in 'text'; there is \['body'\]"),
         ("[1]\n", (), r"documents.jsonl:1 has no text"),
         ("\n", (), "the inputs hold 0 tokens"),

@@ -44,11 +44,11 @@ SHORT = [(2, ("several", "all at once"))]
 MATRIX = [(world_size, (saver,)) for world_size in (1, 2, 4) for saver in SAVERS]
 AT_ONCE = 16  # cells of one group of ranks
 REASONS = (
-    "requires ZeRO-2 or ZeRO-3",
+    "requires zero2 or zero3",
     "does not support tensor or pipeline parallelism",
     "taken once",
     "a compiled layer has only one",
-    "fail in the backward of tensor parallelism",
+    "fail in the backward under tensor parallelism",
     "no rank has a whole one to compress",
     "has slices of gradients",
 )
