@@ -32,7 +32,7 @@ train: install
 	$(PY) -m hpc_train +strategy=hybrid -m
 
 test: install-dev
-	$(PY) -m pytest -n 3
+	$(PY) -m pytest -n 2
 
 test-share: install-dev
 	HPC_TRAIN_LONG=1 HPC_TRAIN_TRIALS=1 $(PY) -m pytest --long-share '$(SHARE)' tests/faults tests/checkpoint
