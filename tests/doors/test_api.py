@@ -100,5 +100,5 @@ def test_a_mistake_is_a_user_error_and_writes_nothing(tmp_path: Path, overrides:
 
 
 def test_a_run_that_does_not_exist_is_a_user_error() -> None:
-    with pytest.raises(hpc_train.UserError, match="no run or sweep in nothing"):
+    with pytest.raises(hpc_train.UserError, match="no run or sweep found in nothing"):
         hpc_train.Run("nothing")

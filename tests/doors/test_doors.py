@@ -184,7 +184,7 @@ def test_every_door_refuses_a_run_whose_checkpoints_are_gone(tmp_path: Path) -> 
     for door in (command, ["resume", "run"], ["agent", str(run)]):
         refused = hpc_train(*door, cwd=tmp_path)
         assert refused.returncode == 2, refused.stdout + refused.stderr
-        assert refused.stderr.count("this run had saved a checkpoint of step 2, but no checkpoint of it is left") == 1
+        assert refused.stderr.count("this run had saved a checkpoint of step 2, but none of its checkpoints is left") == 1
         assert "Traceback" not in refused.stdout + refused.stderr
         if door is command:
             assert "done: 2 steps" not in refused.stdout, "the summary is of a run that went well"
@@ -199,7 +199,7 @@ def test_a_restart_within_a_job_refuses_when_the_checkpoints_have_gone_meanwhile
     purging = ["+model.args.how=purge", "checkpoint.every=2", "cluster=local", "run.name=run"]
     done = hpc_train("+strategy=dp", *FAULTY, *purging, cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "this run had saved a checkpoint of step 2, but no checkpoint of it is left" in done.stderr
+    assert "this run had saved a checkpoint of step 2, but none of its checkpoints is left" in done.stderr
     run = RunDirectory(tmp_path / "outputs" / "run")
     assert [event["attempt"] for event in run.read_events() if event["event"] == "started"] == [0, 1]
     assert [line["attempt"] for line in run.read_metrics()] == [0, 0], "the second attempt has trained nothing"

@@ -42,7 +42,7 @@ def losses(place: Path, strategy: str, *more: str) -> list[float]:
 
 def test_the_dry_run_shows_an_estimate_of_memory(place: Path) -> None:
     shown = call(place, "+strategy=dp", *overrides("user_package"), *SHORT, "-m", "launch.dry_run=true")
-    assert "GiB (parameters" in shown
+    assert "iB (parameters" in shown
 
 
 def test_the_losses_are_the_same_under_every_strategy_and_the_export_uses_the_names_of_the_family(place: Path) -> None:

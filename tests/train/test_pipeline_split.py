@@ -134,5 +134,5 @@ def uncounted() -> Model:
 
 def test_words_are_checked_before_a_submission() -> None:
     assert Cell(2, strategy={"pp": 2, "pp_split": "measured"}).layout().pp == 2
-    with pytest.raises(UserError, match="even, flops, measured"):
+    with pytest.raises(UserError, match=r"one of even \| flops \| measured"):
         Cell(2, strategy={"pp": 2, "pp_split": "best"}).layout()

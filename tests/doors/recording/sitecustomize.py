@@ -1,6 +1,6 @@
 """Put on PYTHONPATH by a test: every process of a run records which config keys its code reads.
 
-Generic readers (OmegaConf, dataclasses, the modules that check, freeze or print a whole config) do not count as use.
+Generic readers (OmegaConf, dataclasses, the modules that compose, check or print a whole config) do not count as use.
 """
 
 import os
@@ -9,14 +9,12 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 GENERIC = ("omegaconf", "dataclasses", "hpc_train.config.")
-USERS = ("layout", "freeze", "reproducible", "snapshot", "profiled_steps")
-USERS_IN_CONFIG = tuple(f"hpc_train.config.{name}" for name in USERS)
 
 folder = os.environ.get("HPC_TRAIN_RECORD_KEYS")
 
 
 def _counts(module: str) -> bool:
-    return module in USERS_IN_CONFIG or not module.startswith(GENERIC)
+    return module == "hpc_train.config.values" or not module.startswith(GENERIC)
 
 
 def _record(cls: type) -> None:
