@@ -17,12 +17,14 @@ from typing import Any
 import psutil
 import pytest
 
+from hpc_train.elastic.agent import _preload as preload
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import read_json
 from hpc_train.run.requests import DUPLICATE_SIGINT_S
 from tests.checkpoint.progress import LONG
+from tests.config.composing import config_of
 from tests.elastic.conftest import Freeze
 from tests.elastic.entries import start_agent
 from tests.elastic.flood import flood
@@ -87,6 +89,26 @@ def test_all_workers_finish(frozen: Freeze) -> None:
 
 def test_the_store_listens_where_the_workers_are_told(frozen: Freeze) -> None:
     assert end(start_agent(frozen().path, "connects")) == (0, "")
+
+
+FORK_SAFE = """
+import importlib, os, sys, numpy, torch
+threads = len(os.listdir("/proc/self/task"))
+def initializes(*args, **kwargs):
+    raise AssertionError("CUDA is initialized or asked: a forked worker could not use it")
+for name in ("is_available", "device_count", "init", "_lazy_init", "current_device", "get_device_properties"):
+    setattr(torch.cuda, name, initializes)
+torch.accelerator.is_available = torch.accelerator.current_accelerator = initializes
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+assert len(os.listdir("/proc/self/task")) == threads
+"""
+
+
+def test_what_the_warm_parent_imports_asks_no_gpu_and_starts_no_threads() -> None:
+    modules = preload(config_of("+strategy=pp"), "hpc_train.train.worker:train", "hpc_train.elastic.store:serve")
+    assert "hpc_train.parallel.pipeline_engine" in modules
+    subprocess.run([sys.executable, "-c", FORK_SAFE, *modules], check=True)
 
 
 def test_a_warm_parent_that_dies_while_it_forks_the_store_is_started_again() -> None:
