@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from hpc_train.doctor.network import check_gpus
 from hpc_train.fabric.facts import Gpu, NodeFacts
-from hpc_train.fabric.nvml import filled, gpus_of
+from hpc_train.fabric.node import filled, gpus_of
 
 
 class NVMLError(Exception):
