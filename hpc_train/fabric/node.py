@@ -152,7 +152,7 @@ def _filled(seen: Gpu, nvml_facts: Gpu | None) -> Gpu:
     if nvml_facts is None:
         return seen
     model, uuid = seen.model or nvml_facts.model, seen.uuid or nvml_facts.uuid
-    return replace(seen, model=model, uuid=uuid, slices=nvml_facts.slices, troubles=nvml_facts.troubles)
+    return replace(seen, model=model, uuid=uuid, slices=nvml_facts.slices, problems=nvml_facts.problems)
 
 
 def _gpu(library: Any, handle: Any) -> Gpu:
@@ -164,7 +164,7 @@ def _gpu(library: Any, handle: Any) -> Gpu:
         model=_text(library.nvmlDeviceGetName(handle)),
         uuid=_text(library.nvmlDeviceGetUUID(handle)),
         slices=tuple(_slices(library, handle)),
-        troubles=gpu_troubles(library, handle),
+        problems=gpu_problems(library, handle),
     )
 
 
@@ -193,7 +193,7 @@ HELD_DOWN = {
 }
 
 
-def gpu_troubles(library: Any, handle: Any) -> tuple[str, ...]:
+def gpu_problems(library: Any, handle: Any) -> tuple[str, ...]:
     """Returns a line per problem; () if there is none or the model or driver does not report it."""
     checks: tuple[Callable[[Any, Any], Iterator[str]], ...] = (_rows, _errors, _clocks, _width)
     found: list[str] = []
