@@ -24,19 +24,18 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hpc_train.bench.measuring import config_of, run_benchmark
+from hpc_train.bench.measuring import check_plot, config_of, run_benchmark
 from hpc_train.bench.request import NoiseRequest, StepRequest
 from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.validate import validate
-from hpc_train.preflight.bandwidth import check_plot
 from hpc_train.run.exits import Exit
 from hpc_train.units import GIB, format_bytes
 
 ENTRY = "hpc_train.bench.step_worker:measure"
-NOISE_ENTRY = "hpc_train.bench.noise_worker:measure"
+NOISE_ENTRY = "hpc_train.bench.step_worker:measure_noise"
 WARMUP = 2  # steps before a block
 TIMES = 8  # ratio of the two batch sizes for the noise scale
 HOST_SHARE = 0.8  # default share of this machine's free memory that trials may use

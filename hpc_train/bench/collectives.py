@@ -1,25 +1,29 @@
 """``python -m hpc_train bench collectives`` measures the bandwidth of collectives and checks their results.
 
-It runs on one node, or on the nodes of a Slurm step with one task per node.
+It runs on one node, or on the nodes of a Slurm step with one task per node, and reports a table, CSV or a plot.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from hpc_train.bench.measuring import config_of, run_benchmark
+from hpc_train.bench.measuring import check_plot, config_of, run_benchmark
 from hpc_train.bench.request import CollectivesRequest
 from hpc_train.cluster.allocation import current_allocation, workers_per_node
 from hpc_train.config.schema import BatchConfig, Config, StrategyConfig
 from hpc_train.errors import UserError
 from hpc_train.plan.validate import validate
-from hpc_train.preflight.bandwidth import check_plot, collectives_report, parse_sizes, write_csv, write_plot
 
 ENTRY = "hpc_train.bench.collectives_worker:measure_all"
 SIZES = ("1K-16M", "1K-1G")  # default sizes without and with GPUs
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_STEP = 4  # ratio of consecutive sizes in a range
 SECONDS = 0.2  # duration of one operation at one size
 
 _EPILOG = """\
@@ -80,3 +84,106 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="plot bus bandwidth over size (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Parses sizes in bytes such as ``4K,1M``, or a range ``1K-1G`` (times 4 each).
+
+    Raises:
+        UserError: ``text`` is neither.
+    """
+    first, dash, last = text.partition("-")
+    if not dash:
+        return tuple(_size(word) for word in text.split(","))
+    size, most = _size(first), _size(last)
+    sizes = []
+    while size <= most:
+        sizes.append(size)
+        size *= _STEP
+    if not sizes:
+        raise _invalid_size(text)
+    return tuple(sizes)
+
+
+def size_text(size: int) -> str:
+    """Formats a size: ``1048576`` as ``1M``."""
+    unit = next(name for name in ("G", "M", "K", "") if size % _UNITS[name] == 0)
+    return f"{size // _UNITS[unit]}{unit}"
+
+
+def _size(word: str) -> int:
+    found = re.fullmatch(r"(\d+)([KMG]?)", word.strip().upper().removesuffix("B"))
+    if found is None or int(found[1]) == 0:
+        raise _invalid_size(word)
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def _invalid_size(word: str) -> UserError:
+    return UserError(
+        f"{word!r} is not a size", where="--sizes", fix="give a list like 4K,1M,64M or a range like 1K-64M"
+    )
+
+
+COLUMNS = ("group", "ranks", "operation", "bytes", "repeats", "seconds", "algorithm_gb_per_s", "bus_gb_per_s", "wrong")
+
+
+def collectives_report(result: dict[str, Any]) -> str:
+    """Formats the result with a line per operation and size."""
+    lines = [
+        f"{result['world_size']} x {result['device']} on {_nodes(result)}, {result['backend']}, float32, "
+        f"torch {result['torch']}",
+        "algbw = bytes / time, busbw as in nccl-tests; times are those of the slowest rank",
+        f"{'group':<14}{'operation':<16}{'size':>7}{'time/us':>12}{'algbw GB/s':>12}{'busbw GB/s':>12}{'wrong':>8}",
+    ]
+    for row in result["rates"]:
+        group = f"{row['group']} ({row['ranks']})"
+        lines.append(
+            f"{group:<14}{row['operation']:<16}{size_text(row['bytes']):>7}{1e6 * row['seconds']:>12,.1f}"
+            f"{row['algorithm_gb_per_s']:>12.4g}{row['bus_gb_per_s']:>12.4g}{row['wrong']:>8}"
+        )
+    lines.append(_expected(result))
+    return "\n".join(lines)
+
+
+def _nodes(result: dict[str, Any]) -> str:
+    return "1 node" if result["nodes"] == 1 else f"{result['nodes']} nodes"
+
+
+def _expected(result: dict[str, Any]) -> str:
+    expected = result["expected"]
+    if expected is None:
+        return "expected: unknown, because the link rates of this fabric are unknown"
+    best = max(row["bus_gb_per_s"] for row in result["rates"] if row["group"] == "world")
+    bus = expected["bus_gb_per_s"]
+    return f"expected: busbw {bus:.1f} GB/s ({expected['reason']}); the best is {best / bus:.0%} of it"
+
+
+def write_csv(result: dict[str, Any], path: Path) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(result["rates"])
+
+
+def write_plot(result: dict[str, Any], path: Path) -> None:
+    """Plots the bus bandwidth over the size for the group of all ranks, with a line per operation and the expected
+    value.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    rows = [row for row in result["rates"] if row["group"] == "world"]
+    for operation in dict.fromkeys(row["operation"] for row in rows):
+        own = [row for row in rows if row["operation"] == operation]
+        axes.plot([row["bytes"] for row in own], [row["bus_gb_per_s"] for row in own], marker="o", label=operation)
+    if result["expected"] is not None:
+        axes.axhline(result["expected"]["bus_gb_per_s"], linestyle="--", color="grey", label="expected (all_reduce)")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("bytes")
+    axes.set_ylabel("bus bandwidth, GB/s")
+    axes.set_title(f"{result['world_size']} x {result['device']} on {_nodes(result)}, {result['backend']}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path)

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hpc_train.bench.measuring import config_of, run_benchmark
+from hpc_train.bench.measuring import check_plot, config_of, run_benchmark
 from hpc_train.bench.request import StepRequest
 from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.config.arguments import CommandLine, with_right_plus
@@ -31,7 +31,6 @@ from hpc_train.launch.sbatch import arguments, options
 from hpc_train.launch.script import ENVIRONMENT, python
 from hpc_train.launch.submission import prepare
 from hpc_train.plan.validate import validate
-from hpc_train.preflight.bandwidth import check_plot
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.slurm import client

@@ -1,7 +1,8 @@
-"""Runs the worker of ``bench step``, which times blocks of the trainer's steps, alternating with a bare loop.
+"""Runs the workers that measure training steps: ``bench step`` times them, ``bench batch`` takes their gradient norms.
 
-A timed step includes everything that the trainer does in each step: the agreement of all ranks, the next batch, forward
-and backward, clipping and update. It does not include saves, evaluation and logging.
+``bench step`` alternates blocks of the trainer's steps with a bare loop. A timed step includes everything that the
+trainer does in each step (the agreement of all ranks, the next batch, forward, backward, clipping and update) but not
+saves, evaluation and logging.
 """
 
 from __future__ import annotations
@@ -15,14 +16,19 @@ import torch
 import torch.distributed as dist
 
 from hpc_train.bench.bare_loop import bare_batches, build_bare_loop
-from hpc_train.bench.request import Spread, StepRequest, paired_ratio, write_progress, write_result
+from hpc_train.bench.request import NoiseRequest, Spread, StepRequest, paired_ratio, write_progress, write_result
 from hpc_train.config.schema import Config
 from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.data.feed import LocalBatch, TrainFeed
-from hpc_train.measure.device_use import peak_device_memory, peak_host_memory
 from hpc_train.measure.time_breakdown import bubble_share, communication_share
-from hpc_train.measure.utilisation import count_flops, describe_utilisation, peak_flops
+from hpc_train.measure.utilisation import (
+    count_flops,
+    describe_utilisation,
+    peak_device_memory,
+    peak_flops,
+    peak_host_memory,
+)
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.balance import plan_split
@@ -260,3 +266,53 @@ def _gather(value: Any, mesh: Mesh) -> list[Any]:
     gathered: list[Any] = [None] * mesh.layout.world_size
     dist.all_gather_object(gathered, value, group=mesh.control)
     return gathered
+
+
+def measure_noise(spec: WorkerSpec, stop: StopFlag) -> Exit:
+    """Measures the gradient norms that the noise scale needs; rank 0 writes their squares to ``bench-result.json``.
+
+    Each estimate takes the gradient norms of some global batches and of their union, as the engine computes them. A
+    training step on the union follows, so the estimates cover the first steps of a training.
+    """
+    run = RunDirectory(Path(spec.run_dir))
+    config, request = load(run), NoiseRequest.read(run)
+    mesh = join(spec, config)
+    dataset = build_dataset(config.data, "train", config.train.seed)
+    plan = plan_split(config, mesh, dataset)
+    engine = build_engine(config, mesh, None if plan is None else plan.layers)
+    optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")
+    take_step = TrainStep(config, mesh, engine, optimizer, request.estimates)
+    feed = TrainFeed(dataset, config.batch, mesh.layout, mesh.dp_rank, config.train.seed, mesh.device, 0)
+    control = Control(mesh)
+    stopped = False
+
+    def next_batch() -> StepBatch:
+        nonlocal stopped
+        local = next(feed)
+        control.post(stop.requested, local.local_count)
+        agreement = control.read()
+        stopped = stopped or agreement.stop
+        return StepBatch(local.micro_batches, agreement.target_count)
+
+    def squared_norm(step: int, batch: StepBatch) -> float:
+        scale = None if take_step.loss_scale is None else take_step.loss_scale.value
+        engine.train_step(step, batch, scale)
+        return float(engine.clip_grad_norm_(0.0, scale)) ** 2
+
+    small, big = [], []
+    for step in range(request.estimates):
+        if mesh.rank == 0:
+            write_progress(run, step, request.estimates)
+        batches = [next_batch() for _ in range(request.times)]
+        if stopped:
+            break
+        small += [squared_norm(step, batch) for batch in batches]
+        union = tuple(micro for batch in batches for micro in batch.micro_batches)
+        outcome = take_step(step, StepBatch(union, sum(batch.target_count for batch in batches)))
+        big.append(float(outcome.grad_norm) ** 2)
+    feed.close()
+    if not stopped and mesh.rank == 0:
+        sizes = {"small_size": config.batch.global_size, "big_size": config.batch.global_size * request.times}
+        write_result(run, {"small": small, "big": big, **sizes})
+    leave(mesh)
+    return Exit.STOPPED if stopped else Exit.DONE

@@ -177,7 +177,7 @@ def _show_recording(outcome: FabricReport) -> None:
         )
     for variable in outcome.decision.variables:
         console.print(f"set    {variable.name}={variable.value}  # {variable.reason}")
-    for alone in outcome.decision.left_alone:
+    for alone in outcome.decision.not_set:
         console.print(f"leave  {alone.name}  # {alone.reason}")
     for note in [*outcome.facts.unknown, *unknown_cores(outcome.facts), *outcome.decision.unknown]:
         console.print(f"unknown: {note}")
@@ -187,12 +187,12 @@ def _show_recording(outcome: FabricReport) -> None:
 
 def _table(console: Console, outcome: FabricReport) -> None:
     table = Table("GPU", "local CPUs", "NIC", "path", "rail", "CPUs of its rank", box=None, pad_edge=False)
-    for gpu, matched, mask in zip(outcome.facts.gpus, outcome.matching, outcome.masks, strict=True):
+    for gpu, matched, mask in zip(outcome.facts.gpus, outcome.gpu_nics, outcome.masks, strict=True):
         table.add_row(
             f"{gpu.name} {gpu.model or ''}".strip(),
             format_cpu_list(gpu.cpus),
             matched.nic or f"- ({matched.reason})",
-            matched.way or "",
+            matched.path_type or "",
             "" if matched.rail is None else str(matched.rail),
             f"- ({mask.reason})" if mask.cpus is None else format_cpu_list(mask.cpus),
         )

@@ -1,6 +1,6 @@
-"""Reads the file of a description without importing torch or the package around it.
+"""Loads a description or a row of a user's own package, named as ``module:attribute``, without importing torch.
 
-The package's ``__init__.py`` may import torch, so only the named file is executed. Files that hold torch code, such as
+The package's ``__init__.py`` may import torch, so only the named file is executed. Files with torch code, such as
 builders, are parsed and not executed.
 """
 
@@ -194,3 +194,46 @@ def _accepts(parameters: ast.arguments, bound: int, count: int) -> bool:
     keyword = sum(default is None for default in parameters.kw_defaults)
     enough = positional >= count or parameters.vararg is not None
     return enough and positional - len(parameters.defaults) <= count and keyword == 0
+
+
+IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+def is_import_path(name: str) -> bool:
+    """Whether ``name`` is the import path of a row, ``module:attribute``, and not the name of a built-in one."""
+    return ":" in name
+
+
+def load_row(path: str, key: str, kind: type) -> Any:
+    """Returns the row that ``path`` names.
+
+    Args:
+        key: the config key that holds ``path``.
+        kind: the class of the row.
+
+    Raises:
+        UserError: there is no such file or row, or a fact of the row is missing, unknown or contradicts another.
+    """
+    row = import_without_torch(path, key)
+    if isinstance(row, kind):
+        return row
+    raise UserError(
+        f"{path} is not a {kind.__name__}, but of type {type(row).__name__}",
+        where=location(path),
+        fix=f"{path.partition(':')[2]} = {kind.__name__}(...) from hpc_train.plan.techniques",
+    )
+
+
+def import_attribute(path: str, where: str) -> Any:
+    """Imports what a row names as ``module:attribute``; on a worker, where torch may be imported.
+
+    Raises:
+        UserError: the module cannot be imported or has no such attribute.
+    """
+    module, _, attribute = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"{path} cannot be imported: {error}", where=where, fix="the module and attribute that the row means"
+        ) from error

@@ -1,4 +1,4 @@
-"""Parses config values that have a grammar of their own, such as ``checkpoint.every`` and ``cluster.nodes``."""
+"""Parses config values that have their own grammar, such as ``checkpoint.every`` and ``cluster.nodes``."""
 
 from __future__ import annotations
 
@@ -192,3 +192,40 @@ def check_divides(divisor: int, number: int, key: str, what: str) -> None:
     if number % divisor:
         below = max(n for n in range(1, divisor) if number % n == 0)
         raise UserError(f"{key}={divisor} does not divide {what}={number}", where=key, fix=f"{key}={below}")
+
+
+RECOMPUTATION_MODES = ("none", "full", "selective", "ops")
+SELECTIVE_EVERY = 2  # layers, where ``selective`` says no number
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """Which layers compute their forward again in the backward: every ``every``-th one by global number; 0: none.
+
+    Attributes:
+        keep_products: results of matrix products and attention are kept, and only the rest is computed again.
+    """
+
+    every: int = 0
+    keep_products: bool = False
+
+    def applies_to(self, layer: int) -> bool:
+        return self.every > 0 and layer % self.every == 0
+
+
+def parse_recomputation(text: str) -> Recomputation:
+    """
+    Raises:
+        UserError: it is none of ``RECOMPUTATION_MODES``, nor ``selective:N``.
+    """
+    selective = re.fullmatch(r"selective(?::([1-9]\d*))?", text)
+    if selective:
+        return Recomputation(int(selective[1] or SELECTIVE_EVERY))
+    if text in RECOMPUTATION_MODES:
+        return Recomputation(0 if text == "none" else 1, keep_products=text == "ops")
+    raise UserError(
+        f"activation checkpointing {text!r} is unknown",
+        where="train.activation_checkpointing",
+        fix="none, full, selective (every second layer), selective:N (every N-th) or ops (all but matrix products "
+        "and attention)",
+    )

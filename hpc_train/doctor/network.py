@@ -41,9 +41,9 @@ def check_gpus(facts: NodeFacts, asked: int | str) -> Iterator[Finding]:
     else:
         yield Finding("GPUs", OK, text)
     for gpu in facts.gpus:
-        for trouble in gpu.troubles:
+        for problem in gpu.problems:
             fix = f"cluster.exclude={facts.node}; for the staff: nvidia-smi -q -i {gpu.pci or gpu.index}"
-            yield Finding("GPUs", WARNING, f"{gpu.name}: {trouble}", fix)
+            yield Finding("GPUs", WARNING, f"{gpu.name}: {problem}", fix)
 
 
 def check_ports(facts: NodeFacts) -> Iterator[Finding]:

@@ -4,11 +4,11 @@
 
     fabric        the network in use: cpu, one_node, efa, slingshot, infiniband, roce, ethernet, unknown
     gpus_per_node, nodes
-        for each node in the order of rank: ``name``; ``facts`` (``NodeFacts.to_json``); ``matching``: the NIC, path and
+        for each node in the order of rank: ``name``; ``facts`` (``NodeFacts.to_json``); ``gpu_nics``: the NIC, path and
         rail of each GPU; ``bindings``: the CPUs of each local rank as a list like 0-3,8 or null, with the reason;
         ``rate_gbps``: the sum over its usable ports, null if unknown
     environment   the variables that all workers export: name, value, reason
-    left_alone    common variables that were not set: name, reason
+    not_set       common variables that were not set: name, reason
     warnings, unknown
 """
 
@@ -68,13 +68,13 @@ class Fabric:
         found_out = {"gpus_per_node": gpus, "nodes": nodes, "environment": environment, "warnings": messages} | common
         patiently(lambda: write_json(self.run.fabric, found_out))
         set_already = [
-            {"name": name, "value": setting.value, "reason": f"set by {setting.place}"}
+            {"name": name, "value": setting.value, "reason": f"set by {setting.source}"}
             for name, setting in found.items()
             if name not in {row["name"] for row in self.own}
         ]
         record = {
             "environment": [*self.own, *environment, *set_already],
-            "left_alone": common["left_alone"],
+            "not_set": common["not_set"],
             "fabric": decision.fabric,
         }
         patiently(lambda: self.run.update_record(**record))
@@ -88,7 +88,7 @@ class Fabric:
         print(f"network between nodes: {decision.fabric}")
         for variable in decision.variables:
             print(f"  set {variable.name}={variable.value}: {variable.reason}")
-        for alone in decision.left_alone:
+        for alone in decision.not_set:
             print(f"  not set {alone.name}: {alone.reason}")
         for note in decision.unknown:
             print(f"  unknown: {note}", flush=True)
@@ -102,7 +102,7 @@ def _node(node: Node, ranks: int) -> dict[str, Any]:
     return {
         "name": node.name,
         "facts": node.facts.to_json(),
-        "matching": [asdict(matched) for matched in match(node.facts)],
+        "gpu_nics": [asdict(matched) for matched in match(node.facts)],
         "bindings": bound,
         "rate_gbps": rate_gbps(node.facts),
     }
@@ -110,7 +110,7 @@ def _node(node: Node, ranks: int) -> dict[str, Any]:
 
 def _warnings(nodes: Sequence[NodeFacts]) -> list[str]:
     ports = [f"{facts.node}: {warning}" for facts in nodes for warning in port_warnings(facts)]
-    gpus = [f"{facts.node}: {gpu.name}: {trouble}" for facts in nodes for gpu in facts.gpus for trouble in gpu.troubles]
+    gpus = [f"{facts.node}: {gpu.name}: {problem}" for facts in nodes for gpu in facts.gpus for problem in gpu.problems]
     locking = [
         f"{facts.node}: {facts.limits.locking}: RDMA NICs cannot register their buffers"
         for facts in nodes

@@ -23,7 +23,7 @@ GID_CHOSEN_BY_NCCL: Version = (2, 21)  # since then the default, -1, chooses per
 
 
 @dataclass(frozen=True)
-class LeftAlone:
+class UnsetVariable:
     """A common variable that was not set, and the reason."""
 
     name: str
@@ -51,7 +51,7 @@ class FabricDecision:
 
     fabric: str
     variables: tuple[Variable, ...]
-    left_alone: tuple[LeftAlone, ...]
+    not_set: tuple[UnsetVariable, ...]
     unknown: tuple[str, ...]
 
 
@@ -62,14 +62,14 @@ def decide(nodes: Sequence[NodeFacts], job: FabricJob, found: Mapping[str, Setti
     fabric = _fabric(nodes, job)
     wanted = [*job.profile, *_of_fabric(fabric, nodes, job), *_general(nodes, job)]
     variables: dict[str, Variable] = {}
-    left: dict[str, LeftAlone] = {}
+    left: dict[str, UnsetVariable] = {}
     for variable in wanted:
         if (setting := found.get(variable.name)) is not None:
-            where = f"already set to {setting.value} by {setting.place}, which takes precedence"
-            left.setdefault(variable.name, LeftAlone(variable.name, where))
+            where = f"already set to {setting.value} by {setting.source}, which takes precedence"
+            left.setdefault(variable.name, UnsetVariable(variable.name, where))
         else:
             variables.setdefault(variable.name, variable)
-    for alone in _left_alone(fabric, nodes, job):
+    for alone in _not_set(fabric, nodes, job):
         if alone.name not in variables:
             left.setdefault(alone.name, alone)
     return FabricDecision(fabric, tuple(variables.values()), tuple(left.values()), tuple(_unknown(nodes, fabric, job)))
@@ -221,43 +221,43 @@ def _sockets(nodes: Sequence[NodeFacts]) -> Iterator[Variable]:
         yield Variable("NCCL_NSOCKS_PERTHREAD", "4", reason)
 
 
-def _left_alone(fabric: str, nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[LeftAlone]:
+def _not_set(fabric: str, nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[UnsetVariable]:
     if fabric == "cpu":
-        yield LeftAlone("NCCL_*", "no GPU; all traffic uses gloo")
+        yield UnsetVariable("NCCL_*", "no GPU; all traffic uses gloo")
         return
     debugging = "NCCL's guide: for debugging only"
     for name in ("NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE", "NCCL_NTHREADS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS"):
-        yield LeftAlone(name, f"{debugging}; NCCL chooses by message size")
-    yield LeftAlone("NCCL_P2P_DISABLE", f"{debugging}; it makes the GPUs of a node communicate through host memory")
-    yield LeftAlone("NCCL_P2P_LEVEL", f"{debugging}; NCCL detects the same topology")
-    yield LeftAlone("NCCL_SHM_DISABLE", f"{debugging}; enlarge /dev/shm if it is too small")
-    yield LeftAlone("NCCL_NVLS_ENABLE", "detected by NCCL")
-    yield LeftAlone("NCCL_IGNORE_CPU_AFFINITY", "NCCL already respects the affinity masks")
+        yield UnsetVariable(name, f"{debugging}; NCCL chooses by message size")
+    yield UnsetVariable("NCCL_P2P_DISABLE", f"{debugging}; it makes the GPUs of a node communicate through host memory")
+    yield UnsetVariable("NCCL_P2P_LEVEL", f"{debugging}; NCCL detects the same topology")
+    yield UnsetVariable("NCCL_SHM_DISABLE", f"{debugging}; enlarge /dev/shm if it is too small")
+    yield UnsetVariable("NCCL_NVLS_ENABLE", "detected by NCCL")
+    yield UnsetVariable("NCCL_IGNORE_CPU_AFFINITY", "NCCL already respects the affinity masks")
     if fabric == "one_node":
-        yield LeftAlone("NCCL_SOCKET_IFNAME", "single node: no traffic crosses a network")
+        yield UnsetVariable("NCCL_SOCKET_IFNAME", "single node: no traffic crosses a network")
         return
-    yield LeftAlone("NCCL_IB_DISABLE", _why_no_ib_disable(fabric, nodes))
-    yield LeftAlone("NCCL_NET_GDR_LEVEL", f"{debugging}; NCCL uses GPUDirect if NIC and GPU are close")
+    yield UnsetVariable("NCCL_IB_DISABLE", _why_no_ib_disable(fabric, nodes))
+    yield UnsetVariable("NCCL_NET_GDR_LEVEL", f"{debugging}; NCCL uses GPUDirect if NIC and GPU are close")
     if fabric in ("infiniband", "roce"):
-        yield LeftAlone("NCCL_IB_HCA", "no active port must be excluded")
-        yield LeftAlone(
+        yield UnsetVariable("NCCL_IB_HCA", "no active port must be excluded")
+        yield UnsetVariable(
             "NCCL_IB_TIMEOUT", f"fewer than {LARGE_JOB_GPUS} GPUs and no flapping link; NCCL's default is long enough"
         )
-        yield LeftAlone(
+        yield UnsetVariable(
             "NCCL_IB_QPS_PER_CONNECTION", f"{debugging}; a site with adaptive routing may set it in a profile"
         )
-        yield LeftAlone("NCCL_IB_PCI_RELAXED_ORDERING", "automatic; for virtual machines set it in a site profile")
-        yield LeftAlone("NCCL_CROSS_NIC", "automatic; if rails are separate networks, set 0 in a site profile")
+        yield UnsetVariable("NCCL_IB_PCI_RELAXED_ORDERING", "automatic; for virtual machines set it in a site profile")
+        yield UnsetVariable("NCCL_CROSS_NIC", "automatic; if rails are separate networks, set 0 in a site profile")
     if fabric == "roce":
-        yield LeftAlone("NCCL_IB_GID_INDEX", _why_no_gid(job.nccl))
-        yield LeftAlone("NCCL_IB_TC", "the traffic class cannot be detected from a host; set it in a site profile")
+        yield UnsetVariable("NCCL_IB_GID_INDEX", _why_no_gid(job.nccl))
+        yield UnsetVariable("NCCL_IB_TC", "the traffic class cannot be detected from a host; set it in a site profile")
     if fabric == "efa":
-        yield LeftAlone("FI_PROVIDER", "the plugin selects efa since version 1.5")
-        yield LeftAlone("FI_EFA_USE_DEVICE_RDMA", "enabled automatically if the NIC supports it")
-        yield LeftAlone("FI_EFA_FORK_SAFE", "needed only by old kernels and libraries")
-        yield LeftAlone("RDMAV_FORK_SAFE", "needed only by old kernels and libraries")
-    yield LeftAlone("NCCL_SOCKET_IFNAME", "the automatic choice leads to the other nodes")
-    yield LeftAlone("NCCL_MNNVL_ENABLE", "NVLink between nodes is detected by NCCL")
+        yield UnsetVariable("FI_PROVIDER", "the plugin selects efa since version 1.5")
+        yield UnsetVariable("FI_EFA_USE_DEVICE_RDMA", "enabled automatically if the NIC supports it")
+        yield UnsetVariable("FI_EFA_FORK_SAFE", "needed only by old kernels and libraries")
+        yield UnsetVariable("RDMAV_FORK_SAFE", "needed only by old kernels and libraries")
+    yield UnsetVariable("NCCL_SOCKET_IFNAME", "the automatic choice leads to the other nodes")
+    yield UnsetVariable("NCCL_MNNVL_ENABLE", "NVLink between nodes is detected by NCCL")
 
 
 def _unknown(nodes: Sequence[NodeFacts], fabric: str, job: FabricJob) -> Iterator[str]:

@@ -117,10 +117,12 @@ def _merged_links(seen: NodeFacts, matrix: NodeFacts) -> tuple[tuple[GpuLink, ..
     for link in matrix.links:
         pair = frozenset((link.a, link.b))
         other = known.get(pair)
-        if other is None or link.way.startswith("NV"):
+        if other is None or link.path_type.startswith("NV"):
             known[pair] = link
-        elif (other.way == "SYS") != (link.way == "SYS"):
-            doubts.append(f"the link of {link.a} and {link.b}: {other.way} in /sys, {link.way} in the matrix")
+        elif (other.path_type == "SYS") != (link.path_type == "SYS"):
+            doubts.append(
+                f"the link of {link.a} and {link.b} is {other.path_type} in /sys and {link.path_type} in the matrix"
+            )
             del known[pair]
     return tuple(known.values()), doubts
 
@@ -160,8 +162,8 @@ def _links(sysfs: Path, gpus: Iterable[Gpu], nics: Iterable[Nic]) -> Iterable[Gp
     for i, (a, _, a_node) in enumerate(places):
         for b, _, b_node in places[:i]:
             same = None if a_node is None or b_node is None else a_node == b_node
-            if way := path_type(paths[a], paths[b], same):
-                yield GpuLink(b, a, way)
+            if found := path_type(paths[a], paths[b], same):
+                yield GpuLink(b, a, found)
 
 
 def _interfaces(sysfs: Path, proc: Path) -> tuple[Interface, ...]:

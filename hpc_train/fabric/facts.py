@@ -123,7 +123,7 @@ class Gpu:
         cpus: the CPUs near it.
         numa_nodes: the NUMA nodes of those CPUs; several if a socket is split.
         slices: the UUIDs of its MIG slices.
-        troubles: problems of the GPU as text.
+        problems: problems of the GPU as text.
     """
 
     index: int
@@ -133,7 +133,7 @@ class Gpu:
     numa_nodes: tuple[int, ...] = ()
     cpus: tuple[int, ...] = ()
     slices: tuple[str, ...] = ()
-    troubles: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -176,13 +176,13 @@ class Nic:
     Attributes:
         name: e.g. ``mlx5_0``; ``NIC0`` if only a matrix without a legend names it.
         kind: ``mellanox``, ``efa``, ``slingshot``, ``omnipath`` or ``other``; None if the name does not show it.
-        card: the type that the NIC reports, e.g. ``MT4129``.
+        model: the type that the NIC reports, e.g. ``MT4129``.
         interfaces: its network interfaces.
     """
 
     name: str
     kind: str | None = None
-    card: str | None = None
+    model: str | None = None
     pci: str | None = None
     numa_node: int | None = None
     interfaces: tuple[str, ...] = ()
@@ -205,7 +205,7 @@ class GpuLink:
 
     a: str
     b: str
-    way: str
+    path_type: str
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class NodeFacts:
         """Returns the path type between the devices ``a`` and ``b``; None if unknown."""
         for link in self.links:
             if {link.a, link.b} == {a, b}:
-                return link.way
+                return link.path_type
         return None
 
     def to_json(self) -> dict[str, Any]:
@@ -283,9 +283,9 @@ class NodeFacts:
 _PLAIN = ("node", "allocated_cpus", "route", "automatic", "site", "topology_file", "gpu_direct")
 
 
-def distance(way: str) -> int:
+def distance(path_type: str) -> int:
     """Returns 0 for NVLink, rising with the path type in the order of ``LINKS``."""
-    return 0 if way.startswith("NV") else LINKS.index(way)
+    return 0 if path_type.startswith("NV") else LINKS.index(path_type)
 
 
 def _nested(value: Any) -> tuple[Any, ...]:

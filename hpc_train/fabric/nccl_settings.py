@@ -40,11 +40,11 @@ _IB_RETRIES, _IB_RETRY_COUNTS = 7, range(8)
 
 @dataclass(frozen=True)
 class Setting:
-    """A variable that is already set. ``place`` is "the environment" or the path of a file."""
+    """A variable that is already set. ``source`` is "the environment" or the path of a file."""
 
     name: str
     value: str
-    place: str
+    source: str
 
 
 def settings(
@@ -121,21 +121,23 @@ def _number(text: str, allowed: range, default: int) -> int:
 def warnings(found: Mapping[str, Setting]) -> list[str]:
     """Returns a message for each wrong name or value, with the fix."""
     messages = [
-        f"{name} ({found[name].place}) is an outdated name: use {new}" for name, new in RENAMED.items() if name in found
+        f"{name} ({found[name].source}) is an outdated name: use {new}"
+        for name, new in RENAMED.items()
+        if name in found
     ]
     for name in _LEVELS:
         if name in found and found[name].value.strip().isdigit():
             messages.append(
-                f"{name}={found[name].value} ({found[name].place}): the level must be one of LOC NVL PIX PXB PHB SYS"
+                f"{name}={found[name].value} ({found[name].source}): the level must be one of LOC NVL PIX PXB PHB SYS"
             )
     for name in ("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"):
         if name in found and found[name].value.strip() not in ("", "0"):
             messages.append(
-                f"{name}={found[name].value} ({found[name].place}) disables a transport: unset it outside of debugging"
+                f"{name}={found[name].value} ({found[name].source}) disables a transport: unset it outside of debugging"
             )
     timeout = found.get("NCCL_IB_TIMEOUT")
     if timeout and timeout.value.strip().isdigit() and int(timeout.value) not in _IB_TIMEOUTS:
-        messages.append(f"NCCL_IB_TIMEOUT={timeout.value} ({timeout.place}) makes NCCL wait forever: use 1-31")
+        messages.append(f"NCCL_IB_TIMEOUT={timeout.value} ({timeout.source}) makes NCCL wait forever: use 1-31")
     return messages
 
 

@@ -38,7 +38,7 @@ class _Header:
 @dataclass(frozen=True)
 class _Row:
     device: str
-    ways: tuple[str, ...]
+    path_types: tuple[str, ...]
     side: tuple[str, ...]  # the cells under the headings of _SIDE_COLUMNS, possibly blank
 
 
@@ -89,8 +89,8 @@ def _rows(lines: Sequence[str], header: _Header, cut: bool, doubt: Callable[[str
             doubt(f"the row of {row.device} has no matching column")
             continue
         rows[row.device] = row
-        if len(row.ways) < len(header.devices):
-            doubt(f"the row of {row.device} is truncated after {len(row.ways)} of {len(header.devices)} devices")
+        if len(row.path_types) < len(header.devices):
+            doubt(f"the row of {row.device} is truncated after {len(row.path_types)} of {len(header.devices)} devices")
     for device in header.devices:
         if device not in rows:
             doubt(f"the row of {device} is missing")
@@ -102,9 +102,9 @@ def _row(line: str, header: _Header, cut: bool) -> _Row | None:
     if len(words) < 2 or not _is_device(words[0]) or (words[1] not in _PEER_STATUS and not _LINK.fullmatch(words[1])):
         return None
     count = len(header.devices)
-    ways = tuple(words[1 : 1 + count])
-    side = _side_cells(line, words, header) if len(ways) == count else ()
-    return _Row(words[0], ways, side[:-1] if cut and len(side) < len(header.side) else side)
+    path_types = tuple(words[1 : 1 + count])
+    side = _side_cells(line, words, header) if len(path_types) == count else ()
+    return _Row(words[0], path_types, side[:-1] if cut and len(side) < len(header.side) else side)
 
 
 def _side_cells(line: str, words: list[str], header: _Header) -> tuple[str, ...]:
@@ -160,7 +160,7 @@ def _is_device(word: str) -> bool:
 def _links(
     header: _Header, rows: dict[str, _Row], names: dict[str, str], doubt: Callable[[str], None]
 ) -> tuple[GpuLink, ...]:
-    if any(way in _PEER_STATUS for row in rows.values() for way in row.ways):
+    if any(path_type in _PEER_STATUS for row in rows.values() for path_type in row.path_types):
         doubt("the links: this is the peer access status (topo -p2p), not the matrix of topo -m")
         return ()
     links = []
@@ -168,18 +168,18 @@ def _links(
         for j, b in enumerate(header.devices[:i]):
             seen = {_way(rows, a, j), _way(rows, b, i)} - {None}
             first, second = names.get(b, b), names.get(a, a)
-            if len(seen) == 1 and (way := seen.pop()) and way != "X":
-                links.append(GpuLink(first, second, way))
+            if len(seen) == 1 and (path_type := seen.pop()) and path_type != "X":
+                links.append(GpuLink(first, second, path_type))
             elif rows:
                 doubt(f"the link of {first} and {second}: {' or '.join(sorted(map(str, seen))) or 'not in the matrix'}")
     return tuple(links)
 
 
 def _way(rows: dict[str, _Row], device: str, column: int) -> str | None:
-    ways = rows[device].ways if device in rows else ()
-    if column >= len(ways) or not _LINK.fullmatch(ways[column]):
+    path_types = rows[device].path_types if device in rows else ()
+    if column >= len(path_types) or not _LINK.fullmatch(path_types[column]):
         return None
-    return "SYS" if ways[column] == "SOC" else ways[column]  # drivers before 2018
+    return "SYS" if path_types[column] == "SOC" else path_types[column]  # drivers before 2018
 
 
 _GPU = re.compile(r"^GPU \d+: .*\(UUID: (GPU-[^)]+)\)")

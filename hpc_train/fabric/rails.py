@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from hpc_train.fabric.facts import Gpu, Nic, NodeFacts, Port, distance
-from hpc_train.fabric.rdma import CARD_RATE_GBPS, natural
+from hpc_train.fabric.rdma import NIC_RATE_GBPS, natural
 
 Kind = TypeVar("Kind", str, float)
 
@@ -31,7 +31,7 @@ class Match:
 
     gpu: str
     nic: str | None
-    way: str | None
+    path_type: str | None
     rail: int | None
     reason: str
 
@@ -74,7 +74,7 @@ def port_warnings(facts: NodeFacts) -> tuple[str, ...]:
     used = {(verdict.nic, verdict.port.number) for verdict in judge_ports(facts) if verdict.usable}
     for nic in facts.nics:
         for port in nic.ports:
-            name, best = f"{nic.name} port {port.number}", CARD_RATE_GBPS.get(nic.card or "")
+            name, best = f"{nic.name} port {port.number}", NIC_RATE_GBPS.get(nic.model or "")
             if port.link_layer == "Ethernet" and (nic.name, port.number) not in used:
                 best = None  # storage or management: slower links are normal
             if port.active and best is not None and port.rate_gbps is not None and port.rate_gbps < best:
@@ -117,14 +117,14 @@ def match(facts: NodeFacts) -> tuple[Match, ...]:
     found: dict[str, Match] = {}
     near = {gpu.name: _nearest(facts, gpu, nics) for gpu in facts.gpus}
     for gpu in sorted(facts.gpus, key=lambda gpu: (near[gpu.name][0], gpu.index)):
-        _, way, candidates = near[gpu.name]
-        if way is None or (way == "SYS" and len(candidates) > 1):
-            found[gpu.name] = Match(gpu.name, None, way, None, _why_none(facts, nics, way))
+        _, path_type, candidates = near[gpu.name]
+        if path_type is None or (path_type == "SYS" and len(candidates) > 1):
+            found[gpu.name] = Match(gpu.name, None, path_type, None, _why_none(facts, nics, path_type))
             continue
         taken = min(candidates, key=lambda nic: (load[nic.name], not _same_numa(facts, gpu, nic), natural(nic.name)))
         load[taken.name] += 1
         reason = f"the nearest of {len(nics)}" + (f", one of {len(candidates)} as near" if len(candidates) > 1 else "")
-        found[gpu.name] = Match(gpu.name, taken.name, way, None, reason)
+        found[gpu.name] = Match(gpu.name, taken.name, path_type, None, reason)
     rails = {name: rail for rail, name in enumerate(sorted(load, key=natural))}
     matches = (found[gpu.name] for gpu in facts.gpus)
     return tuple(replace(matched, rail=rails.get(matched.nic or "")) for matched in matches)
@@ -181,11 +181,11 @@ def _verdict(nic: Nic, port: Port, layer: str | None, rate: float | None, routed
 
 def _nearest(facts: NodeFacts, gpu: Gpu, nics: Sequence[Nic]) -> tuple[int, str | None, list[Nic]]:
     """Returns the distance and path type of the nearest NICs, and those NICs."""
-    ways = {nic.name: way for nic in nics if (way := facts.link(gpu.name, nic.name)) is not None}
-    if not ways:
+    path_types = {nic.name: path_type for nic in nics if (path_type := facts.link(gpu.name, nic.name)) is not None}
+    if not path_types:
         return len(nics) + 100, None, []
-    way = min(ways.values(), key=distance)
-    return distance(way), way, [nic for nic in nics if ways.get(nic.name) == way]
+    path_type = min(path_types.values(), key=distance)
+    return distance(path_type), path_type, [nic for nic in nics if path_types.get(nic.name) == path_type]
 
 
 def _same_numa(facts: NodeFacts, gpu: Gpu, nic: Nic) -> bool:
@@ -196,7 +196,7 @@ def _same_numa(facts: NodeFacts, gpu: Gpu, nic: Nic) -> bool:
     return any(set(other.numa_nodes) & set(gpu.numa_nodes) for other in beside)
 
 
-def _why_none(facts: NodeFacts, nics: Sequence[Nic], way: str | None) -> str:
+def _why_none(facts: NodeFacts, nics: Sequence[Nic], path_type: str | None) -> str:
     if not nics:
         return "no NIC has a usable port" if facts.nics else "no RDMA NIC was found"
-    return "no link to a NIC is known" if way is None else f"all {len(nics)} NICs are equally far: {way}"
+    return "no link to a NIC is known" if path_type is None else f"all {len(nics)} NICs are equally far: {path_type}"

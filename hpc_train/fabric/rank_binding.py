@@ -34,7 +34,7 @@ def bindings(facts: NodeFacts, ranks: int) -> tuple[Binding, ...]:
     """Returns a binding for each of the node's ``ranks`` ranks."""
     binder = next((setting for setting in facts.settings if setting.name in BINDERS), None)
     if binder is not None:
-        return _unbound(ranks, f"{binder.name} is set by {binder.place}, which takes precedence")
+        return _unbound(ranks, f"{binder.name} is set by {binder.source}, which takes precedence")
     gpus = [device.gpu for device in devices(facts)[:ranks]]
     return _near_gpus(facts, gpus, ranks) if facts.visible else _shares(facts, ranks)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from hpc_train.fabric.facts import Nic, Port
 
 # highest rate in Gb/s per NIC type as reported by Mellanox drivers; a port below it negotiated a low rate
-CARD_RATE_GBPS = {
+NIC_RATE_GBPS = {
     "MT4099": 56,  # ConnectX-3
     "MT4103": 56,  # ConnectX-3 Pro
     "MT4115": 100,  # ConnectX-4
@@ -93,7 +93,7 @@ def _nic(device: Path) -> Nic:
     return Nic(
         name=device.name,
         kind="efa" if vendor == _AMAZON else kind_of(device.name),
-        card=read_text(device / "hca_type"),
+        model=read_text(device / "hca_type"),
         pci=_pci_address(device / "device"),
         numa_node=_number(device / "device/numa_node"),
         interfaces=tuple(sorted(path.name for path in _directories(device / "device/net"))),
@@ -216,9 +216,9 @@ def _values(text: str) -> Iterator[tuple[str, int | None, str, str]]:
 
 def _with_device_field(nic: Nic, field: str, value: str) -> Nic:
     if field == "ca type":
-        return replace(nic, card=value)
+        return replace(nic, model=value)
     if field == "vendor_part_id":  # the driver reports 4129 as MT4129
-        return replace(nic, card=f"MT{value}" if value.isdigit() and nic.kind == "mellanox" else nic.card)
+        return replace(nic, model=f"MT{value}" if value.isdigit() and nic.kind == "mellanox" else nic.model)
     if field == "interface":
         return replace(nic, interfaces=(*nic.interfaces, value))
     return nic

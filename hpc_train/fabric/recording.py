@@ -27,13 +27,13 @@ class FabricReport:
 
     facts: NodeFacts
     ports: tuple[PortVerdict, ...]
-    matching: tuple[Match, ...]
+    gpu_nics: tuple[Match, ...]
     masks: tuple[Mask, ...]
     decision: FabricDecision
     warnings: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns ``gpus nics links limits gpu_direct versions matching masks environment left_alone warnings
+        """Returns ``gpus nics links limits gpu_direct versions gpu_nics masks environment not_set warnings
         unknown``.
         """
         verdicts = {(verdict.nic, verdict.port.number): verdict for verdict in self.ports}
@@ -60,13 +60,13 @@ class FabricReport:
             "limits": asdict(self.facts.limits),
             "gpu_direct": self.facts.gpu_direct,
             "versions": dict(self.facts.versions),
-            "matching": [asdict(matched) for matched in self.matching],
+            "gpu_nics": [asdict(matched) for matched in self.gpu_nics],
             "masks": [
                 asdict(mask) | {"cpus": None if mask.cpus is None else format_cpu_list(mask.cpus)}
                 for mask in self.masks
             ],
             "environment": [asdict(variable) for variable in self.decision.variables],
-            "left_alone": [asdict(alone) for alone in self.decision.left_alone],
+            "not_set": [asdict(alone) for alone in self.decision.not_set],
             "warnings": list(self.warnings),
             "unknown": [*self.facts.unknown, *unknown_cores(self.facts), *self.decision.unknown],
         }

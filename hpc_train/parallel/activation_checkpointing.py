@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from hpc_train.config.values import parse_recomputation
 from hpc_train.errors import UserError
 from hpc_train.models.model import Model
-from hpc_train.plan.recomputation import KEY, parse_recomputation
 
 _NAMES = (
     "mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_dot_product_flash_attention",
@@ -40,7 +40,7 @@ def apply(model: nn.Module, mode: str) -> None:
     if not isinstance(model, Model):
         raise UserError(
             "activation checkpointing needs the layers of the model, and this model has no stem, layers and head",
-            where=KEY,
+            where="train.activation_checkpointing",
             fix="none, or a model with stem, layers and head (hpc_train.models.model.Model)",
         )
     extra = {"context_fn": _keeping_products} if recomputation.keep_products else {}

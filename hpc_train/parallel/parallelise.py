@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from hpc_train.config.description_file import import_attribute
 from hpc_train.config.schema import Config
 from hpc_train.models.layer import CrossEntropyHead
 from hpc_train.models.model import Model
@@ -28,7 +29,6 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.naming import canonical_name, keep_shared
 from hpc_train.parallel.precision import parameter_dtype
 from hpc_train.parallel.tensor import apply_tensor_parallel
-from hpc_train.plan.extensions import import_attribute
 
 AnyModel = TypeVar("AnyModel", bound=Model | WrappedModel)
 

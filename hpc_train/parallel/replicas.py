@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from hpc_train.config.description_file import import_attribute
 from hpc_train.config.schema import StrategyConfig
 from hpc_train.errors import UserError
 from hpc_train.parallel import fsdp
@@ -28,7 +29,6 @@ from hpc_train.parallel.gradient_norm import multiply_
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.naming import canonical_name
 from hpc_train.parallel.reduction import GradientReduction, SendOrder, sum_partial_gradients
-from hpc_train.plan.extensions import import_attribute
 from hpc_train.plan.layout import Layout
 
 

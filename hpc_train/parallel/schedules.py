@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
+from hpc_train.config.description_file import import_attribute, is_import_path
 from hpc_train.data.dataset import Batch
 from hpc_train.errors import UserError
 from hpc_train.models.model import Model
 from hpc_train.parallel.precision import autocast
-from hpc_train.plan.extensions import import_attribute, is_import_path
 from hpc_train.plan.layout import Layout
 
 Loss = Callable[[tuple[Tensor, Tensor], Tensor], Tensor]

@@ -21,7 +21,7 @@ from hpc_train.models.model import Model
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.naming import canonical_name
 from hpc_train.parallel.reduction import local_gradient
-from hpc_train.plan.stages import check_split, layer_counts
+from hpc_train.plan.partition import check_split, layer_counts
 
 
 def split_layers(n_layers: int, stages: int, split: Any = "even") -> tuple[range, ...]:

@@ -12,10 +12,9 @@ from math import ceil
 
 from hpc_train.config.extensions import Activations, family_of
 from hpc_train.config.schema import Config, ModelConfig, OptimConfig, StrategyConfig
-from hpc_train.plan.compression import CARRYING
-from hpc_train.plan.layout import Layout
-from hpc_train.plan.recomputation import parse_recomputation
-from hpc_train.plan.stages import layer_counts
+from hpc_train.config.values import parse_recomputation
+from hpc_train.plan.layout import CARRYING, Layout
+from hpc_train.plan.partition import layer_counts
 from hpc_train.units import format_bytes
 
 NORMED = 4  # bytes of what norms take in: fp32 also where the rest is half as wide

@@ -6,18 +6,19 @@ path; see ``extensions``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
+from hpc_train.config.description_file import IMPORT_PATH, is_import_path, load_row
 from hpc_train.errors import UserError, nearest
-from hpc_train.plan.extensions import IMPORT_PATH, is_import_path, load_row
 
 Placement = Literal["linear", "looped", "v"]
 MicroBatches = Literal["one", "any", "multiple_of_ranks"]
 State = Literal["parameters", "gradients", "optimizer"]
 BucketSearch = Literal["never", "without_pipeline", "always"]
+Row = TypeVar("Row", "PipelineSchedule", "DataParallelKind")
 
 
 @dataclass(frozen=True)
@@ -318,44 +319,45 @@ TREE = replace(_ALLREDUCE, name="tree", replicas=f"{_REPLICAS}:LocalReplicas", b
 
 @cache
 def find_schedule(name: str) -> PipelineSchedule:
-    """The row of ``strategy.schedule=name``, a built-in name or an import path.
+    """Returns the row of ``strategy.schedule=name``, a built-in name or an import path.
 
     Raises:
         UserError: there is no such row, or a fact of it is missing or contradicts another.
     """
-    key = "strategy.schedule"
-    if name in SCHEDULES:
-        return SCHEDULES[name]
-    if not is_import_path(name):
-        raise UserError(f"{key} is {name!r}", where=key, fix=nearest(name, (AUTO, *SCHEDULES)))
-    row: PipelineSchedule = load_row(name, key, PipelineSchedule)
-    for kind in row.data_parallel:
-        _known(row.name, "data_parallel", kind, KINDS, f"{key}={name}")
-    if row.auto is not None:
+    row = _find("strategy.schedule", name, SCHEDULES, PipelineSchedule, (AUTO,))
+    if ":" in name and row.auto is not None:
         raise UserError(
-            f"row {row.name!r}: auto chooses among the built-in schedules only", where=f"{key}={name}", fix="auto=None"
+            f"row {row.name!r} sets auto, but strategy.schedule=auto chooses among the built-in schedules only",
+            where=f"strategy.schedule={name}",
+            fix="auto=None",
         )
+    for kind in row.data_parallel:
+        _known(row.name, "data_parallel", kind, KINDS, f"strategy.schedule={name}")
     return row
 
 
 @cache
 def find_kind(name: str) -> DataParallelKind:
-    """The row of ``strategy.data_parallel=name``, a built-in name or an import path.
+    """Returns the row of ``strategy.data_parallel=name``, a built-in name or an import path.
 
     Raises:
         UserError: there is no such row, or a fact of it is missing or contradicts another.
     """
-    key = "strategy.data_parallel"
-    if name in KINDS:
-        return KINDS[name]
-    if not is_import_path(name):
-        raise UserError(f"{key} is {name!r}", where=key, fix=nearest(name, tuple(KINDS)))
-    row: DataParallelKind = load_row(name, key, DataParallelKind)
+    row = _find("strategy.data_parallel", name, KINDS, DataParallelKind)
     for schedule in row.schedules:
-        _known(row.name, "schedules", schedule, SCHEDULES, f"{key}={name}")
+        _known(row.name, "schedules", schedule, SCHEDULES, f"strategy.data_parallel={name}")
     for fact, kind in (("compressed_as", row.compressed_as), ("debugged_as", row.debugged_as)):
         if kind is not None:
-            _known(row.name, fact, kind, KINDS, f"{key}={name}")
+            _known(row.name, fact, kind, KINDS, f"strategy.data_parallel={name}")
+    return row
+
+
+def _find(key: str, name: str, table: Mapping[str, Row], kind: type[Row], others: tuple[str, ...] = ()) -> Row:
+    if name in table:
+        return table[name]
+    if not is_import_path(name):
+        raise UserError(f"{key} is {name!r}", where=key, fix=nearest(name, (*others, *table)))
+    row: Row = load_row(name, key, kind)
     return row
 
 

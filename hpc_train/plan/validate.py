@@ -1,13 +1,22 @@
-"""Checks of a whole config before anything is submitted: values, sizes that must fit together, inputs, the layout.
+"""Checks a whole config before anything is submitted: values, sizes, input files, the layout and a user's own model.
 
-The values that a single key accepts are part of the schema (see ``config.schema.key``). Imports no torch.
+``config.schema.key`` checks the values that a single key accepts. This module imports no torch, so it builds a user's
+model in another process, where it compares the model with its description.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
 import re
+import subprocess
+import sys
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
 
-from hpc_train.config.extensions import ModelFamily, family_of, is_extension, source_of
+from hpc_train.config.extensions import ModelFamily, family_of, is_extension, location, source_of
 from hpc_train.config.schema import Config, FabricConfig, SyntheticDataConfig
 from hpc_train.config.schema.key import check_keys
 from hpc_train.config.values import (
@@ -15,12 +24,11 @@ from hpc_train.config.values import (
     check_profiled_steps,
     node_range,
     parse_hang_timeout,
+    parse_recomputation,
     parse_save_every,
 )
 from hpc_train.errors import UserError
-from hpc_train.plan.layout import SPLITS, Layout, resolve_layout
-from hpc_train.plan.model_check import check_built_model
-from hpc_train.plan.recomputation import parse_recomputation
+from hpc_train.plan.layout import Layout, resolve_layout
 from hpc_train.plan.techniques import AUTO, find_kind, find_schedule, kinds_where
 
 TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")  # minutes, minutes:seconds, hours:minutes:seconds, days-hours:…
@@ -75,7 +83,7 @@ def _check_lists(config: Config) -> None:
         raise UserError(
             f"strategy.pp_split is {split!r}",
             where="strategy.pp_split",
-            fix=f"{', '.join(SPLITS)}, or the number of layers of each stage: [1,2,2]",
+            fix="even, flops, measured, or the number of layers of each stage: [1,2,2]",
         )
     node_range(config.cluster)
     _check_fabric_variables(config.cluster.fabric)
@@ -222,3 +230,39 @@ def _check_fabric_variables(fabric: FabricConfig) -> None:
             )
         if not value or not value.isprintable():
             raise UserError(f"{name} is {value!r}", where=where, fix=f"{where}=VALUE, or remove the key")
+
+
+LIMIT_S = 180.0  # imports of torch from a busy network file system take up to a minute
+
+
+def check_built_model(config: Config) -> None:
+    """Builds the model on the meta device in another process and compares it with its description.
+
+    Raises:
+        UserError: they disagree, or the model cannot be built.
+    """
+    if importlib.util.find_spec("torch") is None:
+        return  # a login node without torch; the workers find out
+    problem = _problem(json.dumps({"model": asdict(config.model), "data": asdict(config.data)}, default=str))
+    if problem:
+        raise UserError(problem, where=location(config.model.kind), fix="make the description and the model agree")
+
+
+@lru_cache(maxsize=64)
+def _problem(configs: str) -> str:
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "hpc_train.models.contract"],
+            input=configs,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"building the model took longer than {LIMIT_S:g} s"
+    if done.returncode == 0:
+        return done.stdout.strip()
+    return f"the model cannot be built:\n{done.stderr.strip()[-2000:]}"

@@ -1,21 +1,18 @@
-"""Collective bandwidths as defined by nccl-tests, and the report of ``bench collectives`` as table, CSV and plot. No
-torch.
+"""Defines the bandwidths of collectives as nccl-tests does, and finds slow nodes from the bandwidths of pairs of nodes.
 
 With S bytes in t seconds over n ranks the algorithm bandwidth is S / t. The bus bandwidth is that times a factor, the
 share of S that must cross the slowest link, so that it is comparable with the link's rate for any n (nccl-tests,
 doc/PERFORMANCE.md). For an all-gather and a reduce-scatter, S is the size of the whole buffer, not of one rank's part.
+
+One pair alone does not show which of its nodes is slow. Nodes therefore exchange data in pairs over several rounds: a
+slow node is slow with every partner. This module imports no torch.
 """
 
 from __future__ import annotations
 
-import csv
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from hpc_train.errors import UserError
+from statistics import median
 
 FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
@@ -25,8 +22,6 @@ FACTORS: dict[str, Callable[[int], float]] = {
     "send_recv": lambda n: 1.0,  # all ranks send to the next rank at once
 }
 OPERATIONS = tuple(FACTORS)
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_STEP = 4  # ratio of consecutive sizes in a range
 
 
 @dataclass(frozen=True)
@@ -51,125 +46,74 @@ class Rate:
         return self.algorithm * FACTORS[self.operation](self.ranks)
 
 
-def parse_sizes(text: str) -> tuple[int, ...]:
-    """Parses sizes in bytes such as ``4K,1M``, or a range ``1K-1G`` (times 4 each).
-
-    Raises:
-        UserError: ``text`` is neither.
-    """
-    first, dash, last = text.partition("-")
-    if not dash:
-        return tuple(_size(word) for word in text.split(","))
-    size, most = _size(first), _size(last)
-    sizes = []
-    while size <= most:
-        sizes.append(size)
-        size *= _STEP
-    if not sizes:
-        raise _invalid_size(text)
-    return tuple(sizes)
+ROUNDS = 3  # each node meets two others, even if one round leaves it out
+SLOW = 0.85  # share of the median of the pairs without the node
+SLOW_ON_CPUS = 0.5  # over gloo, where other load changes a rate by a third
+MIN_PARTNERS = 2  # different partners with which a node must be slow
 
 
-def size_text(size: int) -> str:
-    """Formats a size: ``1048576`` as ``1M``."""
-    unit = next(name for name in ("G", "M", "K", "") if size % _UNITS[name] == 0)
-    return f"{size // _UNITS[unit]}{unit}"
+@dataclass(frozen=True)
+class PairRate:
+    """Bytes/s in each direction between two nodes, summed over their ranks."""
+
+    nodes: tuple[str, str]
+    rate: float
+
+    def partner(self, node: str) -> str:
+        return self.nodes[1] if self.nodes[0] == node else self.nodes[0]
 
 
-def _size(word: str) -> int:
-    found = re.fullmatch(r"(\d+)([KMG]?)", word.strip().upper().removesuffix("B"))
-    if found is None or int(found[1]) == 0:
-        raise _invalid_size(word)
-    return int(found[1]) * _UNITS[found[2]]
+@dataclass(frozen=True)
+class SlowNode:
+    """A slow node. ``rate`` is the median of its pairs, ``usual`` that of the other pairs, both in bytes/s."""
 
+    node: str
+    rate: float
+    usual: float
+    partners: tuple[str, ...]
 
-def _invalid_size(word: str) -> UserError:
-    return UserError(
-        f"{word!r} is not a size", where="--sizes", fix="give a list like 4K,1M,64M or a range like 1K-64M"
-    )
-
-
-COLUMNS = ("group", "ranks", "operation", "bytes", "repeats", "seconds", "algorithm_gb_per_s", "bus_gb_per_s", "wrong")
-PLOTS = (".png", ".pdf", ".svg")
-
-
-def collectives_report(result: dict[str, Any]) -> str:
-    """Formats the result with a line per operation and size."""
-    lines = [
-        f"{result['world_size']} x {result['device']} on {_nodes(result)}, {result['backend']}, float32, "
-        f"torch {result['torch']}",
-        "algbw = bytes / time, busbw as in nccl-tests; times are those of the slowest rank",
-        f"{'group':<14}{'operation':<16}{'size':>7}{'time/us':>12}{'algbw GB/s':>12}{'busbw GB/s':>12}{'wrong':>8}",
-    ]
-    for row in result["rates"]:
-        group = f"{row['group']} ({row['ranks']})"
-        lines.append(
-            f"{group:<14}{row['operation']:<16}{size_text(row['bytes']):>7}{1e6 * row['seconds']:>12,.1f}"
-            f"{row['algorithm_gb_per_s']:>12.4g}{row['bus_gb_per_s']:>12.4g}{row['wrong']:>8}"
-        )
-    lines.append(_expected(result))
-    return "\n".join(lines)
-
-
-def _nodes(result: dict[str, Any]) -> str:
-    return "1 node" if result["nodes"] == 1 else f"{result['nodes']} nodes"
-
-
-def _expected(result: dict[str, Any]) -> str:
-    expected = result["expected"]
-    if expected is None:
-        return "expected: unknown, because the link rates of this fabric are unknown"
-    best = max(row["bus_gb_per_s"] for row in result["rates"] if row["group"] == "world")
-    bus = expected["bus_gb_per_s"]
-    return f"expected: busbw {bus:.1f} GB/s ({expected['reason']}); the best is {best / bus:.0%} of it"
-
-
-def write_csv(result: dict[str, Any], path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(result["rates"])
-
-
-def check_plot(path: Path) -> None:
-    """Checks that a plot can be written, before anything is measured.
-
-    Raises:
-        UserError: matplotlib is not installed, or does not support the file type.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            "plotting requires matplotlib, which is not installed",
-            where="--plot",
-            fix="pip install 'hpc_train[plots]', or use --csv FILE instead",
-        ) from error
-    if path.suffix not in PLOTS:
-        raise UserError(
-            f"{path} is not an image file", where="--plot", fix=f"use a file name that ends in {', '.join(PLOTS)}"
+    @property
+    def words(self) -> str:
+        return (
+            f"{self.node}: {self.rate / 1e9:.3g} GB/s with {' and '.join(self.partners)}, {self.usual / 1e9:.3g} GB/s "
+            "between the others"
         )
 
 
-def write_plot(result: dict[str, Any], path: Path) -> None:
-    """Plots the bus bandwidth over the size for the group of all ranks, with a line per operation and the expected
-    value.
-    """
-    from matplotlib.figure import Figure
+def rounds(count: int) -> list[list[tuple[int, int]]]:
+    """Returns pairs of ``count`` nodes by round: no pair twice, each node at most once per round (circle method)."""
+    positions = [*range(count), *([None] if count % 2 else [])]
+    found = []
+    for _ in range(min(ROUNDS, len(positions) - 1)):
+        half = len(positions) // 2
+        pairs = zip(positions[:half], reversed(positions[half:]), strict=True)
+        found.append([(a, b) for a, b in pairs if a is not None and b is not None])
+        positions = [positions[0], positions[-1], *positions[1:-1]]
+    return found
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    rows = [row for row in result["rates"] if row["group"] == "world"]
-    for operation in dict.fromkeys(row["operation"] for row in rows):
-        own = [row for row in rows if row["operation"] == operation]
-        axes.plot([row["bytes"] for row in own], [row["bus_gb_per_s"] for row in own], marker="o", label=operation)
-    if result["expected"] is not None:
-        axes.axhline(result["expected"]["bus_gb_per_s"], linestyle="--", color="grey", label="expected (all_reduce)")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("bytes")
-    axes.set_ylabel("bus bandwidth, GB/s")
-    axes.set_title(f"{result['world_size']} x {result['device']} on {_nodes(result)}, {result['backend']}")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path)
+
+def slow_nodes(pairs: Sequence[PairRate], slow: float = SLOW) -> tuple[SlowNode, ...]:
+    """Returns the nodes that are slow with at least two different partners and with most of their partners.
+
+    Args:
+        slow: share of the other pairs' rate below which a pair is slow.
+    """
+    found = []
+    for node in dict.fromkeys(name for pair in pairs for name in pair.nodes):
+        own = [pair for pair in pairs if node in pair.nodes]
+        others = [pair.rate for pair in pairs if node not in pair.nodes]
+        if not others:
+            continue
+        usual, rate = median(others), median(pair.rate for pair in own)
+        partners = tuple(pair.partner(node) for pair in own if pair.rate < slow * usual)
+        if len(set(partners)) >= MIN_PARTNERS and rate < slow * usual:
+            found.append(SlowNode(node, rate, usual, partners))
+    return tuple(found)
+
+
+def best_of(*passes: Sequence[PairRate]) -> tuple[PairRate, ...]:
+    """Returns the best rate of each pair, because a single slow result may be caused by other load."""
+    best: dict[tuple[str, str], float] = {}
+    for pair in (pair for one in passes for pair in one):
+        best[pair.nodes] = max(pair.rate, best.get(pair.nodes, 0.0))
+    return tuple(PairRate(nodes, rate) for nodes, rate in best.items())

@@ -13,8 +13,8 @@ from statistics import median
 
 from hpc_train.fabric.facts import NodeFacts
 from hpc_train.fabric.rails import match, usable_nics
+from hpc_train.preflight.bandwidth import SlowNode
 from hpc_train.preflight.nccl_log import Transport
-from hpc_train.preflight.paired_test import SlowNode
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json
 

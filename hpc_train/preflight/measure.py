@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.preflight.bandwidth import PairRate, best_of, rounds, slow_nodes
 from hpc_train.preflight.checks import Bandwidths, ClockOffset, RankFacts, slow_devices
 from hpc_train.preflight.collectives import Ranks, measure
 from hpc_train.preflight.nccl_log import Transport
-from hpc_train.preflight.paired_test import PairRate, best_of, rounds, slow_nodes
 
 FIRST_BYTES, GROWTH = 256 << 10, 16  # sizes of the all-reduces, within the time of a stage
 COPIES = 8  # number of message copies that must fit into GPU memory

@@ -11,10 +11,13 @@ The lines are those of NCCL 2.4 to 2.30, printed by ``net.cc``, ``net_ib`` and `
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 SOCKET = "Socket"
+QUIET = ("", "VERSION", "WARN")  # levels of NCCL_DEBUG that may be replaced by a log file
 _VERSION = re.compile(r"NCCL version (\d[\w.]*)")
 _CHOSEN = re.compile(r"NCCL INFO Using network (.+?)\s*$", re.MULTILINE)
 _NICS = re.compile(r"NCCL INFO NET/IB ?: Using (.+)$", re.MULTILINE)
@@ -60,3 +63,21 @@ def parse_transport(log: str) -> Transport:
         inside=tuple(dict.fromkeys(inside)),
         nics=tuple(dict.fromkeys(nics)),
     )
+
+
+def log_transport(path: Path) -> Path | None:
+    """Makes NCCL log its transports to ``path``, before its first communicator. Returns None if the user's log is in
+    use.
+    """
+    if os.environ.get("NCCL_DEBUG", "").upper() not in QUIET or "NCCL_DEBUG_FILE" in os.environ:
+        return None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(path)}
+    return path
+
+
+def logged_transport(path: Path | None) -> Transport | None:
+    """Returns the logged transport; None without a log."""
+    if path is None or not path.exists():
+        return None
+    return parse_transport(path.read_text(errors="replace"))

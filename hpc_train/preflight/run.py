@@ -5,12 +5,17 @@ It runs in the first attempt on a set of nodes; further attempts on the same nod
 
 from __future__ import annotations
 
+import platform
+import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hpc_train.cluster.allocation import current_allocation
@@ -19,11 +24,13 @@ from hpc_train.errors import UserError
 from hpc_train.fabric.facts import NodeFacts
 from hpc_train.fabric.rails import judge_ports
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.preflight.bandwidth import SLOW, SLOW_ON_CPUS, PairRate, SlowNode, slow_nodes
 from hpc_train.preflight.checks import (
     ERROR,
     Expected,
     ExpectedBandwidths,
     PreflightFinding,
+    RankFacts,
     check_bandwidths,
     check_clocks,
     check_config,
@@ -39,8 +46,7 @@ from hpc_train.preflight.checks import (
     slow_devices,
 )
 from hpc_train.preflight.measure import Crew, Measured, effort, fitting, measure_all, paired_test
-from hpc_train.preflight.paired_test import SLOW, SLOW_ON_CPUS, PairRate, SlowNode, slow_nodes
-from hpc_train.preflight.rank_facts import log_transport, logged_transport, rank_facts
+from hpc_train.preflight.nccl_log import log_transport, logged_transport
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -211,3 +217,38 @@ def stop_for(findings: Sequence[PreflightFinding]) -> None:
         where="cluster.preflight_action=stop",
         fix="apply the fixes above, or set cluster.preflight_action=warn to train anyway",
     )
+
+
+_DRIVER, _CPUS = Path("/proc/driver/nvidia/version"), Path("/proc/cpuinfo")
+
+
+def rank_facts(rank: int, node: str, config_hash: str, device: torch.device) -> RankFacts:
+    """Returns the facts of this process, without measurements."""
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return RankFacts(
+        rank=rank,
+        node=node,
+        config_hash=config_hash,
+        versions=versions(cuda=gpu is not None),
+        device=cpu_model() if gpu is None else gpu.name,
+        gpu=None if gpu is None else str(gpu.uuid),
+        gemm=0.0,
+    )
+
+
+def versions(cuda: bool) -> dict[str, str]:
+    """Returns the versions that must be equal on all ranks."""
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    with suppress(PackageNotFoundError):
+        found["hpc_train"] = version("hpc_train")
+    if cuda:
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        driver = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", _DRIVER.read_text()) if _DRIVER.exists() else None
+        if driver is not None:
+            found["driver"] = driver[1]
+    return found
+
+
+def cpu_model() -> str:
+    found = re.search(r"^model name\s*:\s*(.+)$", _CPUS.read_text(), re.MULTILINE) if _CPUS.exists() else None
+    return found[1].strip() if found else platform.machine()

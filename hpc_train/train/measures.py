@@ -15,10 +15,16 @@ from hpc_train.cluster.allocation import current_allocation
 from hpc_train.cluster.kernel_counters import Traffic, read_traffic
 from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Dataset
-from hpc_train.measure.device_use import GpuUtilisation, peak_device_memory, peak_host_memory
 from hpc_train.measure.step_clock import StepClock
 from hpc_train.measure.stragglers import RankTimes, SlowRankWatch, gather, over_ranks
-from hpc_train.measure.utilisation import FlopCount, count_flops, peak_flops
+from hpc_train.measure.utilisation import (
+    FlopCount,
+    GpuUtilisation,
+    count_flops,
+    peak_device_memory,
+    peak_flops,
+    peak_host_memory,
+)
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.mesh import Mesh

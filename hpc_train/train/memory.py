@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
-from hpc_train.measure.device_use import peak_device_memory, peak_host_memory
+from hpc_train.measure.utilisation import peak_device_memory, peak_host_memory
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.plan.layout import resolve_layout

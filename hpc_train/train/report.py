@@ -19,9 +19,8 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.ledger import read_ledger
-from hpc_train.telemetry.metrics import MetricsLog, Sink, TensorBoard, finite_or_none
+from hpc_train.telemetry.metrics import MetricsLog, Sink, TensorBoard, WandbIdentity, WandbRun, finite_or_none
 from hpc_train.telemetry.progress import spent_line
-from hpc_train.telemetry.wandb_run import WandbIdentity, WandbRun
 from hpc_train.train.memory import MemoryReport
 from hpc_train.train.step import SkippedSteps
 from hpc_train.units import format_duration

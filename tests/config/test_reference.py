@@ -8,10 +8,11 @@ import pytest
 from omegaconf import MISSING
 
 from hpc_train.config.extensions import FAMILIES, SOURCES, load_family, load_source
-from hpc_train.config.reference import reference
 from hpc_train.config.schema import Config
 from hpc_train.config.schema.key import KeyInfo, check_keys, keys
 from hpc_train.errors import UserError
+from hpc_train.plan.reference import reference
+from hpc_train.plan.validate import check_values
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 SCHEMAS = [
@@ -24,7 +25,7 @@ SCHEMAS = [
 def test_the_page_is_up_to_date() -> None:
     if not PAGE.exists():
         pytest.skip("there is no docs/config.md")
-    assert PAGE.read_text() == reference(), "python -m hpc_train.config.reference > docs/config.md"
+    assert PAGE.read_text() == reference(), "python -m hpc_train.plan.reference > docs/config.md"
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: schema.__name__)
@@ -47,5 +48,5 @@ def test_a_value_that_its_key_does_not_accept_is_refused(key: str, value: object
     config = Config()
     setattr(config.strategy, key, value)
     with pytest.raises(UserError) as error:
-        check_keys(config)
+        check_values(config)
     assert message in str(error.value) and error.value.where == f"strategy.{key}"

@@ -81,7 +81,7 @@ def test_all_workers_finish(frozen: Freeze) -> None:
     environment = {row["name"]: row for row in run.record()["environment"]}
     assert environment["OMP_NUM_THREADS"]["reason"] == "set by the user"
     assert environment["GLOO_SOCKET_IFNAME"]["value"] == "lo"
-    assert [row["name"] for row in run.record()["left_alone"]] == ["NCCL_*"]
+    assert [row["name"] for row in run.record()["not_set"]] == ["NCCL_*"]
     node = read_json(run.fabric)["nodes"][0]
     assert [setting["name"] for setting in node["facts"]["settings"]] == ["OMP_NUM_THREADS"]
     assert len(node["bindings"]) == 3

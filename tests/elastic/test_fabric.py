@@ -26,7 +26,7 @@ def test_what_is_wrong_with_a_node_is_told_once(tmp_path: Path, capsys: pytest.C
         "n1", (Gpu(0),), (Nic("mlx5_0", "mellanox"),), limits=NodeLimits(UNLIMITED, 1024), gpu_direct="DMA-BUF"
     )
     worn = replace(
-        good, node="n2", gpus=(Gpu(0, troubles=("its PCIe link has 8 of 16 lanes",)),), limits=NodeLimits(8 << 20, 1024)
+        good, node="n2", gpus=(Gpu(0, problems=("its PCIe link has 8 of 16 lanes",)),), limits=NodeLimits(8 << 20, 1024)
     )
     nodes = tuple(Node(i, f"n{i + 1}", "", None, 1, 1, facts) for i, facts in enumerate((good, worn)))
     start = Start(nodes, Layout(2, 1, 1, 1, "ddp", "1f1b", 1, 1, 1))

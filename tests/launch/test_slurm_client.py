@@ -128,5 +128,5 @@ def test_only_the_client_runs_commands_of_slurm() -> None:
     }
     assert running == {
         "cluster/gpus.py", "cluster/storage.py", "fabric/discovery.py", "fabric/nvidia_smi.py", "run/code.py",
-        "plan/model_check.py", "run/freeze.py",
+        "plan/validate.py", "run/freeze.py",
     }  # fmt: skip

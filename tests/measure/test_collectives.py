@@ -13,10 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hpc_train.bench.collectives import parse_sizes, size_text
 from hpc_train.errors import UserError
 from hpc_train.fabric.discovery import read_tree
 from hpc_train.fabric.facts import GpuLink, NodeFacts
-from hpc_train.preflight.bandwidth import OPERATIONS, Rate, parse_sizes, size_text
+from hpc_train.preflight.bandwidth import OPERATIONS, Rate
 from hpc_train.preflight.checks import ExpectedBandwidths, expected_bandwidths
 from hpc_train.preflight.collectives import Ranks, measure
 from tests.cluster.fabric.machines import hgx

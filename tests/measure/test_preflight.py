@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hpc_train.errors import UserError
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.plan.layout import Layout
+from hpc_train.preflight.bandwidth import PairRate, best_of, rounds, slow_nodes
 from hpc_train.preflight.checks import (
     Bandwidths,
     ClockOffset,
@@ -35,7 +36,6 @@ from hpc_train.preflight.checks import (
 )
 from hpc_train.preflight.measure import Crew, Effort, measure_all, paired_test
 from hpc_train.preflight.nccl_log import Transport
-from hpc_train.preflight.paired_test import PairRate, best_of, rounds, slow_nodes
 from hpc_train.preflight.run import seen, stop_for
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog

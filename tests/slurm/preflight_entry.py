@@ -14,7 +14,7 @@ from pathlib import Path
 from hpc_train.cluster.allocation import current_allocation
 from hpc_train.elastic.agent import run_agent
 from hpc_train.preflight import measure as measuring
-from hpc_train.preflight import rank_facts, run
+from hpc_train.preflight import run
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
@@ -25,13 +25,13 @@ AHEAD_S = 5.0
 
 
 def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
-    node, plain, own = current_allocation().node_name, rank_facts.versions, rank_facts.rank_facts
+    node, plain, own = current_allocation().node_name, run.versions, run.rank_facts
     run.rank_facts = lambda *facts: replace(own(*facts), gpu=f"GPU-of-{node}")
     measuring.measured_gemm_flops = lambda *wanted: 5e14 if node == "n1" else 7e14
     if node == "n3":
         run.config_hash = lambda run: "another"
     if node == "n4":
-        rank_facts.versions = lambda cuda: plain(cuda) | {"torch": "1.0"}
+        run.versions = lambda cuda: plain(cuda) | {"torch": "1.0"}
         run.clock = lambda: time.time() + AHEAD_S
     return worker.train(spec, stop)
 

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from hpc_train.config.schema import WandbConfig
-from hpc_train.telemetry import wandb_run
-from hpc_train.telemetry.wandb_run import WandbIdentity, WandbRun, resolve_mode
+from hpc_train.telemetry import metrics
+from hpc_train.telemetry.metrics import WandbIdentity, WandbRun, resolve_mode
 from tests.telemetry import wandb_service
 from tests.train.runs import frozen, run_attempt
 
@@ -154,8 +154,8 @@ def test_one_that_hangs_costs_a_bounded_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install(monkeypatch, lambda **settings: time.sleep(60))
-    monkeypatch.setattr(wandb_run, "FINISH_S", 0.5)
-    monkeypatch.setattr(wandb_run, "QUEUED_LINES", 3)
+    monkeypatch.setattr(metrics, "FINISH_S", 0.5)
+    monkeypatch.setattr(metrics, "QUEUED_LINES", 3)
     began = time.monotonic()
     run = WandbRun(WandbConfig(mode="offline"), identity(tmp_path))
     for step in range(10):
@@ -203,7 +203,7 @@ def test_auto_is_online_with_a_key_and_a_service_that_answers(
 def test_auto_is_offline_when_the_service_is_silent(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(wandb_run, "ANSWER_S", 0.3)
+    monkeypatch.setattr(metrics, "ANSWER_S", 0.3)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")

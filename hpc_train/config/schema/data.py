@@ -10,7 +10,6 @@ from hpc_train.config.schema.key import key, required
 _PACKING = (
     "Whether whole documents share a sequence without attending to each other. false cuts windows from the whole text."
 )
-_AUGMENT = "Whether training images are cropped and flipped at random."
 
 
 @dataclass
@@ -45,39 +44,40 @@ class TokensDataConfig(DataKeys):
 
 
 @dataclass
-class CIFAR100DataConfig(DataKeys):
+class ImageKeys(DataKeys):
+    """What every source of image files has."""
+
+    path: str = required("The directory with the images.")
+    image_size: int = key(224, "The width and height to which images are resized.", at_least=1, unit="pixels")
+    channels: int = key(3, "The number of color channels.", at_least=1)
+    n_classes: int = required("The number of classes.", at_least=1)
+    augment: bool = key(True, "Whether training images are cropped and flipped at random.")
+
+
+@dataclass
+class CIFAR100DataConfig(ImageKeys):
     """The official CIFAR-100 directory for Python."""
 
     kind: str = key("cifar100", "The data source.")
     path: str = required("The unpacked directory cifar-100-python.")
     image_size: int = key(32, "The width and height of an image.", at_least=1, unit="pixels")
-    channels: int = key(3, "The number of color channels.", at_least=1)
     n_classes: int = key(100, "The number of classes.", at_least=1)
-    augment: bool = key(True, _AUGMENT)
 
 
 @dataclass
-class ImagesDataConfig(DataKeys):
+class ImagesDataConfig(ImageKeys):
     """Image files in one directory per class under ``train/`` and ``validation/``."""
 
     kind: str = key("images", "The data source.")
     path: str = required("The directory that contains train/ and validation/.")
-    image_size: int = key(224, "The width and height to which images are resized.", at_least=1, unit="pixels")
-    channels: int = key(3, "The number of color channels.", at_least=1)
-    n_classes: int = required("The number of classes.", at_least=1)
-    augment: bool = key(True, _AUGMENT)
 
 
 @dataclass
-class ShardsDataConfig(DataKeys):
+class ShardsDataConfig(ImageKeys):
     """Images in indexed tar shards, as ``python -m hpc_train prepare --images`` writes them."""
 
     kind: str = key("shards", "The data source.")
     path: str = required("The directory with shards.json and the tar files.")
-    image_size: int = key(224, "The width and height to which images are resized.", at_least=1, unit="pixels")
-    channels: int = key(3, "The number of color channels.", at_least=1)
-    n_classes: int = required("The number of classes.", at_least=1)
-    augment: bool = key(True, _AUGMENT)
 
 
 @dataclass

@@ -6,7 +6,6 @@ so a choice or a range is written down once.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import Field, dataclass, field, fields, is_dataclass
@@ -26,28 +25,16 @@ class KeyInfo:
     Attributes:
         meaning: one or two plain sentences.
         choices: the words that the key accepts; a key that also accepts numbers accepts them beside these words.
-        choices_of: ``module:ATTRIBUTE`` of a table whose names are further choices.
-        extensible: whether the import path of a row, ``package.module:NAME``, is accepted as well.
         unit: of a number, for the reference.
     """
 
     meaning: str
     choices: tuple[str, ...] = ()
-    choices_of: str = ""
-    extensible: bool = False
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
     unit: str = ""
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """All words that the key accepts; empty where any text is accepted."""
-        if not self.choices_of:
-            return self.choices
-        module, _, name = self.choices_of.partition(":")
-        return (*self.choices, *getattr(importlib.import_module(module), name))
 
     @property
     def range(self) -> str:
@@ -105,11 +92,8 @@ def check_keys(node: Any, path: str = "") -> None:
         UserError: the first value that is neither one of its key's choices nor in its key's range.
     """
     for name, value, info in keys(node, path):
-        words = info.words
-        if info.extensible and isinstance(value, str) and ":" in value:
-            continue
-        if isinstance(value, str) and words and value not in words:
+        if isinstance(value, str) and info.choices and value not in info.choices:
             numbers = f"a number {info.range}, or " if info.range else ""
-            raise UserError(f"{name} is {value!r}", where=name, fix=f"{numbers}{nearest(value, words)}")
+            raise UserError(f"{name} is {value!r}", where=name, fix=f"{numbers}{nearest(value, info.choices)}")
         if isinstance(value, int | float) and not isinstance(value, bool) and not info.holds(value):
             raise UserError(f"{name} is {value}, but must be {info.range}", where=name, fix=f"{name}=N, {info.range}")

@@ -27,28 +27,20 @@ class StrategyConfig:
         at_least=1,
     )
     tp: int = key(1, "The number of tensor-parallel ranks. They are always on the same node.", at_least=1)
-    data_parallel: str = key(
-        "ddp", "How data-parallel ranks synchronize.", choices_of="hpc_train.plan.techniques:KINDS", extensible=True
-    )
+    data_parallel: str = key("ddp", "How data-parallel ranks synchronize: a built-in kind or package.module:ROW.")
     shard: int | str = key(
         "fill",
         "The number of ranks over which ZeRO shards its state. fill uses all of dp; node uses the ranks of a node.",
         choices=("fill", "node"),
         at_least=1,
     )
-    schedule: str = key(
-        "1f1b",
-        "The pipeline schedule.",
-        choices=("auto",),
-        choices_of="hpc_train.plan.techniques:SCHEDULES",
-        extensible=True,
-    )
+    schedule: str = key("1f1b", "The pipeline schedule: auto, a built-in schedule or package.module:ROW.")
     stages_per_rank: int = key(1, "Pipeline stages per pipeline rank.", at_least=1)
     pp_split: Any = key(
         "even",
         "How layers are assigned to stages. even gives all stages the same number, flops balances by the model's "
         "FLOPs, measured profiles every block before the first step. A list gives the layers of each stage.",
-        choices_of="hpc_train.plan.layout:SPLITS",
+        choices=("even", "flops", "measured"),
     )
     bucket_cap_mb: float | int | str = key(
         25.0,
@@ -60,7 +52,7 @@ class StrategyConfig:
     compression: str = key(
         "none",
         "How ddp and allreduce compress gradients. auto measures the techniques and uses the fastest.",
-        choices_of="hpc_train.plan.compression:COMPRESSION",
+        choices=("none", "fp16", "bf16", "powersgd", "topk", "auto"),
     )
     compression_share: float = key(
         0.01, "topk: the share of each gradient's elements that is sent.", above=0, at_most=1

@@ -124,7 +124,7 @@ def test_golden(
     decision = decide([facts, facts], FabricJob(2, len(facts.gpus), nccl), {})
     assert decision.fabric == fabric
     assert exported(decision) == GENERAL | besides
-    names = [alone.name for alone in decision.left_alone]
+    names = [alone.name for alone in decision.not_set]
     assert len(names) == len(set(names)) and not set(names) & set(exported(decision))
     assert any("the version of NCCL" in note for note in decision.unknown) == (nccl is None)
     one_node = decide([facts], FabricJob(1, len(facts.gpus), nccl), {})
@@ -155,7 +155,7 @@ def test_the_user_wins_at_each_site_and_place(tmp_path: Path, build: Callable[[P
             pointer = {"NCCL_CONF_FILE": str(chosen)} if place == str(chosen) else {}
             decision = decide([facts], job, settings(environment | pointer, home, system))
             assert exported(decision) == {name: value for name, value in ours.items() if name not in own}
-            told = {alone.name: alone.reason for alone in decision.left_alone}
+            told = {alone.name: alone.reason for alone in decision.not_set}
             for name in own:
                 assert told[name] == f"already set to the user's by {place}, which takes precedence"
 
@@ -164,7 +164,7 @@ def test_without_gpus_nothing_of_nccl(tmp_path: Path) -> None:
     facts = facts_of(cpu_only, tmp_path)
     right = replace(facts, node="n1", route="ens1", automatic="ens1")
     assert exported(decide([right, right], FabricJob(2, 0), {})) == {"TORCH_FR_BUFFER_SIZE": "2000"}
-    assert [alone.name for alone in decide([right, right], FabricJob(2, 0), {}).left_alone] == ["NCCL_*"]
+    assert [alone.name for alone in decide([right, right], FabricJob(2, 0), {}).not_set] == ["NCCL_*"]
 
 
 def test_the_interface_is_named_where_the_host_name_leads_elsewhere(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_cards_that_are_all_down_leave_the_ethernet(tmp_path: Path) -> None:
     facts = read_tree(machine.root / "sys", machine.root / "proc")
     decision = decide([facts], FabricJob(2, 4, (2, 26)), {})
     assert decision.fabric == "ethernet"
-    told = {alone.name: alone.reason for alone in decision.left_alone}
+    told = {alone.name: alone.reason for alone in decision.not_set}
     assert "25 Gb/s Ethernet carries at most 3.12 GB/s" in told["NCCL_IB_DISABLE"]
 
 
@@ -244,7 +244,7 @@ def test_the_user_wins_at_each_of_three_places(tmp_path: Path) -> None:
     assert "NCCL_ALGO" not in found
     decision = decide([facts], FabricJob(2, 8, (2, 26)), found)
     assert set(exported(decision)) == {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"}
-    reasons = {alone.name: alone.reason for alone in decision.left_alone}
+    reasons = {alone.name: alone.reason for alone in decision.not_set}
     assert "the environment" in reasons["NCCL_DEBUG"]
     assert str(home) in reasons["NCCL_IB_HCA"]
     assert str(system) in reasons["CUDA_DEVICE_ORDER"]
@@ -270,7 +270,7 @@ def test_only_a_profile_sets_what_is_for_debugging(tmp_path: Path) -> None:
     facts = facts_of(dgx_a100, tmp_path)
     decision = decide([facts], replace(FabricJob(2, 8, (2, 26)), profile=profile), {})
     assert exported(decision)["NCCL_CROSS_NIC"] == "0"
-    assert "NCCL_CROSS_NIC" not in [alone.name for alone in decision.left_alone]
+    assert "NCCL_CROSS_NIC" not in [alone.name for alone in decision.not_set]
 
 
 def test_old_names_and_transports_turned_off_are_told() -> None:

@@ -148,7 +148,7 @@ def test_families_of_cards(tmp_path: Path) -> None:
 
 def test_what_ibstat_and_its_kin_print() -> None:
     nine, ten = parse_rdma_text(IBSTAT)
-    assert (nine.name, nine.card, [port.state for port in nine.ports]) == ("mlx5_9", "MT4125", ["INIT", "DOWN"])
+    assert (nine.name, nine.model, [port.state for port in nine.ports]) == ("mlx5_9", "MT4125", ["INIT", "DOWN"])
     assert nine.ports[1].link_layer is None and nine.ports[1].physical_state == "POLLING"
     assert ten.ports[0].rate_gbps == 200 and ten.ports[0].active
     ibstatus = (
@@ -223,7 +223,7 @@ def test_slingshot_cards(tmp_path: Path) -> None:
         ("cxi1", "slingshot", ("hsn1",)),
     ]
     assert [port.rate_gbps for nic in facts.nics for port in nic.ports if port.active] == [200, 200]
-    assert [(matched.nic, matched.way) for matched in match(facts)] == [("cxi0", "PIX"), ("cxi1", "PIX")]
+    assert [(matched.nic, matched.path_type) for matched in match(facts)] == [("cxi0", "PIX"), ("cxi1", "PIX")]
 
 
 def test_azure_has_a_pci_domain_for_each_device(tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ KEYS = {
     "limits",
     "gpu_direct",
     "versions",
-    "matching",
+    "gpu_nics",
     "masks",
     "environment",
-    "left_alone",
+    "not_set",
     "unknown",
 }
 
@@ -39,13 +39,13 @@ def test_a_recorded_tree_and_matrix(tmp_path: Path, capsys: pytest.CaptureFixtur
     names = [f"GPU{i}" for i in range(8)]
     (tmp_path / "topo").write_text(matrix(names, {}, dict.fromkeys(names, "0-47,96-143"), "NV18"))
     both = doctor(capsys, "--sysfs", str(tmp_path / "root"), "--topo", str(tmp_path / "topo"), "--nccl", "2.21.5")
-    assert [found["nic"] for found in both["matching"]][4] == "mlx5_6"
+    assert [found["nic"] for found in both["gpu_nics"]][4] == "mlx5_6"
     assert both["masks"][0]["cpus"] == "0-11,96-107"
     assert "NCCL_IB_HCA" in {variable["name"] for variable in both["environment"]}
-    links = {(link["a"], link["b"]): link["way"] for link in both["links"]}
+    links = {(link["a"], link["b"]): link["path_type"] for link in both["links"]}
     assert links["GPU0", "GPU7"] == "NV18"
     tree_alone = doctor(capsys, "--sysfs", str(tmp_path / "root/sys"))
-    assert tree_alone["matching"] == both["matching"]
+    assert tree_alone["gpu_nics"] == both["gpu_nics"]
     cards_alone = doctor(capsys, "--sysfs", str(tmp_path / "root/sys/class/infiniband"))
     assert len(cards_alone["nics"]) == 10 and cards_alone["gpus"] == []
     matrix_alone = doctor(capsys, "--topo", str(tmp_path / "topo"))

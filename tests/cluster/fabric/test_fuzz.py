@@ -125,7 +125,7 @@ def test_everything_has_a_reason_and_goes_through_json(facts: NodeFacts, nodes: 
     for matched in match(facts):
         assert matched.reason
         if matched.nic is not None:
-            assert facts.link(matched.gpu, matched.nic) == matched.way
+            assert facts.link(matched.gpu, matched.nic) == matched.path_type
     found = report(facts, FabricJob(nodes, len(facts.gpus), (2, 20)), {})
     assert json.loads(json.dumps(found.to_json()))["gpus"][0]["name"] == "GPU0"
     assert all(variable.reason for variable in found.decision.variables)
@@ -136,17 +136,17 @@ def test_everything_has_a_reason_and_goes_through_json(facts: NodeFacts, nodes: 
 @given(machines(), st.integers(20, 4000))
 def test_a_matrix_says_what_it_says_or_nothing(facts: NodeFacts, cut: int) -> None:
     names = [gpu.name for gpu in facts.gpus] + [nic.name for nic in facts.nics]
-    drawn = {(link.a, link.b): link.way for link in facts.links}
+    drawn = {(link.a, link.b): link.path_type for link in facts.links}
     cpus = {gpu.name: format_cpu_list(gpu.cpus) for gpu in facts.gpus}
     text = matrix(names, drawn, cpus, "SYS")
     whole = parse_matrix(text)
-    assert {(link.a, link.b): link.way for link in whole.links} == {
+    assert {(link.a, link.b): link.path_type for link in whole.links} == {
         (a, b): drawn.get((a, b), "SYS") for i, b in enumerate(names) for a in names[:i]
     }
     assert [gpu.cpus for gpu in whole.gpus] == [gpu.cpus for gpu in facts.gpus]
     for link in parse_matrix(text[:cut]).links:  # a copy that ends somewhere
         ends = text[:cut].rsplit(maxsplit=1)[-1]
-        assert link in whole.links or link.way == ends
+        assert link in whole.links or link.path_type == ends
 
 
 @FAST

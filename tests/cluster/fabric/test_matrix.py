@@ -27,7 +27,7 @@ CLEAN = "\n".join(
 
 
 def ways(facts: NodeFacts) -> dict[str, str]:
-    return {f"{link.a}-{link.b}": link.way for link in facts.links}
+    return {f"{link.a}-{link.b}": link.path_type for link in facts.links}
 
 
 def cpus(facts: NodeFacts) -> list[int]:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from hpc_train.doctor.network import check_gpus
 from hpc_train.fabric.facts import Gpu, NodeFacts
-from hpc_train.fabric.nvml import filled, gpus_of
+from hpc_train.fabric.node import filled, gpus_of
 
 
 class NVMLError(Exception):
@@ -73,8 +73,8 @@ class Worn(Library):
 
 def test_what_is_wrong_with_a_gpu_is_told() -> None:
     good, worn = gpus_of(Worn())
-    assert good.troubles == () and [gpu.troubles for gpu in gpus_of(Library())] == [(), ()]
-    assert worn.troubles == (
+    assert good.problems == () and [gpu.problems for gpu in gpus_of(Library())] == [(), ()]
+    assert worn.problems == (
         "memory rows are pending remapping: the GPU needs a reset",
         "3 uncorrected memory errors (ECC) since the driver was loaded",
         "its clocks are throttled because it is too warm and by the power supply",

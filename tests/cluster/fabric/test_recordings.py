@@ -19,7 +19,7 @@ def test_matrices(printed: Printed) -> None:
     facts = parse_matrix(printed.text)
     assert " ".join(format_cpu_list(mask.cpus or ()) or "-" for mask in cpu_masks(facts)) == printed.masks
     assert " ".join(matched.nic or "-" for matched in match(facts)) == printed.cards
-    ways = {f"{link.a}-{link.b}={link.way}" for link in facts.links}
+    ways = {f"{link.a}-{link.b}={link.path_type}" for link in facts.links}
     assert set(printed.links.split()) <= ways
     count = len(facts.gpus) + len(facts.nics)
     assert len(ways) == count * (count - 1) // 2 - printed.unknown.startswith("GPU0 and")

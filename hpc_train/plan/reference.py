@@ -1,6 +1,6 @@
-"""The config reference as Markdown: every key with its type, default, accepted values and meaning.
+"""Generates the config reference in Markdown: every key with its type, default, accepted values and meaning.
 
-python -m hpc_train.config.reference > docs/config.md
+python -m hpc_train.plan.reference > docs/config.md
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ from hpc_train.config.compose import config_directory
 from hpc_train.config.extensions import FAMILIES, SOURCES, load_family, load_source
 from hpc_train.config.schema import Config
 from hpc_train.config.schema.key import KeyInfo, info
+from hpc_train.plan.techniques import AUTO, KINDS, SCHEDULES
+
+ROWS = {"strategy.schedule": (AUTO, *SCHEDULES), "strategy.data_parallel": tuple(KINDS)}  # names of built-in rows
 
 INTRODUCTION = """# Config reference
 
-`python -m hpc_train.config.reference > docs/config.md` generates this page from `hpc_train/config/schema/`.
+`python -m hpc_train.plan.reference > docs/config.md` generates this page from `hpc_train/config/schema/`.
 
-Set a key on the command line as `GROUP.KEY=VALUE`, or choose a file of a group as `GROUP=NAME`. `null` stands for no
-value, and a required key has no default. A file of a group, such as `conf/optim/sgd.yaml`, may set another default than
-the one below.
+Set a key on the command line as `GROUP.KEY=VALUE`, or choose a file of a group as `GROUP=NAME`. `null` means no
+value, and a required key has no default. A file of a group, such as `conf/optim/sgd.yaml`, may replace the
+default in the table below.
 """
 
 
 def reference() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     parts = [INTRODUCTION]
     for group in fields(Config):
         parts.append(f"## {group.name}\n")
@@ -61,7 +64,7 @@ def _rows(schema: type, path: str) -> Iterator[str]:
         if is_dataclass(default):
             yield from _rows(type(default), name)
         elif (known := info(each)) is not None:
-            cells = (f"`{name}`", f"`{each.type}`", _text(default), _values(known), known.meaning)
+            cells = (f"`{name}`", f"`{each.type}`", _text(default), _values(name, known), known.meaning)
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -79,9 +82,9 @@ def _text(default: Any) -> str:
     return f"`{default}`"
 
 
-def _values(known: KeyInfo) -> str:
+def _values(name: str, known: KeyInfo) -> str:
     numbers = f"{known.range} {known.unit}".strip() if known.range else known.unit
-    return ", ".join([*(f"`{word}`" for word in known.words), *([numbers] if numbers else [])])
+    return ", ".join([*(f"`{word}`" for word in ROWS.get(name, known.choices)), *([numbers] if numbers else [])])
 
 
 if __name__ == "__main__":
