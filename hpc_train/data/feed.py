@@ -12,9 +12,8 @@ import torch
 
 from hpc_train.config.schema import BatchConfig
 from hpc_train.data.dataset import Batch, Dataset, SampleError
-from hpc_train.data.length_batching import TokenBalance
 from hpc_train.data.loader import LoadRequest, MicroBatchReader, Stacked
-from hpc_train.data.sampler import Order, Skipped
+from hpc_train.data.sampler import Order, Skipped, TokenBalance
 from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout
 

@@ -27,8 +27,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from hpc_train.data.dataset import IGNORED, Array, Dataset, Sample, SampleError
-from hpc_train.data.length_batching import fitted
-from hpc_train.data.sampler import PADDING
+from hpc_train.data.sampler import PADDING, fitted
 from hpc_train.errors import UserError
 from hpc_train.run.processes import die_with_parent
 

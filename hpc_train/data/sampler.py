@@ -1,14 +1,17 @@
 """Computes the sample indices of every rank from the step number, without other state.
 
 The order of an epoch is one global sequence. A step takes the next ``global_size`` positions, and the ranks share
-them. A run that resumes with another number of ranks continues the same sequence.
+them. A run that resumes with another number of ranks continues the same sequence. The windows of data that a run skips
+after a divergence are stored in its checkpoints, so that every resume uses the same order.
 
 The random permutation of an epoch is computed in O(1) memory: a Feistel network is a bijection of b-bit numbers for any
 round function, and applying it until the value falls below n ("cycle walking") gives a bijection of [0, n). See Black
 and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002).
 
-The windows of data that a run skips after a divergence are stored in its checkpoints, so that every resume uses the
-same order.
+``TokenBalance`` batches samples of different lengths so that all ranks get about equally many tokens. It sorts the
+samples of a global batch by length. Each micro-batch takes the next longest samples, and the rank with the fewest
+tokens so far gets the next one. There is little padding, and all ranks compute with the same shape in every
+micro-batch; in a pipeline all micro-batches have one shape.
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.data.dataset import Indices
+from hpc_train.data.dataset import IGNORED, Array, Indices, Sample
 from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout
 
@@ -198,3 +202,92 @@ class Skipped:
         first, last = self.position(steps.start), self.position(steps.stop - 1) + 1
         others = [window for window in self.windows if window[1] <= first or last <= window[0]]
         return Skipped(tuple(sorted([*others, (first, last)])))
+
+
+WIDTHS = 8  # different ones at most: each shape is compiled and planned for by itself
+
+
+@dataclass(frozen=True)
+class BatchRow:
+    """One micro-batch of one rank: the samples of its slots (or ``PADDING``), all ``width`` tokens long."""
+
+    slots: Indices
+    width: int
+
+
+@dataclass(frozen=True)
+class TokenBalance:
+    """``lengths``: tokens of each sample of the dataset."""
+
+    lengths: Indices
+    layout: Layout
+
+    @property
+    def widest(self) -> int:
+        """Tokens of the longest sample, up to what tensor-parallel ranks can share."""
+        return _round_up(int(self.lengths.max()), self.layout.tp)
+
+    def rank_batch(self, order: Order, step: int, dp_rank: int) -> list[BatchRow]:
+        """What one data-parallel rank reads in one step, by micro-batch."""
+        layout = self.layout
+        if layout.logical_micro_batches:
+            return [BatchRow(slots, self.widest) for slots in order.rank_batch(step, layout, dp_rank)]
+        slots = order.slots(step, 0, order.global_size)
+        room = layout.dp * layout.micro_batches * layout.micro_size
+        slots = np.pad(slots, (0, room - len(slots)), constant_values=PADDING)
+        slots = slots[np.argsort(-self._sizes(slots), kind="stable")]
+        if layout.pp > 1:
+            shares = self._spread(slots, np.zeros(layout.dp * layout.micro_batches, np.int64))
+            own = shares.reshape(layout.dp, layout.micro_batches, layout.micro_size)[dp_rank]
+            return [BatchRow(row, self.widest) for row in own]
+        tokens = np.zeros(layout.dp, np.int64)
+        blocks = slots.reshape(layout.micro_batches, -1)
+        return [BatchRow(self._spread(block, tokens)[dp_rank], self._width(block)) for block in blocks]
+
+    def _sizes(self, slots: Indices) -> Indices:
+        return np.where(slots == PADDING, 0, self.lengths[slots])
+
+    def _width(self, block: Indices) -> int:
+        unit = _round_up(-(-self.widest // WIDTHS), self.layout.tp)
+        return min(_round_up(max(1, int(self._sizes(block[:1])[0])), unit), self.widest)
+
+    def _spread(self, slots: Indices, tokens: Indices) -> Indices:
+        """``[shares, slots / shares]``: the next slot goes to the share of the fewest ``tokens``, which are updated."""
+        room = len(slots) // len(tokens)
+        shares: list[list[int]] = [[] for _ in tokens]
+        not_full = [(int(held), share) for share, held in enumerate(tokens)]
+        heapify(not_full)
+        for slot, size in zip(slots.tolist(), self._sizes(slots).tolist(), strict=True):
+            held, share = heappop(not_full)
+            shares[share].append(slot)
+            tokens[share] = held + size
+            if len(shares[share]) < room:
+                heappush(not_full, (held + size, share))
+        return np.array(shares, np.int64)
+
+
+def fitted(sample: Sample, width: int) -> Sample:
+    """``sample`` with ``width`` tokens: padded with targets that do not count, or cut where none counts.
+
+    Context of as many entries as there are tokens is padded with zeros; the rest stays as it is.
+
+    Raises:
+        ValueError: a target that counts would be cut off.
+    """
+    tokens = len(sample.inputs)
+    beyond = sample.targets[width:] if sample.targets.shape[:1] == (tokens,) else sample.targets[:0]
+    if (beyond != IGNORED).any():
+        raise ValueError(f"it has targets behind the first {width} tokens, and its dataset's lengths say that it ends")
+
+    def fit(value: Array, filler: int) -> Array:
+        if value.shape[:1] != (tokens,):
+            return value
+        missing = max(0, width - tokens)
+        return np.pad(value[:width], [(0, missing), *[(0, 0)] * (value.ndim - 1)], constant_values=filler)
+
+    context = {name: fit(value, 0) for name, value in sample.context.items()}
+    return Sample(fit(sample.inputs, 0), fit(sample.targets, IGNORED), context)
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit

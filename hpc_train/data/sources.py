@@ -145,7 +145,7 @@ SHARDS = DataSource(
 SYNTHETIC = DataSource(
     schema=SyntheticDataConfig,
     gives=lambda data: str(data.task),
-    builder="hpc_train.data.synthetic:SyntheticDataset",
+    builder="hpc_train.data.build:SyntheticDataset",
     check_inputs=None,
 )
 CUSTOM = DataSource(schema=CustomDataConfig, gives=None, builder="hpc_train.data.build:build_custom", check_inputs=None)

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from hpc_train.config.schema import GPTConfig
-from hpc_train.models import gpt_family
+from hpc_train.models import families
 from hpc_train.models.attention import Attention, RotaryCache, RotaryScaling, rotary_tables
 from hpc_train.models.layer import CrossEntropyHead, PreNormLayer
 from hpc_train.models.model import FlopTerms, Model
@@ -82,7 +82,7 @@ class GPT(Model):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        gpt_family.check(config, None)
+        families.check_gpt(config, None)
         self.config = config
         self.stem = GPTStem(config)
         self.layers = nn.ModuleDict({str(index): gpt_layer(config) for index in range(config.n_layers)})
@@ -130,8 +130,8 @@ class GPT(Model):
         """Does nothing: the rotary tables are computed when they are first needed."""
 
     def flops_per_sample(self, inputs: Tensor) -> float:
-        """See ``gpt_family.flops_per_sample``."""
-        return gpt_family.flops_per_sample(self.config, tuple(inputs.shape[1:]))
+        """See ``families.gpt_flops_per_sample``."""
+        return families.gpt_flops_per_sample(self.config, tuple(inputs.shape[1:]))
 
     def flop_terms(self, inputs: Tensor) -> FlopTerms:
         """A tied table is already counted as the output projection."""

@@ -1,9 +1,10 @@
-"""The interface of a model that can be split into pipeline stages, sharded and initialized piece by piece."""
+"""Defines the interface of a model that can be split and sharded, and the canonical names of its parameters."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,3 +130,55 @@ class Model(nn.Module):
     def block_flops(self, inputs: Tensor) -> tuple[float, ...] | None:
         """What ``flops_per_sample`` counts in the stem, in each layer and in the head; None where nobody has said."""
         return None
+
+
+WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")  # DDP, torch.compile, activation checkpointing
+
+
+def canonical_name(raw: str) -> str:
+    """Returns ``layers.0.norm.weight`` for ``layers.0._checkpoint_wrapped_module.norm.weight``.
+
+    DDP's ``module.`` is taken off the front only: a user's model may have a part of that name.
+    """
+    name = raw.removeprefix(WRAPPERS[0])
+    for wrapper in WRAPPERS[1:]:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def named_parameters(parts: Iterable[nn.Module], tied: Mapping[str, str]) -> dict[str, nn.Parameter]:
+    """Canonical name -> parameter of ``parts``; a tied copy (``tied``: alias -> canonical) has its canonical name."""
+    found: dict[str, nn.Parameter] = {}
+    for part in parts:
+        for raw, parameter in part.named_parameters():
+            name = canonical_name(raw)
+            found.setdefault(tied.get(name, name), parameter)
+    return found
+
+
+def named_buffers(parts: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """Canonical name -> buffer, of the buffers that belong into checkpoints."""
+    return {name: buffer for part in parts for name, buffer in _persistent(part)}
+
+
+def _persistent(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in part.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield canonical_name(f"{prefix}.{name}" if prefix else name), buffer
+
+
+@contextmanager
+def keep_shared(module: nn.Module) -> Iterator[None]:
+    """Inside, parameters may be replaced module by module (``to_empty``, ``parallelize_module``).
+
+    Afterwards those that were one parameter before are one again: the first one's replacement.
+    """
+    groups: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    yield
+    for first, *others in groups.values():
+        for other in others:
+            owner, _, name = other.rpartition(".")
+            setattr(module.get_submodule(owner), name, module.get_parameter(first))

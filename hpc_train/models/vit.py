@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 
 from hpc_train.config.schema import ViTConfig
-from hpc_train.models import vit_family
+from hpc_train.models import families
 from hpc_train.models.attention import Attention
 from hpc_train.models.layer import CrossEntropyHead, PreNormLayer
 from hpc_train.models.model import FlopTerms, Model
@@ -76,7 +76,7 @@ class ViT(Model):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        vit_family.check(config, None)
+        families.check_vit(config, None)
         self.config = config
         self.stem = ViTStem(config)
         self.layers = nn.ModuleDict({str(index): vit_layer(config) for index in range(config.n_layers)})
@@ -85,7 +85,7 @@ class ViT(Model):
     @property
     def tokens(self) -> int:
         """The number of patches, plus the class token."""
-        return vit_family.tokens(self.config)
+        return families.vit_tokens(self.config)
 
     def hidden_shape(self, inputs: Tensor) -> tuple[int, ...]:
         return (inputs.shape[0], self.tokens, self.config.dim)
@@ -107,8 +107,8 @@ class ViT(Model):
         """Does nothing: a ViT has no such buffers."""
 
     def flops_per_sample(self, inputs: Tensor) -> float:
-        """See ``vit_family.flops_per_sample``."""
-        return vit_family.flops_per_sample(self.config, tuple(inputs.shape[1:]))
+        """See ``families.vit_flops_per_sample``."""
+        return families.vit_flops_per_sample(self.config, tuple(inputs.shape[1:]))
 
     def flop_terms(self, inputs: Tensor) -> FlopTerms:
         """A ViT has no embedding table: it projects patches."""

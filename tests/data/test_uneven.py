@@ -14,8 +14,7 @@ from hpc_train.config.schema import BatchConfig, CustomDataConfig
 from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import IGNORED, Dataset, Indices, Sample, SampleError
 from hpc_train.data.feed import EvalFeed, LocalBatch, TrainFeed
-from hpc_train.data.length_batching import WIDTHS, BatchRow, TokenBalance, fitted
-from hpc_train.data.sampler import PADDING, Order
+from hpc_train.data.sampler import PADDING, WIDTHS, BatchRow, Order, TokenBalance, fitted
 from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout
 from tests.data.layouts import replicas
