@@ -1,7 +1,8 @@
 """Batch normalisation under data parallelism: global statistics, their fused kernel, and checks of the batch.
 
-torch's ``SyncBatchNorm`` runs on accelerators only, and DDP refuses it elsewhere. This one forms the same sums with a
-differentiable all-reduce; the engine replaces it by torch's fused one where there is an accelerator.
+torch's ``SyncBatchNorm`` runs on accelerators only, and DDP refuses it elsewhere. The class
+here computes the same sums with a differentiable all-reduce; on an accelerator the engine replaces it by torch's fused
+one.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ class SyncBatchNorm(_BatchNorm):
         return normal.to(input.dtype)
 
     def _check_input_dim(self, input: Tensor) -> None:
-        """Any number of dims behind the channels."""
+        """Accepts any number of dimensions after the channels."""
 
     def _track(self, mean: Tensor, variance: Tensor, count: int) -> None:
-        """Moves the running statistics as ``nn.BatchNorm2d`` does: with the unbiased variance."""
+        """Updates the running statistics with the unbiased variance, as ``nn.BatchNorm2d`` does."""
         if not self.track_running_stats:
             return
         self.num_batches_tracked.add_(1)  # type: ignore[operator, union-attr]
@@ -48,10 +49,10 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def _global_moments(values: Tensor, axes: list[int]) -> tuple[Tensor, Tensor, int]:
-    """Mean and biased variance per channel over all ranks, and the number of values of a channel.
+    """Returns the mean and biased variance per channel over all ranks, and the number of values per channel.
 
-    Every rank holds equally many values. The variance is taken around the global mean, in a second all-reduce, because
-    the difference of two large sums loses digits.
+    Every rank holds the same number of values. A second all-reduce computes the variance around the global mean,
+    because the difference of two large sums would lose digits.
     """
     count = values.numel() // values.shape[1] * dist.get_world_size()
     mean = all_reduce(values.sum(dim=axes)) / count
@@ -61,7 +62,7 @@ def _global_moments(values: Tensor, axes: list[int]) -> tuple[Tensor, Tensor, in
 
 
 def convert(module: nn.Module) -> nn.Module:
-    """Replaces every batch normalisation of ``module`` by one over all ranks; names and values stay."""
+    """Replaces every batch normalisation in ``module`` by one over all ranks; names and values do not change."""
     if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
         return _converted(module)
     for name, child in module.named_children():

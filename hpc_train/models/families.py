@@ -8,30 +8,29 @@ from hpc_train.config.extensions import IMAGES, TOKENS, Activations, HuggingFace
 from hpc_train.config.schema import CustomModelConfig, GPTConfig, ViTConfig
 from hpc_train.config.values import check_divides
 from hpc_train.errors import UserError
-from hpc_train.models.hf_names import hf_config, hf_name
+from hpc_train.models.hf_names import SCALING, hf_config, hf_name
 
-_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _SEQUENCE = 1024  # tokens of a sample if the data has no fixed length
 
 
 def key_value_width(model: GPTConfig) -> int:
-    """The width of all keys (or values) of a token."""
+    """Returns the width of all keys (or values) of a token."""
     return model.dim // model.n_heads * model.n_kv_heads
 
 
 def _gpt_layer_parameters(model: GPTConfig) -> int:
     attention = 2 * model.dim * (model.dim + key_value_width(model))
-    return attention + 3 * model.dim * model.ffn_dim + 2 * model.dim  # and two norms
+    return attention + 3 * model.dim * model.ffn_dim + 2 * model.dim  # the last term: two norms
 
 
 def gpt_parameters(model: GPTConfig) -> int:
-    """The number of parameters; a tied table counts once."""
+    """Returns the number of parameters; a tied embedding table counts once."""
     tables = 1 if model.tied_embeddings else 2
     return model.n_layers * _gpt_layer_parameters(model) + model.dim + tables * model.vocab_size * model.dim
 
 
 def gpt_activations(model: GPTConfig, data: Any) -> Activations:
-    """Queries and keys are kept before and after rotation; the feed-forward branch is gated."""
+    """Returns the activations of a layer; queries and keys are kept before and after the rotation."""
     dim, key_value = model.dim, key_value_width(model)
     return Activations(
         tokens=int(getattr(data, "sequence_length", None) or _SEQUENCE),
@@ -44,10 +43,10 @@ def gpt_activations(model: GPTConfig, data: Any) -> Activations:
 
 
 def gpt_flops_per_sample(model: GPTConfig, shape: tuple[int, ...]) -> float:
-    """``s (6 N + 12 L d s)`` for a sequence of ``s`` tokens, ``L`` layers and width ``d``.
+    """Returns ``s (6 N + 12 L d s)`` for a sequence of ``s`` tokens, ``L`` layers and width ``d``.
 
-    ``N`` counts the parameters that are multiplied (all but the embedding table; a tied table counts once, as the
-    output projection). The attention term is not halved for the causal mask. Source: PaLM (Chowdhery et al. 2022,
+    ``N`` is the number of parameters in matrix products: all but the embedding table. A tied table counts once, as the
+    output projection. The attention term is not halved for the causal mask. Source: PaLM (Chowdhery et al. 2022,
     arXiv:2204.02311, appendix B).
     """
     length = shape[-1]
@@ -56,7 +55,8 @@ def gpt_flops_per_sample(model: GPTConfig, shape: tuple[int, ...]) -> float:
 
 
 def check_gpt(model: GPTConfig, data: Any) -> None:
-    """
+    """Checks the sizes of ``model`` against each other and against ``data``.
+
     Raises:
         UserError: the sizes do not fit together, or the vocabulary is smaller than that of ``data``.
     """
@@ -81,11 +81,11 @@ def check_gpt(model: GPTConfig, data: Any) -> None:
 def _check_rope_scaling(scaling: dict[str, float]) -> None:
     if not scaling:
         return
-    if set(scaling) != set(_SCALING) or min(scaling.values()) <= 0:
+    if set(scaling) != set(SCALING) or min(scaling.values()) <= 0:
         raise UserError(
-            f"model.rope_scaling is {dict(scaling)}",
+            f"model.rope_scaling is {dict(scaling)}, but it needs {len(SCALING)} factors above 0",
             where="model.rope_scaling",
-            fix=f"{', '.join(_SCALING)}, all above 0",
+            fix=f"set {', '.join(SCALING)}, all above 0",
         )
     if scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
         raise UserError(
@@ -115,29 +115,29 @@ GPT_FAMILY = ModelFamily(
 
 
 def vit_tokens(model: ViTConfig) -> int:
-    """The number of patches, plus the class token."""
+    """Returns the number of patches plus 1 for the class token."""
     return 1 + (model.image_size // model.patch_size) ** 2
 
 
 def patch_parameters(model: ViTConfig) -> int:
-    """The parameters of the patch projection."""
+    """Returns the number of parameters of the patch projection."""
     return model.dim * (model.channels * model.patch_size**2 + 1)
 
 
 def _vit_layer_parameters(model: ViTConfig) -> int:
     dim = model.dim
-    return 4 * dim * (dim + 1) + 2 * dim * model.mlp_dim + model.mlp_dim + dim + 4 * dim  # and two norms
+    return 4 * dim * (dim + 1) + 2 * dim * model.mlp_dim + model.mlp_dim + dim + 4 * dim  # the last term: two norms
 
 
 def vit_parameters(model: ViTConfig) -> int:
-    """The number of parameters."""
+    """Returns the number of parameters."""
     stem = patch_parameters(model) + model.dim + vit_tokens(model) * model.dim
     head = 2 * model.dim + model.n_classes * (model.dim + 1)
     return stem + model.n_layers * _vit_layer_parameters(model) + head
 
 
 def vit_activations(model: ViTConfig, data: Any) -> Activations:
-    """The logits of one token per image are too few to count."""
+    """Returns the activations of a layer; the logits of one token per image are too few to count."""
     dim = model.dim
     return Activations(
         tokens=vit_tokens(model),
@@ -150,11 +150,11 @@ def vit_activations(model: ViTConfig, data: Any) -> Activations:
 
 
 def vit_flops_per_sample(model: ViTConfig, shape: tuple[int, ...]) -> float:
-    """``t (6 N + 12 L d t) + 6 (t - 1) P + 6 C`` for an image of ``t`` tokens, ``L`` layers and width ``d``.
+    """Returns ``t (6 N + 12 L d t) + 6 (t - 1) P + 6 C`` for an image of ``t`` tokens, ``L`` layers and width ``d``.
 
-    ``N`` are the parameters of the layers, ``P`` those of the patch projection and ``C`` those of the classifier,
-    which sees one token. The formula counts six operations per parameter and token, and the attention, as in PaLM
-    (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
+    ``N`` is the number of parameters of the layers, ``P`` that of the patch projection and ``C`` that of the
+    classifier, which sees one token. As in PaLM, the formula counts six operations per parameter and token and adds the
+    attention (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
     """
     length = vit_tokens(model)
     layers = model.n_layers * _vit_layer_parameters(model)
@@ -164,9 +164,10 @@ def vit_flops_per_sample(model: ViTConfig, shape: tuple[int, ...]) -> float:
 
 
 def check_vit(model: ViTConfig, data: Any) -> None:
-    """
+    """Checks the sizes of ``model`` against each other and against ``data``.
+
     Raises:
-        UserError: the sizes do not fit together, or not to the images of ``data``.
+        UserError: the sizes do not fit together or do not match the images of ``data``.
     """
     check_divides(model.n_heads, model.dim, "model.n_heads", "the width model.dim")
     check_divides(model.patch_size, model.image_size, "model.patch_size", "model.image_size")
