@@ -25,7 +25,7 @@ from hpc_train.config.schema import Config
 from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import IGNORED, Batch, Dataset, StepBatch
 from hpc_train.data.feed import loader_workers
-from hpc_train.data.sampler import fitted
+from hpc_train.data.sampler import pad_or_truncate
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.mesh import Mesh
@@ -75,7 +75,7 @@ class _Samples(TorchDataset[tuple[Any, Any, Any]]):
     def __getitem__(self, index: int) -> tuple[Any, Any, Any]:
         sample = self.dataset.sample(index, 0)
         if self.dataset.lengths is not None:
-            sample = fitted(sample, int(self.dataset.lengths.max()))
+            sample = pad_or_truncate(sample, int(self.dataset.lengths.max()))
         return sample.inputs, sample.targets, dict(sample.context)
 
 
