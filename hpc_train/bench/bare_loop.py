@@ -25,14 +25,13 @@ from hpc_train.config.schema import Config
 from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import IGNORED, Batch, Dataset, StepBatch
 from hpc_train.data.feed import loader_workers
-from hpc_train.data.length_batching import fitted
+from hpc_train.data.sampler import pad_or_truncate
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
-from hpc_train.parallel import activation_checkpointing
-from hpc_train.parallel.bucket_search import first_cap
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.parallelise import compile_layers, is_meta, materialise
+from hpc_train.parallel.parallelise import apply_activation_checkpointing, compile_layers, is_meta, materialise
 from hpc_train.parallel.precision import autocast, compute_dtype, parameter_dtype
+from hpc_train.parallel.reduction import first_cap
 from hpc_train.parallel.split import cut, split_layers
 
 Step = Callable[[Sequence[Batch], int], None]  # (micro-batches of this rank, targets in the global batch)
@@ -58,7 +57,7 @@ def build_bare_loop(kind: str, config: Config, mesh: Mesh, layers: Sequence[rang
         assert isinstance(model, Model)
         layers = layers or split_layers(len(model.layers), mesh.layout.pp, config.strategy.pp_split)
         model = cut(model, mesh.pp_rank, layers)
-    activation_checkpointing.apply(model, config.train.activation_checkpointing)
+    apply_activation_checkpointing(model, config.train.activation_checkpointing)
     if config.train.compile:
         compile_layers(model)
     return BareLoop(model, loops[kind](model, config, mesh))
@@ -76,7 +75,7 @@ class _Samples(TorchDataset[tuple[Any, Any, Any]]):
     def __getitem__(self, index: int) -> tuple[Any, Any, Any]:
         sample = self.dataset.sample(index, 0)
         if self.dataset.lengths is not None:
-            sample = fitted(sample, int(self.dataset.lengths.max()))
+            sample = pad_or_truncate(sample, int(self.dataset.lengths.max()))
         return sample.inputs, sample.targets, dict(sample.context)
 
 

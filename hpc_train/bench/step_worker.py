@@ -34,6 +34,7 @@ from hpc_train.models.model import Model
 from hpc_train.parallel.balance import plan_split
 from hpc_train.parallel.bucket_search import MOST_STEPS
 from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.compression.build import with_chosen_compression
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision import compute_dtype, parameter_dtype
 from hpc_train.preflight.measure import measured_gemm_flops
@@ -42,12 +43,10 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
 from hpc_train.run.requests import StopFlag
-from hpc_train.train.auto_choices import with_chosen_compression
-from hpc_train.train.control import Control
 from hpc_train.train.measures import Measures
 from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.processes import join, leave
-from hpc_train.train.step import TrainStep
+from hpc_train.train.step import Control, TrainStep
 
 HORIZON = 1_000_000  # steps of the learning rate's schedule
 

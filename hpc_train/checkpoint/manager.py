@@ -28,6 +28,9 @@ from hpc_train.checkpoint.state import (
     OptimizerState,
     TensorShape,
     check_match,
+    gather_shapes,
+    model_part,
+    optimizer_part,
     saved_state,
     shapes,
     stored_shapes,
@@ -202,11 +205,11 @@ class CheckpointManager:
         reader = SafeReader(path, found.manifest, found.visibility_timeout_s)
         state = training_state(self.engine, self.optimizer)
         stored = self._stored_shapes(reader, path)
-        wanted = self._gather_shapes(shapes(state))
-        with_optimizer = not forked or _optimizer_part(stored) == _optimizer_part(wanted)
+        wanted = gather_shapes(shapes(state), self.mesh, self._group)
+        with_optimizer = not forked or optimizer_part(stored) == optimizer_part(wanted)
         if not with_optimizer:
-            stored = _model_part(stored)
-            wanted = _model_part(wanted)
+            stored = model_part(stored)
+            wanted = model_part(wanted)
             state = {name: tensor for name, tensor in state.items() if name in wanted}
         compression = CompressionLoad(self.engine, stored if with_optimizer else {})
         check_match(without_compression(stored), wanted, where=str(path))
@@ -337,7 +340,6 @@ class CheckpointManager:
             layout=asdict(self.mesh.layout),
             config_hash=self.run.record().get("config_hash"),
             versions={"torch": str(torch.__version__), "python": platform.python_version()},
-            parent_step=self._saved_step,
             attempt=self.events.attempt,
             time=time.time(),
             metrics=dict(save.metrics),
@@ -381,21 +383,6 @@ class CheckpointManager:
         except CheckpointException as error:
             raise RuntimeError(f"cannot load the checkpoint in {reader.path}: {error}") from error
 
-    def _gather_shapes(self, own: Mapping[str, TensorShape]) -> dict[str, TensorShape]:
-        """Gathers the shapes from one rank per stage, since replicas and tensor-parallel ranks hold the same names."""
-        own = own if self.mesh.dp_rank == 0 and self.mesh.tp_rank == 0 else {}
-        gathered: list[Any] = [None] * self.mesh.layout.world_size
-        dist.all_gather_object(gathered, own, group=self._group)
-        return {name: shape for part in gathered for name, shape in part.items()}
-
 
 def _failure_of_first_rank(error: OSError) -> SaveFailed:
     return SaveFailed(f"rank 0: {type(error).__name__}: {error}", {0: error})
-
-
-def _model_part(found: Mapping[str, TensorShape]) -> dict[str, TensorShape]:
-    return {name: shape for name, shape in found.items() if name.startswith("model.")}
-
-
-def _optimizer_part(found: Mapping[str, TensorShape]) -> set[str]:
-    return {name for name in found if name.startswith("optim.")}

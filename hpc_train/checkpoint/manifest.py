@@ -12,7 +12,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,7 +60,6 @@ class Manifest:
     layout: Mapping[str, Any] = field(default_factory=dict)
     config_hash: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
-    parent_step: int | None = None  # the checkpoint that the attempt started from
     attempt: int = 0
     time: float = 0.0  # seconds since 1970
     metrics: Mapping[str, float] = field(default_factory=dict)  # results of an evaluation at this step
@@ -98,7 +97,8 @@ def decode(data: bytes, where: str = NAME) -> Manifest:
             raise BadCheckpoint(f"{NAME}: the digest does not match")
         files = {_plain(name): FileEntry(_count(entry["size"]), str(entry["digest"]))
                  for name, entry in content.pop("files").items()}  # fmt: skip
-        manifest = Manifest(files=files, **content)
+        known = {each.name for each in fields(Manifest)}  # earlier versions wrote more
+        manifest = Manifest(files=files, **{name: value for name, value in content.items() if name in known})
         _count(manifest.step)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{NAME}: not a manifest ({type(error).__name__})") from None

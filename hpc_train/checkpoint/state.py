@@ -13,9 +13,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -77,6 +78,22 @@ def stored_shapes(metadata: Metadata) -> dict[str, TensorShape]:
         for name, entry in found
         if isinstance(entry, TensorStorageMetadata)
     }
+
+
+def gather_shapes(own: Mapping[str, TensorShape], mesh: Mesh, group: dist.ProcessGroup) -> dict[str, TensorShape]:
+    """Gathers the shapes from one rank per stage, since replicas and tensor-parallel ranks hold the same names."""
+    own = own if mesh.dp_rank == 0 and mesh.tp_rank == 0 else {}
+    gathered: list[Any] = [None] * mesh.layout.world_size
+    dist.all_gather_object(gathered, own, group=group)
+    return {name: shape for part in gathered for name, shape in part.items()}
+
+
+def model_part(found: Mapping[str, TensorShape]) -> dict[str, TensorShape]:
+    return {name: shape for name, shape in found.items() if name.startswith("model.")}
+
+
+def optimizer_part(found: Mapping[str, TensorShape]) -> set[str]:
+    return {name for name in found if name.startswith("optim.")}
 
 
 def check_match(stored: Mapping[str, TensorShape], wanted: Mapping[str, TensorShape], where: str) -> None:

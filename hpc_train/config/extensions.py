@@ -20,9 +20,9 @@ SAMPLE_KEYS: dict[str, tuple[str, ...]] = {  # what the schema of a source must 
     IMAGES: ("image_size", "channels", "n_classes"),
 }
 FAMILIES: dict[str, str] = {
-    "gpt": "hpc_train.models.gpt_family:GPT_FAMILY",
-    "vit": "hpc_train.models.vit_family:VIT_FAMILY",
-    "custom": "hpc_train.models.custom_family:CUSTOM_FAMILY",
+    "gpt": "hpc_train.models.families:GPT_FAMILY",
+    "vit": "hpc_train.models.families:VIT_FAMILY",
+    "custom": "hpc_train.models.families:CUSTOM_FAMILY",
 }
 SOURCES: dict[str, str] = {
     "text": "hpc_train.data.sources:TEXT",

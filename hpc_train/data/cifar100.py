@@ -25,11 +25,11 @@ OFFICIAL_MD5 = {
     "test": "f0ef6b0ae62326f3e7ffdfab6717acfc",
     "meta": "7973b15100ade9c7d40fb424638fde48",
 }
-MEAN = np.array([0.5071, 0.4865, 0.4409], dtype=np.float32).reshape(3, 1, 1)  # of the training pixels in [0, 1]
+MEAN = np.array([0.5071, 0.4865, 0.4409], dtype=np.float32).reshape(3, 1, 1)  # means of the training pixels in [0, 1]
 STD = np.array([0.2673, 0.2564, 0.2762], dtype=np.float32).reshape(3, 1, 1)
 _SIZE = 32
 _FOLDER = "cifar-100-python"
-_MEND = (
+_FIX = (
     "fetch https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz, unpack it, "
     "and set data.path to the folder cifar-100-python"
 )
@@ -43,44 +43,44 @@ _ALLOWED = {
 
 
 class _NumpyOnly(pickle.Unpickler):
-    """Refuses every class but those that a pickled numpy array is made of."""
+    """Loads only the classes of a pickled numpy array and rejects all others."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"the file asks for {module}.{name}")
+            raise pickle.UnpicklingError(f"the file refers to {module}.{name}")
         return super().find_class(module.replace("numpy.core", "numpy._core"), name)
 
 
 def read_file(path: Path, md5: str) -> dict[str, Any]:
-    """The dict in one official file.
+    """Returns the dict in one official file.
 
     Raises:
-        UserError: it is missing, does not have the md5, or holds more than arrays, lists and strings.
+        UserError: the file is missing, has another md5, or contains objects other than arrays, lists and strings.
     """
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}", where="data.path", fix=_MEND) from error
+        raise UserError(f"{path} cannot be read: {error.strerror}", where="data.path", fix=_FIX) from error
     found = hashlib.md5(content, usedforsecurity=False).hexdigest()
     if found != md5:
-        raise UserError(f"{path} has md5 {found}, the official file {md5}", where="data.path", fix=_MEND)
+        raise UserError(f"{path} has md5 {found}, but the official file has {md5}", where="data.path", fix=_FIX)
     try:
         return _NumpyOnly(io.BytesIO(content), encoding="latin1").load()
     except Exception as error:
-        raise UserError(f"{path} is no file of CIFAR-100: {error}", where="data.path", fix=_MEND) from error
+        raise UserError(f"{path} is not a file of CIFAR-100: {error}", where="data.path", fix=_FIX) from error
 
 
 class CIFAR100Dataset(Dataset):
-    """50,000 training or 10,000 test images with fine labels; the test images are the validation set.
+    """Holds the 50,000 training or 10,000 test images with fine labels; the test images are the validation set.
 
     Inputs are ``[3, image_size, image_size]`` float32, normalised per channel. Training images are shifted by up to
-    four pixels and mirrored.
+    four pixels and randomly mirrored.
 
     Args:
-        md5: expected md5 of each file.
+        md5: the expected md5 of each file.
 
     Raises:
-        UserError: a file is missing or not the official one, or the sizes do not fit.
+        UserError: a file is missing or not the official one, or a size in the config is wrong.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class CIFAR100Dataset(Dataset):
         _check_sizes(config)
         directory = Path(config.path)
         if not directory.is_dir():
-            raise UserError(f"there is no directory {directory}", where="data.path", fix=_MEND)
+            raise UserError(f"{directory} is not a directory", where="data.path", fix=_FIX)
         if (directory / _FOLDER).is_dir():
             directory = directory / _FOLDER
         name = "train" if split == "train" else "test"
@@ -119,6 +119,12 @@ class CIFAR100Dataset(Dataset):
 def _check_sizes(config: CIFAR100DataConfig) -> None:
     for key, value, right in (("channels", config.channels, 3), ("n_classes", config.n_classes, 100)):
         if value != right:
-            raise UserError(f"CIFAR-100 with {key} {value}", where=f"data.{key}", fix=f"data.{key}={right}")
+            raise UserError(
+                f"data.{key} is {value}, but CIFAR-100 has {right}", where=f"data.{key}", fix=f"data.{key}={right}"
+            )
     if config.image_size < 1:
-        raise UserError(f"images of {config.image_size} pixels", where="data.image_size", fix="data.image_size=32")
+        raise UserError(
+            f"data.image_size is {config.image_size}, but must be at least 1",
+            where="data.image_size",
+            fix="data.image_size=32",
+        )

@@ -1,6 +1,6 @@
 """Reads documents from text and JSONL files, plain or gzipped, and encodes them as token ids.
 
-Documents are read in pieces that fit into memory. Token ids are bytes, or those of a ``tokenizer.json`` of the
+Documents are read in pieces that fit into memory. Token ids are byte values or come from a ``tokenizer.json`` of the
 ``tokenizers`` library.
 """
 
@@ -23,15 +23,15 @@ from numpy.typing import NDArray
 from hpc_train.errors import UserError
 
 TEXT, JSONL = (".txt", ".md", ".text"), (".jsonl", ".ndjson")
-_PIECE = 1 << 20  # characters of a text file encoded at once; the cut is at the end of a line
+_PIECE = 1 << 20  # characters of a text file that are encoded at once; a piece ends with a line
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """One file to read. A change of any field makes it another input."""
+    """Describes one file to read; a change of any field makes it another input."""
 
     path: str
-    name: str  # relative to the argument that named it; documents go to train or validation by it
+    name: str  # relative to the argument; its hash assigns documents to a split
     size: int
     mtime_ns: int
 
@@ -42,7 +42,12 @@ class InputFile:
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a document, whole lines; ``last`` ends the document. ``consumed``: bytes of the file read so far."""
+    """Holds some lines of a document.
+
+    Attributes:
+        last: whether the piece ends its document.
+        consumed: bytes of the file that have been read so far.
+    """
 
     document: int
     text: str
@@ -51,26 +56,28 @@ class Piece:
 
 
 def find_inputs(arguments: list[str]) -> list[InputFile]:
-    """The files that files, directories (searched for text and JSONL) and globs stand for, each once.
+    """Returns the files that the arguments (files, directories with text or JSONL, or globs) name, each once.
 
     Raises:
-        UserError: an argument stands for no file.
+        UserError: an argument matches no file.
     """
     found: dict[Path, InputFile] = {}
     for argument in arguments:
         paths = list(_expand(argument))
         if not paths:
             raise UserError(
-                f"no input at {argument!r}",
+                f"{argument!r} matches no input file",
                 where="INPUT",
-                fix=f"a file, a quoted glob, or a directory with files ending in {', '.join(TEXT + JSONL)} (or .gz)",
+                fix=f"name a file, a quoted glob, or a directory with {', '.join(TEXT + JSONL)} files (or .gz)",
             )
         for path, name in paths:
             try:
                 status = path.stat()
                 path.open("rb").close()
             except OSError as error:
-                raise UserError(f"{path} cannot be read: {error.strerror}", where="INPUT", fix="chmod") from error
+                raise UserError(
+                    f"{path} cannot be read: {error.strerror}", where="INPUT", fix="correct its permissions"
+                ) from error
             found.setdefault(path.resolve(), InputFile(str(path.resolve()), name, status.st_size, status.st_mtime_ns))
     return list(found.values())
 
@@ -90,10 +97,10 @@ def _expand(argument: str) -> Iterator[tuple[Path, str]]:
 
 
 def read_documents(file: InputFile, field: str, encoding: str) -> Iterator[Piece]:
-    """The documents of a file: each line of JSONL is one, any other file is one as a whole.
+    """Yields the documents of a file: each line of a JSONL file is one, and any other file is one document.
 
     Raises:
-        UserError: a line is no JSON object with a string in ``field``, or the bytes are not in ``encoding``.
+        UserError: a line is not a JSON object with a string in ``field``, or the bytes are not in ``encoding``.
     """
     with Path(file.path).open("rb") as raw:
         stream: IO[bytes] = gzip.GzipFile(fileobj=raw) if file.path.endswith(".gz") else raw  # type: ignore[assignment]
@@ -120,9 +127,9 @@ def _json_lines(stream: IO[bytes], raw: IO[bytes], file: InputFile, field: str, 
         if not isinstance(text, str):
             keys = sorted(value) if isinstance(value, dict) else type(value).__name__
             raise UserError(
-                f"{file.path}:{number + 1} has no text in {field!r}; there is {keys}",
+                f"{file.path}:{number + 1} has no text in {field!r}; it has {keys}",
                 where="--jsonl-field",
-                fix="--jsonl-field=NAME of the field that contains the text",
+                fix="set --jsonl-field to the name of the field that contains the text",
             )
         yield Piece(number, text, True, raw.tell())
 
@@ -147,7 +154,7 @@ def _decode(content: bytes, file: InputFile, encoding: str) -> str:
         raise UserError(
             f"{file.path} is not {encoding}: {error.reason}",
             where="--encoding",
-            fix="--encoding=ENCODING of the file",
+            fix="set --encoding to the encoding of the file",
         ) from error
 
 
@@ -156,18 +163,23 @@ SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[
 
 
 class Encoder(ABC):
-    """Attributes: ids are below ``vocab_size``; ``separator`` goes behind each document where there is one."""
+    """Encodes texts as token ids.
+
+    Attributes:
+        vocab_size: the ids are below it.
+        separator: the id that ends each document; None if there is none.
+    """
 
     vocab_size: int
     separator: int | None
 
     @abstractmethod
     def encode(self, texts: list[str]) -> list[NDArray[np.uint32]]:
-        """The token ids of each text."""
+        """Returns the token ids of each text."""
 
 
 class ByteEncoder(Encoder):
-    """Token ids are the values of the bytes in UTF-8. There is no id left for a separator."""
+    """Uses the values of UTF-8 bytes as token ids; no id is left for a separator."""
 
     vocab_size = 256
     separator = None
@@ -177,13 +189,13 @@ class ByteEncoder(Encoder):
 
 
 class FileEncoder(Encoder):
-    """A tokenizer from its file. The separator is ``eos``, or the first of the usual end tokens that it knows."""
+    """Encodes with a tokenizer file; the separator is ``eos`` or the first known token of ``SEPARATORS``."""
 
     def __init__(self, path: str, eos: str | None) -> None:
         self._tokenizer = _load(path)
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         if eos is not None and eos not in vocabulary:
-            raise UserError(f"{path} has no token {eos!r}", where="--eos", fix="a token of the tokenizer")
+            raise UserError(f"{path} has no token {eos!r}", where="--eos", fix="name a token of the tokenizer")
         known = [token for token in ((eos,) if eos is not None else SEPARATORS) if token in vocabulary]
         self.vocab_size = max(vocabulary.values()) + 1
         self.separator = vocabulary[known[0]] if known else None
@@ -194,20 +206,22 @@ class FileEncoder(Encoder):
 
 
 def open_encoder(tokenizer: str, eos: str | None) -> Encoder:
-    """``bytes``, or the path of a ``tokenizer.json``.
+    """Opens the encoder for ``bytes`` or for the path of a ``tokenizer.json``.
 
     Raises:
-        UserError: there is no such file, it is no tokenizer, or the library is not installed.
+        UserError: the file is missing or not a tokenizer, or the library is not installed.
     """
     if tokenizer != BYTES:
         return FileEncoder(tokenizer, eos)
     if eos is not None:
-        raise UserError("bytes have no end token", where="--eos", fix="leave it out, or --tokenizer tokenizer.json")
+        raise UserError(
+            "the tokenizer bytes has no end token", where="--eos", fix="omit --eos, or use --tokenizer tokenizer.json"
+        )
     return ByteEncoder()
 
 
 def fingerprint(tokenizer: str) -> str:
-    """Changes when the tokenizer does."""
+    """Returns a string that changes with the tokenizer."""
     if tokenizer == BYTES:
         return BYTES
     return hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()
@@ -215,14 +229,14 @@ def fingerprint(tokenizer: str) -> str:
 
 def _load(path: str) -> Any:
     if not Path(path).is_file():
-        raise UserError(f"there is no tokenizer file {path}", where="--tokenizer", fix="tokenizer.json, or bytes")
+        raise UserError(f"{path} is not a file", where="--tokenizer", fix="name a tokenizer.json, or use bytes")
     try:
         library = importlib.import_module("tokenizers")
     except ImportError as error:
         raise UserError(
             "a tokenizer file needs the tokenizers library, which is not installed",
             where="--tokenizer",
-            fix="pip install 'hpc_train[tokenizers]', or --tokenizer bytes",
+            fix="pip install 'hpc_train[tokenizers]', or use --tokenizer bytes",
         ) from error
     try:
         return library.Tokenizer.from_file(path)
@@ -230,5 +244,5 @@ def _load(path: str) -> Any:
         raise UserError(
             f"{path} is not a tokenizer file: {error}",
             where="--tokenizer",
-            fix="tokenizer.json of the tokenizers library",
+            fix="use a tokenizer.json of the tokenizers library",
         ) from error

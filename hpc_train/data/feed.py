@@ -1,4 +1,4 @@
-"""Feeds a rank with the micro-batches of each step, which are on its device one step before their use."""
+"""Feeds a rank with the micro-batches of each step and copies them to its device one step before their use."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import torch
 
 from hpc_train.config.schema import BatchConfig
 from hpc_train.data.dataset import Batch, Dataset, SampleError
-from hpc_train.data.length_batching import TokenBalance
 from hpc_train.data.loader import LoadRequest, MicroBatchReader, Stacked
-from hpc_train.data.sampler import Order, Skipped
+from hpc_train.data.sampler import Order, Skipped, TokenBalance
 from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout
 
 NOTHING = Skipped()
-MOST_LOADER_WORKERS = 4  # of "auto"
+MOST_LOADER_WORKERS = 4  # upper limit of batch.loader_workers=auto
 
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """One rank's share of a step.
+    """Holds one rank's share of a step.
 
     Attributes:
-        micro_batches: on the device; the copy of page-locked memory may still be under way on the current stream.
-        local_count: targets that count among them, known without a look at the device.
+        micro_batches: the micro-batches on the device; a copy from page-locked memory may still run on the current
+            stream.
+        local_count: the number of targets that count in them, which the host knows without a synchronization.
     """
 
     micro_batches: tuple[Batch, ...]
@@ -36,10 +36,10 @@ class LocalBatch:
 
 
 def loader_workers(batch: BatchConfig, dataset: Dataset, local_ranks: int) -> int:
-    """Loader processes of this rank.
+    """Returns the number of loader processes of this rank.
 
-    ``auto``: none where reading a sample costs next to nothing, else this rank's share of the cores that it may run
-    on, four at most.
+    ``auto`` uses none for a dataset that loads cheaply, else this rank's share of its cores, at most
+    ``MOST_LOADER_WORKERS``.
     """
     chosen = batch.loader_workers
     if chosen == "auto":
@@ -47,12 +47,14 @@ def loader_workers(batch: BatchConfig, dataset: Dataset, local_ranks: int) -> in
             return 0
         return min(MOST_LOADER_WORKERS, len(os.sched_getaffinity(0)) // local_ranks)
     if not isinstance(chosen, int) or chosen < 0:
-        raise UserError(f"{chosen!r} loader processes", where="batch.loader_workers", fix="a number >= 0, or auto")
+        raise UserError(
+            f"batch.loader_workers is {chosen!r}", where="batch.loader_workers", fix="use a number >= 0, or auto"
+        )
     return chosen
 
 
 def example_micro_batch(dataset: Dataset, layout: Layout, device: torch.device) -> Batch:
-    """A micro-batch as a step has them, of the first samples: for measurements before the first step."""
+    """Returns a micro-batch of the first samples, for measurements before the first step."""
     slots = tuple(index % len(dataset) for index in range(layout.micro_size))
     balance = _balance(dataset, layout)
     request = LoadRequest(slots, 0, 0, None if balance is None else balance.widest)
@@ -61,17 +63,16 @@ def example_micro_batch(dataset: Dataset, layout: Layout, device: torch.device) 
 
 
 class TrainFeed:
-    """The training data of one data-parallel rank from ``start_step`` on, without end: the trainer counts the steps.
+    """Iterates over the training data of one data-parallel rank from ``start_step`` on, without an end.
 
     Args:
-        batch: the global batch, whether the last one of an epoch is dropped, and the loader processes.
-        seed: of the order of the samples.
-        local_ranks: ranks that share this process's cores (1 where each rank is bound to its own).
-        skipped: what of the sequence of batches is passed over.
+        seed: the seed of the order of the samples.
+        local_ranks: the number of ranks that share this process's cores; 1 if each rank is bound to its own.
+        skipped: the windows of batches to skip.
 
     Raises:
-        UserError: the dataset is too small for one global batch, or the data itself is wrong (also from ``next``).
-        SampleError: from ``next``: a sample could not be read; the message names its index and file.
+        UserError: the dataset is too small for one global batch; ``next`` also raises it for invalid data.
+        SampleError: raised by ``next`` if a sample cannot be read; the message names its index and file.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class TrainFeed:
         return self
 
     def __next__(self) -> LocalBatch:
-        """The next step's batch. The copy of the one after it is on its way to the device when this returns."""
+        """Returns the next step's batch, and starts to copy the one after it to the device."""
         current = self._ahead if self._ahead is not None else self._load()
         if isinstance(current, Exception):
             raise current
@@ -113,11 +114,11 @@ class TrainFeed:
         return current
 
     def close(self) -> None:
-        """Ends the loader processes; idempotent."""
+        """Stops the loader processes; further calls do nothing."""
         self._steps.close()
 
     def _load(self) -> LocalBatch | Exception:
-        """An error of the step ahead waits for its step: the one before it is whole."""
+        """Returns the next batch, or its error, which is raised one step later because the current batch is valid."""
         try:
             return next(self._steps)
         except (UserError, SampleError) as error:
@@ -125,9 +126,10 @@ class TrainFeed:
 
 
 class EvalFeed:
-    """The validation data of one data-parallel rank: all ranks together see each sample once, then padding.
+    """Iterates over the validation data of one data-parallel rank, in the order of the dataset.
 
-    Every iteration starts anew; every rank gets the same number of equally shaped batches. The order is the dataset's.
+    The ranks together read each sample once. Every rank gets the same number of equally shaped batches, with padding
+    where samples are missing.
     """
 
     def __init__(
@@ -191,7 +193,9 @@ class _Steps:
         if self._shapes is None:
             self._shapes = shapes
         if shapes != self._shapes:
-            raise SampleError(f"micro-batches of the shapes {self._shapes} and {shapes}: all samples need the same")
+            raise SampleError(
+                f"micro-batches have the shapes {self._shapes} and {shapes}, but all samples need equal shapes"
+            )
 
 
 def _requests(

@@ -1,4 +1,4 @@
-"""Reads and writes images in indexed tar shards, which have the layout of webdataset.
+"""Reads and writes images in indexed tar shards with the layout of webdataset.
 
 A directory contains ``train-000000.tar`` …, ``validation-000000.tar`` …, an index of each split and ``shards.json``.
 The member ``0000042.jpg`` of a shard is an image and ``0000042.cls`` its label. The writer renames each finished shard
@@ -21,12 +21,12 @@ import numpy as np
 
 from hpc_train.config.schema import ShardsDataConfig
 from hpc_train.data.dataset import SPLITS
-from hpc_train.data.images import Pictures, check_classes, class_names, image_files
+from hpc_train.data.images import DecodedImages, check_classes, class_names, image_files
 from hpc_train.errors import UserError
 from hpc_train.run.files import write_json
 
 META = "shards.json"
-MEND = "build the directory with: python -m hpc_train prepare --images DIRECTORY --out DIR"
+FIX = "build the directory with: python -m hpc_train prepare --images DIRECTORY --out DIR"
 
 
 def shard_file(directory: Path, split: str, number: int) -> Path:
@@ -34,18 +34,18 @@ def shard_file(directory: Path, split: str, number: int) -> Path:
 
 
 def index_file(directory: Path, split: str) -> Path:
-    """``[samples, 4]`` int64: number of the shard, first byte in it, bytes, and label of each image."""
+    """Returns the index file, ``[samples, 4]`` int64: the shard, first byte, size and label of each image."""
     return directory / f"{split}.index.npy"
 
 
-class ShardsDataset(Pictures):
-    """The images of tar shards, augmented as those of class folders are.
+class ShardsDataset(DecodedImages):
+    """Reads the images of tar shards, with the augmentations of ``ImagesDataset``.
 
-    Holds paths and the mapped index. A shard is opened when a process first reads from it; reads give their own
-    position, so processes that share an open file by a fork do not disturb each other.
+    It holds paths and the memory-mapped index. A shard is opened when a process first reads from it. Each read passes
+    its own offset, so forked processes that share an open file do not interfere.
 
     Raises:
-        UserError: Pillow is missing, files are missing or damaged, or the classes are not those of the config.
+        UserError: Pillow is missing, files are missing or damaged, or the classes do not match the config.
     """
 
     def __init__(self, config: ShardsDataConfig, split: str, seed: int) -> None:
@@ -71,7 +71,7 @@ class ShardsDataset(Pictures):
         shard, offset, size, _ = self._index[index].tolist()
         content = os.pread(self._descriptor(shard), size, offset)
         if len(content) != size:
-            raise OSError(f"{self._shards[shard]} ends before byte {offset + size}: copy it again")
+            raise OSError(f"{self._shards[shard]} ends before byte {offset + size}; copy it again")
         return io.BytesIO(content)
 
     def _descriptor(self, shard: int) -> int:
@@ -84,16 +84,16 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}", where="data.path", fix=MEND) from error
+        raise UserError(f"{path} cannot be read: {error}", where="data.path", fix=FIX) from error
 
 
 def _load_index(path: Path, samples: int) -> Any:
     try:
         index = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}", where="data.path", fix=MEND) from error
+        raise UserError(f"{path} cannot be read: {error}", where="data.path", fix=FIX) from error
     if index.shape != (samples, 4) or not samples:
-        raise UserError(f"{path} has the shape {index.shape}, not {(samples, 4)}", where="data.path", fix=MEND)
+        raise UserError(f"{path} has shape {index.shape}, expected {(samples, 4)}", where="data.path", fix=FIX)
     return index
 
 
@@ -105,28 +105,32 @@ class _Image:
 
 
 def make_shards(source: Path, out: Path, shard_bytes: int, on_progress: Callable[[int, int], None]) -> dict[str, Any]:
-    """Writes the shards of ``source`` (``train/CLASS/*`` and ``validation/CLASS/*``) to ``out``; returns the meta data.
+    """Writes the shards of ``source`` (``train/CLASS/*`` and ``validation/CLASS/*``) to ``out``; returns the metadata.
 
     Args:
-        shard_bytes: of images in a shard; the last image may go beyond it.
-        on_progress: gets the images done and their number.
+        shard_bytes: the bytes of images in a shard; the last image may exceed them.
+        on_progress: called with the number of images done and the total.
 
     Raises:
-        UserError: there are no images, or ``out`` holds other ones.
+        UserError: there are no images, or ``out`` contains shards of other images.
     """
     classes = class_names(source / "train")
     check_classes(source, "validation", classes, len(classes))
     images = {split: list(_images(source / split, classes)) for split in SPLITS}
     empty = [split for split in SPLITS if not images[split]]
     if empty:
-        raise UserError(f"there is no image under {source / empty[0]}", where="INPUT", fix="train/CLASS/IMAGE")
+        raise UserError(
+            f"{source / empty[0]} contains no images", where="INPUT", fix="use the layout train/CLASS/IMAGE"
+        )
     listing = [(str(i.path.relative_to(source)), i.size, shard_bytes) for split in SPLITS for i in images[split]]
     key = hashlib.blake2b(json.dumps(listing).encode(), digest_size=16).hexdigest()
     meta = {"classes": classes, "counts": {split: len(images[split]) for split in SPLITS}, "key": key}
     if (out / META).exists():
         if json.loads((out / META).read_text(encoding="utf-8")).get("key") == key:
             return meta
-        raise UserError(f"{out} holds shards of other images", where="--out", fix="another directory, or remove it")
+        raise UserError(
+            f"{out} contains shards of other images", where="--out", fix="use another directory, or remove it"
+        )
     out.mkdir(parents=True, exist_ok=True)
     done, total = 0, len(listing)
     for split in SPLITS:
@@ -158,16 +162,16 @@ def _groups(images: list[_Image], shard_bytes: int) -> Iterator[list[_Image]]:
 
 
 def _write_shard(path: Path, number: int, images: list[_Image], first: int) -> list[tuple[int, int, int, int]]:
-    """The rows of the index; ``first`` is the number of the first image."""
-    aside = path.with_suffix(".part")
-    with tarfile.open(aside, "w", format=tarfile.USTAR_FORMAT) as tar:
+    """Writes one shard and returns its rows of the index; ``first`` is the number of the first image."""
+    partial = path.with_suffix(".part")
+    with tarfile.open(partial, "w", format=tarfile.USTAR_FORMAT) as tar:
         for key, image in enumerate(images, first):
             _add(tar, f"{key:07d}{image.path.suffix.lower()}", image.path.read_bytes())
             _add(tar, f"{key:07d}.cls", str(image.label).encode())
-    with tarfile.open(aside) as tar:
-        places = [(member.offset_data, member.size) for member in tar if not member.name.endswith(".cls")]
-    aside.replace(path)
-    return [(number, *place, image.label) for place, image in zip(places, images, strict=True)]
+    with tarfile.open(partial) as tar:
+        positions = [(member.offset_data, member.size) for member in tar if not member.name.endswith(".cls")]
+    partial.replace(path)
+    return [(number, *position, image.label) for position, image in zip(positions, images, strict=True)]
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:

@@ -18,31 +18,31 @@ from hpc_train.data.dataset import Array, Dataset, Sample
 from hpc_train.errors import UserError
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff"})
-MEAN = np.array([0.485, 0.456, 0.406], dtype=np.float32).reshape(3, 1, 1)  # of ImageNet's pixels in [0, 1]
+MEAN = np.array([0.485, 0.456, 0.406], dtype=np.float32).reshape(3, 1, 1)  # means of ImageNet's pixels in [0, 1]
 STD = np.array([0.229, 0.224, 0.225], dtype=np.float32).reshape(3, 1, 1)
 _MODES = {1: "L", 3: "RGB"}
-_FIX = "PATH/train/CLASS/IMAGE and PATH/validation/CLASS/IMAGE with the same classes; data.path=PATH"
+_FIX = "use PATH/train/CLASS/IMAGE and PATH/validation/CLASS/IMAGE with the same classes, and data.path=PATH"
 
 
-class Pictures(Dataset):
-    """Images of ``image_size`` x ``image_size`` pixels, wherever their files are.
+class DecodedImages(Dataset):
+    """Decodes and augments images; subclasses define where their files are.
 
-    Inputs are ``[channels, image_size, image_size]`` float32, normalised per channel. Training images are a random box
-    and mirrored half of the time; validation images the square in the middle.
+    Inputs are ``[channels, image_size, image_size]`` float32, normalised per channel. A training image is a random crop
+    that is mirrored with probability 1/2; a validation image is the square in the middle.
 
     Args:
-        labels: of each image, int64.
+        labels: the label of each image, int64.
 
     Raises:
-        UserError: Pillow is missing, or there are no such images.
+        UserError: Pillow is missing, or the size or number of channels is invalid.
     """
 
     def __init__(self, config: ImagesDataConfig | ShardsDataConfig, labels: Array, split: str, seed: int) -> None:
         self._pillow = _pillow()
         if config.channels not in _MODES:
-            raise UserError(f"images of {config.channels} channels", where="data.channels", fix="1 (grey) or 3 (RGB)")
+            raise UserError(f"data.channels is {config.channels}", where="data.channels", fix="use 1 (grey) or 3 (RGB)")
         if config.image_size < 1:
-            raise UserError(f"images of {config.image_size} pixels", where="data.image_size", fix="1 or more")
+            raise UserError(f"data.image_size is {config.image_size}", where="data.image_size", fix="use 1 or more")
         self._labels = labels
         self._augment = config.augment and split == "train"
         self._size, self._channels, self._seed = config.image_size, config.channels, seed
@@ -52,7 +52,7 @@ class Pictures(Dataset):
 
     @abstractmethod
     def _file(self, index: int) -> str | BinaryIO:
-        """The path of an image, or its bytes as a file."""
+        """Returns the path of an image, or its bytes as a file."""
 
     def sample(self, index: int, epoch: int) -> Sample:
         random = generator(self._seed, epoch, index) if self._augment else None
@@ -65,7 +65,7 @@ class Pictures(Dataset):
         return Sample(inputs=np.ascontiguousarray(scaled, dtype=np.float32), targets=self._labels[index])
 
     def _decode(self, file: str | BinaryIO, random: np.random.Generator | None) -> Array:
-        """The file as ``[channels, size, size]`` uint8: a box of it, scaled."""
+        """Returns a box of the image, scaled to ``[channels, size, size]`` uint8."""
         with self._pillow.open(file) as image:
             width, height = image.size
             box = center_box(width, height) if random is None else random_box(width, height, random)
@@ -74,11 +74,11 @@ class Pictures(Dataset):
         return np.asarray(scaled).reshape(self._size, self._size, self._channels).transpose(2, 0, 1)
 
 
-class ImagesDataset(Pictures):
-    """The files of class folders; the label is the place of the class among the sorted names.
+class ImagesDataset(DecodedImages):
+    """Reads the images of class directories; the label is the index of the class in the sorted names.
 
     Raises:
-        UserError: Pillow is missing, folders are missing or empty, or the classes are not those of the config.
+        UserError: Pillow is missing, directories are missing or empty, or the classes do not match the config.
     """
 
     def __init__(self, config: ImagesDataConfig, split: str, seed: int) -> None:
@@ -93,7 +93,7 @@ class ImagesDataset(Pictures):
             labels += [label] * len(files)
         super().__init__(config, np.array(labels, dtype=np.int64), split, seed)
         if not labels:
-            raise UserError(f"there is no image under {root / split}", where="data.path", fix=_FIX)
+            raise UserError(f"{root / split} contains no images", where="data.path", fix=_FIX)
 
     def source(self, index: int) -> str:
         return self._files[index]
@@ -115,7 +115,7 @@ def _pillow() -> Any:
 
 def class_names(directory: Path) -> list[str]:
     if not directory.is_dir():
-        raise UserError(f"there is no directory {directory}", where="data.path", fix=_FIX)
+        raise UserError(f"{directory} is not a directory", where="data.path", fix=_FIX)
     return sorted(path.name for path in directory.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
@@ -145,17 +145,17 @@ Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
 
 
 def generator(seed: int, epoch: int, index: int) -> np.random.Generator:
-    """The random stream of one sample in one epoch, whichever process draws it."""
+    """Returns the random generator of one sample in one epoch, which is the same in every process."""
     return np.random.default_rng((seed & 0xFFFFFFFFFFFFFFFF, epoch, index))
 
 
 def flip(pixels: Array, random: np.random.Generator) -> Array:
-    """Mirrors ``[..., width]`` left to right, half of the time."""
+    """Mirrors ``[..., width]`` left to right with probability 1/2."""
     return pixels[..., ::-1] if random.random() < 0.5 else pixels
 
 
 def shifted_crop(pixels: Array, padding: int, random: np.random.Generator) -> Array:
-    """Pads ``[channels, height, width]`` by zeros and cuts the old size out at a random place (He et al. 2015)."""
+    """Pads ``[channels, height, width]`` with zeros and crops the old size at a random position (He et al. 2015)."""
     _, height, width = pixels.shape
     padded = np.pad(pixels, ((0, 0), (padding, padding), (padding, padding)))
     top, left = random.integers(0, 2 * padding + 1, size=2)
@@ -163,7 +163,7 @@ def shifted_crop(pixels: Array, padding: int, random: np.random.Generator) -> Ar
 
 
 def random_box(width: int, height: int, random: np.random.Generator) -> Box:
-    """A box of 8 to 100 % of the area and a ratio of sides of 3/4 to 4/3 (Szegedy et al. 2015, "Inception crop")."""
+    """Returns a box of 8 to 100 % of the area with an aspect ratio of 3/4 to 4/3 (Szegedy et al. 2015)."""
     for _ in range(10):
         area = width * height * random.uniform(0.08, 1.0)
         ratio = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
@@ -176,14 +176,14 @@ def random_box(width: int, height: int, random: np.random.Generator) -> Box:
 
 
 def center_box(width: int, height: int, share: float = 0.875) -> Box:
-    """The square in the middle whose side is ``share`` of the shorter side."""
+    """Returns the square in the middle with ``share`` of the shorter side."""
     side = max(1, round(min(width, height) * share))
     left, top = (width - side) // 2, (height - side) // 2
     return left, top, left + side, top + side
 
 
 def resize(pixels: Array, size: int) -> Array:
-    """``[channels, height, width]`` as float32 ``[channels, size, size]``, bilinear, edges at the same place."""
+    """Resizes ``[channels, height, width]`` bilinearly to float32 ``[channels, size, size]`` with aligned edges."""
     for axis in (1, 2):
         pixels = _stretch(pixels.astype(np.float32), size, axis)
     return pixels

@@ -1,8 +1,8 @@
 """Reads samples and stacks them into micro-batches, in this process or in loader processes, in the requested order.
 
-``torch.utils.data.DataLoader`` forks the loader processes. They exit with the process that reads from them, use one
-thread, and ignore stop requests: a signal to the process group must not end the data of a worker that is still saving a
-checkpoint.
+``torch.utils.data.DataLoader`` forks the loader processes. They exit with the process that reads from them and use one
+thread. They ignore signals, because a signal to the process group must not stop the data of a worker that is still
+saving a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,24 +27,23 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from hpc_train.data.dataset import IGNORED, Array, Dataset, Sample, SampleError
-from hpc_train.data.length_batching import fitted
-from hpc_train.data.sampler import PADDING
+from hpc_train.data.sampler import PADDING, pad_or_truncate
 from hpc_train.errors import UserError
 from hpc_train.run.processes import die_with_parent
 
 Stacked = tuple[Tensor, Tensor, dict[str, Tensor], int]  # inputs, targets, context, number of targets that count
 
-_LEFT_TO_THE_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """One micro-batch to read.
+    """Describes one micro-batch to read.
 
     Attributes:
-        slots: sample indices, or ``PADDING``.
-        template: the sample whose shapes padding takes where no slot holds a sample.
-        width: tokens of each sample, where samples are of uneven length.
+        slots: sample indices or ``PADDING``.
+        template: the sample that defines the shapes of padding if no slot has a sample.
+        width: the number of tokens to which samples of different lengths are padded.
     """
 
     slots: tuple[int, ...]
@@ -57,34 +56,34 @@ class MicroBatchReader:
     """Iterates over the micro-batches of ``requests``.
 
     Args:
-        workers: loader processes; 0 reads in this process, when asked.
-        ahead: micro-batches that loader processes read ahead, all together.
-        pin: into page-locked memory, for copies that do not block.
+        workers: the number of loader processes; 0 reads in this process on demand.
+        ahead: the number of micro-batches that all loader processes together read ahead.
+        pin: whether to use page-locked memory, from which copies do not block.
 
-    Raises (from ``next``):
-        UserError: the data itself is wrong.
-        SampleError: a sample could not be read, or a loader process died.
+    Raises:
+        UserError: raised by ``next`` if the data is invalid.
+        SampleError: raised by ``next`` if a sample cannot be read or a loader process has died.
     """
 
     def __init__(self, dataset: Dataset, requests: Iterable[LoadRequest], workers: int, ahead: int, pin: bool) -> None:
         self._dataset, self._workers = dataset, workers
-        self._asked: deque[LoadRequest] = deque()
+        self._requested: deque[LoadRequest] = deque()
         loader: DataLoader[Stacked | Exception] = DataLoader(
             _MicroBatches(dataset),
             batch_size=None,
-            sampler=_Recorded(requests, self._asked),
+            sampler=_RecordedRequests(requests, self._requested),
             num_workers=workers,
-            collate_fn=_as_it_is,
+            collate_fn=_identity,
             pin_memory=pin,
             prefetch_factor=max(2, -(-ahead // workers)) if workers else None,
-            worker_init_fn=partial(_begin_loader_process, os.getpid()) if workers else None,
+            worker_init_fn=partial(_init_loader_process, os.getpid()) if workers else None,
             multiprocessing_context="fork" if workers else None,
-            generator=torch.Generator(),  # of its own: the process's random state is not to move
+            generator=torch.Generator(),  # a generator of its own keeps the process's random state unchanged
         )
         before = set(multiprocessing.active_children())
         self._iterator: Iterator[Stacked | Exception] | None = iter(loader)
         processes = tuple(set(multiprocessing.active_children()) - before)
-        self._end = Finalize(self, _end, args=(self._iterator, processes), exitpriority=100)
+        self._stop = Finalize(self, _stop, args=(self._iterator, processes), exitpriority=100)
 
     def __iter__(self) -> Iterator[Stacked]:
         return self
@@ -97,45 +96,45 @@ class MicroBatchReader:
             stacked = next(self._iterator)
         except RuntimeError as error:
             death = self._death_notice(error)
-        if death:  # outside of the handler: the error's frames would keep the dead iterator alive
+        if death:  # outside the handler, since the error's frames keep the dead iterator alive
             self.close()
             raise SampleError(death)
-        self._asked.popleft()
+        self._requested.popleft()
         if isinstance(stacked, Exception):
             raise stacked
         return stacked
 
     def close(self) -> None:
-        """Ends the loader processes; idempotent."""
+        """Stops the loader processes; further calls do nothing."""
         self._iterator = None
-        self._end()
+        self._stop()
 
     def _death_notice(self, error: RuntimeError) -> str:
         if not self._workers:
             return str(error)
-        samples = [index for index in self._asked[0].slots if index != PADDING] if self._asked else []
+        samples = [index for index in self._requested[0].slots if index != PADDING] if self._requested else []
         files = sorted({source for index in samples[:8] if (source := self._dataset.source(index))})
         return (
-            f"a data loader process died while these samples were due: {samples[:8]}{' …' if samples[8:] else ''}"
+            f"a data loader process died while it read the samples {samples[:8]}{' …' if samples[8:] else ''}"
             f"{' from ' + ', '.join(files) if files else ''}: {error} "
-            "(batch.loader_workers=0 reads in the training process, where an error shows itself)"
+            "(set batch.loader_workers=0 to read in the training process and see the error itself)"
         )
 
 
-class _Recorded:
-    """The requests, written down as loader processes are sent them."""
+class _RecordedRequests:
+    """Iterates over the requests and records those that were sent to loader processes."""
 
     def __init__(self, requests: Iterable[LoadRequest], asked: deque[LoadRequest]) -> None:
-        self._requests, self._asked = requests, asked
+        self._requests, self._requested = requests, asked
 
     def __iter__(self) -> Iterator[LoadRequest]:
         for request in self._requests:
-            self._asked.append(request)
+            self._requested.append(request)
             yield request
 
 
 class _MicroBatches(TorchDataset[Stacked | Exception]):
-    """Reads and stacks one micro-batch per request. Errors are returned, so that they reach the parent unchanged."""
+    """Reads and stacks one micro-batch per request; returns errors, so that they reach the parent unchanged."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
@@ -152,7 +151,7 @@ class _MicroBatches(TorchDataset[Stacked | Exception]):
         template = samples[0] if samples else self._read(request.template, request.epoch)
         padding = Sample(template.inputs, np.full_like(_wide(template.targets), IGNORED), template.context)
         if request.width is not None:
-            padding = fitted(padding, request.width)
+            padding = pad_or_truncate(padding, request.width)
         self._check_shapes(indices, samples)
         samples += [padding] * (len(request.slots) - len(samples))
         targets = torch.from_numpy(np.stack([_wide(sample.targets) for sample in samples]))
@@ -167,7 +166,7 @@ class _MicroBatches(TorchDataset[Stacked | Exception]):
             sample = self._dataset.sample(index, epoch)
             if width is None:
                 return sample
-            return fitted(Sample(sample.inputs, _wide(sample.targets), sample.context), width)
+            return pad_or_truncate(Sample(sample.inputs, _wide(sample.targets), sample.context), width)
         except UserError:
             raise
         except Exception as error:
@@ -177,14 +176,14 @@ class _MicroBatches(TorchDataset[Stacked | Exception]):
         for index, sample in zip(indices, samples, strict=True):
             if _shapes(sample) != _shapes(samples[0]):
                 raise SampleError(
-                    f"{self._name(index)} has the shapes {_shapes(sample)}, sample {indices[0]} has "
-                    f"{_shapes(samples[0])}: all samples need the same"
+                    f"{self._name(index)} has the shapes {_shapes(sample)}, but sample {indices[0]} has "
+                    f"{_shapes(samples[0])}; all samples need equal shapes"
                 )
 
     def _name(self, index: int) -> str:
         try:
             source = self._dataset.source(index)
-        except Exception:  # the message about the sample is what counts
+        except Exception:  # the error of the sample is more important
             source = ""
         return f"sample {index}{f' ({source})' if source else ''}"
 
@@ -195,28 +194,28 @@ def _shapes(sample: Sample) -> dict[str, tuple[int, ...]]:
 
 
 def _wide(targets: Array) -> Array:
-    """Whole numbers as int64: ``IGNORED`` must fit."""
+    """Converts integers to int64, so that ``IGNORED`` can be represented."""
     targets = np.asarray(targets)
     return targets.astype(np.int64, copy=False) if targets.dtype.kind in "biu" else targets
 
 
-def _as_it_is(stacked: Any) -> Any:
+def _identity(stacked: Any) -> Any:
     return stacked
 
 
-def _begin_loader_process(parent: int, number: int) -> None:
+def _init_loader_process(parent: int, number: int) -> None:
     die_with_parent(parent)
-    Queue._on_queue_feeder_error = _send_the_error  # type: ignore[attr-defined]
-    for name in _LEFT_TO_THE_PARENT:
+    Queue._on_queue_feeder_error = _send_error  # type: ignore[attr-defined]
+    for name in _IGNORED_SIGNALS:
         signal.signal(name, signal.SIG_IGN)
     torch.set_num_threads(1)
 
 
-def _end(iterator: Iterator[Stacked | Exception], processes: tuple[BaseProcess, ...]) -> None:
-    """Ends loader processes, by force if need be.
+def _stop(iterator: Iterator[Stacked | Exception], processes: tuple[BaseProcess, ...]) -> None:
+    """Stops loader processes and kills those that do not exit.
 
-    They ignore SIGTERM, with which multiprocessing would wait for them for ever at the end of this process. The
-    iterator goes first: it stops taking the end of a loader process for an accident.
+    They ignore SIGTERM, so multiprocessing would wait for them forever at the exit of this process. The iterator shuts
+    down first, because it would report the exit of a loader process as an error.
     """
     shut_down = getattr(iterator, "_shutdown_workers", None)
     if shut_down is not None:
@@ -227,7 +226,9 @@ def _end(iterator: Iterator[Stacked | Exception], processes: tuple[BaseProcess, 
         process.join()
 
 
-def _send_the_error(queue: Queue[Any], error: Exception, lost: Any) -> None:
-    """Instead of a micro-batch for which there is no shared memory: else it is dropped, and waited for for ever."""
-    words = f"a micro-batch cannot be handed over by its loader process (batch.loader_workers=0 does without): {error}"
+def _send_error(queue: Queue[Any], error: Exception, lost: Any) -> None:
+    """Sends an error for a micro-batch that does not fit into shared memory; the reader would wait for it forever."""
+    words = (
+        f"a loader process cannot send a micro-batch through shared memory: {error} (batch.loader_workers=0 needs none)"
+    )
     queue.put((lost[0], SampleError(words)))

@@ -1,7 +1,7 @@
 """Builds a directory of token files from documents; an interrupted build continues where it stopped.
 
-Every input becomes a shard, which one rename commits. Then the shards are joined in the order of the inputs, and
-``meta.json`` commits the directory. Files that were not committed are ignored.
+Each input becomes a shard, which is committed by a rename. Then the shards are joined in the order of the inputs, and
+writing ``meta.json`` commits the directory. Uncommitted files are ignored.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from hpc_train.run.files import read_json, write_json
 from hpc_train.run.processes import die_with_parent
 
 _SHARDS = ".shards"
-_FORMAT = 2  # of a shard: with the lengths of its documents
+_FORMAT = 2  # version of the shard format, which includes the lengths of the documents
 _BATCH = 1 << 20  # characters encoded in one call
 _JOB = 32 << 20  # bytes of input for which a process loads the tokenizer once
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How documents become tokens. Any change makes other files."""
+    """Holds the settings of the tokenization; a change of any of them makes other files."""
 
     tokenizer: str = "bytes"  # or the path of a tokenizer.json
     eos: str | None = None
@@ -49,7 +49,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class PrepareProgress:
-    """How far it is: bytes of input read, and inputs whose shard is committed."""
+    """Holds the bytes of input that have been read, and the number of committed shards."""
 
     bytes_done: int
     inputs_done: int
@@ -57,13 +57,13 @@ class PrepareProgress:
 
 @dataclass(frozen=True)
 class _Shard:
-    """One input on its way to a shard."""
+    """Describes the shard of one input."""
 
     source: InputFile
-    directory: str  # where the committed shard is
+    directory: str  # the path of the committed shard
 
     @property
-    def aside(self) -> Path:
+    def unfinished(self) -> Path:
         path = Path(self.directory)
         return path.with_name(f"unfinished-{path.name}")
 
@@ -75,17 +75,17 @@ class _Shard:
         if self.committed:
             return self.source.size
         try:
-            return int((self.aside / "progress").read_text() or 0)
+            return int((self.unfinished / "progress").read_text() or 0)
         except (OSError, ValueError):
             return 0
 
 
 @dataclass
 class _Written:
-    """What a shard holds so far: the lengths of its documents, by split."""
+    """Holds the lengths of the documents that a shard contains so far, by split."""
 
     lengths: dict[str, list[int]] = field(default_factory=lambda: {split: [] for split in SPLITS})
-    _document: int = 0  # tokens of the one that is not whole yet
+    _document: int = 0  # tokens of the document that is not complete yet
 
     @property
     def counts(self) -> dict[str, int]:
@@ -103,14 +103,14 @@ def prepare(
 ) -> TokensMeta:
     """Writes ``train.bin``, ``validation.bin`` and ``meta.json`` to ``out``.
 
-    A document goes to validation when the hash of its name (file and number) falls below the share. Where that leaves a
-    side empty, the last share of the tokens is validation.
+    A document belongs to validation if the hash of its name (file and number) is below the share. If that leaves a
+    split empty, the last tokens become the validation split.
 
     Args:
-        on_progress: called a few times per second, and at the end.
+        on_progress: called a few times per second and at the end.
 
     Raises:
-        UserError: an input or the tokenizer is wrong, ``out`` holds other tokens, or another process is at it.
+        UserError: an input or the tokenizer is invalid, ``out`` contains other tokens, or another process writes there.
     """
     if not 0 < settings.validation_share < 1:
         raise UserError(
@@ -148,18 +148,22 @@ def _locked(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise UserError(f"another process prepares {out}", where="--out", fix="wait, or end it") from error
+            raise UserError(
+                f"another process is preparing {out}", where="--out", fix="wait for it, or stop it"
+            ) from error
         yield
 
 
 def _finished(out: Path, whole: str) -> TokensMeta | None:
-    """The description of what is in ``out`` if it is made of the same; None if there is nothing yet."""
+    """Returns the metadata of ``out``, or None if it is not complete; raises if it was built from other inputs."""
     if not (out / META).exists():
         return None
     meta = read_meta(out)
     if meta.source.get("key") != whole:
         raise UserError(
-            f"{out} holds tokens of other inputs or settings", where="--out", fix="another directory, or remove it"
+            f"{out} contains tokens of other inputs or settings",
+            where="--out",
+            fix="use another directory, or remove it",
         )
     return meta
 
@@ -178,7 +182,7 @@ def _write_shards(
     Path(shards[0].directory).parent.mkdir(parents=True, exist_ok=True)
     workers = min(workers, len(jobs))
     others = set(active_children())
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin_process, (os.getpid(), workers))
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _init_process, (os.getpid(), workers))
     try:
         running: set[Future[None]] = {pool.submit(_write_job, job, settings) for job in jobs}
         while running:
@@ -190,16 +194,17 @@ def _write_shards(
         raise UserError(
             "an encoding process was killed (out of memory?)",
             where="--workers",
-            fix="a smaller --workers",
+            fix="use fewer --workers",
         ) from error
     finally:
-        for process in set(active_children()) - others:  # after an error or Ctrl-C they would work on
+        for process in set(active_children()) - others:  # they would continue after an error or Ctrl-C
             process.kill()
         pool.shutdown()
 
 
 def _jobs(shards: list[_Shard]) -> list[list[_Shard]]:
-    """Shards in groups of some size, in order: one process makes a group, and loads the tokenizer once for it."""
+    """Groups shards in order into jobs of about ``_JOB`` bytes, for each of which a process loads the tokenizer
+    once."""
     jobs: list[list[_Shard]] = []
     size = _JOB
     for shard in shards:
@@ -211,11 +216,11 @@ def _jobs(shards: list[_Shard]) -> list[list[_Shard]]:
     return jobs
 
 
-def _begin_process(parent: int, workers: int) -> None:
+def _init_process(parent: int, workers: int) -> None:
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word; the parent has the message
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C stops it silently; the parent reports
     if workers > 1:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the library's threads would be workers x cores
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # otherwise there are workers x cores threads
 
 
 def _write_job(shards: list[_Shard], settings: Settings) -> None:
@@ -225,12 +230,12 @@ def _write_job(shards: list[_Shard], settings: Settings) -> None:
 
 
 def _write_shard(shard: _Shard, settings: Settings, encoder: Encoder) -> None:
-    shard.aside.mkdir()
+    shard.unfinished.mkdir()
     written = _Written()
     with (
-        (shard.aside / "train.bin").open("wb") as train,
-        (shard.aside / "validation.bin").open("wb") as validation,
-        (shard.aside / "progress").open("w") as progress,
+        (shard.unfinished / "train.bin").open("wb") as train,
+        (shard.unfinished / "validation.bin").open("wb") as validation,
+        (shard.unfinished / "progress").open("w") as progress,
     ):
         files = {"train": train, "validation": validation}
         for batch in _batches(read_documents(shard.source, settings.jsonl_field, settings.encoding)):
@@ -241,11 +246,11 @@ def _write_shard(shard: _Shard, settings: Settings, encoder: Encoder) -> None:
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())
-    (shard.aside / "progress").unlink()
+    (shard.unfinished / "progress").unlink()
     for split, lengths in written.lengths.items():
-        np.array(lengths, dtype=LENGTHS).tofile(documents_file(shard.aside, split))
-    write_json(shard.aside / "shard.json", {"counts": written.counts, "source": asdict(shard.source)})
-    shard.aside.rename(shard.directory)
+        np.array(lengths, dtype=LENGTHS).tofile(documents_file(shard.unfinished, split))
+    write_json(shard.unfinished / "shard.json", {"counts": written.counts, "source": asdict(shard.source)})
+    shard.unfinished.rename(shard.directory)
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
@@ -286,12 +291,14 @@ def _dtype_name(encoder: Encoder) -> str:
 
 
 def _join(shards: list[_Shard], out: Path, settings: Settings, encoder: Encoder, whole: str) -> TokensMeta:
-    """Joins the shards; the rename of ``meta.json`` commits."""
+    """Joins the shards and commits them by writing ``meta.json``."""
     found = [read_json(Path(shard.directory) / "shard.json")["counts"] for shard in shards]
     counts = {split: sum(count[split] for count in found) for split in SPLITS}
     total = sum(counts.values())
     if total < 2:
-        raise UserError(f"the inputs hold {total} tokens", where="INPUT", fix="inputs with text")
+        raise UserError(
+            f"the inputs contain {total} tokens, but at least 2 are needed", where="INPUT", fix="name inputs with text"
+        )
     by_document = min(counts.values()) > 0
     if not by_document:
         validation = min(max(1, round(total * settings.validation_share)), total - 1)
@@ -316,21 +323,21 @@ def _join(shards: list[_Shard], out: Path, settings: Settings, encoder: Encoder,
 
 
 def _join_documents(shards: list[_Shard], out: Path, train: int) -> None:
-    """The lengths of the documents in the order of the tokens, cut where the first ``train`` tokens end."""
+    """Writes the lengths of the documents in the order of the tokens, split after the first ``train`` tokens."""
     parts = [np.fromfile(documents_file(Path(s.directory), split), LENGTHS) for split in SPLITS for s in shards]
     lengths = np.concatenate(parts).astype(np.int64)
     ends = np.cumsum(lengths)
-    last = int(np.searchsorted(ends, train))  # the document in which they end
+    last = int(np.searchsorted(ends, train))  # the document that contains the border
     inside = train - int(ends[last] - lengths[last])
-    sides = [*lengths[:last], inside], [int(lengths[last]) - inside, *lengths[last + 1 :]]
-    for split, side in zip(("train", "validation"), sides, strict=True):
+    splits = [*lengths[:last], inside], [int(lengths[last]) - inside, *lengths[last + 1 :]]
+    for split, side in zip(("train", "validation"), splits, strict=True):
         temporary = out / f".{split}.documents"
         np.array([length for length in side if length], dtype=LENGTHS).tofile(temporary)
         temporary.replace(documents_file(out, split))
 
 
 class _Stream:
-    """Files one after the other, copied out by number of bytes."""
+    """Concatenates files and copies them in parts of a given size."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._content = self._chunks(paths)

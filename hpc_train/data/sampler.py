@@ -1,14 +1,17 @@
 """Computes the sample indices of every rank from the step number, without other state.
 
 The order of an epoch is one global sequence. A step takes the next ``global_size`` positions, and the ranks share
-them. A run that resumes with another number of ranks continues the same sequence.
+them. A run that resumes with another number of ranks continues the same sequence. The windows of data that a run skips
+after a divergence are stored in its checkpoints, so that every resume uses the same order.
 
 The random permutation of an epoch is computed in O(1) memory: a Feistel network is a bijection of b-bit numbers for any
 round function, and applying it until the value falls below n ("cycle walking") gives a bijection of [0, n). See Black
 and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002).
 
-The windows of data that a run skips after a divergence are stored in its checkpoints, so that every resume uses the
-same order.
+``TokenBalance`` batches samples of different lengths so that all ranks get about equally many tokens. It sorts the
+samples of a global batch by length. Each micro-batch takes the next longest samples, and the rank with the fewest
+tokens so far gets the next one. There is little padding, and all ranks compute with the same shape in every
+micro-batch; in a pipeline all micro-batches have one shape.
 """
 
 from __future__ import annotations
@@ -16,27 +19,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_train.data.dataset import Indices
+from hpc_train.data.dataset import IGNORED, Array, Indices, Sample
 from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout
 
-PADDING = -1  # a slot without a sample
+PADDING = -1  # marks a slot without a sample
 
 
 @dataclass(frozen=True)
 class Order:
-    """The order of ``samples`` samples in global batches of ``global_size``.
+    """Defines the order of ``samples`` samples in global batches of ``global_size``.
 
     Attributes:
-        drop_last: the samples that do not fill a last batch are left out of the epoch; without it that batch is padded.
-        seed: of the permutation of each epoch; None keeps the order of the dataset (validation).
+        drop_last: whether to drop the last batch of an epoch if it is not full; otherwise it is padded.
+        seed: the seed of the permutations; None keeps the order of the dataset, as in validation.
 
     Raises:
-        UserError: no samples, or too few for one batch with ``drop_last``.
+        UserError: there are no samples, or too few for one batch with ``drop_last``.
     """
 
     samples: int
@@ -46,12 +50,12 @@ class Order:
 
     def __post_init__(self) -> None:
         if self.samples < 1:
-            raise UserError("the dataset has no samples", where="data", fix="point data at a set with samples")
+            raise UserError("the dataset has no samples", where="data", fix="use a dataset with samples")
         if self.drop_last and self.samples < self.global_size:
             raise UserError(
                 f"{self.samples} samples do not fill one global batch of {self.global_size}",
                 where="batch.global_size",
-                fix=f"batch.global_size={self.samples} or smaller, batch.drop_last=false (pads it), or more data",
+                fix=f"batch.global_size={self.samples} or smaller, batch.drop_last=false, which pads it, or more data",
             )
 
     @property
@@ -62,9 +66,9 @@ class Order:
         return step // self.steps_per_epoch
 
     def slots(self, step: int, first: int, last: int) -> Indices:
-        """The samples at the positions [``first``, ``last``) of the step's global batch.
+        """Returns the samples at the positions [``first``, ``last``) of the step's global batch.
 
-        Positions behind the end of the epoch and behind the global batch are ``PADDING``.
+        Positions beyond the end of the epoch or of the global batch are ``PADDING``.
         """
         within = np.arange(first, last, dtype=np.int64)
         positions = step % self.steps_per_epoch * self.global_size + within
@@ -74,12 +78,12 @@ class Order:
         return slots
 
     def rank_batch(self, step: int, layout: Layout, dp_rank: int) -> Indices:
-        """What one data-parallel rank reads in one step.
+        """Returns the samples that one data-parallel rank reads in one step.
 
-        Rank r of dp takes the positions [floor(r * G / dp), floor((r + 1) * G / dp)) of the global batch of G.
+        Rank r of dp reads the positions [floor(r * G / dp), floor((r + 1) * G / dp)) of the global batch of G samples.
 
         Returns:
-            ``[micro_batches, micro_size]`` sample indices in the global order, ``PADDING`` behind them.
+            ``[micro_batches, micro_size]`` sample indices in the global order, followed by ``PADDING``.
         """
         if layout.logical_micro_batches:
             return self._logical_batch(step, layout, dp_rank)
@@ -87,12 +91,14 @@ class Order:
         last = (dp_rank + 1) * self.global_size // layout.dp
         slots = np.full(layout.micro_batches * layout.micro_size, PADDING, dtype=np.int64)
         if last - first > slots.size:
-            raise ValueError(f"{last - first} samples of a rank in {slots.size} slots: the layout is of another batch")
+            raise ValueError(
+                f"a rank has {last - first} samples, but the layout has {slots.size} slots for another batch size"
+            )
         slots[: last - first] = self.slots(step, first, last)
         return slots.reshape(layout.micro_batches, layout.micro_size)
 
     def _logical_batch(self, step: int, layout: Layout, dp_rank: int) -> Indices:
-        """The logical micro-batches of one rank. Number v of V takes [floor(v * G / V), floor((v + 1) * G / V))."""
+        """Returns the logical micro-batches of one rank; v of V has [floor(v * G / V), floor((v + 1) * G / V))."""
         slots = np.full((layout.micro_batches, layout.micro_size), PADDING, dtype=np.int64)
         for row, logical in enumerate(layout.logical_of(dp_rank)):
             first = logical * self.global_size // layout.logical_micro_batches
@@ -101,20 +107,20 @@ class Order:
         return slots
 
     def template(self, step: int) -> int:
-        """A sample of the step's global batch that is always there: its shape is the padding's."""
+        """Returns the first sample of the step's global batch, which defines the shape of padding."""
         return int(self.slots(step, 0, 1)[0])
 
     def _samples_at(self, epoch: int, positions: Indices) -> Indices:
         return positions if self.seed is None else Permutation(self.samples, self.seed, epoch)(positions)
 
 
-ROUNDS = 12  # even, so that the halves end where they began; small domains need more than a cipher's four
-_LEAST_BITS = 6  # halves of two bits are visibly uneven (chi-square over all orders of 4), of three not
+ROUNDS = 12  # even, so that the halves have their first sizes again; small domains need more than a cipher's four
+_LEAST_BITS = 6  # halves of two bits are not uniform (chi-square over all orders of 4); halves of three bits are
 _MASK_64 = (1 << 64) - 1
 
 
 def mix(value: int) -> int:
-    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): 64 bits in, 64 well mixed bits out."""
+    """Applies the finaliser of splitmix64 (Steele, Lea and Flood 2014) to a 64-bit number."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK_64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
@@ -123,23 +129,23 @@ def mix(value: int) -> int:
 
 @dataclass(frozen=True)
 class Permutation:
-    """The permutation of [0, ``size``) that belongs to (``seed``, ``epoch``)."""
+    """Permutes [0, ``size``) as a function of ``seed`` and ``epoch``."""
 
     size: int
     seed: int
     epoch: int
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The elements at ``positions`` (each in [0, size)), in the same shape.
+        """Returns the elements at ``positions`` in the same shape.
 
         Raises:
-            IndexError: a position outside of [0, size).
+            IndexError: a position is outside [0, size).
         """
         positions = np.asarray(positions, dtype=np.int64)
         if positions.size == 0:
             return positions.copy()
         if positions.min() < 0 or positions.max() >= self.size:
-            raise IndexError(f"positions {positions.min()}..{positions.max()} outside of [0, {self.size})")
+            raise IndexError(f"positions {positions.min()} to {positions.max()} are not all in [0, {self.size})")
         keys = [self._key(number) for number in range(ROUNDS)]
         values = self._feistel(positions.astype(np.uint64).ravel(), keys)
         outside = np.flatnonzero(values >= self.size)
@@ -168,7 +174,7 @@ def _mask(bits: int) -> np.uint64:
 
 
 def _scramble(values: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
-    """``mix`` of ``values ^ key``, over an array; unsigned arithmetic wraps."""
+    """Applies ``mix`` to each of ``values ^ key``; unsigned arithmetic wraps."""
     values = values ^ key
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -177,24 +183,118 @@ def _scramble(values: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class Skipped:
-    """``windows``: [first, last) positions in the sequence of global batches, in order, without overlap."""
+    """Holds the skipped windows [first, last) of the sequence of global batches, in order and without overlap."""
 
     windows: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def parse(cls, value: Iterable[Sequence[int]]) -> Skipped:
-        """From what JSON makes of ``windows``."""
+        """Converts the lists of a JSON file to windows."""
         return cls(tuple((first, last) for first, last in value))
 
     def position(self, step: int) -> int:
-        """The position of the batch that optimizer step ``step`` takes."""
+        """Returns the position of the batch that step ``step`` uses."""
         for first, last in self.windows:
             if step >= first:
                 step += last - first
         return step
 
     def without(self, steps: range) -> Skipped:
-        """Passes over the batches of ``steps`` as well: the first of them takes what the one after them took."""
+        """Returns the windows that also skip the batches of ``steps``."""
         first, last = self.position(steps.start), self.position(steps.stop - 1) + 1
         others = [window for window in self.windows if window[1] <= first or last <= window[0]]
         return Skipped(tuple(sorted([*others, (first, last)])))
+
+
+WIDTHS = 8  # the largest number of different widths, since each shape is compiled separately
+
+
+@dataclass(frozen=True)
+class BatchRow:
+    """Describes one micro-batch of one rank: samples or ``PADDING``, all with ``width`` tokens."""
+
+    slots: Indices
+    width: int
+
+
+@dataclass(frozen=True)
+class TokenBalance:
+    """Distributes samples of different lengths over the ranks.
+
+    Attributes:
+        lengths: the number of tokens of each sample of the dataset.
+    """
+
+    lengths: Indices
+    layout: Layout
+
+    @property
+    def widest(self) -> int:
+        """Returns the tokens of the longest sample, rounded up to a multiple of the tensor-parallel ranks."""
+        return _round_up(int(self.lengths.max()), self.layout.tp)
+
+    def rank_batch(self, order: Order, step: int, dp_rank: int) -> list[BatchRow]:
+        """Returns the micro-batches that one data-parallel rank reads in one step."""
+        layout = self.layout
+        if layout.logical_micro_batches:
+            return [BatchRow(slots, self.widest) for slots in order.rank_batch(step, layout, dp_rank)]
+        slots = order.slots(step, 0, order.global_size)
+        room = layout.dp * layout.micro_batches * layout.micro_size
+        slots = np.pad(slots, (0, room - len(slots)), constant_values=PADDING)
+        slots = slots[np.argsort(-self._sizes(slots), kind="stable")]
+        if layout.pp > 1:
+            shares = self._spread(slots, np.zeros(layout.dp * layout.micro_batches, np.int64))
+            own = shares.reshape(layout.dp, layout.micro_batches, layout.micro_size)[dp_rank]
+            return [BatchRow(row, self.widest) for row in own]
+        tokens = np.zeros(layout.dp, np.int64)
+        blocks = slots.reshape(layout.micro_batches, -1)
+        return [BatchRow(self._spread(block, tokens)[dp_rank], self._width(block)) for block in blocks]
+
+    def _sizes(self, slots: Indices) -> Indices:
+        return np.where(slots == PADDING, 0, self.lengths[slots])
+
+    def _width(self, block: Indices) -> int:
+        unit = _round_up(-(-self.widest // WIDTHS), self.layout.tp)
+        return min(_round_up(max(1, int(self._sizes(block[:1])[0])), unit), self.widest)
+
+    def _spread(self, slots: Indices, tokens: Indices) -> Indices:
+        """Returns ``[shares, slots / shares]``; assigns each slot to the share with the fewest ``tokens`` and updates
+        these."""
+        room = len(slots) // len(tokens)
+        shares: list[list[int]] = [[] for _ in tokens]
+        not_full = [(int(held), share) for share, held in enumerate(tokens)]
+        heapify(not_full)
+        for slot, size in zip(slots.tolist(), self._sizes(slots).tolist(), strict=True):
+            held, share = heappop(not_full)
+            shares[share].append(slot)
+            tokens[share] = held + size
+            if len(shares[share]) < room:
+                heappush(not_full, (held + size, share))
+        return np.array(shares, np.int64)
+
+
+def pad_or_truncate(sample: Sample, width: int) -> Sample:
+    """Returns ``sample`` with ``width`` tokens: padded with ``IGNORED`` targets, or truncated where no target counts.
+
+    Context with one entry per token is padded with zeros; other context does not change.
+
+    Raises:
+        ValueError: the truncation would remove a target that counts.
+    """
+    tokens = len(sample.inputs)
+    beyond = sample.targets[width:] if sample.targets.shape[:1] == (tokens,) else sample.targets[:0]
+    if (beyond != IGNORED).any():
+        raise ValueError(f"the sample has targets after its first {width} tokens, its length according to the dataset")
+
+    def fit(value: Array, filler: int) -> Array:
+        if value.shape[:1] != (tokens,):
+            return value
+        missing = max(0, width - tokens)
+        return np.pad(value[:width], [(0, missing), *[(0, 0)] * (value.ndim - 1)], constant_values=filler)
+
+    context = {name: fit(value, 0) for name, value in sample.context.items()}
+    return Sample(fit(sample.inputs, 0), fit(sample.targets, IGNORED), context)
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit

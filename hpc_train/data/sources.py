@@ -1,6 +1,6 @@
-"""The built-in data sources: the keys, the kind of samples, the builder and the input check of each. Imports no torch.
+"""Describes the built-in data sources: keys, kind of samples, builder and input check of each, without torch.
 
-The input checks look at names and sizes of files only and open nothing.
+The input checks read only names and sizes of files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hpc_train.config.schema import (
 from hpc_train.errors import UserError
 
 WILDCARDS = "*?["
-LOOKED_AT = 1000  # files whose size is read: enough to notice a wrong path, and cheap on a network file system
+CHECKED_FILES = 1000  # enough files to notice a wrong path, and few enough for a network file system
 
 
 def _check_tokens(data: TokensDataConfig) -> None:
@@ -34,7 +34,7 @@ def _check_tokens(data: TokensDataConfig) -> None:
 
 
 def _requires(names: tuple[str, ...], fix: str) -> Callable[[Any], None]:
-    """An input check for a directory that must contain the files ``names``."""
+    """Returns an input check for a directory that must contain the files ``names``."""
 
     def check(data: Any) -> None:
         for name in names:
@@ -56,7 +56,7 @@ def _check_text(data: TextDataConfig) -> None:
         _check_file(path, "data.path=FILE, a directory or a glob; null uses the source of Python's standard library")
         return
     files = _directory(str(root)).glob(pattern)
-    sizes = [_size(file) for file in itertools.islice((file for file in files if file.is_file()), LOOKED_AT)]
+    sizes = [_size(file) for file in itertools.islice((file for file in files if file.is_file()), CHECKED_FILES)]
     if not sizes:
         raise UserError(
             f"no file in {root} matches {pattern}",
@@ -145,7 +145,7 @@ SHARDS = DataSource(
 SYNTHETIC = DataSource(
     schema=SyntheticDataConfig,
     gives=lambda data: str(data.task),
-    builder="hpc_train.data.synthetic:SyntheticDataset",
+    builder="hpc_train.data.build:SyntheticDataset",
     check_inputs=None,
 )
 CUSTOM = DataSource(schema=CustomDataConfig, gives=None, builder="hpc_train.data.build:build_custom", check_inputs=None)

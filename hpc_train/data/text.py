@@ -1,7 +1,7 @@
 """Reads the bytes of text files as one sequence that is cut into windows.
 
-Only names and sizes are read at the start; a file is memory-mapped when one of its windows is first read. A hash of its
-name assigns a file to training or validation, so that no text is in both.
+The constructor reads only names and sizes; a file is memory-mapped when one of its windows is first read. A hash of
+its name assigns a file to training or validation, so that no text is in both.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from hpc_train.data.dataset import Array, Dataset, Sample, check_sequence_length
 from hpc_train.errors import UserError
 
 _SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__"})
-_OPEN_FILES = 4096  # maps kept; a process may hold 65,530
+_OPEN_FILES = 4096  # memory maps that stay open; Linux allows 65,530 per process
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """Part of the text: ``size`` bytes of ``path`` from ``start``. ``name`` is relative to where the search began."""
+    """Describes a part of the text: ``size`` bytes of ``path`` from ``start``; ``name`` is relative to the search
+    root."""
 
     name: str
     path: str
@@ -36,16 +37,16 @@ class TextFile:
 
 
 def find_files(path: str | None, pattern: str) -> list[TextFile]:
-    """The text files that ``path`` stands for, in the order of their names; empty files are left out.
+    """Returns the text files that ``path`` names, ordered by name, without empty files.
 
-    Folders named ``site-packages``, ``dist-packages`` and ``__pycache__`` are not entered.
+    The search skips directories named ``site-packages``, ``dist-packages`` and ``__pycache__``.
 
     Args:
-        path: a file, a directory (searched for ``pattern``), a glob, or None: the source of the standard library.
-        pattern: a glob relative to a directory.
+        path: a file, a directory (searched for ``pattern``) or a glob; None reads the source of the standard library.
+        pattern: a glob relative to the directory.
 
     Raises:
-        UserError: nothing is there, or a file cannot be read.
+        UserError: no file with text was found, or a file cannot be read.
     """
     root, found = _search(path, pattern)
     where = "data.path, data.pattern"
@@ -53,9 +54,9 @@ def find_files(path: str | None, pattern: str) -> list[TextFile]:
     files = sorted((file for file in files if file.size), key=lambda file: file.name)
     if not files:
         raise UserError(
-            f"no text in {path or root}: {len(found)} files match {pattern!r}, none of them with a byte in it",
+            f"no text in {path or root}: {len(found)} files match {pattern!r}, and all of them are empty",
             where=where,
-            fix="data.path=FILE, DIRECTORY or 'GLOB'; data.pattern='**/*.txt' chooses files in a directory",
+            fix="set data.path to a file, directory or glob; data.pattern='**/*.txt' selects files in a directory",
         )
     return files
 
@@ -69,13 +70,13 @@ def _search(path: str | None, pattern: str) -> tuple[Path, list[Path]]:
     anchor = Path(*_fixed_parts(root))
     if anchor == root or not anchor.is_dir():
         raise UserError(
-            f"{root} does not exist", where="data.path", fix="an existing file or directory, or a glob in quotes"
+            f"{root} does not exist", where="data.path", fix="name an existing file or directory, or a quoted glob"
         )
     return anchor, _matches(anchor, str(root.relative_to(anchor)))
 
 
 def _fixed_parts(path: Path) -> list[str]:
-    """The leading parts of a path that hold no wildcard."""
+    """Returns the leading parts of a path without a wildcard."""
     parts: list[str] = []
     for part in path.parts:
         if any(mark in part for mark in "*?["):
@@ -85,7 +86,7 @@ def _fixed_parts(path: Path) -> list[str]:
 
 
 def _matches(root: Path, pattern: str) -> list[Path]:
-    """As ``root.glob(pattern)``, but never enters the packages that lie beside the standard library."""
+    """Returns the result of ``root.glob(pattern)`` without the packages installed beside the standard library."""
     wanted = re.compile(_as_regex(pattern))
     deepest = None if "**" in pattern else pattern.count("/")
     found = []
@@ -98,7 +99,7 @@ def _matches(root: Path, pattern: str) -> list[Path]:
 
 
 def _as_regex(pattern: str) -> str:
-    """A glob over relative names: ``**/`` any folders, ``*`` and ``?`` within a name, ``[...]`` one of a set."""
+    """Converts a glob over relative names: ``**/`` matches directories, ``*`` and ``?`` match within a name."""
     tokens = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 
     def translate(found: re.Match[str]) -> str:
@@ -119,20 +120,22 @@ def _stat(name: str, path: Path) -> TextFile:
         raise UserError(
             f"{path} cannot be read: {error.strerror or error}",
             where="data.path",
-            fix="make it readable (chmod), or leave it out by data.pattern",
+            fix="correct its permissions (chmod), or exclude it with data.pattern",
         ) from error
     return TextFile(name, str(path), size)
 
 
 def split_files(files: list[TextFile], share: float) -> dict[str, list[TextFile]]:
-    """Files as ``train`` and ``validation``: a file's side depends on its name only.
+    """Assigns files to ``train`` and ``validation`` by a hash of their names.
 
-    Where the hash leaves a side empty, the file nearest to the border changes sides. A single file has its end as
-    validation.
+    If a split would be empty, the file whose hash is nearest to the border moves there. A single file is split, and its
+    end becomes the validation split.
     """
     if not 0 < share < 1:
         raise UserError(
-            f"data.validation_share is {share}", where="data.validation_share", fix="a number between 0 and 1"
+            f"data.validation_share is {share}, but must be between 0 and 1",
+            where="data.validation_share",
+            fix="data.validation_share=0.1",
         )
     if len(files) == 1:
         return _split_one(files[0], share)
@@ -155,13 +158,13 @@ def _split_one(file: TextFile, share: float) -> dict[str, list[TextFile]]:
 
 
 class TextDataset(Dataset):
-    """Windows of ``sequence_length`` bytes; token ids are byte values.
+    """Reads windows of ``sequence_length`` bytes; token ids are byte values.
 
-    Sample i has the bytes [i * S, i * S + S) of the files one after the other as inputs, and the byte after each as
-    its target. A last window without a byte behind it is dropped.
+    The inputs of sample i are the bytes [i * S, i * S + S) of the concatenated files; the target of each is the next
+    byte. A last window without a next byte is dropped.
 
     Raises:
-        UserError: no such files, a split shorter than one sequence, or a vocabulary of less than 256.
+        UserError: no files were found, a split is shorter than one sequence, or the vocabulary is smaller than 256.
     """
 
     loads_cheaply = True
@@ -169,7 +172,7 @@ class TextDataset(Dataset):
     def __init__(self, config: TextDataConfig, split: str) -> None:
         if config.vocab_size < 256:
             raise UserError(
-                f"data.vocab_size is {config.vocab_size}, not 256",
+                f"data.vocab_size is {config.vocab_size}, but bytes need 256",
                 where="data.vocab_size",
                 fix="data.vocab_size=256",
             )
@@ -181,9 +184,9 @@ class TextDataset(Dataset):
         total = int(self._ends[-1])
         if total <= self._length:
             raise UserError(
-                f"the {split} text has {total} bytes, too short for one sequence of {self._length} and its next byte",
+                f"the {split} text has {total} bytes, but one sequence needs {self._length + 1}",
                 where="data.sequence_length, data.validation_share",
-                fix="more text, a shorter data.sequence_length, or another data.validation_share",
+                fix="use more text, a shorter data.sequence_length, or another data.validation_share",
             )
         self._samples = (total - 1) // self._length
 
@@ -200,14 +203,14 @@ class TextDataset(Dataset):
         return self.files[self._file_at(token)].path
 
     def document_lengths(self) -> Array:
-        """Bytes of each file."""
+        """Returns the number of bytes of each file."""
         return np.array([file.size for file in self.files], dtype=np.int64)
 
     def _file_at(self, offset: int) -> int:
         return int(np.searchsorted(self._ends, offset, side="right"))
 
     def window(self, start: int, length: int) -> Array:
-        """``length`` bytes of the text from ``start``, over as many files as it takes."""
+        """Returns ``length`` bytes of the text from ``start``, which may span several files."""
         number = self._file_at(start)
         pieces = []
         while length:
@@ -222,9 +225,9 @@ class TextDataset(Dataset):
         piece = self._map(number)[start : start + length]
         if len(piece) < length:
             raise UserError(
-                f"{self.files[number].path} has become shorter since training began",
+                f"{self.files[number].path} has become shorter since the training started",
                 where="data.path",
-                fix="train on files that nobody changes: copy them first",
+                fix="copy the files before the training, so that they do not change",
             )
         return piece
 

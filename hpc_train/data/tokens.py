@@ -1,9 +1,9 @@
 """Reads the memory-mapped token files that ``python -m hpc_train prepare`` writes, and packs documents into sequences.
 
 Packing is best-fit decreasing (Ding et al. 2024, arXiv:2404.10830): a document longer than a sequence is cut into
-pieces of one sequence and a rest, and each piece, longest first, goes to the sequence where it leaves the least room.
-Positions restart with every piece, attention stays inside a piece, and the last token of a piece has no target, so that
-no loss crosses a boundary.
+pieces of one sequence and a rest, and each piece, longest first, is placed into the sequence with the least sufficient
+room. Positions restart with each piece, tokens attend only to their own piece, and the last token of a piece has no
+target, so that no loss crosses a boundary.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from hpc_train.errors import UserError
 
 META = "meta.json"
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-LENGTHS = np.dtype("<u4")  # of documents
+LENGTHS = np.dtype("<u4")  # the dtype of document lengths
 _FIX = "build the directory with: python -m hpc_train prepare INPUT... --out DIR"
 
 
 @dataclass(frozen=True)
 class TokensMeta:
-    """What stands in ``meta.json``.
+    """Holds the content of ``meta.json``.
 
     Attributes:
         dtype: ``uint16`` or ``uint32``, little-endian.
-        vocab_size: token ids are below it.
-        counts: tokens in ``train.bin`` and ``validation.bin``.
-        separator: token id between documents, if any.
-        source: what the files were made of, for people.
+        vocab_size: the token ids are below it.
+        counts: the number of tokens in ``train.bin`` and ``validation.bin``.
+        separator: the token id that ends each document; None if there is none.
+        source: the inputs and settings from which the files were built, for people.
     """
 
     dtype: str
@@ -49,7 +49,7 @@ class TokensMeta:
 
 
 def documents_file(directory: Path, split: str) -> Path:
-    """The number of tokens of each document of ``<split>.bin``, in order, the separator among them."""
+    """Returns the file with the number of tokens of each document of ``<split>.bin``, including the separator."""
     return directory / f"{split}.documents"
 
 
@@ -57,7 +57,7 @@ def read_meta(directory: Path) -> TokensMeta:
     """Reads and checks ``meta.json``.
 
     Raises:
-        UserError: it is missing, no JSON, or its content is not what it must be.
+        UserError: the file is missing, is not JSON, or has invalid content.
     """
     path = directory / META
     try:
@@ -66,23 +66,25 @@ def read_meta(directory: Path) -> TokensMeta:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}", where="data.path", fix=_FIX) from error
     except (TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{path} is not a description of tokens: {error}", where="data.path", fix=_FIX) from error
+        raise UserError(
+            f"{path} is not a valid description of token files: {error}", where="data.path", fix=_FIX
+        ) from error
     if not valid:
         raise UserError(
-            f"{path} says dtype {meta.dtype!r}, vocab_size {meta.vocab_size}, counts {meta.counts}",
+            f"{path} has dtype {meta.dtype!r}, vocab_size {meta.vocab_size} and counts {meta.counts}, which is invalid",
             where="data.path",
-            fix=f"dtype {' or '.join(DTYPES)} and positive numbers; {_FIX}",
+            fix=f"use dtype {' or '.join(DTYPES)} and positive numbers, or {_FIX}",
         )
     return meta
 
 
 class TokensDataset(Dataset):
-    """Windows of ``sequence_length`` tokens of ``train.bin`` or ``validation.bin``.
+    """Reads windows of ``sequence_length`` tokens of ``train.bin`` or ``validation.bin``.
 
-    Sample i has the tokens [i * S, i * S + S) as inputs and the token after each as its target.
+    The inputs of sample i are the tokens [i * S, i * S + S); the target of each is the next token.
 
     Raises:
-        UserError: files are missing, damaged or too short, or hold token ids that the vocabulary does not have.
+        UserError: files are missing, damaged or too short, or contain token ids outside the vocabulary.
     """
 
     loads_cheaply = True
@@ -92,7 +94,7 @@ class TokensDataset(Dataset):
         directory = Path(config.path)
         self._documents = documents_file(directory, split)
         if not directory.is_dir():
-            raise UserError(f"there is no directory {directory}", where="data.path", fix=_FIX)
+            raise UserError(f"{directory} is not a directory", where="data.path", fix=_FIX)
         meta = read_meta(directory)
         self.path = directory / f"{split}.bin"
         self._length, self._vocab_size = config.sequence_length, config.vocab_size
@@ -100,14 +102,14 @@ class TokensDataset(Dataset):
             raise UserError(
                 f"{directory} has token ids up to {meta.vocab_size - 1}, but data.vocab_size is {config.vocab_size}",
                 where="data.vocab_size",
-                fix=f"data.vocab_size={meta.vocab_size}, and at least as many in model.vocab_size",
+                fix=f"data.vocab_size={meta.vocab_size}, and model.vocab_size at least as large",
             )
         self._tokens = _map_tokens(self.path, DTYPES[meta.dtype], meta.counts.get(split))
         if len(self._tokens) <= self._length:
             raise UserError(
-                f"{self.path} has {len(self._tokens)} tokens, too few for one sequence of {self._length} and the next",
+                f"{self.path} has {len(self._tokens)} tokens, but one sequence needs {self._length + 1}",
                 where="data.sequence_length",
-                fix="more tokens, or a shorter data.sequence_length",
+                fix="use more tokens, or a shorter data.sequence_length",
             )
 
     def __len__(self) -> int:
@@ -123,24 +125,24 @@ class TokensDataset(Dataset):
         return str(self.path)
 
     def window(self, start: int, length: int) -> Array:
-        """``length`` tokens from token ``start`` on; UserError where one is not of the vocabulary."""
+        """Returns ``length`` tokens from ``start``; raises UserError if one is outside the vocabulary."""
         window = self._tokens[start : start + length]
         if int(window.max()) >= self._vocab_size:
             raise UserError(
-                f"{self.path} holds token id {int(window.max())} behind token {start}, "
-                f"the vocabulary has {self._vocab_size}",
+                f"{self.path} contains token id {int(window.max())} after token {start}, "
+                f"but the vocabulary has {self._vocab_size} tokens",
                 where="data.vocab_size",
-                fix=f"the vocabulary of the tokenizer that made the file, or {_FIX}",
+                fix=f"use the vocabulary of the tokenizer that wrote the file, or {_FIX}",
             )
         return window
 
     def document_lengths(self) -> NDArray[Any]:
-        """Tokens of each document, the separator among them; UserError where nobody has noted them."""
+        """Returns the tokens of each document with its separator; raises UserError if the file is missing."""
         return _read_lengths(self._documents, len(self._tokens))
 
 
 def _read_lengths(path: Path, tokens: int) -> NDArray[Any]:
-    fix = "prepare the directory anew: python -m hpc_train prepare INPUT... --out DIR"
+    fix = "prepare the directory again: python -m hpc_train prepare INPUT... --out DIR"
     try:
         lengths = np.fromfile(path, dtype=LENGTHS)
     except OSError as error:
@@ -166,26 +168,26 @@ def _map_tokens(path: Path, dtype: np.dtype[Any], expected: int | None) -> np.me
         raise UserError(
             f"{path} has {size} bytes, but {META} states {expected} tokens of {dtype.itemsize} bytes",
             where="data.path",
-            fix=f"copy it again whole, or {_FIX}",
+            fix=f"copy it again, or {_FIX}",
         )
     return tokens
 
 
 class Documents(Protocol):
-    """A dataset that knows where documents end in its sequence of tokens."""
+    """A dataset that knows the lengths of the documents in its sequence of tokens."""
 
     def document_lengths(self) -> NDArray[Any]:
-        """Tokens of each document, in order."""
+        """Returns the number of tokens of each document, in order."""
 
     def window(self, start: int, length: int) -> Array:
-        """``length`` tokens from token ``start`` on."""
+        """Returns ``length`` tokens from ``start``."""
 
     def source_at(self, token: int) -> str:
-        """The file that a token comes from."""
+        """Returns the file that contains a token."""
 
 
 def pieces_of(lengths: NDArray[Any], sequence_length: int) -> tuple[Indices, Indices]:
-    """Start and size of each piece: ``size`` inputs from token ``start`` on, each with the next token as its target."""
+    """Returns the start and size of each piece; each of its inputs has the next token as its target."""
     lengths = lengths.astype(np.int64)
     starts, inputs = np.cumsum(lengths) - lengths, lengths - 1
     starts, inputs = starts[inputs > 0], inputs[inputs > 0]  # a single token has no target
@@ -196,32 +198,32 @@ def pieces_of(lengths: NDArray[Any], sequence_length: int) -> tuple[Indices, Ind
 
 
 def pack(sizes: Indices, sequence_length: int) -> Indices:
-    """The sequence of each piece; they are numbered from 0, and no piece is longer than one."""
-    places = np.empty(len(sizes), dtype=np.int64)
-    with_room: list[list[int]] = [[] for _ in range(sequence_length + 1)]  # sequences by the room that is left
-    rooms, count = 0, 0  # bit r of ``rooms``: some sequence has room for r
+    """Returns the number of the sequence for each piece; no piece is longer than a sequence."""
+    sequence_of = np.empty(len(sizes), dtype=np.int64)
+    with_room: list[list[int]] = [[] for _ in range(sequence_length + 1)]  # sequences by their remaining room
+    rooms, count = 0, 0  # bit r of ``rooms`` is set if some sequence has room r
     for piece in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[piece])
         larger = rooms >> size
         if larger:
             room = size + (larger & -larger).bit_length() - 1
-            place = with_room[room].pop()
+            sequence = with_room[room].pop()
             if not with_room[room]:
                 rooms &= ~(1 << room)
         else:
-            room, place, count = sequence_length, count, count + 1
-        places[piece] = place
+            room, sequence, count = sequence_length, count, count + 1
+        sequence_of[piece] = sequence
         if room > size:
-            with_room[room - size].append(place)
+            with_room[room - size].append(sequence)
             rooms |= 1 << (room - size)
-    return places
+    return sequence_of
 
 
 class PackedDataset(Dataset):
-    """Sequences of whole documents, with ``positions`` and ``document_ids`` ``[seq]`` in the context.
+    """Packs documents into sequences, with ``positions`` and ``document_ids`` ``[seq]`` in the context.
 
     Raises:
-        UserError: nobody has noted where documents end.
+        UserError: the lengths of the documents are not known.
     """
 
     loads_cheaply = True
@@ -229,18 +231,18 @@ class PackedDataset(Dataset):
     def __init__(self, documents: Documents, sequence_length: int) -> None:
         self._documents, self._length = documents, sequence_length
         starts, sizes = pieces_of(documents.document_lengths(), sequence_length)
-        places = pack(sizes, sequence_length)
-        order = np.lexsort((starts, places))
+        sequence_of = pack(sizes, sequence_length)
+        order = np.lexsort((starts, sequence_of))
         self._starts, self._sizes = starts[order], sizes[order]
-        self._ends = np.cumsum(np.bincount(places))  # of the pieces of each sequence
-        self.lengths = np.bincount(places, weights=sizes).astype(np.int64)
+        self._ends = np.cumsum(np.bincount(sequence_of))  # the last piece of each sequence, exclusive
+        self.lengths = np.bincount(sequence_of, weights=sizes).astype(np.int64)
 
     def __len__(self) -> int:
         return len(self._ends)
 
     @property
     def fill(self) -> float:
-        """The share of all slots that hold a token."""
+        """Returns the share of all positions that hold a token."""
         return float(self._sizes.sum()) / (len(self) * self._length)
 
     def sample(self, index: int, epoch: int) -> Sample:
@@ -254,7 +256,7 @@ class PackedDataset(Dataset):
             inputs[place], targets[place] = window[:-1], window[1:]
             positions[place], documents[place] = np.arange(size), number
             at += size
-        documents[at:] = -1  # padding: a document of its own, whose targets are ignored
+        documents[at:] = -1  # padding is a document of its own, whose targets are ignored
         return Sample(inputs, targets, {"positions": positions, "document_ids": documents})
 
     def source(self, index: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from hpc_train.elastic.decision import WorkerFailure
 
-CONTROL = "control"  # group of ``train/control.py``, whose messages are posted without waiting
+CONTROL = "control"  # group of ``train/step.py``, whose messages are posted without waiting
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Multi-head attention with grouped queries (Ainslie et al. 2023, arXiv:2305.13245) and rotary position embedding.
+"""Implements multi-head attention with grouped queries (Ainslie et al. 2023, arXiv:2305.13245) and rotary embeddings.
 
-The number of heads is read from the projected tensors: under tensor parallelism, the projections of a rank return its
-own heads, and the same code runs. Rotary position embedding (Su et al. 2021, arXiv:2104.09864) follows the convention
+The number of heads is read from the projected tensors. Under tensor parallelism the projections of a rank return its
+own heads, so the same code runs. Rotary position embedding (Su et al. 2021, arXiv:2104.09864) follows the convention
 of Llama on Hugging Face: coordinate ``i`` of a head is paired with coordinate ``i + head_dim / 2``.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 class Attention(nn.Module):
-    """Queries from ``wq``, keys and values of ``n_kv_heads`` heads from ``wk`` and ``wv``, output through ``wo``."""
+    """Computes attention; ``wk`` and ``wv`` project to ``n_kv_heads`` heads, which the ``n_heads`` queries share."""
 
     def __init__(self, dim: int, n_heads: int, n_kv_heads: int, *, causal: bool, bias: bool) -> None:
         super().__init__()
@@ -29,10 +29,11 @@ class Attention(nn.Module):
         self.wo = nn.Linear(n_heads * self.head_dim, dim, bias=bias)
 
     def forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Tensor:
-        """``hidden`` ``[micro, seq, dim]`` to the same shape.
+        """Returns the output for ``hidden`` ``[micro, seq, dim]`` in the same shape.
 
-        ``context`` may hold ``rotary_cosine`` and ``rotary_sine`` (see ``rotary.rotate``) and ``attention_mask``, bool
-        and broadcastable to ``[micro, heads, seq, seq]``, which then replaces the causal mask.
+        Args:
+            context: may hold ``rotary_cosine`` and ``rotary_sine`` (see ``rotate``), and ``attention_mask``, a bool
+                tensor that broadcasts to ``[micro, heads, seq, seq]`` and replaces the causal mask.
         """
         query, key, value = (
             projection(hidden).unflatten(-1, (-1, self.head_dim)) for projection in (self.wq, self.wk, self.wv)
@@ -54,11 +55,11 @@ class Attention(nn.Module):
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """Slower low frequencies, for sequences longer than those of the pre-training, as Llama 3.1 has it.
+    """Scales rotary frequencies as Llama 3.1 does for sequences longer than those of the pre-training.
 
-    A frequency that makes fewer than ``low_freq_factor`` turns over the original length is divided by ``factor``, one
-    that makes more than ``high_freq_factor`` is kept, those between are interpolated. The formula is that of Meta's
-    ``apply_scaling`` (github.com/meta-llama/llama-models); the names are those of Hugging Face.
+    A frequency with fewer than ``low_freq_factor`` periods in the original length is divided by ``factor``. One with
+    more than ``high_freq_factor`` periods does not change, and those between are interpolated. The formula is that of
+    Meta's ``apply_scaling`` (github.com/meta-llama/llama-models); the names are those of Hugging Face.
     """
 
     factor: float
@@ -66,10 +67,10 @@ class RotaryScaling:
     high_freq_factor: float
     original_max_position_embeddings: float
 
-    def of(self, frequencies: Tensor) -> Tensor:
-        """What each of ``frequencies``, in radians per position, is multiplied by."""
-        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+    def factors(self, frequencies: Tensor) -> Tensor:
+        """Returns the factor for each of ``frequencies``, which are in radians per position."""
+        periods = self.original_max_position_embeddings * frequencies / (2 * math.pi)
+        kept = (periods - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         kept = kept.clamp(0, 1)
         return kept + (1 - kept) / self.factor
 
@@ -77,41 +78,42 @@ class RotaryScaling:
 def rotary_tables(
     positions: Tensor, head_dim: int, theta: float, scaling: RotaryScaling | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's angles.
+    """Returns the cosine and sine of every position's angles.
 
     Args:
-        positions: any shape ``[...]``, integers.
-        head_dim: width of a head, even.
-        theta: base of the frequencies ``theta ** (-2 i / head_dim)``.
+        positions: integers of any shape ``[...]``.
+        head_dim: the width of a head, an even number.
+        theta: the base of the frequencies ``theta ** (-2 i / head_dim)``.
 
     Returns:
-        Two tensors ``[..., head_dim]`` in float32, also under fp64: the table is part of the model's definition.
+        Two tensors ``[..., head_dim]``. They are float32 even under fp64, since the table is part of the model's
+        definition.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
     periods = theta**exponents
     angles = positions.unsqueeze(-1).float() / periods
     if scaling is not None:
-        angles = angles * scaling.of(1 / periods)
+        angles = angles * scaling.factors(1 / periods)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 
 
 def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turns ``heads`` ``[micro, seq, heads, head_dim]`` by tables ``[seq, head_dim]`` or ``[micro, seq, head_dim]``.
+    """Rotates ``heads`` ``[micro, seq, heads, head_dim]`` by tables ``[seq, head_dim]`` or ``[micro, seq, head_dim]``.
 
-    Half-precision heads are turned in float32 and rounded once: rounded tables lose the relative positions of long
-    sequences.
+    Half-precision heads are rotated in float32 and rounded once, since rounded tables would lose the relative positions
+    in long sequences.
     """
     first, second = heads.chunk(2, dim=-1)
-    half_turned = torch.cat((-second, first), dim=-1)
-    return (heads * cosine.unsqueeze(-2) + half_turned * sine.unsqueeze(-2)).to(heads.dtype)
+    swapped = torch.cat((-second, first), dim=-1)
+    return (heads * cosine.unsqueeze(-2) + swapped * sine.unsqueeze(-2)).to(heads.dtype)
 
 
 class RotaryCache:
-    """Tables of positions ``0 … length - 1``, kept for the longest sequence seen on each device.
+    """Caches the tables of positions ``0 … length - 1`` for the longest sequence seen on each device.
 
-    Not a buffer of the model: it needs no memory while the model is on ``meta``, no checkpoint, and no limit of the
-    sequence length. It is read outside of compiled layers.
+    The tables are not buffers of the model, so they need no memory while the model is on ``meta``, are not saved in
+    checkpoints, and do not limit the sequence length. They are read outside compiled layers.
     """
 
     def __init__(self, head_dim: int, theta: float, scaling: RotaryScaling | None = None) -> None:
@@ -121,7 +123,7 @@ class RotaryCache:
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosine and sine ``[length, head_dim]``."""
+        """Returns the cosine and sine tables, each ``[length, head_dim]``."""
         known = self._tables.get(device)
         if known is None or known[0].shape[0] < length:
             with torch.inference_mode(False), torch.no_grad():

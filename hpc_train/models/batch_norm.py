@@ -1,16 +1,23 @@
-"""Batch normalisation with statistics over all ranks, on the CPU as well.
+"""Batch normalisation under data parallelism: global statistics, their fused kernel, and checks of the batch.
 
-torch's ``SyncBatchNorm`` runs on accelerators only, and DDP refuses it elsewhere. This one forms the same sums with a
-differentiable all-reduce; the engine replaces it by torch's fused one where there is an accelerator.
+torch's ``SyncBatchNorm`` runs on accelerators only, and DDP refuses it elsewhere. The class
+here computes the same sums with a differentiable all-reduce; on an accelerator the engine replaces it by torch's fused
+one.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from hpc_train.config.schema import BatchConfig
+from hpc_train.errors import UserError
+from hpc_train.plan.layout import Layout
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -29,10 +36,10 @@ class SyncBatchNorm(_BatchNorm):
         return normal.to(input.dtype)
 
     def _check_input_dim(self, input: Tensor) -> None:
-        """Any number of dims behind the channels."""
+        """Accepts any number of dimensions after the channels."""
 
     def _track(self, mean: Tensor, variance: Tensor, count: int) -> None:
-        """Moves the running statistics as ``nn.BatchNorm2d`` does: with the unbiased variance."""
+        """Updates the running statistics with the unbiased variance, as ``nn.BatchNorm2d`` does."""
         if not self.track_running_stats:
             return
         self.num_batches_tracked.add_(1)  # type: ignore[operator, union-attr]
@@ -42,10 +49,10 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def _global_moments(values: Tensor, axes: list[int]) -> tuple[Tensor, Tensor, int]:
-    """Mean and biased variance per channel over all ranks, and the number of values of a channel.
+    """Returns the mean and biased variance per channel over all ranks, and the number of values per channel.
 
-    Every rank holds equally many values. The variance is taken around the global mean, in a second all-reduce, because
-    the difference of two large sums loses digits.
+    Every rank holds the same number of values. A second all-reduce computes the variance around the global mean,
+    because the difference of two large sums would lose digits.
     """
     count = values.numel() // values.shape[1] * dist.get_world_size()
     mean = all_reduce(values.sum(dim=axes)) / count
@@ -55,7 +62,7 @@ def _global_moments(values: Tensor, axes: list[int]) -> tuple[Tensor, Tensor, in
 
 
 def convert(module: nn.Module) -> nn.Module:
-    """Replaces every batch normalisation of ``module`` by one over all ranks; names and values stay."""
+    """Replaces every batch normalisation in ``module`` by one over all ranks; names and values do not change."""
     if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
         return _converted(module)
     for name, child in module.named_children():
@@ -70,3 +77,59 @@ def _converted(norm: _BatchNorm) -> SyncBatchNorm:
     new.num_batches_tracked = norm.num_batches_tracked
     new.train(norm.training)
     return new
+
+
+def has_batch_statistics(model: nn.Module) -> bool:
+    """Returns whether the samples of a batch influence each other in ``model``."""
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
+def check_batch(batch: BatchConfig, layout: Layout) -> None:
+    """Checks that no step contains padding, which would enter the batch statistics.
+
+    Raises:
+        UserError: the global batch does not divide over the ranks, or the last batch of an epoch is padded.
+    """
+    size = batch.global_size
+    slots = layout.dp * layout.micro_batches * layout.micro_size
+    if slots != size:
+        raise UserError(
+            f"a global batch of {size} does not divide over {layout.dp} ranks x {layout.micro_batches} micro-batches: "
+            f"{slots - size} padded samples would enter the batch statistics of the model",
+            where="batch.global_size",
+            fix=f"batch.global_size={slots}, or a model without BatchNorm",
+        )
+    if not batch.drop_last:
+        raise UserError(
+            "the last batch of an epoch is padded, and padding would enter the batch statistics of the model",
+            where="batch.drop_last",
+            fix="batch.drop_last=true",
+        )
+
+
+def use_fused(model: nn.Module, device: torch.device, group: dist.ProcessGroup) -> None:
+    """Replaces each ``SyncBatchNorm`` of this module by torch's, which is one kernel, on an accelerator."""
+    ours = any(isinstance(module, SyncBatchNorm) for module in model.modules())
+    if ours and device.type != "cpu" and dist.get_world_size(group) > 1:
+        nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
+
+
+def running_statistics(model: nn.Module) -> list[Tensor]:
+    """Returns the running statistics that each rank computes from its own samples, i.e. without ``SyncBatchNorm``."""
+    return [
+        buffer
+        for module in model.modules()
+        if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm | nn.SyncBatchNorm)
+        for buffer in (module.running_mean, module.running_var)
+        if buffer is not None
+    ]
+
+
+def average_(statistics: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Averages running statistics over the ranks of ``group``, so that checkpoints and evaluation see one model."""
+    buffers, ranks = list(statistics), dist.get_world_size(group)
+    if not buffers or ranks == 1:
+        return
+    flat = torch.cat([buffer.reshape(-1) for buffer in buffers]) / ranks
+    dist.all_reduce(flat, group=group)
+    torch._foreach_copy_(buffers, list(flat.split([buffer.numel() for buffer in buffers])))

@@ -1,4 +1,4 @@
-"""Builds the model of a config: a ``Model`` on the ``meta`` device, or a wrapped module with values."""
+"""Builds the model of a config: a ``Model`` on the ``meta`` device, or a wrapped module with its values."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hpc_train.models.wrapped import WrappedModel
 
 
 def build_model(config: ModelConfig, seed: int) -> Model | WrappedModel:
-    """The model that ``config`` describes.
+    """Builds the model that ``config`` describes.
 
-    A ``Model`` is built on the ``meta`` device; it is split and sharded before it gets memory and values. Any other
-    module is built on the CPU and wrapped; its constructor draws its values under ``seed``, the same on every rank. The
-    random state of the process does not change.
+    A ``Model`` is built on the ``meta`` device, since it is split and sharded before it gets memory and values. Any
+    other module is built on the CPU and wrapped. Its constructor draws the values from ``seed``, so they are the same
+    on every rank. The random state of the process does not change.
 
     Raises:
         UserError: the sizes do not fit together, or ``_target_`` cannot be imported or called.
@@ -44,10 +44,10 @@ def build_model(config: ModelConfig, seed: int) -> Model | WrappedModel:
 
 
 def imported(path: str) -> Callable[..., Any]:
-    """The object at ``module:attribute``.
+    """Imports the object at ``module:attribute``.
 
     Raises:
-        UserError: it cannot be imported.
+        UserError: the object cannot be imported.
     """
     module, _, name = path.partition(":")
     try:
@@ -62,14 +62,14 @@ def imported(path: str) -> Callable[..., Any]:
 
 
 def build_custom(config: CustomModelConfig, seed: int) -> Model | WrappedModel:
-    """Calls ``_target_``; see ``build_model``."""
+    """Calls ``_target_`` and wraps the result if it is not a ``Model``; see ``build_model``."""
     target = _locate(config._target_)
     if isinstance(target, type) and issubclass(target, Model):
         return _on_meta(target, config)
     with torch.random.fork_rng(), torch.device("cpu"):
         torch.manual_seed(seed)
         built = _call(target, config)
-    if isinstance(built, Model):  # a function that returns one
+    if isinstance(built, Model):  # the target is a function that returns a Model
         return _on_meta(target, config)
     if not isinstance(built, nn.Module):
         raise UserError(
@@ -99,7 +99,7 @@ def _call(target: Callable[..., Any], config: CustomModelConfig) -> Any:
 
 
 def _locate(path: str) -> Callable[..., Any]:
-    """The class or function at a dotted path, which may be an attribute of a class (``package.Class.create``)."""
+    """Imports a class or function by its dotted path, which may end in a class attribute (``package.Class.create``)."""
     parts = path.split(".")
     for cut in range(len(parts) - 1, 0, -1):
         module_name = ".".join(parts[:cut])

@@ -1,6 +1,7 @@
-"""Compares a model with the description of its family; ``python -m hpc_train.models.contract`` prints what differs.
+"""Compares a model with the description of its family.
 
-The process reads the configs of model and data as JSON from its standard input.
+``python -m hpc_train.models.contract`` reads the configs of model and data as JSON from its standard input and prints
+the first difference.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hpc_train.models.model import Model
 
 
 def disagreement(model_config: Any, data_config: Any) -> str:
-    """What the model and its description say differently; empty if they agree.
+    """Returns the first difference between the model and its description; an empty string if they agree.
 
     Raises:
         UserError: the model cannot be built.

@@ -1,8 +1,8 @@
-"""A decoder-only transformer in the manner of Llama (Touvron et al. 2023, arXiv:2307.09288).
+"""Implements a decoder-only transformer like Llama (Touvron et al. 2023, arXiv:2307.09288).
 
-RMSNorm before each branch, rotary positions, grouped-query attention, SwiGLU, no biases. Parameters map one to one onto
-Hugging Face's Llama: ``layers.N.attention.wq`` is ``model.layers.N.self_attn.q_proj``, ``ffn.w1 w2 w3`` are
-``mlp.gate_proj down_proj up_proj``.
+It has RMSNorm before each branch, rotary positions, grouped-query attention, SwiGLU and no biases. Its parameters map
+one to one to those of Hugging Face's Llama: ``layers.N.attention.wq`` is ``model.layers.N.self_attn.q_proj``, ``ffn.w1
+w2 w3`` are ``mlp.gate_proj down_proj up_proj``.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch.distributed.tensor.parallel import (
 )
 
 from hpc_train.config.schema import GPTConfig
-from hpc_train.models import gpt_family
+from hpc_train.models import families
 from hpc_train.models.attention import Attention, RotaryCache, RotaryScaling, rotary_tables
 from hpc_train.models.layer import CrossEntropyHead, PreNormLayer
 from hpc_train.models.model import FlopTerms, Model
 
 
 class GPTStem(nn.Module):
-    """Token ids ``[micro, seq]`` to hidden states ``[micro, seq, dim]``."""
+    """Embeds token ids ``[micro, seq]`` as hidden states ``[micro, seq, dim]``."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class GPTStem(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """``w2(silu(w1 x) * w3 x)`` (Shazeer 2020, arXiv:2002.05202)."""
+    """Computes ``w2(silu(w1 x) * w3 x)`` (Shazeer 2020, arXiv:2002.05202)."""
 
     def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def gpt_layer(config: GPTConfig) -> PreNormLayer:
 
 
 class GPTHead(CrossEntropyHead):
-    """Hidden states to logits ``[micro, seq, vocab]`` of the next token."""
+    """Computes the logits ``[micro, seq, vocab]`` of the next token from hidden states."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class GPTHead(CrossEntropyHead):
 
 
 class GPT(Model):
-    """The whole model; see the module's docstring."""
+    """Implements ``Model`` for the transformer that the module's docstring describes."""
 
     stem: GPTStem | None
     head: GPTHead | None
@@ -82,7 +82,7 @@ class GPT(Model):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        gpt_family.check(config, None)
+        families.check_gpt(config, None)
         self.config = config
         self.stem = GPTStem(config)
         self.layers = nn.ModuleDict({str(index): gpt_layer(config) for index in range(config.n_layers)})
@@ -94,10 +94,10 @@ class GPT(Model):
         self._rotary = RotaryCache(config.dim // config.n_heads, config.rope_theta, self._scaling)
 
     def prepare(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Adds the rotary tables, and the mask where there are documents.
+        """Adds the rotary tables and, for packed documents, the attention mask.
 
-        ``context["positions"]`` ``[micro, seq]`` replaces positions counted from 0; ``context["document_ids"]``
-        ``[micro, seq]`` keeps attention inside a document.
+        ``context["positions"]`` ``[micro, seq]`` replaces positions counted from 0. ``context["document_ids"]``
+        ``[micro, seq]`` limits attention to tokens of the same document.
         """
         if "positions" in context:
             head_dim = self.config.dim // self.config.n_heads
@@ -114,9 +114,10 @@ class GPT(Model):
         return (*inputs.shape, self.config.dim)
 
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
-        """Norms get ones, projections into the residual stream N(0, 0.02 / sqrt(2 layers)), all others N(0, 0.02).
+        """Sets norms to 1 and draws all other parameters from N(0, 0.02).
 
-        Source: GPT-2 (Radford et al. 2019, section 2.3).
+        Projections into the residual stream are drawn from N(0, 0.02 / sqrt(2 layers)). Source: GPT-2 (Radford et al.
+        2019, section 2.3).
         """
         with torch.no_grad():
             if "norm" in name:
@@ -130,17 +131,17 @@ class GPT(Model):
         """Does nothing: the rotary tables are computed when they are first needed."""
 
     def flops_per_sample(self, inputs: Tensor) -> float:
-        """See ``gpt_family.flops_per_sample``."""
-        return gpt_family.flops_per_sample(self.config, tuple(inputs.shape[1:]))
+        """Returns ``families.gpt_flops_per_sample``."""
+        return families.gpt_flops_per_sample(self.config, tuple(inputs.shape[1:]))
 
     def flop_terms(self, inputs: Tensor) -> FlopTerms:
-        """A tied table is already counted as the output projection."""
+        """Returns the terms; a tied table is already counted as the output projection."""
         config, length = self.config, inputs.shape[-1]
         table = 0.0 if config.tied_embeddings else 6.0 * length * config.vocab_size * config.dim
         return FlopTerms(12.0 * config.n_layers * config.dim * length**2, causal=True, embedding=table)
 
     def block_flops(self, inputs: Tensor) -> tuple[float, ...]:
-        """Splits ``flops_per_sample``: the stem only looks up and counts 0, the head counts the output projection."""
+        """Splits ``flops_per_sample``; the stem is a look-up and counts 0, the head counts the output projection."""
         config, length = self.config, inputs.shape[-1]
         head = 6.0 * length * (config.dim + config.vocab_size * config.dim)
         layer = (self.flops_per_sample(inputs) - head) / config.n_layers
@@ -148,14 +149,14 @@ class GPT(Model):
 
 
 def _document_mask(document_ids: Tensor) -> Tensor:
-    """``[micro, 1, seq, seq]``: true where the key is of the same document and not later than the query."""
+    """Returns a mask ``[micro, 1, seq, seq]``: true for keys in the same document that are not later than the query."""
     length = document_ids.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
     return ((document_ids.unsqueeze(2) == document_ids.unsqueeze(1)) & causal).unsqueeze(1)
 
 
 def tensor_parallel_plan(model: GPT) -> dict[str, ParallelStyle]:
-    """Megatron's split with sequence parallelism: hidden states between the branches are shards of the sequence."""
+    """Returns Megatron's plan with sequence parallelism: hidden states between the branches are sequence shards."""
     shard = Shard(1)
     plan: dict[str, ParallelStyle] = {}
     if model.stem is not None:

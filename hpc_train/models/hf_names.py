@@ -12,13 +12,13 @@ from typing import Any
 from hpc_train.config.schema import GPTConfig
 from hpc_train.errors import UserError
 
-OUTPUT = "lm_head.weight"  # absent from the files of a tied model, or a copy of the embedding
+OUTPUT = "lm_head.weight"  # a tied model's files lack it or hold a copy of the embedding
 _WHOLE = {
     "stem.embedding.weight": "model.embed_tokens.weight",
     "head.norm.weight": "model.norm.weight",
     "head.output.weight": OUTPUT,
 }
-_OF_A_LAYER = {
+_LAYER_NAMES = {
     "attention_norm.weight": "input_layernorm.weight",
     "attention.wq.weight": "self_attn.q_proj.weight",
     "attention.wk.weight": "self_attn.k_proj.weight",
@@ -29,9 +29,9 @@ _OF_A_LAYER = {
     "ffn.w2.weight": "mlp.down_proj.weight",
     "ffn.w3.weight": "mlp.up_proj.weight",
 }
-_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
-_SUPPORTED: dict[str, Any] = {  # what our model has no key for, with the one value it computes
+_SUPPORTED: dict[str, Any] = {  # keys that our model lacks, each with the only value that it implements
     "model_type": "llama",
     "hidden_act": "silu",
     "attention_bias": False,
@@ -41,21 +41,21 @@ _SUPPORTED: dict[str, Any] = {  # what our model has no key for, with the one va
 
 
 def hf_name(name: str) -> str:
-    """Llama's name of the GPT parameter ``name``.
+    """Returns Llama's name of the GPT parameter ``name``.
 
     Raises:
         KeyError: a GPT has no such parameter.
     """
     found = _LAYER.fullmatch(name)
-    return f"model.layers.{found[1]}.{_OF_A_LAYER[found[2]]}" if found else _WHOLE[name]
+    return f"model.layers.{found[1]}.{_LAYER_NAMES[found[2]]}" if found else _WHOLE[name]
 
 
 def hf_config(config: GPTConfig, positions: int, dtype: str) -> dict[str, Any]:
-    """The ``config.json`` with which ``transformers`` makes a ``LlamaForCausalLM`` of ``config``.
+    """Returns the ``config.json`` from which ``transformers`` builds the ``LlamaForCausalLM`` for ``config``.
 
     Args:
         positions: the longest sequence that the model was trained on.
-        dtype: of the exported tensors, ``float32`` or ``bfloat16``, …
+        dtype: the dtype of the exported tensors, e.g. ``bfloat16``.
     """
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -70,7 +70,7 @@ def hf_config(config: GPTConfig, positions: int, dtype: str) -> dict[str, Any]:
         "max_position_embeddings": positions,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": _scaling_there(config),
+        "rope_scaling": _llama_scaling(config),
         "tie_word_embeddings": config.tied_embeddings,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -82,10 +82,10 @@ def hf_config(config: GPTConfig, positions: int, dtype: str) -> dict[str, Any]:
 
 
 def gpt_config(values: Mapping[str, Any], where: str) -> GPTConfig:
-    """The GPT that a ``config.json`` of Llama describes, as ``transformers`` 4 or 5 wrote it.
+    """Returns the config of the GPT that a Llama's ``config.json`` of ``transformers`` 4 or 5 describes.
 
     Raises:
-        UserError: it is of another architecture, or has parts that our model lacks.
+        UserError: the model has another architecture, or parts that hpc_train's GPT lacks.
     """
     _refuse_unsupported(values, where)
     try:
@@ -106,7 +106,7 @@ def gpt_config(values: Mapping[str, Any], where: str) -> GPTConfig:
             tied_embeddings=bool(values.get("tie_word_embeddings", False)),
         )
     except KeyError as error:
-        raise UserError(f"{where} has no {error.args[0]}", where=where, fix="a config.json of Llama") from error
+        raise UserError(f"{where} has no {error.args[0]}", where=where, fix="use the config.json of a Llama") from error
 
 
 def _refuse_unsupported(values: Mapping[str, Any], where: str) -> None:
@@ -116,7 +116,8 @@ def _refuse_unsupported(values: Mapping[str, Any], where: str) -> None:
 
 
 def _rotary(values: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """``rope_parameters`` is transformers 5, ``rope_theta`` beside ``rope_scaling`` the one before."""
+    """Returns the kind of scaling and its values; transformers 5 uses the key ``rope_parameters``, 4
+    ``rope_scaling``."""
     rotary = values.get("rope_parameters") or values.get("rope_scaling") or {}
     return rotary.get("rope_type", rotary.get("type", "default")), rotary
 
@@ -128,24 +129,26 @@ def _theta(values: Mapping[str, Any]) -> float:
 def _scaling(values: Mapping[str, Any], where: str) -> dict[str, float]:
     kind, rotary = _rotary(values)
     if kind == "llama3":
-        return {name: float(rotary[name]) for name in _SCALING}
+        return {name: float(rotary[name]) for name in SCALING}
     if kind != "default":
         raise UserError(
-            f"{where} scales its rotary positions ({kind}), which our model does not",
+            f"{where} scales its rotary positions with {kind!r}, which model kind gpt does not support",
             where=where,
-            fix="rope_scaling: null in it trains the weights without scaling; they then compute something else",
+            fix="set rope_scaling to null there to train the weights without scaling, which changes their results",
         )
     return {}
 
 
-def _scaling_there(config: GPTConfig) -> dict[str, Any] | None:
+def _llama_scaling(config: GPTConfig) -> dict[str, Any] | None:
     if not config.rope_scaling:
         return None
-    last = _SCALING[-1]  # a count there
+    last = SCALING[-1]  # a number of tokens, which Llama's config holds as an integer
     return {"rope_type": "llama3", **config.rope_scaling, last: int(config.rope_scaling[last])}
 
 
 def _unsupported(what: str, where: str) -> UserError:
     return UserError(
-        f"{where} has {what}, which model kind gpt does not compute", where=where, fix="the weights of a plain Llama"
+        f"{where} has {what}, which model kind gpt does not support",
+        where=where,
+        fix="use the weights of a plain Llama",
     )

@@ -1,6 +1,6 @@
-"""The layer and the head that the transformers share.
+"""Implements the layer, the head and the losses that the transformers share.
 
-Losses are sums, returned with the number of targets, so that the mean is taken once over the global batch.
+A loss returns a sum and the number of targets, so that the mean is computed once over the global batch.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hpc_train.models.model import Head
 
 
 class PreNormLayer(nn.Module):
-    """Attention and feed-forward, each a normalised branch added to the hidden states ``[micro, tokens, dim]``.
+    """Adds an attention branch and a feed-forward branch, each with a norm, to hidden states ``[micro, tokens, dim]``.
 
     Args:
-        norm: makes the norm of one branch.
+        norm: returns a new norm for one branch.
     """
 
     def __init__(self, norm: Callable[[], nn.Module], attention: nn.Module, ffn: nn.Module, dropout: float) -> None:
@@ -37,12 +37,12 @@ class PreNormLayer(nn.Module):
 
 
 class CrossEntropyHead(Head):
-    """A head whose forward gives logits ``[..., classes]``.
+    """Computes the cross-entropy of the logits ``[..., classes]`` that its forward pass returns.
 
     Attributes:
-        chunks: the sequence is cut into so many, one after the other: only one's logits exist at a time, and they are
-            computed again in the backward. For heads that have logits for every position.
-        sequence_shards: hidden states hold this share of the sequence, logits (gathered) all of it.
+        chunks: the number of chunks of the sequence, for heads with logits at every position. Only the logits of one
+            chunk exist at a time, and the backward pass computes them again.
+        sequence_shards: the number of shards of the sequence in the hidden states; the logits cover all of it.
     """
 
     chunks: int = 1
@@ -54,13 +54,13 @@ class CrossEntropyHead(Head):
 
     @property
     def _has_own_loss(self) -> bool:
-        """Whether a subclass brings another loss."""
+        """Returns whether a subclass overrides the loss."""
         return type(self).loss is not CrossEntropyHead.loss or type(self)._loss is not CrossEntropyHead._loss
 
     def loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         if self.chunks == 1:
             return self._loss(hidden, targets)
-        # RNG state is not kept: nothing in a head is random.
+        # the RNG state is not saved, since nothing in a head is random
         sums = [
             checkpoint(self._loss, *chunk, use_reentrant=False, preserve_rng_state=False)
             for chunk in self._cut(hidden, targets)
@@ -69,12 +69,12 @@ class CrossEntropyHead(Head):
         return loss, count
 
     def correct(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return torch.stack([count_correct(self(part), of) for part, of in self._cut(hidden, targets)]).sum()
+        return torch.stack([count_correct(self(part), wanted) for part, wanted in self._cut(hidden, targets)]).sum()
 
     def evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        if self._has_own_loss:  # what ``correct`` counts here are targets, which that loss may not count
-            counts_too = type(self).correct is not CrossEntropyHead.correct
-            return (*self.loss(hidden, targets), self.correct(hidden, targets) if counts_too else None)
+        if self._has_own_loss:  # ``correct`` counts targets, and such a loss may count something else
+            overrides = type(self).correct is not CrossEntropyHead.correct
+            return (*self.loss(hidden, targets), self.correct(hidden, targets) if overrides else None)
         sums = [self._evaluate(*chunk) for chunk in self._cut(hidden, targets)]
         loss, count, correct = (torch.stack(column).sum() for column in zip(*sums, strict=True))
         return loss, count, correct
@@ -87,20 +87,23 @@ class CrossEntropyHead(Head):
         return (*cross_entropy(logits, targets), count_correct(logits, targets))
 
     def _cut(self, hidden: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Pieces of both along the sequence (dim 1). Of shards each rank cuts its own, and a chunk's logits are of the
-        same piece of every shard, so its targets are too."""
+        """Splits both along the sequence (dim 1).
+
+        Each rank splits its own shard. The logits of a chunk are gathered from the same piece of every shard, so its
+        targets are taken from the same pieces.
+        """
         if self.chunks == 1:
             return [(hidden, targets)]
-        of_shards = targets.unflatten(1, (self.sequence_shards, -1)).chunk(self.chunks, 2)
-        pieces = zip(hidden.chunk(self.chunks, 1), of_shards, strict=True)
+        sharded = targets.unflatten(1, (self.sequence_shards, -1)).chunk(self.chunks, 2)
+        pieces = zip(hidden.chunk(self.chunks, 1), sharded, strict=True)
         return [(part, wanted.flatten(1, 2)) for part, wanted in pieces]
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the negative log-likelihoods in nats, and the number of targets that are not ``IGNORED`` (int64).
+    """Returns the sum of the negative log-likelihoods in nats, and the number of targets that are not ``IGNORED``.
 
     Args:
-        logits: ``[..., classes]``; half precision is widened to float32 first.
+        logits: ``[..., classes]``; half precision is converted to float32 first.
         targets: ``[...]`` int64.
     """
     flat = _widened(logits).flatten(0, -2)
@@ -109,11 +112,11 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of squared differences over the elements whose target is not ``IGNORED``, and their number (int64).
+    """Returns the sum of squared differences over the elements whose target is not ``IGNORED``, and their number.
 
     Args:
-        outputs: same shape as ``targets``.
-        targets: any number format; taken in the format of ``outputs`` (at least float32).
+        outputs: a tensor of the shape of ``targets``.
+        targets: a tensor of any dtype; it is converted to the dtype of ``outputs``, at least float32.
     """
     wide = _widened(outputs)
     counts = targets != IGNORED
@@ -122,7 +125,7 @@ def squared_error(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def count_correct(logits: Tensor, targets: Tensor) -> Tensor:
-    """Number of targets (int64) that are the largest of their ``logits`` ``[..., classes]``; ignored ones are not."""
+    """Returns the number of targets (int64) with the largest of their ``logits``; ignored targets do not count."""
     return (logits.argmax(dim=-1) == targets).sum()
 
 

@@ -1,9 +1,10 @@
-"""The interface of a model that can be split into pipeline stages, sharded and initialized piece by piece."""
+"""Defines the interface of a model that can be split and sharded, and the canonical names of its parameters."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class FlopTerms:
-    """Operations for one sample: of ``attention`` (queries with keys, weights with values) without regard to a mask,
-    and what an ``embedding`` table would take as a matrix product, which ``flops_per_sample`` does not count."""
+    """Holds the terms of the FLOPs of one sample on which conventions differ.
+
+    Attributes:
+        attention: FLOPs of queries times keys and weights times values, without regard to a mask.
+        causal: whether the attention is causal.
+        embedding: FLOPs of the embedding as a matrix product, which ``flops_per_sample`` does not count.
+    """
 
     attention: float
     causal: bool
@@ -22,42 +28,46 @@ class FlopTerms:
 
 
 class Head(nn.Module):
-    """The last part of a model: from hidden states to the loss."""
+    """Implements the last part of a model, which computes the loss from hidden states."""
 
     @property
     def own_count(self) -> bool:
-        """Whether the count that ``loss`` returns may differ from the number of targets that are not ``IGNORED``.
+        """Returns whether the count that ``loss`` returns may differ from the number of targets that are not
+        ``IGNORED``.
 
-        If not, the count of the global batch is known before the step and the gradients need no correction after it;
-        a head whose ``loss`` counts exactly those targets may override this with ``own_count = False``.
+        If not, the count of the global batch is known before the step, and the gradients need no correction. A head
+        whose ``loss`` counts exactly those targets may override this with ``own_count = False``.
         """
         return True
 
     @abstractmethod
     def loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """A sum of losses and a count, both scalars on the device.
+        """Returns a sum of losses and a count, both scalars on the device.
 
-        The loss of a step, and its gradient, are the sum over all ranks and micro-batches divided once by the sum of
-        their counts. A count may be a number of targets or of samples or a sum of weights; no gradient flows through
-        it. Targets may be ``IGNORED`` (padding): they must add nothing to either.
+        The loss of a step and its gradient are sums over all ranks and micro-batches, divided once by the sum of the
+        counts. A count may be a number of targets or samples, or a sum of weights; no gradient flows through it.
+        Targets that are ``IGNORED`` (padding) must not contribute to either.
         """
 
     def correct(self, hidden: Tensor, targets: Tensor) -> Tensor | None:
-        """Right top-1 predictions in the unit of the count of ``loss``, by which they are divided to give the accuracy;
-        None where that has no meaning."""
+        """Returns the number of correct top-1 predictions, or None for a model without an accuracy.
+
+        The accuracy is this number divided by the count of ``loss``, so both have the same unit.
+        """
         return None
 
     def evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """``loss`` and ``correct`` together; a head with costly logits overrides it to compute them once."""
+        """Returns the results of ``loss`` and ``correct``; a head with large logits overrides it to compute them
+        once."""
         return (*self.loss(hidden, targets), self.correct(hidden, targets))
 
 
 class Model(nn.Module):
-    """A model in three parts: ``stem``, ``layers`` (keyed "0", "1", …) and ``head``.
+    """A model in three parts: ``stem``, ``layers`` (with the keys "0", "1", …) and ``head``.
 
-    A pipeline stage holds some of them: absent parts are ``None`` and absent layers missing from the dict. Parameter
-    names are global and the same under every layout (``layers.7.attention.wq.weight``), which lets one checkpoint serve
-    every layout. Models are built on ``meta``, cut and sharded, and only then given memory and values.
+    A pipeline stage holds some of the parts: an absent stem or head is ``None``, and absent layers are not in the dict.
+    Parameter names such as ``layers.7.attention.wq.weight`` are global, so a checkpoint loads into every layout. Models
+    are built on ``meta``, cut and sharded, and then get memory and values.
     """
 
     stem: nn.Module | None
@@ -65,27 +75,27 @@ class Model(nn.Module):
     head: Head | None
     tied: Mapping[str, str] = {}  # alias -> canonical name, both global; instances may override
     config: Any = None  # the config of a model that a family builds
-    family: str | None = None  # the ``model.kind`` that describes it; None: a custom model without a description
+    family: str | None = None  # the ``model.kind`` of the family; None for a custom model
     sequence_shards: int = 1  # set by tensor parallelism: hidden states hold 1/sequence_shards of the sequence
 
     @property
     def own_count(self) -> bool:
-        """``Head.own_count`` of the whole model; a ``forward`` of its own may count as it likes."""
+        """Returns ``Head.own_count``, or True if the model overrides ``forward`` and thereby may count otherwise."""
         return getattr(self.head, "own_count", True) or type(self).forward is not Model.forward
 
     def forward(
         self, hidden: Tensor, context: Mapping[str, Tensor], targets: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]:
-        """Runs the parts that are there.
+        """Runs the parts that this module holds.
 
         Args:
-            hidden: the inputs of the model where the stem is present, else the hidden states of the stage before.
+            hidden: the inputs of the model if the stem is present, else the hidden states of the previous stage.
             context: tensors that every layer gets.
-            targets: with the head present: what to compute the loss against.
+            targets: the targets of the loss; only used with the head.
 
         Returns:
-            Hidden states; with the head, logits; with the head and ``targets``, the sum of losses and the count,
-            and in evaluation mode the number of right predictions as a third.
+            Hidden states without the head, and logits with the head and no ``targets``. Otherwise the sum of losses and
+            the count, and in evaluation mode also the number of correct predictions.
         """
         context = self.prepare(hidden, context)
         if self.stem is not None:
@@ -99,12 +109,12 @@ class Model(nn.Module):
         return self.head.loss(hidden, targets) if self.training else self.head.evaluate(hidden, targets)
 
     def prepare(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Adds to ``context`` what all layers share (rotary tables)."""
+        """Returns ``context`` with the tensors that all layers share, such as rotary tables."""
         return context
 
     @abstractmethod
     def hidden_shape(self, inputs: Tensor) -> tuple[int, ...]:
-        """Shape of the hidden states between layers for one micro-batch of ``inputs``."""
+        """Returns the shape of the hidden states between layers for a micro-batch of ``inputs``."""
 
     @abstractmethod
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
@@ -116,16 +126,69 @@ class Model(nn.Module):
 
     @abstractmethod
     def flops_per_sample(self, inputs: Tensor) -> float:
-        """Floating-point operations of forward and backward for one sample; the formula stands in the docstring.
+        """Returns the FLOPs of forward and backward pass for one sample; subclasses document the formula.
 
-        Of the whole model, also when called on a pipeline stage. ``inputs`` is a micro-batch of which only the shape is
-        read (it may be on ``meta``): a language model's count depends on the sequence length.
+        The count is that of the whole model, also on a pipeline stage. ``inputs`` is a micro-batch of which only the
+        shape is read, so it may be on ``meta``; a language model's count depends on the sequence length.
         """
 
     def flop_terms(self, inputs: Tensor) -> FlopTerms | None:
-        """What other ways of counting leave out of ``flops_per_sample``, or add; None where nobody has said."""
+        """Returns the terms that other conventions add to ``flops_per_sample`` or omit; None if they are unknown."""
         return None
 
     def block_flops(self, inputs: Tensor) -> tuple[float, ...] | None:
-        """What ``flops_per_sample`` counts in the stem, in each layer and in the head; None where nobody has said."""
+        """Returns the parts of ``flops_per_sample`` in the stem, each layer and the head; None if they are unknown."""
         return None
+
+
+WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")  # DDP, torch.compile, activation checkpointing
+
+
+def canonical_name(raw: str) -> str:
+    """Returns ``layers.0.norm.weight`` for ``layers.0._checkpoint_wrapped_module.norm.weight``.
+
+    DDP's ``module.`` is removed only at the start, since a user's model may have a part of that name.
+    """
+    name = raw.removeprefix(WRAPPERS[0])
+    for wrapper in WRAPPERS[1:]:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def named_parameters(parts: Iterable[nn.Module], tied: Mapping[str, str]) -> dict[str, nn.Parameter]:
+    """Returns canonical name -> parameter of ``parts``; ``tied`` maps the alias of a tied copy to its canonical
+    name."""
+    found: dict[str, nn.Parameter] = {}
+    for part in parts:
+        for raw, parameter in part.named_parameters():
+            name = canonical_name(raw)
+            found.setdefault(tied.get(name, name), parameter)
+    return found
+
+
+def named_buffers(parts: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """Returns canonical name -> buffer for the buffers that are saved in checkpoints."""
+    return {name: buffer for part in parts for name, buffer in _persistent(part)}
+
+
+def _persistent(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in part.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield canonical_name(f"{prefix}.{name}" if prefix else name), buffer
+
+
+@contextmanager
+def keep_shared(module: nn.Module) -> Iterator[None]:
+    """Shares parameters again after this context replaced them module by module (``to_empty``, ``parallelize_module``).
+
+    Names that referred to one parameter before refer to the replacement of the first one afterwards.
+    """
+    groups: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    yield
+    for first, *others in groups.values():
+        for other in others:
+            owner, _, name = other.rpartition(".")
+            setattr(module.get_submodule(owner), name, module.get_parameter(first))

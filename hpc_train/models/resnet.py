@@ -1,7 +1,6 @@
-"""ResNet-18 for small images, an example of ``model=custom``.
+"""Implements ResNet-18 for small images, as an example of ``model=custom``.
 
-The network is that of He et al. 2015 (arXiv:1512.03385) with the usual change for 32 x 32 pixels: a 3 x 3 stem without
-pooling.
+It is the network of He et al. 2015 (arXiv:1512.03385) with a 3 x 3 stem without pooling, as usual for 32 x 32 pixels.
 
     python -m hpc_train +strategy=dp model=custom model._target_=hpc_train.models.resnet.resnet18
 """
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Two 3 x 3 convolutions around a shortcut; the first may halve height and width."""
+    """Applies two 3 x 3 convolutions with a shortcut; the first may halve height and width."""
 
     def __init__(self, width_in: int, width_out: int, stride: int) -> None:
         super().__init__()
@@ -32,7 +31,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Pixels ``[micro, channels, height, width]`` to logits ``[micro, classes]``."""
+    """Computes logits ``[micro, classes]`` from pixels ``[micro, channels, height, width]``."""
 
     def __init__(self, blocks: tuple[int, ...], widths: tuple[int, ...], n_classes: int, channels: int) -> None:
         super().__init__()
@@ -52,5 +51,5 @@ class ResNet(nn.Module):
 
 
 def resnet18(n_classes: int = 100, channels: int = 3, width: int = 64) -> ResNet:
-    """ResNet-18; with width 64 and 100 classes 11,220,132 parameters."""
+    """Returns a ResNet-18; with width 64 and 100 classes it has 11,220,132 parameters."""
     return ResNet((2, 2, 2, 2), (width, 2 * width, 4 * width, 8 * width), n_classes, channels)

@@ -1,4 +1,4 @@
-"""The vision transformer (Dosovitskiy et al. 2020, arXiv:2010.11929): class token, learned positions, pre-LayerNorm."""
+"""Implements the vision transformer (Dosovitskiy et al. 2020, arXiv:2010.11929)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 
 from hpc_train.config.schema import ViTConfig
-from hpc_train.models import vit_family
+from hpc_train.models import families
 from hpc_train.models.attention import Attention
 from hpc_train.models.layer import CrossEntropyHead, PreNormLayer
 from hpc_train.models.model import FlopTerms, Model
 
 
 class ViTStem(nn.Module):
-    """Pixels ``[micro, channels, height, width]`` to hidden states ``[micro, 1 + patches, dim]``, class token first."""
+    """Embeds pixels ``[micro, channels, height, width]`` as hidden states ``[micro, 1 + patches, dim]``, class token
+    first."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class ViTStem(nn.Module):
 
 
 class MLP(nn.Module):
-    """``w2(gelu(w1 x))``."""
+    """Computes ``w2(gelu(w1 x))``."""
 
     def __init__(self, dim: int, mlp_dim: int) -> None:
         super().__init__()
@@ -56,7 +57,7 @@ def vit_layer(config: ViTConfig) -> PreNormLayer:
 
 
 class ViTHead(CrossEntropyHead):
-    """The class token's hidden state to logits ``[micro, classes]``."""
+    """Computes logits ``[micro, classes]`` from the hidden state of the class token."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -68,7 +69,8 @@ class ViTHead(CrossEntropyHead):
 
 
 class ViT(Model):
-    """The whole model; see the module's docstring."""
+    """Implements ``Model`` for a vision transformer with a class token, learned positions and LayerNorm before
+    branches."""
 
     stem: ViTStem | None
     head: ViTHead | None
@@ -76,7 +78,7 @@ class ViT(Model):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        vit_family.check(config, None)
+        families.check_vit(config, None)
         self.config = config
         self.stem = ViTStem(config)
         self.layers = nn.ModuleDict({str(index): vit_layer(config) for index in range(config.n_layers)})
@@ -84,16 +86,16 @@ class ViT(Model):
 
     @property
     def tokens(self) -> int:
-        """The number of patches, plus the class token."""
-        return vit_family.tokens(self.config)
+        """Returns the number of patches plus 1 for the class token."""
+        return families.vit_tokens(self.config)
 
     def hidden_shape(self, inputs: Tensor) -> tuple[int, ...]:
         return (inputs.shape[0], self.tokens, self.config.dim)
 
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
-        """Norms get ones and zeros, biases and the class token zeros, all others N(0, 0.02) truncated at -2 and 2.
+        """Sets norms to 1, biases and the class token to 0, and draws the others from N(0, 0.02) truncated at -2 and 2.
 
-        Source: the published code's successors (timm's ``trunc_normal_(std=0.02)``).
+        Source: timm's ``trunc_normal_(std=0.02)``.
         """
         with torch.no_grad():
             if name.endswith("norm.weight"):
@@ -104,18 +106,18 @@ class ViT(Model):
                 nn.init.trunc_normal_(value, std=0.02, generator=generator)
 
     def init_buffers(self, device: torch.device) -> None:
-        """Does nothing: a ViT has no such buffers."""
+        """Does nothing, since a ViT has no such buffers."""
 
     def flops_per_sample(self, inputs: Tensor) -> float:
-        """See ``vit_family.flops_per_sample``."""
-        return vit_family.flops_per_sample(self.config, tuple(inputs.shape[1:]))
+        """Returns ``families.vit_flops_per_sample``."""
+        return families.vit_flops_per_sample(self.config, tuple(inputs.shape[1:]))
 
     def flop_terms(self, inputs: Tensor) -> FlopTerms:
-        """A ViT has no embedding table: it projects patches."""
+        """Returns the terms; a ViT projects patches and has no embedding table."""
         return FlopTerms(12.0 * self.config.n_layers * self.config.dim * self.tokens**2, causal=False, embedding=0.0)
 
     def block_flops(self, inputs: Tensor) -> tuple[float, ...]:
-        """Splits ``flops_per_sample``: the stem counts the patches, the head counts the classifier."""
+        """Splits ``flops_per_sample``; the stem counts the patch projection, the head counts the classifier."""
         config, dim = self.config, self.config.dim
         stem = 6.0 * (self.tokens - 1) * dim * (config.channels * config.patch_size**2 + 1)
         head = 6.0 * config.n_classes * (dim + 1)
@@ -124,7 +126,7 @@ class ViT(Model):
 
 
 class ReplicatedStyle(ParallelStyle):
-    """Keeps parameters, inputs and outputs whole on every rank."""
+    """Replicates parameters, inputs and outputs on every rank."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, None, _enter, _leave)  # type: ignore[arg-type]
@@ -144,7 +146,7 @@ def _leave(_: nn.Module, output: DTensor, __: DeviceMesh) -> Tensor:
 
 
 def tensor_parallel_plan(model: ViT) -> dict[str, ParallelStyle]:
-    """Megatron's split with whole hidden states on every rank: a ViT has an odd number of tokens."""
+    """Returns Megatron's plan with replicated hidden states, since a ViT has an odd number of tokens."""
     whole = Replicate()
     plan: dict[str, ParallelStyle] = {}
     if model.stem is not None:

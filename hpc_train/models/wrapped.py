@@ -1,6 +1,6 @@
-"""Any ``nn.Module`` and a loss under the forward contract of a ``Model``, without the three parts.
+"""Gives any ``nn.Module`` with a loss the forward interface of a ``Model``.
 
-Such a model cannot be cut into stages; it trains under the data-parallel strategies.
+A wrapped module has no stem, layers and head, so it trains only with the data-parallel strategies.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | float]]
 class WrappedModel(nn.Module):
     """Runs ``module(inputs)`` and sums its loss.
 
-    The wrapper shares the module's own tables of parameters, buffers and children instead of holding it as a child: so
-    names have no prefix, and checkpoints fit the bare module.
+    The wrapper shares the module's own dicts of parameters, buffers and children instead of holding it as a child, so
+    names have no prefix and checkpoints load into the bare module.
 
     Args:
-        module: what to train. A method ``loss(outputs, targets) -> (sum, count)`` of its own replaces ``loss``; what
-            it returns is divided as ``Head.loss`` says, and the count may also be a plain number.
-        loss: ``cross_entropy`` (int64 targets; classes in dim 1, or in the last dim where that fits the targets) or
-            ``mse`` (targets of any number format and the shape of the outputs).
+        module: the module to train. If it has a method ``loss(outputs, targets) -> (sum, count)``, that replaces
+            ``loss``. See ``Head.loss`` for its results; the count may also be a plain number.
+        loss: ``cross_entropy`` (int64 targets; classes in dim 1, or in the last dim if that fits the targets) or
+            ``mse`` (targets of any dtype in the shape of the outputs).
 
     Raises:
-        UserError: there is no such loss.
+        UserError: ``loss`` is unknown.
     """
 
     def __init__(self, module: nn.Module, loss: str) -> None:
@@ -49,14 +49,14 @@ class WrappedModel(nn.Module):
         self._classifies = not callable(own) and loss == "cross_entropy"
         if self.has_batch_statistics and not self._synchronised and _first_of_several():
             warnings.warn(
-                "the model normalises by batch statistics, which are of each rank's own micro-batch: results depend on "
-                "the number of ranks (model.sync_batch_norm=true takes them over all ranks)",
+                "each rank computes batch statistics from its own micro-batch, so results depend on the number of "
+                "ranks; model.sync_batch_norm=true computes them over all ranks",
                 stacklevel=2,
             )
 
     @property
     def has_batch_statistics(self) -> bool:
-        """Whether samples of a batch influence each other, so that padding is not harmless."""
+        """Returns whether samples of a batch influence each other, so that padding would change results."""
         return any(isinstance(part, _BatchNorm) for part in self._module[0].modules())
 
     @property
@@ -72,7 +72,7 @@ class WrappedModel(nn.Module):
     def forward(
         self, inputs: Tensor, context: Mapping[str, Tensor], targets: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]:
-        """As ``Model.forward`` with all parts present; ``context`` goes to the module as keyword arguments."""
+        """Runs the module like ``Model.forward`` with all parts; passes ``context`` as keyword arguments."""
         outputs = self._module[0](inputs, **context)
         if targets is None:
             return outputs
@@ -87,30 +87,30 @@ class WrappedModel(nn.Module):
 
 
 def _first_of_several() -> bool:
-    """Whether this is rank 0 of several: there it says what concerns all."""
+    """Returns whether this is rank 0 of several ranks; it warns for all of them."""
     return dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0
 
 
 def _classes_last(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Logits with the classes in the last dim, from ``[micro, classes, ...]`` or ``[micro, ..., classes]``."""
+    """Returns logits with the classes in the last dim, from ``[micro, classes, ...]`` or ``[micro, ..., classes]``."""
     if outputs.ndim == targets.ndim + 1:
         if outputs.shape[:1] + outputs.shape[2:] == targets.shape:
             return outputs.movedim(1, -1)
         if outputs.shape[:-1] == targets.shape:
             return outputs
     raise UserError(
-        f"outputs of shape {tuple(outputs.shape)} are no class scores for targets of shape {tuple(targets.shape)}",
+        f"outputs of shape {tuple(outputs.shape)} do not match targets of shape {tuple(targets.shape)}",
         where="model.loss",
-        fix="a model that returns [micro, classes, ...] or [micro, ..., classes], or model.loss=mse",
+        fix="return [micro, classes, ...] or [micro, ..., classes] from the model, or set model.loss=mse",
     )
 
 
 def _mse(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     if outputs.shape != targets.shape:
         raise UserError(
-            f"outputs of shape {tuple(outputs.shape)} against targets of shape {tuple(targets.shape)}",
+            f"the outputs have shape {tuple(outputs.shape)}, but the targets have shape {tuple(targets.shape)}",
             where="model.loss",
-            fix="mse needs equal shapes",
+            fix="return outputs in the shape of the targets, which mse needs",
         )
     return squared_error(outputs, targets)
 

@@ -24,9 +24,9 @@ from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Batch, Dataset
 from hpc_train.data.feed import example_micro_batch
 from hpc_train.errors import UserError
+from hpc_train.models.batch_norm import has_batch_statistics
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
-from hpc_train.parallel.batch_statistics import has_batch_statistics
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import materialise, split_and_wrap
 from hpc_train.parallel.precision import autocast, parameter_dtype, travelling_dtype

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Protocol
 
@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hpc_train.config.schema import StrategyConfig
+from hpc_train.config.schema import Config
 from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
 
 SIZES_MB = (1.0, 5.0, 25.0, 100.0)
-START_MB = 25.0  # before the search, and where there is nothing to search: torch's own size
 WARM_UP = 2  # steps of each size that do not count: DDP lays its buckets out anew after the first
 COUNTED = 3  # steps of each size that do
 MOST_STEPS = WARM_UP + len(SIZES_MB) * (WARM_UP + COUNTED)
@@ -65,11 +66,6 @@ class Bucketed(Protocol):
     def evaluated(self) -> None: ...
 
     def rebucket(self, cap_mb: float) -> None: ...
-
-
-def first_cap(strategy: StrategyConfig) -> float:
-    """The size to begin with, in MiB."""
-    return START_MB if isinstance(strategy.bucket_cap_mb, str) else float(strategy.bucket_cap_mb)
 
 
 class SearchedReplicas:
@@ -152,3 +148,30 @@ def _sizes(module: nn.Module, mesh: Mesh) -> list[float]:
     dist.all_reduce(total, dist.ReduceOp.MAX, group=mesh.control)
     below = [size for size in SIZES_MB if size * 2**20 < total.item()]
     return list(SIZES_MB[: len(below) + 1])
+
+
+def with_known_buckets(config: Config, run: RunDirectory, mesh: Mesh) -> Config:
+    """Replaces ``auto`` by the bucket size that an earlier attempt in this layout has chosen. Collective."""
+    if config.strategy.bucket_cap_mb != "auto":
+        return config
+    record: list[Any] = [run.record().get("bucket_cap") if mesh.rank == 0 else None]
+    dist.broadcast_object_list(record, src=0, group=mesh.control)
+    known = record[0]
+    if not known or known["layout"] != str(mesh.layout):
+        return config
+    return replace(config, strategy=replace(config.strategy, bucket_cap_mb=known["cap_mb"]))
+
+
+def bucket_choice_recorder(run: RunDirectory, mesh: Mesh, events: EventLog) -> Tell:
+    """Returns the callback with which rank 0 writes a bucket choice to the log, the events and ``run.json``."""
+
+    def record(choice: BucketChoice) -> None:
+        if mesh.rank != 0:
+            return
+        seconds = {f"{size:g}": value for size, value in choice.seconds.items()}
+        found: dict[str, Any] = {"cap_mb": choice.cap_mb, "seconds": seconds}
+        print(choice)
+        run.update_record(bucket_cap={"layout": str(mesh.layout), **found})
+        events.write("bucket_size_chosen", **found)
+
+    return record

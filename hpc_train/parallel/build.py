@@ -8,9 +8,9 @@ from torch import nn
 
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
+from hpc_train.models import batch_norm
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
-from hpc_train.parallel import batch_statistics
 from hpc_train.parallel.bucket_search import Tell
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
@@ -31,8 +31,8 @@ def build_engine(
         UserError: the model cannot be laid out so.
     """
     model = build_model(config.model, config.train.seed)
-    if batch_statistics.has_batch_statistics(model):
-        batch_statistics.check_batch(config, mesh)
+    if batch_norm.has_batch_statistics(model):
+        batch_norm.check_batch(config.batch, mesh.layout)
     if mesh.layout.logical_micro_batches:
         return ReproducibleEngine(config, mesh, model)
     if mesh.layout.pp == 1 and mesh.layout.tp == 1:

@@ -2,6 +2,12 @@
 
 Each parameter is initialised from its own generator, seeded by (seed, canonical name), so the weights are the same
 under every layout. A rank never holds more than one full parameter besides its own shards.
+
+Activation checkpointing ``full`` keeps only the input of every layer and recomputes the rest in the backward pass.
+``selective:N`` does so in every N-th layer, for 1/N of the memory saved and 1/N of an extra forward pass (Chen et al.
+2016, arXiv:1604.06174). ``ops`` keeps the results of matrix products and attention in every layer and recomputes only
+cheap operations: norms, rotations and activation functions. Korthikanti et al. (2022, arXiv:2205.05198) recompute
+attention instead, but fused attention leaves little memory to save.
 """
 
 from __future__ import annotations
@@ -10,23 +16,27 @@ import fcntl
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from hpc_train.config.description_file import import_attribute
 from hpc_train.config.schema import Config
+from hpc_train.config.values import parse_recomputation
+from hpc_train.errors import UserError
+from hpc_train.models import batch_norm
 from hpc_train.models.layer import CrossEntropyHead
-from hpc_train.models.model import Model
+from hpc_train.models.model import Model, canonical_name, keep_shared
 from hpc_train.models.wrapped import WrappedModel
-from hpc_train.parallel import activation_checkpointing, batch_statistics
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.naming import canonical_name, keep_shared
 from hpc_train.parallel.precision import parameter_dtype
 from hpc_train.parallel.tensor import apply_tensor_parallel
 
@@ -43,7 +53,7 @@ def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
     split_and_wrap(config, mesh, model)
     meta = is_meta(model)
     if not meta:
-        batch_statistics.use_fused(model, mesh)
+        batch_norm.use_fused(model, mesh.device, mesh.group("dp"))
         model.to(device=mesh.device, dtype=dtype)
         _take_first_replica(model, mesh)
     sharder = mesh.layout.kind.sharder if mesh.layout.dp > 1 else None
@@ -62,7 +72,7 @@ def split_and_wrap(config: Config, mesh: Mesh, model: Model | WrappedModel) -> N
     if mesh.layout.tp > 1 and isinstance(model, Model):
         apply_tensor_parallel(model, mesh.device_mesh["tp"])
     apply_chunked_loss(model, config.train.loss_chunks)
-    activation_checkpointing.apply(model, config.train.activation_checkpointing)
+    apply_activation_checkpointing(model, config.train.activation_checkpointing)
     if config.train.compile:
         compile_layers(model)
 
@@ -166,3 +176,39 @@ def _turn() -> Iterator[None]:
             yield
         finally:
             fcntl.flock(lock, fcntl.LOCK_UN)  # processes that were forked meanwhile have the file open still
+
+
+_NAMES = (
+    "mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable",
+)  # fmt: skip
+PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in _NAMES if hasattr(torch.ops.aten, name))
+
+
+def apply_activation_checkpointing(model: nn.Module, mode: str) -> None:
+    """Wraps the layers of ``model`` (whole or a stage) in place; ``canonical_name`` removes the wrappers from names.
+
+    Raises:
+        UserError: ``mode`` is unknown, or the model has no ``layers``.
+    """
+    recomputation = parse_recomputation(mode)
+    if not recomputation.every:
+        return
+    if not isinstance(model, Model):
+        raise UserError(
+            "activation checkpointing needs the layers of the model, and this model has no stem, layers and head",
+            where="train.activation_checkpointing",
+            fix="none, or a model with stem, layers and head (hpc_train.models.model.Model)",
+        )
+    extra = {"context_fn": _keeping_products} if recomputation.keep_products else {}
+    for key, layer in list(model.layers.items()):
+        if recomputation.applies_to(int(key)):
+            model.layers[key] = checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT, **extra)
+
+
+def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_keeping_products = partial(create_selective_checkpoint_contexts, _policy)

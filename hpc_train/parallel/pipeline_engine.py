@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Batch, StepBatch
-from hpc_train.models.model import Model
-from hpc_train.parallel import batch_statistics, gradient_norm
+from hpc_train.models import batch_norm
+from hpc_train.models.model import Model, named_buffers, named_parameters
+from hpc_train.parallel import gradient_norm
 from hpc_train.parallel.bucket_search import Tell
 from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.naming import named_buffers, named_parameters
 from hpc_train.parallel.parallelise import parallelise
 from hpc_train.parallel.precision import parameter_dtype, travelling_dtype
 from hpc_train.parallel.reduction import SendOrder
@@ -109,7 +109,7 @@ class PipelineEngine:
             for stage, part in models.items()
             for replicas in [self._replicas[stage]]
         ]
-        self._statistics = [value for part in self.parts for value in batch_statistics.running_statistics(part)]
+        self._statistics = [value for part in self.parts for value in batch_norm.running_statistics(part)]
         self._loss = _Loss()
         self._schedule: Schedule | None = None
         self._schedule_shape: tuple[int, torch.Size] | None = None
@@ -143,7 +143,7 @@ class PipelineEngine:
         result = self._result(self._loss.sums, self._loss.counts)
         self._finish(result, batch.target_count)
         self._tied.add_gradients()
-        batch_statistics.average_(self._statistics, self._mesh)
+        batch_norm.average_(self._statistics, self._mesh.group("dp"))
         return result
 
     def _finish(self, result: StepResult, target_count: int) -> None:

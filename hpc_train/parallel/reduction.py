@@ -17,10 +17,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from hpc_train.config.schema import StrategyConfig
 from hpc_train.parallel.compression.exchange import Dense, Exchange
 
 SendOrder = list["GradientReduction"]
+DEFAULT_CAP_MB = 25.0  # size of DDP's buckets; the search for the fastest size starts with it
 IN_FLIGHT = 4  # buckets: enough to keep the network busy, and a bound on the memory for flat copies
+
+
+def first_cap(strategy: StrategyConfig) -> float:
+    """Returns the size of the gradient buckets in the first steps, in MiB."""
+    return DEFAULT_CAP_MB if isinstance(strategy.bucket_cap_mb, str) else float(strategy.bucket_cap_mb)
 
 
 class GradientReduction:

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Batch, StepBatch
-from hpc_train.models.model import Model
+from hpc_train.models import batch_norm
+from hpc_train.models.model import Model, named_buffers, named_parameters
 from hpc_train.models.wrapped import WrappedModel
-from hpc_train.parallel import batch_statistics, gradient_norm
+from hpc_train.parallel import gradient_norm
 from hpc_train.parallel.bucket_search import Tell
 from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.naming import named_buffers, named_parameters
 from hpc_train.parallel.parallelise import parallelise
 from hpc_train.parallel.precision import autocast
 from hpc_train.parallel.replicas import finish_own_count, make_replicas
@@ -43,7 +43,7 @@ class ReplicaEngine:
             self._model, mesh, config.strategy, tied, tell_buckets, own_count=self._own_count
         )
         self._parameters = named_parameters([self._model], tied)
-        self._statistics = batch_statistics.running_statistics(self._model)
+        self._statistics = batch_norm.running_statistics(self._model)
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
@@ -78,7 +78,7 @@ class ReplicaEngine:
             )
         else:
             self._replicas.finish()
-        batch_statistics.average_(self._statistics, self._mesh)
+        batch_norm.average_(self._statistics, self._mesh.group("dp"))
         return result
 
     def commit(self, finite: Tensor) -> None:

@@ -22,13 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 from hpc_train.config.description_file import import_attribute
 from hpc_train.config.schema import StrategyConfig
 from hpc_train.errors import UserError
+from hpc_train.models.model import canonical_name
 from hpc_train.parallel import fsdp
-from hpc_train.parallel.bucket_search import SearchedReplicas, Tell, first_cap
+from hpc_train.parallel.bucket_search import SearchedReplicas, Tell
 from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.gradient_norm import multiply_
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.naming import canonical_name
-from hpc_train.parallel.reduction import GradientReduction, SendOrder, sum_partial_gradients
+from hpc_train.parallel.reduction import GradientReduction, SendOrder, first_cap, sum_partial_gradients
 from hpc_train.plan.layout import Layout
 
 
@@ -249,7 +249,7 @@ def replicate(model: nn.Module, mesh: Mesh, strategy: StrategyConfig, bucket_cap
     """Wraps ``model``, which holds its values already, for the dp ranks.
 
     The gradients come out averaged over the dp ranks: scale the loss by their number where a sum is wanted. Buffers
-    are not broadcast: nothing in a forward may depend on another rank's (batch statistics: ``batch_statistics.py``).
+    are not broadcast: nothing in a forward may depend on another rank's (batch statistics: ``models/batch_norm.py``).
     """
     return DistributedDataParallel(
         model,

@@ -30,9 +30,9 @@ from torch import Tensor
 from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.errors import UserError
+from hpc_train.models import batch_norm
 from hpc_train.models.model import Model
 from hpc_train.models.wrapped import WrappedModel
-from hpc_train.parallel import batch_statistics
 from hpc_train.parallel.engine import StepResult, seed_micro_batch
 from hpc_train.parallel.mesh import Mesh, all_gather_tensor
 from hpc_train.parallel.replica_engine import ReplicaEngine
@@ -47,7 +47,7 @@ class ReproducibleEngine(ReplicaEngine):
     """
 
     def __init__(self, config: Config, mesh: Mesh, model: Model | WrappedModel) -> None:
-        if batch_statistics.has_batch_statistics(model):
+        if batch_norm.has_batch_statistics(model):
             raise UserError(
                 "batch statistics depend on how many ranks share the batch, so the bits of the weights would too",
                 where="train.reproducible, model",

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpc_train.models.model import Model
+from hpc_train.models.model import Model, canonical_name
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.naming import canonical_name
 from hpc_train.parallel.reduction import local_gradient
 from hpc_train.plan.partition import check_split, layer_counts
 

@@ -19,8 +19,7 @@ from hpc_train.config.extensions import load_family
 from hpc_train.config.values import check_divides
 from hpc_train.errors import UserError
 from hpc_train.models.build import imported
-from hpc_train.models.model import Model
-from hpc_train.parallel.naming import keep_shared
+from hpc_train.models.model import Model, keep_shared
 
 
 def apply_tensor_parallel(model: Model, tp_mesh: DeviceMesh) -> None:

@@ -75,7 +75,7 @@ class Beat:
     Attributes:
         step: steps completed when the worker entered ``phase``.
         since: the time when it entered ``phase``.
-        arrived_step: the step before which it last posted its message to the other ranks (``train/control.py``).
+        arrived_step: the step before which it last posted its message to the other ranks (``train/step.py``).
         arrived: the time when it posted that message; 0 before the first.
     """
 

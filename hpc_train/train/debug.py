@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from hpc_train.data.dataset import StepBatch
+from hpc_train.models.model import canonical_name
 from hpc_train.parallel.engine import Engine, StepResult, WrappedEngine
-from hpc_train.parallel.naming import canonical_name
 
 _ANOMALY = "returned nan values"  # part of autograd's message
 

@@ -24,8 +24,8 @@ from hpc_train.run.agent_worker import Heartbeat, Phase
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Failure
 from hpc_train.run.requests import StopFlag
-from hpc_train.train.control import Control
 from hpc_train.train.report import Report
+from hpc_train.train.step import Control
 
 PRIOR_PER_GPU_HOUR = 2.7e-5  # failures; 2e-5 (Llama 3 405B, arXiv:2407.21783) to 3.4e-5 (RSC-1, arXiv:2410.21680)
 RECOVERY_S = 120.0  # time to detect a failure and restart

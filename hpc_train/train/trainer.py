@@ -25,14 +25,13 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.agent_worker import Heartbeat, Phase
 from hpc_train.run.exits import Diverged, Exit
 from hpc_train.run.requests import StopFlag
-from hpc_train.train.control import Control
 from hpc_train.train.divergence import Divergence, DivergenceWatch
 from hpc_train.train.measures import Measures, Meter
 from hpc_train.train.memory import report_memory
 from hpc_train.train.profiler import Profiler
 from hpc_train.train.report import Report, weights_sha256
 from hpc_train.train.saving import LastSave, SaveSchedule
-from hpc_train.train.step import StepOutcome, TrainStep
+from hpc_train.train.step import Control, StepOutcome, TrainStep
 
 
 @dataclass(frozen=True)

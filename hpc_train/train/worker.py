@@ -23,7 +23,9 @@ from hpc_train.data.sampler import Skipped
 from hpc_train.measure.suggestions import AdviceWatch, SuggestedSetting
 from hpc_train.measure.utilisation import FORMULA, describe_utilisation
 from hpc_train.parallel.balance import SplitPlan, plan_split
+from hpc_train.parallel.bucket_search import bucket_choice_recorder, with_known_buckets
 from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.compression.build import with_chosen_compression
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.preflight.run import nccl_log, preflight
@@ -34,14 +36,11 @@ from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
 from hpc_train.run.requests import StopFlag
-from hpc_train.train.auto_choices import bucket_choice_recorder, with_chosen_compression, with_known_buckets
 from hpc_train.train.debug import DebuggedEngine
 from hpc_train.train.divergence import DivergenceWatch
-from hpc_train.train.learning_rate import peak_rate
-from hpc_train.train.measures import Measures, Meter, make_meter
+from hpc_train.train.measures import BalanceWatch, Measures, Meter, make_meter
 from hpc_train.train.memory import explained
-from hpc_train.train.optimizer import Optimizer
-from hpc_train.train.pipeline_balance import BalanceWatch
+from hpc_train.train.optimizer import Optimizer, peak_rate
 from hpc_train.train.processes import answer_questions, join, leave
 from hpc_train.train.profiler import Profiler
 from hpc_train.train.report import open_report

@@ -22,9 +22,8 @@ from hpc_train.plan.layout import resolve_layout
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.freeze import load
-from hpc_train.train.control import Control
 from hpc_train.train.optimizer import Optimizer
-from hpc_train.train.step import TrainStep
+from hpc_train.train.step import Control, TrainStep
 from tests.ranks import kept
 
 

@@ -69,7 +69,7 @@ def test_synthetic_shapes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"), [({"task": "music"}, "unknown task 'music'"), ({"samples": 0}, "0 synthetic samples")]
+    ("fields", "message"), [({"task": "music"}, "unknown task 'music'"), ({"samples": 0}, "data.samples is 0")]
 )
 def test_wrong_synthetic(fields: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):

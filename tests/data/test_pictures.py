@@ -67,7 +67,7 @@ def test_augmentation_is_a_function_of_seed_epoch_and_index(cifar: tuple[Path, d
 
 
 def test_wrong_md5_is_refused_before_anything_is_loaded(cifar: tuple[Path, dict[str, str]]) -> None:
-    with pytest.raises(UserError, match=f"meta has md5 .*, the official file {OFFICIAL_MD5['meta']}") as error:
+    with pytest.raises(UserError, match=f"meta has md5 .*, but the official file has {OFFICIAL_MD5['meta']}") as error:
         CIFAR100Dataset(CIFAR100DataConfig(path=str(cifar[0])), "train", 0)
     assert "cifar-100-python.tar.gz" in error.value.fix
 
@@ -87,7 +87,7 @@ def test_a_pickle_with_code_is_refused(cifar: tuple[Path, dict[str, str]], capsy
 
 
 def test_wrong_cifar_input(cifar: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no directory"):
+    with pytest.raises(UserError, match="is not a directory"):
         cifar_dataset((tmp_path / "nowhere", cifar[1]), "train")
     with pytest.raises(UserError, match="n_classes 10"):
         cifar_dataset(cifar, "train", n_classes=10)
@@ -139,7 +139,7 @@ def test_image_augmentation_is_a_function_of_seed_epoch_and_index(pictures: Path
 
 def test_wrong_images(pictures: Path, tmp_path: Path) -> None:
     for path, fields, message in (
-        (tmp_path / "nowhere", {}, "there is no directory"),
+        (tmp_path / "nowhere", {}, "is not a directory"),
         (pictures, {"n_classes": 4}, "has 3 class directories, but data.n_classes is 4"),
         (pictures, {"channels": 2}, "2 channels"),
         (pictures, {"image_size": 0}, "0 pixels"),

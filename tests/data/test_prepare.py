@@ -111,7 +111,7 @@ def test_running_it_again_does_nothing_and_other_settings_are_refused(tmp_path: 
     written = (out / "train.bin").stat()
     assert run(source, "--out", out, "--workers", 1) == 0
     assert (out / "train.bin").stat().st_ino == written.st_ino
-    with pytest.raises(UserError, match="holds tokens of other inputs or settings"):
+    with pytest.raises(UserError, match="contains tokens of other inputs or settings"):
         run(source, "--out", out, "--validation-share", 0.5, "--workers", 1)
 
 
@@ -168,12 +168,12 @@ def test_ctrl_c_ends_all_and_says_how_to_go_on(tmp_path: Path) -> None:
     ("content", "arguments", "message"),
     [
         ('{"text": "a"}\n{"text"\n', (), r"documents.jsonl:2 is not valid JSON"),
-        ('{"body": "a"}\n', (), r"documents.jsonl:1 has no text in 'text'; there is \['body'\]"),
+        ('{"body": "a"}\n', (), r"documents.jsonl:1 has no text in 'text'; it has \['body'\]"),
         ("[1]\n", (), r"documents.jsonl:1 has no text"),
-        ("\n", (), "the inputs hold 0 tokens"),
-        ('{"text": "ab"}\n', ("--tokenizer", "nowhere.json"), "there is no tokenizer file nowhere.json"),
+        ("\n", (), "the inputs contain 0 tokens"),
+        ('{"text": "ab"}\n', ("--tokenizer", "nowhere.json"), "nowhere.json is not a file"),
         ('{"text": "ab"}\n', ("--tokenizer", __file__), "is not a tokenizer file"),
-        ('{"text": "ab"}\n', ("--eos", "</s>"), "bytes have no end token"),
+        ('{"text": "ab"}\n', ("--eos", "</s>"), "the tokenizer bytes has no end token"),
         ('{"text": "ab"}\n', ("--validation-share", "1"), "--validation-share is 1.0"),
         ('{"text": "ab"}\n', ("--workers", "0"), "at least 1, got 0"),
     ],
@@ -187,7 +187,7 @@ def test_wrong_input(tmp_path: Path, content: str, arguments: tuple[str, ...], m
 
 
 def test_other_wrong_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="no input at"):
+    with pytest.raises(UserError, match="matches no input file"):
         run(tmp_path / "*.txt", "--out", tmp_path / "out")
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
     with pytest.raises(UserError, match=r"latin.txt is not utf-8"):

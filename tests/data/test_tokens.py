@@ -56,7 +56,7 @@ def test_bad_meta(tmp_path: Path, changes: dict[str, object], message: str) -> N
 
 def test_no_json(tmp_path: Path) -> None:
     (write(tmp_path) / "meta.json").write_text("{")
-    with pytest.raises(UserError, match="not a description of tokens"):
+    with pytest.raises(UserError, match="not a valid description of token files"):
         dataset(tmp_path)
 
 
@@ -68,10 +68,10 @@ def test_missing_files(tmp_path: Path, missing: str) -> None:
 
 
 def test_other_damage(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no directory"):
+    with pytest.raises(UserError, match="is not a directory"):
         dataset(tmp_path / "nowhere")
     write(tmp_path)
-    with pytest.raises(UserError, match="too few for one sequence"):
+    with pytest.raises(UserError, match="but one sequence needs"):
         dataset(tmp_path, sequence_length=1000)
     (tmp_path / "train.bin").write_bytes(b"")
     with pytest.raises(UserError, match="is empty"):
@@ -83,5 +83,7 @@ def test_other_damage(tmp_path: Path) -> None:
 
 def test_a_token_outside_of_the_vocabulary_is_named(tmp_path: Path) -> None:
     tokens = dataset(write(tmp_path, vocab_size=495), vocab_size=495)
-    with pytest.raises(UserError, match=r"train.bin holds token id 499 behind token \d+, the vocabulary has 495"):
+    with pytest.raises(
+        UserError, match=r"train.bin contains token id 499 after token \d+, but the vocabulary has 495 tokens"
+    ):
         tokens.sample(49, 0)

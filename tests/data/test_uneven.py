@@ -14,8 +14,7 @@ from hpc_train.config.schema import BatchConfig, CustomDataConfig
 from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import IGNORED, Dataset, Indices, Sample, SampleError
 from hpc_train.data.feed import EvalFeed, LocalBatch, TrainFeed
-from hpc_train.data.length_batching import WIDTHS, BatchRow, TokenBalance, fitted
-from hpc_train.data.sampler import PADDING, Order
+from hpc_train.data.sampler import PADDING, WIDTHS, BatchRow, Order, TokenBalance, pad_or_truncate
 from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout
 from tests.data.layouts import replicas
@@ -86,12 +85,12 @@ def test_micro_batches_of_a_pipeline_get_equally_many_tokens() -> None:
 
 def test_a_sample_is_padded_or_cut_to_a_width() -> None:
     sample = Sample(np.arange(1, 4), np.array([2, 3, IGNORED]), {"mask": np.ones(3, bool), "task": np.array(7)})
-    wide = fitted(sample, 5)
+    wide = pad_or_truncate(sample, 5)
     assert wide.inputs.tolist() == [1, 2, 3, 0, 0] and wide.targets.tolist() == [2, 3, *[IGNORED] * 3]
     assert wide.context["mask"].tolist() == [True] * 3 + [False] * 2 and wide.context["task"] == 7
-    assert fitted(sample, 2).targets.tolist() == [2, 3]
-    with pytest.raises(ValueError, match="targets behind the first 1 tokens"):
-        fitted(sample, 1)
+    assert pad_or_truncate(sample, 2).targets.tolist() == [2, 3]
+    with pytest.raises(ValueError, match="targets after its first 1 tokens"):
+        pad_or_truncate(sample, 1)
 
 
 class Growing:
@@ -136,8 +135,8 @@ def test_a_dataset_of_a_user_says_how_long_its_samples_are() -> None:
 
 
 def test_lengths_that_are_wrong_are_refused() -> None:
-    with pytest.raises(UserError, match=r"the lengths of Growing have the shape \(29,\)"):
+    with pytest.raises(UserError, match=r"Growing.lengths has shape \(29,\)"):
         growing("validation", wrong=True)
     feed = TrainFeed(growing(wrong=True), BatchConfig(global_size=8, loader_workers=0), replicas(1, 8), 0, 5, CPU, 0)
-    with pytest.raises(SampleError, match="targets behind the first 1 tokens"):
+    with pytest.raises(SampleError, match="targets after its first 1 tokens"):
         next(feed)

@@ -60,8 +60,8 @@ def poison(kind: str, batches: range, spec: WorkerSpec, stop: StopFlag) -> None:
     """
     import torch
 
+    from hpc_train.data.build import SyntheticDataset
     from hpc_train.data.sampler import Order
-    from hpc_train.data.synthetic import SyntheticDataset
     from hpc_train.parallel.engine import StepResult
     from hpc_train.parallel.pipeline_engine import PipelineEngine
     from hpc_train.parallel.replica_engine import ReplicaEngine

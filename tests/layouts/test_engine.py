@@ -15,7 +15,8 @@ from hpc_train.config.schema import CustomModelConfig
 from hpc_train.data.dataset import IGNORED, Batch, StepBatch
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
-from hpc_train.parallel import gradient_norm, naming
+from hpc_train.models.model import canonical_name
+from hpc_train.parallel import gradient_norm
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import materialise
@@ -301,5 +302,5 @@ def test_a_batch_of_padding_only_has_no_loss_and_no_gradient() -> None:
 
 def test_canonical_names() -> None:
     raw = "module.layers.0._checkpoint_wrapped_module._orig_mod.ffn.w1.weight"
-    assert naming.canonical_name(raw) == "layers.0.ffn.w1.weight"
-    assert naming.canonical_name("layers.0.module.weight") == "layers.0.module.weight"
+    assert canonical_name(raw) == "layers.0.ffn.w1.weight"
+    assert canonical_name("layers.0.module.weight") == "layers.0.module.weight"

@@ -200,9 +200,9 @@ def test_what_cannot_be_built_is_said(target: str, args: dict[str, int], words: 
 def test_wrong_losses_and_shapes_are_said() -> None:
     with pytest.raises(UserError, match="unknown loss"):
         wrap(f"{HERE}.two_layers", loss="hinge")
-    with pytest.raises(UserError, match="no class scores"):
+    with pytest.raises(UserError, match="do not match targets"):
         wrap(f"{HERE}.two_layers")(torch.randn(2, 4), {}, torch.zeros(2, 5, dtype=torch.int64))
-    with pytest.raises(UserError, match="against targets"):
+    with pytest.raises(UserError, match="but the targets have shape"):
         wrap(f"{HERE}.two_layers", loss="mse")(torch.randn(2, 4), {}, torch.zeros(2))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hpc_train.parallel.compression.auto import CANDIDATES, decide
+from hpc_train.parallel.compression.build import CANDIDATES, decide
 from tests.checkpoint.tensors import read_tensors
 from tests.train.runs import frozen, run_attempt
 
