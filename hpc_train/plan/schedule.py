@@ -7,14 +7,7 @@ import math
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.plan.stages import check_split
-from hpc_train.plan.techniques import (
-    AUTO,
-    SCHEDULES,
-    PipelineSchedule,
-    find_kind,
-    find_schedule,
-    schedules_where,
-)
+from hpc_train.plan.techniques import AUTO, SCHEDULES, PipelineSchedule, find_kind, find_schedule, schedules_where
 
 
 def choose_schedule(
