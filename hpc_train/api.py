@@ -20,16 +20,15 @@ from typing import Any
 from rich.console import Console
 
 from hpc_train.checkpoint.listing import list_checkpoints
-from hpc_train.commands.cancel import cancel_runs
+from hpc_train.commands.submitted import cancel_runs
 from hpc_train.config.arguments import CommandLine, expand, wants_dry_run, with_right_plus
 from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.translate import translate
 from hpc_train.errors import UserError
 from hpc_train.launch import lookup
-from hpc_train.launch.job_status import SlurmStatuses
+from hpc_train.launch.job_status import SlurmStatuses, time_left
 from hpc_train.launch.launcher import enqueue, prepare_all, register_launcher
-from hpc_train.launch.watch import time_left
 
 __all__ = ["CheckpointInfo", "Run", "Status", "UserError", "find_runs", "submit"]
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import importlib
 import os
-import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from hpc_train import commands
+from hpc_train.commands import COMMANDS
 from hpc_train.config.translate import translate
 from hpc_train.errors import UserError, nearest
 from hpc_train.run.exits import Exit
@@ -51,11 +50,11 @@ def _command(arguments: list[str]) -> tuple[Callable[[list[str]], int], list[str
     if arguments and COMMAND.fullmatch(arguments[0]):
         name = arguments[0]
         rest = arguments[1:]
-    known = sorted(module.name for module in pkgutil.iter_modules(commands.__path__))
-    if name not in known:
-        raise UserError(f"unknown command {name!r}", where="the command line", fix=nearest(name, known))
-    function: Callable[[list[str]], int] = importlib.import_module(f"hpc_train.commands.{name}").main
-    return function, rest
+    if name not in COMMANDS:
+        raise UserError(f"unknown command {name!r}", where="the command line", fix=nearest(name, sorted(COMMANDS)))
+    module, function = COMMANDS[name].split(":")
+    command: Callable[[list[str]], int] = getattr(importlib.import_module(f"hpc_train.commands.{module}"), function)
+    return command, rest
 
 
 @contextmanager

@@ -1,5 +1,25 @@
-"""The commands of ``python -m hpc_train``, one per module.
+"""The commands of ``python -m hpc_train``.
 
-A command is a function ``main(arguments: list[str]) -> int`` that returns an exit code (``run/exits.py``) and raises
-``UserError`` for a user's mistake; ``cli.py`` imports the module only when the command is called.
+A command is a function of ``arguments: list[str]`` that returns an exit code (``run/exits.py``) and raises
+``UserError`` for a user's mistake. ``cli.py`` imports its module only when the command is called.
 """
+
+# the name on the command line -> the function, as "module:function"
+COMMANDS = {
+    "agent": "batch:start_agent",
+    "bench": "bench:main",
+    "cancel": "submitted:cancel",
+    "checkpoint": "checkpoint:main",
+    "doctor": "doctor:main",
+    "freeze": "batch:freeze_run",
+    "logs": "logs:main",
+    "prepare": "prepare:main",
+    "resume": "submitted:resume",
+    "retry": "submitted:retry",
+    "script": "batch:print_script",
+    "stacks": "submitted:stacks",
+    "status": "status:main",
+    "train": "train:main",
+    "wait": "submitted:wait",
+    "why": "why:main",
+}

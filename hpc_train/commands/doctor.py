@@ -126,7 +126,7 @@ class Seen:
 
     @classmethod
     def of(cls, reports: Sequence[NodeReport], config: Config, nodes: int, nccl: Version | None) -> Seen:
-        from hpc_train.doctor.network import check_environment
+        from hpc_train.doctor.node import check_environment
 
         facts = [found.facts for found in reports]
         gpus = min(len(found.visible or found.gpus) for found in facts)

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from hpc_train.errors import UserError
 from hpc_train.launch.diagnosis import find_cause
-from hpc_train.launch.job_status import SlurmStatuses
+from hpc_train.launch.job_status import SlurmStatuses, attempt_end, failure_text
 from hpc_train.launch.lookup import RunHandle, find_run, statuses_of
-from hpc_train.launch.watch import attempt_end, failure_text
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 

@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hpc_train.launch.diagnosis import excluded_nodes
-from hpc_train.launch.job_status import JobStatus, SlurmStatuses
+from hpc_train.launch.job_status import JobStatus, SlurmStatuses, time_left
 from hpc_train.launch.lookup import RunHandle, find_my_runs, find_runs, statuses_of
-from hpc_train.launch.watch import time_left
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import read_lines
 from hpc_train.run.ledger import Account, read_ledger

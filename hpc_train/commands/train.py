@@ -36,9 +36,9 @@ def main(arguments: list[str]) -> int:
     """
     refuse_misplaced()
     if len(arguments) == 1 and RunDirectory(Path(arguments[0])).config.is_file():
-        from hpc_train.commands.agent import main as run_agent_of
+        from hpc_train.commands.batch import start_agent
 
-        return run_agent_of(arguments)
+        return start_agent(arguments)
     register_launcher()
     arguments = with_right_plus(arguments)
     line = CommandLine.parse(arguments)

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.text import Text
 
 from hpc_train.launch.diagnosis import TAIL_LINES, Diagnosis, diagnose, shown
+from hpc_train.launch.job_status import TO_BE_REQUEUED
 from hpc_train.launch.lookup import find_run
-from hpc_train.launch.watch import TO_BE_REQUEUED
 from hpc_train.run.exits import Exit
 from hpc_train.telemetry.progress import spent_line
 from hpc_train.units import format_bytes, format_duration

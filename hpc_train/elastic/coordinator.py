@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 
 from hpc_train.cluster.gpus import KEY
 from hpc_train.config.schema import Config
-from hpc_train.elastic.culprit import find_culprit
 from hpc_train.elastic.decision import (
     ANNOUNCEMENT,
     OVER_BUDGET,
@@ -23,6 +22,7 @@ from hpc_train.elastic.decision import (
     decide,
     is_secondary,
 )
+from hpc_train.elastic.hangs import find_culprit
 from hpc_train.elastic.nodes import TOO_OFTEN, Node, NodeFailures, in_order_of_rank, why_unfit
 from hpc_train.errors import UserError
 from hpc_train.fabric.rank_binding import refuse_slices_of_one_gpu

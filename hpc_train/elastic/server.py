@@ -20,8 +20,8 @@ from typing import Any
 
 from hpc_train.elastic.channel import Admission, BadMessage, Channel, Message
 from hpc_train.elastic.coordinator import Coordinator, End, Leave, NodeReport, Order, Start
-from hpc_train.elastic.culprit import RankState
 from hpc_train.elastic.decision import RestartDecision, WorkerFailure
+from hpc_train.elastic.hangs import RankState
 from hpc_train.elastic.nodes import Node
 from hpc_train.run.exits import Action, Exit, Failure
 

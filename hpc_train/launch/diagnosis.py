@@ -11,10 +11,9 @@ from typing import Any
 
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.elastic.nodes import TOO_OFTEN, NodeFailures
-from hpc_train.launch.job_status import JobStatus, SlurmStatuses
+from hpc_train.launch.job_status import JobStatus, SlurmStatuses, View, time_left
 from hpc_train.launch.lookup import RunHandle, statuses_of
 from hpc_train.launch.reasons import SINFO, JobFacts, explain, read_facts, read_free, sooner, with_gpus
-from hpc_train.launch.watch import View, time_left
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import RESPONSES, Exit, Failure
 from hpc_train.run.ledger import Account, read_ledger

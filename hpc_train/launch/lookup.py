@@ -17,8 +17,7 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
-from hpc_train.launch.job_status import PRESENT, JobStatus, SlurmStatuses, ask, folded, status_of
-from hpc_train.launch.watch import View, view_of
+from hpc_train.launch.job_status import PRESENT, JobStatus, SlurmStatuses, View, ask, folded, status_of, view_of
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load

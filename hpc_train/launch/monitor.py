@@ -21,9 +21,9 @@ from hpc_train.config.schema import Config
 from hpc_train.launch.cost import can_ask
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
+from hpc_train.launch.job_status import View, attempt_end, resume_command, time_left
 from hpc_train.launch.lookup import RunHandle
 from hpc_train.launch.submission import JobQueue
-from hpc_train.launch.watch import View, attempt_end, resume_command, time_left
 from hpc_train.run.exits import Exit
 from hpc_train.run.lease import find_live, refuse_live
 from hpc_train.run.processes import this_process

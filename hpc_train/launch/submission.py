@@ -14,9 +14,9 @@ from rich.console import Console
 
 from hpc_train.config.compose import typed
 from hpc_train.config.values import fewest_nodes
-from hpc_train.launch.executors.executor import Executor, Job
+from hpc_train.launch.executors.executor import Executor, Job, Submitted
 from hpc_train.launch.executors.select import select_executor
-from hpc_train.launch.watch import Submitted, View
+from hpc_train.launch.job_status import View
 from hpc_train.plan.validate import validate
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog

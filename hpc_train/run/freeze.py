@@ -2,7 +2,8 @@
 
 Freezing again is idempotent. Free keys (layout, steps, telemetry) may change, and the previous config is kept as
 ``config-NNN.yaml``; identity keys, which define what makes a run the same run, may not change. ``run.json`` records
-which code and which package versions a run was started with.
+which code and which package versions a run was started with. A run may start from another run or from imported
+weights, a directory beside the runs that holds one checkpoint and no optimizer state (``run.fork``).
 """
 
 from __future__ import annotations
@@ -27,14 +28,22 @@ from omegaconf import DictConfig, OmegaConf
 
 from hpc_train.config.compose import converted, escaped
 from hpc_train.config.run_path import fork_source
-from hpc_train.config.schema import Config
+from hpc_train.config.schema import Config, GPTConfig
 from hpc_train.errors import UserError
 from hpc_train.run.code import FrozenCode
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.file_lock import exclusive
-from hpc_train.run.files import group_id, patiently, share, share_one, write_for_group, write_text
-from hpc_train.run.imported import check_start, imported_model
+from hpc_train.run.files import (
+    group_id,
+    patiently,
+    read_json,
+    share,
+    share_one,
+    write_for_group,
+    write_json,
+    write_text,
+)
 from hpc_train.run.lease import refuse_live
 from hpc_train.run.processes import this_process
 
@@ -295,3 +304,56 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+_RECORD = "imported.json"
+_FREE = ("dropout",)  # affects training, not what the weights compute
+
+
+def write_imported(directory: RunDirectory, model: GPTConfig, source: str) -> None:
+    """Records the model that ``directory`` holds and the source of its weights."""
+    write_json(directory.path / _RECORD, {"model": asdict(model), "source": source, "time": time.time()})
+
+
+def imported_model(directory: RunDirectory) -> GPTConfig | None:
+    """Returns the model whose weights ``directory`` holds; None if it is not an import."""
+    path = directory.path / _RECORD
+    return GPTConfig(**read_json(path)["model"]) if path.exists() else None
+
+
+def model_overrides(model: GPTConfig) -> list[str]:
+    """Returns the overrides that configure this model on top of any file of ``conf/model``."""
+    overrides = []
+    for key, value in asdict(model).items():
+        if isinstance(value, dict):
+            overrides += [f"++model.{key}.{name}={_override_value(item)}" for name, item in value.items()]
+        elif key not in ("kind", *_FREE):
+            overrides.append(f"model.{key}={_override_value(value)}")
+    return overrides
+
+
+def check_start(config: Config, source: RunDirectory) -> None:
+    """Raises UserError if a run of ``config`` cannot start from the imported weights in ``source``.
+
+    Shapes alone are not enough: with another rotary base or number of heads the weights load and compute something
+    else.
+    """
+    imported = imported_model(source)
+    if imported is None:
+        return
+    model: dict[str, Any] = asdict(config.model)
+    different = [
+        f"model.{key}: {value} in the import, {model.get(key, 'absent')} in the run"
+        for key, value in asdict(imported).items()
+        if key not in _FREE and model.get(key) != value
+    ]
+    if different:
+        raise UserError(
+            f"the weights in {source.path} belong to another model: " + "; ".join(different),
+            where="model",
+            fix=" ".join(model_overrides(imported)),
+        )
+
+
+def _override_value(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value}"

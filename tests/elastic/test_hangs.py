@@ -12,10 +12,23 @@ import pytest
 
 from hpc_train.config.values import parse_hang_timeout
 from hpc_train.elastic.coordinator import FailureReport, primary_cause
-from hpc_train.elastic.culprit import GroupState, RankState, culprit, group_states
 from hpc_train.elastic.decision import WorkerFailure
-from hpc_train.elastic.hangs import COLD_S, FACTOR, PATIENCE_S, SEEN_S, START_S, UNSEEN_S, Hang, HangWatch, patience_s
-from hpc_train.elastic.stragglers import arrivals_of, find_straggler
+from hpc_train.elastic.hangs import (
+    COLD_S,
+    FACTOR,
+    PATIENCE_S,
+    SEEN_S,
+    START_S,
+    UNSEEN_S,
+    GroupState,
+    Hang,
+    HangWatch,
+    RankState,
+    culprit,
+    group_states,
+    patience_s,
+)
+from hpc_train.elastic.watch import arrivals_of, find_straggler
 from hpc_train.errors import UserError
 from hpc_train.run.agent_worker import Beat, Phase
 from hpc_train.run.exits import Failure

@@ -13,8 +13,15 @@ import pytest
 
 from hpc_train.doctor.disk import check_skew
 from hpc_train.doctor.finding import ERROR, OK, WARNING, worst
-from hpc_train.doctor.network import check_gpus, check_ports
-from hpc_train.doctor.node import NodeReport, check_locked_memory, check_open_files, check_shared_memory, check_software
+from hpc_train.doctor.node import (
+    NodeReport,
+    check_gpus,
+    check_locked_memory,
+    check_open_files,
+    check_ports,
+    check_shared_memory,
+    check_software,
+)
 from hpc_train.doctor.nodes import compare
 from hpc_train.fabric.facts import UNLIMITED, Gpu, Nic, NodeFacts, NodeLimits, Port
 from hpc_train.fabric.nccl_settings import Setting

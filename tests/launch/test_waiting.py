@@ -13,9 +13,8 @@ from rich.console import Console
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.launch import monitor
 from hpc_train.launch.executors.executor import Job
-from hpc_train.launch.job_status import PRESENT, JobStatus
+from hpc_train.launch.job_status import PRESENT, JobStatus, View
 from hpc_train.launch.submission import JobQueue
-from hpc_train.launch.watch import View
 from hpc_train.run.events import EventLog
 from tests.launch.jobs import make_job
 

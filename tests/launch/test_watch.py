@@ -6,9 +6,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hpc_train.launch.job_status import PRESENT, JobStatus
+from hpc_train.launch.executors.executor import Submitted
+from hpc_train.launch.job_status import PRESENT, JobStatus, View, resume_command
 from hpc_train.launch.monitor import JobTable, plain_line
-from hpc_train.launch.watch import Submitted, View, resume_command
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import append_line, last_line

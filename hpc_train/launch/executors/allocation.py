@@ -21,10 +21,10 @@ from hpc_train.launch.container import container_of
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.local import ProcessExecutor
 from hpc_train.launch.gpus import gpus_of_this_job
+from hpc_train.launch.job_status import resume_command
 from hpc_train.launch.sbatch import goes_on_without_a_node
 from hpc_train.launch.script import python, when_a_node_is_lost
 from hpc_train.launch.storage import check_room
-from hpc_train.launch.watch import resume_command
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load

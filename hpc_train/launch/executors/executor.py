@@ -27,7 +27,7 @@ from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.config.values import node_range
 from hpc_train.elastic.agent import run_agent
 from hpc_train.errors import UserError
-from hpc_train.launch.job_status import JobStatus
+from hpc_train.launch.job_status import JobStatus, View, view_of
 from hpc_train.plan.layout import Layout
 from hpc_train.run.code import reexec_from_snapshot
 from hpc_train.run.directory import RunDirectory
@@ -125,6 +125,21 @@ class Job:
     def submitit_folder(self) -> Path:
         """The directory of submitit's pickle and of the output of the agent."""
         return self.run.logs / "submitit"
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A submitted job. Attempts before ``first_attempt`` belong to earlier submissions of the same run."""
+
+    job: Job
+    job_id: str
+    first_attempt: int
+    agent_output: Path
+
+    def view(self, status: JobStatus | None) -> View:
+        """A snapshot of the job. ``status`` is what its scheduler reports; None if it does not know the job."""
+        steps = self.job.config.train.steps
+        return view_of(self.job.run, self.first_attempt, status, self.agent_output, steps)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from hpc_train.doctor.network import check_gpus
+from hpc_train.doctor.node import check_gpus
 from hpc_train.fabric.facts import Gpu, NodeFacts
 from hpc_train.fabric.node import filled, gpus_of
 

@@ -1,0 +1,192 @@
+"""The commands of batch scripts that users write or adapt: ``freeze``, ``agent`` and ``script``.
+
+A script calls ``freeze``, which writes a run directory and prints its path, and starts ``agent`` on every node with
+that path. ``script`` prints a complete script that trains the same run and requests the same resources as ``-m``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from hpc_train.cluster.allocation import refuse_misplaced, workers_per_node
+from hpc_train.cluster.gpus import visible_gpus
+from hpc_train.config.arguments import CommandLine, expand, with_right_plus
+from hpc_train.config.compose import typed
+from hpc_train.config.run_path import job_directory, run_directory
+from hpc_train.config.schema import Config
+from hpc_train.config.values import fewest_nodes, node_range
+from hpc_train.elastic.agent import run_agent
+from hpc_train.errors import UserError
+from hpc_train.launch.container import container_of
+from hpc_train.launch.executors.executor import Job
+from hpc_train.launch.executors.select import controller_answers, select_executor
+from hpc_train.launch.gpus import asked_gpus, gpu_export_lines, gpus_of_this_job
+from hpc_train.launch.launcher import register_launcher
+from hpc_train.launch.sbatch import NO_SITE, goes_on_without_a_node, options, stop_note
+from hpc_train.launch.script import Script, by_hand, freezing, render
+from hpc_train.plan.validate import validate
+from hpc_train.run.code import reexec_from_snapshot, snapshot_code
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.files import write_text
+from hpc_train.run.freeze import check_freeze, freeze, load
+from hpc_train.run.lease import add_submission
+from hpc_train.slurm.site import read_site
+
+
+def freeze_run(arguments: list[str]) -> int:
+    """Freezes the run that the overrides describe; with ``--task N``, freezes job N of a sweep.
+
+    A requeued script finds the directory unchanged, even if the configs were edited since. The directory also holds
+    ``job.sh``, which starts the agents and requeues the job if they ask for it, and ``gpus.sh``, which passes the GPUs
+    of the job on to its steps, for scripts that start the agents themselves.
+
+    Raises:
+        UserError: the config is wrong, lists several jobs, or the run may not be frozen.
+    """
+    parser = _parser("freeze", "Writes the directory of the run that the overrides describe, and prints its path.")
+    parser.add_argument("--task", type=int, metavar="N", help="freeze job N of the sweep that the overrides describe")
+    options, rest = parser.parse_known_args(arguments)
+    register_launcher()
+    line = CommandLine.parse(with_right_plus(rest))
+    jobs = expand(line.overrides)
+    overrides = _overrides_of_task(jobs, options.task, line.multirun)
+    with line.composer() as compose:
+        config = typed(compose(overrides))
+    job_id = os.environ.get("SLURM_JOB_ID")
+    if config.run.name is None and job_id is not None:
+        # the name survives a requeue, and the tasks of an array share one parent directory
+        config.run.name = f"slurm-{job_id if options.task is None else os.environ.get('SLURM_ARRAY_JOB_ID', job_id)}"
+    parent = Path(run_directory(config.run.root, config.run.name, config.run.fork))
+    run = RunDirectory(job_directory(parent, options.task or 0, len(jobs)))
+    if not (int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 and run.config.exists()):
+        _freeze(config, run, parent)
+        if job_id is not None:
+            add_submission(run, "script", job_id=job_id)
+    print(run.path)
+    return 0
+
+
+def _overrides_of_task(jobs: list[list[str]], task: int | None, multirun: bool) -> list[str]:
+    if task is None:
+        if multirun or len(jobs) > 1:
+            raise UserError(
+                f"freeze writes one run, but the overrides describe a sweep of {len(jobs)}",
+                where="the command line",
+                fix="give each key one value and drop -m, or add --task N to freeze job N of the sweep",
+            )
+        return jobs[0]
+    if not 0 <= task < len(jobs):
+        raise UserError(
+            f"the sweep has {len(jobs)} jobs, so there is no job {task}",
+            where="--task",
+            fix=f"use 0 to {len(jobs) - 1}, e.g. with sbatch --array=0-{len(jobs) - 1}",
+        )
+    return jobs[task]
+
+
+def _freeze(config: Config, run: RunDirectory, parent: Path) -> None:
+    validate(config, *_nodes_and_workers(config))
+    check_freeze(config, run)
+    freeze(config, run, code=snapshot_code([config], parent / "code"))
+    write_text(run.job_script, by_hand(goes_on_without_a_node(config.elastic)))
+    write_text(run.gpus_script, "".join(f"{line}\n" for line in gpu_export_lines()))
+
+
+def _nodes_and_workers(config: Config) -> tuple[int, int]:
+    """Returns the nodes without spares and the workers per node of this Slurm job, or of the job to be submitted."""
+    nodes = os.environ.get("SLURM_JOB_NUM_NODES")
+    if nodes is not None:
+        # this counts the GPUs that Slurm has allocated; the agents check later whether the nodes can use them
+        gpus = gpus_of_this_job().per_node or visible_gpus()
+        return max(1, int(nodes) - config.elastic.spares), workers_per_node(config.cluster, gpus)[1]
+    asked, _, workers = select_executor(config.cluster).shape(config.cluster)
+    return asked, workers
+
+
+def print_script(arguments: list[str]) -> int:
+    """Prints the script of the run that the overrides describe.
+
+    It writes no files and also works on a machine without Slurm, where the defaults of the partition are unknown.
+
+    Raises:
+        UserError: the config is wrong, lists several jobs, or is for this machine only.
+    """
+    parser = _parser("script", "Prints a batch script that trains the run that the overrides describe.")
+    _, rest = parser.parse_known_args(arguments)
+    register_launcher()
+    line = CommandLine.parse(with_right_plus(rest))
+    if line.multirun or len(expand(line.overrides)) > 1:
+        raise UserError(
+            "script prints one job, but the overrides describe a sweep",
+            where="the command line",
+            fix="give each key one value and drop -m; launch.dry_run=true -m shows the scripts of a sweep",
+        )
+    with line.composer() as compose:
+        config = typed(compose(line.overrides))
+    print(_batch_script(config, line), end="")
+    return 0
+
+
+def _parser(name: str, description: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=f"python -m hpc_train {name}",
+        description=description,
+        epilog="All other arguments are Hydra overrides and options, as for training.",
+        allow_abbrev=False,
+    )
+
+
+def _batch_script(config: Config, line: CommandLine) -> str:
+    cluster = config.cluster
+    if cluster.kind == "local":
+        raise UserError("a batch script needs Slurm, got cluster.kind=local", where="cluster.kind", fix="cluster=slurm")
+    if config.launch.chain > 1:
+        raise UserError(
+            f"script prints one job, but launch.chain={config.launch.chain} makes a chain of jobs",
+            where="launch.chain",
+            fix="launch.chain=1, or submit the chain with -m",
+        )
+    site = read_site() if controller_answers() else NO_SITE
+    asked = asked_gpus(cluster, site)
+    gpus, workers = workers_per_node(cluster, visible=asked.count)
+    layout, *_ = [validate(config, nodes, workers) for nodes in (node_range(cluster)[1], fewest_nodes(config))]
+    directory = RunDirectory(Path(run_directory(config.run.root, config.run.name, config.run.fork)))
+    job = Job(0, line.overrides, config, layout, gpus, workers, directory)
+    name = config.run.name or config.strategy.name
+    comment = {"comment": cluster.comment} if cluster.comment else {}
+    header = {
+        "job-name": cluster.job_name or f"hpc_train-{name}",
+        "output": "%x-%j.out",
+        **comment,
+        **options(job, site),
+    }
+    overrides = [*line.overrides, *([f"--config-dir={line.config_directory}"] if line.config_directory else [])]
+    container = container_of(config, gpus)
+    run = freezing(cluster, overrides, container)
+    title = f"hpc_train, {config.strategy.name}: {layout}"
+    notes = [stop_note(job), *([asked.note] if asked.note else [])]
+    script = Script(
+        title,
+        cluster,
+        run,
+        header,
+        container=container,
+        notes=notes,
+        goes_on_without_a_node=goes_on_without_a_node(config.elastic),
+    )
+    return render(script)
+
+
+def start_agent(arguments: list[str]) -> int:
+    """Runs the agent of this node for a frozen run."""
+    refuse_misplaced()
+    parser = argparse.ArgumentParser(
+        prog="python -m hpc_train agent", description="Runs the agent of this node for a frozen run."
+    )
+    parser.add_argument("run_dir", type=Path, help="the run directory that `python -m hpc_train freeze …` printed")
+    run = RunDirectory(parser.parse_args(arguments).run_dir.absolute())
+    load(run)
+    reexec_from_snapshot(run)
+    return run_agent(run)

@@ -1,0 +1,176 @@
+"""The commands that act on submitted runs: ``resume``, ``retry``, ``cancel``, ``wait`` and ``stacks``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from hpc_train.errors import UserError
+from hpc_train.launch.job_status import SlurmStatuses, View
+from hpc_train.launch.lookup import RunHandle, find_run, find_runs, statuses_of, stop_runs
+from hpc_train.launch.monitor import POLL_S as JOBS_POLL_S
+from hpc_train.launch.monitor import JobTable, resubmit, worst
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.exits import Exit
+from hpc_train.run.files import read_json
+from hpc_train.run.lease import is_live
+from hpc_train.run.requests import request_stacks, stacks_answers
+from hpc_train.slurm.client import cancel as cancel_jobs
+
+
+def resume(arguments: list[str]) -> int:
+    """Continues a run with its frozen config from its newest checkpoint.
+
+    The run directory and the W&B run stay the same. To continue with other settings, start a new training with the
+    same ``run.name``.
+    """
+    parser = _parser(resume)
+    parser.add_argument("target", metavar="RUN", help="a run directory, or its name")
+    parser.add_argument("--detach", action="store_true", help="return after submission")
+    options = parser.parse_args(arguments)
+    found = find_run(options.target)
+    return resubmit([found], found.run.path, detach=options.detach)
+
+
+def retry(arguments: list[str]) -> int:
+    """Resubmits the runs of a sweep that failed or were stopped."""
+    parser = _parser(retry)
+    parser.add_argument(
+        "--failed", required=True, metavar="SWEEP", help="resubmit the failed, stopped and cancelled runs"
+    )
+    parser.add_argument("--detach", action="store_true", help="return after submission")
+    options = parser.parse_args(arguments)
+    found = find_runs(options.failed)
+    statuses = statuses_of(found, SlurmStatuses())
+    unfinished = [item for item in found if item.view(statuses).exit not in (None, Exit.DONE)]
+    print(f"resubmitting {len(unfinished)} of {len(found)} runs")
+    if not unfinished:
+        return Exit.DONE
+    sweep: Path = unfinished[0].run.path if len(found) == 1 else unfinished[0].run.path.parent
+    return resubmit(unfinished, sweep, detach=options.detach)
+
+
+def cancel(arguments: list[str]) -> int:
+    """Cancels jobs. With ``--save`` they save a checkpoint first."""
+    parser = _parser(cancel)
+    parser.add_argument("target", metavar="RUN|SWEEP", help="a run or sweep directory, or its name")
+    parser.add_argument(
+        "--save", action="store_true", help="wait until running jobs have saved a checkpoint, so that they can resume"
+    )
+    options = parser.parse_args(arguments)
+    found = find_runs(options.target)
+    count = cancel_runs(found, save=options.save)
+    print(f"cancelling {count} of {len(found)} jobs; the others have already ended")
+    return Exit.DONE
+
+
+def cancel_runs(found: Sequence[RunHandle], *, save: bool) -> int:
+    """Cancels the jobs of ``found`` and returns how many were waiting or running.
+
+    Args:
+        save: whether running Slurm jobs save a checkpoint first. A job on this machine always does.
+
+    Raises:
+        UserError: scancel failed.
+    """
+    slurm = SlurmStatuses()
+    known = statuses_of(found, slurm)
+    in_slurm = [item for item in found if item.job_id in known and known[item.job_id].present]
+    local = [item for item in found if item.lives_here()]
+    stop_runs(local)
+    for clusters in {item.clusters for item in in_slurm}:
+        ids = [job_id for item in in_slurm if item.clusters == clusters for job_id in item.job_ids]
+        states = slurm.of(ids, clusters)
+        running = [job_id for job_id in ids if save and job_id in states and states[job_id].is_running]
+        cancel_jobs(running, signal="USR1", clusters=clusters)
+        cancel_jobs([job_id for job_id in ids if job_id not in running], clusters=clusters)
+    return len(in_slurm) + len(local)
+
+
+def wait(arguments: list[str]) -> int:
+    """Waits until submitted runs end, and returns the worst of their exit codes."""
+    parser = _parser(wait)
+    parser.add_argument("target", metavar="RUN|SWEEP", help="a run or sweep directory, or its name")
+    parser.add_argument("--json", action="store_true", help="print only one JSON object per run at the end")
+    options = parser.parse_args(arguments)
+    found = find_runs(options.target)
+    try:
+        views = _until_the_end(found, None if options.json else Console())
+    except KeyboardInterrupt:
+        return Exit.DETACHED
+    for item, view in zip(found, views, strict=True):
+        if options.json:
+            print(json.dumps({"run": str(item.run.path), "state": view.state, "exit_code": view.exit}))
+        elif view.message:
+            print(f"{item.run.path}: {view.message}", file=sys.stderr)
+    return worst(views)
+
+
+def _until_the_end(found: list[RunHandle], console: Console | None) -> list[View]:
+    slurm = SlurmStatuses()
+    table = None if console is None else JobTable(found, console)
+    try:
+        while True:
+            statuses = statuses_of(found, slurm)
+            views = [item.view(statuses) for item in found]
+            if table is not None:
+                table.show(views)
+            if all(view.exit is not None or not item.submission for item, view in zip(found, views, strict=True)):
+                return views
+            time.sleep(JOBS_POLL_S)
+    finally:
+        if table is not None:
+            table.close()
+
+
+ANSWERS_POLL_S = 0.2
+
+
+def stacks(arguments: list[str]) -> int:
+    """Prints the Python stack of every rank of a live run without stopping it."""
+    parser = _parser(stacks)
+    parser.add_argument("target", metavar="RUN", help="a run directory, or its name")
+    parser.add_argument(
+        "--wait", type=float, default=30, metavar="SECONDS", help="wait this long for the answers (default: 30)"
+    )
+    options = parser.parse_args(arguments)
+    run = find_run(options.target).run
+    nodes = _live_nodes(run)
+    number = request_stacks(run)
+    until = time.monotonic() + options.wait
+    while len(found := stacks_answers(run, number)) < nodes and time.monotonic() < until:
+        time.sleep(ANSWERS_POLL_S)
+    for path in found:
+        print(path.read_text())
+    if len(found) < nodes:
+        print(f"{nodes - len(found)} of {nodes} nodes did not answer within {options.wait:g} s", file=sys.stderr)
+        return Exit.FAILED
+    return Exit.DONE
+
+
+def _live_nodes(run: RunDirectory) -> int:
+    """Returns the number of nodes that work on the run.
+
+    Raises:
+        UserError: the run is not live.
+    """
+    attempt = run.attempts / f"{run.newest_attempt():03d}.json"
+    if not is_live(run) or not attempt.exists() or not attempt.stat().st_size:
+        raise UserError(
+            f"the run in {run.path} has no live workers",
+            where="RUN",
+            fix="name a live run; `python -m hpc_train status` lists yours",
+        )
+    return int(read_json(attempt)["nodes"])
+
+
+def _parser(command: Callable[[list[str]], int]) -> argparse.ArgumentParser:
+    """Returns the parser of a command; its help begins with the first line of the command's docstring."""
+    summary = (command.__doc__ or "").partition("\n")[0].replace("``", "")
+    return argparse.ArgumentParser(prog=f"python -m hpc_train {command.__name__}", description=summary)
