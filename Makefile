@@ -1,5 +1,5 @@
 # make train   the default model on the default data, four workers, on this machine
-# make test    all tests, three files at a time: one of the processes mostly waits for Slurm
+# make test    all tests, two files at a time
 # make test-share  some minutes of the long forms, drawn by SHARE
 # make test-all  the long forms as well: 500 kills in saves, 20 faults of each kind and 200 drawn at random, 5,000
 #                damaged checkpoints, all pairs of layouts; hours. Cut short, it goes on behind the cases that have

@@ -1,8 +1,8 @@
 """The fault matrix of one machine: whatever strikes, the run ends as if nothing had, and says what it was.
 
-The short form strikes one run with six kinds: two that end its agent, two crashes, a hang and a bad batch. The long one
-(``HPC_TRAIN_LONG=1``) has a soak of 200 faults of all kinds and 20 trials of each kind, 200 kills. It prints what it
-measured, and goes on where it was cut short (``tests/checkpoint/progress.py``).
+The short form strikes one run with eight kinds: two crashes, two hangs, two that end its agent, a full disk and a bad
+batch. The long one (``HPC_TRAIN_LONG=1``) has a soak of 200 faults of all kinds and 20 trials of each kind, 200 kills.
+It prints what it measured, and goes on where it was cut short (``tests/checkpoint/progress.py``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.run.outage import detachable
 
 STEPS = 12
 EVERY = "checkpoint.every=4"
-SHORT = ("kill", "warm_parent", "collective", "agent", "request", "nan")  # for the short form, one of each sort
+SHORT = ("kill", "warm_parent", "collective", "storage_in_save", "agent", "request", "disk", "nan")
 COMMON = [
     EVERY,
     "batch.loader_workers=1",
