@@ -141,7 +141,7 @@ def test_wrong_images(pictures: Path, tmp_path: Path) -> None:
     for path, fields, message in (
         (tmp_path / "nowhere", {}, "is not a directory"),
         (pictures, {"n_classes": 4}, "has 3 class directories, but data.n_classes is 4"),
-        (pictures, {"channels": 2}, "2 channels"),
+        (pictures, {"channels": 2}, "data.channels is 2"),
         (pictures, {"image_size": 0}, "0 pixels"),
     ):
         with pytest.raises(UserError, match=message) as error:
