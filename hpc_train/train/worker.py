@@ -164,7 +164,7 @@ def _build_engine(config: Config, run: RunDirectory, mesh: Mesh, events: EventLo
 def _watch_balance(engine: Engine, mesh: Mesh, plan: SplitPlan, events: EventLog) -> Engine:
     """Reports the predicted balance of the pipeline now, and the measured one after some steps."""
     if mesh.rank == 0:
-        print(plan.in_words())
+        print(plan.describe())
         events.write("pipeline_split", **plan.as_json())
 
     def report(message: str, found: dict[str, Any]) -> None:

@@ -116,7 +116,7 @@ def exchange_for_a_while(rank: int, world_size: int, technique: str, bad_step: i
         for index, parameter in enumerate(parameters):
             applied[index] += parameter.grad  # type: ignore[arg-type]
             drawn[index] += gradients[index]
-    left = [exchange.carried(p).get("residual", torch.zeros_like(p)).detach() for p in parameters]
+    left = [exchange.local_state(p).get("residual", torch.zeros_like(p)).detach() for p in parameters]
     return {
         "applied": [value.numpy() for value in applied],
         "drawn": [value.numpy() for value in drawn],
@@ -126,7 +126,9 @@ def exchange_for_a_while(rank: int, world_size: int, technique: str, bad_step: i
 
 
 def held(exchange: Exchange, parameters: list[nn.Parameter]) -> list[Tensor]:
-    return [value for p in parameters for value in (*exchange.carried(p).values(), *exchange.agreed(p).values())]
+    return [
+        value for p in parameters for value in (*exchange.local_state(p).values(), *exchange.shared_state(p).values())
+    ]
 
 
 @pytest.mark.parametrize("bad_step", [None, 4])

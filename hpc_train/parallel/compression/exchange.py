@@ -1,4 +1,4 @@
-"""The interface that sums one bucket of gradients over the data axis, dense or compressed, and its state."""
+"""Defines the interface that sums a bucket of gradients over the data-parallel ranks, and the state of compression."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ class Exchange(Protocol):
     def run(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> Iterator[dist.Work]:
         """Starts collectives and yields each before it needs the result; at the end ``gradients`` hold the sum.
 
-        Every rank takes the same buckets the same way, so the order of all collectives is the same everywhere.
+        All ranks process the same buckets in the same order, so the order of all collectives is the same.
 
         Args:
-            parameters: of the bucket, of one dtype.
-            gradients: this rank's, changed in place.
+            parameters: the parameters of the bucket, which have one dtype.
+            gradients: the gradients of this rank, which are changed in place.
         """
 
     def commit(self, finite: Tensor) -> None:
         """Updates the state for the next step if ``finite``, a scalar bool. Call it after the reduction."""
 
-    def carried(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
-        """Returns the state of this rank alone for ``parameter``, of its shape."""
+    def local_state(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+        """Returns the state for ``parameter`` that differs between ranks, in the shape of the parameter."""
 
-    def agreed(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
-        """Returns the state that is the same on all ranks of the group."""
+    def shared_state(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+        """Returns the state for ``parameter`` that is the same on all ranks of the group."""
 
 
 class Stateless:
-    """An exchange that carries nothing."""
+    """An exchange without state."""
 
     def commit(self, finite: Tensor) -> None:
         pass
 
-    def carried(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+    def local_state(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
         return {}
 
-    def agreed(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+    def shared_state(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
         return {}
 
 
 class Dense(Stateless):
-    """One all-reduce of a flat copy, in ``dtype`` where given."""
+    """Sums a bucket with one all-reduce of a flat copy, in ``dtype`` if given."""
 
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype | None = None) -> None:
         self._group, self._dtype = group, dtype
@@ -64,7 +64,7 @@ class Dense(Stateless):
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns a copy of all tensors, one after another, ``[elements]``."""
+    """Returns a concatenated copy of all tensors, ``[elements]``."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
@@ -74,30 +74,30 @@ def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     torch._foreach_copy_([*tensors], [p.view_as(t) for p, t in zip(pieces, tensors, strict=True)])
 
 
-class Carried:
-    """One tensor per parameter. What a step leaves counts only once the step is known to be taken."""
+class PendingState:
+    """Holds one tensor per parameter; ``commit`` applies the values of a step only if the step is not skipped."""
 
     def __init__(self, tensors: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-        self._held = dict(tensors)
-        self._left: dict[nn.Parameter, Tensor] = {}
+        self._values = dict(tensors)
+        self._pending: dict[nn.Parameter, Tensor] = {}
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
-        return parameter in self._held
+        return parameter in self._values
 
     def __getitem__(self, parameter: nn.Parameter) -> Tensor:
-        return self._held[parameter]
+        return self._values[parameter]
 
-    def leave(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Notes what this step leaves; ``value`` is not copied."""
-        self._left[parameter] = value.view_as(self._held[parameter])
+    def set_next(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Sets the value after this step; ``value`` is not copied."""
+        self._pending[parameter] = value.view_as(self._values[parameter])
 
     def commit(self, finite: Tensor) -> None:
-        """Takes over what the step has left where ``finite``, a scalar bool on the device; else nothing changes."""
-        for parameter, value in self._left.items():
-            held = self._held[parameter]
+        """Applies the values of the step if ``finite``, a scalar bool on the device."""
+        for parameter, value in self._pending.items():
+            held = self._values[parameter]
             held.copy_(torch.where(finite, value, held))
-        self._left.clear()
+        self._pending.clear()
 
 
-def zeros(parameters: Iterable[nn.Parameter]) -> Carried:
-    return Carried((p, torch.zeros(p.shape, dtype=p.dtype, device=p.device)) for p in parameters)
+def zeros(parameters: Iterable[nn.Parameter]) -> PendingState:
+    return PendingState((p, torch.zeros(p.shape, dtype=p.dtype, device=p.device)) for p in parameters)

@@ -1,7 +1,8 @@
-"""PowerSGD: each gradient matrix is sent as a product of two thin ones, arXiv:1905.13727, algorithms 1 and 2.
+"""Implements PowerSGD (Vogels et al. 2019, arXiv:1905.13727, algorithms 1 and 2).
 
-One step of subspace iteration from the basis of the step before (warm start). What the product misses is added to the
-next gradient (error feedback). Vectors, and matrices that the two factors would not make smaller, are sent as they are.
+Each gradient matrix is sent as a product of two thin matrices, computed by one step of subspace iteration that starts
+from the basis of the previous step. The error of the product is added to the next gradient (error feedback). Vectors,
+and matrices for which two factors would not be smaller, are sent uncompressed.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpc_train.parallel.compression.exchange import Carried, flatten, unflatten, zeros
+from hpc_train.parallel.compression.exchange import PendingState, flatten, unflatten, zeros
 from hpc_train.parallel.parallelise import parameter_seed
 
 
 class PowerSGD:
-    """An ``Exchange`` (see there): two all-reduces per bucket, of the left factors and of the right ones.
+    """Sums a bucket with two all-reduces, of the left and of the right factors; implements ``Exchange``.
 
     Args:
-        parameters: by name; the first basis of each follows from ``seed`` and the name.
-        rank: of the approximation.
+        parameters: name -> parameter; ``seed`` and the name determine the first basis.
+        rank: the rank of the approximation.
     """
 
     def __init__(
@@ -31,44 +32,44 @@ class PowerSGD:
         self._group = group
         chosen = {name: p for name, p in parameters.items() if pays(p.shape, rank)}
         self._residual = zeros(chosen.values())
-        self._basis = Carried((p, _first_basis(p, rank, parameter_seed(seed, name))) for name, p in chosen.items())
+        self._basis = PendingState((p, _first_basis(p, rank, parameter_seed(seed, name))) for name, p in chosen.items())
 
     def run(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> Iterator[dist.Work]:
         """See ``Exchange.run``."""
         pairs = list(zip(parameters, gradients, strict=True))
         others = [gradient for parameter, gradient in pairs if parameter not in self._basis]
         matrices = [(parameter, gradient) for parameter, gradient in pairs if parameter in self._basis]
-        owed = [_as_matrix(self._residual[parameter] + gradient) for parameter, gradient in matrices]
-        lefts = [matrix @ self._basis[p] for matrix, (p, _) in zip(owed, matrices, strict=True)]  # [rows, rank]
+        corrected = [_as_matrix(self._residual[parameter] + gradient) for parameter, gradient in matrices]
+        lefts = [matrix @ self._basis[p] for matrix, (p, _) in zip(corrected, matrices, strict=True)]  # [rows, rank]
         flat = flatten([*lefts, *others])
         yield dist.all_reduce(flat, group=self._group, async_op=True)
         unflatten(flat, [*lefts, *others])
         if not matrices:
             return
         lefts = [_orthonormal(left) for left in lefts]
-        rights = [matrix.t() @ left for matrix, left in zip(owed, lefts, strict=True)]  # [columns, rank]
-        for matrix, left, right, (parameter, _) in zip(owed, lefts, rights, matrices, strict=True):
-            self._residual.leave(parameter, matrix.sub_(left @ right.t()))
+        rights = [matrix.t() @ left for matrix, left in zip(corrected, lefts, strict=True)]  # [columns, rank]
+        for matrix, left, right, (parameter, _) in zip(corrected, lefts, rights, matrices, strict=True):
+            self._residual.set_next(parameter, matrix.sub_(left @ right.t()))
         flat = flatten(rights)
         yield dist.all_reduce(flat, group=self._group, async_op=True)
         unflatten(flat, rights)
         for left, right, (parameter, gradient) in zip(lefts, rights, matrices, strict=True):
             gradient.copy_((left @ right.t()).view_as(gradient))
-            self._basis.leave(parameter, _orthonormal(right))
+            self._basis.set_next(parameter, _orthonormal(right))
 
     def commit(self, finite: Tensor) -> None:
         self._residual.commit(finite)
         self._basis.commit(finite)
 
-    def carried(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+    def local_state(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
         return {"residual": self._residual[parameter]} if parameter in self._residual else {}
 
-    def agreed(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+    def shared_state(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
         return {"basis": self._basis[parameter]} if parameter in self._basis else {}
 
 
 def pays(shape: Sequence[int], rank: int) -> bool:
-    """Returns whether the two factors of a gradient of ``shape`` have fewer elements than it."""
+    """Returns whether the two factors of a gradient of ``shape`` have fewer elements than the gradient."""
     if len(shape) < 2:
         return False
     rows, columns = shape[0], math.prod(shape[1:])
@@ -76,7 +77,7 @@ def pays(shape: Sequence[int], rank: int) -> bool:
 
 
 def _as_matrix(gradient: Tensor) -> Tensor:
-    """Returns ``[rows, columns]``; the columns of a convolution are its input channels and window."""
+    """Returns the gradient as ``[rows, columns]``; a convolution's columns are its input channels and kernel."""
     return gradient.reshape(gradient.shape[0], -1)
 
 

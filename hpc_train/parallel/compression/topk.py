@@ -1,7 +1,8 @@
-"""Top-k: of each gradient only its largest elements are sent; what is not sent is added to the next gradient.
+"""Implements top-k compression, which sends only the largest elements of each gradient.
 
-Error feedback as in arXiv:1809.07599; momentum correction as in Deep Gradient Compression, arXiv:1712.01887 (sec. 3.2):
-what is accumulated is then the velocity, and both forget an element when it is sent.
+The other elements are added to the next gradient (error feedback as in arXiv:1809.07599). With the momentum correction
+of Deep Gradient Compression (arXiv:1712.01887, section 3.2) the velocity is accumulated instead of the gradient, and
+both are set to zero for elements that are sent.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from hpc_train.parallel.mesh import all_gather_tensor
 
 
 class TopK:
-    """An ``Exchange`` (see there): values and indices of all ranks, gathered in one collective and added up.
+    """Gathers values and indices of all ranks in one collective and adds them up; implements ``Exchange``.
 
     Args:
-        share: of the elements of each parameter, rounded up.
-        momentum: of the correction; 0: none. The sums are then ``1 / (1 - momentum)`` times as large.
+        share: the share of the elements of each parameter that is sent, rounded up.
+        momentum: the momentum of the correction, which makes the sums ``1 / (1 - momentum)`` times as large; 0
+            disables it.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class TopK:
         received = sent.new_empty(dist.get_world_size(self._group) * sent.numel())
         yield all_gather_tensor(received, sent, group=self._group, async_op=True)
         total = value.new_zeros(start)
-        for row in received.view(-1, sent.numel()):  # in one order on all ranks: the same bits
+        for row in received.view(-1, sent.numel()):  # the same order, and thereby the same bits, on all ranks
             theirs, where = row.split([sent.numel() - index.numel(), index.numel()])
             total.index_add_(0, where, theirs.clone().view(value.dtype))
         unflatten(total, gradients)
@@ -55,22 +57,24 @@ class TopK:
         self._residual.commit(finite)
         self._velocity.commit(finite)
 
-    def carried(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+    def local_state(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
         kept = {"residual": self._residual[parameter]}
         return kept | {"velocity": self._velocity[parameter]} if parameter in self._velocity else kept
 
-    def agreed(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+    def shared_state(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
         return {}
 
     def _choose(self, parameter: nn.Parameter, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest elements of what is owed and where they are, ``[k]`` each; notes what is left of it."""
+        """Returns the largest elements of gradient plus residual and their indices, ``[k]`` each; keeps the others."""
         added = gradient
         if self._momentum:
             added = self._velocity[parameter].view(-1) * self._momentum + gradient
-        owed = self._residual[parameter].view(-1) + added
-        index = owed.abs().topk(math.ceil(self._share * owed.numel()), sorted=False).indices  # NaN is the largest
-        value = owed[index]
-        self._residual.leave(parameter, owed.index_fill_(0, index, 0))
+        corrected = self._residual[parameter].view(-1) + added
+        index = (
+            corrected.abs().topk(math.ceil(self._share * corrected.numel()), sorted=False).indices
+        )  # topk treats NaN as the largest
+        value = corrected[index]
+        self._residual.set_next(parameter, corrected.index_fill_(0, index, 0))
         if self._momentum:
-            self._velocity.leave(parameter, added.index_fill_(0, index, 0))
+            self._velocity.set_next(parameter, added.index_fill_(0, index, 0))
         return value, index
