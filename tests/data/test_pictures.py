@@ -81,7 +81,7 @@ def test_a_pickle_with_code_is_refused(cifar: tuple[Path, dict[str, str]], capsy
     path = cifar[0] / "cifar-100-python" / "train"
     path.write_bytes(pickle.dumps({"data": _Intruder()}, protocol=2))
     md5 = cifar[1] | {"train": hashlib.md5(path.read_bytes()).hexdigest()}
-    with pytest.raises(UserError, match=r"the file asks for \w+.print"):
+    with pytest.raises(UserError, match=r"the file refers to \w+.print"):
         cifar_dataset((cifar[0], md5), "train")
     assert "code was run" not in capsys.readouterr().out
 
