@@ -18,6 +18,7 @@ from torch import nn
 
 from hpc_train.config.schema import Config
 from hpc_train.parallel.compression.build import Compression
+from hpc_train.parallel.engine import Replicas
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -43,27 +44,8 @@ class BucketChoice:
 ReportBuckets = Callable[[BucketChoice], None]
 
 
-class Bucketed(Protocol):
-    """The interface of replicas (see ``replicas.Replicas``) whose bucket size can change between two steps."""
-
-    @property
-    def module(self) -> nn.Module: ...
-
-    @property
-    def loss_factor(self) -> int: ...
-
-    @property
-    def compression(self) -> Compression | None: ...
-
-    def begin(self, step: int, backwards: int) -> None: ...
-
-    def micro_batch(self, last: bool) -> AbstractContextManager[None]: ...
-
-    def backward_done(self) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def evaluated(self) -> None: ...
+class BucketedReplicas(Replicas, Protocol):
+    """The interface of replicas whose bucket size can change between two steps."""
 
     def rebucket(self, cap_mb: float) -> None: ...
 
@@ -75,7 +57,7 @@ class SearchedReplicas:
         report: called once on every rank.
     """
 
-    def __init__(self, replicas: Bucketed, mesh: Mesh, report: ReportBuckets | None) -> None:
+    def __init__(self, replicas: BucketedReplicas, mesh: Mesh, report: ReportBuckets | None) -> None:
         self._replicas, self._mesh, self._report = replicas, mesh, report
         self._sizes = _sizes(replicas.module, mesh)
         self._seconds: list[list[float]] = [[] for _ in self._sizes]

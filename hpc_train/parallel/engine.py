@@ -1,4 +1,4 @@
-"""Defines the interface between the trainer and the engines that compute gradients, and the seeds of a step.
+"""Defines the interfaces between trainer, engines and replicas, and the random seeds of a step.
 
 The random generators (for dropout) are seeded before each step, so a resumed run draws the same numbers and saves no
 generator state.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -89,6 +90,40 @@ class Engine(Protocol):
             The global norm of the unscaled gradients before clipping, with each parameter counted once. It is a scalar
             on the device, the same on every rank, and not finite if any gradient is not finite.
         """
+
+
+class Replicas(Protocol):
+    """The interface through which an engine synchronises gradients.
+
+    Attributes:
+        module: the module whose forward pass is called in training.
+        loss_factor: the factor of the loss with which the gradients become sums over the dp ranks.
+        compression: the compression of the gradients; None without compression.
+    """
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def loss_factor(self) -> int: ...
+
+    @property
+    def compression(self) -> Compression | None: ...
+
+    def begin(self, step: int, backwards: int) -> None:
+        """Called before a step with ``backwards`` backward passes."""
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """Returns the context for the forward and backward pass of one micro-batch."""
+
+    def backward_done(self) -> None:
+        """Called when a backward pass of a pipeline stage has added all its gradients."""
+
+    def finish(self) -> None:
+        """Called after the last backward pass; on return the gradients are those of the global batch."""
+
+    def evaluated(self) -> None:
+        """Called after forward passes without a backward pass."""
 
 
 class WrappedEngine:

@@ -11,7 +11,7 @@ import gc
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,45 +25,12 @@ from hpc_train.models.model import canonical_name
 from hpc_train.parallel import fsdp
 from hpc_train.parallel.bucket_search import ReportBuckets, SearchedReplicas
 from hpc_train.parallel.compression.build import Compression
+from hpc_train.parallel.engine import Replicas
 from hpc_train.parallel.gradient_norm import multiply_
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.reduction import GradientReduction, SendOrder, first_cap, sum_partial_gradients
 from hpc_train.plan.extensions import import_attribute
 from hpc_train.plan.layout import Layout
-
-
-class Replicas(Protocol):
-    """The interface through which an engine synchronises gradients.
-
-    Attributes:
-        module: the module whose forward pass is called in training.
-        loss_factor: the factor of the loss with which the gradients become sums over the dp ranks.
-        compression: the compression of the gradients; None without compression.
-    """
-
-    @property
-    def module(self) -> nn.Module: ...
-
-    @property
-    def loss_factor(self) -> int: ...
-
-    @property
-    def compression(self) -> Compression | None: ...
-
-    def begin(self, step: int, backwards: int) -> None:
-        """Called before a step with ``backwards`` backward passes."""
-
-    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Returns the context for the forward and backward pass of one micro-batch."""
-
-    def backward_done(self) -> None:
-        """Called when a backward pass of a pipeline stage has added all its gradients."""
-
-    def finish(self) -> None:
-        """Called after the last backward pass; on return the gradients are those of the global batch."""
-
-    def evaluated(self) -> None:
-        """Called after forward passes without a backward pass."""
 
 
 class LocalReplicas:

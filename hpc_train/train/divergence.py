@@ -56,8 +56,8 @@ class DivergenceWatch:
         """Returns a divergence after ``step`` steps, the last ``skipped`` of them skipped; reports each one once."""
         if skipped >= self._limit:
             reason = (
-                f"no gradient was finite in the last {skipped} steps: the training has diverged; a smaller optim.lr, "
-                "more optim.warmup_steps, or precision=bf16 instead of fp16"
+                f"no gradient was finite in the last {skipped} steps: the training has diverged; try a smaller "
+                "optim.lr, more optim.warmup_steps, or precision=bf16 instead of fp16"
             )
             return Divergence(step - skipped, reason, fatal=True)
         if skipped or not math.isfinite(loss):

@@ -89,7 +89,7 @@ def test_a_pickle_with_code_is_refused(cifar: tuple[Path, dict[str, str]], capsy
 def test_wrong_cifar_input(cifar: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a directory"):
         cifar_dataset((tmp_path / "nowhere", cifar[1]), "train")
-    with pytest.raises(UserError, match="n_classes 10"):
+    with pytest.raises(UserError, match="n_classes is 10"):
         cifar_dataset(cifar, "train", n_classes=10)
     (cifar[0] / "cifar-100-python" / "test").unlink()
     with pytest.raises(UserError, match="test cannot be read"):
@@ -142,7 +142,7 @@ def test_wrong_images(pictures: Path, tmp_path: Path) -> None:
         (tmp_path / "nowhere", {}, "is not a directory"),
         (pictures, {"n_classes": 4}, "has 3 class directories, but data.n_classes is 4"),
         (pictures, {"channels": 2}, "data.channels is 2"),
-        (pictures, {"image_size": 0}, "0 pixels"),
+        (pictures, {"image_size": 0}, "data.image_size is 0"),
     ):
         with pytest.raises(UserError, match=message) as error:
             images(path, **fields)
@@ -152,7 +152,7 @@ def test_wrong_images(pictures: Path, tmp_path: Path) -> None:
         images(pictures, "validation")
     for file in (pictures / "train").rglob("*.*"):
         file.unlink()
-    with pytest.raises(UserError, match="no image under"):
+    with pytest.raises(UserError, match="contains no images"):
         images(pictures)
 
 
