@@ -31,8 +31,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.models import batch_norm
-from hpc_train.models.layer import CrossEntropyHead
 from hpc_train.models.model import Model, canonical_name, keep_shared
+from hpc_train.models.transformer import CrossEntropyHead
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision import parameter_dtype

@@ -20,9 +20,7 @@ from torch import Tensor, nn
 
 from hpc_train.config.schema import Config, StrategyConfig
 from hpc_train.models.build import build_model
-from hpc_train.parallel.compression.exchange import Dense, Exchange
-from hpc_train.parallel.compression.powersgd import PowerSGD
-from hpc_train.parallel.compression.topk import TopK
+from hpc_train.parallel.compression.exchange import Dense, Exchange, PowerSGD, TopK
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision import parameter_dtype
 from hpc_train.parallel.reduction import GradientReduction, first_cap
