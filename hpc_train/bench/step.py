@@ -119,7 +119,7 @@ def _other_counts(mfu: dict[str, Any]) -> str:
 def _measurement(cost: dict[str, float]) -> str:
     return (
         f"{100 * cost['share']:.3f} % of a step: {1e6 * cost['seconds_per_step']:.0f} µs per step to collect metrics, "
-        f"with {cost['stretches_per_step']:.0f} timed intervals and a share of the log steps"
+        f"with {cost['timed_intervals_per_step']:.0f} timed intervals and a share of the log steps"
     )
 
 

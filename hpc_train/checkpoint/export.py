@@ -193,7 +193,7 @@ def _bytes(shape: TensorShape, dtype: torch.dtype | None = None) -> int:
 
 
 _INDEX = "model.safetensors.index.json"
-_AGAIN = "download the model again"
+_REDOWNLOAD = "download the model again"
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ class LlamaFiles:
                 stored = {*opened.keys()}
                 for name in (name for name, holder in self._file_of.items() if holder == file):
                     if name not in stored:
-                        raise UserError(f"{file} has no tensor {name}", where=str(self.folder / file), fix=_AGAIN)
+                        raise UserError(f"{file} has no tensor {name}", where=str(self.folder / file), fix=_REDOWNLOAD)
                     shapes[name] = tuple(opened.get_slice(name).get_shape())
         return shapes
 
@@ -294,7 +294,7 @@ def _open_safetensors(path: Path) -> Any:
     try:
         return opener(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot read {path}: {error}", where=str(path), fix=_AGAIN) from error
+        raise UserError(f"cannot read {path}: {error}", where=str(path), fix=_REDOWNLOAD) from error
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -307,5 +307,5 @@ def _json(path: Path) -> dict[str, Any]:
             fix="name a directory with the config and weights of a Llama",
         ) from error
     if not isinstance(content, dict):
-        raise UserError(f"{path} is not a JSON object", where=str(path), fix=_AGAIN)
+        raise UserError(f"{path} is not a JSON object", where=str(path), fix=_REDOWNLOAD)
     return content

@@ -37,8 +37,15 @@ from hpc_train.checkpoint.state import (
     training_state,
     without_compression,
 )
-from hpc_train.checkpoint.store import Checkpoint, CheckpointStore, Retention, appears, furthest_saved, refusal
-from hpc_train.checkpoint.verified import NoneGood, VerifiedCheckpoint, VerifiedSearch, on_first, on_network
+from hpc_train.checkpoint.store import (
+    Checkpoint,
+    CheckpointStore,
+    Retention,
+    furthest_saved,
+    purged_error,
+    wait_for_checkpoint,
+)
+from hpc_train.checkpoint.verified import AllDamaged, VerifiedCheckpoint, VerifiedSearch, on_first, on_network
 from hpc_train.checkpoint.writer import HostCopies, SaveFailed, quiet, write_tensors
 from hpc_train.cluster.storage import renames_by_copying
 from hpc_train.config.schema import Config
@@ -249,7 +256,7 @@ class CheckpointManager:
         archived = archive is not None and on_first(lambda: bool(archive.store.committed()), self._group)
         try:
             found = self._search(self.store, own=True)
-        except NoneGood as error:
+        except AllDamaged as error:
             if not archived:
                 raise
             found = None
@@ -274,10 +281,12 @@ class CheckpointManager:
         saved = furthest_saved(self.run)
         if saved == 0:
             return False
-        if appears(self.store, self.config.checkpoint.visibility_timeout_s if on_network(self.store.root) else 0.0):
+        if wait_for_checkpoint(
+            self.store, self.config.checkpoint.visibility_timeout_s if on_network(self.store.root) else 0.0
+        ):
             return True
         archive = Archive.of(self.run, self.config)
-        raise refusal(self.run, saved, None if archive is None else archive.copy.checkpoints)
+        raise purged_error(self.run, saved, None if archive is None else archive.copy.checkpoints)
 
     def _search(self, store: CheckpointStore, own: bool) -> VerifiedCheckpoint | None:
         settings = self.config.checkpoint

@@ -29,8 +29,15 @@ MAX_BYTES = 256 << 20  # largest manifest; 100,000 ranks need 15 MB
 MARKER_BYTES = 64
 _CHUNK = 4 << 20
 _TRANSIENT = (errno.ENOENT, errno.ESTALE)
-_AWAY = (errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.EKEYEXPIRED)
-_NOT_THE_FILES_FAULT = (errno.EACCES, errno.EPERM, errno.ENOMEM, errno.EMFILE, errno.ENFILE, *_AWAY)
+_UNREACHABLE = (
+    errno.ETIMEDOUT,
+    errno.ENOTCONN,
+    errno.ESHUTDOWN,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.EKEYEXPIRED,
+)
+_NO_DAMAGE = (errno.EACCES, errno.EPERM, errno.ENOMEM, errno.EMFILE, errno.ENFILE, *_UNREACHABLE)
 T = TypeVar("T")
 
 
@@ -219,8 +226,8 @@ def wait_until_visible(action: Callable[[], T], timeout_s: float, what: str) -> 
             if time.monotonic() >= deadline:
                 raise
         except OSError as error:
-            if error.errno not in (*_TRANSIENT, *_AWAY) or time.monotonic() >= deadline:
-                if error.errno in _NOT_THE_FILES_FAULT:
+            if error.errno not in (*_TRANSIENT, *_UNREACHABLE) or time.monotonic() >= deadline:
+                if error.errno in _NO_DAMAGE:
                     raise
                 raise BadCheckpoint(f"{what}: {error.strerror or error}") from error
         time.sleep(min(pause, max(0.0, deadline - time.monotonic())))

@@ -143,9 +143,9 @@ def compression_state(engine: Engine) -> dict[str, Tensor]:
     """Returns this rank's state of gradient compression under its names in a checkpoint."""
     state = {}
     for compression in engine.compressions():
-        for held in compression.carried():
+        for held in compression.local_state():
             state[f"{PREFIX}{held.name}.{held.key}.{held.slot}"] = held.tensor
-        state |= {f"{PREFIX}{name}": tensor for name, tensor in compression.agreed()}
+        state |= {f"{PREFIX}{name}": tensor for name, tensor in compression.shared_state()}
     return state
 
 
@@ -168,13 +168,13 @@ class CompressionLoad:
         self._sums: list[tuple[Tensor, list[Tensor]]] = []
         slots = _slots(stored)
         for compression in engine.compressions():
-            for held in compression.carried():
+            for held in compression.local_state():
                 head = f"{PREFIX}{held.name}.{held.key}"
                 names = [f"{head}.{slot}" for slot in slots.get(head, ()) if slot % held.slots == held.slot]
                 parts = [torch.empty_like(held.tensor) for _ in names]
                 self.targets |= zip(names, parts, strict=True)
                 self._sums.append((held.tensor, parts))
-            for name, tensor in compression.agreed():
+            for name, tensor in compression.shared_state():
                 found = stored.get(f"{PREFIX}{name}")
                 if found is not None and found.shape == tuple(tensor.shape):
                     self.targets[f"{PREFIX}{name}"] = tensor

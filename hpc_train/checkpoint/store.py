@@ -306,7 +306,7 @@ def _best(checkpoints: Sequence[Kept], metric: str | None) -> int | None:
     return -min(found)[1] if found else None
 
 
-LOOK_AGAIN_S = 1.0
+POLL_S = 1.0
 
 
 class Purged(UserError):
@@ -331,17 +331,17 @@ def _proves_checkpoint(event: Mapping[str, Any], run: RunDirectory) -> bool:
     )
 
 
-def appears(store: CheckpointStore, wait_s: float) -> bool:
+def wait_for_checkpoint(store: CheckpointStore, wait_s: float) -> bool:
     """Waits up to ``wait_s`` seconds for a checkpoint, since a network file system may show an old listing."""
     deadline = time.monotonic() + wait_s
     while not store.committed():
         if time.monotonic() >= deadline:
             return False
-        time.sleep(LOOK_AGAIN_S)
+        time.sleep(POLL_S)
     return True
 
 
-def refusal(run: RunDirectory, saved: int, archive: Path | None) -> Purged:
+def purged_error(run: RunDirectory, saved: int, archive: Path | None) -> Purged:
     """Returns the error for a run whose checkpoints have disappeared.
 
     Args:

@@ -24,7 +24,7 @@ MEMORY = ".verified.json"  # file in the store's directory that records what thi
 _NETWORK = ("nfs", "lustre", "gpfs", "beegfs", "cifs", "smb", "ceph", "fuse", "9p", "panfs", "afs", "gfs", "ocfs")
 
 
-class NoneGood(UserError):
+class AllDamaged(UserError):
     """Reports that the run has checkpoints and all of them are damaged."""
 
 
@@ -64,7 +64,7 @@ class VerifiedSearch:
         """Returns the newest valid checkpoint; None if no checkpoint was ever committed.
 
         Raises:
-            NoneGood: all checkpoints are damaged.
+            AllDamaged: all checkpoints are damaged.
             UserError: this process has no permission to read them.
             OSError: they cannot be read at the moment.
         """
@@ -96,7 +96,7 @@ class VerifiedSearch:
                 raise _unreadable(checkpoint, 0, error) from error
         if self._refused or self.store.bad():
             bad = [f"step {step}: {why}" for step, why in sorted(self._refused.items(), reverse=True)]
-            raise NoneGood(
+            raise AllDamaged(
                 "all checkpoints of this run are damaged:\n  " + "\n  ".join(bad or [p.name for p in self.store.bad()]),
                 where=str(self.store.root),
                 fix="restore an intact checkpoint there, or choose another run.name to start at step 0",

@@ -48,7 +48,9 @@ def loader_workers(batch: BatchConfig, dataset: Dataset, local_ranks: int) -> in
         return min(MOST_LOADER_WORKERS, len(os.sched_getaffinity(0)) // local_ranks)
     if not isinstance(chosen, int) or chosen < 0:
         raise UserError(
-            f"batch.loader_workers is {chosen!r}", where="batch.loader_workers", fix="use a number >= 0, or auto"
+            f"batch.loader_workers is {chosen!r}, but must be auto or at least 0",
+            where="batch.loader_workers",
+            fix="batch.loader_workers=auto",
         )
     return chosen
 

@@ -40,9 +40,17 @@ class DecodedImages(Dataset):
     def __init__(self, config: ImagesDataConfig | ShardsDataConfig, labels: Array, split: str, seed: int) -> None:
         self._pillow = _pillow()
         if config.channels not in _MODES:
-            raise UserError(f"data.channels is {config.channels}", where="data.channels", fix="use 1 (grey) or 3 (RGB)")
+            raise UserError(
+                f"data.channels is {config.channels}, but must be 1 or 3",
+                where="data.channels",
+                fix="1 (grey) or 3 (RGB)",
+            )
         if config.image_size < 1:
-            raise UserError(f"data.image_size is {config.image_size}", where="data.image_size", fix="use 1 or more")
+            raise UserError(
+                f"data.image_size is {config.image_size}, but must be at least 1",
+                where="data.image_size",
+                fix="data.image_size=224",
+            )
         self._labels = labels
         self._augment = config.augment and split == "train"
         self._size, self._channels, self._seed = config.image_size, config.channels, seed

@@ -25,9 +25,15 @@ from torch.distributed.tensor.parallel import (
 
 from hpc_train.config.schema import GPTConfig
 from hpc_train.models import families
-from hpc_train.models.attention import Attention, RotaryCache, RotaryScaling, rotary_tables
-from hpc_train.models.layer import CrossEntropyHead, PreNormLayer
 from hpc_train.models.model import FlopTerms, Model
+from hpc_train.models.transformer import (
+    Attention,
+    CrossEntropyHead,
+    PreNormLayer,
+    RotaryCache,
+    RotaryScaling,
+    rotary_tables,
+)
 
 
 class GPTStem(nn.Module):

@@ -1,6 +1,6 @@
 """Maps the names of GPT parameters and config keys to those of Hugging Face's Llama and back. Imports no torch.
 
-The tensors are equal in shape and value (``attention.rotate`` uses Llama's convention), so both directions only rename.
+Shapes and values are equal (``transformer.rotate`` uses Llama's convention), so both directions only rename tensors.
 """
 
 from __future__ import annotations

@@ -15,9 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Pr
 
 from hpc_train.config.schema import ViTConfig
 from hpc_train.models import families
-from hpc_train.models.attention import Attention
-from hpc_train.models.layer import CrossEntropyHead, PreNormLayer
 from hpc_train.models.model import FlopTerms, Model
+from hpc_train.models.transformer import Attention, CrossEntropyHead, PreNormLayer
 
 
 class ViTStem(nn.Module):

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpc_train.errors import UserError
 from hpc_train.models.batch_norm import SyncBatchNorm
-from hpc_train.models.layer import count_correct, cross_entropy, squared_error
+from hpc_train.models.transformer import count_correct, cross_entropy, squared_error
 
 Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | float]]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import materialise, split_and_wrap
-from hpc_train.parallel.precision import autocast, parameter_dtype, travelling_dtype
+from hpc_train.parallel.precision import autocast, hidden_dtype, parameter_dtype
 from hpc_train.parallel.split import cut, split_layers
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.memory import values_per_parameter
@@ -45,13 +45,13 @@ _WHERE = "strategy.pp_split"
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """A split, and what it is made of.
+    """Holds a split of the layers into stages, with the costs and predictions that led to it.
 
     Attributes:
         how: ``flops`` or ``measured``.
-        layers: of each stage.
-        even: what the even split promises; None where there are fewer layers than stages.
-        reused: taken from the run directory.
+        layers: the layers of each stage.
+        even: the prediction for the even split; None if there are fewer layers than stages.
+        reused: whether the split was read from the run directory.
     """
 
     how: str
@@ -62,7 +62,7 @@ class SplitPlan:
     reused: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the plan as the run directory and the event log hold it."""
+        """Returns the plan as it is stored in the run directory and the event log."""
         return {
             "how": self.how,
             "layers": [len(held) for held in self.layers],
@@ -71,32 +71,33 @@ class SplitPlan:
             "even": None if self.even is None else asdict(self.even) | {"imbalance": self.even.imbalance},
         }
 
-    def in_words(self) -> str:
-        """One line for the log."""
+    def describe(self) -> str:
+        """Returns one line for the log."""
         stages = "|".join(str(len(held)) for held in self.layers)
-        text = f"pipeline split ({self.how}{', of an earlier attempt' * self.reused}): layers {stages}, "
-        text += f"slowest stage {self.predicted.imbalance:.2f} x the mean, bubble {self.predicted.bubble_share:.1%}"
+        reused = ", reused from an earlier attempt" * self.reused
+        text = f"pipeline split ({self.how}{reused}): {stages} layers per stage; predicted: the slowest stage takes "
+        text += f"{self.predicted.imbalance:.2f} x the mean, bubble {self.predicted.bubble_share:.1%}"
         if self.even is not None:
-            text += f"; even: {self.even.imbalance:.2f} x, {self.even.bubble_share:.1%}"
+            text += f" (even split: {self.even.imbalance:.2f} x, {self.even.bubble_share:.1%})"
         return text
 
 
 def plan_split(config: Config, mesh: Mesh, dataset: Dataset, run: RunDirectory | None = None) -> SplitPlan | None:
-    """The split of this attempt, the same on every rank; None where the config itself says it. Collective.
+    """Returns the split of this attempt, the same on every rank; None if the config defines it. Collective.
 
     Args:
-        dataset: gives the shape of a micro-batch.
-        run: where a split is looked for and written; None: it is found anew.
+        dataset: the dataset that defines the shape of a micro-batch.
+        run: the run directory, from which a split is read and to which it is written; None always computes it.
 
     Raises:
-        UserError: the model does not say what its blocks cost, or no split fits into memory.
+        UserError: the model does not define the costs of its blocks, or no split fits into memory.
     """
     how = config.strategy.pp_split
     if mesh.layout.pp == 1 or how not in ("flops", "measured"):
         return None
     model = build_model(config.model, config.train.seed)
     if not isinstance(model, Model):
-        return None  # it has no layers to split: ``build_engine`` says so
+        return None  # it has no layers to split, which ``build_engine`` reports
     known = _read(config, mesh, len(model.layers), run)
     if known is not None:
         return _plan(how, known[0], known[1], mesh.layout, reused=True)
@@ -114,7 +115,7 @@ def _counted(model: Model, example: Batch) -> tuple[BlockCost, ...]:
         raise UserError(
             f"{type(model).__name__} does not count the operations of its blocks (block_flops)",
             where=_WHERE,
-            fix="strategy.pp_split=measured, or one number of layers per stage",
+            fix="strategy.pp_split=measured, or a list with the number of layers of each stage",
         )
     return tuple(map(BlockCost, block_names(model), flops, block_parameters(model)))
 
@@ -122,9 +123,9 @@ def _counted(model: Model, example: Batch) -> tuple[BlockCost, ...]:
 def _measured(config: Config, mesh: Mesh, model: Model, example: Batch) -> tuple[BlockCost, ...]:
     if has_batch_statistics(model):
         raise UserError(
-            "the blocks of a model with batch statistics cannot be measured one by one: they wait for all ranks",
+            "the blocks of a model with batch statistics cannot be measured separately, since they wait for all ranks",
             where=_WHERE,
-            fix="strategy.pp_split=even, or one number of layers per stage",
+            fix="strategy.pp_split=even, or a list with the number of layers of each stage",
         )
     return measure_blocks(config, mesh, model, example)
 
@@ -133,22 +134,22 @@ def _partition(config: Config, mesh: Mesh, blocks: Sequence[BlockCost]) -> tuple
     layout, cap = mesh.layout, _memory_cap(mesh)
 
     def fits(stage: int, held: range) -> bool:
-        of_stage = [blocks[block] for block in held]
-        trains = any(block.parameters for block in of_stage)
-        return trains and (cap is None or stage_bytes(config, layout, stage, of_stage) <= cap)
+        held_blocks = [blocks[block] for block in held]
+        trains = any(block.parameters for block in held_blocks)
+        return trains and (cap is None or stage_bytes(config, layout, stage, held_blocks) <= cap)
 
     found = partition([block.seconds for block in blocks], layout.stages, fits)
     if found is None:
         raise UserError(
-            f"no split into {layout.stages} stages fits {format_bytes(cap or 0)} for each stage",
+            f"no split into {layout.stages} stages fits into {format_bytes(cap or 0)} per stage",
             where=_WHERE,
-            fix="a smaller batch.micro_size, train.activation_checkpointing=full, or more stages (strategy.pp)",
+            fix="use a smaller batch.micro_size, train.activation_checkpointing=full, or more stages (strategy.pp)",
         )
     return layers_of(found)
 
 
 def stage_bytes(config: Config, layout: Layout, stage: int, blocks: Sequence[BlockCost]) -> int:
-    """Bytes that a stage of ``blocks`` needs at most: parameters, gradients, optimizer state and activations."""
+    """Returns the peak bytes of a stage of ``blocks``: parameters, gradients, optimizer state and activations."""
     copies = {"parameters": 1, "gradients": 1, "optimizer": values_per_parameter(config.optim)}
     values = sum(block.parameters for block in blocks) * parameter_dtype(config.precision.name).itemsize
     shards = layout.kind.shards if layout.shards_state else frozenset()
@@ -157,7 +158,7 @@ def stage_bytes(config: Config, layout: Layout, stage: int, blocks: Sequence[Blo
 
 
 def _memory_cap(mesh: Mesh) -> int | None:
-    """Bytes for one stage, by the smallest GPU of the run; None on the CPU, whose memory the ranks share."""
+    """Returns the bytes for one stage on the smallest GPU of the run; None on the CPU, whose memory the ranks share."""
     if mesh.device.type != "cuda":
         return None
     smallest = torch.tensor(torch.cuda.get_device_properties(mesh.device).total_memory)
@@ -181,7 +182,7 @@ def _plan(
 def _read(
     config: Config, mesh: Mesh, n_layers: int, run: RunDirectory | None
 ) -> tuple[tuple[range, ...], tuple[BlockCost, ...]] | None:
-    """Layers and blocks of an earlier attempt, where they fit this one; as rank 0 finds them."""
+    """Returns the layers and blocks that rank 0 reads from an earlier attempt; None if they do not match this one."""
     found: list[dict[str, Any] | None] = [None]
     if run is not None and mesh.rank == 0 and (run.path / FILE).exists():
         found = [read_json(run.path / FILE)]
@@ -193,19 +194,19 @@ def _read(
     return layers, tuple(BlockCost(**block) for block in plan["blocks"])
 
 
-VISITS = 2  # of every block, by different columns where there are several
-PASSES = 5  # timed ones of a visit
+VISITS = 2  # measurements of every block, by different columns if there are several
+PASSES = 5  # timed passes per measurement
 
 
 @dataclass(frozen=True)
 class BlockCost:
-    """One block, for one micro-batch.
+    """Holds the costs of one block (stem, layer or head) for one micro-batch.
 
     Attributes:
-        seconds: of forward and backward, on the CPU those of the process, so that whatever else runs on its cores does
-            not count; under ``pp_split=flops`` FLOP.
-        parameters: their number, on one rank of a tensor-parallel group.
-        activation_bytes: kept from the forward to the backward, its input among it.
+        seconds: the time of forward and backward pass; on the CPU the process time, which excludes other processes.
+            With ``pp_split=flops`` it holds FLOPs instead.
+        parameters: the number of parameters on one rank of a tensor-parallel group.
+        activation_bytes: the bytes kept from the forward to the backward pass, including the input.
     """
 
     name: str
@@ -227,17 +228,17 @@ def block_names(model: Model) -> list[str]:
 
 
 def block_parameters(model: Model) -> list[int]:
-    """Parameters of each block; a table that stem and head share counts in both, which each hold a copy."""
+    """Returns the number of parameters of each block; a tied table counts in stem and head, which each hold a copy."""
     blocks = (model.get_submodule(name) for name in block_names(model))
     return [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
 
 
 def measure_blocks(config: Config, mesh: Mesh, model: Model, example: Batch) -> tuple[BlockCost, ...]:
-    """The cost of every block of ``model``, the same on every rank. Collective.
+    """Measures the cost of every block of ``model``; the result is the same on every rank. Collective.
 
     Args:
         model: the whole model on ``meta``; it is not changed.
-        example: a micro-batch as a step has them, on the device.
+        example: a micro-batch on the device, with the shapes of a training step.
     """
     blocks, columns = len(model.layers) + 2, mesh.layout.world_size // mesh.layout.tp
     visits = []
@@ -247,37 +248,37 @@ def measure_blocks(config: Config, mesh: Mesh, model: Model, example: Batch) -> 
     gathered: list[list[_Visit]] = [[]] * mesh.layout.world_size
     dist.all_gather_object(gathered, visits, group=mesh.control)
     return tuple(
-        _merged(name, [visit for of_rank in gathered for visit in of_rank if visit.block == block])
+        _merged(name, [visit for visited in gathered for visit in visited if visit.block == block])
         for block, name in enumerate(block_names(model))
     )
 
 
 def _merged(name: str, visits: list[_Visit]) -> BlockCost:
-    seconds = min(value for visit in visits for value in visit.seconds)  # what disturbs a pass only makes it longer
+    seconds = min(value for visit in visits for value in visit.seconds)  # other load only makes a pass longer
     return BlockCost(name, seconds, visits[0].parameters, max(visit.activation_bytes for visit in visits))
 
 
 def _visit(config: Config, mesh: Mesh, model: Model, block: int, example: Batch) -> _Visit:
-    part = _alone(config, mesh, model, block)
+    part = _build_block(config, mesh, model, block)
     hidden = example.inputs
     if block > 0:
         micro, tokens, *rest = part.hidden_shape(example.inputs)
         shape = (micro, tokens // part.sequence_shards, *rest)
-        dtype = travelling_dtype(mesh.layout, config.precision.name)
+        dtype = hidden_dtype(mesh.layout, config.precision.name)
         hidden = torch.randn(shape, dtype=dtype, device=mesh.device, requires_grad=True)
-    kept = _pass(part, hidden, example, config.precision.name)  # also warms up: the allocator, compiled code
+    kept = _pass(part, hidden, example, config.precision.name)  # also warms up the allocator and compiled code
     seconds, clock = [], time.perf_counter if mesh.device.type == "cuda" else time.process_time
     for _ in range(PASSES):
         _synchronize(mesh.device)
         begin = clock()
-        _pass(part, hidden, example, config.precision.name, look=False)
+        _pass(part, hidden, example, config.precision.name, measure=False)
         _synchronize(mesh.device)
         seconds.append(clock() - begin)
     return _Visit(block, tuple(seconds), sum(_local(p).numel() for p in part.parameters()), kept)
 
 
-def _alone(config: Config, mesh: Mesh, model: Model, block: int) -> Model:
-    """The block as a stage of its own, as a rank trains it but for the sharding of its state."""
+def _build_block(config: Config, mesh: Mesh, model: Model, block: int) -> Model:
+    """Builds the block as a separate stage, like a rank that trains it but without sharded state."""
     layers = [range(0), *(range(layer, layer + 1) for layer in range(len(model.layers))), range(0)]
     part = cut(model, block, layers)
     split_and_wrap(config, mesh, part)
@@ -285,9 +286,10 @@ def _alone(config: Config, mesh: Mesh, model: Model, block: int) -> Model:
     return part.train()
 
 
-def _pass(part: Model, hidden: Tensor, example: Batch, precision: str, look: bool = True) -> int:
-    """Forward and backward; returns the bytes that the forward kept, where it is to ``look``."""
-    with _kept(part, hidden) if look else _nothing_kept() as kept, autocast(precision, hidden.device):
+def _pass(part: Model, hidden: Tensor, example: Batch, precision: str, measure: bool = True) -> int:
+    """Runs forward and backward pass; returns the bytes that the forward pass keeps if ``measure``, else 0."""
+    saved: AbstractContextManager[dict[int, int]] = _saved_bytes(part, hidden) if measure else nullcontext({})
+    with saved as kept, autocast(precision, hidden.device):
         output = part(hidden, example.context, example.targets)
     if isinstance(output, Tensor):
         output.backward(torch.ones_like(output))
@@ -299,11 +301,12 @@ def _pass(part: Model, hidden: Tensor, example: Batch, precision: str, look: boo
 
 
 @contextmanager
-def _kept(part: Model, hidden: Tensor) -> Iterator[dict[int, int]]:
-    """Bytes by the address of their memory: of the input, and of what autograd saves besides parameters."""
+def _saved_bytes(part: Model, hidden: Tensor) -> Iterator[dict[int, int]]:
+    """Yields address -> bytes for the memory of the input and of the tensors that autograd saves, without
+    parameters."""
     own = {_local(parameter).untyped_storage().data_ptr() for parameter in part.parameters()}
     kept = {hidden.untyped_storage().data_ptr(): hidden.untyped_storage().nbytes()}
-    alive = []  # so that no address is used twice
+    alive = []  # keeps the memory, so that no address is used twice
 
     def pack(saved: Tensor) -> Tensor:
         storage = _local(saved).untyped_storage()
@@ -315,11 +318,6 @@ def _kept(part: Model, hidden: Tensor) -> Iterator[dict[int, int]]:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
         yield kept
     alive.clear()
-
-
-@contextmanager
-def _nothing_kept() -> Iterator[dict[int, int]]:
-    yield {}
 
 
 def _local(value: Tensor) -> Tensor:

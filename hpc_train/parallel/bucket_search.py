@@ -18,68 +18,50 @@ from torch import nn
 
 from hpc_train.config.schema import Config
 from hpc_train.parallel.compression.build import Compression
+from hpc_train.parallel.engine import Replicas
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 
 SIZES_MB = (1.0, 5.0, 25.0, 100.0)
-WARM_UP = 2  # steps of each size that do not count: DDP lays its buckets out anew after the first
-COUNTED = 3  # steps of each size that do
+WARM_UP = 2  # untimed steps of each size, since DDP rebuilds its buckets after the first
+COUNTED = 3  # timed steps of each size
 MOST_STEPS = WARM_UP + len(SIZES_MB) * (WARM_UP + COUNTED)
 
 
 @dataclass(frozen=True)
 class BucketChoice:
-    """The chosen size; ``seconds`` maps each size to the median time of a step on the slowest rank."""
+    """Holds the chosen size; ``seconds`` maps each size to the median step time on the slowest rank."""
 
     cap_mb: float
     seconds: Mapping[float, float]
 
     def __str__(self) -> str:
         tried = ", ".join(f"{size:g} MiB {1e3 * seconds:.1f} ms" for size, seconds in self.seconds.items())
-        return f"gradient buckets: {self.cap_mb:g} MiB, the fastest of {tried}"
+        return f"strategy.bucket_cap_mb=auto chooses {self.cap_mb:g} MiB; the measured steps take: {tried}"
 
 
-Tell = Callable[[BucketChoice], None]
+ReportBuckets = Callable[[BucketChoice], None]
 
 
-class Bucketed(Protocol):
-    """Replicas (see ``replicas.Replicas``) whose buckets can change between two steps."""
-
-    @property
-    def module(self) -> nn.Module: ...
-
-    @property
-    def loss_factor(self) -> int: ...
-
-    @property
-    def compression(self) -> Compression | None: ...
-
-    def begin(self, step: int, backwards: int) -> None: ...
-
-    def micro_batch(self, last: bool) -> AbstractContextManager[None]: ...
-
-    def backward_done(self) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def evaluated(self) -> None: ...
+class BucketedReplicas(Replicas, Protocol):
+    """The interface of replicas whose bucket size can change between two steps."""
 
     def rebucket(self, cap_mb: float) -> None: ...
 
 
 class SearchedReplicas:
-    """Runs ``replicas`` with one bucket size after the other, then with the fastest. All ranks use the same size.
+    """Runs ``replicas`` with each bucket size in turn and then with the fastest. All ranks use the same size.
 
     Args:
-        tell: called on every rank, once.
+        report: called once on every rank.
     """
 
-    def __init__(self, replicas: Bucketed, mesh: Mesh, tell: Tell | None) -> None:
-        self._replicas, self._mesh, self._tell = replicas, mesh, tell
+    def __init__(self, replicas: BucketedReplicas, mesh: Mesh, report: ReportBuckets | None) -> None:
+        self._replicas, self._mesh, self._report = replicas, mesh, report
         self._sizes = _sizes(replicas.module, mesh)
         self._seconds: list[list[float]] = [[] for _ in self._sizes]
-        self._steps = -WARM_UP  # of the search
+        self._steps = -WARM_UP  # steps since the first timed size
         self._began = 0.0
 
     @property
@@ -131,18 +113,18 @@ class SearchedReplicas:
         seconds = dict(zip(self._sizes, map(median, slowest.tolist()), strict=True))
         choice = BucketChoice(min(seconds, key=lambda size: seconds[size]), seconds)
         self._replicas.rebucket(choice.cap_mb)
-        if self._tell is not None:
-            self._tell(choice)
+        if self._report is not None:
+            self._report(choice)
 
     def _now(self) -> float:
-        """These few steps wait for the device: the host runs ahead of it."""
+        """Returns the time after a synchronization with the device, which only the steps of the search need."""
         if self._mesh.device.type == "cuda":
             torch.cuda.synchronize(self._mesh.device)
         return time.perf_counter()
 
 
 def _sizes(module: nn.Module, mesh: Mesh) -> list[float]:
-    """Those below the gradients' total, and one that holds them all; by the largest stage of a pipeline."""
+    """Returns the sizes below the bytes of all gradients of the largest stage, and the next larger size."""
     own = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
     total: Any = torch.tensor(own / mesh.layout.tp)
     dist.all_reduce(total, dist.ReduceOp.MAX, group=mesh.control)
@@ -162,7 +144,7 @@ def with_known_buckets(config: Config, run: RunDirectory, mesh: Mesh) -> Config:
     return replace(config, strategy=replace(config.strategy, bucket_cap_mb=known["cap_mb"]))
 
 
-def bucket_choice_recorder(run: RunDirectory, mesh: Mesh, events: EventLog) -> Tell:
+def bucket_choice_recorder(run: RunDirectory, mesh: Mesh, events: EventLog) -> ReportBuckets:
     """Returns the callback with which rank 0 writes a bucket choice to the log, the events and ``run.json``."""
 
     def record(choice: BucketChoice) -> None:

@@ -1,4 +1,4 @@
-"""Builds the engine that trains a config on a mesh."""
+"""Builds the engine that trains the model of a config on a mesh."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpc_train.errors import UserError
 from hpc_train.models import batch_norm
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
-from hpc_train.parallel.bucket_search import Tell
+from hpc_train.parallel.bucket_search import ReportBuckets
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.replica_engine import ReplicaEngine
@@ -19,16 +19,16 @@ from hpc_train.parallel.reproducible_engine import ReproducibleEngine
 
 
 def build_engine(
-    config: Config, mesh: Mesh, layers: Sequence[range] | None = None, tell_buckets: Tell | None = None
+    config: Config, mesh: Mesh, layers: Sequence[range] | None = None, report_buckets: ReportBuckets | None = None
 ) -> Engine:
-    """Builds the model on ``meta`` and hands it to the engine of ``mesh.layout``. Collective.
+    """Builds the model on ``meta`` and the engine for ``mesh.layout``. Collective.
 
     Args:
-        layers: of each pipeline stage, as ``balance.plan_split`` finds them; None: as ``strategy.pp_split`` says.
-        tell_buckets: called on every rank with what ``strategy.bucket_cap_mb=auto`` finds.
+        layers: the layers of each pipeline stage from ``balance.plan_split``; None follows ``strategy.pp_split``.
+        report_buckets: called on every rank with the choice of ``strategy.bucket_cap_mb=auto``.
 
     Raises:
-        UserError: the model cannot be laid out so.
+        UserError: the model cannot be distributed as the layout requires.
     """
     model = build_model(config.model, config.train.seed)
     if batch_norm.has_batch_statistics(model):
@@ -36,13 +36,13 @@ def build_engine(
     if mesh.layout.logical_micro_batches:
         return ReproducibleEngine(config, mesh, model)
     if mesh.layout.pp == 1 and mesh.layout.tp == 1:
-        return ReplicaEngine(config, mesh, model, tell_buckets)
+        return ReplicaEngine(config, mesh, model, report_buckets)
     whole = _check_parts(model, mesh)
     if mesh.layout.pp == 1:
-        return ReplicaEngine(config, mesh, whole, tell_buckets)
+        return ReplicaEngine(config, mesh, whole, report_buckets)
     from hpc_train.parallel.pipeline_engine import PipelineEngine  # torch's pipelining takes a second to import
 
-    return PipelineEngine(config, mesh, whole, layers, tell_buckets)
+    return PipelineEngine(config, mesh, whole, layers, report_buckets)
 
 
 def _check_parts(model: nn.Module, mesh: Mesh) -> Model:
@@ -51,8 +51,9 @@ def _check_parts(model: nn.Module, mesh: Mesh) -> Model:
         return model
     layout = mesh.layout
     raise UserError(
-        "the model has no stem, layers and head: it can neither be cut into pipeline stages nor split over "
+        "the model has no stem, layers and head, so it can neither be cut into pipeline stages nor split over "
         "tensor-parallel ranks",
         where=f"strategy.pp={layout.pp}, strategy.tp={layout.tp}, model",
-        fix="strategy=single, dp, zero1, zero2, zero3 or hsdp, or the three parts of hpc_train.models.model.Model",
+        fix="use strategy=single, dp, zero1, zero2, zero3 or hsdp, or a model with the "
+        "three parts of hpc_train.models.model.Model",
     )

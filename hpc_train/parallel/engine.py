@@ -1,12 +1,14 @@
-"""The interface between the trainer and the engines that compute gradients, the numbers of a step, and their seeds.
+"""Defines the interfaces between trainer, engines and replicas, and the random seeds of a step.
 
-Random numbers (dropout) are seeded before each step, so a resumed run draws the same ones and saves no generator state.
+The random generators (for dropout) are seeded before each step, so a resumed run draws the same numbers and saves no
+generator state.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,10 +23,13 @@ from hpc_train.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class StepResult:
-    """Sums over this rank's micro-batches, on the device; nothing here has been read by the host.
+    """Holds sums over this rank's micro-batches as tensors on the device, which the host has not read.
 
-    ``target_count`` is what the loss counts: targets, or what a loss of the user's own returned with its sum. A rank
-    without the head holds zeros. ``correct`` counts right top-1 predictions where the model reports them.
+    A rank without the head holds zeros.
+
+    Attributes:
+        target_count: the number of targets, or the count that a user's own loss returned with its sum.
+        correct: the number of correct top-1 predictions; None if the model does not count them.
     """
 
     loss_sum: Tensor
@@ -34,35 +39,35 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """A step's result as numbers, the same on every rank."""
+    """Holds a step's result as numbers, which are the same on every rank."""
 
     loss: float  # the sum over the global batch, divided by the count
-    target_count: float  # as the loss counts: weights may add up to a fraction
+    target_count: float  # the count of the loss, which may be a sum of weights
     accuracy: float | None = None
 
 
 class Engine(Protocol):
-    """Computes the gradients of a step; the trainer does not know which engine it drives."""
+    """The interface through which the trainer runs steps; it hides how the model is distributed."""
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
-        """The model parts (pipeline stages) that this rank holds."""
+        """Returns the model parts (pipeline stages) that this rank holds."""
 
     def named_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Canonical global name -> parameter, of this rank. A tied copy stands under its canonical name."""
+        """Returns canonical global name -> parameter of this rank; a tied copy has its canonical name."""
 
     def named_buffers(self) -> Mapping[str, Tensor]:
-        """Canonical global name -> persistent buffer, of this rank."""
+        """Returns canonical global name -> persistent buffer of this rank."""
 
     def compressions(self) -> tuple[Compression, ...]:
-        """The compression of the gradients of each part of this rank."""
+        """Returns the gradient compression of each part of this rank."""
 
     def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
-        """Forward and backward over all micro-batches.
+        """Runs forward and backward pass over all micro-batches, from cleared gradients.
 
         Afterwards every parameter's ``.grad`` is the gradient of the mean loss over the *global* batch, times
-        ``loss_scale`` where given: of the sum of losses over the sum of the counts that the loss returned, which is
-        ``batch.target_count`` for a built-in loss. Starts from cleared gradients.
+        ``loss_scale`` if given. The mean is the sum of losses divided by the sum of the counts that the loss returned,
+        which is ``batch.target_count`` for a built-in loss.
         """
 
     def commit(self, finite: Tensor) -> None:
@@ -73,17 +78,52 @@ class Engine(Protocol):
         """
 
     def eval_step(self, batch: StepBatch) -> StepResult:
-        """Forward only, in evaluation mode, without gradients; works under every strategy."""
+        """Runs the forward pass in evaluation mode without gradients; works with every strategy."""
 
     def reduce(self, result: StepResult) -> StepNumbers:
         """Returns the same numbers on every rank. Collective; call it at log steps only, since the host waits here."""
 
     def clip_grad_norm_(self, max_norm: float, loss_scale: Tensor | None = None) -> Tensor:
-        """Divides the gradients by ``loss_scale`` and clips them to ``max_norm`` (0: no clipping).
+        """Divides the gradients by ``loss_scale`` and clips them to ``max_norm`` (0 disables it).
 
-        Returns the global norm before clipping (after unscaling), over all parameters of all ranks, each counted
-        once: a scalar on the device, the same on every rank, not finite where any gradient was not.
+        Returns:
+            The global norm of the unscaled gradients before clipping, with each parameter counted once. It is a scalar
+            on the device, the same on every rank, and not finite if any gradient is not finite.
         """
+
+
+class Replicas(Protocol):
+    """The interface through which an engine synchronises gradients.
+
+    Attributes:
+        module: the module whose forward pass is called in training.
+        loss_factor: the factor of the loss with which the gradients become sums over the dp ranks.
+        compression: the compression of the gradients; None without compression.
+    """
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def loss_factor(self) -> int: ...
+
+    @property
+    def compression(self) -> Compression | None: ...
+
+    def begin(self, step: int, backwards: int) -> None:
+        """Called before a step with ``backwards`` backward passes."""
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """Returns the context for the forward and backward pass of one micro-batch."""
+
+    def backward_done(self) -> None:
+        """Called when a backward pass of a pipeline stage has added all its gradients."""
+
+    def finish(self) -> None:
+        """Called after the last backward pass; on return the gradients are those of the global batch."""
+
+    def evaluated(self) -> None:
+        """Called after forward passes without a backward pass."""
 
 
 class WrappedEngine:
@@ -124,7 +164,7 @@ class WrappedEngine:
 def reduce_result(result: StepResult, mesh: Mesh) -> StepNumbers:
     """Adds up ``result`` over all ranks on the training backend. Collective.
 
-    Ranks without the head hold zeros; tensor-parallel ranks computed the same sums, and only the first one's count.
+    Ranks without the head hold zeros. Tensor-parallel ranks hold equal sums, so only those of the first are added.
     """
     counts = mesh.tp_rank == 0
     correct = result.correct
@@ -138,22 +178,22 @@ def reduce_result(result: StepResult, mesh: Mesh) -> StepNumbers:
     return StepNumbers(loss_sum / targets, target_count, correct_sum / targets if reports else None)
 
 
-def stream_seed(*place: object) -> int:
-    """A 63-bit seed of a place in a run, the same in every process and version of Python."""
-    digest = hashlib.blake2b(":".join(map(str, place)).encode(), digest_size=8).digest()
+def stream_seed(*key: object) -> int:
+    """Returns a 63-bit hash of ``key`` as a seed, the same in every process and version of Python."""
+    digest = hashlib.blake2b(":".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def seed_step(seed: int, step: int, mesh: Mesh) -> None:
     """Seeds the default generators of the CPU and of this rank's device for ``step``.
 
-    Tensor-parallel ranks share one stream: what is whole on each of them must be dropped alike.
+    Tensor-parallel ranks share one seed, so that they drop the same elements of replicated tensors.
     """
     _seed_all(stream_seed("step", seed, step, mesh.dp_rank, mesh.pp_rank), mesh.device)
 
 
 def seed_micro_batch(seed: int, step: int, logical: int, device: torch.device) -> None:
-    """The same for a logical micro-batch, whichever rank computes it."""
+    """Seeds the default generators for a logical micro-batch, independently of the rank that computes it."""
     _seed_all(stream_seed("micro-batch", seed, step, logical), device)
 
 

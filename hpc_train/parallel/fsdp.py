@@ -1,14 +1,14 @@
-"""ZeRO through FSDP2 (``fully_shard``): what each stage keeps sharded over the ``dp_shard`` ranks, and when.
+"""Implements ZeRO with FSDP2 (``fully_shard``) over the ``dp_shard`` ranks.
 
-All of them shard the optimizer state. They differ in gradients and parameters:
+All three kinds shard the optimizer state. They differ in gradients and parameters:
 
-zero1: gradients accumulate whole and are reduce-scattered once, after the last micro-batch; parameters are whole from
-    the first forward of a step to its last backward.
-zero2: gradients are reduce-scattered after the backward of every micro-batch, and kept as shards; parameters as zero1.
-zero3: gradients as zero2; parameters are whole only for the layer at work, and gathered again for its backward. Stem
-    and head stay whole within a micro-batch: its backward begins with them.
+zero1: unsharded gradients accumulate and are reduce-scattered once, after the last micro-batch. Parameters are
+    unsharded from the first forward pass of a step to its last backward pass.
+zero2: gradients are reduce-scattered after the backward pass of every micro-batch. Parameters are as in zero1.
+zero3: gradients are as in zero2. Parameters are gathered for one layer at a time, again for its backward pass. Stem
+    and head stay unsharded within a micro-batch, whose backward pass begins with them.
 
-With fewer ``dp_shard`` than dp ranks (HSDP) the shard groups are replicas of each other: gradients are all-reduced
+With fewer ``dp_shard`` than dp ranks (HSDP) the shard groups are replicas of each other, and gradients are all-reduced
 between them once per step. ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054.
 """
 
@@ -27,20 +27,21 @@ from hpc_train.plan.techniques import DataParallelKind
 
 
 def shard(model: nn.Module, mesh: Mesh, kind: DataParallelKind, precision: str, offload: bool = False) -> None:
-    """Shards ``model`` in place: each layer is one group, stem and head another; a model without parts is one group.
+    """Shards ``model`` in place. Each layer is one group, stem and head another; a model without parts is one group.
 
-    The gradients come out averaged over the dp ranks: scale the loss by their number where a sum is wanted.
+    The gradients are averaged over the dp ranks, so scale the loss by their number for a sum.
 
     Args:
-        model: whole or a stage, before it is materialised; layers already wrapped and compiled.
+        model: the model or stage before it is materialised, with wrapped and compiled layers.
         kind: ``zero1``, ``zero2`` or ``zero3``.
-        precision: of the config; under bf16 and fp16 parameters are gathered in that type, gradients reduced in fp32.
-        offload: shards of parameters and gradients are in host memory.
+        precision: the precision of the config; bf16 and fp16 gather parameters in that dtype and reduce gradients in
+            fp32.
+        offload: whether to keep shards of parameters and gradients in host memory.
     """
     layout = mesh.layout
     axes = ("dp_shard",) if layout.shard == layout.dp else ("dp_replicate", "dp_shard")
     dtype = compute_dtype(precision)
-    # Inputs are not cast: autocast does that where it is right, and rotary tables keep fp32.
+    # inputs are not cast, since autocast does that where appropriate, and rotary tables stay fp32
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=parameter_dtype(precision) if dtype else None, cast_forward_inputs=False
     )
@@ -53,7 +54,7 @@ def shard(model: nn.Module, mesh: Mesh, kind: DataParallelKind, precision: str, 
 
 
 def begin_backward(model: nn.Module, kind: DataParallelKind, last: bool) -> None:
-    """Tells ``model`` before each micro-batch whether it is the last of the step."""
+    """Configures ``model`` for a micro-batch, which may be the ``last`` of the step."""
     for module in _sharded(model):
         module.set_requires_gradient_sync(last or "gradients" in kind.shards, recurse=False)
         module.set_requires_all_reduce(last, recurse=False)
@@ -61,7 +62,7 @@ def begin_backward(model: nn.Module, kind: DataParallelKind, last: bool) -> None
 
 
 def release(model: nn.Module) -> None:
-    """Drops whole parameters after a forward without a backward: they would be stale after the next update."""
+    """Frees unsharded parameters after a forward pass without a backward pass; the next update makes them stale."""
     for module in _sharded(model):
         module.reshard()
 

@@ -1,7 +1,7 @@
-"""The global gradient norm over pipeline, tensor and data-parallel ranks, and clipping to it.
+"""Computes the global gradient norm over pipeline, tensor and data-parallel ranks, and clips the gradients.
 
-Every rank sums the squares of what it holds, weighted by one over the number of ranks that hold the same elements, and
-one all-reduce of one scalar over all ranks gives the square of the norm. The host reads nothing.
+Every rank sums the squares of its elements, divided by the number of ranks that hold the same elements. An all-reduce
+of this scalar over all ranks gives the square of the norm, without a synchronization with the host.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ def clip_(
 ) -> Tensor:
     """Divides all gradients by ``loss_scale`` and scales them so that their global norm is at most ``max_norm``.
 
-    Collective over all ranks. Gradients must be reduced over dp already; those that are None are left alone.
+    Collective over all ranks. The gradients must be reduced over dp before; None gradients are ignored.
 
     Args:
-        parameters: canonical name -> parameter that this rank holds; DTensors count with their local shard.
-        max_norm: 0 leaves the norm as it is.
-        loss_scale: scalar on the device, the same on every rank.
-        skip: names that are scaled but not counted: tied copies whose canonical parameter another stage counts.
+        parameters: canonical name -> parameter of this rank; a DTensor counts with its local shard.
+        max_norm: the largest norm; 0 disables clipping.
+        loss_scale: a scalar on the device, the same on every rank.
+        skip: names of tied copies that another stage counts; they are scaled and not counted.
 
     Returns:
-        The norm before clipping, of the unscaled gradients: a scalar on the device, the same on every rank; not finite
-        where any gradient was not.
+        The norm of the unscaled gradients before clipping: a scalar on the device, the same on every rank, and not
+        finite if any gradient is not finite.
     """
     gradients: list[Tensor] = []
     counted: dict[float, list[Tensor]] = {}
@@ -59,7 +59,7 @@ def _holders(parameter: nn.Parameter, mesh: Mesh) -> int:
     ranks = mesh.layout.dp * mesh.layout.tp
     if not isinstance(parameter, DTensor):
         return ranks
-    sizes = parameter.device_mesh.shape  # a strided shard (ZeRO over tensor parallelism) says no to is_shard()
+    sizes = parameter.device_mesh.shape  # is_shard() is false for a strided shard (ZeRO over tensor parallelism)
     return ranks // prod(
         size for size, placement in zip(sizes, parameter.placements, strict=True) if not placement.is_replicate()
     )
@@ -73,18 +73,18 @@ def _global_norm(counted: Mapping[float, list[Tensor]], inverse_scale: Tensor | 
     alone = mesh.layout.pp == 1 and all(weight == replicated for weight in counted)  # this rank holds everything
     for weight, gradients in counted.items():
         norms = torch.stack([norm.to(dtype) for norm in torch._foreach_norm(gradients)])
-        if inverse_scale is not None:  # before squaring: the square of a scaled gradient may overflow
+        if inverse_scale is not None:  # before squaring, since the square of a scaled gradient may overflow
             norms = norms * inverse_scale.to(norms.device)
         total += (1.0 if alone else weight) * norms.square().sum().to(total.device)
     if not alone:
-        work = dist.all_reduce(total, async_op=True)  # on NCCL's stream: what it waits for can be told from computing
+        work = dist.all_reduce(total, async_op=True)  # on NCCL's stream, to separate waiting from computing in traces
         assert work is not None
         work.wait()
     return total.sqrt()
 
 
 def _factor(norm: Tensor, max_norm: float, inverse_scale: Tensor | None) -> Tensor | None:
-    """Returns the factor that torch uses: max_norm / (norm + 1e-6), at most 1."""
+    """Returns the same factor as torch: max_norm / (norm + 1e-6), at most 1."""
     if max_norm <= 0:
         return inverse_scale
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -92,7 +92,7 @@ def _factor(norm: Tensor, max_norm: float, inverse_scale: Tensor | None) -> Tens
 
 
 def multiply_(gradients: Iterable[Tensor], factor: Tensor | None) -> None:
-    """Multiplies local gradients of any dtypes and devices by a scalar on the device."""
+    """Multiplies local gradients of any dtypes and devices in place by a scalar on the device."""
     if factor is None:
         return
     by_dtype: dict[torch.dtype, list[Tensor]] = {}

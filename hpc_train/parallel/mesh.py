@@ -1,4 +1,4 @@
-"""The ranks of an attempt as a device mesh with the axes pp, dp_replicate, dp_shard and tp."""
+"""Arranges the ranks of an attempt in a device mesh with the axes pp, dp_replicate, dp_shard and tp."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 
 @dataclass(frozen=True)
 class Mesh:
-    """A value that is passed; there is no process-global parallel state of our own.
+    """Holds the parallel state of this process, which is passed as a value; none of it is global.
 
     Attributes:
-        device_mesh: the axes of ``AXES``, all of them present, also those of size 1.
-        dp: the ranks that see different samples of the batch (``dp_replicate`` x ``dp_shard``), as a 1-d mesh.
-        control: a gloo group of all ranks, for small agreements on the CPU beside the training collectives.
+        device_mesh: the mesh with all axes of ``AXES``, including those of size 1.
+        dp: the 1-d mesh of the ranks that read different samples of a batch (``dp_replicate`` x ``dp_shard``).
+        control: a gloo group of all ranks, for small CPU collectives besides those of the training.
     """
 
     layout: Layout
@@ -45,7 +45,7 @@ class Mesh:
         return self.rank % self.layout.tp
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group of this rank along ``pp``, ``dp``, ``dp_replicate``, ``dp_shard`` or ``tp``."""
+        """Returns the process group of this rank along ``pp``, ``dp``, ``dp_replicate``, ``dp_shard`` or ``tp``."""
         return self.dp.get_group() if axis == "dp" else self.device_mesh[axis].get_group()
 
 
@@ -53,14 +53,14 @@ def join_mesh(layout: Layout, rank: int, device: torch.device, timeout: timedelt
     """Builds the mesh. Collective: every rank calls it after ``init_process_group``.
 
     Args:
-        timeout: of the collectives of all groups; torch's own without it.
+        timeout: the timeout of the collectives of all groups; None uses torch's default.
     """
     sizes = (layout.pp, layout.dp // layout.shard, layout.shard, layout.tp)
     device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
     dp = device_mesh["dp_replicate", "dp_shard"]._flatten("dp")
     control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
     mesh = Mesh(layout, rank, device, device_mesh, dp, control)
-    if timeout is not None:  # groups made later do not inherit the timeout of the first one
+    if timeout is not None:  # later groups do not inherit the timeout of the first one
         for axis in (*AXES, "dp"):
             _set_pg_timeout(timeout, mesh.group(axis))
     return mesh

@@ -33,8 +33,8 @@ from hpc_train.config.schema import Config
 from hpc_train.config.values import parse_recomputation
 from hpc_train.errors import UserError
 from hpc_train.models import batch_norm
-from hpc_train.models.layer import CrossEntropyHead
 from hpc_train.models.model import Model, canonical_name, keep_shared
+from hpc_train.models.transformer import CrossEntropyHead
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision import parameter_dtype
@@ -44,10 +44,10 @@ AnyModel = TypeVar("AnyModel", bound=Model | WrappedModel)
 
 
 def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
-    """Makes ``model`` (whole or a pipeline stage), in place, what this rank trains; DDP's wrapper comes afterwards.
+    """Turns ``model`` (whole or a pipeline stage) in place into the part that this rank trains, without DDP's wrapper.
 
     Args:
-        model: on ``meta``, or with values (then those of dp rank 0 count).
+        model: a model on ``meta``, or one with values, of which those of dp rank 0 are used.
     """
     dtype, offload = parameter_dtype(config.precision.name), config.strategy.offload == "all"
     split_and_wrap(config, mesh, model)
@@ -68,7 +68,7 @@ def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
 
 
 def split_and_wrap(config: Config, mesh: Mesh, model: Model | WrappedModel) -> None:
-    """Applies, in place, everything that changes how ``model`` computes; its state is not sharded."""
+    """Applies tensor parallelism, chunked loss, activation checkpointing and compilation in place, without sharding."""
     if mesh.layout.tp > 1 and isinstance(model, Model):
         apply_tensor_parallel(model, mesh.device_mesh["tp"])
     apply_chunked_loss(model, config.train.loss_chunks)
@@ -78,7 +78,7 @@ def split_and_wrap(config: Config, mesh: Mesh, model: Model | WrappedModel) -> N
 
 
 def _take_first_replica(model: nn.Module, mesh: Mesh) -> None:
-    """A user's module may have been initialised differently on each rank."""
+    """Broadcasts parameters and buffers of dp rank 0, since a user's module may differ between ranks."""
     if mesh.layout.dp == 1:
         return
     group = mesh.group("dp")
@@ -87,12 +87,12 @@ def _take_first_replica(model: nn.Module, mesh: Mesh) -> None:
 
 
 def is_meta(module: nn.Module) -> bool:
-    """Whether ``module`` has no memory yet."""
+    """Returns whether ``module`` has no memory yet."""
     return any(parameter.is_meta for parameter in module.parameters())
 
 
 def parameter_seed(seed: int, name: str) -> int:
-    """A 63-bit seed for the values of parameter ``name``; the same in every process, unlike ``hash``."""
+    """Returns a 63-bit seed for the values of parameter ``name``, which is the same in every process."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -100,13 +100,14 @@ def parameter_seed(seed: int, name: str) -> int:
 def materialise(
     module: Model, device: torch.device, seed: int, dtype: torch.dtype, home: torch.device | None = None
 ) -> None:
-    """Allocates ``module`` (whole or a stage, plain or sharded) and fills it with values that ``device`` draws.
+    """Allocates ``module`` (whole or a stage, sharded or not) and initialises its parameters.
 
     Args:
-        module: on ``meta``; a tied copy (``module.tied``) gets the values of its canonical name.
-        seed: of the run.
-        dtype: of the floating-point parameters.
-        home: where the parameters are, if not on ``device``; they are sharded then.
+        module: a module on ``meta``; a tied copy (``module.tied``) gets the values of its canonical name.
+        device: the device that draws the random values.
+        seed: the seed of the run.
+        dtype: the dtype of the floating-point parameters.
+        home: the device of sharded parameters if it is not ``device``.
     """
     with keep_shared(module):
         module.to_empty(device=home or device)
@@ -134,8 +135,8 @@ def _fill(model: Model, name: str, parameter: Tensor, seed: int, device: torch.d
 def apply_chunked_loss(model: nn.Module, chunks: int) -> None:
     """Computes the loss of ``model`` (whole or a stage, already split by tensor parallelism) in chunks of the sequence.
 
-    The logits of a micro-batch take ``micro x sequence x vocabulary`` numbers, and their gradient as many. N chunks
-    need 1/N of that, for one more product with the output matrix, because the backward computes each chunk again.
+    The logits of a micro-batch and their gradient each have ``micro x sequence x vocabulary`` elements. N chunks need
+    1/N of that memory and one more product with the output matrix, because the backward pass computes each chunk again.
     """
     head = model.head if isinstance(model, Model) else None
     if isinstance(model, Model) and isinstance(head, CrossEntropyHead):
@@ -147,27 +148,30 @@ def compile_layers(model: nn.Module) -> None:
 
     Call it after activation checkpointing is applied and before the model is sharded. Equal layers are compiled once.
     The ranks of a node share the compiler's cache on disk (``TORCHINDUCTOR_CACHE_DIR``, node-local on Slurm) and
-    compile one after the other, so that the first one compiles a graph and the others load it. Graphs of GPUs contain
-    their device, so there only Triton's kernels are shared.
+    compile sequentially, so that the first one compiles a graph and the others load it. Graphs for GPUs contain their
+    device, so GPUs share only Triton's kernels.
     """
     for module in model.layers.values() if isinstance(model, Model) else (model,):
-        module.compile(backend=_in_turn)
+        module.compile(backend=_compile_locked)
 
 
-def _in_turn(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compiles with torch's own backend. All layers use this function, since another one would compile them again."""
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # half a second, for those who compile
+def _compile_locked(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compiles with torch's backend. All layers use this function, since a new function would compile them again."""
+    from torch._inductor.compile_fx import (  # takes half a second, so only import it to compile
+        compile_fx,
+        compile_fx_inner,
+    )
 
-    def alone(*args: Any, **kwargs: Any) -> Any:
-        with _turn():  # nothing in here waits for another rank
+    def compile_inner(*args: Any, **kwargs: Any) -> Any:
+        with _compiler_lock():  # the compilation does not wait for other ranks
             return compile_fx_inner(*args, **kwargs)
 
-    compiled: Any = compile_fx(graph, list(inputs), inner_compile=alone)
+    compiled: Any = compile_fx(graph, list(inputs), inner_compile=compile_inner)
     return compiled
 
 
 @contextmanager
-def _turn() -> Iterator[None]:
+def _compiler_lock() -> Iterator[None]:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     with Path(cache_dir(), "hpc_train.lock").open("w") as lock:
@@ -175,7 +179,7 @@ def _turn() -> Iterator[None]:
         try:
             yield
         finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # processes that were forked meanwhile have the file open still
+            fcntl.flock(lock, fcntl.LOCK_UN)  # forked processes may still have the file open
 
 
 _NAMES = (
@@ -197,11 +201,11 @@ def apply_activation_checkpointing(model: nn.Module, mode: str) -> None:
         return
     if not isinstance(model, Model):
         raise UserError(
-            "activation checkpointing needs the layers of the model, and this model has no stem, layers and head",
+            "activation checkpointing wraps the layers of the model, but this model has no stem, layers and head",
             where="train.activation_checkpointing",
-            fix="none, or a model with stem, layers and head (hpc_train.models.model.Model)",
+            fix="use none, or a model with stem, layers and head (hpc_train.models.model.Model)",
         )
-    extra = {"context_fn": _keeping_products} if recomputation.keep_products else {}
+    extra = {"context_fn": _save_products} if recomputation.keep_products else {}
     for key, layer in list(model.layers.items()):
         if recomputation.applies_to(int(key)):
             model.layers[key] = checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT, **extra)
@@ -211,4 +215,4 @@ def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
     return CheckpointPolicy.MUST_SAVE if operator in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-_keeping_products = partial(create_selective_checkpoint_contexts, _policy)
+_save_products = partial(create_selective_checkpoint_contexts, _policy)

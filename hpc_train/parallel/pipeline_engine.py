@@ -1,12 +1,12 @@
-"""The engine that trains a model in pipeline stages with one of torch's schedules, and evaluates it.
+"""Implements the engine that trains a model in pipeline stages with one of torch's schedules, and evaluates it.
 
-Every rank of a pipeline reads the same batch: the first stage uses the inputs, the last one the targets. The last
-stage's forward computes the loss, so that the hooks of FSDP and DDP see one module from inputs to loss.
+Every rank of a pipeline reads the same batch; the first stage uses the inputs and the last one the targets. The forward
+pass of the last stage computes the loss, so that the hooks of FSDP and DDP see one module from inputs to loss.
 
-Evaluation has a forward pass of its own, because torch's fails for stages placed in a V. Stage s computes micro-batch m
-in tick s + m, so all stages work at once. All messages are in one order, (tick, stage), that holds on all ranks, and
-each rank issues its sends and receives in that order: of the messages that are not complete, both ends of the first
-wait for nothing else. So there is no deadlock, whatever the placement, even where a send waits for its receive.
+Evaluation has its own forward pass, because torch's fails for stages placed in a V. Stage s computes micro-batch m in
+tick s + m, so all stages work at the same time. All ranks send and receive in one global order of messages, (tick,
+stage). Both ends of the first incomplete message wait for nothing else, so no placement can deadlock, even if a send
+blocks until its receive.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.models import batch_norm
 from hpc_train.models.model import Model, named_buffers, named_parameters
 from hpc_train.parallel import gradient_norm
-from hpc_train.parallel.bucket_search import Tell
+from hpc_train.parallel.bucket_search import ReportBuckets
 from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import parallelise
-from hpc_train.parallel.precision import parameter_dtype, travelling_dtype
+from hpc_train.parallel.precision import hidden_dtype, parameter_dtype
 from hpc_train.parallel.reduction import SendOrder
 from hpc_train.parallel.replicas import finish_own_count, make_replicas
 from hpc_train.parallel.schedules import Part, Schedule, check_extension
@@ -39,7 +39,7 @@ from hpc_train.parallel.tensor import check_sequence
 
 @dataclass
 class _Loss:
-    """The loss function of the schedule: scales the sum of losses of a micro-batch and records it."""
+    """Scales the sum of losses of a micro-batch and records it; the schedule calls it."""
 
     scale: float = 1.0
     loss_scale: Tensor | None = None
@@ -55,17 +55,19 @@ class _Loss:
         total, count = output
         self.sums.append(total.detach())
         self.counts.append(count.detach())
-        loss = total.squeeze(0) * self.scale  # in this order: torch detaches the loss in place, which no view allows
+        loss = (
+            total.squeeze(0) * self.scale
+        )  # this order, since torch detaches the loss in place, which views do not allow
         return loss if self.loss_scale is None else loss * self.loss_scale
 
 
 class PipelineEngine:
-    """Trains this rank's stages of a pipeline; an ``Engine`` (see there).
+    """Trains this rank's stages of a pipeline; implements ``Engine``.
 
     Args:
         model: the whole model on ``meta``; it is not changed.
-        layers: of each stage, where they follow from a profile; else as ``strategy.pp_split`` says.
-        tell_buckets: called with what ``strategy.bucket_cap_mb=auto`` finds.
+        layers: the layers of each stage from a profile; None follows ``strategy.pp_split``.
+        report_buckets: called with the choice of ``strategy.bucket_cap_mb=auto``.
 
     Raises:
         UserError: the model cannot be cut into the stages of ``mesh.layout``.
@@ -77,7 +79,7 @@ class PipelineEngine:
         mesh: Mesh,
         model: Model,
         layers: Sequence[range] | None = None,
-        tell_buckets: Tell | None = None,
+        report_buckets: ReportBuckets | None = None,
     ) -> None:
         layout = mesh.layout
         check_extension(layout)
@@ -90,20 +92,20 @@ class PipelineEngine:
         self._parameters = named_parameters(models.values(), model.tied)
         self._own_count = model.own_count
         self._copies = [parameter for part in models.values() for parameter in part.parameters()]
-        turns: SendOrder = []
-        self._replicas = {  # from the last stage, whose gradients are final first under every schedule
+        send_order: SendOrder = []
+        self._replicas = {  # in the order in which gradients are complete: the last stage is first in every schedule
             stage: make_replicas(
                 models[stage],
                 mesh,
                 config.strategy,
                 model.tied,
-                tell_buckets if stage == held[0] else None,
-                turns,
+                report_buckets if stage == held[0] else None,
+                send_order,
                 self._own_count,
             )
             for stage in reversed(held)
         }
-        dtype = travelling_dtype(layout, self._precision)
+        dtype = hidden_dtype(layout, self._precision)
         self._parts = [
             Part(stage, part, replicas.module, self._precision, dtype, replicas.backward_done)
             for stage, part in models.items()
@@ -180,7 +182,7 @@ class PipelineEngine:
         return gradient_norm.clip_(self._parameters, self._mesh, max_norm, loss_scale, self._tied.copies)
 
     def _schedule_for(self, micro_batches: tuple[Batch, ...]) -> Schedule:
-        """The schedule for micro-batches of this number and shape: the same one throughout a run."""
+        """Returns the schedule for this number and shape of micro-batches, which usually stay the same during a run."""
         example = micro_batches[0]
         shape = (len(micro_batches), example.inputs.shape)
         if self._schedule is None or shape != self._schedule_shape:
@@ -198,17 +200,17 @@ class PipelineEngine:
         return StepResult(zero, zero.to(torch.int64))
 
 
-Sums = tuple[Tensor, Tensor, Tensor | None]  # of one micro-batch: losses, targets that count, right predictions
+Sums = tuple[Tensor, Tensor, Tensor | None]  # of one micro-batch: loss, target count, correct predictions
 
 
 def forward_order(stages: Sequence[int], placement: Sequence[int], micro_batches: int) -> list[tuple[str, int, int]]:
     """Returns the actions of a rank in a forward pass, ``("receive" | "compute", stage, micro-batch)``, in order.
 
-    A receive gets the input of ``stage``; a compute sends its output to the rank of the next stage. Both have the
-    position of their message in the order of all ranks: (s + m, s) for the output of stage s for micro-batch m.
+    A receive gets the input of ``stage``; a compute sends its output to the rank of the next stage. The output of stage
+    s for micro-batch m is the message at position (s + m, s) in the order of all ranks.
 
     Args:
-        stages: those of this rank.
+        stages: the stages of this rank.
         placement: the pp rank of every stage.
     """
     events = []
@@ -221,7 +223,7 @@ def forward_order(stages: Sequence[int], placement: Sequence[int], micro_batches
 
 
 class ForwardPass:
-    """Runs micro-batches through the stages of all ranks.
+    """Runs micro-batches forward through the stages of all ranks.
 
     Args:
         parts: the stages of this rank.
@@ -236,9 +238,9 @@ class ForwardPass:
 
     @torch.no_grad()
     def run(self, micro_batches: Sequence[Batch]) -> list[Sums]:
-        """The sums of each micro-batch, where this rank holds the last stage; nothing elsewhere.
+        """Returns the sums of each micro-batch on the rank of the last stage, and an empty list on the others.
 
-        Micro-batches may differ in shape; every rank of the pipeline passes the same.
+        Micro-batches may differ in shape; all ranks of the pipeline pass the same ones.
         """
         last = len(self._placement) - 1
         arriving: dict[tuple[int, int], tuple[Tensor, dist.Work | None]] = {}
@@ -249,7 +251,7 @@ class ForwardPass:
             if action == "receive":
                 arriving[stage, micro] = self._receive(part, batch)
                 continue
-            hidden = batch.inputs if stage == 0 else _arrived(*arriving.pop((stage, micro)))
+            hidden = batch.inputs if stage == 0 else _wait_for(*arriving.pop((stage, micro)))
             if stage == last:
                 results.append(part.forward(hidden, batch.context, batch.targets))
                 continue
@@ -258,7 +260,7 @@ class ForwardPass:
                 arriving[stage + 1, micro] = (output, None)
             else:
                 sending.append((output, self._send(stage, output)))
-            while len(sending) > last:  # bounds the memory; what was sent a whole pipeline ago has long arrived
+            while len(sending) > last:  # limits the memory; these messages have usually arrived
                 sending.popleft()[1].wait()
         for _, work in sending:
             work.wait()
@@ -270,11 +272,11 @@ class ForwardPass:
 
     def _send(self, stage: int, output: Tensor) -> dist.Work:
         work = dist.isend(output, group=self._group, group_dst=self._placement[stage + 1])
-        assert work is not None  # None is for ranks outside of the group
+        assert work is not None  # None is returned outside the group
         return work
 
 
-def _arrived(hidden: Tensor, work: dist.Work | None) -> Tensor:
+def _wait_for(hidden: Tensor, work: dist.Work | None) -> Tensor:
     if work is not None:
         work.wait()
     return hidden

@@ -1,9 +1,9 @@
-"""Number formats of a run.
+"""Defines the dtypes of a run, with the same policy for every strategy.
 
-One policy under every strategy: parameters, gradients and optimizer state are fp32, and ``bf16`` and ``fp16`` run the
-forward under autocast, which casts the inputs of matrix products and keeps norms, softmax and losses in fp32. ZeRO
-(``fsdp.py``) gathers the parameters already in the compute type, which halves what is sent; gradients are reduced in
-fp32 everywhere. ``fp64`` exists for exact comparisons.
+Parameters, gradients and optimizer state are fp32. ``bf16`` and ``fp16`` run the forward pass under autocast, which
+casts the inputs of matrix products and keeps norms, softmax and losses in fp32. ZeRO (``fsdp.py``) gathers the
+parameters in the compute dtype, which halves the traffic; gradients are always reduced in fp32. ``fp64`` is for exact
+comparisons.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def autocast(name: str, device: torch.device) -> AbstractContextManager[object]:
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
-def travelling_dtype(layout: Layout, precision: str) -> torch.dtype:
-    """Returns the type of hidden states between stages: the compute type if the kind casts parameters, else theirs."""
+def hidden_dtype(layout: Layout, precision: str) -> torch.dtype:
+    """Returns the dtype of hidden states between stages, which differs from the parameters' if the kind casts these."""
     casts = layout.dp > 1 and layout.kind.casts_parameters
     return (compute_dtype(precision) if casts else None) or parameter_dtype(precision)

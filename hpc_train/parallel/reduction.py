@@ -1,8 +1,9 @@
-"""The reduction of the kind ``allreduce``: sums gradients over the data axis during the last backward and after it.
+"""Implements the gradient reduction of the kind ``allreduce``, which overlaps with the last backward pass.
 
-A bucket is sent as soon as every backward of the step has added to all of its gradients, while the backward computes
-earlier layers or the pipeline computes other stages of the rank. A schedule that splits the backward does not run
-autograd's hooks; then the buckets of a stage are sent after its last backward, and the rest at the end of the step.
+A bucket is sent as soon as all backward passes of the step have added to its gradients, while the backward pass
+computes earlier layers or the pipeline computes other stages of the rank. A schedule that splits the backward pass does
+not run autograd's hooks; then the buckets of a stage are sent after its last backward pass, and the remaining buckets
+at the end of the step.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from hpc_train.config.schema import StrategyConfig
 from hpc_train.parallel.compression.exchange import Dense, Exchange
 
 SendOrder = list["GradientReduction"]
-DEFAULT_CAP_MB = 25.0  # size of DDP's buckets; the search for the fastest size starts with it
-IN_FLIGHT = 4  # buckets: enough to keep the network busy, and a bound on the memory for flat copies
+DEFAULT_CAP_MB = 25.0  # size of DDP's default size, with which bucket_cap_mb=auto starts
+IN_FLIGHT = 4  # buckets that are sent at once; they keep the network busy, and their copies need memory
 
 
 def first_cap(strategy: StrategyConfig) -> float:
@@ -34,13 +35,13 @@ class GradientReduction:
     """Sums gradients over the ranks of ``group``, in buckets of at most ``bucket_cap_mb`` MiB.
 
     Args:
-        parameters: the same on all ranks of ``group`` and in the same order; of a DTensor the local shard is summed.
-        turns: the reductions of this rank that share ``group``, in the order in which they send, which is the same on
-            all ranks; this one comes last. With them buckets are sent as soon as their gradients are final, without
-            them by ``reduce``, which is then called in the same order.
+        parameters: the parameters in the same order on all ranks of ``group``; of a DTensor the local shard is summed.
+        send_order: the reductions of this rank that share ``group``, in the order of sending, which is the same on all
+            ranks; this one is appended. Buckets are then sent as soon as their gradients are final. Without it
+            ``reduce`` sends them, in the same order on all ranks.
 
     Attributes:
-        sent: buckets of this step that are on their way or done.
+        sent: the number of buckets of this step that have been sent.
     """
 
     def __init__(
@@ -48,71 +49,75 @@ class GradientReduction:
         parameters: Iterable[nn.Parameter],
         group: dist.ProcessGroup,
         bucket_cap_mb: float,
-        turns: SendOrder | None = None,
+        send_order: SendOrder | None = None,
     ) -> None:
-        self._parameters, self._turns = list(parameters), turns
+        self._parameters, self._send_order = list(parameters), send_order
         self._dense = Dense(group)
         self._exchange: Exchange = self._dense
         self._pending: deque[tuple[dist.Work, Iterator[dist.Work]]] = deque()
         self._hooks: list[RemovableHandle] = []
         self.rebucket(bucket_cap_mb)
-        if turns is not None:
-            turns.append(self)
+        if send_order is not None:
+            send_order.append(self)
 
     def rebucket(self, cap_mb: float) -> None:
         """Changes the size of the buckets. Call it between two steps."""
         self._buckets = _plan(self._parameters, int(cap_mb * 2**20))
-        self._to_come: list[dict[nn.Parameter, int]] = [{} for _ in self._buckets]  # backwards that have not added yet
-        self._backwards = 0  # that are not through
+        self._missing: list[dict[nn.Parameter, int]] = [
+            {} for _ in self._buckets
+        ]  # parameter -> backward passes that have not added yet
+        self._backwards = 0  # backward passes of the step that have not finished
         self.sent = 0
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._added, index))
             for index, bucket in enumerate(self._buckets)
-            for parameter in (bucket if self._turns is not None else ())
+            for parameter in (bucket if self._send_order is not None else ())
         ]
 
     def begin(self, backwards: int, exchange: Exchange | None = None) -> None:
-        """Prepares a step of ``backwards`` backwards that sums its buckets by ``exchange``, or densely without one."""
+        """Prepares a step of ``backwards`` backward passes that sums its buckets by ``exchange``, or densely without
+        one."""
         self.sent = 0
         self._exchange = exchange or self._dense
         self._backwards = backwards
-        self._to_come = [dict.fromkeys(bucket, backwards) for bucket in self._buckets]
+        self._missing = [dict.fromkeys(bucket, backwards) for bucket in self._buckets]
 
     def backward_done(self) -> None:
-        """Counts a backward that has added all its gradients; after the last one of the step all buckets are sent."""
+        """Counts a backward pass that has added all its gradients; after the last one of the step all buckets are
+        sent."""
         self._backwards -= 1
         if self._backwards == 0:
-            for to_come in self._to_come:
-                to_come.clear()
-            self._take_turns()
+            for missing in self._missing:
+                missing.clear()
+            self._send_final()
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Collective. Afterwards every ``.grad`` holds the sum; one that was None somewhere counts as zero there."""
+        """Completes the sums in every ``.grad``; a gradient that is None on a rank counts as zero. Collective."""
         while not self._all_sent:
             self._send_next()
         while self._pending:
             _finish(*self._pending.popleft())
 
     def _added(self, index: int, parameter: nn.Parameter) -> None:
-        to_come = self._to_come[index]
-        if parameter not in to_come:
-            raise RuntimeError("a gradient was added to after all backwards of the step")
-        to_come[parameter] -= 1
-        if to_come[parameter] == 0:
-            del to_come[parameter]
-            self._take_turns()
+        missing = self._missing[index]
+        if parameter not in missing:
+            raise RuntimeError("a gradient changed after all backward passes of the step")
+        missing[parameter] -= 1
+        if missing[parameter] == 0:
+            del missing[parameter]
+            self._send_final()
 
     @property
     def _all_sent(self) -> bool:
         return self.sent == len(self._buckets)
 
-    def _take_turns(self) -> None:
-        """Sends what is final, as far as nothing that comes before it is missing: in the same order on all ranks."""
-        for reduction in self._turns or ():
-            while not reduction._all_sent and not reduction._to_come[reduction.sent]:
+    def _send_final(self) -> None:
+        """Sends the final buckets up to the first that is not final, so that the order is the same on all ranks."""
+        for reduction in self._send_order or ():
+            while not reduction._all_sent and not reduction._missing[reduction.sent]:
                 reduction._send_next()
             if not reduction._all_sent:
                 break
@@ -129,7 +134,7 @@ class GradientReduction:
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's share of the gradient, to be changed in place; made of zeros where there is none."""
+    """Returns this rank's part of the gradient, for changes in place; creates zeros if there is none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     gradient = parameter.grad
@@ -137,7 +142,7 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def sum_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Sums gradients that tensor-parallel ranks hold in parts (of norms over sequence shards), in place of them."""
+    """Replaces partial gradients of tensor-parallel ranks (of norms over sequence shards) by their sums."""
     for parameter in parameters:
         gradient = parameter.grad
         if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
@@ -147,7 +152,7 @@ def sum_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _plan(parameters: list[nn.Parameter], capacity: int) -> list[list[nn.Parameter]]:
-    """Buckets of one dtype, from the last parameter to the first."""
+    """Returns buckets of one dtype each, from the last parameter to the first."""
     buckets: list[list[nn.Parameter]] = []
     open_buckets: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
     for parameter in reversed(parameters):

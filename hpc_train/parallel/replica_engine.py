@@ -1,4 +1,4 @@
-"""The engine of a model that is not cut into pipeline stages: each rank runs all layers, with any kind of replicas."""
+"""Implements the engine of a model without pipeline stages: each rank runs all layers, with any data-parallel kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpc_train.models import batch_norm
 from hpc_train.models.model import Model, named_buffers, named_parameters
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel import gradient_norm
-from hpc_train.parallel.bucket_search import Tell
+from hpc_train.parallel.bucket_search import ReportBuckets
 from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.engine import StepNumbers, StepResult, reduce_result
 from hpc_train.parallel.mesh import Mesh
@@ -24,15 +24,15 @@ from hpc_train.parallel.tensor import check_sequence
 
 
 class ReplicaEngine:
-    """An ``Engine`` (see there) of one whole model per data-parallel rank.
+    """Trains one whole model per data-parallel rank; implements ``Engine``.
 
     Args:
-        model: on ``meta``, or with values (then those of dp rank 0 count).
-        tell_buckets: called with what ``strategy.bucket_cap_mb=auto`` finds.
+        model: a model on ``meta``, or one with values, of which those of dp rank 0 are used.
+        report_buckets: called with the choice of ``strategy.bucket_cap_mb=auto``.
     """
 
     def __init__(
-        self, config: Config, mesh: Mesh, model: Model | WrappedModel, tell_buckets: Tell | None = None
+        self, config: Config, mesh: Mesh, model: Model | WrappedModel, report_buckets: ReportBuckets | None = None
     ) -> None:
         self._mesh = mesh
         self._precision = config.precision.name
@@ -40,7 +40,7 @@ class ReplicaEngine:
         self._model = parallelise(config, mesh, model)
         tied = getattr(self._model, "tied", {})
         self._replicas = make_replicas(
-            self._model, mesh, config.strategy, tied, tell_buckets, own_count=self._own_count
+            self._model, mesh, config.strategy, tied, report_buckets, own_count=self._own_count
         )
         self._parameters = named_parameters([self._model], tied)
         self._statistics = batch_norm.running_statistics(self._model)
@@ -90,7 +90,7 @@ class ReplicaEngine:
         """See ``Engine.eval_step``."""
         was_training = self._model.training
         self._model.eval()
-        # ZeRO's whole parameters are gathered by hooks of the bare model; DDP's wrapper has nothing to do here.
+        # hooks of the bare model gather ZeRO's parameters, and DDP's wrapper is not needed
         with torch.no_grad():
             columns = list(zip(*(self._forward(self._model, micro) for micro in batch.micro_batches), strict=True))
         self._replicas.evaluated()

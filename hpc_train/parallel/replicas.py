@@ -1,8 +1,8 @@
-"""The classes that synchronise the gradients of data-parallel ranks, one per data-parallel kind, behind one interface.
+"""Synchronises the gradients of data-parallel ranks, with one class per data-parallel kind and a common interface.
 
-The backward divides by the number of targets in the data, which is known before the step. A loss that returns a count
-of its own (samples, weights, elements) knows it only after the last forward, so ``finish_own_count`` multiplies the
-gradients by the ratio of the two once: one all-reduce of a scalar and one pass over the gradients.
+The backward pass divides by the number of targets in the data, which is known before the step. The count of a user's
+own loss (samples, weights, elements) is only known after the last forward pass, so ``finish_own_count`` multiplies the
+gradients by the ratio of the two counts, with one all-reduce of a scalar.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import gc
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,50 +24,17 @@ from hpc_train.config.schema import StrategyConfig
 from hpc_train.errors import UserError
 from hpc_train.models.model import canonical_name
 from hpc_train.parallel import fsdp
-from hpc_train.parallel.bucket_search import SearchedReplicas, Tell
+from hpc_train.parallel.bucket_search import ReportBuckets, SearchedReplicas
 from hpc_train.parallel.compression.build import Compression
+from hpc_train.parallel.engine import Replicas
 from hpc_train.parallel.gradient_norm import multiply_
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.reduction import GradientReduction, SendOrder, first_cap, sum_partial_gradients
 from hpc_train.plan.layout import Layout
 
 
-class Replicas(Protocol):
-    """The interface through which an engine synchronises gradients.
-
-    Attributes:
-        module: what a training forward is called on.
-        loss_factor: what the loss is multiplied by, so that gradients come out as the sum over the dp ranks.
-        compression: of the gradients, if any.
-    """
-
-    @property
-    def module(self) -> nn.Module: ...
-
-    @property
-    def loss_factor(self) -> int: ...
-
-    @property
-    def compression(self) -> Compression | None: ...
-
-    def begin(self, step: int, backwards: int) -> None:
-        """Called before a step with so many backwards."""
-
-    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """The context of the forward and backward of one micro-batch."""
-
-    def backward_done(self) -> None:
-        """Called when a backward of a pipeline stage has added all its gradients."""
-
-    def finish(self) -> None:
-        """Called after the last backward; afterwards the gradients are those of the global batch."""
-
-    def evaluated(self) -> None:
-        """Called after forwards without a backward."""
-
-
 class LocalReplicas:
-    """Gradients that nothing sums over the data axis here: of a single rank, or under ``train.reproducible``."""
+    """Leaves gradients local, for a single rank and for ``train.reproducible``, which sums them itself."""
 
     loss_factor = 1
     compression: Compression | None = None
@@ -93,7 +60,7 @@ class LocalReplicas:
 
 
 class AllReduceReplicas(LocalReplicas):
-    """The kind ``allreduce``: buckets of gradients are summed during the last backward, compressed or not."""
+    """Implements the kind ``allreduce``, which sums buckets of gradients during the last backward pass."""
 
     def __init__(
         self,
@@ -102,14 +69,14 @@ class AllReduceReplicas(LocalReplicas):
         strategy: StrategyConfig,
         *,
         tied: Mapping[str, str],
-        turns: SendOrder,
+        send_order: SendOrder,
         own_count: bool,
     ) -> None:
         super().__init__(module, mesh, strategy)
         named = {canonical_name(raw): p for raw, p in module.named_parameters() if p.requires_grad}
         group, compresses = mesh.group("dp"), strategy.compression != "none"
-        waits = compresses and own_count  # for the division, which comes before the compression
-        self.reduction = GradientReduction(named.values(), group, first_cap(strategy), None if waits else turns)
+        waits = compresses and own_count  # the division by the count precedes the compression
+        self.reduction = GradientReduction(named.values(), group, first_cap(strategy), None if waits else send_order)
         if compresses:
             self.compression = Compression(strategy, named, group, tied, cut=mesh.layout.pp > 1)
 
@@ -128,7 +95,7 @@ class AllReduceReplicas(LocalReplicas):
 
 
 class DDPReplicas:
-    """The kind ``ddp``: DistributedDataParallel all-reduces buckets of gradients during the last backward."""
+    """Implements the kind ``ddp`` with DistributedDataParallel."""
 
     compression: Compression | None = None
 
@@ -140,8 +107,8 @@ class DDPReplicas:
     def _wrap(self, cap_mb: float) -> None:
         self._wrapped = replicate(self._bare, self._mesh, self._strategy, cap_mb)
         self.module: nn.Module = self._wrapped
-        # A static graph is learnt in the first backward, which fails inside no_sync (an assertion of torch's reducer).
-        # Reducing after every micro-batch of the first step gives the same sums.
+        # DDP records a static graph in the first backward pass, which fails inside no_sync (an assertion of torch's
+        # reducer). Reducing after every micro-batch of the first step gives the same sums.
         self._sync_always = self._strategy.static_graph
 
     def rebucket(self, cap_mb: float) -> None:
@@ -167,7 +134,7 @@ class DDPReplicas:
 
 
 class Sharded:
-    """The kinds ``zero1``, ``zero2`` and ``zero3``; ``module`` was sharded before it got its values."""
+    """Implements the kinds ``zero1``, ``zero2`` and ``zero3`` for a ``module`` that is sharded already."""
 
     compression: Compression | None = None
 
@@ -198,31 +165,32 @@ def make_replicas(
     mesh: Mesh,
     strategy: StrategyConfig,
     tied: Mapping[str, str],
-    tell: Tell | None = None,
-    turns: SendOrder | None = None,
+    report_buckets: ReportBuckets | None = None,
+    send_order: SendOrder | None = None,
     own_count: bool = False,
 ) -> Replicas:
-    """Builds the replicas of ``module``, which holds its values and is sharded if its kind shards.
+    """Builds the replicas of ``module``, which has its values and is sharded if its kind shards.
 
     Args:
         tied: alias -> canonical name.
-        tell: of the size of buckets that was found.
-        turns: of the other stages of this rank, whose gradients are final before this one's.
-        own_count: of the model; gradients that are compressed are then not sent before ``finish``.
+        report_buckets: called with the bucket size that the search chooses.
+        send_order: the reductions of this rank's other stages, whose gradients are final earlier.
+        own_count: whether the loss has its own count; compressed gradients are then sent by ``finish``.
     """
-    layout, turns = mesh.layout, [] if turns is None else turns
+    layout = mesh.layout
     kind = layout.kind
     served = replica_class(layout) if layout.dp > 1 else LocalReplicas
-    replicas: Any = served(module, mesh, strategy, tied=tied, turns=turns, own_count=own_count)
+    order = [] if send_order is None else send_order
+    replicas: Any = served(module, mesh, strategy, tied=tied, send_order=order, own_count=own_count)
     searches = strategy.bucket_cap_mb == "auto" and layout.dp > 1 and kind.bucket_search != "never"
-    return SearchedReplicas(replicas, mesh, tell) if searches else replicas
+    return SearchedReplicas(replicas, mesh, report_buckets) if searches else replicas
 
 
 def replica_class(layout: Layout) -> Any:
-    """The class that the row of ``layout``'s data-parallel kind names.
+    """Imports the class that the data-parallel kind of ``layout`` names.
 
     Raises:
-        UserError: it cannot be imported, or lacks a method that the row's facts ask for.
+        UserError: the class cannot be imported, or lacks a method that the kind requires.
     """
     kind, where = layout.kind, f"strategy.data_parallel={layout.data_parallel}"
     found = import_attribute(kind.replicas, where)
@@ -232,7 +200,7 @@ def replica_class(layout: Layout) -> Any:
         raise UserError(
             f"{kind.replicas} has no method {' and no method '.join(missing)}",
             where=where,
-            fix="the methods of hpc_train.parallel.replicas.Replicas, and rebucket where the row names a bucket search",
+            fix="implement the methods of hpc_train.parallel.replicas.Replicas, and rebucket for a bucket search",
         )
     return found
 
@@ -240,16 +208,16 @@ def replica_class(layout: Layout) -> Any:
 _METHODS = ("begin", "micro_batch", "backward_done", "finish", "evaluated")
 
 
-# The name changed in torch 2.13.
+# torch 2.13 renamed this argument
 _RENAMED = "forward_sync_buffers" in signature(DistributedDataParallel.__init__).parameters
 _KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
 
 def replicate(model: nn.Module, mesh: Mesh, strategy: StrategyConfig, bucket_cap_mb: float) -> DistributedDataParallel:
-    """Wraps ``model``, which holds its values already, for the dp ranks.
+    """Wraps ``model``, which has its values already, in DDP for the dp ranks.
 
-    The gradients come out averaged over the dp ranks: scale the loss by their number where a sum is wanted. Buffers
-    are not broadcast: nothing in a forward may depend on another rank's (batch statistics: ``models/batch_norm.py``).
+    The gradients are averaged over the dp ranks, so scale the loss by their number for a sum. Buffers are not
+    broadcast, since no forward pass depends on those of another rank; ``models/batch_norm.py`` averages statistics.
     """
     return DistributedDataParallel(
         model,
@@ -263,10 +231,10 @@ def replicate(model: nn.Module, mesh: Mesh, strategy: StrategyConfig, bucket_cap
 
 @contextmanager
 def accumulating(model: DistributedDataParallel, last: bool) -> Iterator[None]:
-    """The context of forward and backward of a micro-batch: gradients are reduced in the ``last`` one only.
+    """Runs forward and backward pass of a micro-batch; gradients are reduced only in the ``last`` one.
 
     Raises:
-        UserError: a parameter was not used in the step before.
+        UserError: a parameter was not used in the previous step.
     """
     try:
         with nullcontext() if last else model.no_sync():
@@ -275,9 +243,9 @@ def accumulating(model: DistributedDataParallel, last: bool) -> Iterator[None]:
         if "Expected to have finished reduction" not in str(error):
             raise
         raise UserError(
-            "the model has parameters that its forward does not use: DDP waits for their gradients",
+            "the forward pass of the model does not use some parameters, and DDP waits for their gradients",
             where="strategy.static_graph",
-            fix="strategy.static_graph=true if every step leaves out the same ones, else "
+            fix="strategy.static_graph=true if every step omits the same parameters, else "
             "strategy.data_parallel=allreduce",
         ) from error
 
@@ -287,13 +255,13 @@ def finish_own_count(
 ) -> None:
     """Finishes all ``replicas`` of this rank, and divides the gradients by the count of the loss. Collective.
 
-    Compression carries what it leaves out to the next step, so there the division comes before the reduction, which
-    has not begun. Elsewhere it comes after it: a part of the gradients was reduced during the backward.
+    Compression adds its error to the next step, so it needs divided gradients, and its reduction starts here. Otherwise
+    the division follows the reduction, since a part of the gradients was reduced during the backward pass.
 
     Args:
-        parameters: all of this rank, every copy of a tied one.
-        own_count: what the loss counted on this rank.
-        target_count: of the data of the global batch, by which the gradients are divided already.
+        parameters: all parameters of this rank, including all copies of tied ones.
+        own_count: the count of the loss on this rank.
+        target_count: the number of targets of the global batch, by which the gradients were divided.
     """
     replicas = list(replicas)
     compresses = any(each.compression is not None for each in replicas)
@@ -307,10 +275,9 @@ def finish_own_count(
 
 @torch.no_grad()
 def divide_by_count_(parameters: Iterable[nn.Parameter], mesh: Mesh, own_count: Tensor, target_count: int) -> None:
-    """Divides gradients by ``own_count`` of all ranks in place of ``target_count``. Collective.
+    """Divides gradients by the sum of ``own_count`` over all ranks instead of ``target_count``. Collective.
 
-    Tensor-parallel ranks computed the same count, and only the first one's counts. Where it is zero, the sum of losses
-    is left as it is.
+    Tensor-parallel ranks have the same count, so only that of the first is added. A sum of zero divides by 1.
     """
     count = own_count.to(mesh.device, torch.float64) * (mesh.tp_rank == 0)
     if mesh.layout.world_size > 1:

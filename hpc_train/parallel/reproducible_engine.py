@@ -1,21 +1,16 @@
-"""The engine of ``train.reproducible=any_world_size``: weights that are the same bits on any number of ranks.
+"""Implements ``train.reproducible=any_world_size``: the bits of the weights are the same on any number of ranks.
 
-Replicas that compute logical micro-batches: their number and size do not depend on how many ranks share them, each
-draws its random numbers from (seed, step, micro-batch), and their gradients are summed over a fixed tree
-(``tree_reduction.py``), the sum of losses with them. Every rank then holds the whole gradient, so norm, clipping and
-update are those of one process. The bits still depend on what computes: processor, torch, threads per rank.
+The ranks compute logical micro-batches, whose number and size do not depend on the number of ranks. Each micro-batch
+draws its random numbers from (seed, step, micro-batch). Floating-point addition is not associative, and the order of an
+ordinary all-reduce depends on the number of ranks, so gradients and losses are summed over a fixed binary tree whose
+leaves are the logical micro-batches. Every rank then holds the whole gradient; norm, clipping and update are those of
+one process. The bits still depend on the processor, the version of torch and the number of threads.
 
-It costs a copy of the gradients per level of the tree that a rank sums, small micro-batches, and a reduction that
-waits for the backward.
-
-Sums over a fixed binary tree: the same bits however many ranks share the leaves.
-
-Floating-point addition is not associative, and an ordinary all-reduce adds in an order that depends on the number of
-ranks. Here the leaves are the logical micro-batches of a step and who is added to whom is fixed. Each rank sums the
-largest sub-trees whose leaves it holds; an all-to-all brings to every rank its share of the elements of all of them,
-it adds these up to the root, and an all-gather spreads the result. Where the ranks hold one sub-tree each (a power of
-two of both), a rank sends what a ring all-reduce sends, 2 (N - 1) / N times the bytes; up to 2 log2(V) times as much
-in the first half where it holds several. Nothing overlaps with the backward.
+Each rank sums the largest sub-trees whose leaves it computes. An all-to-all sends each rank its share of the elements
+of all sub-trees, the rank adds these up to the root, and an all-gather distributes the result. If each rank holds one
+sub-tree (both numbers are powers of two), a rank sends 2 (N - 1) / N times the bytes, like a ring all-reduce. With
+several sub-trees per rank, the first half takes up to 2 log2(V) times as much. Nothing overlaps with the backward pass,
+and each level of the tree that a rank sums needs a copy of the gradients.
 """
 
 from __future__ import annotations
@@ -40,18 +35,18 @@ from hpc_train.parallel.replicas import divide_by_count_
 
 
 class ReproducibleEngine(ReplicaEngine):
-    """An ``Engine`` (see there) with the same bits on any number of ranks.
+    """Trains with the same bits on any number of ranks; implements ``Engine``.
 
     Raises:
-        UserError: the samples of a batch influence each other in this model.
+        UserError: the model has batch statistics, so its samples influence each other.
     """
 
     def __init__(self, config: Config, mesh: Mesh, model: Model | WrappedModel) -> None:
         if batch_norm.has_batch_statistics(model):
             raise UserError(
-                "batch statistics depend on how many ranks share the batch, so the bits of the weights would too",
+                "batch statistics depend on the number of ranks, so the bits of the weights would depend on it too",
                 where="train.reproducible, model",
-                fix="train.reproducible=null, or a model without BatchNorm",
+                fix="train.reproducible=null, or use a model without BatchNorm",
             )
         super().__init__(config, mesh, model)
         self._seed = config.train.seed
@@ -59,7 +54,7 @@ class ReproducibleEngine(ReplicaEngine):
         self._reduction = TreeReduction(mesh)
 
     def train_step(self, step: int, batch: StepBatch, loss_scale: Tensor | None = None) -> StepResult:
-        """See ``Engine.train_step``. The result is whole on the first rank; the others hold zeros."""
+        """See ``Engine.train_step``. The first rank returns the whole result, the others zeros."""
         scale = 1.0 / max(1, batch.target_count)
 
         def leaf(node: range) -> Tensor | None:
@@ -81,7 +76,8 @@ class ReproducibleEngine(ReplicaEngine):
         return StepResult(loss_sum.view(()) * first, count)
 
     def _gradient(self, micro: Batch, scale: float, loss_scale: Tensor | None) -> Tensor:
-        """The gradient of one micro-batch and its sum of losses, flat; and its count, where the loss has its own."""
+        """Returns one flat tensor: the gradient of a micro-batch, its sum of losses, and the loss's own count if
+        any."""
         for parameter in self._parameters.values():
             parameter.grad = None
         loss_sum, count, *_ = self._forward(self._model, micro)
@@ -101,13 +97,13 @@ _all_to_all = dist.all_to_all_single
 
 
 def halves(node: range) -> tuple[range, range]:
-    """The two children of a node, which is the range of its leaves."""
+    """Returns the two children of a node, which is the range of its leaves."""
     middle = node.start + (len(node) + 1) // 2
     return range(node.start, middle), range(middle, node.stop)
 
 
 def cover(node: range, held: range) -> list[range]:
-    """The largest nodes at and below ``node`` whose leaves are all in ``held``, from left to right."""
+    """Returns the largest nodes in the sub-tree of ``node`` whose leaves are all in ``held``, from left to right."""
     if node.stop <= held.start or held.stop <= node.start:
         return []
     if held.start <= node.start and node.stop <= held.stop:
@@ -117,7 +113,7 @@ def cover(node: range, held: range) -> list[range]:
 
 
 def tree_sum(node: range, known: Callable[[range], Tensor | None]) -> Tensor:
-    """The sum over the leaves of ``node``, from the sums that are ``known``, which it may overwrite."""
+    """Returns the sum over the leaves of ``node`` from the ``known`` sums, which it may overwrite."""
     found = known(node)
     if found is not None:
         return found
@@ -129,30 +125,30 @@ class TreeReduction:
     """Sums vectors over the logical micro-batches of all dp ranks of ``mesh``.
 
     Attributes:
-        nodes: the sub-trees that this rank sums before it calls ``reduce``.
+        nodes: the sub-trees that this rank sums before ``reduce``.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         layout = mesh.layout
         self._root = range(layout.logical_micro_batches)
-        self._of_ranks = [cover(self._root, layout.logical_of(rank)) for rank in range(layout.dp)]
+        self._rank_nodes = [cover(self._root, layout.logical_of(rank)) for rank in range(layout.dp)]
         self._group = mesh.group("dp")
-        self.nodes = self._of_ranks[mesh.dp_rank]
+        self.nodes = self._rank_nodes[mesh.dp_rank]
 
     def reduce(self, sums: list[Tensor]) -> Tensor:
-        """Collective.
+        """Sums over all leaves. Collective.
 
         Args:
-            sums: ``[size]`` for each of ``nodes``.
+            sums: a tensor ``[size]`` for each of ``nodes``.
 
         Returns:
-            ``[size]``: the sum over all leaves, the same bits on every rank and for every number of ranks.
+            The sum ``[size]``, with the same bits on every rank and for every number of ranks.
         """
-        ranks, size = len(self._of_ranks), sums[0].numel()
+        ranks, size = len(self._rank_nodes), sums[0].numel()
         if ranks == 1:
             return sums[0]
         share = math.ceil(size / ranks)
-        sent = sums[0].new_zeros(ranks, len(sums), share)  # to each rank its share of each sum
+        sent = sums[0].new_zeros(ranks, len(sums), share)  # each rank's share of each sum
         for index, own in enumerate(sums):
             padded = torch.nn.functional.pad(own, (0, ranks * share - size))
             sent[:, index] = padded.view(ranks, share)
@@ -162,9 +158,9 @@ class TreeReduction:
         return whole[:size]
 
     def _exchange(self, sent: Tensor) -> dict[range, Tensor]:
-        """This rank's share of the sum of every node, from all ranks."""
+        """Returns this rank's share of the sum of every node, received from all ranks."""
         ranks, own, share = sent.shape
-        counts = [len(nodes) for nodes in self._of_ranks]
+        counts = [len(nodes) for nodes in self._rank_nodes]
         received = sent.new_empty(sum(counts), share)
         _all_to_all(received, sent.view(ranks * own, share), counts, [own] * ranks, group=self._group)
-        return dict(zip((node for nodes in self._of_ranks for node in nodes), received, strict=True))
+        return dict(zip((node for nodes in self._rank_nodes for node in nodes), received, strict=True))

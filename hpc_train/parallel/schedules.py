@@ -1,6 +1,6 @@
-"""torch's pipeline schedules, over stages that know the shapes of their messages before the first micro-batch.
+"""Runs torch's pipeline schedules with stages that know the shapes of their messages before the first micro-batch.
 
-Without these shapes torch runs an extra forward and backward pass, which changes running statistics.
+Without these shapes torch would run an extra forward and backward pass, which changes running statistics.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Loss = Callable[[tuple[Tensor, Tensor], Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Part:
-    """One pipeline stage as this rank holds it.
+    """Holds one pipeline stage of this rank.
 
     Attributes:
-        model: the cut model, perhaps sharded by FSDP.
-        module: what the schedule calls: ``model``, or DDP around it.
-        precision: of the config.
-        dtype: of the hidden states that travel between stages.
-        backward_done: called when a micro-batch has added to the gradients of all weights.
+        model: the model cut to the stage, which FSDP may have sharded.
+        module: the module that the schedule calls: ``model`` or its DDP wrapper.
+        precision: the precision of the config.
+        dtype: the dtype of hidden states between stages.
+        backward_done: called when a micro-batch has added to the gradients of all parameters.
     """
 
     stage: int
@@ -47,22 +47,22 @@ class Part:
     backward_done: Callable[[], None]
 
     def hidden_shape(self, inputs: Tensor) -> tuple[int, ...]:
-        """Shape of the hidden states that travel between stages for a micro-batch of ``inputs``."""
+        """Returns the shape of the hidden states between stages for a micro-batch of ``inputs``."""
         micro, tokens, *rest = self.model.hidden_shape(inputs)
         return (micro, tokens // self.model.sequence_shards, *rest)
 
     def forward(self, hidden: Tensor, context: Mapping[str, Tensor], targets: Tensor | None = None) -> Any:
-        """Calls ``model`` under autocast and without DDP, for a pass without a backward."""
+        """Calls ``model`` under autocast and without DDP, for evaluation."""
         with autocast(self.precision, hidden.device):
-            return self.leave(self.model(hidden, context=context, targets=targets))
+            return self.cast_output(self.model(hidden, context=context, targets=targets))
 
-    def leave(self, output: Any) -> Any:
+    def cast_output(self, output: Any) -> Any:
         """Casts hidden states to the type that the next stage expects, and returns sums unchanged."""
         return output.to(self.dtype).contiguous() if isinstance(output, Tensor) else output
 
 
 class _Stage(PipelineStage):
-    """A stage that computes under autocast and sends what it announced."""
+    """A stage that computes under autocast and casts its output to the announced dtype."""
 
     def __init__(self, part: Part, stages: int, example: Batch, group: dist.ProcessGroup) -> None:
         inputs = torch.empty_like(example.inputs, device="meta")
@@ -82,15 +82,15 @@ class _Stage(PipelineStage):
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         with autocast(self._part.precision, self.device):
             output = super().forward_maybe_with_nosync(*args, **kwargs)
-        if self.is_last:  # of one element each, so that torch can concatenate them over micro-batches
+        if self.is_last:  # torch concatenates these over micro-batches, which scalars do not allow
             return tuple(value.reshape(1) for value in output)
-        return self._part.leave(output)
+        return self._part.cast_output(output)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        if full_backward:  # else the gradients of weights are taken by themselves
+        if full_backward:  # otherwise the gradients of weights are computed separately
             self._part.backward_done()
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
@@ -104,12 +104,12 @@ def _sums_on_meta() -> tuple[Tensor, Tensor]:
 
 
 class Schedule:
-    """One of torch's schedules for a fixed number of equally shaped micro-batches.
+    """Runs one of torch's schedules for a fixed number of equally shaped micro-batches.
 
     Args:
         parts: the stages of this rank.
-        example: a micro-batch of the shape of all.
-        loss: from what the last stage returns for a micro-batch to the scalar whose gradient is taken.
+        example: a micro-batch with the shape of all of them.
+        loss: maps the last stage's output for a micro-batch to the scalar that is differentiated.
     """
 
     def __init__(
@@ -123,20 +123,20 @@ class Schedule:
     ) -> None:
         built = [_Stage(part, layout.stages, example, group) for part in parts]
         kind = schedule_class(layout)
-        # The gradients are of the mean over the global batch already: nothing is left to be scaled by micro-batches.
+        # the gradients are those of the mean over the global batch, so they must not be scaled again
         held = built[0] if issubclass(kind, PipelineScheduleSingle) else built
         self._schedule = kind(held, micro_batches, loss_fn=loss, scale_grads=False)
         self._is_first = parts[0].stage == 0
-        # Without it torch keeps and concatenates what the last stage returned; not every release since 2.9 has it.
+        # without this argument, which some releases lack, torch concatenates the outputs of the last stage
         known = inspect.signature(self._schedule.step).parameters
         self._quiet = {"return_outputs": False} if "return_outputs" in known else {}
 
     def step(self, micro_batches: Sequence[Batch]) -> None:
-        """Forward and backward over all micro-batches; gradients add up in ``.grad``."""
+        """Runs forward and backward pass over all micro-batches; gradients accumulate in ``.grad``."""
         inputs = (_join([batch.inputs for batch in micro_batches]),) if self._is_first else ()
         context = _join_context([batch.context for batch in micro_batches])
         targets = _join([batch.targets for batch in micro_batches])
-        # Every stage gets the targets, and only the head looks at them: torch cannot split keywords without a tensor.
+        # torch cannot split keywords without a tensor, so every stage gets the targets; only the head uses them
         self._schedule.step(*inputs, target=targets, context=context, targets=targets, **self._quiet)
 
 
@@ -149,19 +149,19 @@ def _join_context(contexts: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def schedule_class(layout: Layout) -> Any:
-    """The class of torch's that the row of ``layout``'s schedule names.
+    """Imports torch's class for the schedule of ``layout``.
 
     Raises:
-        UserError: it cannot be imported, or is no schedule of torch's.
+        UserError: the class cannot be imported or is not a schedule of torch.
     """
     path, where = layout.pipeline.torch_class, f"strategy.schedule={layout.schedule}"
     found = import_attribute(path, where)
     if isinstance(found, type) and issubclass(found, PipelineScheduleSingle | PipelineScheduleMulti):
         return found
     raise UserError(
-        f"{path} is no pipeline schedule of torch's",
+        f"{path} is not a pipeline schedule of torch",
         where=where,
-        fix="a subclass of PipelineScheduleSingle or PipelineScheduleMulti in torch_class",
+        fix="set torch_class to a subclass of PipelineScheduleSingle or PipelineScheduleMulti",
     )
 
 
@@ -205,9 +205,9 @@ def _planned_stage(stage: int, layout: Layout) -> Any:
 
 
 def count_in_flight(actions: Sequence[Action], stages: Sequence[int]) -> set[tuple[int, ...]]:
-    """Micro-batches that each of a rank's ``stages`` keeps activations of, at the moments when it keeps most in all.
+    """Returns the micro-batches in flight on each of a rank's ``stages``, for all moments with the largest sum.
 
-    A forward keeps them until the gradients of the weights are taken.
+    A micro-batch is in flight from its forward pass until the gradients of the weights are computed.
     """
     kept, counts = dict.fromkeys(stages, 0), set()
     for action, stage in actions:
@@ -218,10 +218,10 @@ def count_in_flight(actions: Sequence[Action], stages: Sequence[int]) -> set[tup
 
 
 def check_extension(layout: Layout) -> None:
-    """Compares the row of a schedule from a user's package with what torch's schedule does.
+    """Compares the description of a schedule from a user's package with the actions of torch's schedule.
 
     Raises:
-        UserError: torch does not accept the stages, or a fact of the row is wrong.
+        UserError: torch does not accept the stages, or the description is wrong.
     """
     if not is_import_path(layout.schedule):
         return
@@ -233,7 +233,7 @@ def check_extension(layout: Layout) -> None:
             f"{row.torch_class} does not accept {layout.stages_per_rank} stages on each of {layout.pp} ranks with "
             f"{layout.micro_batches} micro-batches: {error}",
             where=where,
-            fix="stages_per_rank, placement and micro_batches of the row as torch's schedule needs them",
+            fix="correct stages_per_rank, placement or micro_batches in the description of the schedule",
         ) from error
     for rank, actions in enumerate(ranks):
         _check_rank(layout, rank, actions, where)
@@ -250,9 +250,9 @@ def _check_rank(layout: Layout, rank: int, actions: Sequence[Action], where: str
     for fact, differs in wrong.items():
         if differs:
             raise UserError(
-                f"{fact} of row {row.name!r} is not what {row.torch_class} does on rank {rank} of {layout.pp}",
+                f"{fact} of schedule {row.name!r} differs from {row.torch_class} on rank {rank} of {layout.pp}",
                 where=where,
-                fix=f"{fact} as hpc_train.parallel.schedules.recorded_actions shows it",
+                fix=f"correct {fact}; hpc_train.parallel.schedules.recorded_actions returns the actions",
             )
 
 

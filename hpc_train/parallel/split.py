@@ -1,7 +1,7 @@
 """Cuts a model into pipeline stages, and keeps the copies of a tied weight on several stages equal.
 
-Copies on several ranks add up their gradients, so that equal optimizers take equal steps. Of copies on one rank (the
-first and the last stage of ZBV) only the first is trained, and the others are overwritten from it before each step.
+The gradients of copies on several ranks are summed, so that all ranks apply the same update. If one rank holds several
+copies (the first and last stage of ZBV), it trains only the first and overwrites the others before each step.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from hpc_train.plan.partition import check_split, layer_counts
 
 
 def split_layers(n_layers: int, stages: int, split: Any = "even") -> tuple[range, ...]:
-    """The layers of each stage; how many are an even share says ``config.stages``.
+    """Returns the layers of each stage; ``plan.stages.layer_counts`` defines an even split.
 
     Args:
-        split: ``even``, or the number of layers of each stage; ``flops`` and ``measured`` are found by ``balance.py``.
+        split: ``even``, or the number of layers of each stage; ``balance.py`` implements ``flops`` and ``measured``.
 
     Raises:
-        UserError: the layers do not suffice, or the list does not fit them.
+        UserError: there are too few layers, or the list does not match their number.
     """
     check_split(split, n_layers, stages)
     counts = layer_counts(n_layers, stages, split)
@@ -39,21 +39,21 @@ def split_layers(n_layers: int, stages: int, split: Any = "even") -> tuple[range
 
 
 def cut(model: Model, stage: int, layers: Sequence[range]) -> Model:
-    """The part of ``model`` (built on ``meta``) that is ``stage``; parameters keep their global names.
+    """Returns a copy of ``model`` (on ``meta``) with the parts of ``stage``; parameters keep their global names.
 
     Args:
-        layers: the layers of every stage, as ``split_layers`` gives them.
+        layers: the layers of every stage from ``split_layers``.
     """
-    left_out: list[nn.Module | None] = [layer for key, layer in model.layers.items() if int(key) not in layers[stage]]
-    left_out += [model.stem] * (stage > 0) + [model.head] * (stage < len(layers) - 1)
-    part = copy.deepcopy(model, {id(module): None for module in left_out})  # what is left out is copied as None
+    omitted: list[nn.Module | None] = [layer for key, layer in model.layers.items() if int(key) not in layers[stage]]
+    omitted += [model.stem] * (stage > 0) + [model.head] * (stage < len(layers) - 1)
+    part = copy.deepcopy(model, {id(module): None for module in omitted})  # omitted parts are copied as None
     for key in [key for key, layer in part.layers.items() if layer is None]:
         del part.layers[key]
     return part
 
 
 def stage_of(name: str, layers: Sequence[range]) -> int:
-    """The stage that holds the parameter with the global ``name``."""
+    """Returns the stage of the parameter with the global ``name``."""
     part, *rest = name.split(".")
     if part != "layers":
         return 0 if part == "stem" else len(layers) - 1
@@ -62,24 +62,24 @@ def stage_of(name: str, layers: Sequence[range]) -> int:
 
 @dataclass(frozen=True)
 class _Tie:
-    """One canonical parameter as this rank holds it: the copy that is trained, and others."""
+    """Holds this rank's copies of one canonical parameter: the trained one and the others."""
 
     kept: nn.Parameter
     others: tuple[nn.Parameter, ...]
-    group: dist.ProcessGroup | None  # the ranks with a copy, where there are several
+    group: dist.ProcessGroup | None  # the ranks with a copy; None if there is only one
 
 
 class TiedWeights:
-    """The tied parameters of one pipeline.
+    """Synchronises the tied parameters of one pipeline.
 
     Args:
-        parts: stage -> module, of this rank.
-        tied: alias -> canonical name, of the whole model.
+        parts: stage -> module of this rank.
+        tied: alias -> canonical name in the whole model.
         layers: the layers of every stage.
         placement: the pp rank of every stage.
 
     Attributes:
-        copies: canonical names that this rank has a copy of and another rank counts in the gradient norm.
+        copies: canonical names of this rank's copies that another rank counts in the gradient norm.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class TiedWeights:
 
 
 def _group_across(pp_ranks: tuple[int, ...], mesh: Mesh) -> dist.ProcessGroup | None:
-    """The group of ``pp_ranks`` in this rank's pipeline. Collective: every rank makes the groups of all pipelines."""
+    """Returns the group of ``pp_ranks`` in this rank's pipeline. Collective: all ranks create all groups."""
     if len(pp_ranks) == 1:
         return None
     own = None

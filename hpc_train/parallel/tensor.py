@@ -1,10 +1,10 @@
-"""Tensor parallelism: each layer's matrices are split over the ``tp`` ranks of a node.
+"""Applies tensor parallelism, which splits each layer's matrices over the ``tp`` ranks of a node.
 
-Megatron's split (Shoeybi et al. 2019, arXiv:1909.08053): the first matrix of a branch by columns (heads, feed-forward
-units), the second by rows, one exchange per branch and direction. Between the branches the GPT holds shards of the
-sequence (Korthikanti et al. 2022, arXiv:2205.05198): norms and dropout are not computed twice. A ViT has an odd number
-of tokens, so its hidden states are whole on every rank. Logits are gathered: every rank computes the same loss.
-All parameters become DTensors on the ``tp`` mesh, so that optimizers and checkpoints see one kind.
+It follows Megatron (Shoeybi et al. 2019, arXiv:1909.08053): the first matrix of a branch is split by columns (heads or
+feed-forward units) and the second by rows, with one collective per branch and direction. Between the branches the GPT
+holds shards of the sequence (Korthikanti et al. 2022, arXiv:2205.05198), so norms and dropout are not computed twice. A
+ViT has an odd number of tokens, so its hidden states are replicated. Logits are gathered, and every rank computes the
+same loss. All parameters become DTensors on the ``tp`` mesh, so optimizers and checkpoints handle only one type.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from hpc_train.models.model import Model, keep_shared
 
 
 def apply_tensor_parallel(model: Model, tp_mesh: DeviceMesh) -> None:
-    """Splits ``model`` (whole or a stage, on ``meta`` or not) over ``tp_mesh`` in place, before anything wraps it.
+    """Splits ``model`` (whole or a stage) over ``tp_mesh`` in place; call it before anything wraps the model.
 
     Raises:
-        UserError: there is no plan for this model, or its sizes do not divide.
+        UserError: the model has no plan, or the ranks do not divide its sizes.
     """
     split = None if model.family is None else load_family(model.family).tensor_parallel
     if split is None:
         raise UserError(
             f"{type(model).__name__} has no tensor-parallel plan",
             where="strategy.tp",
-            fix="strategy.tp=1, or a model whose family has a plan, such as gpt or vit",
+            fix="strategy.tp=1, or use a model whose family has a plan, such as gpt or vit",
         )
     config: Any = model.config
     for name in split.divisible:
@@ -45,10 +45,10 @@ def apply_tensor_parallel(model: Model, tp_mesh: DeviceMesh) -> None:
 
 
 def check_sequence(model: Model, inputs: Tensor) -> None:
-    """Raises UserError where the sequence of ``inputs`` ``[micro, seq]`` cannot be cut into equal shards."""
+    """Raises UserError if the sequence of ``inputs`` ``[micro, seq]`` cannot be split into equal shards."""
     if model.sequence_shards > 1 and inputs.shape[1] % model.sequence_shards:
         raise UserError(
-            f"a sequence of {inputs.shape[1]} does not divide over {model.sequence_shards} tensor-parallel ranks",
+            f"{inputs.shape[1]} tokens cannot be split over {model.sequence_shards} tensor-parallel ranks",
             where="data.sequence_length, strategy.tp",
-            fix=f"a sequence length that is a multiple of {model.sequence_shards}",
+            fix=f"use a multiple of {model.sequence_shards} as data.sequence_length",
         )

@@ -1,4 +1,4 @@
-"""AdamW with compact moments: bf16 (4 bytes per parameter instead of 8) or block-wise 8 bits (2 bytes).
+"""Implements AdamW with compact moments: bf16 (4 bytes per parameter instead of 8) or block-wise 8 bits (2 bytes).
 
 The update is computed in fp32, in pieces of a few million elements. With round-to-nearest, a bf16 second moment would
 never change under a large beta2, because the additions are smaller than half a unit in the last place. Moments are
@@ -18,12 +18,12 @@ from torch import Tensor
 from hpc_train.errors import UserError
 
 BLOCK = 256
-LEAST = 4096  # elements; smaller tensors and those that are not a multiple of BLOCK keep fp32 moments
+MIN_ELEMENTS = 4096  # elements; smaller tensors and those that are not a multiple of BLOCK keep fp32 moments
 PIECE = 2**22  # elements; a multiple of BLOCK
 
 
 class CompactAdamW(torch.optim.Optimizer):
-    """AdamW with compact moments. Like torch's fused optimizers it skips the update if ``found_inf`` is not zero.
+    """Runs AdamW with compact moments; like torch's fused optimizers it skips the update if ``found_inf`` is not zero.
 
     Args:
         moments: ``bf16`` or ``8bit``.
@@ -120,7 +120,7 @@ def _zeros_of(moments: str) -> Callable[[Tensor, bool], Tensor]:
     state_8bit = _state_8bit()
 
     def zeros(parameter: Tensor, signed: bool) -> Tensor:
-        if parameter.numel() < LEAST or parameter.numel() % BLOCK:
+        if parameter.numel() < MIN_ELEMENTS or parameter.numel() % BLOCK:
             return torch.zeros_like(parameter)
         state: Any = state_8bit.zeros(parameter.shape, signed, BLOCK, parameter.device)
         if signed:

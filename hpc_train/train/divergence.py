@@ -43,8 +43,8 @@ class DivergenceWatch:
         self._mads = config.spike_mads
         self.max_rollbacks = config.max_rollbacks
         self._losses: deque[float] = deque(maxlen=WINDOW)
-        self._high = 0  # losses in a row
-        self._calm_at = 0  # the last logged step before them
+        self._high = 0  # consecutive high losses
+        self._calm_at = 0  # the last logged step without a high loss
         self._finite_at = 0  # the last logged step with a finite loss and a finite gradient
 
     @property
@@ -52,12 +52,12 @@ class DivergenceWatch:
         """Returns whether the last logged loss was not a spike."""
         return self._high == 0
 
-    def look(self, step: int, loss: float, skipped: int) -> Divergence | None:
+    def check(self, step: int, loss: float, skipped: int) -> Divergence | None:
         """Returns a divergence after ``step`` steps, the last ``skipped`` of them skipped; reports each one once."""
         if skipped >= self._limit:
             reason = (
-                f"no gradient was finite in the last {skipped} steps: the training has diverged; a smaller optim.lr, "
-                "more optim.warmup_steps, or precision=bf16 instead of fp16"
+                f"no gradient was finite in the last {skipped} steps: the training has diverged; try a smaller "
+                "optim.lr, more optim.warmup_steps, or precision=bf16 instead of fp16"
             )
             return Divergence(step - skipped, reason, fatal=True)
         if skipped or not math.isfinite(loss):
@@ -76,7 +76,7 @@ class DivergenceWatch:
         return Divergence(self._calm_at, reason, fatal=False)
 
     def at_end(self, step: int, loss: float, validation: float, skipped: int, scaled: bool) -> Divergence | None:
-        """Checks the end of the run, after ``look``. A single bad last step with a finite validation loss is accepted.
+        """Checks the end of the run, after ``check``. A single bad last step with a finite validation loss is accepted.
 
         Args:
             validation: the loss of the final evaluation.
@@ -102,7 +102,7 @@ class DivergenceWatch:
             return False
         middle = median(self._losses)
         spread = median(abs(value - middle) for value in self._losses)
-        return loss > middle + self._mads * max(spread, 1e-3 * abs(middle))  # losses may be all but equal
+        return loss > middle + self._mads * max(spread, 1e-3 * abs(middle))  # the losses may be almost equal
 
     def state(self) -> dict[str, Any]:
         """Returns the state to save in a checkpoint."""

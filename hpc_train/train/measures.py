@@ -98,13 +98,13 @@ class Measures:
             for _ in range(steps):
                 with self.clock.step():
                     step()
-        stretches = (self.clock.stretches - before) / steps + self._ddp  # DDP's is only timed with its modules
+        intervals = (self.clock.stretches - before) / steps + self._ddp  # DDP's is only timed with its modules
         begin = time.perf_counter()
         for _ in range(rounds):
             self.over_ranks(Interval(1.0, 1, 0.0))
         at_log_steps = (time.perf_counter() - begin) / rounds
-        seconds = stretches * self.clock.seconds_per_stretch() + at_log_steps / log_every
-        return {"seconds_per_step": seconds, "stretches_per_step": stretches, "seconds_at_log_step": at_log_steps}
+        seconds = intervals * self.clock.seconds_per_stretch() + at_log_steps / log_every
+        return {"seconds_per_step": seconds, "timed_intervals_per_step": intervals, "seconds_at_log_step": at_log_steps}
 
     def _own_times(self, interval: Interval) -> RankTimes:
         times = self.clock.read()

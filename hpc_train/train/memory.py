@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -54,8 +53,8 @@ class MemoryReport:
     def __str__(self) -> str:
         rank, most = max(enumerate(self.ranks), key=lambda pair: pair[1].peak)
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in asdict(most).items() if name != "peak")
-        told = f"memory: at most {format_bytes(most.peak)}, on rank {rank}: {parts} (with all else)"
-        return told if self.estimated is None else f"{told}; estimated {format_bytes(self.estimated)}"
+        text = f"memory: peak {format_bytes(most.peak)} on rank {rank}: {parts} (including temporary buffers)"
+        return text if self.estimated is None else f"{text}; the estimate was {format_bytes(self.estimated)}"
 
 
 def report_memory(config: Config, mesh: Mesh, engine: Engine, optimizer: Optimizer) -> MemoryReport:
@@ -104,22 +103,23 @@ def explained(config: Config, mesh: Mesh) -> Iterator[None]:
 def _message(error: Exception, config: Config, mesh: Mesh) -> str:
     used = peak_device_memory(mesh.device) or peak_host_memory()
     first_line = str(error).strip().partition("\n")[0] or type(error).__name__
-    told = f"out of memory on rank {mesh.rank}, which had used {format_bytes(used)} of the {_place(mesh.device)}"
+    kind = "GPU" if mesh.device.type == "cuda" else "host"
+    text = f"out of memory on rank {mesh.rank}, which had used {format_bytes(used)} of {kind} memory"
     needed = estimate(config, mesh.layout)
     parts = "" if needed is None else f" Estimated memory per rank: {needed}, mostly {needed.largest}."
-    helps = "; ".join(str(fix) for fix in fixes(config, mesh)) or "use a machine with more memory"
-    return f"{told}: {first_line}.{parts} To reduce memory in this run: {helps}"
+    suggestions = "; ".join(str(fix) for fix in fixes(config, mesh)) or "use a machine with more memory"
+    return f"{text}: {first_line}.{parts} To reduce memory in this run: {suggestions}"
 
 
 @dataclass(frozen=True)
 class MemorySaving:
     """Describes a change of the config and the bytes per rank that it saves according to the estimate."""
 
-    words: str
+    change: str
     saves: float | None
 
     def __str__(self) -> str:
-        return self.words if self.saves is None else f"{self.words} saves {format_bytes(self.saves)}"
+        return self.change if self.saves is None else f"{self.change} saves {format_bytes(self.saves)}"
 
 
 def fixes(config: Config, mesh: Mesh) -> list[MemorySaving]:
@@ -129,12 +129,12 @@ def fixes(config: Config, mesh: Mesh) -> list[MemorySaving]:
     """
     before = estimate(config, mesh.layout)
     if before is None:
-        return [MemorySaving(words, None) for words, _ in _candidates(config, mesh)]
+        return [MemorySaving(change, None) for change, _ in _candidates(config, mesh)]
     found = []
-    for words, changed in _candidates(config, mesh):
+    for change, changed in _candidates(config, mesh):
         saves = None if changed is None else before.total - _total(changed, mesh, before.total)
         if saves is None or saves > WORTH * before.total:
-            found.append(MemorySaving(words, saves))
+            found.append(MemorySaving(change, saves))
     return found[:SHOWN]
 
 
@@ -176,7 +176,3 @@ def _total(config: Config, mesh: Mesh, otherwise: float) -> float:
         return otherwise
     assert changed is not None
     return changed.total
-
-
-def _place(device: torch.device) -> str:
-    return "GPU" if device.type == "cuda" else "host"

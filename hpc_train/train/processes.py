@@ -89,7 +89,7 @@ def leave(mesh: Mesh) -> None:
 POLL_S = 0.5
 
 
-def answer_questions(descriptor: int | None) -> None:
+def answer_requests(descriptor: int | None) -> None:
     """Starts the thread that answers the agent's requests through the shared block ``descriptor``."""
     if descriptor is not None:
         block = SharedBlock(descriptor)

@@ -34,8 +34,8 @@ class _Begun:
 class Profiler:
     """Profiles the configured steps; all ranks call ``begin`` and ``end`` around each step."""
 
-    def __init__(self, asked: Profiled | None, run: RunDirectory, mesh: Mesh, events: EventLog) -> None:
-        self._asked = asked
+    def __init__(self, request: Profiled | None, run: RunDirectory, mesh: Mesh, events: EventLog) -> None:
+        self._request = request
         self._run = run
         self._mesh = mesh
         self._events = events
@@ -47,23 +47,23 @@ class Profiler:
         Args:
             waited_s: total seconds spent waiting for data.
         """
-        if self._asked is None or step != self._asked.first or self._begun is not None:
+        if self._request is None or step != self._request.first or self._begun is not None:
             return
-        profiler = self._start() if self._asked.has(self._mesh.rank) else None
+        profiler = self._start() if self._request.has(self._mesh.rank) else None
         self._begun = _Begun(profiler, time.perf_counter(), waited_s)
 
     def end(self, step: int, waited_s: float, last: bool = False) -> None:
         """Stops the profiler after the last profiled step, or at the ``last`` step of the attempt. Collective."""
-        if self._asked is None or self._begun is None or not (last or step == self._asked.last):
+        if self._request is None or self._begun is None or not (last or step == self._request.last):
             return
-        self._asked = replace(self._asked, last=step)
+        self._request = replace(self._request, last=step)
         begun = self._begun
         self._begun = None
         own = None if begun.profiler is None else self._stop(begun, waited_s)
         gathered: list[TimeBreakdown | None] = [None] * self._mesh.layout.world_size
         dist.all_gather_object(gathered, own, group=self._mesh.control)
         if self._mesh.rank == 0:
-            self._report({rank: found for rank, found in enumerate(gathered) if found is not None}, self._asked)
+            self._report({rank: found for rank, found in enumerate(gathered) if found is not None}, self._request)
 
     def _start(self) -> profile:
         self._run.profile.mkdir(exist_ok=True)
@@ -77,28 +77,28 @@ class Profiler:
         return profiler
 
     def _stop(self, begun: _Begun, waited_s: float) -> TimeBreakdown:
-        assert self._asked is not None
+        assert self._request is not None
         device = self._mesh.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         elapsed = time.perf_counter() - begun.at
         begun.profiler.stop()
-        name = self._run.profile / f"{self._asked.name}-rank-{self._mesh.rank:04d}"
+        name = self._run.profile / f"{self._request.name}-rank-{self._mesh.rank:04d}"
         begun.profiler.export_chrome_trace(f"{name}.json.gz")
         if device.type == "cuda":
             torch.cuda.memory._dump_snapshot(f"{name}-memory.pickle")
             torch.cuda.memory._record_memory_history(enabled=None)
         return time_breakdown(begun.profiler.events() or [], elapsed, waited_s - begun.waited_s, device)
 
-    def _report(self, found: dict[int, TimeBreakdown], asked: Profiled) -> None:
-        steps = max(1, asked.last - asked.first + 1)
-        report = f"profile of steps {asked.first} to {asked.last} in {self._run.profile}\n{summary(found, steps)}"
+    def _report(self, found: dict[int, TimeBreakdown], request: Profiled) -> None:
+        steps = max(1, request.last - request.first + 1)
+        report = f"profile of steps {request.first} to {request.last} in {self._run.profile}\n{summary(found, steps)}"
         print(report)
         shares = {str(rank): breakdown.shares() for rank, breakdown in found.items()}
         self._run.profile.mkdir(exist_ok=True)
         (self._run.profile / "summary.txt").write_text(f"{report}\n", encoding="utf-8")
-        write_json(self._run.profile / "summary.json", {"first": asked.first, "last": asked.last, "ranks": shares})
-        self._events.write("profiled", step=asked.last, first=asked.first, ranks=shares)
+        write_json(self._run.profile / "summary.json", {"first": request.first, "last": request.last, "ranks": shares})
+        self._events.write("profiled", step=request.last, first=request.first, ranks=shares)
 
 
 MICRO = 1e-6  # torch.profiler counts microseconds

@@ -30,7 +30,7 @@ from hpc_train.train.step import Control
 PRIOR_PER_GPU_HOUR = 2.7e-5  # failures; 2e-5 (Llama 3 405B, arXiv:2407.21783) to 3.4e-5 (RSC-1, arXiv:2410.21680)
 RECOVERY_S = 120.0  # time to detect a failure and restart
 FIRST_S = 300.0  # time to the first save with auto, which measures the cost of a save
-_OF_THE_MACHINE = ("node_lost", "hang_detected", "worker_failed")
+_FAILURE_EVENTS = ("node_lost", "hang_detected", "worker_failed")
 
 
 def failure_rate(run: RunDirectory) -> float:
@@ -39,7 +39,7 @@ def failure_rate(run: RunDirectory) -> float:
     failed = {
         event["attempt"]
         for event in run.read_events()
-        if event["event"] in _OF_THE_MACHINE and event.get("class") not in user
+        if event["event"] in _FAILURE_EVENTS and event.get("class") not in user
     }
     spans: dict[int, list[tuple[float, int]]] = {}
     for line in run.read_metrics():
@@ -136,10 +136,10 @@ class LastSave:
         began = time.monotonic()
         pause = FIRST_PAUSE_S
         reported = 0.0  # the deadline that was reported last
-        again = False
+        retry = False
         while True:
             try:
-                save(again)
+                save(retry)
                 return
             except SaveFailed as error:
                 deadline = self._deadline(began)
@@ -150,7 +150,7 @@ class LastSave:
                     reported = deadline
                     self.report.save_waits(step, str(error), deadline - now)
             self._pause(pause, step)
-            again = True
+            retry = True
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def _deadline(self, began: float) -> float:

@@ -241,7 +241,7 @@ class Trainer:
             "tokens": self.tokens,
         }
         skipped = self.take_step.skipped()
-        self._divergence = self.watch.look(self.step, numbers.loss, skipped.in_a_row)
+        self._divergence = self.watch.check(self.step, numbers.loss, skipped.in_a_row)
         if self.take_step.loss_scale is not None:
             line["loss_scale"] = self.take_step.loss_scale.value.item()
         line |= self.meter.read()

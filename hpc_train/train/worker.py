@@ -41,7 +41,7 @@ from hpc_train.train.divergence import DivergenceWatch
 from hpc_train.train.measures import BalanceWatch, Measures, Meter, make_meter
 from hpc_train.train.memory import explained
 from hpc_train.train.optimizer import Optimizer, peak_rate
-from hpc_train.train.processes import answer_questions, join, leave
+from hpc_train.train.processes import answer_requests, join, leave
 from hpc_train.train.profiler import Profiler
 from hpc_train.train.report import open_report
 from hpc_train.train.saving import PRIOR_PER_GPU_HOUR, LastSave, SaveSchedule, failure_rate
@@ -66,7 +66,7 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
 def _train(spec: WorkerSpec, stop: StopFlag, run: RunDirectory, events: EventLog) -> Exit:
     config = load(run)
     heartbeat = Heartbeat.of(spec.heartbeat)
-    answer_questions(spec.heartbeat)
+    answer_requests(spec.heartbeat)
     log = nccl_log(spec, config)
     mesh = join(spec, config)
     preflight(spec, config, run, mesh, events, log)
@@ -164,7 +164,7 @@ def _build_engine(config: Config, run: RunDirectory, mesh: Mesh, events: EventLo
 def _watch_balance(engine: Engine, mesh: Mesh, plan: SplitPlan, events: EventLog) -> Engine:
     """Reports the predicted balance of the pipeline now, and the measured one after some steps."""
     if mesh.rank == 0:
-        print(plan.in_words())
+        print(plan.describe())
         events.write("pipeline_split", **plan.as_json())
 
     def report(message: str, found: dict[str, Any]) -> None:

@@ -74,7 +74,7 @@ def compare(rank: int, stages: int, pairs: int) -> dict[str, Any]:
         found = timed(engines[turn % 2], step, mesh)
         if turn >= 0:
             times[turn % 2].append(found)
-    words = plan.in_words()
+    words = plan.describe()
     predicted = [max(plan.even.stage_s), max(plan.predicted.stage_s)], [plan.even.step_s, plan.predicted.step_s]
     return {"words": words, "predicted": predicted, "times": times}
 

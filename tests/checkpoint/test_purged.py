@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.checkpoint import store
-from hpc_train.checkpoint.store import CheckpointStore, appears, furthest_saved
+from hpc_train.checkpoint.store import CheckpointStore, furthest_saved, wait_for_checkpoint
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -120,9 +120,9 @@ def test_a_run_that_was_removed_starts_over(tmp_path: Path) -> None:
 
 def test_a_listing_that_is_old_is_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a node whose NFS client still shows the directory as it was before the checkpoint was committed."""
-    monkeypatch.setattr(store, "LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(store, "POLL_S", 0.01)
     checkpoints = CheckpointStore(tmp_path / "checkpoints")
-    assert not appears(checkpoints, 0.05)
+    assert not wait_for_checkpoint(checkpoints, 0.05)
 
     def arrive() -> None:
         time.sleep(0.1)
@@ -130,5 +130,5 @@ def test_a_listing_that_is_old_is_looked_at_again(tmp_path: Path, monkeypatch: p
 
     thread = threading.Thread(target=arrive)
     thread.start()
-    assert appears(checkpoints, 60.0)
+    assert wait_for_checkpoint(checkpoints, 60.0)
     thread.join()

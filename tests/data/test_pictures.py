@@ -81,7 +81,7 @@ def test_a_pickle_with_code_is_refused(cifar: tuple[Path, dict[str, str]], capsy
     path = cifar[0] / "cifar-100-python" / "train"
     path.write_bytes(pickle.dumps({"data": _Intruder()}, protocol=2))
     md5 = cifar[1] | {"train": hashlib.md5(path.read_bytes()).hexdigest()}
-    with pytest.raises(UserError, match=r"the file asks for \w+.print"):
+    with pytest.raises(UserError, match=r"the file refers to \w+.print"):
         cifar_dataset((cifar[0], md5), "train")
     assert "code was run" not in capsys.readouterr().out
 
@@ -89,7 +89,7 @@ def test_a_pickle_with_code_is_refused(cifar: tuple[Path, dict[str, str]], capsy
 def test_wrong_cifar_input(cifar: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a directory"):
         cifar_dataset((tmp_path / "nowhere", cifar[1]), "train")
-    with pytest.raises(UserError, match="n_classes 10"):
+    with pytest.raises(UserError, match="n_classes is 10"):
         cifar_dataset(cifar, "train", n_classes=10)
     (cifar[0] / "cifar-100-python" / "test").unlink()
     with pytest.raises(UserError, match="test cannot be read"):
@@ -141,8 +141,8 @@ def test_wrong_images(pictures: Path, tmp_path: Path) -> None:
     for path, fields, message in (
         (tmp_path / "nowhere", {}, "is not a directory"),
         (pictures, {"n_classes": 4}, "has 3 class directories, but data.n_classes is 4"),
-        (pictures, {"channels": 2}, "2 channels"),
-        (pictures, {"image_size": 0}, "0 pixels"),
+        (pictures, {"channels": 2}, "data.channels is 2"),
+        (pictures, {"image_size": 0}, "data.image_size is 0"),
     ):
         with pytest.raises(UserError, match=message) as error:
             images(path, **fields)
@@ -152,7 +152,7 @@ def test_wrong_images(pictures: Path, tmp_path: Path) -> None:
         images(pictures, "validation")
     for file in (pictures / "train").rglob("*.*"):
         file.unlink()
-    with pytest.raises(UserError, match="no image under"):
+    with pytest.raises(UserError, match="contains no images"):
         images(pictures)
 
 

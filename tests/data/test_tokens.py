@@ -42,9 +42,9 @@ def test_windows(tmp_path: Path, dtype: str) -> None:
         ({"vocab_size": -1}, "vocab_size -1"),
         ({"counts": {"train": 999, "validation": 101}}, "states 999 tokens"),
         ({"counts": {}}, "states None tokens"),
-        ({"counts": 7}, "not a description"),
-        ({"vocab_size": "many"}, "not a description"),
-        ({"surprise": 1}, "not a description"),
+        ({"counts": 7}, "not a valid description"),
+        ({"vocab_size": "many"}, "not a valid description"),
+        ({"surprise": 1}, "not a valid description"),
         ({"vocab_size": 501}, "but data.vocab_size is 500"),
     ],
 )

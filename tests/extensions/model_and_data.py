@@ -56,7 +56,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
-from hpc_train.models.layer import CrossEntropyHead
+from hpc_train.models.transformer import CrossEntropyHead
 from hpc_train.models.model import Model
 from hpc_train.models.vit import ReplicatedStyle
 

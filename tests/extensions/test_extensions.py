@@ -162,12 +162,12 @@ def test_a_row_that_torch_contradicts_is_refused_before_training(monkeypatch: py
 
     layout = Layout(1, 2, 1, 1, "ddp", SCHEDULE, 2, 4, 1)
     for facts, message in (
-        ({"in_flight": SCHEDULES["zbv"].in_flight}, "in_flight of row 'dualpipev' is not what"),
-        ({"splits_backward": False}, "splits_backward of row 'dualpipev' is not what"),
-        ({"placement": "looped"}, "placement of row 'dualpipev' is not what"),
+        ({"in_flight": SCHEDULES["zbv"].in_flight}, "in_flight of schedule 'dualpipev' differs from"),
+        ({"splits_backward": False}, "splits_backward of schedule 'dualpipev' differs from"),
+        ({"placement": "looped"}, "placement of schedule 'dualpipev' differs from"),
         ({"torch_class": "torch.distributed.pipelining:ScheduleDualPipe"}, "cannot be imported"),
-        ({"torch_class": "torch:Tensor"}, "torch:Tensor is no pipeline schedule"),
-        ({"torch_class": "torch.distributed.pipelining:ScheduleInterleaved1F1B"}, "is not what"),
+        ({"torch_class": "torch:Tensor"}, "torch:Tensor is not a pipeline schedule"),
+        ({"torch_class": "torch.distributed.pipelining:ScheduleInterleaved1F1B"}, "differs from"),
     ):
         changed = replace(dualpipev.SCHEDULE, **facts)  # type: ignore[arg-type]
         monkeypatch.setattr(Layout, "pipeline", property(lambda _, row=changed: row))

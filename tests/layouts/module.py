@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hpc_train.config.schema import GPTConfig
 from hpc_train.data.dataset import IGNORED
 from hpc_train.models.gpt import GPT, GPTHead
-from hpc_train.models.layer import cross_entropy
+from hpc_train.models.transformer import cross_entropy
 
 
 class Tiny(nn.Module):

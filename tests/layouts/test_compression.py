@@ -11,10 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.compression import powersgd
-from hpc_train.parallel.compression.exchange import Exchange
-from hpc_train.parallel.compression.powersgd import PowerSGD
-from hpc_train.parallel.compression.topk import TopK
+from hpc_train.parallel.compression import exchange as exchanges
+from hpc_train.parallel.compression.exchange import Exchange, PowerSGD, TopK
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.parallel.reduction import GradientReduction
 from tests.layouts.cells import Cell
@@ -39,7 +37,7 @@ def cells(world_size: int, compression: dict[str, Any]) -> list[Cell]:
 
 def compare_whole(rank: int, world_size: int, chosen: list[Cell]) -> list[Outcome]:
     """With factors that are no smaller than the matrix: nothing is left out."""
-    powersgd.pays = lambda shape, rank: len(shape) > 1
+    exchanges.pays = lambda shape, rank: len(shape) > 1
     return compare_cells(rank, world_size, chosen)
 
 
@@ -116,7 +114,7 @@ def exchange_for_a_while(rank: int, world_size: int, technique: str, bad_step: i
         for index, parameter in enumerate(parameters):
             applied[index] += parameter.grad  # type: ignore[arg-type]
             drawn[index] += gradients[index]
-    left = [exchange.carried(p).get("residual", torch.zeros_like(p)).detach() for p in parameters]
+    left = [exchange.local_state(p).get("residual", torch.zeros_like(p)).detach() for p in parameters]
     return {
         "applied": [value.numpy() for value in applied],
         "drawn": [value.numpy() for value in drawn],
@@ -126,7 +124,9 @@ def exchange_for_a_while(rank: int, world_size: int, technique: str, bad_step: i
 
 
 def held(exchange: Exchange, parameters: list[nn.Parameter]) -> list[Tensor]:
-    return [value for p in parameters for value in (*exchange.carried(p).values(), *exchange.agreed(p).values())]
+    return [
+        value for p in parameters for value in (*exchange.local_state(p).values(), *exchange.shared_state(p).values())
+    ]
 
 
 @pytest.mark.parametrize("bad_step", [None, 4])

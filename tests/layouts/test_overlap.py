@@ -35,7 +35,7 @@ def backwards_to_come(rank: int, world_size: int, cell: Cell) -> list[list[list[
     send = GradientReduction._send_next
 
     def noted(self: GradientReduction) -> None:
-        found.setdefault(self, []).append(sum(stage._backwards for stage in self._turns or ()))
+        found.setdefault(self, []).append(sum(stage._backwards for stage in self._send_order or ()))
         send(self)
 
     GradientReduction._send_next = noted  # type: ignore[method-assign]
@@ -74,7 +74,7 @@ def test_the_gradients_are_those_of_one_process(record: Callable[..., None]) -> 
 def uses_less(rank: int, world_size: int) -> list[Any]:
     """Each rank leaves out another parameter; each parameter is a bucket. A step with one backward, one with two."""
     parameters = [nn.Parameter(torch.tensor([float(number)])) for number in range(1, 5)]
-    reduction = GradientReduction(parameters, dist.group.WORLD, 1e-9, turns=[])  # type: ignore[arg-type]
+    reduction = GradientReduction(parameters, dist.group.WORLD, 1e-9, send_order=[])  # type: ignore[arg-type]
     sums = []
     for backwards in (1, 2):
         for parameter in parameters:
@@ -94,5 +94,5 @@ def uses_less(rank: int, world_size: int) -> list[Any]:
 def test_ranks_that_use_other_parameters_send_in_one_order() -> None:
     once = [4.0, 4.0, 6.0, 16.0]  # 2 x value, of both ranks or of one
     twice = [2 * value for value in once]
-    late = "a gradient was added to after all backwards of the step"
+    late = "a gradient changed after all backward passes of the step"
     assert run_ranks(2, uses_less) == [[once, twice, late]] * 2

@@ -16,7 +16,7 @@ from hpc_train.config.schema import CustomModelConfig
 from hpc_train.data.dataset import IGNORED, Batch, StepBatch
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
-from hpc_train.parallel.compression import powersgd
+from hpc_train.parallel.compression import exchange as exchanges
 from hpc_train.plan.techniques import KINDS, SCHEDULES
 from tests.checkpoint.progress import LONG
 from tests.layouts.cells import CLASSES, Cell
@@ -126,7 +126,7 @@ def test_the_count_of_the_loss_divides_under_every_strategy(world_size: int, rec
 
 def compare_whole(rank: int, world_size: int, chosen: list[Cell]) -> list[Outcome]:
     """With factors that are no smaller than the matrix: nothing is left out."""
-    powersgd.pays = lambda shape, rank: len(shape) > 1
+    exchanges.pays = lambda shape, rank: len(shape) > 1
     return compare_cells(rank, world_size, chosen)
 
 

@@ -120,5 +120,5 @@ def build_with_batch_norm(rank: int, world_size: int) -> str:
 
 def test_batch_statistics_are_refused() -> None:
     assert run_ranks(1, build_with_batch_norm) == [
-        "batch statistics depend on how many ranks share the batch, so the bits of the weights would too"
+        "batch statistics depend on the number of ranks, so the bits of the weights would depend on it too"
     ]

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hpc_train.data.dataset import IGNORED
 from hpc_train.errors import UserError
-from hpc_train.models.attention import rotary_tables, rotate
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
+from hpc_train.models.transformer import rotary_tables, rotate
 from tests.models.models import TINY_GPT, with_values
 
 
@@ -192,7 +192,7 @@ def test_bf16_autocast_stays_near_fp32(tokens: Tensor) -> None:
 
 def test_loss_of_half_precision_hidden_states_is_formed_in_float32() -> None:
     logits = torch.randn(5, 11).bfloat16()
-    from hpc_train.models.layer import cross_entropy
+    from hpc_train.models.transformer import cross_entropy
 
     targets = torch.tensor([0, 3, IGNORED, 10, 2])
     loss, number = cross_entropy(logits, targets)

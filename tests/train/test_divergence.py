@@ -14,7 +14,7 @@ from hpc_train.train.divergence import LEAST, DivergenceWatch
 def watching(losses: list[float], mads: float = 20.0) -> DivergenceWatch:
     """After ``losses``, one logged every ten steps."""
     watch = DivergenceWatch(TrainConfig(spike_mads=mads, nonfinite_limit=5))
-    assert [watch.look(10 * number, loss, 0) for number, loss in enumerate(losses, 1)] == [None] * len(losses)
+    assert [watch.check(10 * number, loss, 0) for number, loss in enumerate(losses, 1)] == [None] * len(losses)
     return watch
 
 
@@ -24,9 +24,9 @@ LAST = 10 * len(FALLING)
 
 def test_three_high_losses_in_a_row_are_a_jump_since_the_last_good_one() -> None:
     watch = watching(FALLING)
-    assert watch.look(LAST + 10, 60.0, 0) is None and not watch.calm
-    assert watch.look(LAST + 20, 60.0, 0) is None
-    found = watch.look(LAST + 30, 60.0, 0)
+    assert watch.check(LAST + 10, 60.0, 0) is None and not watch.calm
+    assert watch.check(LAST + 20, 60.0, 0) is None
+    found = watch.check(LAST + 30, 60.0, 0)
     assert found is not None and found.since == LAST and not found.fatal
     assert watch.calm, "what was told is forgotten"
 
@@ -35,21 +35,21 @@ def test_one_high_loss_is_none_and_leaves_no_trace() -> None:
     watch = watching(FALLING)
     before = watch.state()["losses"]
     for loss in (60.0, 60.0, math.nan):
-        assert watch.look(LAST + 10, loss, 0) is None
+        assert watch.check(LAST + 10, loss, 0) is None
     assert watch.state()["losses"] == before
-    assert watch.look(LAST + 20, FALLING[-1], 0) is None and watch.calm
+    assert watch.check(LAST + 20, FALLING[-1], 0) is None and watch.calm
 
 
 def test_few_losses_and_equal_losses_and_no_limit() -> None:
-    assert watching([1.0] * (LEAST - 3) + [100.0] * 3).calm, "too few to tell"
-    assert watching([1.0] * LEAST + [1.01] * 3).calm, "they were all but equal"
+    assert watching([1.0] * (LEAST - 3) + [100.0] * 3).calm, "too few losses"
+    assert watching([1.0] * LEAST + [1.01] * 3).calm, "they were almost equal"
     assert watching([*FALLING, 1e6, 1e6, 1e6], mads=0.0).calm
 
 
 def test_steps_without_a_finite_gradient() -> None:
     watch = watching(FALLING)
-    assert watch.look(LAST + 10, math.nan, 4) is None
-    found = watch.look(LAST + 12, math.nan, 6)
+    assert watch.check(LAST + 10, math.nan, 4) is None
+    found = watch.check(LAST + 12, math.nan, 6)
     assert found is not None and found.since == LAST + 6 and found.fatal
 
 
@@ -74,7 +74,7 @@ def test_the_end_of_a_run(
     loss: float, validation: float, skipped: int, scaled: bool, found: tuple[bool, str] | None
 ) -> None:
     watch = watching(FALLING)
-    assert watch.look(LAST + 10, loss, skipped) is None
+    assert watch.check(LAST + 10, loss, skipped) is None
     end = watch.at_end(LAST + 10, loss, validation, skipped, scaled)
     if found is None:
         assert end is None
@@ -85,9 +85,9 @@ def test_the_end_of_a_run(
 
 def test_the_watch_goes_on_after_a_checkpoint() -> None:
     watch = watching(FALLING)
-    watch.look(LAST + 10, 60.0, 0)
+    watch.check(LAST + 10, 60.0, 0)
     other = watching([])
     other.load_state(watch.state())
-    assert other.look(LAST + 20, 60.0, 0) is None
-    found = other.look(LAST + 30, 60.0, 0)
+    assert other.check(LAST + 20, 60.0, 0) is None
+    found = other.check(LAST + 30, 60.0, 0)
     assert found is not None and found.since == LAST

@@ -31,7 +31,7 @@ def too_large(spec: WorkerSpec, stop: StopFlag) -> None:
 def test_the_message_says_what_helps_in_this_run(tmp_path: Path) -> None:
     run = frozen(tmp_path / "run", "+strategy=dp")
     message = (
-        r"OutOfMemory: out of memory on rank \d, which had used \d+(\.\d+)? [MG]iB of the host: .*allocate.* "
+        r"OutOfMemory: out of memory on rank \d, which had used \d+(\.\d+)? [MG]iB of host memory: .*allocate.* "
         r"Estimated memory per rank: [\d.]+ [KM]iB \(parameters .*\), mostly activations\. "
         r"To reduce memory in this run: "
         r"batch\.micro_size=2 \(now 4; .*\) saves [\d.]+ KiB; train\.activation_checkpointing=ops saves .*; "
@@ -48,7 +48,7 @@ def rank_of(*overrides: str, device: str = "cuda", ranks: int = 8) -> tuple[Conf
 
 
 def told(*overrides: str, device: str = "cuda") -> list[str]:
-    return [fix.words.partition(" ")[0] for fix in fixes(*rank_of(*overrides, device=device))]
+    return [fix.change.partition(" ")[0] for fix in fixes(*rank_of(*overrides, device=device))]
 
 
 def test_the_three_cheapest_savings_that_are_worth_it_are_told_with_what_they_save() -> None:

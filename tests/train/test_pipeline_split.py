@@ -49,7 +49,7 @@ def test_a_measured_split_is_written_told_and_taken_again(tmp_path: Path) -> Non
     frozen(run.path, *overrides, "train.steps=7")
     assert run_attempt(run, 2) == [0, 0]
     log = (run.logs / "rank-0-001.log").read_text()
-    assert "resumed from" in log and "of an earlier attempt" in log
+    assert "resumed from" in log and "reused from an earlier attempt" in log
     assert json.loads((run.path / FILE).read_text()) == written
 
     frozen(run.path, *LOPSIDED, "strategy.pp_split=flops", "train.steps=8")  # any split loads any checkpoint

@@ -20,9 +20,7 @@ from torch import Tensor, nn
 
 from hpc_train.config.schema import Config, StrategyConfig
 from hpc_train.models.build import build_model
-from hpc_train.parallel.compression.exchange import Dense, Exchange
-from hpc_train.parallel.compression.powersgd import PowerSGD
-from hpc_train.parallel.compression.topk import TopK
+from hpc_train.parallel.compression.exchange import Dense, Exchange, PowerSGD, TopK
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision import parameter_dtype
 from hpc_train.parallel.reduction import GradientReduction, first_cap
@@ -31,15 +29,15 @@ from hpc_train.run.events import EventLog
 
 
 @dataclass(frozen=True)
-class CarriedTensor:
-    """A tensor that a rank carries for its share of the gradient of a parameter.
+class LocalTensor:
+    """Holds the local compression state of a rank for one parameter.
 
-    All ranks that send a gradient of one parameter have a slot each; what counts is the sum over the slots.
+    Each rank that sends a gradient of the parameter has a slot. Only the sum over all slots matters.
 
     Attributes:
-        name: of the parameter, canonical.
+        name: the canonical name of the parameter.
         key: ``residual`` or ``velocity``.
-        slot: of this rank, in [0, ``slots``).
+        slot: the slot of this rank, in [0, ``slots``).
     """
 
     name: str
@@ -50,12 +48,12 @@ class CarriedTensor:
 
 
 class Compression:
-    """The exchange of each step: dense for ``compression_warmup_steps``, then the technique of the config.
+    """Selects the exchange of each step: dense for ``compression_warmup_steps``, then the technique of the config.
 
     Args:
-        parameters: of one module, by canonical name, a tied copy by its own.
-        tied: alias -> canonical name, of the whole model.
-        cut: the model is cut into stages, each of which may have a copy of a tied parameter.
+        parameters: name -> parameter of one module; a tied copy has its own name.
+        tied: alias -> canonical name in the whole model.
+        cut: whether the model is cut into stages, each of which may have a copy of a tied parameter.
     """
 
     def __init__(
@@ -78,7 +76,8 @@ class Compression:
     def commit(self, finite: Tensor) -> None:
         self._compressed.commit(finite)
 
-    def carried(self) -> Iterator[CarriedTensor]:
+    def local_state(self) -> Iterator[LocalTensor]:
+        """Yields the state that differs between ranks, such as residuals."""
         rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
         for own, parameter in self._parameters.items():
             name = self._tied.get(own, own)
@@ -86,13 +85,14 @@ class Compression:
             if self._cut:
                 copies = [name, *(alias for alias, canonical in self._tied.items() if canonical == name)]
             slot = copies.index(own) * ranks + rank
-            for key, tensor in self._compressed.carried(parameter).items():
-                yield CarriedTensor(name, key, tensor, slot, ranks * len(copies))
+            for key, tensor in self._compressed.local_state(parameter).items():
+                yield LocalTensor(name, key, tensor, slot, ranks * len(copies))
 
-    def agreed(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the state that is the same on all ranks: ``NAME.KEY`` (a tied copy by its own name) and the tensor."""
+    def shared_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the state that is the same on all ranks: ``NAME.KEY``, where a tied copy has its own name, and a
+        tensor."""
         for name, parameter in self._parameters.items():
-            for key, tensor in self._compressed.agreed(parameter).items():
+            for key, tensor in self._compressed.shared_state(parameter).items():
                 yield f"{name}.{key}", tensor
 
 
@@ -108,26 +108,26 @@ def make_exchange(
     return Dense(group, dtypes[technique])
 
 
-CANDIDATES = ("none", "bf16", "powersgd", "topk")  # from the most to the least of a gradient that is sent at once
-PAYS = 2 / 3  # a technique is taken where it needs less than this share of the time of those before it
-SAMPLE_BYTES = 16 * 2**20  # of gradients: 1.3 s at 100 Mbit/s
-ROUNDS = 3  # the first one is not counted
+CANDIDATES = ("none", "bf16", "powersgd", "topk")  # from the largest to the smallest message
+PAYS = 2 / 3  # a technique is chosen if it takes less than this share of the time of the previous choice
+SAMPLE_BYTES = 16 * 2**20  # bytes of gradients, which take 1.3 s at 100 Mbit/s
+ROUNDS = 3  # measured sums, of which the first is not counted
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The choice, and the seconds that the gradients of one step take with each technique."""
+    """Holds the chosen technique, and the seconds to sum the gradients of one step with each technique."""
 
     technique: str
     seconds: Mapping[str, float]
 
     def __str__(self) -> str:
         figures = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in self.seconds.items())
-        return f"compression: {self.technique}; the gradients of a step would take: {figures}"
+        return f"strategy.compression=auto chooses {self.technique}; summing the gradients of a step takes: {figures}"
 
 
 def choose(config: Config, mesh: Mesh) -> Choice:
-    """Measures the link of ``mesh`` and chooses; the same on every rank. Collective."""
+    """Measures all techniques on ``mesh`` and chooses one, the same on every rank. Collective."""
     parameters, share = _sample(config, mesh)
     own = [_seconds(name, config, mesh, parameters) / share for name in CANDIDATES]
     slowest = torch.tensor(own, dtype=torch.float64)
@@ -137,7 +137,7 @@ def choose(config: Config, mesh: Mesh) -> Choice:
 
 
 def decide(seconds: Mapping[str, float]) -> str:
-    """The technique that pays, of ``seconds`` by technique, those that lose less first."""
+    """Returns the technique that pays; ``seconds`` maps techniques to times, ordered from the least lossy."""
     chosen, *others = seconds
     for technique in others:
         if seconds[technique] < PAYS * seconds[chosen]:
@@ -146,7 +146,7 @@ def decide(seconds: Mapping[str, float]) -> str:
 
 
 def _sample(config: Config, mesh: Mesh) -> tuple[dict[str, nn.Parameter], float]:
-    """Parameters of the model's shapes, and what share they are of those of one rank."""
+    """Returns parameters with the shapes of the model's, and their share of the parameters of one rank."""
     dtype = parameter_dtype(config.precision.name)
     capacity = SAMPLE_BYTES // dtype.itemsize
     model = build_model(config.model, config.train.seed)
@@ -164,7 +164,7 @@ def _sample(config: Config, mesh: Mesh) -> tuple[dict[str, nn.Parameter], float]
 
 
 def _seconds(technique: str, config: Config, mesh: Mesh, parameters: Mapping[str, nn.Parameter]) -> float:
-    """The least time of a few sums over the data axis, on this rank."""
+    """Returns the shortest time of a few sums over the data-parallel ranks, as measured on this rank."""
     group, strategy = mesh.group("dp"), config.strategy
     exchange = make_exchange(technique, strategy, parameters, group)
     reduction = GradientReduction(parameters.values(), group, first_cap(strategy))

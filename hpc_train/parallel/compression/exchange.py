@@ -1,13 +1,27 @@
-"""The interface that sums one bucket of gradients over the data axis, dense or compressed, and its state."""
+"""Sums a bucket of gradients over the data-parallel ranks: dense, with top-k or with PowerSGD.
+
+Top-k sends only the largest elements of each gradient. The other elements are added to the next gradient (error
+feedback as in arXiv:1809.07599). With the momentum correction of Deep Gradient Compression (arXiv:1712.01887, section
+3.2) the velocity is accumulated instead of the gradient, and both are set to zero for elements that are sent.
+
+PowerSGD (Vogels et al. 2019, arXiv:1905.13727, algorithms 1 and 2) sends each gradient matrix as a product of two thin
+matrices, computed by one step of subspace iteration that starts from the basis of the previous step. The error of the
+product is added to the next gradient. Vectors, and matrices for which two factors would not be smaller, are sent
+uncompressed.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from hpc_train.parallel.mesh import all_gather_tensor
+from hpc_train.parallel.parallelise import parameter_seed
 
 
 class Exchange(Protocol):
@@ -16,38 +30,38 @@ class Exchange(Protocol):
     def run(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> Iterator[dist.Work]:
         """Starts collectives and yields each before it needs the result; at the end ``gradients`` hold the sum.
 
-        Every rank takes the same buckets the same way, so the order of all collectives is the same everywhere.
+        All ranks process the same buckets in the same order, so the order of all collectives is the same.
 
         Args:
-            parameters: of the bucket, of one dtype.
-            gradients: this rank's, changed in place.
+            parameters: the parameters of the bucket, which have one dtype.
+            gradients: the gradients of this rank, which are changed in place.
         """
 
     def commit(self, finite: Tensor) -> None:
         """Updates the state for the next step if ``finite``, a scalar bool. Call it after the reduction."""
 
-    def carried(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
-        """Returns the state of this rank alone for ``parameter``, of its shape."""
+    def local_state(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+        """Returns the state for ``parameter`` that differs between ranks, in the shape of the parameter."""
 
-    def agreed(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
-        """Returns the state that is the same on all ranks of the group."""
+    def shared_state(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+        """Returns the state for ``parameter`` that is the same on all ranks of the group."""
 
 
 class Stateless:
-    """An exchange that carries nothing."""
+    """An exchange without state."""
 
     def commit(self, finite: Tensor) -> None:
         pass
 
-    def carried(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+    def local_state(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
         return {}
 
-    def agreed(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+    def shared_state(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
         return {}
 
 
 class Dense(Stateless):
-    """One all-reduce of a flat copy, in ``dtype`` where given."""
+    """Sums a bucket with one all-reduce of a flat copy, in ``dtype`` if given."""
 
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype | None = None) -> None:
         self._group, self._dtype = group, dtype
@@ -64,7 +78,7 @@ class Dense(Stateless):
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns a copy of all tensors, one after another, ``[elements]``."""
+    """Returns a concatenated copy of all tensors, ``[elements]``."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
@@ -74,30 +88,167 @@ def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     torch._foreach_copy_([*tensors], [p.view_as(t) for p, t in zip(pieces, tensors, strict=True)])
 
 
-class Carried:
-    """One tensor per parameter. What a step leaves counts only once the step is known to be taken."""
+class PendingState:
+    """Holds one tensor per parameter; ``commit`` applies the values of a step only if the step is not skipped."""
 
     def __init__(self, tensors: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-        self._held = dict(tensors)
-        self._left: dict[nn.Parameter, Tensor] = {}
+        self._values = dict(tensors)
+        self._pending: dict[nn.Parameter, Tensor] = {}
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
-        return parameter in self._held
+        return parameter in self._values
 
     def __getitem__(self, parameter: nn.Parameter) -> Tensor:
-        return self._held[parameter]
+        return self._values[parameter]
 
-    def leave(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Notes what this step leaves; ``value`` is not copied."""
-        self._left[parameter] = value.view_as(self._held[parameter])
+    def set_next(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Sets the value after this step; ``value`` is not copied."""
+        self._pending[parameter] = value.view_as(self._values[parameter])
 
     def commit(self, finite: Tensor) -> None:
-        """Takes over what the step has left where ``finite``, a scalar bool on the device; else nothing changes."""
-        for parameter, value in self._left.items():
-            held = self._held[parameter]
+        """Applies the values of the step if ``finite``, a scalar bool on the device."""
+        for parameter, value in self._pending.items():
+            held = self._values[parameter]
             held.copy_(torch.where(finite, value, held))
-        self._left.clear()
+        self._pending.clear()
 
 
-def zeros(parameters: Iterable[nn.Parameter]) -> Carried:
-    return Carried((p, torch.zeros(p.shape, dtype=p.dtype, device=p.device)) for p in parameters)
+def zeros(parameters: Iterable[nn.Parameter]) -> PendingState:
+    return PendingState((p, torch.zeros(p.shape, dtype=p.dtype, device=p.device)) for p in parameters)
+
+
+class TopK:
+    """Gathers values and indices of all ranks in one collective and adds them up; implements ``Exchange``.
+
+    Args:
+        share: the share of the elements of each parameter that is sent, rounded up.
+        momentum: the momentum of the correction, which makes the sums ``1 / (1 - momentum)`` times as large; 0
+            disables it.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, share: float, momentum: float = 0.0
+    ) -> None:
+        self._group, self._share, self._momentum = group, share, momentum
+        held = list(parameters)
+        self._residual = zeros(held)
+        self._velocity = zeros(held if momentum else ())
+
+    def run(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> Iterator[dist.Work]:
+        """See ``Exchange.run``."""
+        values, indices, start = [], [], 0
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            value, index = self._choose(parameter, gradient.reshape(-1))
+            values.append(value)
+            indices.append(index + start)
+            start += gradient.numel()
+        value, index = flatten(values), flatten(indices).to(torch.int32)
+        sent = torch.cat([value.view(torch.int32), index])  # one message
+        received = sent.new_empty(dist.get_world_size(self._group) * sent.numel())
+        yield all_gather_tensor(received, sent, group=self._group, async_op=True)
+        total = value.new_zeros(start)
+        for row in received.view(-1, sent.numel()):  # the same order, and thereby the same bits, on all ranks
+            theirs, where = row.split([sent.numel() - index.numel(), index.numel()])
+            total.index_add_(0, where, theirs.clone().view(value.dtype))
+        unflatten(total, gradients)
+
+    def commit(self, finite: Tensor) -> None:
+        self._residual.commit(finite)
+        self._velocity.commit(finite)
+
+    def local_state(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+        kept = {"residual": self._residual[parameter]}
+        return kept | {"velocity": self._velocity[parameter]} if parameter in self._velocity else kept
+
+    def shared_state(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+        return {}
+
+    def _choose(self, parameter: nn.Parameter, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the largest elements of gradient plus residual and their indices, ``[k]`` each; keeps the others."""
+        added = gradient
+        if self._momentum:
+            added = self._velocity[parameter].view(-1) * self._momentum + gradient
+        corrected = self._residual[parameter].view(-1) + added
+        index = (
+            corrected.abs().topk(math.ceil(self._share * corrected.numel()), sorted=False).indices
+        )  # topk treats NaN as the largest
+        value = corrected[index]
+        self._residual.set_next(parameter, corrected.index_fill_(0, index, 0))
+        if self._momentum:
+            self._velocity.set_next(parameter, added.index_fill_(0, index, 0))
+        return value, index
+
+
+class PowerSGD:
+    """Sums a bucket with two all-reduces, of the left and of the right factors; implements ``Exchange``.
+
+    Args:
+        parameters: name -> parameter; ``seed`` and the name determine the first basis.
+        rank: the rank of the approximation.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, rank: int, seed: int = 0
+    ) -> None:
+        self._group = group
+        chosen = {name: p for name, p in parameters.items() if pays(p.shape, rank)}
+        self._residual = zeros(chosen.values())
+        self._basis = PendingState((p, _first_basis(p, rank, parameter_seed(seed, name))) for name, p in chosen.items())
+
+    def run(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> Iterator[dist.Work]:
+        """See ``Exchange.run``."""
+        pairs = list(zip(parameters, gradients, strict=True))
+        others = [gradient for parameter, gradient in pairs if parameter not in self._basis]
+        matrices = [(parameter, gradient) for parameter, gradient in pairs if parameter in self._basis]
+        corrected = [_as_matrix(self._residual[parameter] + gradient) for parameter, gradient in matrices]
+        lefts = [matrix @ self._basis[p] for matrix, (p, _) in zip(corrected, matrices, strict=True)]  # [rows, rank]
+        flat = flatten([*lefts, *others])
+        yield dist.all_reduce(flat, group=self._group, async_op=True)
+        unflatten(flat, [*lefts, *others])
+        if not matrices:
+            return
+        lefts = [_orthonormal(left) for left in lefts]
+        rights = [matrix.t() @ left for matrix, left in zip(corrected, lefts, strict=True)]  # [columns, rank]
+        for matrix, left, right, (parameter, _) in zip(corrected, lefts, rights, matrices, strict=True):
+            self._residual.set_next(parameter, matrix.sub_(left @ right.t()))
+        flat = flatten(rights)
+        yield dist.all_reduce(flat, group=self._group, async_op=True)
+        unflatten(flat, rights)
+        for left, right, (parameter, gradient) in zip(lefts, rights, matrices, strict=True):
+            gradient.copy_((left @ right.t()).view_as(gradient))
+            self._basis.set_next(parameter, _orthonormal(right))
+
+    def commit(self, finite: Tensor) -> None:
+        self._residual.commit(finite)
+        self._basis.commit(finite)
+
+    def local_state(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+        return {"residual": self._residual[parameter]} if parameter in self._residual else {}
+
+    def shared_state(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+        return {"basis": self._basis[parameter]} if parameter in self._basis else {}
+
+
+def pays(shape: Sequence[int], rank: int) -> bool:
+    """Returns whether the two factors of a gradient of ``shape`` have fewer elements than the gradient."""
+    if len(shape) < 2:
+        return False
+    rows, columns = shape[0], math.prod(shape[1:])
+    return (rows + columns) * min(rank, rows, columns) < rows * columns
+
+
+def _as_matrix(gradient: Tensor) -> Tensor:
+    """Returns the gradient as ``[rows, columns]``; a convolution's columns are its input channels and kernel."""
+    return gradient.reshape(gradient.shape[0], -1)
+
+
+def _first_basis(parameter: nn.Parameter, rank: int, seed: int) -> Tensor:
+    """Returns an orthonormal basis, ``[columns, rank]``."""
+    rows, columns = parameter.shape[0], parameter[0].numel()
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(columns, min(rank, rows, columns), generator=generator, dtype=parameter.dtype)
+    return _orthonormal(drawn).to(parameter.device)
+
+
+def _orthonormal(columns: Tensor) -> Tensor:
+    return torch.linalg.qr(columns).Q.contiguous()

@@ -1,0 +1,255 @@
+"""Implements the layer, the attention, the head and the losses that the transformers share.
+
+A loss returns a sum and the number of targets, so that the mean is computed once over the global batch. The attention
+has grouped queries (Ainslie et al. 2023, arXiv:2305.13245); it reads the number of heads from the projected tensors, so
+the same code runs on the heads of a tensor-parallel rank. Rotary embeddings (Su et al. 2021, arXiv:2104.09864) pair
+coordinate ``i`` of a head with ``i + head_dim / 2``, like Llama on Hugging Face.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hpc_train.data.dataset import IGNORED
+from hpc_train.models.model import Head
+
+
+class PreNormLayer(nn.Module):
+    """Adds an attention branch and a feed-forward branch, each with a norm, to hidden states ``[micro, tokens, dim]``.
+
+    Args:
+        norm: returns a new norm for one branch.
+    """
+
+    def __init__(self, norm: Callable[[], nn.Module], attention: nn.Module, ffn: nn.Module, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = norm()
+        self.attention = attention
+        self.ffn_norm = norm()
+        self.ffn = ffn
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), context))
+        return hidden + self.dropout(self.ffn(self.ffn_norm(hidden)))
+
+
+class CrossEntropyHead(Head):
+    """Computes the cross-entropy of the logits ``[..., classes]`` that its forward pass returns.
+
+    Attributes:
+        chunks: the number of chunks of the sequence, for heads with logits at every position. Only the logits of one
+            chunk exist at a time, and the backward pass computes them again.
+        sequence_shards: the number of shards of the sequence in the hidden states; the logits cover all of it.
+    """
+
+    chunks: int = 1
+    sequence_shards: int = 1
+
+    @property
+    def own_count(self) -> bool:
+        return self._has_own_loss
+
+    @property
+    def _has_own_loss(self) -> bool:
+        """Returns whether a subclass overrides the loss."""
+        return type(self).loss is not CrossEntropyHead.loss or type(self)._loss is not CrossEntropyHead._loss
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        if self.chunks == 1:
+            return self._loss(hidden, targets)
+        # the RNG state is not saved, since nothing in a head is random
+        sums = [
+            checkpoint(self._loss, *chunk, use_reentrant=False, preserve_rng_state=False)
+            for chunk in self._cut(hidden, targets)
+        ]
+        loss, count = (torch.stack(column).sum() for column in zip(*sums, strict=True))
+        return loss, count
+
+    def correct(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return torch.stack([count_correct(self(part), wanted) for part, wanted in self._cut(hidden, targets)]).sum()
+
+    def evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        if self._has_own_loss:  # ``correct`` counts targets, and such a loss may count something else
+            overrides = type(self).correct is not CrossEntropyHead.correct
+            return (*self.loss(hidden, targets), self.correct(hidden, targets) if overrides else None)
+        sums = [self._evaluate(*chunk) for chunk in self._cut(hidden, targets)]
+        loss, count, correct = (torch.stack(column).sum() for column in zip(*sums, strict=True))
+        return loss, count, correct
+
+    def _loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return cross_entropy(self(hidden), targets)
+
+    def _evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = self(hidden)
+        return (*cross_entropy(logits, targets), count_correct(logits, targets))
+
+    def _cut(self, hidden: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Splits both along the sequence (dim 1).
+
+        Each rank splits its own shard. The logits of a chunk are gathered from the same piece of every shard, so its
+        targets are taken from the same pieces.
+        """
+        if self.chunks == 1:
+            return [(hidden, targets)]
+        sharded = targets.unflatten(1, (self.sequence_shards, -1)).chunk(self.chunks, 2)
+        pieces = zip(hidden.chunk(self.chunks, 1), sharded, strict=True)
+        return [(part, wanted.flatten(1, 2)) for part, wanted in pieces]
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the sum of the negative log-likelihoods in nats, and the number of targets that are not ``IGNORED``.
+
+    Args:
+        logits: ``[..., classes]``; half precision is converted to float32 first.
+        targets: ``[...]`` int64.
+    """
+    flat = _widened(logits).flatten(0, -2)
+    loss = F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return loss, (targets != IGNORED).sum()
+
+
+def squared_error(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the sum of squared differences over the elements whose target is not ``IGNORED``, and their number.
+
+    Args:
+        outputs: a tensor of the shape of ``targets``.
+        targets: a tensor of any dtype; it is converted to the dtype of ``outputs``, at least float32.
+    """
+    wide = _widened(outputs)
+    counts = targets != IGNORED
+    difference = torch.where(counts, wide - targets.to(wide.dtype), 0.0)
+    return difference.square().sum(), counts.sum()
+
+
+def count_correct(logits: Tensor, targets: Tensor) -> Tensor:
+    """Returns the number of targets (int64) with the largest of their ``logits``; ignored targets do not count."""
+    return (logits.argmax(dim=-1) == targets).sum()
+
+
+def _widened(values: Tensor) -> Tensor:
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
+class Attention(nn.Module):
+    """Computes attention; ``wk`` and ``wv`` project to ``n_kv_heads`` heads, which the ``n_heads`` queries share."""
+
+    def __init__(self, dim: int, n_heads: int, n_kv_heads: int, *, causal: bool, bias: bool) -> None:
+        super().__init__()
+        self.head_dim = dim // n_heads
+        self.causal = causal
+        self.wq = nn.Linear(dim, n_heads * self.head_dim, bias=bias)
+        self.wk = nn.Linear(dim, n_kv_heads * self.head_dim, bias=bias)
+        self.wv = nn.Linear(dim, n_kv_heads * self.head_dim, bias=bias)
+        self.wo = nn.Linear(n_heads * self.head_dim, dim, bias=bias)
+
+    def forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        """Returns the output for ``hidden`` ``[micro, seq, dim]`` in the same shape.
+
+        Args:
+            context: may hold ``rotary_cosine`` and ``rotary_sine`` (see ``rotate``), and ``attention_mask``, a bool
+                tensor that broadcasts to ``[micro, heads, seq, seq]`` and replaces the causal mask.
+        """
+        query, key, value = (
+            projection(hidden).unflatten(-1, (-1, self.head_dim)) for projection in (self.wq, self.wk, self.wv)
+        )
+        if "rotary_cosine" in context:
+            query = rotate(query, context["rotary_cosine"], context["rotary_sine"])
+            key = rotate(key, context["rotary_cosine"], context["rotary_sine"])
+        mask = context.get("attention_mask")
+        mixed = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=self.causal and mask is None,
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
+        return self.wo(mixed.transpose(1, 2).flatten(2))
+
+
+@dataclass(frozen=True)
+class RotaryScaling:
+    """Scales rotary frequencies as Llama 3.1 does for sequences longer than those of the pre-training.
+
+    A frequency with fewer than ``low_freq_factor`` periods in the original length is divided by ``factor``. One with
+    more than ``high_freq_factor`` periods does not change, and those between are interpolated. The formula is that of
+    Meta's ``apply_scaling`` (github.com/meta-llama/llama-models); the names are those of Hugging Face.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: float
+
+    def factors(self, frequencies: Tensor) -> Tensor:
+        """Returns the factor for each of ``frequencies``, which are in radians per position."""
+        periods = self.original_max_position_embeddings * frequencies / (2 * math.pi)
+        kept = (periods - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = kept.clamp(0, 1)
+        return kept + (1 - kept) / self.factor
+
+
+def rotary_tables(
+    positions: Tensor, head_dim: int, theta: float, scaling: RotaryScaling | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns the cosine and sine of every position's angles.
+
+    Args:
+        positions: integers of any shape ``[...]``.
+        head_dim: the width of a head, an even number.
+        theta: the base of the frequencies ``theta ** (-2 i / head_dim)``.
+
+    Returns:
+        Two tensors ``[..., head_dim]``. They are float32 even under fp64, since the table is part of the model's
+        definition.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
+    periods = theta**exponents
+    angles = positions.unsqueeze(-1).float() / periods
+    if scaling is not None:
+        angles = angles * scaling.factors(1 / periods)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotates ``heads`` ``[micro, seq, heads, head_dim]`` by tables ``[seq, head_dim]`` or ``[micro, seq, head_dim]``.
+
+    Half-precision heads are rotated in float32 and rounded once, since rounded tables would lose the relative positions
+    in long sequences.
+    """
+    first, second = heads.chunk(2, dim=-1)
+    swapped = torch.cat((-second, first), dim=-1)
+    return (heads * cosine.unsqueeze(-2) + swapped * sine.unsqueeze(-2)).to(heads.dtype)
+
+
+class RotaryCache:
+    """Caches the tables of positions ``0 … length - 1`` for the longest sequence seen on each device.
+
+    The tables are not buffers of the model, so they need no memory while the model is on ``meta``, are not saved in
+    checkpoints, and do not limit the sequence length. They are read outside compiled layers.
+    """
+
+    def __init__(self, head_dim: int, theta: float, scaling: RotaryScaling | None = None) -> None:
+        self._head_dim = head_dim
+        self._theta = theta
+        self._scaling = scaling
+        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Returns the cosine and sine tables, each ``[length, head_dim]``."""
+        known = self._tables.get(device)
+        if known is None or known[0].shape[0] < length:
+            with torch.inference_mode(False), torch.no_grad():
+                positions = torch.arange(length, device=device)
+                known = rotary_tables(positions, self._head_dim, self._theta, self._scaling)
+            self._tables[device] = known
+        return known[0][:length], known[1][:length]
