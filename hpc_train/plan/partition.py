@@ -49,7 +49,7 @@ def check_split(split: Any, layers: int | None, stages: int) -> None:
         most = None if layers is None else layers if split == "even" else layers + 2
         if most is not None and most < stages:
             raise UserError(
-                f"{layers} layers cannot be divided into {stages} stages",
+                f"model.n_layers is {layers}, too few for {stages} pipeline stages",
                 where="strategy.pp",
                 fix=f"at most {most} stages (strategy.pp x strategy.stages_per_rank), or a larger model.n_layers",
             )

@@ -84,7 +84,7 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["strategy=tp", "strategy.data_parallel=ddp"], "allreduce or zero1"),
     (["strategy=hybrid", "strategy.schedule=zbv"], "stages_per_rank=2"),
     (["strategy=hybrid", "strategy.schedule=zbv", "strategy.stages_per_rank=2"], "pytorch#144530"),
-    (["strategy=hybrid", "model.n_layers=1"], "cannot be divided"),
+    (["strategy=hybrid", "model.n_layers=1"], "too few for 2 pipeline stages"),
     (["strategy=hybrid", "strategy.pp_split=[1,2]"], "strategy.pp_split"),
     (["strategy=hybrid", "batch.micro_batches=1"], "cannot fill"),
     (["strategy=model_parallel", "batch.micro_batches=4"], "one micro-batch"),

@@ -32,7 +32,7 @@ def test_a_split_that_does_not_fit_is_refused(split: list[int]) -> None:
 
 
 def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(UserError, match="3 layers cannot be divided into 4 stages"):
+    with pytest.raises(UserError, match="n_layers is 3, too few for 4 pipeline stages"):
         split_layers(3, 4)
 
 
