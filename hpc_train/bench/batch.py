@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
         raise UserError(
             "--steps, --pairs and --most must be at least 1, and --noise at least 0",
             where="--steps, --pairs, --most, --noise",
-            fix="leave the options out to use their defaults",
+            fix="a positive number, or omit the option",
         )
     if options.plot is not None:
         check_plot(options.plot)

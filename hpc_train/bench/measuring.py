@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: composes the config of a command line and runs workers that measure."""
+"""Composes the config of a benchmark's command line, and runs the workers that measure."""
 
 from __future__ import annotations
 

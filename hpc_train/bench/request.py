@@ -100,7 +100,7 @@ def read_result(run: RunDirectory) -> dict[str, Any]:
     return read_json(run.path / RESULT)
 
 
-BARE_REPLICAS = {"ddp": "dp", "zero2": "zero2"}  # the loop of ``bare_loop.py`` for each data-parallel kind that has one
+BARE_REPLICAS = {"ddp": "dp", "zero2": "zero2"}  # data-parallel kind -> its loop in ``bare_loop.py``
 BARE_PIPELINES = {"1f1b": "pp"}  # and for each pipeline schedule
 
 

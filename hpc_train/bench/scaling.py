@@ -55,7 +55,9 @@ def main(arguments: list[str]) -> int:
     unit, sizes, overrides = _sizes(rest)
     if min(options.steps, options.pairs) < 1:
         raise UserError(
-            "--steps and --pairs must be at least 1", where="--steps, --pairs", fix="leave them out to use the defaults"
+            "--steps and --pairs must be at least 1",
+            where="--steps, --pairs",
+            fix="a positive number, or omit the option",
         )
     if options.plot is not None:
         check_plot(options.plot)
@@ -338,7 +340,7 @@ def _submit(job: Job, words: Sequence[str], stem: Path, executor: SlurmJobExecut
         if error.problem is not Problem.REFUSED:
             fix = "-m on a machine of a Slurm cluster, or workers=1,2,4"
             raise UserError(error.what, where="-m", fix=fix) from error
-        raise UserError(f"Slurm refuses the job: {error.said}", where="cluster", fix="cluster.KEY=VALUE") from error
+        raise UserError(f"Slurm rejected the job: {error.said}", where="cluster", fix="cluster.KEY=VALUE") from error
 
 
 def _script(job: Job, words: Sequence[str], result: Path) -> str:

@@ -29,7 +29,9 @@ def main(arguments: list[str]) -> int:
     options, rest = _parser().parse_known_args(arguments)
     if min(options.steps, options.pairs) < 1:
         raise UserError(
-            "--steps and --pairs must be at least 1", where="--steps, --pairs", fix="leave them out to use the defaults"
+            "--steps and --pairs must be at least 1",
+            where="--steps, --pairs",
+            fix="a positive number, or omit the option",
         )
     config = config_of(rest, several_nodes=True)
     nodes = current_allocation().nodes

@@ -34,18 +34,23 @@ ONE_VALUE = (
 
 @dataclass(frozen=True)
 class CommandLine:
-    """Hydra's own options and the overrides, told apart by Hydra's own parser."""
+    """The command line, which Hydra's own parser has separated into options and overrides.
+
+    Attributes:
+        runs: False if the command only shows something: --help, --cfg, --info or completion.
+        config_directory: the value of ``-cd``; ``config_path`` is that of ``-cp``, ``config_name`` that of ``-cn``.
+    """
 
     overrides: tuple[str, ...]
     multirun: bool
-    runs: bool  # False where only something is to be shown: --help, --cfg, --info, completion
-    config_directory: Path | None  # -cd
-    config_path: str | None  # -cp
-    config_name: str  # -cn
+    runs: bool
+    config_directory: Path | None
+    config_path: str | None
+    config_name: str
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> CommandLine:
-        """Ends the process, as Hydra would, where an option is unknown."""
+        """Parses ``arguments``. An unknown option ends the process, as in Hydra."""
         args = get_args_parser().parse_intermixed_args(list(arguments))
         shows = args.help or args.hydra_help or args.cfg or args.info or args.shell_completion
         return cls(
@@ -63,7 +68,7 @@ class CommandLine:
 
     @contextmanager
     def composer(self) -> Iterator[JobComposer]:
-        """Composes jobs of this command line inside the ``with`` block; writes nothing."""
+        """Yields a composer for the jobs of this command line. It writes nothing."""
         with initialized(self.primary_directory):
 
             def compose(overrides: list[str]) -> DictConfig:
@@ -74,26 +79,28 @@ class CommandLine:
 
     @property
     def search_path(self) -> list[str]:
-        """The ``-cd`` directory as the override that the compose API understands."""
+        """Returns the ``-cd`` directory as an override, since the compose API has no such option."""
         given = [override for override in self.overrides if _is_search_path(override)]
         if self.config_directory is None:
             return given
         if not self.config_directory.is_dir():
             raise UserError(
-                f"there is no directory {self.config_directory}", where="--config-dir", fix="-cd DIR that is there"
+                f"the directory {self.config_directory} does not exist",
+                where="--config-dir",
+                fix="-cd DIR, with an existing directory",
             )
         listed = [part for item in given for part in _search_directories(item)]
         return [f"hydra.searchpath=[{','.join([f'file://{self.config_directory}', *listed])}]"]
 
 
 def with_right_plus(arguments: Sequence[str]) -> list[str]:
-    """``arguments`` with ``strategy=`` and ``experiment=`` in the form that Hydra takes here, overrides first.
+    """Returns ``arguments`` with the plus signs that Hydra requires before ``strategy=`` and ``experiment=``.
 
-    (Hydra's own parser does not understand overrides on both sides of an option.)
+    Overrides come first, because Hydra's own parser does not accept overrides on both sides of an option.
 
     Raises:
-        UserError: a secret on the command line, a sweep over what has one value for all jobs, or over experiments
-            that disagree on whether they choose a strategy.
+        UserError: the command line contains a secret, sweeps a key that has one value for all jobs, or sweeps
+            experiments of which only some choose a strategy.
     """
     refuse_secret_arguments(arguments)
     line = CommandLine.parse(arguments)
@@ -109,15 +116,16 @@ def with_right_plus(arguments: Sequence[str]) -> list[str]:
 def _without(arguments: Sequence[str], taken: Sequence[str]) -> list[str]:
     left = list(arguments)
     for argument in reversed(taken):
-        del left[len(left) - 1 - left[::-1].index(argument)]  # the last: an option's value of equal text stands before
+        # removes the last one, because an equal text before it is the value of an option
+        del left[len(left) - 1 - left[::-1].index(argument)]
     return left
 
 
 def expand(overrides: Sequence[str]) -> list[list[str]]:
-    """The jobs of a sweep: every combination of the values that are listed with commas.
+    """Returns the overrides of each job of a sweep: every combination of the values that are listed with commas.
 
     Raises:
-        UserError: a sweep that only an optimizing sweeper understands.
+        UserError: the sweep requires an optimizing sweeper.
     """
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.errors import HydraException
@@ -133,7 +141,7 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def wants_dry_run(overrides: Sequence[str]) -> bool:
-    """Whether the last word on ``launch.dry_run`` is true."""
+    """Whether the last override of ``launch.dry_run`` is true."""
     values = [override.split("=", 1)[1] for override in overrides if override.lstrip("+").startswith("launch.dry_run=")]
     return bool(values) and values[-1].lower() in ("true", "1", "yes", "on")
 
@@ -142,14 +150,14 @@ def _refuse_sweeps(overrides: Sequence[str]) -> None:
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         if override.key_or_group in ONE_VALUE and override.is_sweep_override():
             raise UserError(
-                f"{override.input_line} is one value for all jobs of a sweep",
+                f"{override.input_line} lists several values, but all jobs of a sweep share one value of this key",
                 where=override.key_or_group,
-                fix="one value; in a sweep run.name is the parent directory of the jobs",
+                fix=f"{override.key_or_group}=VALUE; in a sweep run.name names the parent directory of the jobs",
             )
 
 
 def _chosen_already(line: CommandLine) -> bool:
-    """Whether ``strategy`` stands in the Defaults List: an experiment or the user's primary config put it there."""
+    """Whether an experiment or the user's primary config adds ``strategy`` to the Defaults List."""
     experiments = [override for override in line.overrides if EXPERIMENT.match(override)]
     own = line.config_path is not None or line.config_name != PRIMARY
     if not experiments and not own:
@@ -158,9 +166,9 @@ def _chosen_already(line: CommandLine) -> bool:
         answers = {_chooses(line, choice) for choice in expand(experiments)}
     if len(answers) > 1:
         raise UserError(
-            "some of these experiments choose a strategy and others do not",
+            "only some of the experiments of this sweep choose a strategy",
             where="experiment, strategy",
-            fix="sweep them in two commands",
+            fix="one sweep over the experiments that choose a strategy, and one over the others",
         )
     return answers.pop()
 
@@ -182,13 +190,17 @@ def _search_directories(override: str) -> list[str]:
 
 @dataclass
 class JobComposer:
-    """Composes jobs by their overrides; ``compose`` composes one job the slow way."""
+    """Composes jobs from their overrides.
+
+    Attributes:
+        compose: composes one job with Hydra, which takes about 70 ms.
+    """
 
     compose: Callable[[list[str]], DictConfig]
     _composed: dict[tuple[str, ...], DictConfig] = field(default_factory=dict)
 
     def __call__(self, overrides: Sequence[str]) -> DictConfig:
-        """The composed config of one job.
+        """Returns the composed config of one job.
 
         Raises:
             hydra.errors.HydraException, OmegaConfBaseException: an unknown group, option or key, or a wrong type.
@@ -206,17 +218,17 @@ class JobComposer:
             for override in values:
                 OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
         except OmegaConfBaseException:
-            return self.compose(list(overrides))  # Hydra's own words for what is wrong
+            return self.compose(list(overrides))  # raises Hydra's own error
         return config
 
 
 def _is_choice(override: Override) -> bool:
-    """``group=option``, and Hydra's own settings: what only Hydra can compose."""
+    """Whether only Hydra can apply the override: ``group=option`` or one of Hydra's own settings."""
     key = override.key_or_group
     return key.startswith("hydra.") or ("." not in key and not isinstance(override.value(), dict))
 
 
 def _is_plain(override: Override) -> bool:
-    """``key=value`` for a key below a group. Others may add or replace what the next one sets: their order counts."""
+    """Whether the override is ``key=value`` for a key below a group. The order of other overrides matters."""
     changes = not (override.is_add() or override.is_force_add() or override.is_delete())
     return changes and "." in override.key_or_group

@@ -1,7 +1,7 @@
-"""Composes a typed config from overrides: Hydra's ConfigStore and resolvers, composition, conversion to dataclasses.
+"""Composes a typed config from overrides: registers the schema with Hydra, composes, and converts to dataclasses.
 
-Every ``Config`` is made in one way: OmegaConf resolves the values, and the dataclasses read them. A composed config and
-a frozen file therefore pass the same checks.
+OmegaConf resolves the values of every ``Config``, and the dataclasses read them. A composed config and a frozen file
+therefore pass the same checks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SWEEPER = "hydra_plugins.hpc_train_launcher.sweeper.HpcTrainSweeper"
 
 
 def register() -> None:
-    """Puts the schema into Hydra's ConfigStore and our resolvers into OmegaConf; calling it again changes nothing."""
+    """Registers the schema in Hydra's ConfigStore and the resolvers in OmegaConf. Further calls change nothing."""
     if OmegaConf.has_resolver("hpc_train.directory"):
         return
     store = ConfigStore.instance()
@@ -59,10 +59,10 @@ def register() -> None:
     sweeper = {"_target_": SWEEPER, "max_batch_size": None, "params": None}
     store.store(group="hydra/launcher", name="hpc_train", node={"_target_": LAUNCHER}, provider="hpc_train")
     store.store(group="hydra/sweeper", name="hpc_train", node=sweeper, provider="hpc_train")
-    # OmegaConf 2.4 calls it so; 2.3 has an older method of that name
+    # OmegaConf 2.3 has another method with the name register_resolver
     old = omegaconf.__version__.startswith("2.3")
     add: Callable[..., None] = OmegaConf.register_new_resolver if old else OmegaConf.register_resolver
-    # cached: Hydra asks several times, and a directory that is named by the time must stay the same
+    # cached, because Hydra resolves it several times and a name made from the time must not change
     add("hpc_train.directory", run_directory, use_cache=True)
     add("hpc_train.root", default_root)
     add("hpc_train.steps_unless", _steps_unless)
@@ -73,20 +73,20 @@ def _steps_unless(epochs: float | None, steps: int) -> int | None:
 
 
 def config_directory() -> Path:
-    """``hpc_train/conf`` of an installed wheel, the repository's ``conf/`` in an editable install."""
+    """Returns ``hpc_train/conf`` in an installed wheel, or the repository's ``conf/`` in an editable install."""
     package = Path(__file__).resolve().parents[1]
     packaged = package / "conf"
     return packaged if packaged.is_dir() else package.parent / "conf"
 
 
 def version_base() -> dict[str, str]:
-    """The ``version_base`` argument for the Hydra in use: 1.3 warns without it, 1.4 with it."""
+    """Returns the argument ``version_base`` for the installed Hydra: 1.3 warns without it, 1.4 with it."""
     return {"version_base": "1.3"} if hydra.__version__.startswith("1.3") else {}
 
 
 @contextmanager
 def initialized(directory: Path | None = None) -> Iterator[None]:
-    """Hydra's compose API over ``directory`` (the packaged ``conf/`` unless told)."""
+    """Initializes Hydra's compose API with ``directory``, or with the packaged ``conf/``."""
     register()
     with hydra.initialize_config_dir(
         config_dir=str(directory or config_directory()), job_name="hpc_train", **version_base()
@@ -95,7 +95,7 @@ def initialized(directory: Path | None = None) -> Iterator[None]:
 
 
 def compose(overrides: Sequence[str], config_name: str = PRIMARY) -> DictConfig:
-    """Composes one job without starting Hydra; writes nothing.
+    """Composes one job without running Hydra's application. It writes nothing.
 
     Raises:
         hydra.errors.HydraException, OmegaConfBaseException: an unknown group, option or key, or a wrong type.
@@ -110,7 +110,7 @@ def typed(node: DictConfig) -> Config:
     Relative paths become absolute, so that a frozen config means the same in every working directory.
 
     Raises:
-        UserError: a missing value, an unknown key or kind, a value of the wrong type, or a secret in clear text.
+        UserError: a value is missing or has the wrong type, a key or kind is unknown, or a value is a secret.
     """
     if "hydra" in node:
         node = node.copy()
@@ -121,7 +121,7 @@ def typed(node: DictConfig) -> Config:
 
 
 def converted(node: DictConfig) -> Config:
-    """Converts a config that passed ``typed`` before, such as a frozen one."""
+    """Converts a config that ``typed`` has accepted before, such as a frozen one."""
     node = _with_extension_schemas(node)
     check_kinds(node)
     _check_missing(node)
@@ -133,17 +133,17 @@ def converted(node: DictConfig) -> Config:
 
 
 def _to_object(values: dict[str, Any]) -> Config:
-    """Converts group by group: most jobs of a sweep share most groups, which are converted once."""
+    """Converts each group separately. Most jobs of a sweep share most groups, which are converted once."""
     schema = _schema(values["model"]["kind"], values["data"]["kind"])
     if set(values) != set(schema):
-        OmegaConf.merge(schema, escaped(values))  # raises: a group that is unknown
+        OmegaConf.merge(schema, escaped(values))  # raises the error for the unknown group
     kinds = values["model"]["kind"], values["data"]["kind"]
     return Config(**{name: deepcopy(_group(name, *kinds, pickle.dumps(value))) for name, value in values.items()})
 
 
 @lru_cache(maxsize=256)
 def _group(name: str, model: str, data: str, values: bytes) -> Any:
-    schema = OmegaConf.create({name: _schema(model, data)[name]})  # with its name, so that errors contain the whole key
+    schema = OmegaConf.create({name: _schema(model, data)[name]})  # errors then contain the whole key
     found = OmegaConf.to_object(OmegaConf.merge(schema, {name: escaped(pickle.loads(values))}))
     assert isinstance(found, dict)
     return found[name]
@@ -199,7 +199,7 @@ DATA = {TOKENS: "data=text", IMAGES: "data=cifar100"}
 
 
 def _with_extension_schemas(node: DictConfig) -> DictConfig:
-    """``node`` with the keys and defaults of descriptions from a user's package, which no file of ``conf/`` lists."""
+    """Adds the keys and defaults of descriptions from a user's package, which no file of ``conf/`` lists."""
     for group, load in (("model", load_family), ("data", load_source)):
         kind = _kind(node, group, tuple(FAMILIES if group == "model" else SOURCES))
         if not is_extension(kind):
@@ -216,25 +216,27 @@ def _with_extension_schemas(node: DictConfig) -> DictConfig:
 
 
 def check_kinds(node: DictConfig) -> None:
-    """Raises UserError where the model cannot learn from the data, or takes a size that the data does not have.
+    """Checks that the model can learn from the data, before interpolations such as ``${data.vocab_size}`` are resolved.
 
-    It is called before interpolations such as ``${data.vocab_size}`` are resolved.
+    Raises:
+        UserError: the samples are of another kind, or a size of the model refers to a missing key of the data.
     """
     model, data = str(node.model.kind), str(node.data.kind)
     source = load_source(data)
     gives, takes = source.sample_kind(node.data), load_family(model).learns_from
     if gives is not None and takes is not None and gives != takes:
-        other = f"data.task={takes}" if data == "synthetic" else DATA.get(takes, f"data that gives {takes}")
+        other = f"data.task={takes}" if data == "synthetic" else DATA.get(takes, f"data that provides {takes}")
         raise UserError(
-            f"a {model} model learns from {takes}, but data={data} gives {gives}",
+            f"the model {model} requires {takes} as samples, but data={data} provides {gives}",
             where="model, data",
-            fix=f"{other}, or {MODELS.get(gives, f'a model that learns from {gives}')}",
+            fix=f"{other}, or {MODELS.get(gives, f'a model that accepts {gives}')}",
         )
     known = {each.name for each in fields(source.schema)}
     missing = [name for name in SAMPLE_KEYS.get(gives or "", ()) if name not in known]
     if missing:
         raise UserError(
-            f"data {data} gives {gives}, but its schema {source.schema.__name__} has no key {', '.join(missing)}",
+            f"the data source {data} provides {gives}, but its schema {source.schema.__name__} has no key "
+            f"{', '.join(missing)}",
             where=location(data),
             fix=f"add {', '.join(missing)} to the schema",
         )
@@ -242,12 +244,12 @@ def check_kinds(node: DictConfig) -> None:
 
 
 def _check_taken_sizes(node: DictConfig, data: str) -> None:
-    known = set(node.data.keys())  # also those whose value is missing
+    known = set(node.data.keys())  # including keys without a value
     for key, value in leaves(OmegaConf.to_container(node.model, resolve=False)):
         taken = re.fullmatch(r"\$\{data\.(\w+)\}", value) if isinstance(value, str) else None
         if taken and taken[1] not in known:
             raise UserError(
-                f"model.{key} is taken from data.{taken[1]}, which data {data} does not have",
+                f"model.{key} refers to data.{taken[1]}, but the data source {data} has no such key",
                 where=f"model.{key}",
                 fix=f"model.{key}=VALUE",
             )
@@ -257,10 +259,10 @@ def _kind(node: DictConfig, group: str, known: tuple[str, ...]) -> str:
     kind = OmegaConf.select(node, f"{group}.kind") if OmegaConf.is_dict(node.get(group)) else None
     if kind is None:
         raise UserError(
-            f"{group} does not name a file of the config group {group}, or has no kind",
+            f"{group} is not the name of a file in conf/{group}, or that file sets no kind",
             where=group,
-            fix=f"{group}=NAME of a file in conf/{group}, with kind: {' | '.join(known)} | package.module:NAME",
+            fix=f"{group}=NAME of a file in conf/{group} that sets kind: {' | '.join(known)} | package.module:NAME",
         )
     if kind not in known and not is_extension(str(kind)):
-        raise UserError(f"{group}.kind is {kind!r}", where=f"{group}.kind", fix=nearest(kind, known))
+        raise UserError(f"{group}.kind is {kind!r}, which is unknown", where=f"{group}.kind", fix=nearest(kind, known))
     return str(kind)

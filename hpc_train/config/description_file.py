@@ -24,45 +24,49 @@ _FORBIDDEN = "torch"
 
 
 def location(path: str) -> str:
-    """The file of ``module:attribute``, for messages; ``path`` itself if there is no such file."""
+    """Returns the file of ``module:attribute`` for messages, or ``path`` itself if there is no such file."""
     spec = _spec(path.partition(":")[0])
     return spec.origin if spec is not None and spec.origin else path
 
 
 def import_without_torch(path: str, key: str) -> Any:
-    """The object at ``module:attribute``.
+    """Returns the object at ``module:attribute``.
 
     Args:
         key: the config key that names it, for messages.
 
     Raises:
-        UserError: there is no such file or attribute, or the file cannot be executed or imports torch.
+        UserError: the file or the attribute does not exist, or the file cannot be executed or imports torch.
     """
     name, separator, attribute = path.partition(":")
     spec = _spec(name) if separator and attribute else None
     if spec is None or spec.loader is None:
         raise UserError(
-            f"{path} cannot be found" if separator else f"{path!r} is not an import path",
+            f"the module of {path} cannot be found" if separator else f"{path!r} is not an import path",
             where=key,
-            fix=f"{key}=package.module:NAME, importable from the current directory or PYTHONPATH",
+            fix=f"{key}=package.module:NAME, where package is in the current directory or on PYTHONPATH",
         )
     module = sys.modules.get(name) or _execute(spec, path)
     if not hasattr(module, attribute):
-        raise UserError(f"{spec.origin} defines no {attribute}", where=key, fix=f"{key}={name}:NAME of a description")
+        raise UserError(
+            f"{spec.origin} defines no {attribute}", where=key, fix=f"{key}={name}:NAME, where NAME is defined there"
+        )
     return getattr(module, attribute)
 
 
 def check_callable(path: str, arguments: int, where: str) -> None:
-    """Checks by its source that ``module:attribute`` is a function or class that takes ``arguments`` arguments.
+    """Checks the source of ``module:attribute``: it must be a function or class with ``arguments`` parameters.
 
     Raises:
-        UserError: the file does not exist, does not define the attribute, or the attribute takes other arguments.
-            Names that the file imports from elsewhere are not followed.
+        UserError: the file does not exist or does not define the attribute, or the number of parameters differs. Names
+            that the file imports from other modules are not checked.
     """
     name, _, attribute = str(path).partition(":")
     spec = _spec(name) if attribute else None
     if spec is None or not spec.origin:
-        raise UserError(f"{path} cannot be found", where=where, fix="package.module:NAME of a class or function")
+        raise UserError(
+            f"{path} cannot be found", where=where, fix="the path package.module:NAME of a class or function"
+        )
     if not spec.origin.endswith(".py"):
         return
     found = _definition(ast.parse(Path(spec.origin).read_text(encoding="utf-8")), attribute)
@@ -73,12 +77,12 @@ def check_callable(path: str, arguments: int, where: str) -> None:
         raise UserError(
             f"{path} does not take {arguments} positional argument{'s' * (arguments != 1)}",
             where=f"{spec.origin}:{found.lineno}",
-            fix=f"{'config' if arguments != 3 else 'config, split, seed'} as its parameters",
+            fix=f"declare the parameters ({'config' if arguments != 3 else 'config, split, seed'})",
         )
 
 
 def _spec(name: str) -> ModuleSpec | None:
-    """The spec of a module; unlike ``find_spec`` this does not import its parent packages."""
+    """Returns the spec of a module. Unlike ``find_spec``, this does not import the parent packages."""
     search: Sequence[str] | None = None
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):
@@ -95,10 +99,10 @@ def _spec(name: str) -> ModuleSpec | None:
 
 
 def _execute(spec: ModuleSpec, path: str) -> ModuleType:
-    """Executes one file as the module that it is; its parent packages are not executed unless it imports them."""
+    """Executes one file as a module. Its parent packages are executed only if the file imports them."""
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses resolve their annotations there
+    sys.modules[spec.name] = module  # dataclasses look up their annotations in sys.modules
     try:
         if _imports_torch(spec):
             raise _TorchImported(_FORBIDDEN)
@@ -115,19 +119,19 @@ def _explained(error: Exception, path: str, file: str) -> UserError:
     if isinstance(error, UserError):
         return error
     if isinstance(error, _TorchImported):
-        fix = "name the torch part as module:attribute in another file; this file is read where jobs are submitted"
+        fix = "move the torch code to another file and name it as module:attribute; submission cannot import torch"
         return UserError(f"{path} imports torch", where=file, fix=fix)
     missing = re.findall(r"'(\w+)'", str(error)) if isinstance(error, TypeError) and "missing" in str(error) else []
     if missing:
         fix = ", ".join(f"{name}=..." for name in missing)
         return UserError(f"{path} does not state {', '.join(missing)}", where=file, fix=f"add {fix}")
-    if isinstance(error, ValueError):  # facts that contradict each other
-        return UserError(f"{path}: {error}", where=file, fix="correct the description")
+    if isinstance(error, ValueError):  # contradictory facts
+        return UserError(f"{path}: {error}", where=file, fix="correct the values in this file")
     return UserError(f"{path} cannot be loaded: {type(error).__name__}: {error}", where=file, fix="correct the file")
 
 
 def _imports_torch(spec: ModuleSpec) -> bool:
-    """Whether the file itself imports torch at its top level, in whatever process this is asked."""
+    """Whether the file itself imports torch at its top level. The answer is the same in a process that has torch."""
     if not spec.origin or not spec.origin.endswith(".py"):
         return False
     body = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
@@ -137,11 +141,11 @@ def _imports_torch(spec: ModuleSpec) -> bool:
 
 
 class _TorchImported(ImportError):
-    """A description imports torch."""
+    """Is raised when a description imports torch."""
 
 
 class _Refusing:
-    """Refuses torch in the list of finders."""
+    """A finder that raises an error for torch."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name.partition(".")[0] == _FORBIDDEN:
@@ -150,7 +154,7 @@ class _Refusing:
 
 @contextmanager
 def _without_torch() -> Iterator[None]:
-    """Refuses imports of torch inside the block, unless this process has torch already."""
+    """Makes imports of torch fail inside the block, unless this process has imported torch before."""
     if _FORBIDDEN in sys.modules:
         yield
         return
@@ -163,7 +167,7 @@ def _without_torch() -> Iterator[None]:
 
 
 def _definition(tree: ast.Module, name: str) -> ast.stmt | None:
-    """The top-level statement that binds ``name``; a star import may bind any name."""
+    """Returns the top-level statement that binds ``name``. A star import may bind any name."""
     for statement in reversed(tree.body):
         if name in _bound(statement) or "*" in _bound(statement):
             return statement
@@ -179,7 +183,7 @@ def _bound(statement: ast.stmt) -> set[str]:
 
 
 def _signature(statement: ast.stmt) -> tuple[ast.arguments, int] | None:
-    """The parameters of a function or of a class's constructor, and how many of them are bound already."""
+    """Returns the parameters of a function or constructor, and how many of them are already bound (self)."""
     if isinstance(statement, ast.FunctionDef):
         return None if statement.decorator_list else (statement.args, 0)
     if isinstance(statement, ast.ClassDef) and not statement.decorator_list:
@@ -200,7 +204,7 @@ IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 def is_import_path(name: str) -> bool:
-    """Whether ``name`` is the import path of a row, ``module:attribute``, and not the name of a built-in one."""
+    """Whether ``name`` is the import path of a row, ``module:attribute``, rather than the name of a built-in row."""
     return ":" in name
 
 
@@ -212,20 +216,20 @@ def load_row(path: str, key: str, kind: type) -> Any:
         kind: the class of the row.
 
     Raises:
-        UserError: there is no such file or row, or a fact of the row is missing, unknown or contradicts another.
+        UserError: the file or row does not exist, or a fact of the row is missing, unknown or contradictory.
     """
     row = import_without_torch(path, key)
     if isinstance(row, kind):
         return row
     raise UserError(
-        f"{path} is not a {kind.__name__}, but of type {type(row).__name__}",
+        f"{path} is of type {type(row).__name__}, but must be a {kind.__name__}",
         where=location(path),
         fix=f"{path.partition(':')[2]} = {kind.__name__}(...) from hpc_train.plan.techniques",
     )
 
 
 def import_attribute(path: str, where: str) -> Any:
-    """Imports what a row names as ``module:attribute``; on a worker, where torch may be imported.
+    """Imports the ``module:attribute`` that a row names. It runs on workers only, where torch may be imported.
 
     Raises:
         UserError: the module cannot be imported or has no such attribute.
@@ -235,5 +239,7 @@ def import_attribute(path: str, where: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise UserError(
-            f"{path} cannot be imported: {error}", where=where, fix="the module and attribute that the row means"
+            f"{path} cannot be imported: {error}",
+            where=where,
+            fix="correct the path in the row, or the module it names",
         ) from error

@@ -1,7 +1,7 @@
 """Keeps keys and tokens out of run directories.
 
-A config that would contain a secret is refused, and files that hold secrets are not copied with the code. Workers
-inherit the environment, so a config never needs ``${oc.env:WANDB_API_KEY}``, which would be frozen in clear text.
+A config that contains a secret is refused, and files with secrets are not copied with the code. Workers inherit the
+environment, so no config needs ``${oc.env:WANDB_API_KEY}``, which would be frozen in clear text.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ SECRET_NAME = re.compile(
     r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?)(_|$|\d)", re.IGNORECASE
 )
 FROM_ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([^,}\s]+)")
-SHORTEST = 8  # characters; a shorter value of a secret's variable occurs in too much harmless text
-# Names under which tools keep keys, tokens and passwords; compared in lower case. Python modules are never among them.
+SHORTEST = 8  # characters; a shorter value would also occur in harmless text
+# Names of files in which tools keep keys, tokens and passwords, in lower case. Python modules are always copied.
 SECRET_DIRECTORIES = frozenset({".aws", ".azure", ".gcloud", ".gnupg", ".kube", ".ssh"})
 SECRET_FILES = (
     *(".env", ".env.*", ".envrc", ".netrc", "_netrc", ".git-credentials", ".pgpass", ".pypirc", ".npmrc"),
@@ -34,7 +34,7 @@ SECRET_FILES = (
     *("application_default_credentials.json", "kaggle.json"),
 )
 NO_SECRET_FILES = (".env.example", ".env.sample", ".env.template", ".env.dist")  # examples without values
-FIX = "leave it in the environment, which workers inherit; the run directory stores the config in clear text"
+FIX = "remove it from the config, which is stored in clear text; workers inherit it from the environment"
 
 
 def refuse_secrets(node: DictConfig, environment: Mapping[str, str] = os.environ) -> None:
@@ -43,7 +43,7 @@ def refuse_secrets(node: DictConfig, environment: Mapping[str, str] = os.environ
     for key, raw in leaves(OmegaConf.to_container(node, resolve=False)):
         for name in FROM_ENVIRONMENT.findall(raw):
             if SECRET_NAME.search(name):
-                raise UserError(f"{key} takes the secret {name} from the environment", where=key, fix=FIX)
+                raise UserError(f"{key} reads the secret {name} from the environment", where=key, fix=FIX)
         value = _resolved(node, key) if "${" in raw else raw
         _refuse(key, value, held)
 
@@ -79,11 +79,11 @@ def _resolved(node: DictConfig, key: str) -> str:
     try:
         return str(OmegaConf.select(node, key))
     except OmegaConfBaseException:
-        return ""  # what does not resolve is reported where values are converted
+        return ""  # the conversion of values reports what cannot be resolved
 
 
 def leaves(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted key and text of every string in nested dicts and lists."""
+    """Yields the dotted key and the text of every string in nested dicts and lists."""
     if isinstance(value, dict):
         for name, item in value.items():
             yield from leaves(item, f"{key}.{name}" if key else str(name))

@@ -14,9 +14,9 @@ from hpc_train.errors import UserError, nearest
 
 
 def translate(error: BaseException) -> UserError | None:
-    """The user's mistake behind ``error``; None if it is no mistake of the user.
+    """Returns the ``UserError`` for ``error``; None if the user did not cause it.
 
-    OmegaConf drops the cause of its errors, so a ``UserError`` raised inside a resolver is found as the context.
+    OmegaConf drops the cause of its errors, so a ``UserError`` that a resolver raised is found as the context.
     """
     chain = list(_chain(error))
     for link in chain:
@@ -34,14 +34,18 @@ def translate(error: BaseException) -> UserError | None:
 
 
 def _of_python(error: BaseException) -> UserError | None:
-    if isinstance(error, ValueError) and str(error).startswith("Config group override"):  # Hydra's own: group=null
-        return UserError(str(error), where="the command line", fix="GROUP=NAME of a file in conf/GROUP")
+    if isinstance(error, ValueError) and str(error).startswith(
+        "Config group override"
+    ):  # Hydra raises it for group=null
+        return UserError(str(error), where="the command line", fix="GROUP=NAME, with a file of conf/GROUP")
     if isinstance(error, PermissionError) and error.filename:
-        fix = "run.root=DIRECTORY that you may write; a shared run needs run.group=GROUP from its owner"
-        return UserError(f"permission denied: {error.filename}", where="the permissions of the file", fix=fix)
+        fix = "run.root=DIR with a directory that you may write; for a shared run its owner must set run.group=GROUP"
+        return UserError(
+            f"you have no permission to access {error.filename}", where="the permissions of the file", fix=fix
+        )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         fix = "free some space, or set another run.root or TMPDIR; python -m hpc_train doctor shows which disk is full"
-        return UserError(f"{error.strerror}: the disk or quota is full", where="run.root or TMPDIR", fix=fix)
+        return UserError(f"the disk or quota is full ({error.strerror})", where="run.root or TMPDIR", fix=fix)
     return None
 
 
@@ -51,14 +55,14 @@ def _of_omegaconf(error: OmegaConfBaseException) -> UserError:
         return UserError(f"{key} has no value", where=key, fix=f"{key}=VALUE on the command line")
     if isinstance(error, ConfigAttributeError | ConfigKeyError) and is_dataclass(error.object_type):
         names = [field.name for field in fields(error.object_type)]
-        return UserError(f"there is no key {key}", where=key, fix=nearest(error.key, names))
+        return UserError(f"{key} is not a config key", where=key, fix=nearest(error.key, names))
     group = key.split(".", maxsplit=1)[0]
     first = (error.msg or str(error)).strip().splitlines()[0]
     wrong = re.match(r"Value '(.*)' (?:of type '.*' could not be converted to|is not a valid) (\w+)", first)
     if wrong and wrong[2] in _KINDS:
         return UserError(f"{key} is {wrong[1]!r}, but must be {_KINDS[wrong[2]]}", where=key, fix=f"{key}=VALUE")
     if "is not Optional" in first:
-        return UserError(f"{key} is null, but needs a value", where=key, fix=f"{key}=VALUE, or remove the override")
+        return UserError(f"{key} is null, but must have a value", where=key, fix=f"{key}=VALUE, or remove the override")
     shows = f"python -m hpc_train --cfg job{f' --package {group}' if group else ''} shows the current values"
     return UserError(first, where=key or "the config", fix=shows)
 
@@ -70,7 +74,7 @@ def _unknown_option(error: MissingConfigException) -> UserError:
     name = str(error.missing_cfg_file or "")
     group, _, option = name.rpartition("/")
     return UserError(
-        f"there is no {name}", where=group or "the defaults", fix=nearest(option, list(error.options or ()))
+        f"{name} does not exist", where=group or "the defaults", fix=nearest(option, list(error.options or ()))
     )
 
 

@@ -34,9 +34,10 @@ def parse_save_every(text: str) -> SaveEvery:
     if match and float(match[1]) > 0:
         return SaveEvery(seconds=float(match[1]) * _SECONDS[match[2]])
     raise UserError(
-        f"checkpoint.every is {text!r}",
+        f"checkpoint.every is {text!r}, which is neither a number of steps nor a time",
         where="checkpoint.every",
-        fix="steps (500), a time (30m or 2h), auto, or 0 to save only on a stop request and at the end",
+        fix="a number of steps such as 500, a time such as 30m or 2h, auto, or 0 to save only on a stop request and at "
+        "the end",
     )
 
 
@@ -58,7 +59,7 @@ class Profiled:
 
 
 def parse_profile(config: ProfileConfig) -> Profiled | None:
-    """The steps and ranks to profile; None if nothing is profiled.
+    """Returns the steps and ranks to profile; None if nothing is profiled.
 
     Raises:
         UserError: the steps or the ranks cannot be parsed.
@@ -69,9 +70,9 @@ def parse_profile(config: ProfileConfig) -> Profiled | None:
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= first <= last:
         raise UserError(
-            f"telemetry.profile.steps is {config.steps!r}",
+            f"telemetry.profile.steps is {config.steps!r}, which is neither a step nor a range of steps",
             where="telemetry.profile.steps",
-            fix="a step or several in a row: 10, 10-12",
+            fix="one step such as 10, or a range such as 10-12",
         )
     return Profiled(first, last, _ranks(config.ranks))
 
@@ -83,7 +84,9 @@ def _ranks(given: Any) -> frozenset[int] | None:
     if ranks and all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in ranks):
         return frozenset(ranks)
     raise UserError(
-        f"telemetry.profile.ranks is {given!r}", where="telemetry.profile.ranks", fix="a rank, [0,3] or all"
+        f"telemetry.profile.ranks is {given!r}, which is neither a rank nor a list of ranks",
+        where="telemetry.profile.ranks",
+        fix="a rank such as 0, a list such as [0,3], or all",
     )
 
 
@@ -100,7 +103,7 @@ def check_profiled_steps(config: ProfileConfig, world_size: int) -> None:
 
 
 def parse_hang_timeout(text: str) -> float | None:
-    """The limit of a step in seconds; 0: no limit; None: learned from the steps.
+    """Returns the time limit of a step in seconds; 0 for no limit; None if it is derived from the steps.
 
     Raises:
         UserError: ``text`` is neither auto nor a number of seconds.
@@ -114,7 +117,7 @@ def parse_hang_timeout(text: str) -> float | None:
     if 0 <= seconds < float("inf"):
         return seconds
     raise UserError(
-        f"elastic.hang_timeout_s is {text!r}",
+        f"elastic.hang_timeout_s is {text!r}, which is not a number of seconds",
         where="elastic.hang_timeout_s",
         fix="auto, a number of seconds, or 0 for no limit",
     )
@@ -124,7 +127,7 @@ DEBUG_STEPS = 20  # counted from the newest checkpoint; learning rate and data a
 
 
 def for_debugging(config: Config) -> Config:
-    """The config that ``train.debug=true`` uses instead of ``config``.
+    """Returns the config that ``train.debug=true`` uses instead of ``config``.
 
     It logs every step, and disables compilation, loader processes, intermediate checkpoints and W&B. The layout
     replaces a data-parallel kind that cannot be debugged; see ``DataParallelKind.debugged_as``.
@@ -145,10 +148,10 @@ NODES = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def node_range(cluster: ClusterConfig) -> tuple[int, int]:
-    """The fewest and the most nodes of ``cluster.nodes``: ``4`` or ``2-4``.
+    """Returns the fewest and the most nodes of ``cluster.nodes``: ``4`` or ``2-4``.
 
     Raises:
-        UserError: it is neither a number nor a range, or the range is empty.
+        UserError: the value is neither a number nor a range, or the range is empty.
     """
     found = NODES.fullmatch(str(cluster.nodes))
     if found is not None:
@@ -156,20 +159,20 @@ def node_range(cluster: ClusterConfig) -> tuple[int, int]:
         if 1 <= fewest <= most:
             return fewest, most
     raise UserError(
-        f"cluster.nodes is {cluster.nodes}",
+        f"cluster.nodes is {cluster.nodes}, but must be a number from 1 or a range",
         where="cluster.nodes",
-        fix="cluster.nodes=N, or on Slurm a range: 2-4",
+        fix="cluster.nodes=N, or on Slurm a range such as cluster.nodes=2-4",
     )
 
 
 def asked_nodes(config: Config) -> tuple[int, int]:
-    """The fewest and the most nodes that a job requests, spares included."""
+    """Returns the fewest and the most nodes that a job requests, including spares."""
     fewest, most = node_range(config.cluster)
     return fewest + config.elastic.spares, most + config.elastic.spares
 
 
 def fewest_nodes(config: Config) -> int:
-    """The fewest nodes on which the run must fit, at its start or after it loses nodes.
+    """Returns the smallest number of nodes on which the run must fit, at its start or after it loses nodes.
 
     Raises:
         UserError: ``elastic.min_nodes`` is larger than ``cluster.nodes``.
@@ -177,7 +180,7 @@ def fewest_nodes(config: Config) -> int:
     fewest, least = node_range(config.cluster)[0], config.elastic.min_nodes
     if least is not None and least > fewest:
         raise UserError(
-            f"elastic.min_nodes is {least}, but the run may start with {fewest} nodes",
+            f"elastic.min_nodes is {least}, but cluster.nodes allows the run to start with {fewest} nodes",
             where="elastic.min_nodes",
             fix=f"elastic.min_nodes={fewest} or fewer, or more cluster.nodes",
         )
@@ -195,15 +198,16 @@ def check_divides(divisor: int, number: int, key: str, what: str) -> None:
 
 
 RECOMPUTATION_MODES = ("none", "full", "selective", "ops")
-SELECTIVE_EVERY = 2  # layers, where ``selective`` says no number
+SELECTIVE_EVERY = 2  # layers, if ``selective`` has no number
 
 
 @dataclass(frozen=True)
 class Recomputation:
-    """Which layers compute their forward again in the backward: every ``every``-th one by global number; 0: none.
+    """Which layers recompute their forward in the backward pass (``train.activation_checkpointing``).
 
     Attributes:
-        keep_products: results of matrix products and attention are kept, and only the rest is computed again.
+        every: every ``every``-th layer recomputes, by global number; 0 means no layer.
+        keep_products: whether results of matrix products and attention are kept, and only the rest is recomputed.
     """
 
     every: int = 0
@@ -216,7 +220,7 @@ class Recomputation:
 def parse_recomputation(text: str) -> Recomputation:
     """
     Raises:
-        UserError: it is none of ``RECOMPUTATION_MODES``, nor ``selective:N``.
+        UserError: ``text`` is neither in ``RECOMPUTATION_MODES`` nor ``selective:N``.
     """
     selective = re.fullmatch(r"selective(?::([1-9]\d*))?", text)
     if selective:
@@ -224,7 +228,7 @@ def parse_recomputation(text: str) -> Recomputation:
     if text in RECOMPUTATION_MODES:
         return Recomputation(0 if text == "none" else 1, keep_products=text == "ops")
     raise UserError(
-        f"activation checkpointing {text!r} is unknown",
+        f"train.activation_checkpointing is {text!r}, which is unknown",
         where="train.activation_checkpointing",
         fix="none, full, selective (every second layer), selective:N (every N-th) or ops (all but matrix products "
         "and attention)",

@@ -1,9 +1,8 @@
-"""Decides the network environment of a job: as few variables as possible, each with its reason.
+"""Decides which network variables a job exports. It exports as few as possible, each with its reason.
 
 Only variables that NCCL's guide calls system configuration are set. Its debugging variables come only from a site
-profile
-(``conf/cluster/fabric``), never from detection. Variables that are already set take precedence, and variables that are
-left alone are reported with a reason as well.
+profile (``conf/cluster/fabric``), never from detection. Variables that are already set take precedence. Common
+variables that are not set are reported with a reason as well.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from hpc_train.fabric.rails import FLAPS, PortVerdict, judge_ports
 from hpc_train.fabric.versions import Version
 
 LARGE_JOB_GPUS = 1000  # in larger jobs some link always flaps
-GID_CHOSEN_BY_NCCL: Version = (2, 21)  # since then the default, -1, chooses per connection
+GID_CHOSEN_BY_NCCL: Version = (2, 21)  # from this version on, the default -1 chooses per connection
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class FabricJob:
 
 @dataclass(frozen=True)
 class FabricDecision:
-    """The exported variables, the variables left alone, and what could not be decided because facts are missing."""
+    """The exported variables, common variables that are not set, and decisions that missing facts prevented."""
 
     fabric: str
     variables: tuple[Variable, ...]
@@ -113,14 +112,14 @@ def _interfaces(nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[Variable
         yield Variable(
             "GLOO_SOCKET_IFNAME",
             "lo",
-            "single node: use loopback; the hostname may resolve to an interface that is down",
+            "the job has a single node, and the hostname may resolve to an interface that is down",
         )
         return
     route = _route(nodes)
     wrong = [f"{facts.automatic or 'none'} on {facts.node}" for facts in nodes if facts.automatic != route]
     if route is None or not wrong:
         return
-    reason = f"the route to the rendezvous node; the hostname resolves to {', '.join(wrong[:4])}"
+    reason = f"it leads to the rendezvous node, but the hostname resolves to {', '.join(wrong[:4])}"
     yield Variable("GLOO_SOCKET_IFNAME", route, reason)
     yield Variable("TP_SOCKET_IFNAME", route, reason)
     if job.gpus_per_node:
@@ -129,8 +128,7 @@ def _interfaces(nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[Variable
 
 def _route(nodes: Sequence[NodeFacts]) -> str | None:
     """Returns the interface that leads to the other nodes, if it has the same name on all of them. The rendezvous node
-    may reach
-    itself over loopback.
+    may reach itself over loopback.
     """
     routes = _routes(nodes)
     return routes.pop() if len(routes) == 1 else None
@@ -155,7 +153,7 @@ def _of_fabric(fabric: str, nodes: Sequence[NodeFacts], job: FabricJob) -> Itera
         yield from _sockets(nodes)
     files = {facts.topology_file for facts in nodes}
     if job.nodes > 1 and len(files) == 1 and (file := files.pop()) is not None:
-        yield Variable("NCCL_TOPO_FILE", file, "this virtual machine hides its PCI tree; the file describes it")
+        yield Variable("NCCL_TOPO_FILE", file, "describes the PCI tree, which this virtual machine hides")
 
 
 def _nic_list(nodes: Sequence[NodeFacts]) -> Iterator[Variable]:
@@ -173,7 +171,7 @@ def _nic_list(nodes: Sequence[NodeFacts]) -> Iterator[Variable]:
         yield Variable(
             "NCCL_IB_HCA",
             "=" + ",".join(names),
-            f"excludes active ports that are not for training: {'; '.join(sorted(out))}",
+            f"excludes active ports that do not serve training: {'; '.join(sorted(out))}",
         )
 
 
@@ -198,8 +196,8 @@ def _retry_settings(nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[Vari
     large = job.nodes * job.gpus_per_node >= LARGE_JOB_GPUS
     if large or flapping:
         why = f"{job.nodes * job.gpus_per_node} GPUs, so some link always flaps" if large else "; ".join(flapping[:4])
-        yield Variable("NCCL_IB_TIMEOUT", "22", f"{why}; waits 4 us x 2^22 = 17 s for a lost packet")
-        yield Variable("NCCL_IB_RETRY_CNT", "7", f"{why}; the maximum of the standard")
+        yield Variable("NCCL_IB_TIMEOUT", "22", f"{why}; NCCL then waits 4 us x 2^22 = 17 s for a lost packet")
+        yield Variable("NCCL_IB_RETRY_CNT", "7", f"{why}; 7 is the maximum of the standard")
 
 
 def _gid_index(nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[Variable]:
@@ -210,54 +208,59 @@ def _gid_index(nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[Variable]
         yield Variable(
             "NCCL_IB_GID_INDEX",
             str(index),
-            f"RoCE v2 address; NCCL {_version_text(job.nccl)} does not find it itself",
+            f"selects the RoCE v2 address, which NCCL {_version_text(job.nccl)} does not find itself",
         )
 
 
 def _sockets(nodes: Sequence[NodeFacts]) -> Iterator[Variable]:
     if 25 <= (speed := _ethernet_gbps(nodes)) <= 100:
-        reason = f"{speed:g} Gb/s Ethernet is not saturated by one TCP stream; uses 4 x 4 of at most 64"
+        reason = f"one TCP stream does not saturate {speed:g} Gb/s Ethernet; 4 x 4 of at most 64 streams are used"
         yield Variable("NCCL_SOCKET_NTHREADS", "4", reason)
         yield Variable("NCCL_NSOCKS_PERTHREAD", "4", reason)
 
 
 def _not_set(fabric: str, nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[UnsetVariable]:
     if fabric == "cpu":
-        yield UnsetVariable("NCCL_*", "no GPU; all traffic uses gloo")
+        yield UnsetVariable("NCCL_*", "there is no GPU, so all traffic uses gloo")
         return
-    debugging = "NCCL's guide: for debugging only"
+    debugging = "NCCL's guide recommends it for debugging only"
     for name in ("NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE", "NCCL_NTHREADS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS"):
         yield UnsetVariable(name, f"{debugging}; NCCL chooses by message size")
     yield UnsetVariable("NCCL_P2P_DISABLE", f"{debugging}; it makes the GPUs of a node communicate through host memory")
     yield UnsetVariable("NCCL_P2P_LEVEL", f"{debugging}; NCCL detects the same topology")
     yield UnsetVariable("NCCL_SHM_DISABLE", f"{debugging}; enlarge /dev/shm if it is too small")
-    yield UnsetVariable("NCCL_NVLS_ENABLE", "detected by NCCL")
+    yield UnsetVariable("NCCL_NVLS_ENABLE", "NCCL detects it")
     yield UnsetVariable("NCCL_IGNORE_CPU_AFFINITY", "NCCL already respects the affinity masks")
     if fabric == "one_node":
-        yield UnsetVariable("NCCL_SOCKET_IFNAME", "single node: no traffic crosses a network")
+        yield UnsetVariable("NCCL_SOCKET_IFNAME", "the job has a single node, so no traffic crosses a network")
         return
     yield UnsetVariable("NCCL_IB_DISABLE", _why_no_ib_disable(fabric, nodes))
     yield UnsetVariable("NCCL_NET_GDR_LEVEL", f"{debugging}; NCCL uses GPUDirect if NIC and GPU are close")
     if fabric in ("infiniband", "roce"):
         yield UnsetVariable("NCCL_IB_HCA", "no active port must be excluded")
         yield UnsetVariable(
-            "NCCL_IB_TIMEOUT", f"fewer than {LARGE_JOB_GPUS} GPUs and no flapping link; NCCL's default is long enough"
+            "NCCL_IB_TIMEOUT",
+            f"the job has fewer than {LARGE_JOB_GPUS} GPUs and no flapping link, so NCCL's default is sufficient",
         )
         yield UnsetVariable(
             "NCCL_IB_QPS_PER_CONNECTION", f"{debugging}; a site with adaptive routing may set it in a profile"
         )
-        yield UnsetVariable("NCCL_IB_PCI_RELAXED_ORDERING", "automatic; for virtual machines set it in a site profile")
-        yield UnsetVariable("NCCL_CROSS_NIC", "automatic; if rails are separate networks, set 0 in a site profile")
+        yield UnsetVariable(
+            "NCCL_IB_PCI_RELAXED_ORDERING", "NCCL decides it; for virtual machines set it in a site profile"
+        )
+        yield UnsetVariable(
+            "NCCL_CROSS_NIC", "NCCL decides it; if rails are separate networks, set 0 in a site profile"
+        )
     if fabric == "roce":
         yield UnsetVariable("NCCL_IB_GID_INDEX", _why_no_gid(job.nccl))
         yield UnsetVariable("NCCL_IB_TC", "the traffic class cannot be detected from a host; set it in a site profile")
     if fabric == "efa":
         yield UnsetVariable("FI_PROVIDER", "the plugin selects efa since version 1.5")
-        yield UnsetVariable("FI_EFA_USE_DEVICE_RDMA", "enabled automatically if the NIC supports it")
-        yield UnsetVariable("FI_EFA_FORK_SAFE", "needed only by old kernels and libraries")
-        yield UnsetVariable("RDMAV_FORK_SAFE", "needed only by old kernels and libraries")
+        yield UnsetVariable("FI_EFA_USE_DEVICE_RDMA", "libfabric enables it if the NIC supports it")
+        yield UnsetVariable("FI_EFA_FORK_SAFE", "only old kernels and libraries need it")
+        yield UnsetVariable("RDMAV_FORK_SAFE", "only old kernels and libraries need it")
     yield UnsetVariable("NCCL_SOCKET_IFNAME", "the automatic choice leads to the other nodes")
-    yield UnsetVariable("NCCL_MNNVL_ENABLE", "NVLink between nodes is detected by NCCL")
+    yield UnsetVariable("NCCL_MNNVL_ENABLE", "NCCL detects NVLink between nodes")
 
 
 def _unknown(nodes: Sequence[NodeFacts], fabric: str, job: FabricJob) -> Iterator[str]:
@@ -296,7 +299,7 @@ def _why_no_gid(nccl: Version | None) -> str:
         return "the version of NCCL is unknown; since 2.21 it chooses per connection"
     if nccl >= GID_CHOSEN_BY_NCCL:
         return f"NCCL {_version_text(nccl)} chooses per connection"
-    return "the ports share no single RoCE v2 entry"
+    return "the ports have no common RoCE v2 entry"
 
 
 def _version_text(version: Version) -> str:

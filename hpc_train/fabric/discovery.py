@@ -1,7 +1,7 @@
 """Discovers the hardware of a node from ``/sys`` and ``/proc``, and from the output of tools where those are hidden.
 
-Covers GPUs, NICs, PCI distances between devices, NUMA nodes, physical cores, and GPUDirect RDMA (whether NICs can read
-GPU memory, judged by the loaded kernel modules).
+It covers GPUs, NICs, PCI distances, NUMA nodes, physical cores, and GPUDirect RDMA: whether NICs can read GPU memory,
+according to the loaded kernel modules.
 """
 
 from __future__ import annotations
@@ -220,8 +220,8 @@ def path_type(a: tuple[str, ...], b: tuple[str, ...], same_numa: bool | None) ->
     """Returns nvidia-smi's path type between two devices, given their ``device_path``.
 
     PIX: below one switch. PXB: over several switches below one root port. PHB: through one host bridge. NODE: between
-    host
-    bridges of a NUMA node. SYS: between NUMA nodes. None if the paths, or for the last two the NUMA nodes, are unknown.
+    host bridges of a NUMA node. SYS: between NUMA nodes. None if the paths, or for the last two the NUMA nodes, are
+    unknown.
     """
     if not a or not b:
         return None

@@ -1,6 +1,6 @@
-"""The facts of one node: GPUs, NICs, links, CPUs and process limits, as one frozen value that round-trips through JSON.
+"""Describes one node (GPUs, NICs, links, CPUs and process limits) as a frozen value that can be written as JSON.
 
-None and empty tuples mean "unknown"; nothing is guessed. ``parse_cpu_list`` reads the kernel's CPU lists
+None and empty tuples mean "unknown". ``parse_cpu_list`` reads the kernel's CPU lists
 (``0-51,104``).
 """
 

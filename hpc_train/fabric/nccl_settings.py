@@ -1,7 +1,7 @@
-"""Communication settings that are already made: the environment, and the configuration files that NCCL reads itself.
+"""Reads communication settings from the environment and from the configuration files of NCCL.
 
 NCCL uses a key of a file only if the environment does not set it, so an exported variable would silently override the
-administrator's file. Keys of all three places therefore count as set. Also words differences between nodes.
+administrator's file. Keys of all three sources therefore count as set. It also describes differences between nodes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Parses the output of ``nvidia-smi topo -m`` (the topology matrix) and of ``nvidia-smi -L`` (MIG slices).
 
 The matrix comes with tabs or spaces, colour codes, blank cells (a cgroup hides the CPUs), duplicate columns, NICs by
-name
-or as NICn with a legend, and truncated. Anything ambiguous is left out and listed in ``unknown``.
+name or as NICn with a legend, and truncated. Ambiguous parts are dropped and listed in ``unknown``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Selects the ports for training, and the NIC of each GPU: the nearest one, on the same rail on every node."""
+"""Selects the ports for training, and for each GPU the nearest NIC, on the same rail on every node."""
 
 from __future__ import annotations
 
@@ -40,11 +40,9 @@ def judge_ports(facts: NodeFacts) -> tuple[PortVerdict, ...]:
     """Returns a verdict with the reason for every port of every NIC.
 
     Excluded are ports that are not up, carry the default route where others do not, or are far from every GPU while
-    each GPU
-    has a near NIC; and of the rest those whose link layer or rate differs from that of the ports with the most
-    bandwidth in
-    total. These are storage, management or broken ports, and one of them among the rails slows all down to its own
-    pace.
+    each GPU has a near NIC; and of the rest those whose link layer or rate differs from that of the ports with the most
+    bandwidth in total. These are storage, management or broken ports, and one of them among the rails slows all down to
+    its own pace.
     """
     active = [(nic, port) for nic in facts.nics for port in nic.ports if port.active]
     routed = {interface.name for interface in facts.interfaces if interface.default_route}
@@ -60,7 +58,9 @@ def judge_ports(facts: NodeFacts) -> tuple[PortVerdict, ...]:
     ]
     return tuple(
         replace(
-            verdict, usable=False, reason="far from every GPU, while each GPU has a NIC near it: storage or management"
+            verdict,
+            usable=False,
+            reason="it is far from every GPU, although each GPU has a near NIC, so it serves storage or management",
         )
         if verdict.usable and verdict.nic in far
         else verdict
@@ -76,15 +76,15 @@ def port_warnings(facts: NodeFacts) -> tuple[str, ...]:
         for port in nic.ports:
             name, best = f"{nic.name} port {port.number}", NIC_RATE_GBPS.get(nic.model or "")
             if port.link_layer == "Ethernet" and (nic.name, port.number) not in used:
-                best = None  # storage or management: slower links are normal
+                best = None  # storage and management links may be slower
             if port.active and best is not None and port.rate_gbps is not None and port.rate_gbps < best:
                 messages.append(
-                    f"{name} came up at {port.rate_gbps:g} Gb/s, but its NIC supports {best}: check cable and switch"
+                    f"{name} runs at {port.rate_gbps:g} Gb/s, but its NIC supports {best} Gb/s: check cable and switch"
                 )
             if port.state == "INIT" and port.link_layer == "InfiniBand":
                 messages.append(f"{name} is INIT: no subnet manager has configured it")
             if port.physical_state == "POLLING":
-                messages.append(f"{name} is polling: there is no cable, or the other end is down")
+                messages.append(f"{name} is polling: the cable is missing, or the other end is down")
             if port.active and (port.link_downed or 0) >= FLAPS:
                 messages.append(f"{name} went down {port.link_downed} times since its counters were reset")
     return tuple(messages)
@@ -123,7 +123,9 @@ def match(facts: NodeFacts) -> tuple[Match, ...]:
             continue
         taken = min(candidates, key=lambda nic: (load[nic.name], not _same_numa(facts, gpu, nic), natural(nic.name)))
         load[taken.name] += 1
-        reason = f"the nearest of {len(nics)}" + (f", one of {len(candidates)} as near" if len(candidates) > 1 else "")
+        reason = f"it is the nearest of {len(nics)}" + (
+            f", one of {len(candidates)} equally near" if len(candidates) > 1 else ""
+        )
         found[gpu.name] = Match(gpu.name, taken.name, path_type, None, reason)
     rails = {name: rail for rail, name in enumerate(sorted(load, key=natural))}
     matches = (found[gpu.name] for gpu in facts.gpus)
@@ -152,8 +154,7 @@ def _far_from_every_gpu(facts: NodeFacts, nics: set[str]) -> set[str]:
 
 def _carrying_most(ports: Sequence[Port], of: Callable[[Port], Kind | None]) -> Kind | None:
     """Returns the link layer, or the rate, whose ports have the most bandwidth in total; ties go to the faster. One
-    faster port
-    does not outweigh the rails, nor do two slow ones. If no rate is known, the number of ports counts.
+    faster port does not outweigh the rails, nor do two slow ones. If no rate is known, the number of ports counts.
     """
     kinds = {kind for port in ports if (kind := of(port)) is not None}
 
@@ -168,15 +169,15 @@ def _verdict(nic: Nic, port: Port, layer: str | None, rate: float | None, routed
     if port.active is None:
         return None, "its state is unknown"
     if not port.active:
-        return False, f"{port.state}, physically {port.physical_state or 'unknown'}"
+        return False, f"its state is {port.state}, and its physical state is {port.physical_state or 'unknown'}"
     if port.link_layer != layer:
         known = None if port.link_layer is None else False
-        return known, f"its link layer is {port.link_layer or 'unknown'}, that of most others is {layer}"
+        return known, f"its link layer is {port.link_layer or 'unknown'}, but that of most ports is {layer}"
     if routed.intersection(nic.interfaces):
         return False, f"the default route goes over {', '.join(sorted(routed.intersection(nic.interfaces)))}"
     if port.rate_gbps is not None and rate is not None and port.rate_gbps != rate:
-        return False, f"{port.rate_gbps:g} Gb/s, others have {rate:g} Gb/s"
-    return True, "active"
+        return False, f"its rate is {port.rate_gbps:g} Gb/s, but that of most ports is {rate:g} Gb/s"
+    return True, "it is active"
 
 
 def _nearest(facts: NodeFacts, gpu: Gpu, nics: Sequence[Nic]) -> tuple[int, str | None, list[Nic]]:
@@ -199,4 +200,8 @@ def _same_numa(facts: NodeFacts, gpu: Gpu, nic: Nic) -> bool:
 def _why_none(facts: NodeFacts, nics: Sequence[Nic], path_type: str | None) -> str:
     if not nics:
         return "no NIC has a usable port" if facts.nics else "no RDMA NIC was found"
-    return "no link to a NIC is known" if path_type is None else f"all {len(nics)} NICs are equally far: {path_type}"
+    return (
+        "its links to the NICs are unknown"
+        if path_type is None
+        else f"all {len(nics)} NICs are equally far: {path_type}"
+    )

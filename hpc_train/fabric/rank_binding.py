@@ -1,11 +1,9 @@
 """Binds each local rank to CPUs near its GPU when it is forked, before CUDA and loaders start.
 
 NCCL keeps its threads within the affinity mask, and loaders allocate memory on the near NUMA node. The mask of a rank
-is
-its share of the physical cores near its GPU: never empty, never wider than what the process may use, and without cores
-of other ranks; if that is impossible, the rank is not bound. The user's own thread binding takes precedence. Devices
-are
-named as in CUDA_VISIBLE_DEVICES: numbers, UUIDs, MIG slices.
+is its share of the physical cores near its GPU: never empty, never wider than what the process may use, and without
+cores of other ranks; if that is impossible, the rank is not bound. The user's own thread binding takes precedence.
+Devices are named as in CUDA_VISIBLE_DEVICES: numbers, UUIDs, MIG slices.
 """
 
 from __future__ import annotations
@@ -50,12 +48,12 @@ def _near_gpus(facts: NodeFacts, gpus: Sequence[Gpu | None], ranks: int) -> tupl
 def _shares(facts: NodeFacts, ranks: int) -> tuple[Binding, ...]:
     """Gives each rank neighbouring cores on a node without GPUs, but only if all visible CPUs belong to the job."""
     if facts.allocated_cpus is None:
-        return _unbound(ranks, "no GPU and no Slurm job: other processes may use the CPUs")
+        return _unbound(ranks, "there is no GPU and no Slurm job, so other processes may use the CPUs")
     if facts.allocated_cpus < len(facts.allowed):
         return _unbound(ranks, f"Slurm allocated {facts.allocated_cpus} CPUs but {len(facts.allowed)} are visible")
     cores = _numbered_cores(facts)
     if len(cores) < ranks:
-        return _unbound(ranks, f"{len(cores)} cores for {ranks} ranks")
+        return _unbound(ranks, f"{len(cores)} cores are too few for {ranks} ranks")
     cuts = [len(cores) * rank // ranks for rank in range(ranks + 1)]
     return tuple(
         _binding(facts, sum(cores[start:end], ()), f"{end - start} of {len(cores)} cores")
@@ -87,7 +85,7 @@ _SLICE = "MIG-"
 
 @dataclass(frozen=True)
 class Device:
-    """The device of a local rank; ``gpu`` is None if the GPU it is, or is a part of, is unknown."""
+    """The device of a local rank. ``gpu`` is None if the GPU, or the GPU of the MIG slice, is unknown."""
 
     name: str
     gpu: Gpu | None
@@ -155,13 +153,12 @@ def cpu_masks(facts: NodeFacts) -> tuple[Mask, ...]:
 def unknown_cores(facts: NodeFacts) -> tuple[str, ...]:
     """Returns a note if the masks rely on the numbering of CPUs."""
     guessed = not facts.cores and any(mask.cpus for mask in cpu_masks(facts))
-    return ("the CPUs of each physical core; inferred from the numbering of the CPUs",) if guessed else ()
+    return ("the CPUs of each physical core, which were inferred from the numbering of the CPUs",) if guessed else ()
 
 
 def _cores(facts: NodeFacts) -> tuple[Core, ...]:
     """Returns the physical cores from the kernel. Otherwise infers them from the numbering of CPUs: if a GPU's CPUs are
-    two runs
-    of the same length, the second run has the hyperthreads of the first. No CPU is ever in two cores.
+    two runs of the same length, the second run has the hyperthreads of the first. No CPU is ever in two cores.
     """
     if facts.cores:
         return facts.cores

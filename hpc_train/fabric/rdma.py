@@ -1,6 +1,6 @@
 """Reads the RDMA devices of a node from ``/sys/class/infiniband``, which needs no privileges and no tool.
 
-For recordings, and where ``/sys`` is hidden, also parses the output of ``ibstat``, ``ibstatus``, ``ibv_devinfo`` and
+If ``/sys`` is hidden, and for recordings, it also parses the output of ``ibstat``, ``ibstatus``, ``ibv_devinfo`` and
 ``ibdev2netdev``.
 """
 

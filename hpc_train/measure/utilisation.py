@@ -146,7 +146,7 @@ def peak_device_memory(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-EVERY_S = 1.0  # NVML averages over up to a second itself
+EVERY_S = 1.0  # seconds; NVML averages over up to a second
 
 
 class GpuUtilisation:

@@ -23,14 +23,15 @@ from hpc_train.plan.techniques import (
 
 @dataclass(frozen=True)
 class Layout:
-    """The effective split of one attempt. Global rank = (pp_rank * dp + dp_rank) * tp + tp_rank.
+    """The effective layout of one attempt. Global rank = (pp_rank * dp + dp_rank) * tp + tp_rank.
 
-    ``shard`` ranks, neighbours within dp, hold one copy of the ZeRO state; dp / shard such groups replicate it. A step
-    of one rank is ``micro_batches`` micro-batches of ``micro_size`` samples; where dp x micro_batches x micro_size
-    exceeds the global batch the rest is padding.
+    In a step each rank computes ``micro_batches`` micro-batches of ``micro_size`` samples. If dp x micro_batches x
+    micro_size exceeds the global batch, the rest is padding.
 
-    ``logical_micro_batches`` of a step, 0 where their number is not fixed (``train.reproducible``): each dp rank has
-    consecutive ones.
+    Attributes:
+        shard: the number of consecutive dp ranks that share one copy of the ZeRO state; dp / shard groups replicate it.
+        notes: reasons for automatic choices.
+        logical_micro_batches: the logical micro-batches of a step under ``train.reproducible``; otherwise 0.
     """
 
     dp: int
@@ -79,11 +80,11 @@ class Layout:
 
     @property
     def bubble_share(self) -> float:
-        """The share of a step in which a rank computes nothing, as the schedule's row assumes it."""
+        """The share of a step in which a rank is idle, according to the schedule's row."""
         return self.pipeline.bubble(self._shape) if self.pp > 1 else 0.0
 
     def in_flight(self, stage: int) -> int:
-        """Micro-batches whose activations ``stage`` keeps at the moment when its rank keeps most."""
+        """Returns for how many micro-batches ``stage`` keeps activations when its rank keeps the most."""
         if self.pp == 1:
             return 1
         placement = self.placement
@@ -106,7 +107,7 @@ def resolve_layout(config: Config, nodes: int, workers_per_node: int) -> Layout:
     """Derives the layout of ``config`` on ``nodes`` x ``workers_per_node`` ranks.
 
     Raises:
-        UserError: the strategy cannot be laid out there; the message holds the fix.
+        UserError: the strategy does not fit these ranks.
     """
     strategy = config.strategy
     available = nodes * workers_per_node
@@ -146,15 +147,15 @@ def _divisors(number: int) -> str:
 def _tensor_parallel(strategy: StrategyConfig, workers_per_node: int) -> int:
     if strategy.tp < 1 or workers_per_node % strategy.tp:
         raise UserError(
-            f"strategy.tp={strategy.tp} does not divide the {workers_per_node} workers of a node",
+            f"strategy.tp is {strategy.tp}, which does not divide the {workers_per_node} workers of a node",
             where="strategy.tp",
-            fix=f"strategy.tp={_divisors(workers_per_node)}: tensor parallelism stays inside a node",
+            fix=f"strategy.tp={_divisors(workers_per_node)}, because tensor parallelism stays within a node",
         )
     return strategy.tp
 
 
 def _pipeline(config: Config, nodes: int, columns: int, notes: list[str]) -> int:
-    """Returns the pipeline ranks; ``auto`` is one per node on several nodes, else 2, and 1 if these do not divide."""
+    """Returns the pipeline ranks. ``auto`` uses one per node on several nodes, otherwise 2, or 1 if indivisible."""
     strategy = config.strategy
     if strategy.pp == "fill":
         return _fill_pipeline(config, columns, notes)
@@ -167,10 +168,10 @@ def _pipeline(config: Config, nodes: int, columns: int, notes: list[str]) -> int
             return 1
         return pp
     if not isinstance(strategy.pp, int) or strategy.pp < 1:
-        raise UserError(f"strategy.pp is {strategy.pp!r}", where="strategy.pp", fix="1 or more, auto, or fill")
+        raise UserError(f"strategy.pp is {strategy.pp!r}", where="strategy.pp", fix="a number from 1, auto, or fill")
     if strategy.pp > columns:
         raise UserError(
-            f"{strategy.pp} pipeline ranks do not fit on {columns} workers",
+            f"{strategy.pp} pipeline ranks need more than the {columns} available workers",
             where="strategy.pp",
             fix=f"strategy.pp={columns} or fewer, or more workers (cluster.gpus_per_node, cluster.cpu_workers)",
         )
@@ -178,11 +179,13 @@ def _pipeline(config: Config, nodes: int, columns: int, notes: list[str]) -> int
 
 
 def _fill_pipeline(config: Config, columns: int, notes: list[str]) -> int:
-    """``pp: fill`` uses all ranks that dp and tp leave, but no more than there are layers to cut."""
+    """Returns the pipeline ranks of ``pp: fill``: all ranks that dp and tp leave, but at most one per layer."""
     strategy = config.strategy
     if not isinstance(strategy.dp, int):
         raise UserError(
-            "dp and pp cannot both be fill", where="strategy.dp, strategy.pp", fix="a number for one of them"
+            "strategy.dp and strategy.pp cannot both be fill",
+            where="strategy.dp, strategy.pp",
+            fix="a number for one of them",
         )
     room = max(1, columns // max(1, strategy.dp))
     layers = getattr(config.model, "n_layers", None)
@@ -199,10 +202,11 @@ def _data_parallel(strategy: StrategyConfig, available: int, pp: int, tp: int) -
     if strategy.dp == "fill":
         return room
     if not isinstance(strategy.dp, int) or strategy.dp < 1:
-        raise UserError(f"strategy.dp is {strategy.dp!r}", where="strategy.dp", fix="1 or more, or fill")
+        raise UserError(f"strategy.dp is {strategy.dp!r}", where="strategy.dp", fix="a number from 1, or fill")
     if strategy.dp > room:
         raise UserError(
-            f"dp {strategy.dp} x pp {pp} x tp {tp} needs {strategy.dp * pp * tp} workers, {available} are there",
+            f"dp {strategy.dp} x pp {pp} x tp {tp} needs {strategy.dp * pp * tp} workers, but only {available} are "
+            "available",
             where="strategy.dp",
             fix="strategy.dp=fill, or more workers (cluster.nodes, cluster.gpus_per_node, cluster.cpu_workers)",
         )
@@ -210,13 +214,13 @@ def _data_parallel(strategy: StrategyConfig, available: int, pp: int, tp: int) -
 
 
 def _asked_kind(config: Config) -> str:
-    """The kind that the config names, or the one that replaces it under ``train.debug``."""
+    """Returns the kind of the config, or the kind that replaces it under ``train.debug``."""
     kind = config.strategy.data_parallel
     return (find_kind(kind).debugged_as if config.train.debug else None) or kind
 
 
 def _used_kind(config: Config, asked: str, dp: int, tp: int, notes: list[str]) -> str:
-    """The kind that sums the gradients: compressed ones may need another kind than ``asked``."""
+    """Returns the kind that sums the gradients. Compressed gradients may need another kind than ``asked``."""
     kind = find_kind(asked)
     if dp == 1:
         return asked
@@ -224,7 +228,7 @@ def _used_kind(config: Config, asked: str, dp: int, tp: int, notes: list[str]) -
     if config.strategy.compression == "none" or kind.compressed_as in (None, asked):
         return asked
     assert kind.compressed_as is not None
-    notes.append(f"the data-parallel kind {kind.compressed_as} sums compressed gradients in place of {kind.name}")
+    notes.append(f"the data-parallel kind {kind.compressed_as} replaces {kind.name}, which cannot compress gradients")
     return kind.compressed_as
 
 
@@ -235,7 +239,7 @@ def _check_use(world_size: int, nodes: int, available: int, notes: list[str]) ->
         raise UserError(
             f"the layout uses {world_size} of {available} workers on {nodes} nodes",
             where="strategy",
-            fix="strategy.dp=fill, or fewer nodes: idle nodes cost GPU-hours too",
+            fix="strategy.dp=fill, or fewer nodes, because idle nodes also cost GPU-hours",
         )
     notes.append(f"the layout uses {world_size} of {available} workers")
 
@@ -243,13 +247,13 @@ def _check_use(world_size: int, nodes: int, available: int, notes: list[str]) ->
 def _check_tensor_parallel(config: Config, asked: str, dp: int, tp: int) -> None:
     if tp > 1 and config.train.compile:
         raise UserError(
-            "compiled layers fail in the backward under tensor parallelism (torch 2.13)",
+            "train.compile fails in the backward under tensor parallelism (torch 2.13)",
             where="train.compile, strategy.tp",
             fix="train.compile=false, or strategy.tp=1",
         )
     if tp > 1 and dp > 1 and not find_kind(asked).tensor_parallel:
         raise UserError(
-            f"{find_kind(asked).name} cannot reduce the gradients of tensor-parallel parameters",
+            f"strategy.data_parallel={find_kind(asked).name} cannot reduce the gradients of tensor-parallel parameters",
             where="strategy.data_parallel",
             fix=f"strategy.data_parallel={kinds_where(lambda row: row.tensor_parallel)}",
         )
@@ -263,33 +267,34 @@ def _shard(strategy: StrategyConfig, kind: DataParallelKind, dp: int, dp_per_nod
     shard = min(dp, max(1, dp_per_node)) if strategy.shard == "node" else strategy.shard
     if not isinstance(shard, int) or shard < 1 or dp % shard:
         raise UserError(
-            f"{dp} data-parallel ranks do not divide into shard groups of {strategy.shard!r}",
+            f"strategy.shard is {strategy.shard!r}, which does not divide {dp} data-parallel ranks",
             where="strategy.shard",
             fix=f"fill, node, or a divisor of {dp}",
         )
     return shard
 
 
-CARRYING = ("powersgd", "topk", "auto")  # they add what they did not send to the next gradient
+CARRYING = ("powersgd", "topk", "auto")  # they add the unsent part to the gradient of the next step
 _WHERE = "strategy.compression"
 
 
 def check_compression(config: Config, kind: DataParallelKind, tp: int) -> None:
-    """Raises UserError where gradients of several replicas cannot be compressed as asked, with the reason."""
+    """Raises UserError if the layout does not support ``strategy.compression``."""
     technique = config.strategy.compression
     if technique == "none":
         return
     if kind.compressed_as is None:
-        sharded = f"{kind.name} scatters gradients as it sums them: no rank has a whole one to compress"
+        sharded = (
+            f"strategy.data_parallel={kind.name} scatters gradients, so no rank has a complete gradient to compress"
+        )
         raise UserError(
-            sharded if kind.shards else f"{kind.name} cannot compress gradients",
+            sharded if kind.shards else f"strategy.data_parallel={kind.name} cannot compress gradients",
             where=f"strategy.data_parallel, {_WHERE}",
             fix=f"strategy.data_parallel={kinds_where(lambda row: row.compressed_as == row.name)}, or {_WHERE}=none",
         )
     if config.train.reproducible is not None:
         raise UserError(
-            "what is left out of a compressed gradient depends on how many ranks share the batch, and so would the "
-            "bits of the weights",
+            "train.reproducible does not support compression, whose error depends on how many ranks share the batch",
             where=f"{_WHERE}, train.reproducible",
             fix=f"{_WHERE}=none, or train.reproducible=null",
         )
@@ -298,26 +303,27 @@ def check_compression(config: Config, kind: DataParallelKind, tp: int) -> None:
 
 
 def _check_carried(config: Config, tp: int) -> None:
-    """Raises UserError for techniques that add what they did not send to the gradients of the next step."""
+    """Raises UserError for techniques that add the unsent part of a gradient to the next one."""
     strategy, technique = config.strategy, config.strategy.compression
     if tp > 1:
         raise UserError(
-            f"under tensor parallelism a rank has slices of gradients; what {technique} carries of them would not fit "
-            "another layout",
+            f"{technique} does not support tensor parallelism, where a rank has slices of gradients whose unsent parts "
+            "would not fit another layout",
             where=f"{_WHERE}, strategy.tp",
             fix=f"{_WHERE}=bf16 or none, or strategy.tp=1",
         )
     if config.precision.name == "fp16":
         raise UserError(
-            f"what {technique} carries to the next step is in units of the loss scale, which changes",
+            f"{technique} does not support precision=fp16: the unsent part of a gradient is in units of the loss "
+            "scale, which changes",
             where=f"{_WHERE}, precision",
             fix=f"precision=bf16, or {_WHERE}=fp16",
         )
     twice = technique in ("topk", "auto") and config.optim.name == "sgd" and config.optim.momentum
     if twice and strategy.compression_momentum:
         raise UserError(
-            f"momentum would count twice: {strategy.compression_momentum:g} before the sum over the replicas and "
-            f"{config.optim.momentum:g} after it",
+            f"momentum would count twice: strategy.compression_momentum is {strategy.compression_momentum:g} and "
+            f"optim.momentum is {config.optim.momentum:g}",
             where="strategy.compression_momentum, optim.momentum",
-            fix="optim.momentum=0 (the correction takes its place), or strategy.compression_momentum=0",
+            fix="optim.momentum=0, which the correction replaces, or strategy.compression_momentum=0",
         )

@@ -1,4 +1,4 @@
-"""An estimate of the memory of each rank, and the size of a model and its optimizer's state, from the config. No torch.
+"""Estimates from the config the memory of each rank, and the size of the model and its optimizer state, without torch.
 
 Activations are counted for the built-in transformers as autograd keeps them (a test counts the bytes): a layer's normed
 inputs, projections, attention and feed-forward products. The estimate leaves out the CUDA context (about half a GiB),
@@ -17,7 +17,7 @@ from hpc_train.plan.layout import CARRYING, Layout
 from hpc_train.plan.partition import layer_counts
 from hpc_train.units import format_bytes
 
-NORMED = 4  # bytes of what norms take in: fp32 also where the rest is half as wide
+NORMED = 4  # bytes per element of the inputs of norms, which are always fp32
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Memory:
 
 
 def estimate(config: Config, layout: Layout) -> Memory | None:
-    """The memory of the rank that needs most; None if the model's family cannot compute it."""
+    """Returns the memory of the rank that needs the most; None if the model's family cannot compute it."""
     if family_of(config.model).parameters is None:
         return None
     return max((_of_rank(config, layout, rank) for rank in range(layout.pp)), key=lambda memory: memory.total)
@@ -105,7 +105,7 @@ def _layer_parameters(config: Config) -> int:
 
 
 def _gathered(config: Config, layout: Layout, pp_rank: int, parameters: float) -> float:
-    """Parameters that are whole at one time: all, or where they are sharded two layers and what is no layer."""
+    """Returns the parameters that are gathered at one time: all, or if sharded two layers, the stem and the head."""
     if "parameters" not in layout.kind.shards:
         return parameters
     layer, layers = _layer_parameters(config) / layout.tp, sum(_layers_of_rank(config, layout, pp_rank).values())
@@ -122,14 +122,14 @@ def _activations(config: Config, layout: Layout, pp_rank: int, narrow: int) -> f
     recomputed = _recomputed_layers(config, layers)
     of_layer = ((layers - recomputed) * every + recomputed * checkpointed) / max(1, layers)
     in_flight = sum(held * layout.in_flight(stage) for stage, held in of_stages.items())  # layers x micro-batches
-    # only one of the layers that are recomputed is complete at a time
+    # only one recomputed layer is complete at a time
     of_layers = in_flight * of_layer + (every if recomputed else 0)
     logits = _logit_bytes(config, kept, narrow) if _has_head(layout, pp_rank) else 0.0
     return layout.micro_size * kept.tokens * (of_layers / layout.tp + logits)
 
 
 def _layer_bytes(config: Config, kept: Activations, narrow: int) -> tuple[float, float]:
-    """Bytes kept for the backward pass per token and layer: without and with activation checkpointing."""
+    """Returns the bytes kept for the backward per token and layer, without and with activation checkpointing."""
     every = kept.norm_inputs * NORMED + kept.layer * narrow
     keeps = parse_recomputation(config.train.activation_checkpointing).keep_products
     return every, kept.layer_input * NORMED + (kept.products * narrow if keeps else 0)
@@ -141,7 +141,7 @@ def _recomputed_layers(config: Config, layers: int) -> int:
 
 
 def _logit_bytes(config: Config, kept: Activations, narrow: int) -> float:
-    """Per token: logits and their gradient, widened to fp32 for the softmax, which keeps its result."""
+    """Returns the bytes per token of logits and their gradient, in fp32 for the softmax, which keeps its result."""
     widened = 3 * max(4, narrow) + (2 * narrow if narrow < 4 else 0)
     return kept.logits * widened / config.train.loss_chunks
 
@@ -153,9 +153,10 @@ def parameter_count(model: ModelConfig) -> int | None:
 
 
 def state_bytes(config: Config, replicas: int = 1) -> int | None:
-    """Bytes of what a checkpoint holds: the parameters and the optimizer's values for each; None where not known.
+    """Returns the bytes of a checkpoint: the parameters and the optimizer's values for each; None if unknown.
 
-    ``replicas``: each of which adds what its compressed gradients left out.
+    Args:
+        replicas: the number of replicas. Each adds the residual of its compressed gradients.
     """
     parameters = parameter_count(config.model)
     if parameters is None:
@@ -167,12 +168,12 @@ def state_bytes(config: Config, replicas: int = 1) -> int | None:
 
 
 def values_per_parameter(optim: OptimConfig) -> int:
-    """AdamW keeps two moments, SGD with momentum one."""
+    """Returns the values that the optimizer keeps per parameter: two moments for AdamW, one for SGD with momentum."""
     return 2 if optim.name == "adamw" else int(optim.momentum > 0)
 
 
 def _carried_per_parameter(strategy: StrategyConfig, replicas: int) -> int:
-    """A residual on each replica, and with momentum correction a velocity."""
+    """Returns the values per parameter: a residual on each replica, and with momentum correction a velocity."""
     if replicas == 1 or strategy.compression not in CARRYING:
         return 0
     return replicas * (2 if strategy.compression == "topk" and strategy.compression_momentum else 1)

@@ -16,14 +16,14 @@ from hpc_train.errors import UserError
 
 
 def layer_counts(n_layers: int, stages: int, split: Any = "even") -> list[int]:
-    """The number of layers of each stage.
+    """Returns the number of layers of each stage.
 
-    ``even`` gives every stage ``n_layers // stages``. What remains goes to the middle stages, then to the first and
-    only then to the last: the ends also carry the stem and the head, and the head (a product with the whole vocabulary)
-    weighs more than the stem (a lookup).
+    ``even`` gives every stage ``n_layers // stages`` layers. The middle stages get the remaining layers first, then the
+    first stage and finally the last one, because the first stage also computes the stem (a lookup) and the last one the
+    head (a product with the whole vocabulary).
 
     Args:
-        split: ``strategy.pp_split``. Of ``flops`` and ``measured`` nobody knows before the profile: as ``even``.
+        split: ``strategy.pp_split``. Before the profile, ``flops`` and ``measured`` give the same counts as ``even``.
     """
     if not isinstance(split, str):
         return [int(count) for count in split]
@@ -35,44 +35,48 @@ def layer_counts(n_layers: int, stages: int, split: Any = "even") -> list[int]:
 
 
 def check_split(split: Any, layers: int | None, stages: int) -> None:
-    """Checks that ``strategy.pp_split`` can cut a model of ``layers`` layers (None: not known) into ``stages`` stages.
+    """Checks that ``strategy.pp_split`` can divide a model into ``stages`` stages.
 
-    A stage may hold no layer where it holds the stem or the head: the first and the last may.
+    The first and the last stage may have no layer, because they have the stem and the head.
+
+    Args:
+        layers: the number of layers; None if unknown.
 
     Raises:
-        UserError: it cannot.
+        UserError: the division is not possible.
     """
     if isinstance(split, str):
         most = None if layers is None else layers if split == "even" else layers + 2
         if most is not None and most < stages:
             raise UserError(
-                f"{layers} layers cannot be cut into {stages} stages",
+                f"model.n_layers is {layers}, too few for {stages} pipeline stages",
                 where="strategy.pp",
-                fix=f"at most {most} stages (pp x stages_per_rank), or a deeper model",
+                fix=f"at most {most} stages (strategy.pp x strategy.stages_per_rank), or a larger model.n_layers",
             )
         return
     counts = [*split]
     named = len(counts) == stages and min(counts) >= 0 and all(counts[1:-1])
     if not named or (layers is not None and sum(counts) != layers):
         raise UserError(
-            f"pp_split {counts} does not name {stages} stages of {layers} layers in all",
+            f"strategy.pp_split is {counts}, but must list {stages} stages"
+            + (f" with {layers} layers in total" if layers is not None else ""),
             where="strategy.pp_split",
-            fix="even, flops, measured, or one number of layers per stage (0 at most in the first and the last)",
+            fix="even, flops, measured, or the number of layers of each stage (only the first and the last may have 0)",
         )
 
 
-Fits = Callable[[int, range], bool]  # whether a stage may hold these blocks
-_Price = Callable[[int, range], float | None]  # of a stage with these blocks; None: it may not hold them
+Fits = Callable[[int, range], bool]  # whether a stage may have these blocks
+_Price = Callable[[int, range], float | None]  # seconds of a stage with these blocks; None: not allowed
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted time of a step of forward and backward.
+    """The predicted time of forward and backward.
 
     Attributes:
-        stage_s: of each stage, for one micro-batch.
-        step_s: of all micro-batches.
-        bubble_share: the share of it in which a rank computes nothing, the mean over the ranks.
+        stage_s: the seconds of each stage for one micro-batch.
+        step_s: the seconds of a step with all its micro-batches.
+        bubble_share: the share of the step in which a rank is idle, averaged over the ranks.
     """
 
     stage_s: tuple[float, ...]
@@ -81,19 +85,19 @@ class Prediction:
 
     @property
     def imbalance(self) -> float:
-        """The slowest stage against the mean: 1 is balance."""
+        """The time of the slowest stage divided by the mean; 1 means balanced."""
         return max(self.stage_s) * len(self.stage_s) / sum(self.stage_s)
 
 
 def partition(seconds: Sequence[float], stages: int, fits: Fits = lambda _, __: True) -> tuple[range, ...] | None:
-    """The blocks of each stage: the slowest stage is as fast as possible, and of those splits the most even one.
+    """Returns the blocks of each stage. The slowest stage is as fast as possible, and the others are even.
 
     Args:
-        seconds: of each block, in their order.
-        fits: the cap of a stage, as by its memory.
+        seconds: the time of each block, in order.
+        fits: whether a stage has enough memory for some blocks.
 
     Returns:
-        None where no split into ``stages`` stages fits.
+        None if no division into ``stages`` stages fits.
     """
     until = [0.0, *accumulate(seconds)]
 
@@ -110,15 +114,15 @@ def partition(seconds: Sequence[float], stages: int, fits: Fits = lambda _, __: 
         return None if cost is None or cost > bound else cost**2
 
     even = _cheapest(len(seconds), stages, square, operator.add)
-    assert even is not None  # the fastest split is one of those
+    assert even is not None  # the fastest division is one of the candidates
     return even[1]
 
 
 def _cheapest(
     blocks: int, stages: int, price: _Price, join: Callable[[float, float], float]
 ) -> tuple[float, tuple[range, ...]] | None:
-    """The split with the least price, joined over its stages."""
-    best: dict[int, tuple[float, tuple[range, ...]]] = {0: (0.0, ())}  # by the number of blocks that are placed
+    """Returns the division with the lowest total price; ``join`` combines the prices of stages."""
+    best: dict[int, tuple[float, tuple[range, ...]]] = {0: (0.0, ())}  # key: the number of assigned blocks
     for stage in range(stages):
         following: dict[int, tuple[float, tuple[range, ...]]] = {}
         for first, (so_far, held) in best.items():
@@ -131,13 +135,13 @@ def _cheapest(
 
 
 def layers_of(blocks: Sequence[range]) -> tuple[range, ...]:
-    """The layers of each stage, from its blocks: block 0 is the stem, the last one the head."""
+    """Returns the layers of each stage. Block 0 is the stem and the last block is the head."""
     last = blocks[-1].stop - 2
     return tuple(range(max(held.start - 1, 0), min(held.stop - 1, last)) for held in blocks)
 
 
 def blocks_of(layers: Sequence[range]) -> tuple[range, ...]:
-    """The blocks of each stage, from its layers."""
+    """Returns the blocks of each stage from its layers."""
     cuts = [0, *(held.stop + 1 for held in layers[:-1]), layers[-1].stop + 2]
     return tuple(range(first, end) for first, end in pairwise(cuts))
 
@@ -145,15 +149,15 @@ def blocks_of(layers: Sequence[range]) -> tuple[range, ...]:
 def predict(
     seconds: Sequence[float], blocks: Sequence[range], placement: Sequence[int], micro_batches: int
 ) -> Prediction:
-    """Predicts the step of a schedule that does not split the backward, with messages that take no time.
+    """Predicts the step of a schedule that does not split the backward. Messages are assumed to take no time.
 
-    The slowest rank works through all micro-batches; around its work the first has come through the other ranks' stages
-    and the last has to go back through them, which v stages per rank make v times shorter. Equal stages give the known
-    bubble, (p - 1) / (v m + p - 1).
+    The slowest rank computes all micro-batches. Before that, the first micro-batch passes the stages of other ranks,
+    and after that the last one passes them in the backward; v stages per rank make this v times shorter. For equal
+    stages the bubble is (p - 1) / (v m + p - 1).
 
     Args:
-        seconds: of each block for one micro-batch.
-        placement: the pp rank of each stage.
+        seconds: the time of each block for one micro-batch.
+        placement: the pipeline rank of each stage.
     """
     stage_s = tuple(sum(seconds[held.start : held.stop]) for held in blocks)
     ranks = max(placement) + 1

@@ -24,14 +24,14 @@ from hpc_train.plan.techniques import (
 def choose_schedule(
     config: Config, kind: str, dp: int, pp: int, stages_per_rank: int, notes: list[str]
 ) -> tuple[str, tuple[int, int]]:
-    """Chooses the schedule, and returns it with the micro-batches of a step and the samples in each.
+    """Chooses the schedule. Returns its name, the number of micro-batches of a step, and the samples in each.
 
     Args:
         kind: the data-parallel kind.
-        notes: gets the reason where ``strategy.schedule=auto`` chose.
+        notes: receives the reason for the choice of ``strategy.schedule=auto``.
 
     Raises:
-        UserError: the schedule does not go with the kind, the stages, the micro-batches or another option.
+        UserError: the schedule does not support the kind, the stages, the micro-batches or another option.
     """
     asked = config.strategy.schedule
     if asked != AUTO or pp == 1:
@@ -61,13 +61,13 @@ def _scheduled(config: Config, schedule: str, kind: str, dp: int, pp: int, stage
 
 
 def _check_pipeline(config: Config, schedule: str, kind: str | None, stages_per_rank: int) -> None:
-    """Raises UserError where ``schedule`` does not go with the stages, the kind (None: no replicas) or the options."""
+    """Raises UserError if ``schedule`` does not support the stages, the kind (None: no replicas) or the options."""
     row = find_schedule(schedule)
     least, most = row.stages_per_rank
     if not least <= stages_per_rank <= most:
         wanted = f"{least} to {most} stages" if least < most else f"{least} stage{'s' if least > 1 else ''}"
         raise UserError(
-            f"schedule {row.name} needs {wanted} per rank, not {stages_per_rank}",
+            f"strategy.stages_per_rank is {stages_per_rank}, but the schedule {row.name} requires {wanted} per rank",
             where="strategy.stages_per_rank",
             fix=f"strategy.stages_per_rank={least}",
         )
@@ -81,49 +81,52 @@ def _check_pair(schedule: str, kind: str) -> None:
     if kind in row.data_parallel or schedule in replicas.schedules:
         return
     raise UserError(
-        f"schedule {row.name} does not go with {replicas.name}: {row.data_parallel_reason}",
+        f"the schedule {row.name} does not support data_parallel={replicas.name}: {row.data_parallel_reason}",
         where="strategy.schedule, strategy.data_parallel",
         fix=f"strategy.data_parallel={' or '.join(row.data_parallel)}",
     )
 
 
 def _check_backward(config: Config, row: PipelineSchedule, kind: str | None) -> None:
-    """Raises UserError for options that do not go with how the schedule runs its backward."""
+    """Raises UserError for options that the schedule's backward does not support."""
     if config.train.compile and not row.compiles:
         raise UserError(
-            f"schedule {row.name} runs the backward in two parts, and a compiled layer has only one",
+            f"train.compile does not support the schedule {row.name}, which runs the backward in two parts",
             where="train.compile",
             fix=f"train.compile=false, or strategy.schedule={schedules_where(lambda row: row.compiles)}",
         )
     if config.train.activation_checkpointing == "ops" and not row.ops_checkpointing:
         raise UserError(
-            f"schedule {row.name} runs the backward in two parts, and what ops has kept can be taken once only",
+            f"train.activation_checkpointing=ops does not support the schedule {row.name}, because both parts of its "
+            "backward would need the kept results",
             where="train.activation_checkpointing",
-            fix=f"full or selective, or strategy.schedule={schedules_where(lambda row: row.ops_checkpointing)}",
+            fix="train.activation_checkpointing=full or selective, or strategy.schedule="
+            f"{schedules_where(lambda row: row.ops_checkpointing)}",
         )
     if config.strategy.static_graph and kind is not None and find_kind(kind).static_graph:
         raise UserError(
-            "a static graph expects forward and backward in turns, and a pipeline runs several forwards first",
+            "strategy.static_graph does not support a pipeline, which runs several forwards before the first backward",
             where="strategy.static_graph",
             fix="strategy.static_graph=false",
         )
 
 
 def _micro_batches(config: Config, schedule: PipelineSchedule, dp: int, pp: int, stages: int) -> tuple[int, int]:
-    """Micro-batches per step and rank, and samples per micro-batch."""
+    """Returns the micro-batches per step and rank, and the samples per micro-batch."""
     batch = config.batch
     if batch.global_size < dp:
         raise UserError(
-            f"a global batch of {batch.global_size} leaves some of the {dp} data-parallel ranks without a sample",
+            f"batch.global_size is {batch.global_size}, so some of the {dp} data-parallel ranks would be without a "
+            "sample",
             where="batch.global_size",
             fix=f"batch.global_size={dp} or more, or fewer data-parallel ranks",
         )
     local = math.ceil(batch.global_size / dp)
     if isinstance(batch.micro_size, int) and isinstance(batch.micro_batches, int):
         raise UserError(
-            "micro_size and micro_batches are both set, and one follows from the other",
+            "batch.micro_size and batch.micro_batches are both set, but each determines the other",
             where="batch.micro_size, batch.micro_batches",
-            fix="leave one of them auto",
+            fix="set one of them to auto",
         )
     if isinstance(batch.micro_size, int):
         size = min(batch.micro_size, local)
@@ -142,7 +145,7 @@ def _micro_batches(config: Config, schedule: PipelineSchedule, dp: int, pp: int,
 
 
 def _least_padding(local: int, stages: int, step: int) -> int:
-    """Four micro-batches per stage, or the number between one and four that pads least (the more the better)."""
+    """Returns the number of micro-batches, one to four per stage, with the least padding; more are better."""
     candidates = range(stages, 4 * stages + 1, step)
     return min(candidates, key=lambda count: (count * math.ceil(local / count), -count))
 
@@ -155,19 +158,20 @@ def _check_micro_batches(schedule: PipelineSchedule, pp: int, stages: int, count
             return
         others = schedules_where(lambda row: row.stages_per_rank == (1, 1) and row.micro_batches == "any")
         raise UserError(
-            f"schedule {schedule.name} takes one micro-batch per step, not {count}",
+            f"the schedule {schedule.name} runs one micro-batch per step, but there are {count}",
             where="batch.micro_batches",
-            fix=f"strategy.schedule={others}, or leave batch.micro_size and batch.micro_batches auto",
+            fix=f"strategy.schedule={others}, or batch.micro_size=auto and batch.micro_batches=auto",
         )
     if count < stages:
         raise UserError(
-            f"{count} micro-batches cannot fill {stages} pipeline stages",
+            f"{count} micro-batches per step cannot fill {stages} pipeline stages",
             where="batch.micro_batches",
             fix=f"at least {stages} micro-batches per step: a smaller batch.micro_size or a larger batch.global_size",
         )
     if schedule.micro_batches == "multiple_of_ranks" and count % pp:
         raise UserError(
-            f"schedule {schedule.name} needs a multiple of its {pp} ranks as micro-batches, not {count}",
+            f"the schedule {schedule.name} requires a multiple of {pp} micro-batches on {pp} pipeline ranks, but the "
+            f"step has {count}",
             where="batch.micro_batches",
             fix=f"batch.micro_batches={count - count % pp + pp}, a multiple of {pp}",
         )
@@ -178,49 +182,51 @@ AUTO_LOGICAL = 8  # logical micro-batches, as many as a node usually has GPUs
 
 
 def divide(config: Config, dp: int) -> tuple[int, int, int]:
-    """Logical micro-batches of a step, and the micro-batches of each of ``dp`` ranks, and the samples of each.
+    """Returns the logical micro-batches of a step, the micro-batches of each of ``dp`` ranks, and the samples of each.
 
     Raises:
-        UserError: more ranks than logical micro-batches, or more of these than samples.
+        UserError: there are fewer logical micro-batches than ranks, or fewer samples than logical micro-batches.
     """
     batch = config.batch
     logical = _logical_micro_batches(batch)
     if dp > logical:
         raise UserError(
-            f"{dp} ranks share {logical} logical micro-batches: some would have none",
+            f"{logical} logical micro-batches are too few for {dp} ranks",
             where=f"batch.logical_micro_batches, {_REPRODUCIBLE}",
-            fix=f"batch.logical_micro_batches={dp} or more from the first step on, or at most {logical} ranks",
+            fix=f"at most {logical} ranks, or a new run with batch.logical_micro_batches={dp} or more",
         )
     return logical, math.ceil(logical / dp), math.ceil(batch.global_size / logical)
 
 
 def check_reproducible(config: Config, pp: int, tp: int) -> None:
-    """Raises UserError where the weights would depend on the number of ranks, with the reason."""
+    """Raises UserError if the weights would depend on the number of ranks."""
     kind = find_kind(config.strategy.data_parallel)
     if pp > 1 or tp > 1:
         raise UserError(
-            f"{'a pipeline' if pp > 1 else 'tensor parallelism'} computes a layer's sums in parts that depend on how "
-            "many ranks share them, so the bits of the weights would too",
+            f"train.reproducible does not support {'a pipeline' if pp > 1 else 'tensor parallelism'}, where the order "
+            "of sums depends on the number of ranks",
             where=f"strategy.pp={pp}, strategy.tp={tp}, {_REPRODUCIBLE}",
             fix="strategy=single or dp, or train.reproducible=null",
         )
     if not kind.reproducible:
         raise UserError(
-            f"{kind.name} reduces gradients in an order that depends on the number of ranks",
+            f"train.reproducible does not support strategy.data_parallel={kind.name}, which reduces gradients in an "
+            "order that depends on the number of ranks",
             where=f"strategy.data_parallel, {_REPRODUCIBLE}",
             fix="strategy=single or dp, or train.reproducible=null",
         )
     if config.train.compile:
         raise UserError(
-            "compiled code may be another on each machine, and so may its rounding",
+            "train.reproducible does not support train.compile, because compiled code may round differently on each "
+            "machine",
             where=f"train.compile, {_REPRODUCIBLE}",
             fix="train.compile=false",
         )
     if config.batch.micro_size != "auto" or config.batch.micro_batches != "auto":
         raise UserError(
-            "the micro-batches of a rank depend on the number of ranks",
+            "train.reproducible determines the micro-batches, but batch.micro_size or batch.micro_batches is set too",
             where=f"batch.micro_size, batch.micro_batches, {_REPRODUCIBLE}",
-            fix="leave both auto; batch.logical_micro_batches divides the global batch",
+            fix="batch.micro_size=auto and batch.micro_batches=auto; set batch.logical_micro_batches instead",
         )
 
 
@@ -229,7 +235,7 @@ def _logical_micro_batches(batch: BatchConfig) -> int:
         return min(AUTO_LOGICAL, batch.global_size)
     if batch.logical_micro_batches > batch.global_size:
         raise UserError(
-            f"{batch.global_size} samples do not fill {batch.logical_micro_batches} logical micro-batches",
+            f"batch.global_size is {batch.global_size}, less than {batch.logical_micro_batches} logical micro-batches",
             where="batch.logical_micro_batches",
             fix=f"batch.logical_micro_batches={batch.global_size} or fewer",
         )

@@ -1,7 +1,7 @@
-"""What each pipeline schedule and each data-parallel kind is. No torch.
+"""Describes every pipeline schedule and every data-parallel kind, one row each, without torch.
 
-A row of ``SCHEDULES`` or ``KINDS`` is the only place that states these facts. A user's package adds a row by import
-path; see ``extensions``.
+A row of ``SCHEDULES`` or ``KINDS`` is the only place that states these facts. A config key may also name a row of a
+user's package by its import path.
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ class PipelineSchedule:
             to the last one and back).
         micro_batches: ``one``, ``any`` (at least one per stage), or ``multiple_of_ranks`` (the same, and a multiple of
             the number of ranks).
-        data_parallel: the kinds with which its gradients are right. A kind's own row may name this schedule instead.
+        data_parallel: the kinds with which its gradients are correct. A kind's own row may name this schedule instead.
         data_parallel_reason: why gradients are wrong with other kinds, as the end of a sentence.
-        in_flight: of a shape and a rank, how many micro-batches each stage of the rank (in ascending order) keeps
-            activations of at the moment when the rank keeps most.
-        bubble: the share of a step in which a rank computes nothing, where stages are equal, messages take no time, and
-            the gradients of inputs and of weights each take as long as a forward.
+        in_flight: a function of a shape and a rank. It returns for each stage of the rank, in ascending order, the
+            number of micro-batches whose activations the stage keeps when the rank keeps the most.
+        bubble: a function of a shape. It returns the share of a step in which a rank is idle, if stages are equal,
+            messages take no time, and the gradients of inputs and of weights each take as long as a forward.
         splits_backward: whether the gradients of inputs and of weights are computed at different times.
-        compiles: whether it goes with ``train.compile``.
-        ops_checkpointing: whether it goes with ``train.activation_checkpointing=ops``.
-        auto: why ``strategy.schedule=auto`` takes it; None: it does not. Later rows of the table come first.
+        compiles: whether it supports ``train.compile``.
+        ops_checkpointing: whether it supports ``train.activation_checkpointing=ops``.
+        auto: the reason for which ``strategy.schedule=auto`` chooses it; None if it never does. Later rows of the table
+            take precedence.
     """
 
     name: str
@@ -82,8 +83,8 @@ class PipelineSchedule:
                 f"stages_per_rank is {self.stages_per_rank}": not 1 <= least <= most,
                 "placement linear has one stage per rank": self.placement == "linear" and most > 1,
                 "placement v has two stages per rank": self.placement == "v" and (least, most) != (2, 2),
-                "data_parallel names no kind": not self.data_parallel,
-                "a split backward goes with neither compiles nor ops_checkpointing": one_pass,
+                "data_parallel is empty": not self.data_parallel,
+                "compiles and ops_checkpointing must be False if splits_backward is True": one_pass,
             },
         )
         counts, share = self.in_flight(shape, 0), self.bubble(shape)
@@ -91,12 +92,12 @@ class PipelineSchedule:
             self.name,
             {
                 f"in_flight returns {counts} for {least} stages of a rank": len(counts) != least or min(counts) < 1,
-                f"bubble returns {share}, which is no share": not 0 <= share < 1,
+                f"bubble returns {share}, which is not a share": not 0 <= share < 1,
             },
         )
 
     def place(self, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-        """The pipeline rank of each stage."""
+        """Returns the pipeline rank of each stage."""
         stages = range(ranks * stages_per_rank)
         if self.placement == "v":
             return tuple(min(stage, 2 * ranks - 1 - stage) for stage in stages)
@@ -105,7 +106,7 @@ class PipelineSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallelKind:
-    """One way to keep data-parallel ranks in step. Every fact is required.
+    """One way to synchronize data-parallel ranks. Every fact is required.
 
     Attributes:
         name: used in messages.
@@ -114,15 +115,15 @@ class DataParallelKind:
         sharder: ``module:attribute`` of the function that shards the model before it gets its values, with the
             signature of ``hpc_train.parallel.fsdp.shard``; None where nothing is sharded.
         shards: which of ``parameters``, ``gradients`` and ``optimizer`` are sharded between two micro-batches.
-        casts_parameters: whether the forward computes with parameters in the compute type, without autocast's copies.
-        schedules: pipeline schedules with which its gradients are right, besides those whose rows name this kind.
+        casts_parameters: whether the forward uses parameters in the compute type, without the copies of autocast.
+        schedules: pipeline schedules with which its gradients are correct, besides those whose rows name this kind.
         tensor_parallel: whether it reduces the gradients of tensor-parallel parameters.
-        compressed_as: the kind that sums compressed gradients in its place, perhaps itself; None: it cannot compress.
-        debugged_as: the kind that takes its place under ``train.debug``; None: itself.
-        offloads: the words of ``strategy.offload`` that it goes with, besides ``none``.
+        compressed_as: the kind that sums compressed gradients instead, possibly itself; None if it cannot compress.
+        debugged_as: the kind that replaces it under ``train.debug``; None if it is not replaced.
+        offloads: the values of ``strategy.offload`` that it supports besides ``none``.
         reproducible: whether ``train.reproducible`` may replace its reduction by a tree.
-        bucket_search: where it goes with ``strategy.bucket_cap_mb=auto``: ``never``, ``without_pipeline``, ``always``.
-        static_graph: whether it goes with ``strategy.static_graph``.
+        bucket_search: when it supports ``strategy.bucket_cap_mb=auto``: ``never``, ``without_pipeline``, ``always``.
+        static_graph: whether it supports ``strategy.static_graph``.
         waits_in_backward: whether the backward waits for the reduction in C++, where Python cannot time it.
     """
 
@@ -149,12 +150,13 @@ class DataParallelKind:
             {
                 f"replicas is {self.replicas!r}, not module:attribute": not _is_path(self.replicas),
                 f"sharder is {self.sharder!r}, not module:attribute": self.sharder and not _is_path(self.sharder),
-                f"shards names {', '.join(sorted(unknown))}": unknown,
-                "shards and sharder are given together or not at all": bool(self.shards) != bool(self.sharder),
+                f"shards contains {', '.join(sorted(unknown))}": unknown,
+                "shards and sharder must both be given or both be empty": bool(self.shards) != bool(self.sharder),
                 f"offloads is {self.offloads}": {*self.offloads} - {"optimizer", "all"},
-                "offloads names all, but the gradients are not sharded": offloaded,
-                "gradients that are sharded cannot be compressed": "gradients" in self.shards and self.compressed_as,
-                "sharded state is reduced in no tree: reproducible must be False": self.shards and self.reproducible,
+                "offloads contains all, but the gradients are not sharded": offloaded,
+                "compressed_as must be None if gradients are sharded": "gradients" in self.shards
+                and self.compressed_as,
+                "reproducible must be False if state is sharded": self.shards and self.reproducible,
                 f"bucket_search is {self.bucket_search!r}": self.bucket_search not in get_args(BucketSearch),
             },
         )
@@ -172,7 +174,7 @@ def _refuse(name: str, wrong: dict[str, object]) -> None:
 
 
 def _filled(shape: PipelineShape, forwards: int) -> tuple[int, ...]:
-    """Forwards of each stage of a rank after the first ``forwards``: a rank's stages take turns of ``ranks`` each."""
+    """Returns how many of a rank's first ``forwards`` forwards belong to each of its stages, in turns of ``ranks``."""
     turn, stages = shape.ranks, range(shape.stages_per_rank)
     forwards = min(forwards, len(stages) * shape.micro_batches)
     rounds, rest = divmod(forwards, turn * len(stages))
@@ -184,13 +186,13 @@ def _interleaved_in_flight(shape: PipelineShape, rank: int) -> tuple[int, ...]:
 
 
 def _bubble(shape: PipelineShape) -> float:
-    """(p - 1) / (v m + p - 1): GPipe, arXiv:1811.06965, section 2.3, and interleaved, arXiv:2104.04473, section 2.2."""
+    """Returns (p - 1) / (v m + p - 1) (arXiv:1811.06965, section 2.3; interleaved: arXiv:2104.04473, section 2.2)."""
     waiting = shape.ranks - 1
     return waiting / (shape.stages_per_rank * shape.micro_batches + waiting)
 
 
 def _zero_bubble(shape: PipelineShape) -> float:
-    """A third of it: (p - 1) (TF + TB - TW) in arXiv:2401.10241, table 2; gradients of weights fill the rest."""
+    """Returns the bubble (p - 1) (TF + TB - TW) of arXiv:2401.10241, table 2; gradients of weights fill the rest."""
     waiting = shape.ranks - 1
     return waiting / (3 * shape.stages_per_rank * shape.micro_batches + waiting)
 
@@ -205,7 +207,7 @@ _GPIPE = PipelineSchedule(
     placement="linear",
     micro_batches="any",
     data_parallel=("ddp", "allreduce", "zero1", "zero2", "zero3"),
-    data_parallel_reason="it was not compared with one process",
+    data_parallel_reason="its gradients were not verified with this kind",
     in_flight=lambda shape, _: (shape.micro_batches,),
     bubble=_bubble,
     splits_backward=False,
@@ -223,15 +225,15 @@ _INTERLEAVED = replace(
     in_flight=_interleaved_in_flight,
     auto=f"several stages per rank make its bubble the smallest, (p - 1) / (v m + p - 1) {_ASSUMED}",
 )
-# ``auto`` takes no zero-bubble schedule: torch runs their backward as two graphs, and only a measurement says whether
-# the smaller bubble pays for that. The hooks of DDP and of resharding FSDP give wrong gradients there without an error;
-# the kind ``allreduce`` does not rely on hooks, so it serves every schedule.
+# ``auto`` chooses no zero-bubble schedule: torch runs their backward as two graphs, and only a measurement shows
+# whether the smaller bubble is worth it. The hooks of DDP and of resharding FSDP silently compute wrong gradients
+# there. The kind ``allreduce`` does not rely on hooks, so it supports every schedule.
 _ZERO_BUBBLE = replace(
     _INTERLEAVED,
     name="interleaved_zero_bubble",
     torch_class=f"{_TORCH}:ScheduleInterleavedZeroBubble",
     data_parallel=("allreduce", "zero1", "zero2"),
-    data_parallel_reason="a split backward runs the hooks of DDP and of resharding FSDP at the wrong time "
+    data_parallel_reason="the split backward runs the hooks of DDP and of resharding FSDP at the wrong time "
     "(pytorch#144530)",
     in_flight=lambda shape, _: _filled(shape, shape.stages_per_rank * shape.ranks),
     bubble=_zero_bubble,
@@ -245,7 +247,7 @@ AUTO = "auto"
 SCHEDULES: dict[str, PipelineSchedule] = {
     row.name: row
     for row in (
-        replace(  # a stage computes while the others wait
+        replace(  # one stage computes at a time
             _GPIPE, name="sequential", micro_batches="one", auto="one micro-batch leaves nothing to overlap"
         ),
         _GPIPE,
@@ -281,14 +283,14 @@ _DDP = DataParallelKind(
     schedules=(),
     tensor_parallel=False,
     compressed_as="allreduce",
-    debugged_as="allreduce",  # torch 2.13's DDP dies of a SIGSEGV when collectives are compared over the ranks
+    debugged_as="allreduce",  # DDP of torch 2.13 crashes (SIGSEGV) when collectives are compared
     offloads=("optimizer",),
     reproducible=True,
-    bucket_search="without_pipeline",  # its buckets cannot change once a schedule holds it
+    bucket_search="without_pipeline",  # a schedule holds the DDP wrapper, so its buckets cannot change
     static_graph=True,
     waits_in_backward=True,
 )
-_ALLREDUCE = replace(  # sums gradients in buckets during the last backward, or after it; see parallel/reduction.py
+_ALLREDUCE = replace(  # reduces buckets during the last backward or after it (parallel/reduction.py)
     _DDP,
     name="allreduce",
     replicas=f"{_REPLICAS}:AllReduceReplicas",
@@ -313,7 +315,7 @@ _ZERO2 = replace(_ZERO1, name="zero2", shards=frozenset({"gradients", "optimizer
 _ZERO3 = replace(_ZERO2, name="zero3", shards=frozenset({"parameters", "gradients", "optimizer"}))
 
 KINDS: dict[str, DataParallelKind] = {row.name: row for row in (_DDP, _ALLREDUCE, _ZERO1, _ZERO2, _ZERO3)}
-# The engine of ``train.reproducible`` sums gradients over a tree, in place of the kind that the config names.
+# ``train.reproducible`` replaces the kind of the config by a sum over a tree.
 TREE = replace(_ALLREDUCE, name="tree", replicas=f"{_REPLICAS}:LocalReplicas", bucket_search="never")
 
 
@@ -322,7 +324,7 @@ def find_schedule(name: str) -> PipelineSchedule:
     """Returns the row of ``strategy.schedule=name``, a built-in name or an import path.
 
     Raises:
-        UserError: there is no such row, or a fact of it is missing or contradicts another.
+        UserError: the row does not exist, or a fact of it is missing or contradictory.
     """
     row = _find("strategy.schedule", name, SCHEDULES, PipelineSchedule, (AUTO,))
     if ":" in name and row.auto is not None:
@@ -341,7 +343,7 @@ def find_kind(name: str) -> DataParallelKind:
     """Returns the row of ``strategy.data_parallel=name``, a built-in name or an import path.
 
     Raises:
-        UserError: there is no such row, or a fact of it is missing or contradicts another.
+        UserError: the row does not exist, or a fact of it is missing or contradictory.
     """
     row = _find("strategy.data_parallel", name, KINDS, DataParallelKind)
     for schedule in row.schedules:
@@ -363,14 +365,16 @@ def _find(key: str, name: str, table: Mapping[str, Row], kind: type[Row], others
 
 def _known(row: str, fact: str, name: str, table: Iterable[str], where: str) -> None:
     if name not in table and not is_import_path(name):
-        raise UserError(f"row {row!r}: {fact} names {name!r}", where=where, fix=nearest(name, tuple(table)))
+        raise UserError(
+            f"row {row!r}: {fact} contains {name!r}, which is unknown", where=where, fix=nearest(name, tuple(table))
+        )
 
 
 def schedules_where(holds: Callable[[PipelineSchedule], bool]) -> str:
-    """The names of the built-in schedules for which ``holds``, as a message lists them."""
+    """Returns the names of the built-in schedules for which ``holds`` is true, for messages."""
     return " or ".join(row.name for row in SCHEDULES.values() if holds(row))
 
 
 def kinds_where(holds: Callable[[DataParallelKind], bool]) -> str:
-    """The names of the built-in data-parallel kinds for which ``holds``, as a message lists them."""
+    """Returns the names of the built-in data-parallel kinds for which ``holds`` is true, for messages."""
     return " or ".join(row.name for row in KINDS.values() if holds(row))

@@ -38,7 +38,7 @@ def validate(config: Config, nodes: int, workers_per_node: int) -> Layout:
     """Checks ``config`` as a whole and lays it out on ``nodes`` x ``workers_per_node`` workers. Imports no torch.
 
     Raises:
-        UserError: the first thing that is wrong.
+        UserError: the config is invalid. The message reports the first problem.
     """
     check_values(config)
     _check_length(config)
@@ -61,7 +61,7 @@ def check_values(config: Config) -> None:
     """Checks each value by itself.
 
     Raises:
-        UserError: the first value that its key does not accept.
+        UserError: a key does not accept its value. The message reports the first one.
     """
     check_keys(config)
     _check_lists(config)
@@ -81,7 +81,7 @@ def _check_lists(config: Config) -> None:
     numbers = isinstance(split, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in split)
     if not isinstance(split, str) and not numbers:
         raise UserError(
-            f"strategy.pp_split is {split!r}",
+            f"strategy.pp_split is {split!r}, which is unknown",
             where="strategy.pp_split",
             fix="even, flops, measured, or the number of layers of each stage: [1,2,2]",
         )
@@ -158,7 +158,7 @@ def _check_pieces(config: Config, layout: Layout) -> None:
 def check_savers(config: Config, layout: Layout) -> None:
     """
     Raises:
-        UserError: what is asked for is not possible with this model or layout.
+        UserError: the model or the layout does not support an option that saves memory.
     """
     _check_loss_chunks(config, layout)
     _check_offload(config, layout)
@@ -242,7 +242,7 @@ def check_built_model(config: Config) -> None:
         UserError: they disagree, or the model cannot be built.
     """
     if importlib.util.find_spec("torch") is None:
-        return  # a login node without torch; the workers find out
+        return  # the workers check the model if the login node has no torch
     problem = _problem(json.dumps({"model": asdict(config.model), "data": asdict(config.data)}, default=str))
     if problem:
         raise UserError(problem, where=location(config.model.kind), fix="make the description and the model agree")

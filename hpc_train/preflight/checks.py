@@ -1,6 +1,6 @@
-"""Judges the measurements of a preflight: findings, each with a fix, and the expected bandwidth of a fabric. No torch.
+"""Compares the measurements of a preflight with expected values, and returns findings with fixes. No torch.
 
-Unknown expectations are None, and nothing is judged against them.
+An unknown expected value is None, and no measurement is compared with it.
 """
 
 from __future__ import annotations

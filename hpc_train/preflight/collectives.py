@@ -56,8 +56,7 @@ def measure(operation: str, size: int, ranks: Ranks, seconds: float) -> Rate:
     """Measures one operation of ``size`` bytes, rounded up to whole elements of each rank. Collective.
 
     The first run is verified and serves as warm-up. Then the operation is repeated for about ``seconds``, at most 20
-    times;
-    the time is that of the slowest rank.
+    times; the time is that of the slowest rank.
     """
     elements = -(-size // (_BYTES * ranks.size)) * ranks.size
     case = _CASES[operation](elements, ranks)

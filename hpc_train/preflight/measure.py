@@ -1,6 +1,7 @@
-"""The measurements of a preflight: the ranks' facts and clocks, and how fast they compute and exchange data.
+"""Measures for the preflight the facts and clocks of all ranks, and how fast they compute and exchange data.
 
-Cheap and local measurements come first; stages that exceed the time limit are skipped and reported. All are collective.
+Cheap and local measurements come first. Stages that exceed the time limit are skipped and reported. All functions are
+collective.
 """
 
 from __future__ import annotations
@@ -223,9 +224,8 @@ def clock_offsets(
     """Compares the clocks of all nodes with that of rank 0, one node at a time. Collective over ``group``, on the CPU.
 
     With t0 and t3 rank 0's times of sending and receiving, and t1 and t2 the other's times of receiving and sending,
-    the
-    other clock is ((t1 - t0) + (t2 - t3)) / 2 ahead, with an error of at most half the round trip (NTP, RFC 5905, sec.
-    8).
+    the other clock is ((t1 - t0) + (t2 - t3)) / 2 ahead, with an error of at most half the round trip (NTP, RFC 5905,
+    sec. 8).
 
     Args:
         first_ranks: one rank of each node, in the order of ``names``; 0 for the first node.

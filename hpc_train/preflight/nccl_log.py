@@ -1,4 +1,4 @@
-"""Parses the transports that NCCL uses from its log (``NCCL_DEBUG=INFO``, ``NCCL_DEBUG_SUBSYS=INIT,NET``). No torch.
+"""Makes NCCL log its transports (``NCCL_DEBUG=INFO``, ``NCCL_DEBUG_SUBSYS=INIT,NET``) and parses the log. No torch.
 
 The lines are those of NCCL 2.4 to 2.30, printed by ``net.cc``, ``net_ib`` and ``net_socket.cc`` of its source:
 
@@ -32,12 +32,11 @@ class Transport:
     """The transports of one rank's communicators.
 
     Attributes:
-        networks: of its channels to other nodes, as NCCL names them (``IB``, ``Socket``, ``AWS Libfabric``); without
-            such
-            channels the network that NCCL selected, if any.
+        networks: the networks of its channels to other nodes, as NCCL names them (``IB``, ``Socket``, ``AWS
+            Libfabric``); without such channels the network that NCCL selected, if any.
         gpu_direct: whether all those channels read GPU memory from the NIC; None without channels.
-        inside: of its channels inside the node: ``P2P``, ``SHM``.
-        nics: as NCCL numbers them, e.g. ``mlx5_0:1``.
+        inside: the transports of its channels inside the node: ``P2P``, ``SHM``.
+        nics: the ports that NCCL uses, e.g. ``mlx5_0:1``.
     """
 
     nccl: str | None = None

@@ -1,6 +1,6 @@
-"""The preflight of a multi-node job: checks before the first step that the nodes agree and are fast.
+"""Runs the preflight of a multi-node job, which checks before the first step that the nodes agree and are fast.
 
-It runs in the first attempt on a set of nodes; further attempts on the same nodes, or a subset, skip it.
+It runs in the first attempt on a set of nodes. Further attempts on the same nodes, or a subset, skip it.
 """
 
 from __future__ import annotations

@@ -21,15 +21,15 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["foo"], "unknown command 'foo'"),
     (["trian"], "did you mean train?"),
     (["optim.lrr=1"], "did you mean lr?"),
-    (["+optim.lrr=1"], "no key optim.lrr"),
-    (["+strategy=dp", "strategy.ppp=2"], "no key strategy.ppp"),
+    (["+optim.lrr=1"], "optim.lrr is not a config key"),
+    (["+strategy=dp", "strategy.ppp=2"], "strategy.ppp is not a config key"),
     (["nodel=gpt_tiny"], "did you mean model?"),
     (["strategy=hybird"], "did you mean hybrid?"),
     (["model=gpt_tny"], "did you mean gpt_tiny?"),
-    (["experiment=nope"], "no experiment/nope"),
-    (["hydra/launcher=nope"], "no hydra/launcher/nope"),
+    (["experiment=nope"], "experiment/nope does not exist"),
+    (["hydra/launcher=nope"], "hydra/launcher/nope does not exist"),
     (["-cn", "nope"], "nope"),
-    (["-cd", "nope"], "no directory"),
+    (["-cd", "nope"], "does not exist"),
     (["optim.name=adam"], "did you mean adamw?"),
     (["precision.name=fp61"], "fp64"),
     (["strategy=pp", "strategy.schedule=1f2b"], "did you mean 1f1b?"),
@@ -47,7 +47,7 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["strategy.pp_split=some"], "strategy.pp_split"),
     (["cluster.time=soon"], "cluster.time"),
     (["cluster.gpus_per_node=two"], "cluster.gpus_per_node"),
-    (["batch=null"], "batch is null, but needs a value"),
+    (["batch=null"], "batch is null, but must have a value"),
     (["~model"], "model=NAME"),
     (["data.pattern=${nothing}"], "data.pattern"),
     # out of range
@@ -62,8 +62,8 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["strategy=tp", "strategy.tp=2", "cluster.cpu_workers=2", "train.compile=true"], "under tensor parallelism"),
     (["train.steps=5", "train.epochs=1"], "only one may be set"),
     (["train.steps=null"], "neither train.steps nor train.epochs is set"),
-    (["model=vit_tiny"], "learns from images"),
-    ([*IMAGES], "learns from tokens"),
+    (["model=vit_tiny"], "requires images"),
+    ([*IMAGES], "requires tokens"),
     (["model=vit_tiny", *IMAGES, "model.patch_size=5"], "does not divide"),
     (["model=vit_tiny", *IMAGES, "model.n_classes=3"], "10 classes"),
     (["model=vit_tiny", *IMAGES, "model.channels=1"], "model.channels=3"),
@@ -84,7 +84,7 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["strategy=tp", "strategy.data_parallel=ddp"], "allreduce or zero1"),
     (["strategy=hybrid", "strategy.schedule=zbv"], "stages_per_rank=2"),
     (["strategy=hybrid", "strategy.schedule=zbv", "strategy.stages_per_rank=2"], "pytorch#144530"),
-    (["strategy=hybrid", "model.n_layers=1"], "cannot be cut"),
+    (["strategy=hybrid", "model.n_layers=1"], "too few for 2 pipeline stages"),
     (["strategy=hybrid", "strategy.pp_split=[1,2]"], "strategy.pp_split"),
     (["strategy=hybrid", "batch.micro_batches=1"], "cannot fill"),
     (["strategy=model_parallel", "batch.micro_batches=4"], "one micro-batch"),
@@ -93,7 +93,7 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["cluster.gpus_per_node=99", "cluster=local"], "99 GPUs"),
     (["strategy=zero2", "strategy.compression=topk"], "scatters gradients"),
     (["strategy=tp", "strategy.compression=powersgd"], "slices of gradients"),
-    (["strategy=dp", "strategy.compression=topk", "precision=fp16"], "units of the loss scale"),
+    (["strategy=dp", "strategy.compression=topk", "precision=fp16"], "in units of the loss"),
     (["strategy=dp", "strategy.compression=bf16", "train.reproducible=any_world_size"], "how many ranks"),
     (["strategy=dp", "optim=sgd", "strategy.compression=topk", "strategy.compression_momentum=0.9"], "count twice"),
     (["strategy=dp", "strategy.compression=top-k"], "did you mean topk?"),
@@ -209,5 +209,5 @@ def test_a_full_disk_is_told_in_one_message() -> None:
         file.write(b"no room")
     mistake = translate(full.value)
     assert mistake is not None
-    assert mistake.what == "No space left on device: the disk or quota is full"
+    assert mistake.what == "the disk or quota is full (No space left on device)"
     assert "run.root" in mistake.fix

@@ -52,7 +52,7 @@ def test_a_family_without_a_fact_is_refused_by_its_name_and_file(
         ("counting_source", "vocab_size: int", "size: int", "has no key vocab_size"),
         ("counting_source", '"tokens"', '"images"', "has no key image_size, channels, n_classes"),
         ("counting", "config, split, seed", "config", "does not take 3 positional arguments"),
-        ("counting_source", '"tokens"', '"audio"', "learns from tokens, but"),
+        ("counting_source", '"tokens"', '"audio"', "requires tokens as samples, but"),
     ],
 )
 def test_a_missing_or_contradictory_fact_is_refused(
@@ -83,7 +83,7 @@ def test_a_description_that_contradicts_the_model_is_refused(
 
 def test_values_outside_the_range_and_unknown_keys_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "model.dim" in refusal(tmp_path, monkeypatch, more="+model.dim=0")
-    assert "there is no key model.width" in refusal(tmp_path, monkeypatch, more="+model.width=3")
+    assert "model.width is not a config key" in refusal(tmp_path, monkeypatch, more="+model.width=3")
     assert "data.start is 99" in refusal(tmp_path, monkeypatch, more="+data.start=99")
 
 
@@ -96,7 +96,7 @@ def test_a_family_without_a_tensor_parallel_plan_is_refused_under_tp(
 
 
 def test_a_size_that_the_data_does_not_have_is_named() -> None:
-    with pytest.raises(UserError, match=r"model\.vocab_size is taken from data\.vocab_size"):
+    with pytest.raises(UserError, match=r"model\.vocab_size refers to data\.vocab_size"):
         config_of("data=custom", "data._target_=package.Data")
 
 

@@ -95,7 +95,7 @@ def test_gpus_ports_and_versions() -> None:
     assert next(check_gpus(NodeFacts(), "auto")).level == OK
     told = [finding.text for finding in check_ports(facts)]
     assert "mlx5_0:1 200 Gb/s InfiniBand: used, active" in told
-    assert any("came up at 200 Gb/s, but its NIC supports 400" in text for text in told)
+    assert any("runs at 200 Gb/s, but its NIC supports 400" in text for text in told)
     assert any("no subnet manager" in text for text in told)
     assert "200 Gb/s between nodes in each direction" in told
     (without,) = (one for one in check_ports(replace(facts, gpu_direct="none")) if "cannot read GPU" in one.text)

@@ -46,10 +46,10 @@ AT_ONCE = 16  # cells of one group of ranks
 REASONS = (
     "requires zero2 or zero3",
     "does not support tensor or pipeline parallelism",
-    "taken once",
-    "a compiled layer has only one",
-    "fail in the backward under tensor parallelism",
-    "no rank has a whole one to compress",
+    "activation_checkpointing=ops does not support",
+    "train.compile does not support",
+    "fails in the backward under tensor parallelism",
+    "no rank has a complete gradient to compress",
     "has slices of gradients",
 )
 

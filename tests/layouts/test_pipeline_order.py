@@ -27,12 +27,12 @@ def test_an_even_split_spares_the_ends() -> None:
 
 @pytest.mark.parametrize("split", [[2, 2], [1, 2, 3], [4, 0, 1], [-1, 5, 1]])
 def test_a_split_that_does_not_fit_is_refused(split: list[int]) -> None:
-    with pytest.raises(UserError, match="does not name 3 stages of 5 layers"):
+    with pytest.raises(UserError, match="must list 3 stages with 5 layers"):
         split_layers(5, 3, split)
 
 
 def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(UserError, match="3 layers cannot be cut into 4 stages"):
+    with pytest.raises(UserError, match="n_layers is 3, too few for 4 pipeline stages"):
         split_layers(3, 4)
 
 

@@ -83,7 +83,7 @@ def test_a_missing_fact_is_a_type_error() -> None:
     [
         ({"placement": "v"}, "placement v has two stages per rank"),
         ({"stages_per_rank": (2, 3)}, "placement linear has one stage per rank"),
-        ({"splits_backward": True}, "a split backward goes with neither"),
+        ({"splits_backward": True}, "compiles and ops_checkpointing must be False"),
         ({"bubble": lambda shape: 1.5}, "bubble returns 1.5"),
         ({"in_flight": lambda shape, rank: (1, 1)}, r"in_flight returns \(1, 1\) for 1 stages"),
         ({"torch_class": "Schedule1F1B"}, "not module:attribute"),

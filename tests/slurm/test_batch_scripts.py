@@ -139,7 +139,7 @@ def test_freeze_checks_against_the_nodes_of_the_job(cluster: Cluster, tmp_path: 
     job = submit(shell, "multi_node.sbatch", "+strategy=dp", "strategy.dp=64", *TINY, "run.name=wide", cwd=tmp_path)
     assert shell.wait_for_state(job, "COMPLETED", "FAILED") == "FAILED"
     (log,) = tmp_path.glob("*.log")
-    assert "needs 64 workers, 8 are there" in log.read_text()
+    assert "needs 64 workers, but only 8 are available" in log.read_text()
     assert "Traceback" not in log.read_text()
     assert not (tmp_path / "outputs" / "wide").exists()
 

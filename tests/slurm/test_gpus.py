@@ -101,7 +101,7 @@ def test_a_script_freezes_for_the_gpus_of_its_job(shell: Cluster, tmp_path: Path
     """Though the shell of an allocation may run where there are none."""
     here = replace(shell, environment={**shell.environment, "SALLOC": "--partition=gpu --nodes=2 --gpus-per-node=1"})
     done = here.call(str(SCRIPTS / "interactive.sh"), "+strategy=dp", "strategy.dp=64", *TINY, cwd=tmp_path)
-    assert "needs 64 workers, 2 are there" in done.stderr, done.stdout + done.stderr
+    assert "needs 64 workers, but only 2 are available" in done.stderr, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

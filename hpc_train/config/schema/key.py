@@ -94,6 +94,7 @@ def check_keys(node: Any, path: str = "") -> None:
     for name, value, info in keys(node, path):
         if isinstance(value, str) and info.choices and value not in info.choices:
             numbers = f"a number {info.range}, or " if info.range else ""
-            raise UserError(f"{name} is {value!r}", where=name, fix=f"{numbers}{nearest(value, info.choices)}")
+            words = nearest(value, info.choices) if len(info.choices) > 1 else info.choices[0]
+            raise UserError(f"{name} is {value!r}", where=name, fix=f"{numbers}{words}")
         if isinstance(value, int | float) and not isinstance(value, bool) and not info.holds(value):
             raise UserError(f"{name} is {value}, but must be {info.range}", where=name, fix=f"{name}=N, {info.range}")

@@ -73,7 +73,7 @@ def test_ports_that_are_left_out(tmp_path: Path) -> None:
     assert [nic.name for nic in usable_nics(tree(machine))] == [f"mlx5_{i}" for i in range(4)]
     warnings = "\n".join(port_warnings(tree(machine)))
     for word in (
-        "mlx5_6 port 1 came up at 200 Gb/s, but its NIC supports 400",
+        "mlx5_6 port 1 runs at 200 Gb/s, but its NIC supports 400",
         "mlx5_4 port 1 is INIT",
         "mlx5_7 port 1 is polling",
     ):

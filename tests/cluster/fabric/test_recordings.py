@@ -144,7 +144,7 @@ TEXTS = {
     ),
     "a cable for 200 Gb/s on a card for 400": Text(
         ibstat(("mlx5_0", "MT4129", "Active LinkUp 200 InfiniBand")),
-        ("mlx5_0:1 ACTIVE InfiniBand 200 used",), "came up at 200 Gb/s, but its NIC supports 400",
+        ("mlx5_0:1 ACTIVE InfiniBand 200 used",), "runs at 200 Gb/s, but its NIC supports 400",
     ),
     "two ports of which one is for Ethernet": Text(
         ibstat(("mlx5_0", "MT4123", f"Active LinkUp 200 InfiniBand,{STORAGE}")),
