@@ -1,6 +1,6 @@
 """The command line ``python -m hpc_train [COMMAND] [overrides]``; the default command is ``train``.
 
-It runs the command and turns a user's mistake, found by Hydra or by hpc_train, into one message and exit code 2.
+A user's mistake, found by Hydra or by hpc_train, becomes one message and exit code 2.
 """
 
 from __future__ import annotations

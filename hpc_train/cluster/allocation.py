@@ -242,5 +242,5 @@ def _span(values: set[int]) -> str:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sort key that orders n9 before n10."""
+    """Returns a sort key that orders n9 before n10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.findall(r"\d+|\D+", name)]

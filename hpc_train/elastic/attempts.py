@@ -133,7 +133,7 @@ class Attempts:
             self._report_change(start, events)
         elif self.end is not None and self.end.was_requeued_externally():
             reason = "requeued by a person (scontrol requeue) or by Slurm (a preemption or lost nodes)"
-            events.write("requeued_unasked", reason=reason)
+            events.write("requeued_by_slurm", reason=reason)
         names = [f"{node.name} ({node.switch})" for node in start.nodes if node.switch is not None]
         if len(names) == len(start.nodes) > 1:
             print("ranks by node:", *mapping(spec.layout, names, spec.workers_per_node), sep="\n  ", flush=True)
@@ -165,7 +165,7 @@ class Attempts:
         action, reason = leave.decision.action, leave.decision.reason
         details = {} if leave.cause is None else _details(leave.cause)
         if action is Action.GIVE_UP:
-            events.write("gave_up", exit_code=int(code), **details | {"message": reason})
+            events.write("stopped_retrying", exit_code=int(code), **details | {"message": reason})
             print(f"given up: {reason}", file=sys.stderr)
         elif action in (Action.FAIL, Action.REFUSE):
             events.write("failed", exit_code=int(code), **{"message": reason} | details)
@@ -249,7 +249,7 @@ def _watch(
     failed_at: float | None = None
     while workers.alive:
         workers.wait(TICK_S)
-        watch.look(workers)
+        watch.check(workers)
         now = time.monotonic()
         if workers.failures and failed_at is None:
             failed_at = now

@@ -183,7 +183,7 @@ PATIENCE_S = 600.0  # for a Slurm controller that is away
 def requeue_after_server_loss(
     run: RunDirectory, config: Config, allocation: Allocation, end: JobEnd | None, lost: ServerLost, times: int = 1
 ) -> Exit:
-    """Called by every remaining agent once its workers are dead; returns its exit code.
+    """Requeues or ends the job after its workers are dead; every remaining agent calls it. Returns the exit code.
 
     Args:
         times: the number of failures of the batch host that this counts as.
@@ -214,10 +214,12 @@ def requeue_after_server_loss(
 
 
 def _end_of_job(code: Exit, config: Config) -> list[str]:
-    """What ends the job, which is empty from now on."""
+    """Returns how the job ends, which has no agents from now on."""
     if code is not Exit.STOPPED:
         return ["scancel", own_job()]
-    if config.launch.chain > 1:  # the next job goes on: not where this one was cancelled, but where its time is up
+    if (
+        config.launch.chain > 1
+    ):  # the next job of the chain continues if the time of this one is up, but not if it was cancelled
         return ["scontrol", "update", f"JobId={own_job()}", "TimeLimit=1"]
     return ["scontrol", "requeue", "incomplete", own_job()]
 

@@ -321,8 +321,7 @@ class Coordinator:
         missing.
 
         Returns None if too few nodes are present. Nodes that failed too often are used only if there are no others, and
-        never
-        with ``only_sound``.
+        never with ``only_sound``.
 
         Raises:
             UserError: the run has no valid layout on them.

@@ -127,7 +127,7 @@ def ended_without_report(
     return WorkerFailure(rank, failure, message, f"{message}\n{output}", noticed, exit_code)
 
 
-OVER_BUDGET = "run.max_gpu_hours"  # used in place of a signal name
+OVER_BUDGET = "run.max_gpu_hours"  # replaces the name of a signal
 MIN_INTERVAL_S, MAX_INTERVAL_S = 1.0, 24 * 3600.0  # between two readings of the ledger
 
 
@@ -150,7 +150,7 @@ class Budget:
 
     @property
     def is_used_up(self) -> bool:
-        """Whether the budget is used up; polled a few times per second."""
+        """Whether the budget is used up. It is polled a few times per second."""
         now = time.monotonic()
         if self.most is None or now < self._next:
             return False

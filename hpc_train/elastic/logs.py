@@ -1,9 +1,8 @@
 """The output of a node's workers in one file per attempt, and agent output that survives a closed terminal.
 
 Workers write into pipes that the agent drains, so they never wait for a file system. Lines are prefixed by time and
-rank,
-and the file has a size limit. The agent's stdout and stderr must not raise BrokenPipeError when nobody reads them any
-more, or the first message about a failure would break the thread that restarts the workers.
+rank, and the file has a size limit. The agent's stdout and stderr must not raise BrokenPipeError when nobody reads them
+any more, or the first message about a failure would break the thread that restarts the workers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The process of a worker: the warm parent that forks it, and the wrapper around its entry point.
 
 The warm parent is the standard library's forkserver with torch imported, so that a worker starts in milliseconds
-instead
-of seconds. It must run no tensor operation: torch hangs in children of a parent that ever ran a parallel one. A worker
-dies with the agent, writes into the agent's pipe, turns signals into a flag, calls its entry point
+instead of seconds. It must run no tensor operation: torch hangs in children of a parent that ever ran a parallel one. A
+worker dies with the agent, writes into the agent's pipe, translates signals into a flag, calls its entry point
 (``hpc_train.train.worker:train``) and reports the outcome.
 """
 
@@ -124,7 +123,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
         "class": classify(error),
         "message": str(error) or type(error).__name__,
         "traceback": text,
-        "echo": secondary,
+        "secondary": secondary,
         "time": time.time(),
     }
 
@@ -196,8 +195,7 @@ def die_with_warm_parent(warm_parent: int) -> None:
     it first.
 
     The warm parent ends when no process holds the write end of its pipe. Forked processes inherit that end and close it
-    here,
-    so that only the agent holds it.
+    here, so that only the agent holds it.
     """
     die_with_parent(warm_parent)
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]

@@ -29,7 +29,7 @@ class AskedGpus:
 
 
 def asked_gpus(cluster: ClusterConfig, site: Site) -> AskedGpus:
-    """The GPUs per node of a job. ``auto`` is the number that all nodes with GPUs in its partition have.
+    """Returns the GPUs per node of a job. ``auto`` is the number that all nodes with GPUs in its partition have.
 
     Raises:
         UserError: no node has a GPU of ``cluster.gpu_type``, or ``cluster.extra`` requests GPUs besides ``auto``.
@@ -77,12 +77,12 @@ def _note(where: str, kinds: list[NodeKind], having: list[NodeKind], counts: lis
 
 
 def _of_environment() -> str | None:
-    """The partition that sbatch uses without --partition; inside a job its variable is not passed on."""
+    """Returns the partition that sbatch uses without --partition; inside a job its variable is not passed on."""
     return None if "SLURM_JOB_ID" in os.environ else os.environ.get("SBATCH_PARTITION")
 
 
 def _kinds(cluster: ClusterConfig, partition: str | None, site: Site) -> list[NodeKind]:
-    """The kinds of nodes that the job may get; empty if they are unknown."""
+    """Returns the kinds of nodes that the job may get; empty if they are unknown."""
     if cluster.clusters is not None:
         return []  # another cluster's nodes
     partitions = [site.partition(name or None) for name in (partition or "").split(",")]
@@ -135,17 +135,17 @@ class JobGpus:
     inherited: bool
 
     def srun_options(self, wanted: int) -> list[str]:
-        """The options of ``srun`` with which a step gets ``wanted`` GPUs on each node."""
+        """Returns the options of ``srun`` with which a step gets ``wanted`` GPUs on each node."""
         return [] if self.inherited or not self.per_node or not wanted else [f"--gpus-per-node={wanted}"]
 
 
 def gpu_export_lines() -> list[str]:
-    """Bash lines with which every ``srun`` in a batch script gets the GPUs of its job."""
+    """Returns bash lines with which every ``srun`` in a batch script gets the GPUs of its job."""
     return EXPORT.splitlines()
 
 
 def gpus_of_this_job(environment: Mapping[str, str] = os.environ) -> JobGpus:
-    """The GPUs of the surrounding job, from Slurm: the shell of ``salloc`` may run outside of the job's nodes."""
+    """Returns the GPUs of the surrounding job. Slurm is asked, since salloc's shell may run outside of its nodes."""
     for name in ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK"):  # one task per node
         if name in environment:
             return JobGpus(_count(environment[name]), True)
@@ -171,7 +171,7 @@ def _job_id(environment: Mapping[str, str]) -> str:
 
 @cache
 def _show_job(job_id: str, path: str | None) -> str:
-    """What ``scontrol`` prints of a job, asked for once per process and ``path``, which says whose ``scontrol``."""
+    """Returns the output of ``scontrol show job``, cached per process and ``path``, in which ``scontrol`` is found."""
     return show_job(job_id)
 
 

@@ -71,7 +71,7 @@ class RunHandle:
         return view_of(self.run, first, status, output, self.run.record().get("total_steps"))
 
     def job(self) -> Job:
-        """The frozen job, for submitting it again.
+        """Returns the frozen job, for submitting it again.
 
         Raises:
             UserError: the cluster or machine here cannot run it.
@@ -82,7 +82,7 @@ class RunHandle:
 
 
 def find_runs(target: str) -> list[RunHandle]:
-    """The run in ``target``, or all runs of the sweep there: a directory, or its name below the usual root.
+    """Returns the run in ``target``, or all runs of the sweep there: a directory, or its name below the usual root.
 
     Raises:
         UserError: there is no run or sweep.
@@ -100,7 +100,7 @@ def find_runs(target: str) -> list[RunHandle]:
 
 
 def find_run(target: str) -> RunHandle:
-    """The one run in ``target``.
+    """Returns the one run in ``target``.
 
     Raises:
         UserError: there is no run, or several.
@@ -112,7 +112,7 @@ def find_run(target: str) -> RunHandle:
 
 
 def find_my_runs() -> list[RunHandle]:
-    """All runs of this user with jobs in Slurm, found by the comments on the jobs.
+    """Returns all runs of this user with jobs in Slurm, found by the comments on the jobs.
 
     Raises:
         UserError: Slurm does not respond.
@@ -140,7 +140,7 @@ def stop_runs(found: Collection[RunHandle], number: signal.Signals = signal.SIGT
 
 
 def statuses_of(found: Iterable[RunHandle], slurm: SlurmStatuses) -> dict[str, JobStatus]:
-    """The status of the runs' jobs by job id; that of a chain by the id of its first job."""
+    """Returns the status of the runs' jobs by job id; that of a chain by the id of its first job."""
     items = list(found)
     known: dict[str, JobStatus] = {}
     for clusters in {item.clusters for item in items}:

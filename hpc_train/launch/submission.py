@@ -22,7 +22,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.lease import add_submission
 
-TOLD_ONE_BY_ONE = 20  # with more jobs only their number is printed
+ANNOUNCED_SINGLY = 20  # with more jobs only their number is printed
 WAITING = View("waiting", {})
 
 
@@ -83,11 +83,11 @@ class JobQueue:
             identity = self.executor.identity(job_id)
             add_submission(job.run, self.executor.name, first_attempt=attempt, **identity)
             events = EventLog.open(job.run, "submitter", attempt)
-            events.write("submitted", job_id=job_id, place=self.executor.name, layout=str(job.layout))
+            events.write("submitted", job_id=job_id, executor=self.executor.name, layout=str(job.layout))
             self._submitted[job.number] = Submitted(job, job_id, attempt, self.executor.output(job, job_id))
-            if len(jobs) <= TOLD_ONE_BY_ONE:
+            if len(jobs) <= ANNOUNCED_SINGLY:
                 announce(job, self.executor, self._console, job_id)
-        if len(jobs) > TOLD_ONE_BY_ONE:
+        if len(jobs) > ANNOUNCED_SINGLY:
             where = f"{ids[0]} to {ids[-1]}: {self._sweep}"
             self._console.print(f"{len(jobs)} jobs to {self.executor.name}, {where}", markup=False, soft_wrap=True)
         self._waiting = self._waiting[len(jobs) :]

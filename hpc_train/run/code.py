@@ -2,8 +2,7 @@
 
 The copy holds all files that git tracks or does not ignore, except files that hold secrets, with the modes of the work
 tree (``run.group`` lets the group read them). Copies are named by their content, so the runs of a sweep share one and
-an
-unchanged tree is copied once. Outside a work tree nothing is copied.
+an unchanged tree is copied once. Outside a work tree nothing is copied.
 
 Agents and workers import from the copy that ``run.json`` names: its directories come first on ``sys.path`` and
 PYTHONSAFEPATH keeps the current directory off it. Modules that were still imported from the work tree are detected.

@@ -107,10 +107,10 @@ def _is_live_error(path: Path, who: str) -> UserError:
 
 
 def add_submission(
-    run: RunDirectory, door: str, *, pid: int | None = None, job_id: str | None = None, **details: Any
+    run: RunDirectory, executor: str, *, pid: int | None = None, job_id: str | None = None, **details: Any
 ) -> None:
     """Appends a submission to ``run.json``: a Slurm ``job_id``, or the ``pid`` of a process on this host."""
-    entry: dict[str, Any] = {"door": door, "time": time.time(), "job_id": job_id}
+    entry: dict[str, Any] = {"executor": executor, "time": time.time(), "job_id": job_id}
     if pid is not None:
         entry |= process(pid)
     run.update_record(submissions=[*run.record().get("submissions", []), entry | details])

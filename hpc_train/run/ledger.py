@@ -61,7 +61,7 @@ class Account:
 
     @property
     def useful_share(self) -> float:
-        """Share of the held time spent in steps and evaluations that were kept (goodput), 0 to 1."""
+        """The share of the held time spent in steps and evaluations that were kept (goodput), 0 to 1."""
         return (self.steps_s + self.evaluation_s) / self.held_s if self.held_s > 0 else 0.0
 
     @property

@@ -92,7 +92,7 @@ STATES = {
 
 
 def state_of(name: str) -> JobState:
-    """The state that Slurm prints as ``name``, also as ``CANCELLED by 1000``.
+    """Returns the state that Slurm prints as ``name``, also as ``CANCELLED by 1000``.
 
     An unknown state, as of a newer Slurm, counts as running: nobody takes over a job that may be alive.
     """

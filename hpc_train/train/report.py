@@ -81,13 +81,13 @@ class Report:
             print(message)
             self.events.write("warning", step=step, message=message)
 
-    def save_waits(self, step: int, message: str, seconds: float) -> None:
+    def save_deferred(self, step: int, message: str, seconds: float) -> None:
         """Reports that the last save has failed and is retried for at most ``seconds``."""
         if self.metrics is None:
             return
         print(f"the last save, of step {step}, failed: {message}; retrying for up to {format_duration(seconds)}")
         path = str(self.run.checkpoints)
-        self.events.write("save_waits", step=step, path=path, seconds=round(seconds, 1), message=message)
+        self.events.write("save_deferred", step=step, path=path, seconds=round(seconds, 1), message=message)
 
     def nothing_to_do(self, step: int, weights_sha256: str | None) -> None:
         """Reports that the run is complete; writes its result if it was killed after the last save and before that."""
