@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from hpc_train.commands import COMMANDS
 from hpc_train.config.translate import translate
@@ -22,6 +23,8 @@ COMMAND = re.compile(r"[a-z][a-z0-9_]*")
 
 def main() -> None:
     """Runs the command line of the process and exits; the entry point of ``python -m hpc_train`` and ``hpc-train``."""
+    if not sys.flags.safe_path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, so that both find the user's own modules
     sys.exit(run(sys.argv[1:]))
 
 

@@ -67,7 +67,7 @@ class Attempts:
         """Records how the job ended; returns the exit code of its agents."""
         if self.superseded() is not None:
             return Exit.STOPPED
-        if self._newest is None and leave.decision.action in (Action.REFUSE, Action.FAIL):
+        if self._newest is None and leave.decision.action in (Action.REFUSE, Action.FAIL, Action.STOP):
             # commands that wait for the job look for its end in a new attempt
             self._newest = patiently(self.run.claim_attempt)
         events = self._events()

@@ -16,6 +16,7 @@ from typing import Any
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import last_line, read_json, read_lines
+from hpc_train.run.requests import stop_was_requested
 from hpc_train.slurm.client import list_jobs, on_clusters
 from hpc_train.slurm.states import Phase, state_of
 
@@ -179,7 +180,7 @@ def view_of(
     if attempt < first_attempt:
         if status is not None and present:
             return View(status.words, {})
-        return _lost(View("failed", {}), status, output)
+        return _lost(run, View("failed", {}), status, output)
     known = View(
         state="starting",
         metrics=last_line(run.metrics_file(attempt)),
@@ -193,7 +194,7 @@ def view_of(
         known = replace(known, metrics=last_line(run.metrics_file(attempt - 1)))
     end = attempt_end(run, attempt)
     if end is None:
-        return known if present else _lost(known, status, output)
+        return known if present else _lost(run, known, status, output)
     if present and not end.final:
         return replace(known, state=_between_starts(end, status))
     code = end.event["exit_code"]
@@ -246,10 +247,12 @@ def _cancelled(status: JobStatus | None) -> bool:
     return status is not None and status.state == "CANCELLED"
 
 
-def _lost(known: View, status: JobStatus | None, output: Path) -> View:
+def _lost(run: RunDirectory, known: View, status: JobStatus | None, output: Path) -> View:
     """Returns the view of a job that ended without a record: its last output and its state in the scheduler."""
     if _cancelled(status):
         return replace(known, state="cancelled", exit=Exit.STOPPED if not known.metrics else Exit.FAILED)
+    if stop_was_requested(run) and not known.metrics:
+        return replace(known, state="cancelled", exit=Exit.STOPPED)
     text = output.read_text(errors="replace") if output.exists() else ""
     said = "\n".join(text.strip().splitlines()[-30:]) or "the agent ended without any output; it may have been killed"
     called = "" if status is None or state_of(status.state).by_itself else f"Slurm reports {status.state}\n"

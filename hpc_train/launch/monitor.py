@@ -94,9 +94,7 @@ def _watch(queue: JobQueue, display: JobProgress | JobTable, console: Console) -
             if answer not in ("y", "s"):
                 leave(queue, console)
             ending = True
-            queue.drop_waiting()
-            end = queue.executor.cancel if answer == "y" else queue.executor.stop
-            end(queue.open_ids)
+            queue.stop_all(cancel=answer == "y")
             console.print("stopping the jobs; press Ctrl-C to exit without waiting", highlight=False)
 
 

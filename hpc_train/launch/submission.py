@@ -21,6 +21,7 @@ from hpc_train.plan.validate import validate
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.lease import add_submission
+from hpc_train.run.requests import record_stop_request
 
 ANNOUNCED_SINGLY = 20  # with more jobs only their number is printed
 WAITING = View("waiting", {})
@@ -69,6 +70,14 @@ class JobQueue:
         for job in self._waiting:
             self._views[job.number] = View("not started", {}, exit=None)
         self._waiting = []
+
+    def stop_all(self, *, cancel: bool) -> None:
+        """Drops the waiting jobs and stops the submitted ones; with ``cancel`` they need not save a checkpoint."""
+        self.drop_waiting()
+        for item in self._open():
+            record_stop_request(item.job.run)
+        end = self.executor.cancel if cancel else self.executor.stop
+        end(self.open_ids)
 
     def _open(self) -> list[Submitted]:
         views = self._views

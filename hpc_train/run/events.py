@@ -43,6 +43,8 @@ EVENTS = (
     "spare_used",
     "requeued",
     "requeued_by_slurm",  # requeued by a person or by Slurm itself
+    "training_finished",  # by rank 0, with the time ledger; the agent then writes finished or stopped
+    "training_stopped",
     "finished",
     "stopped",
     "failed",

@@ -18,7 +18,9 @@ from hpc_train.run.directory import RunDirectory
 Event = dict[str, Any]
 
 FAILURES = ("worker_failed", "hang_detected", "node_lost", "failed")
-CLOSING = ("finished", "stopped")  # of rank 0, with the keys of a metrics line for the steps since the last line
+# rank 0 writes these, with the keys of a metrics line for the steps since the last line
+CLOSING = ("training_finished", "training_stopped")
+ENDS = (*CLOSING, "finished", "stopped")  # the last two are the agent's
 BEGINNINGS = {"resumed": "step", "rolled_back": "to_step"}  # the key with the step that training continues from
 
 
@@ -230,7 +232,7 @@ class _Attempt:
     @property
     def closed(self) -> bool:
         """Whether training reached its end or a requested stop with its state saved."""
-        closing = [event for event in self.events if event["event"] in CLOSING]
+        closing = [event for event in self.events if event["event"] in ENDS]
         return any("save_s" in event for event in closing) or (bool(closing) and self.failed_at is None)
 
     @property
