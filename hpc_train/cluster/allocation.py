@@ -32,7 +32,7 @@ class Allocation:
     """The position of this process among the nodes of its job.
 
     Attributes:
-        job_id: the scheduler's job id; None without one.
+        job_id: the scheduler's job id; None outside of a job.
         launch_id: equal on all nodes of one start of a job, and different at the next start.
         address: the address at which other nodes reach this one; loopback if there is only one.
         node_names: the names of all nodes, by node number.

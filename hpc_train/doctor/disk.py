@@ -87,7 +87,7 @@ def probe(root: Path) -> tuple[float, float]:
 
 
 def _skew_of_stamp(stamp: float, first: float, last: float) -> float:
-    """Returns how far ``stamp`` lies outside the interval in which it was made, allowing for the kernel's tick
+    """Returns how far ``stamp`` is outside the interval in which it was made, allowing for the kernel's tick
     resolution.
     """
     return stamp - last if stamp > last else min(0.0, stamp - first + 0.02)

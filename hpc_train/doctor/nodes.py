@@ -25,7 +25,7 @@ from hpc_train.slurm import client
 from hpc_train.slurm.client import SlurmError
 
 STEP_S = 300.0
-VISIBLE_S = 20.0  # until files of other nodes are visible here
+VISIBLE_S = 20.0  # wait at most this long until files of other nodes are visible here
 KEPT = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID")  # variables of a surrounding step that are passed on
 
 

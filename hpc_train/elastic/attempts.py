@@ -46,9 +46,8 @@ class Attempts:
     stores: Stores
     fabric: Fabric
     events: EventLog  # of this node's agent, in any attempt
-    _newest: int | None = field(
-        default=None, init=False
-    )  # of this job; a later one may exist after the agent was suspended
+    # the newest attempt of this job; another job may have a later one after this agent was suspended
+    _newest: int | None = field(default=None, init=False)
 
     def begin(self, start: Start) -> Message:
         """Prepares the next attempt; returns its specification for the agents."""
@@ -199,7 +198,7 @@ def _failure_text(cause: FailureReport, run: RunDirectory, attempt: int) -> str:
 
 
 TICK_S = 0.25
-# From a failure until the other workers are killed, so that the primary cause can arrive.
+# The time from a failure until the other workers are killed, so that the primary cause can arrive.
 SECONDARY_GRACE_S = 3.0  # after a secondary failure
 REPORT_GRACE_S = 0.1  # after an exception, which may still be secondary
 

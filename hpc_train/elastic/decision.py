@@ -24,7 +24,7 @@ class Ended:
     Attributes:
         failure: the class of its cause; None if nothing failed.
         step: the furthest step it reached.
-        stop: the signal that asked the run to stop; None without one.
+        stop: the signal that asked the run to stop; None if there was none.
         first: whether the run has not failed like this before and the node may be to blame.
     """
 

@@ -280,13 +280,13 @@ class HangWatch:
             self._steps.append(seconds / (beat.step - before.step))
 
 
-ANSWER_S = 5.0  # a worker polls for questions twice per second
+ANSWER_S = 5.0  # a worker polls for requests twice per second
 SETTLED_S = 0.1  # stacks that have not grown for this long are complete
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Evidence on one rank. ``collectives`` is the JSON of torch's flight recorder, None without an answer."""
+    """Evidence on one rank. ``collectives`` is the JSON of torch's flight recorder; None without an answer."""
 
     state: RankState
     pid: int

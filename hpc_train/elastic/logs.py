@@ -120,7 +120,7 @@ class _NonFailingStream:
         return getattr(self._stream, name)
 
     def _redirect_to_devnull(self) -> None:
-        """Also discards the buffered output, on which the end of the process would fail."""
+        """Redirects the stream and so discards its buffered output, which would fail at the end of the process."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)

@@ -168,8 +168,7 @@ class JobEnd:
         Args:
             step: the step of the newest checkpoint.
         """
-        if exclude or any(
-            self.run.attempts.glob(f"end-{self.job_id}.*.exclude")
-        ):  # an empty list clears the previous one
+        earlier = any(self.run.attempts.glob(f"end-{self.job_id}.*.exclude"))
+        if exclude or earlier:  # an empty list clears the previous one
             write_text(self.exclude_file, ",".join(exclude))
         write_json(self.run.attempts / f"{self._name}.requeue", {"step": step, "time": time.time()})

@@ -174,7 +174,7 @@ class Watch:
                 hang = None
             found = [] if hang is None else collect(workers, self.node)
             if hang is not None and not hang.only_slow:
-                if found:  # otherwise they have ended meanwhile and report the reason themselves
+                if found:  # otherwise they have ended and report the reason themselves
                     workers.fail(self._report_hang(hang, found))
                 return
             if hang is not None and found:

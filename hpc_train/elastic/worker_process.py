@@ -67,7 +67,7 @@ def _prepare_process(spec: WorkerSpec) -> None:
     """Sets environment and CPU affinity before CUDA, threads and loaders start, which inherit both."""
     os.environ.update(spec.environment)
     if spec.cpus is not None:
-        with contextlib.suppress(OSError):  # the job's CPUs were taken away meanwhile: stay unbound
+        with contextlib.suppress(OSError):  # the job may have lost these CPUs: stay unbound
             os.sched_setaffinity(0, spec.cpus)
 
 
@@ -133,7 +133,7 @@ LONGEST_SOCKET = 107  # bytes in the name of a Unix socket, unix(7)
 SOCKET_IN_TMPDIR = "/pymp-12345678/listener-12345678"  # what multiprocessing appends to $TMPDIR
 LOST = 255  # multiprocessing's exit code of a process whose forkserver has died
 
-# Blocked in the warm parent, and in each worker until its handlers are installed, so that a signal to the whole
+# These are blocked in the warm parent, and in each worker until its handlers are installed, so that a signal to the
 # process group (Ctrl-C, scancel) neither kills an import nor gets lost.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 

@@ -35,14 +35,14 @@ def cost_lines(jobs: Sequence[Job], site: Site) -> list[str]:
     """Returns one line for each kind of job, and a line with the total if there are several jobs."""
     texts = [_line(job, site) for job in jobs]
     counted = {text: texts.count(text) for text in dict.fromkeys(texts)}
-    said = [f"{count} x {text}" if len(jobs) > 1 else text for text, count in counted.items()]
+    lines = [f"{count} x {text}" if len(jobs) > 1 else text for text, count in counted.items()]
     first, starts = jobs[0].config, max(map(_starts, jobs))
     how = f"a chain of {starts} jobs" if first.launch.chain > 1 else f"with up to {starts - 1} requeues"
     total = f"at most {gpu_hours(jobs):g} GPU-hours ({how})"
     notes = sorted({note for job in jobs for note in _notes(job, site)})
     if _is_much(jobs):
         notes.append(f"note: {_above(jobs)}: a terminal asks for confirmation; without one, set launch.yes=true")
-    return [*said, f"{len(jobs)} jobs, {total}", *notes] if len(jobs) > 1 else [f"{said[0]}: {total}", *notes]
+    return [*lines, f"{len(jobs)} jobs, {total}", *notes] if len(jobs) > 1 else [f"{lines[0]}: {total}", *notes]
 
 
 def confirm_cost(jobs: Sequence[Job], site: Site, console: Console) -> None:

@@ -157,8 +157,10 @@ def _kind(event: Event) -> str:
 def _weight(event: Event) -> tuple[bool, bool, bool, float]:
     """Sorts the cause first: no secondary failure, with a rank or node, with a traceback; then the earliest."""
     secondary = event.get("class") == Failure.COMMUNICATION
-    nobody = event["event"] == "stopped_retrying" or (event["event"] == "hang_detected" and event.get("rank") is None)
-    return secondary, nobody, "traceback" not in event, event["time"]
+    anonymous = event["event"] == "stopped_retrying" or (
+        event["event"] == "hang_detected" and event.get("rank") is None
+    )
+    return secondary, anonymous, "traceback" not in event, event["time"]
 
 
 def _checkpoint(

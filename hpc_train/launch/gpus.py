@@ -61,19 +61,19 @@ def asked_gpus(cluster: ClusterConfig, site: Site) -> AskedGpus:
 
 def _note(where: str, kinds: list[NodeKind], having: list[NodeKind], counts: list[int]) -> str | None:
     """Describes the alternatives among ``kinds``, of which those in ``having`` have ``counts`` GPUs."""
-    said = []
+    notes = []
     if len(counts) > 1:
-        said.append(
+        notes.append(
             f"nodes of {where} have {', '.join(map(str, counts[:-1]))} or {counts[-1]} GPUs: {counts[0]} per node are"
             f" requested; cluster.gpus_per_node={counts[-1]} selects the nodes with as many"
         )
     with_gpus, nodes = (sum(kind.count for kind in some) for some in (having, kinds))
     if 0 < with_gpus < nodes:
-        said.append(
+        notes.append(
             f"{with_gpus} of the {nodes} nodes of {where} have GPUs, and the job runs on these;"
             " cluster.gpus_per_node=0 trains on the CPUs of any node"
         )
-    return f"note: {'; '.join(said)}" if said else None
+    return f"note: {'; '.join(notes)}" if notes else None
 
 
 def _of_environment() -> str | None:
@@ -113,7 +113,7 @@ if [ -z "${SLURM_GPUS:-}${SLURM_GPUS_PER_NODE:-}${SLURM_GPUS_PER_TASK:-}" ]; the
       { n = 0; for (i = 1; i <= NF; i++) if ($i ~ /^gpu:/) { parts = split($i, part, ":"); n += part[parts] } }
       NR == 1 || n < fewest { fewest = n }
       END { if (NR) print fewest }')
-    # without an answer of scontrol: as many as the batch host has
+    # if scontrol does not respond: as many as the batch host has
     gpus=${gpus:-${SLURM_GPUS_ON_NODE:-$(awk -F, '{ print NF }' <<< "${SLURM_JOB_GPUS:-}")}}
     if [ "$gpus" -gt 0 ]; then export SLURM_GPUS_PER_NODE=$gpus; fi
   fi

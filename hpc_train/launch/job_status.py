@@ -113,8 +113,8 @@ def ask(selection: Sequence[str]) -> dict[str, JobStatus] | None:
 
 def folded(chains: Mapping[str, Sequence[str]], known: Mapping[str, JobStatus]) -> dict[str, JobStatus]:
     """Returns ``known`` with the status of each chain added under the id of its first job."""
-    whole = {first: status for first, ids in chains.items() if (status := _of_chain(ids, known)) is not None}
-    return {**known, **whole}
+    by_first = {first: status for first, ids in chains.items() if (status := _of_chain(ids, known)) is not None}
+    return {**known, **by_first}
 
 
 def _of_chain(ids: Sequence[str], known: Mapping[str, JobStatus]) -> JobStatus | None:
@@ -198,7 +198,7 @@ def view_of(
     if present and not end.final:
         return replace(known, state=_between_starts(end, status))
     code = end.event["exit_code"]
-    if code == Exit.STOPPED and "class" in end.event:  # a lost node, and Slurm would not run the job again
+    if code == Exit.STOPPED and "class" in end.event:  # a node was lost, and Slurm has not requeued the job
         code = Exit.FAILED
     state = "cancelled" if code == Exit.STOPPED and _cancelled(status) else STATES.get(code, "failed")
     return replace(known, state=state, exit=code, message=failure_text(run, end.event))
@@ -254,16 +254,18 @@ def _lost(run: RunDirectory, known: View, status: JobStatus | None, output: Path
     if stop_was_requested(run) and not known.metrics:
         return replace(known, state="cancelled", exit=Exit.STOPPED)
     text = output.read_text(errors="replace") if output.exists() else ""
-    said = "\n".join(text.strip().splitlines()[-30:]) or "the agent ended without any output; it may have been killed"
-    called = "" if status is None or state_of(status.state).by_itself else f"Slurm reports {status.state}\n"
-    return replace(known, state="failed", exit=Exit.FAILED, message=called + said)
+    last_output = (
+        "\n".join(text.strip().splitlines()[-30:]) or "the agent ended without any output; it may have been killed"
+    )
+    reported = "" if status is None or state_of(status.state).by_itself else f"Slurm reports {status.state}\n"
+    return replace(known, state="failed", exit=Exit.FAILED, message=reported + last_output)
 
 
 def resume_command(arguments: Sequence[str], run: RunDirectory, root: str, *, submits: bool = False) -> str:
     """Returns the command line that resumes ``run`` by its name; with ``-m`` if ``submits``."""
     name = f"run.name={os.path.relpath(run.path, root)}"
     kept = [part for part in arguments if not part.startswith(("run.name=", "run.fork="))]
-    # beside the other overrides: Hydra's parser wants them in one piece, with options before or after
+    # next to the other overrides, because Hydra's parser requires all overrides to be adjacent
     first = next((index for index, part in enumerate(kept) if "=" in part and not part.startswith("-")), len(kept))
     return shlex.join(["python", "-m", "hpc_train", *(["-m"] if submits else []), *kept[:first], name, *kept[first:]])
 

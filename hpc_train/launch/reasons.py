@@ -260,9 +260,8 @@ SACCT = ("JobID", "State", "ExitCode", "DerivedExitCode", "MaxRSS", "NodeList")
 
 def _of_scontrol(job_id: str, text: str) -> JobFacts | None:
     line = text.splitlines()[0] if text else ""
-    found = reversed(
-        re.findall(r"(?:^| )(\w+)=(\S*)", line)
-    )  # the first value of a name counts, because a free-text comment may be last
+    # reversed, so that the first value of a name counts: a free-text comment may be last
+    found = reversed(re.findall(r"(?:^| )(\w+)=(\S*)", line))
     values = {name: value for name, value in found if value != "(null)"}
     if "JobState" not in values:
         return None

@@ -72,7 +72,7 @@ def survives_node_loss(elastic: ElasticConfig) -> bool:
 
 
 def identity(jobs: Sequence[Job], directory: Path, output: Path) -> dict[str, str | None]:
-    """Name, comment and output file of the submission of ``jobs``; the comment identifies the run directory."""
+    """Returns name, comment and output file of a submission; the comment identifies the run directory."""
     config = jobs[0].config
     comment = f"hpc_train:{directory} {config.cluster.comment or ''}".rstrip()
     name = config.cluster.job_name or f"hpc_train-{directory.name}"

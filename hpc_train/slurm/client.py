@@ -116,7 +116,7 @@ def controller_responds() -> bool:
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job as ``squeue`` prints it. ``starts`` is empty where no start is expected: 2026-01-31T12:00:00."""
+    """A job as ``squeue`` prints it. ``starts`` is empty if no start is expected: 2026-01-31T12:00:00."""
 
     job_id: str
     state: str

@@ -94,7 +94,7 @@ STATES = {
 def state_of(name: str) -> JobState:
     """Returns the state that Slurm prints as ``name``, also as ``CANCELLED by 1000``.
 
-    An unknown state, as of a newer Slurm, counts as running: nobody takes over a job that may be alive.
+    An unknown state of a newer Slurm counts as running, since no other agent may continue a job that may be alive.
     """
     first = name.partition(" ")[0]
     return STATES.get(first) or JobState(first, Phase.RUNNING)

@@ -245,7 +245,7 @@ def _wait_for_gate(folder: Path, names: Sequence[str], waiting_is_over: Callable
 
 def _try_lock(path: Path) -> int | None:
     try:
-        # without O_CREAT first: in a shared directory kernels refuse it for a file that another user has made
+        # without O_CREAT first: in a shared directory, kernels refuse it for another user's file
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
