@@ -80,7 +80,7 @@ class HpcTrainLauncher(Launcher):
         return prepare_all(self._composer(count), job_overrides, first, count, self._sweep, console)
 
     def _composer(self, count: int) -> Callable[[Sequence[str]], DictConfig]:
-        """Returns the composer. A single job reuses the config with which Hydra found this launcher, which saves time."""
+        """Returns the composer; a single job reuses the config with which Hydra found this launcher, to save time."""
         task = OverridesParser.create().parse_overrides(list(self._config.hydra.overrides.task))
         swept = self._config.hydra.sweeper.get("params") or any(override.is_sweep_override() for override in task)
         if count == 1 and not swept:
