@@ -113,7 +113,7 @@ if [ -z "${SLURM_GPUS:-}${SLURM_GPUS_PER_NODE:-}${SLURM_GPUS_PER_TASK:-}" ]; the
       { n = 0; for (i = 1; i <= NF; i++) if ($i ~ /^gpu:/) { parts = split($i, part, ":"); n += part[parts] } }
       NR == 1 || n < fewest { fewest = n }
       END { if (NR) print fewest }')
-    # if scontrol does not respond: as many as the batch host has
+    # if scontrol does not respond, use the number of the batch host
     gpus=${gpus:-${SLURM_GPUS_ON_NODE:-$(awk -F, '{ print NF }' <<< "${SLURM_JOB_GPUS:-}")}}
     if [ "$gpus" -gt 0 ]; then export SLURM_GPUS_PER_NODE=$gpus; fi
   fi

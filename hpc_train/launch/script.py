@@ -164,9 +164,7 @@ def python(cluster: ClusterConfig, container: Container | None = None) -> str:
 
 def _header(options: Options) -> list[str]:
     if not options:
-        return [
-            "# the resources are on sbatch's command line, because SBATCH_* variables would override lines in this script"
-        ]
+        return ["# the resources are on sbatch's command line, because SBATCH_* variables override lines of a script"]
     return [
         "# SBATCH_* variables override these lines, and options on sbatch's command line override both",
         *(f"#SBATCH {argument}" for argument in map(_quoted, arguments(options))),

@@ -260,7 +260,7 @@ class FrozenCode:
         return {"PYTHONPATH": os.pathsep.join(self.search_path(before)), "PYTHONSAFEPATH": "1"}
 
     def from_work_tree(self, files: Iterable[str]) -> list[str]:
-        """Returns those of ``files`` that lie in the work tree although the snapshot holds a copy."""
+        """Returns those of ``files`` that are in the work tree although the snapshot holds a copy."""
         return [file for file in files if self.copied_path(file) is not None]
 
 
