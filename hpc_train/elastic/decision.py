@@ -86,7 +86,7 @@ class WorkerFailure:
         exit_code: negative for a signal; None if the worker reported before it ended.
         waits: in a hang, no rank of this node is behind, so all wait for another node. In a collective failure, another
             rank is the cause.
-        states: in a hang, the state of each rank of this node (``culprit.RankState``) as plain data.
+        states: in a hang, the state of each rank of this node (``hangs.RankState``) as plain data.
     """
 
     rank: int
