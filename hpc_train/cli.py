@@ -1,6 +1,6 @@
 """The command line ``python -m hpc_train [COMMAND] [overrides]``; the default command is ``train``.
 
-It runs the command and turns a user's mistake, found by Hydra or by hpc_train, into one message and exit code 2.
+A user's mistake, found by Hydra or by hpc_train, becomes one message and exit code 2.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from hpc_train.commands import COMMANDS
 from hpc_train.config.translate import translate
@@ -22,6 +23,8 @@ COMMAND = re.compile(r"[a-z][a-z0-9_]*")
 
 def main() -> None:
     """Runs the command line of the process and exits; the entry point of ``python -m hpc_train`` and ``hpc-train``."""
+    if not sys.flags.safe_path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, so that both find the user's own modules
     sys.exit(run(sys.argv[1:]))
 
 

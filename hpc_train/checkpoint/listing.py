@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,6 +67,8 @@ def inspect_checkpoint(found: Checkpoint, *, full: bool, on_bytes: Callable[[int
         verify(found.path, manifest, full=full, on_bytes=on_bytes)
     except (BadCheckpoint, OSError) as error:
         return Listed(found, manifest, str(error).removeprefix(f"{found.path}/"))
+    except UserError as error:  # another version of hpc_train wrote it
+        return Listed(found, manifest, error.what)
     return Listed(found, manifest, None)
 
 
@@ -91,8 +94,10 @@ def verified_manifest(found: Checkpoint, on_bytes: Callable[[int], None] | None 
     """Verifies every byte of a checkpoint and returns its manifest.
 
     Raises:
-        UserError: the checkpoint is damaged.
+        UserError: the checkpoint is damaged, or has another format.
     """
+    with suppress(BadCheckpoint, OSError):
+        read_manifest(found.path)  # raises for another format, which is no damage
     listed = inspect_checkpoint(found, full=True, on_bytes=on_bytes)
     if listed.problem is not None or listed.manifest is None:
         raise UserError(

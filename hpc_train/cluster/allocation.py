@@ -32,7 +32,7 @@ class Allocation:
     """The position of this process among the nodes of its job.
 
     Attributes:
-        job_id: the scheduler's job id; None without one.
+        job_id: the scheduler's job id; None outside of a job.
         launch_id: equal on all nodes of one start of a job, and different at the next start.
         address: the address at which other nodes reach this one; loopback if there is only one.
         node_names: the names of all nodes, by node number.
@@ -242,5 +242,5 @@ def _span(values: set[int]) -> str:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sort key that orders n9 before n10."""
+    """Returns a sort key that orders n9 before n10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.findall(r"\d+|\D+", name)]

@@ -3,8 +3,7 @@ precedence.
 
 On a cluster the home directory has a quota and is slow for the thousands of small files of compilers, so caches go to
 node-local space for the lifetime of the agent. A lock, which the kernel releases with the agent, marks a directory as
-in
-use; the next agent on the node removes what a killed one has left.
+in use; the next agent on the node removes what a killed one has left.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ def apply(variables: Iterable[Variable], environment: MutableMapping[str, str] =
 
 def threads_per_rank(asked: int | str, local_workers: int, bound_cores: int = 0) -> int:
     """Returns the intra-op threads of a rank. ``auto`` means one per core that the rank is bound to, or if it is not
-    bound an
-    equal share of this process's affinity mask.
+    bound an equal share of this process's affinity mask.
 
     Raises:
         UserError: ``asked`` is neither ``auto`` nor a number of at least 1.

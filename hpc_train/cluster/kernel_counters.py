@@ -71,7 +71,7 @@ COUNTER = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class OomKills:
-    """Processes killed for memory so far, in this process's control group and on the whole node."""
+    """The number of processes killed for memory so far, in this process's control group and on the node."""
 
     group: int = 0
     node: int = 0

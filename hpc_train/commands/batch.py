@@ -24,7 +24,7 @@ from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import controller_answers, select_executor
 from hpc_train.launch.gpus import asked_gpus, gpu_export_lines, gpus_of_this_job
 from hpc_train.launch.launcher import register_launcher
-from hpc_train.launch.sbatch import NO_SITE, goes_on_without_a_node, options, stop_note
+from hpc_train.launch.sbatch import NO_SITE, options, stop_note, survives_node_loss
 from hpc_train.launch.script import Script, by_hand, freezing, render
 from hpc_train.plan.validate import validate
 from hpc_train.run.code import reexec_from_snapshot, snapshot_code
@@ -90,7 +90,7 @@ def _freeze(config: Config, run: RunDirectory, parent: Path) -> None:
     validate(config, *_nodes_and_workers(config))
     check_freeze(config, run)
     freeze(config, run, code=snapshot_code([config], parent / "code"))
-    write_text(run.job_script, by_hand(goes_on_without_a_node(config.elastic)))
+    write_text(run.job_script, by_hand(survives_node_loss(config.elastic)))
     write_text(run.gpus_script, "".join(f"{line}\n" for line in gpu_export_lines()))
 
 
@@ -174,7 +174,7 @@ def _batch_script(config: Config, line: CommandLine) -> str:
         header,
         container=container,
         notes=notes,
-        goes_on_without_a_node=goes_on_without_a_node(config.elastic),
+        survives_node_loss=survives_node_loss(config.elastic),
     )
     return render(script)
 

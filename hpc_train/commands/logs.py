@@ -81,7 +81,7 @@ class NodeLogs:
 def _print_failure(run: RunDirectory, attempt: int) -> None:
     """Prints how ``attempt`` failed, even if the run has continued after it."""
     end = attempt_end(run, attempt)
-    if end is not None and end.event["event"] in ("failed", "gave_up"):
+    if end is not None and end.event["event"] in ("failed", "stopped_retrying"):
         print(f"{failure_text(run, end.event)}\n", flush=True)
     elif cause := find_cause([event for event in run.read_events() if event["attempt"] == attempt]):
         who = f"attempt {attempt}: {cause.who} failed ({cause.kind})"

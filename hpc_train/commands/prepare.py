@@ -1,4 +1,4 @@
-"""``python -m hpc_train prepare`` turns text or JSONL into token files, and folders of images into tar shards."""
+"""``python -m hpc_train prepare`` converts text or JSONL into token files, and folders of images into tar shards."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _shards(options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hpc_train prepare",
-        description="Turns text and JSONL files into token files for data=tokens. With --images, packs images in one"
+        description="Converts text and JSONL files into token files for data=tokens. With --images, packs images in one"
         " folder per class into indexed tar shards for data=shards.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from dataclasses import asdict
 from typing import Any
@@ -27,9 +28,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("target", nargs="?", metavar="RUN|SWEEP", help="a directory, or its name (default: all yours)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per run")
     options = parser.parse_args(arguments)
-    found = find_runs(options.target) if options.target else find_my_runs()
+    found = find_runs(options.target, unreadable=True) if options.target else find_my_runs()
     statuses = statuses_of(found, SlurmStatuses())
-    rows = [_describe(item, statuses, with_ledger=options.json or len(found) == 1) for item in found]
+    readable = [item for item in found if item.error is None]
+    rows = [_describe(item, statuses, with_ledger=options.json or len(found) == 1) for item in readable]
     if options.json:
         print("\n".join(json.dumps(row) for row, _ in rows))
     elif rows:
@@ -40,12 +42,15 @@ def main(arguments: list[str]) -> int:
         for _, spent in rows:
             if spent is not None and (spent.held_s or spent.queue_s):
                 console.print(spent_line(spent), highlight=False, soft_wrap=True)
-        for item in found if len(found) == 1 else []:
+        for item in readable if len(found) == 1 else []:
             for node in excluded_nodes(item.run, item.config.elastic.exclude_hours):
                 console.print(node.words, highlight=False, soft_wrap=True)
-    else:
+    elif not found:
         print("you have no jobs in Slurm's queue; `status RUN_DIR` shows a run")
-    return Exit.DONE
+    for item in found:
+        if item.error is not None:
+            print(f"{item.run.path}: {item.error}", file=sys.stderr)
+    return Exit.DONE if readable or not found else Exit.REFUSED
 
 
 def _describe(

@@ -19,7 +19,7 @@ from hpc_train.launch.storage import check_shared
 from hpc_train.units import format_bytes
 
 SLOW_S = 1.0  # time to write a small file to disk
-SKEW_S, BAD_SKEW_S = 0.1, 1.0  # between a node and the file server
+SKEW_S, BAD_SKEW_S = 0.1, 1.0  # between the clocks of a node and of the file server
 MIN_FREE_BYTES = 10**9
 
 
@@ -87,7 +87,7 @@ def probe(root: Path) -> tuple[float, float]:
 
 
 def _skew_of_stamp(stamp: float, first: float, last: float) -> float:
-    """Returns how far ``stamp`` lies outside the interval in which it was made, allowing for the kernel's tick
+    """Returns how far ``stamp`` is outside the interval in which it was made, allowing for the kernel's tick
     resolution.
     """
     return stamp - last if stamp > last else min(0.0, stamp - first + 0.02)

@@ -113,14 +113,13 @@ def _has_plugin(environment: Mapping[str, str]) -> bool:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """The report of one node. ``places`` must be equal on all nodes; ``skew`` is the file server's clock minus the
-    node's, in
-    seconds.
+    """The report of one node. ``must_match`` must be equal on all nodes; ``skew`` is the file server's clock minus the
+    node's, in seconds.
     """
 
     facts: NodeFacts
     findings: tuple[Finding, ...]
-    places: tuple[tuple[str, str], ...]
+    must_match: tuple[tuple[str, str], ...]
     skew: float | None
 
     @property
@@ -131,7 +130,7 @@ class NodeReport:
         return {
             "facts": self.facts.to_json(),
             "findings": [finding.to_json() for finding in self.findings],
-            "places": dict(self.places),
+            "must_match": dict(self.must_match),
             "skew": self.skew,
         }
 
@@ -140,7 +139,7 @@ class NodeReport:
         return cls(
             NodeFacts.from_json(value["facts"]),
             tuple(Finding(**finding) for finding in value["findings"]),
-            tuple(value["places"].items()),
+            tuple(value["must_match"].items()),
             value["skew"],
         )
 
@@ -155,12 +154,12 @@ def examine(facts: NodeFacts, config: Config) -> NodeReport:
         *check_limits(facts, len(facts.visible) or config.cluster.cpu_workers),
         *check_root(root),
     )
-    places = {
+    must_match = {
         "python": f"{platform.python_version()} at {sys.executable}",
         "the config files": str(config_directory()),
         "run.root": str(root),
     }
-    return NodeReport(facts, findings, tuple(places.items()), _skew(root))
+    return NodeReport(facts, findings, tuple(must_match.items()), _skew(root))
 
 
 def _skew(root: Path) -> float | None:

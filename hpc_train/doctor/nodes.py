@@ -25,7 +25,7 @@ from hpc_train.slurm import client
 from hpc_train.slurm.client import SlurmError
 
 STEP_S = 300.0
-VISIBLE_S = 20.0  # until files of other nodes are visible here
+VISIBLE_S = 20.0  # wait at most this long until files of other nodes are visible here
 KEPT = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID")  # variables of a surrounding step that are passed on
 
 
@@ -94,10 +94,10 @@ def compare(reports: Sequence[NodeReport]) -> Iterator[Finding]:
         yield Finding(
             "versions", ERROR, line, "use one environment for all nodes, or cluster.exclude for those that differ"
         )
-    for name in dict.fromkeys(name for report in reports for name, _ in report.places):
-        places = {report.name: dict(report.places).get(name, "unknown") for report in reports}
-        if len(set(places.values())) > 1:
-            text = f"{name} differs between nodes: {who_has_what(places)}"
+    for name in dict.fromkeys(name for report in reports for name, _ in report.must_match):
+        values = {report.name: dict(report.must_match).get(name, "unknown") for report in reports}
+        if len(set(values.values())) > 1:
+            text = f"{name} differs between nodes: {who_has_what(values)}"
             yield Finding("nodes", ERROR, text, "set cluster.python to a path that is valid on all nodes")
     for line in merged({report.name: report.facts.settings for report in reports})[1]:
         yield Finding("environment", WARNING, line, "load the same modules and use the same files on all nodes")

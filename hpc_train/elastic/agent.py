@@ -72,8 +72,7 @@ def run_agent(
     Args:
         on_tick: called a few times per second while workers run.
         reserve: a context that holds the workers' resources (GPUs, cores); entering it may wait, and returns early when
-            a
-            stop is requested.
+            a stop is requested.
         entry: the worker's entry point, as "module:function".
         store: the entry point of an attempt's store.
     """
@@ -196,7 +195,7 @@ def _start_server(
     run: RunDirectory, config: Config, allocation: Allocation, attempts: Attempts
 ) -> tuple[RendezvousServer, ServerAddress]:
     elastic = config.elastic
-    listener = bind(allocation, f"{allocation.launch_id}:hub")
+    listener = bind(allocation, f"{allocation.launch_id}:server")
     address = ServerAddress(allocation.address, listener.getsockname()[1], secrets.token_hex(16))
     newest = CheckpointStore(run.checkpoints).newest()
     coordinator = Coordinator(
@@ -261,7 +260,7 @@ class Agent:
                     client.leave(LEAVE_S)
                     return int(order["code"])
                 if order is not None:
-                    self._take_part(client, AttemptSpec.parse(order["meeting"]))
+                    self._take_part(client, AttemptSpec.parse(order["spec"]))
             except ServerLost:
                 if client.silent:  # its kernel accepts connections even if its agent is frozen
                     raise
@@ -357,8 +356,7 @@ def _device_and_environment(
     local_rank: int, visible: Sequence[Device], environment: Mapping[str, str]
 ) -> dict[str, Any]:
     """Returns the rank's device and its own variables. The user's settings take precedence, and CUDA shows a process
-    only one
-    MIG slice.
+    only one MIG slice.
     """
     own = {name: value for name, value in environment.items() if name not in os.environ}
     if local_rank < len(visible) and visible[local_rank].is_slice:

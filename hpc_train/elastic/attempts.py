@@ -46,9 +46,8 @@ class Attempts:
     stores: Stores
     fabric: Fabric
     events: EventLog  # of this node's agent, in any attempt
-    _newest: int | None = field(
-        default=None, init=False
-    )  # of this job; a later one may exist after the agent was suspended
+    # the newest attempt of this job; another job may have a later one after this agent was suspended
+    _newest: int | None = field(default=None, init=False)
 
     def begin(self, start: Start) -> Message:
         """Prepares the next attempt; returns its specification for the agents."""
@@ -67,7 +66,7 @@ class Attempts:
         """Records how the job ended; returns the exit code of its agents."""
         if self.superseded() is not None:
             return Exit.STOPPED
-        if self._newest is None and leave.decision.action in (Action.REFUSE, Action.FAIL):
+        if self._newest is None and leave.decision.action in (Action.REFUSE, Action.FAIL, Action.STOP):
             # commands that wait for the job look for its end in a new attempt
             self._newest = patiently(self.run.claim_attempt)
         events = self._events()
@@ -133,7 +132,7 @@ class Attempts:
             self._report_change(start, events)
         elif self.end is not None and self.end.was_requeued_externally():
             reason = "requeued by a person (scontrol requeue) or by Slurm (a preemption or lost nodes)"
-            events.write("requeued_unasked", reason=reason)
+            events.write("requeued_by_slurm", reason=reason)
         names = [f"{node.name} ({node.switch})" for node in start.nodes if node.switch is not None]
         if len(names) == len(start.nodes) > 1:
             print("ranks by node:", *mapping(spec.layout, names, spec.workers_per_node), sep="\n  ", flush=True)
@@ -165,7 +164,7 @@ class Attempts:
         action, reason = leave.decision.action, leave.decision.reason
         details = {} if leave.cause is None else _details(leave.cause)
         if action is Action.GIVE_UP:
-            events.write("gave_up", exit_code=int(code), **details | {"message": reason})
+            events.write("stopped_retrying", exit_code=int(code), **details | {"message": reason})
             print(f"given up: {reason}", file=sys.stderr)
         elif action in (Action.FAIL, Action.REFUSE):
             events.write("failed", exit_code=int(code), **{"message": reason} | details)
@@ -199,7 +198,7 @@ def _failure_text(cause: FailureReport, run: RunDirectory, attempt: int) -> str:
 
 
 TICK_S = 0.25
-# From a failure until the other workers are killed, so that the primary cause can arrive.
+# The time from a failure until the other workers are killed, so that the primary cause can arrive.
 SECONDARY_GRACE_S = 3.0  # after a secondary failure
 REPORT_GRACE_S = 0.1  # after an exception, which may still be secondary
 
@@ -249,7 +248,7 @@ def _watch(
     failed_at: float | None = None
     while workers.alive:
         workers.wait(TICK_S)
-        watch.look(workers)
+        watch.check(workers)
         now = time.monotonic()
         if workers.failures and failed_at is None:
             failed_at = now

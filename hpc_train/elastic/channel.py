@@ -153,14 +153,14 @@ class Admission:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except (BlockingIOError, InterruptedError, ConnectionError):  # the peer has gone meanwhile
+        except (BlockingIOError, InterruptedError, ConnectionError):  # the peer is already gone
             return
         except OSError:  # e.g. no file descriptor is free
             self._pause()
             return
         if len(self._pending) >= MAX_PENDING:
             oldest = next(iter(self._pending))
-            self._read(oldest)  # its token may have arrived meanwhile
+            self._read(oldest)  # its token may have just arrived
             self._reject(oldest)
         connection.setblocking(False)
         pending = PendingConnection(connection, time.monotonic())

@@ -177,13 +177,13 @@ def wait_for_server(
 
 ASK_AGAIN_S = 5.0
 REFUSALS = 3
-PATIENCE_S = 600.0  # for a Slurm controller that is away
+PATIENCE_S = 600.0  # how long a Slurm controller may be unavailable
 
 
 def requeue_after_server_loss(
     run: RunDirectory, config: Config, allocation: Allocation, end: JobEnd | None, lost: ServerLost, times: int = 1
 ) -> Exit:
-    """Called by every remaining agent once its workers are dead; returns its exit code.
+    """Requeues or ends the job after its workers are dead; every remaining agent calls it. Returns the exit code.
 
     Args:
         times: the number of failures of the batch host that this counts as.
@@ -193,7 +193,9 @@ def requeue_after_server_loss(
     print(f"{lost}; requesting a requeue of the job", file=sys.stderr)
     if end is None or not end.claim_succession():
         return Exit.STOPPED
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # for Slurm's commands: with the requeue Slurm ends this job's tasks
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # Slurm ends this job's tasks when it requeues the job, and the commands below must survive that
     events = EventLog.open(run, f"agent-{allocation.node_name}", max(0, run.newest_attempt()))
     host = allocation.node_names[0]
     details: dict[str, Any] = {"class": Failure.NODE_LOST, "message": str(lost), "rank": None, "node": host}
@@ -202,22 +204,22 @@ def requeue_after_server_loss(
     try:
         NodeFailures(run, config.elastic.exclude_hours * 3600).note(host, Failure.NODE_LOST, times)
         code = patiently(lambda: request(end, config, events, "the batch host is lost"))
-    except OSError as error:  # nobody else asks Slurm, and the job would keep running without workers
+    except OSError as error:  # no other agent asks Slurm, and the job would keep running without workers
         print(f"cannot record why the job is requeued: {error}", file=sys.stderr)
     events.close()
     _ask_slurm(_end_of_job(code, config))
     if code is Exit.STOPPED and end.exclude_file.exists():
         query(["scontrol", "update", f"JobId={own_job()}", f"ExcNodeList={end.exclude_file.read_text()}"], PATIENT_S)
     with suppress(OSError):
-        end.record(code)  # at the end: the batch script has the step killed soon after that
+        end.record(code)  # last, because the batch script kills the step soon after that
     return code
 
 
 def _end_of_job(code: Exit, config: Config) -> list[str]:
-    """What ends the job, which is empty from now on."""
+    """Returns how the job ends, which has no agents from now on."""
     if code is not Exit.STOPPED:
         return ["scancel", own_job()]
-    if config.launch.chain > 1:  # the next job goes on: not where this one was cancelled, but where its time is up
+    if config.launch.chain > 1:  # the next job continues a run whose job reached its limit, not a cancelled one
         return ["scontrol", "update", f"JobId={own_job()}", "TimeLimit=1"]
     return ["scontrol", "requeue", "incomplete", own_job()]
 

@@ -1,8 +1,8 @@
 """The decisions of the rendezvous server: who takes part in the next attempt, when an attempt is over, and what
 follows.
 
-It is informed of events with their time and asked for the next order. It opens no connection, starts no process and
-reads no clock, so tests can drive it through any sequence of events.
+The server passes it events with their times and asks it for the next order. It opens no connection, starts no process
+and reads no clock, so tests can drive it through any sequence of events.
 """
 
 from __future__ import annotations
@@ -103,9 +103,7 @@ class Coordinator:
     stop: str | None = None  # the signal that asked the run to stop
     present: dict[int, Node] = field(default_factory=dict, init=False)
     unfit: dict[int, Node] = field(default_factory=dict, init=False)  # joined, but cannot take part
-    _verdict: RestartDecision | None = field(
-        default=None, init=False
-    )  # a decision on the whole job, caused by a single node
+    _verdict: RestartDecision | None = field(default=None, init=False)  # on the job, caused by a single node
     _team: tuple[Node, ...] = field(default=(), init=False)  # nodes of the running attempt
     _working: set[int] = field(default_factory=set, init=False)  # nodes of the team that have not reported the end
     _reports: list[NodeReport] = field(default_factory=list, init=False)
@@ -321,8 +319,7 @@ class Coordinator:
         missing.
 
         Returns None if too few nodes are present. Nodes that failed too often are used only if there are no others, and
-        never
-        with ``only_sound``.
+        never with ``only_sound``.
 
         Raises:
             UserError: the run has no valid layout on them.

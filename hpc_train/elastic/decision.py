@@ -24,7 +24,7 @@ class Ended:
     Attributes:
         failure: the class of its cause; None if nothing failed.
         step: the furthest step it reached.
-        stop: the signal that asked the run to stop; None without one.
+        stop: the signal that asked the run to stop; None if there was none.
         first: whether the run has not failed like this before and the node may be to blame.
     """
 
@@ -86,7 +86,7 @@ class WorkerFailure:
         exit_code: negative for a signal; None if the worker reported before it ended.
         waits: in a hang, no rank of this node is behind, so all wait for another node. In a collective failure, another
             rank is the cause.
-        states: in a hang, the state of each rank of this node (``culprit.RankState``) as plain data.
+        states: in a hang, the state of each rank of this node (``hangs.RankState``) as plain data.
     """
 
     rank: int
@@ -127,7 +127,7 @@ def ended_without_report(
     return WorkerFailure(rank, failure, message, f"{message}\n{output}", noticed, exit_code)
 
 
-OVER_BUDGET = "run.max_gpu_hours"  # used in place of a signal name
+OVER_BUDGET = "run.max_gpu_hours"  # replaces the name of a signal
 MIN_INTERVAL_S, MAX_INTERVAL_S = 1.0, 24 * 3600.0  # between two readings of the ledger
 
 
@@ -150,7 +150,7 @@ class Budget:
 
     @property
     def is_used_up(self) -> bool:
-        """Whether the budget is used up; polled a few times per second."""
+        """Whether the budget is used up. It is polled a few times per second."""
         now = time.monotonic()
         if self.most is None or now < self._next:
             return False

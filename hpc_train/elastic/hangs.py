@@ -213,25 +213,25 @@ class HangWatch:
     _longest: dict[Phase, float] = field(default_factory=dict, init=False)
     _last: dict[int, Beat] = field(default_factory=dict, init=False)
     _silent: dict[int, float] = field(default_factory=dict, init=False)
-    _looked: float | None = field(default=None, init=False)
+    _checked_at: float | None = field(default=None, init=False)
     _is_slow: bool = field(default=False, init=False)  # the current silence was reported
 
     def begin(self) -> None:
         """Begins a new attempt: forgets the workers, keeps the step times."""
         self._last.clear()
         self._silent.clear()
-        self._looked = None
+        self._checked_at = None
         self._is_slow = False
 
-    def look(self, beats: Mapping[int, Beat], now: float) -> Hang | None:
+    def check(self, beats: Mapping[int, Beat], now: float) -> Hang | None:
         """Checks the heartbeats and returns a new hang or slow step, or None.
 
         Args:
             beats: heartbeats of the live workers, by rank.
             now: time on the monotonic clock.
         """
-        passed = 0.0 if self._looked is None else min(now - self._looked, SEEN_S)
-        self._looked = now
+        passed = 0.0 if self._checked_at is None else min(now - self._checked_at, SEEN_S)
+        self._checked_at = now
         for rank, beat in beats.items():
             before = self._last.get(rank)
             if before is not None and beat != before:
@@ -280,13 +280,13 @@ class HangWatch:
             self._steps.append(seconds / (beat.step - before.step))
 
 
-ANSWER_S = 5.0  # a worker polls for questions twice per second
+ANSWER_S = 5.0  # a worker polls for requests twice per second
 SETTLED_S = 0.1  # stacks that have not grown for this long are complete
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Evidence on one rank. ``collectives`` is the JSON of torch's flight recorder, None without an answer."""
+    """Evidence on one rank. ``collectives`` is the JSON of torch's flight recorder; None without an answer."""
 
     state: RankState
     pid: int

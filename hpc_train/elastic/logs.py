@@ -1,9 +1,8 @@
 """The output of a node's workers in one file per attempt, and agent output that survives a closed terminal.
 
 Workers write into pipes that the agent drains, so they never wait for a file system. Lines are prefixed by time and
-rank,
-and the file has a size limit. The agent's stdout and stderr must not raise BrokenPipeError when nobody reads them any
-more, or the first message about a failure would break the thread that restarts the workers.
+rank, and the file has a size limit. The agent's stdout and stderr must not raise BrokenPipeError when nobody reads them
+any more, or the first message about a failure would break the thread that restarts the workers.
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ class _NonFailingStream:
         return getattr(self._stream, name)
 
     def _redirect_to_devnull(self) -> None:
-        """Also discards the buffered output, on which the end of the process would fail."""
+        """Redirects the stream and so discards its buffered output, which would fail at the end of the process."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)

@@ -92,8 +92,7 @@ class NodeFailures:
     """Node failures over all jobs of a run: one line per failure in ``attempts/node-failures.jsonl``.
 
     A node that a preflight found slow counts one failure per partner with which it was slow, and ``TOO_OFTEN`` for a
-    slow
-    GPU. Failures expire after ``expiry_s``.
+    slow GPU. Failures expire after ``expiry_s``.
     """
 
     run: RunDirectory

@@ -85,7 +85,7 @@ def candidate_ports(seed: str) -> Iterator[int]:
 class ServerAddress:
     """The address of a launch's rendezvous server and the token that admits a client.
 
-    Agents of other nodes read it from ``attempts/hub-<launch>.json``, which only the run's user or group can read.
+    Agents of other nodes read it from ``attempts/server-<launch>.json``, which only the run's user or group can read.
     """
 
     host: str
@@ -107,7 +107,7 @@ class ServerAddress:
         """Returns the address, or None if the server has not published it yet."""
         # list the directory: a network file system caches for long that a name does not exist
         path = _address_file(run, launch_id)
-        return cls(**read_json(path)) if path in set(run.attempts.glob("hub-*.json")) else None
+        return cls(**read_json(path)) if path in set(run.attempts.glob("server-*.json")) else None
 
 
 def withdraw(run: RunDirectory, launch_id: str) -> None:
@@ -116,7 +116,7 @@ def withdraw(run: RunDirectory, launch_id: str) -> None:
 
 
 def _address_file(run: RunDirectory, launch_id: str) -> Path:
-    return run.attempts / f"hub-{launch_id}.json"
+    return run.attempts / f"server-{launch_id}.json"
 
 
 def _for_group(run: RunDirectory) -> bool:

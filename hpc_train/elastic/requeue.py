@@ -1,7 +1,8 @@
 """Requeueing: decides whether a stopped job runs again, and records the end of a Slurm job for its batch script.
 
-Slurm announces the time limit and preemptions by SIGUSR2 (``--signal``); SIGUSR1, SIGTERM and Ctrl-C are stop requests
-of a user. The agent of node 0 decides and leaves a marker; the batch script, which outlives the agents, asks Slurm.
+Slurm announces the time limit and preemptions with SIGUSR2 (``--signal``); SIGUSR1, SIGTERM and Ctrl-C are stop
+requests of a user. The agent of node 0 decides and leaves a marker; the batch script, which outlives the agents, asks
+Slurm.
 
 The batch script runs outside of any container and possibly without Python, so these are files in ``attempts/`` whose
 names a shell can compute from ``SLURM_JOB_ID`` and ``SLURM_RESTART_COUNT``:
@@ -48,8 +49,8 @@ def request(end: JobEnd, config: Config, events: EventLog, reason: str) -> Exit:
         end.ask_for_requeue(step, exclude)
         events.write("requeued", step=step, requeues=len(before) + 1, reason=reason, exclude=exclude)
         return Exit.STOPPED
-    message = "; ".join(filter(None, (reason, f"given up, not requeued: {refusal}")))
-    events.write("gave_up", step=step, exit_code=int(Exit.GAVE_UP), message=message)
+    message = "; ".join(filter(None, (reason, f"not requeued: {refusal}")))
+    events.write("stopped_retrying", step=step, exit_code=int(Exit.GAVE_UP), message=message)
     print(message, file=sys.stderr)
     return Exit.GAVE_UP
 
@@ -72,13 +73,12 @@ def _useless(run: RunDirectory) -> str | None:
 
 
 def _once(end: JobEnd, config: Config) -> str | None:
-    """Words for a job that Slurm runs only once; not for one of a chain, where the next job goes on."""
+    """Returns the reason for a job that Slurm may not requeue; None in a chain, where the next job continues."""
     in_job = os.environ.get("SLURM_JOB_ID") == end.job_id
     if not in_job or config.launch.chain > 1 or may_requeue(end.job_id):
         return None
-    return (
-        f"Slurm may not run job {end.job_id} again (Requeue=0). Resume with: python -m hpc_train resume {end.run.path}"
-    )
+    resume = f"Resume the run with: python -m hpc_train resume {end.run.path}"
+    return f"Slurm may not requeue job {end.job_id} (Requeue=0). {resume}"
 
 
 def _excluded(run: RunDirectory, config: Config) -> list[str]:
@@ -168,8 +168,7 @@ class JobEnd:
         Args:
             step: the step of the newest checkpoint.
         """
-        if exclude or any(
-            self.run.attempts.glob(f"end-{self.job_id}.*.exclude")
-        ):  # an empty list clears the previous one
+        earlier = any(self.run.attempts.glob(f"end-{self.job_id}.*.exclude"))
+        if exclude or earlier:  # an empty list clears the previous one
             write_text(self.exclude_file, ",".join(exclude))
         write_json(self.run.attempts / f"{self._name}.requeue", {"step": step, "time": time.time()})

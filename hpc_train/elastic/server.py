@@ -212,7 +212,7 @@ class RendezvousServer:
         if isinstance(order, Start):
             message = self._begin(order)
             self._attempt = message["attempt"]
-            self._broadcast({"kind": "start", "meeting": message})
+            self._broadcast({"kind": "start", "spec": message})
         elif isinstance(order, End):
             self._broadcast({"kind": "end", "attempt": self._attempt, "hang": order.hang})
         else:
@@ -226,8 +226,7 @@ class RendezvousServer:
 
     def _wait_for_byes(self) -> None:
         """Releases all agents together, because Slurm may end the others when the first one exits. Each agent sends
-        ``bye`` and
-        waits until its connection is closed here.
+        ``bye`` and waits until its connection is closed here.
         """
         self._admission.close()
         until = time.monotonic() + LEAVE_S

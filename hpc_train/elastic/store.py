@@ -30,8 +30,7 @@ class Stores:
     """Runs the stores of a job's attempts, one at a time.
 
     The rendezvous server ``offer``s the listening socket of an attempt, and its agent calls ``serve``: forking waits
-    for the
-    imports of the warm parent, and the server must never wait.
+    for the imports of the warm parent, and the server must never wait.
 
     Args:
         entry: the store's entry point, as "module:function"; it returns an object that serves as long as it lives.

@@ -30,20 +30,23 @@ from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Failure
 from hpc_train.run.requests import answer_stacks_request, stacks_requested
 
-FIRST_S, MOST_S = 5.0, 60.0  # between two questions, doubling: each costs a worker some ten milliseconds
-LEAST_SHARE = 0.2  # of the time, that the others wait for it
-LEAST_BLAME = 0.75  # of all waiting, that is for this rank: on a busy machine every rank is late at times
-FEWEST = 20  # collectives
-IN_A_ROW = 2  # windows
-SAME_WORK = ("mesh_dp", "mesh_tp")  # how the descriptions of such groups begin
-WORLD = "default_pg"  # takes the place of a group with all ranks
+FIRST_S, MOST_S = (
+    5.0,
+    60.0,
+)  # the pause between two queries, which doubles: each query costs a worker some ten milliseconds
+LEAST_SHARE = 0.2  # minimum share of the time for which the others wait for the rank
+LEAST_BLAME = 0.75  # minimum share of all waiting: on a busy machine every rank is late at times
+FEWEST = 20  # minimum number of collectives
+IN_A_ROW = 2  # windows that must agree
+SAME_WORK = ("mesh_dp", "mesh_tp")  # prefixes of the descriptions of such groups
+WORLD = "default_pg"  # replaces a group that contains all ranks
 
 Arrivals = Mapping[tuple[str, int], Mapping[int, float]]  # collective (group, number) → rank → seconds
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """``share`` of the time the others waited for ``rank``; ``late_s``: its median lateness at a collective."""
+    """The rank that others wait for: ``share`` of the time, and ``late_s``, its median lateness at a collective."""
 
     rank: int
     share: float
@@ -62,18 +65,18 @@ class StragglerWatch:
     _pipeline: bool = field(default=False, init=False)
     _next: float | None = field(default=None, init=False)
     _asked: dict[int, int] = field(default_factory=dict, init=False)
-    _since: float = field(default=0.0, init=False)  # the collectives before are judged
+    _since: float = field(default=0.0, init=False)  # earlier collectives were already compared
     _ranks: Streak[int] = field(default_factory=lambda: Streak(IN_A_ROW), init=False)
 
     def begin(self, pipeline: bool) -> None:
-        """A new attempt, with pipeline stages or without."""
+        """Begins a new attempt, with or without pipeline stages."""
         self._pipeline = pipeline
         self._next, self._pause, self._since = None, FIRST_S, 0.0
         self._ranks = Streak(IN_A_ROW)
         self._asked.clear()
 
-    def look(self, workers: Sequence[Worker], now: float) -> list[Straggler]:
-        """A straggler that ``IN_A_ROW`` windows agree on and that was not reported before."""
+    def check(self, workers: Sequence[Worker], now: float) -> list[Straggler]:
+        """Returns a new straggler that ``IN_A_ROW`` windows in a row agree on, if there is one."""
         if self._next is None:
             self._next = now + self._pause
         if self._asked:
@@ -98,7 +101,7 @@ class StragglerWatch:
 
 
 def arrivals_of(dumps: Mapping[int, bytes], since: float = 0.0, pipeline: bool = True) -> Arrivals:
-    """The collectives after ``since`` that several of these ranks have entered."""
+    """Returns the collectives after ``since`` that several of these ranks have entered."""
     compared = SAME_WORK if pipeline else (*SAME_WORK, WORLD)
     found: dict[tuple[str, int], dict[int, float]] = {}
     for rank, dump in dumps.items():
@@ -110,7 +113,7 @@ def arrivals_of(dumps: Mapping[int, bytes], since: float = 0.0, pipeline: bool =
 
 
 def find_straggler(arrivals: Arrivals) -> Straggler | None:
-    """The one rank that the others wait for in most collectives and for much of the time; None without one."""
+    """Returns the rank that the others wait for in most collectives and for much of the time, if there is one."""
     if len(arrivals) < FEWEST:
         return None
     waits: dict[int, list[float]] = {}
@@ -161,23 +164,23 @@ class Watch:
         self.hangs.begin()
         self.stragglers.begin(pipeline=layout.pp > 1)
 
-    def look(self, workers: Workers) -> None:
-        """Called a few times per second while workers run; adds a hang to the failures of ``workers``."""
+    def check(self, workers: Workers) -> None:
+        """Checks the workers; adds a hang to the failures of ``workers``. It is called a few times per second."""
         now, self._workers = time.monotonic(), workers
         if not workers.failures:
             beats = {worker.rank: worker.block.beat() for worker in workers.alive}
-            hang = self.hangs.look(beats, now)
+            hang = self.hangs.check(beats, now)
             if hang is not None and hang.only_slow and self._slow_steps_throttled(now):
                 hang = None
             found = [] if hang is None else collect(workers, self.node)
             if hang is not None and not hang.only_slow:
-                if found:  # otherwise they have ended meanwhile and report the reason themselves
+                if found:  # otherwise they have ended and report the reason themselves
                     workers.fail(self._report_hang(hang, found))
                 return
             if hang is not None and found:
                 self._slow_reported_at.append(now)
                 self._report_slow_step(hang, found)
-            for straggler in self.stragglers.look(workers.alive, now):
+            for straggler in self.stragglers.check(workers.alive, now):
                 self._event("straggler", rank=straggler.rank, **straggler.details())
         if now >= self._next_request:
             self._next_request = now + REQUESTS_EVERY_S

@@ -1,9 +1,8 @@
 """The process of a worker: the warm parent that forks it, and the wrapper around its entry point.
 
 The warm parent is the standard library's forkserver with torch imported, so that a worker starts in milliseconds
-instead
-of seconds. It must run no tensor operation: torch hangs in children of a parent that ever ran a parallel one. A worker
-dies with the agent, writes into the agent's pipe, turns signals into a flag, calls its entry point
+instead of seconds. It must run no tensor operation: torch hangs in children of a parent that ever ran a parallel one. A
+worker dies with the agent, writes into the agent's pipe, translates signals into a flag, calls its entry point
 (``hpc_train.train.worker:train``) and reports the outcome.
 """
 
@@ -68,7 +67,7 @@ def _prepare_process(spec: WorkerSpec) -> None:
     """Sets environment and CPU affinity before CUDA, threads and loaders start, which inherit both."""
     os.environ.update(spec.environment)
     if spec.cpus is not None:
-        with contextlib.suppress(OSError):  # the job's CPUs were taken away meanwhile: stay unbound
+        with contextlib.suppress(OSError):  # the job may have lost these CPUs: stay unbound
             os.sched_setaffinity(0, spec.cpus)
 
 
@@ -124,7 +123,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
         "class": classify(error),
         "message": str(error) or type(error).__name__,
         "traceback": text,
-        "echo": secondary,
+        "secondary": secondary,
         "time": time.time(),
     }
 
@@ -134,7 +133,7 @@ LONGEST_SOCKET = 107  # bytes in the name of a Unix socket, unix(7)
 SOCKET_IN_TMPDIR = "/pymp-12345678/listener-12345678"  # what multiprocessing appends to $TMPDIR
 LOST = 255  # multiprocessing's exit code of a process whose forkserver has died
 
-# Blocked in the warm parent, and in each worker until its handlers are installed, so that a signal to the whole
+# These are blocked in the warm parent, and in each worker until its handlers are installed, so that a signal to the
 # process group (Ctrl-C, scancel) neither kills an import nor gets lost.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -196,8 +195,7 @@ def die_with_warm_parent(warm_parent: int) -> None:
     it first.
 
     The warm parent ends when no process holds the write end of its pipe. Forked processes inherit that end and close it
-    here,
-    so that only the agent holds it.
+    here, so that only the agent holds it.
     """
     die_with_parent(warm_parent)
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]

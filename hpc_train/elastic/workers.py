@@ -152,7 +152,7 @@ class Workers:
 
 def _reported(rank: int, report: dict[str, Any]) -> WorkerFailure:
     fields = report["message"], report["traceback"], report["time"]
-    return WorkerFailure(rank, Failure(report["class"]), *fields, waits=report.get("echo", False))
+    return WorkerFailure(rank, Failure(report["class"]), *fields, waits=report.get("secondary", False))
 
 
 SHARED_MEMORY = Path("/dev/shm")

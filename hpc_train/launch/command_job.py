@@ -20,7 +20,7 @@ from hpc_train.slurm import client
 from hpc_train.slurm.client import Problem, SlurmError
 
 CORES = 2  # one hashes, one reads and writes
-SETTLE_S = 75.0  # until a file of another node is visible here: attribute caches
+SETTLE_S = 75.0  # wait at most this long until a file of another node is visible (attribute caches)
 _POLL_S, _ASK_EVERY_S = 0.5, 15.0
 
 

@@ -31,22 +31,22 @@ class Container:
     gpus: bool
 
     def srun_options(self, binds: str) -> list[str]:
-        """The options of ``srun`` for pyxis."""
+        """Returns the options of ``srun`` for pyxis."""
         return [f"--container-image={self.image}", f"--container-mounts={binds}"] if self.pyxis else []
 
     def command(self, binds: str) -> list[str]:
-        """The prefix of a command that runs inside."""
+        """Returns the prefix of a command that runs inside the container."""
         if self.pyxis:
             return []
         return ["apptainer", "exec", *(["--nv"] if self.gpus else []), "--bind", binds, self.image]
 
     def seen(self, environment: Mapping[str, str] = os.environ) -> str:
-        """The mounts, including the node-local directories of this job."""
+        """Returns the mounts, including the node-local directories of this job."""
         local = [environment[name] for name in LOCAL if environment.get(name)]
         return ",".join(dict.fromkeys([*self.binds, *(_same(path) for path in local if Path(path).is_dir())]))
 
     def lines(self) -> list[str]:
-        """Bash lines that set the variable BINDS."""
+        """Returns bash lines that set the variable BINDS."""
         names = " ".join(f'"${{{name}:-}}"' for name in LOCAL)
         return [
             "# what the container sees of a node: the runs with their code, data, and node-local space",
@@ -56,7 +56,7 @@ class Container:
 
 
 def container_of(config: Config, gpus: int) -> Container | None:
-    """The container of ``cluster.container``; None without an image.
+    """Returns the container of ``cluster.container``; None without an image.
 
     Raises:
         UserError: the image is a file that does not exist.
@@ -80,16 +80,16 @@ def container_of(config: Config, gpus: int) -> Container | None:
 
 
 def quoted(parts: Sequence[str]) -> str:
-    """The command ``parts`` as bash text, in which ``IN_SHELL`` is replaced by the variable BINDS."""
+    """Returns the command ``parts`` as bash text, in which ``IN_SHELL`` is replaced by the variable BINDS."""
     return shlex.join(parts).replace(IN_SHELL, '"$BINDS"')
 
 
 def _same(bind: str) -> str:
-    """``bind`` with a path inside, which is the same as on the host by default."""
+    """Returns ``bind`` with a path inside, by default the same path as on the host."""
     return bind if ":" in bind else f"{bind}:{bind}"
 
 
 @cache
 def srun_has_pyxis() -> bool:
-    """Whether ``srun`` starts containers with pyxis; cached per process."""
+    """Returns whether ``srun`` starts containers with pyxis; cached per process."""
     return "--container-image" in (query(["srun", "--help"]) or "")

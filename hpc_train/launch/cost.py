@@ -16,33 +16,33 @@ from hpc_train.slurm.site import Association, Site, seconds
 
 
 def gpu_hours(jobs: Sequence[Job]) -> float:
-    """The upper bound: every job uses its maximum of nodes until its time limit, in each start."""
+    """Returns the upper bound of GPU-hours: every job uses its maximum of nodes until its time limit, in each start."""
     return sum(map(_gpu_hours, jobs))
 
 
 def _gpu_hours(job: Job) -> float:
-    """At most ``run.max_gpu_hours``, since a run that has used them up is stopped."""
+    """Returns the GPU-hours of ``job``, at most ``run.max_gpu_hours``: a run that has used them is stopped."""
     most, unlimited = job.config.run.max_gpu_hours, asked_nodes(job.config)[1] * job.gpus * job_hours(job)
     return unlimited if most is None else min(unlimited, most)
 
 
 def job_hours(job: Job) -> float:
-    """The maximum duration of one job in hours, with its requeues or the other jobs of its chain."""
+    """Returns the maximum duration of one job in hours, with its requeues or the other jobs of its chain."""
     return (seconds(job.config.cluster.time) or 0) / 3600 * _starts(job)
 
 
 def cost_lines(jobs: Sequence[Job], site: Site) -> list[str]:
-    """One line for each kind of job, and a line with the total if there are several jobs."""
+    """Returns one line for each kind of job, and a line with the total if there are several jobs."""
     texts = [_line(job, site) for job in jobs]
     counted = {text: texts.count(text) for text in dict.fromkeys(texts)}
-    said = [f"{count} x {text}" if len(jobs) > 1 else text for text, count in counted.items()]
+    lines = [f"{count} x {text}" if len(jobs) > 1 else text for text, count in counted.items()]
     first, starts = jobs[0].config, max(map(_starts, jobs))
     how = f"a chain of {starts} jobs" if first.launch.chain > 1 else f"with up to {starts - 1} requeues"
     total = f"at most {gpu_hours(jobs):g} GPU-hours ({how})"
     notes = sorted({note for job in jobs for note in _notes(job, site)})
     if _is_much(jobs):
         notes.append(f"note: {_above(jobs)}: a terminal asks for confirmation; without one, set launch.yes=true")
-    return [*said, f"{len(jobs)} jobs, {total}", *notes] if len(jobs) > 1 else [f"{said[0]}: {total}", *notes]
+    return [*lines, f"{len(jobs)} jobs, {total}", *notes] if len(jobs) > 1 else [f"{lines[0]}: {total}", *notes]
 
 
 def confirm_cost(jobs: Sequence[Job], site: Site, console: Console) -> None:
@@ -107,5 +107,5 @@ def _notes(job: Job, site: Site) -> list[str]:
 
 
 def can_ask(console: Console) -> bool:
-    """Whether ``console`` is a terminal at which a user can answer."""
+    """Returns whether ``console`` is a terminal at which a user can answer."""
     return console.is_terminal and sys.stdin.isatty()

@@ -21,10 +21,10 @@ from hpc_train.slurm.client import query
 
 Event = dict[str, Any]
 
-TOLD = ("worker_failed", "hang_detected", "node_lost", "failed", "gave_up")
+FAILURES = ("worker_failed", "hang_detected", "node_lost", "failed", "stopped_retrying")
 STEPS = (  # reactions, besides the failures themselves
-    "stop_requested", "restarted", "shrunk", "spare_used", "requeued", "requeued_unasked", "resumed", "rolled_back",
-    "checkpoint_failed", "save_waits", "checkpoint_set_aside", "slow_node", "slow_gpu",
+    "stop_requested", "restarted", "shrunk", "spare_used", "requeued", "requeued_by_slurm", "resumed", "rolled_back",
+    "checkpoint_failed", "save_deferred", "checkpoint_set_aside", "slow_node", "slow_gpu",
 )  # fmt: skip
 LAST_STEPS = 15
 TAIL_LINES = 25
@@ -121,7 +121,7 @@ def diagnose(found: RunHandle) -> Diagnosis:
         slurm=facts,
         peak_memory_bytes=max((line.get("peak_memory_bytes") or 0 for line in of_attempt), default=0) or None,
         checkpoint=_checkpoint(found.run, cause, events, of_attempt),
-        done=tuple(event for event in events if event["event"] in (*TOLD, *STEPS))[-LAST_STEPS:],
+        done=tuple(event for event in events if event["event"] in (*FAILURES, *STEPS))[-LAST_STEPS:],
         excluded_nodes=tuple(excluded_nodes(found.run, found.config.elastic.exclude_hours)),
         advice=tuple(_advice(view, cause, facts, found.run)),
         ledger=read_ledger(found.run, None if view.exit is not None else time.time()).total,
@@ -129,8 +129,8 @@ def diagnose(found: RunHandle) -> Diagnosis:
 
 
 def find_cause(events: Sequence[Event]) -> FailureCause | None:
-    """The first failure of the newest failed attempt, not the secondary failures that it caused on other ranks."""
-    failed = [event for event in events if event["event"] in TOLD]
+    """Returns the first failure of the newest failed attempt, leaving out the secondary failures that it caused."""
+    failed = [event for event in events if event["event"] in FAILURES]
     if not failed:
         return None
     newest = max(event["attempt"] for event in failed)
@@ -156,9 +156,11 @@ def _kind(event: Event) -> str:
 
 def _weight(event: Event) -> tuple[bool, bool, bool, float]:
     """Sorts the cause first: no secondary failure, with a rank or node, with a traceback; then the earliest."""
-    echo = event.get("class") == Failure.COMMUNICATION
-    nobody = event["event"] == "gave_up" or (event["event"] == "hang_detected" and event.get("rank") is None)
-    return echo, nobody, "traceback" not in event, event["time"]
+    secondary = event.get("class") == Failure.COMMUNICATION
+    anonymous = event["event"] == "stopped_retrying" or (
+        event["event"] == "hang_detected" and event.get("rank") is None
+    )
+    return secondary, anonymous, "traceback" not in event, event["time"]
 
 
 def _checkpoint(
@@ -177,7 +179,7 @@ def _checkpoint(
 
 
 def _advice(view: View, cause: FailureCause | None, facts: JobFacts | None, run: RunDirectory) -> list[str]:
-    """Steps to take after the failure; empty if the run is done or is running again."""
+    """Returns what to do after the failure; empty if the run is done or is running again."""
     if view.exit in (None, Exit.DONE):
         return []
     found = [BY_STATE[facts.state]] if facts is not None and facts.state in BY_STATE else []
@@ -190,7 +192,7 @@ def _advice(view: View, cause: FailureCause | None, facts: JobFacts | None, run:
 
 
 def shown(path: Path) -> str:
-    """The path, relative to the current directory if it is below it."""
+    """Returns the path, relative to the current directory if it is below it."""
     with suppress(ValueError):
         return str(path.relative_to(Path.cwd()))
     return str(path)
@@ -224,21 +226,20 @@ class ExcludedNode:
 
     @property
     def words(self) -> str:
-        """One line, with the command that drains the node."""
-        told = ", ".join(self.failures)
+        """One line with the failures and the command that drains the node."""
+        classes = ", ".join(self.failures)
         one = len(self.failures) == 1
         count, reason = (
             ("once", "failure") if one else (f"{len(self.failures)} times", f"{len(self.failures)} failures")
         )
         until = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.until))
-        drain = f"scontrol update nodename={self.node} state=drain reason='{reason}: {told}'"
-        return (
-            f"{self.node} failed {count} ({told}) and is excluded until {until}; administrators drain it with: {drain}"
-        )
+        drain = f"scontrol update nodename={self.node} state=drain reason='{reason}: {classes}'"
+        failed = f"{self.node} failed {count} ({classes}) and is excluded until {until}"
+        return f"{failed}; administrators drain it with: {drain}"
 
 
 def excluded_nodes(run: RunDirectory, exclude_hours: float) -> list[ExcludedNode]:
-    """The nodes that ``run`` excludes now, sorted by name. ``exclude_hours`` comes from the run's config."""
+    """Returns the nodes that ``run`` excludes now, sorted by name. ``exclude_hours`` comes from the run's config."""
     failures, found = NodeFailures(run, exclude_hours * 3600), []
     recent = failures.recent()
     for node in sorted(failures.failing_nodes()):

@@ -92,7 +92,7 @@ def _plan(job: Job) -> str:
 
 
 def _memory(job: Job) -> list[str]:
-    """The estimated memory of a rank, and that of a GPU if known."""
+    """Returns the estimated memory of a rank, and that of a GPU if known."""
     needed = estimate(job.config, job.layout)
     if needed is None:
         return []

@@ -29,7 +29,7 @@ class AskedGpus:
 
 
 def asked_gpus(cluster: ClusterConfig, site: Site) -> AskedGpus:
-    """The GPUs per node of a job. ``auto`` is the number that all nodes with GPUs in its partition have.
+    """Returns the GPUs per node of a job. ``auto`` is the number that all nodes with GPUs in its partition have.
 
     Raises:
         UserError: no node has a GPU of ``cluster.gpu_type``, or ``cluster.extra`` requests GPUs besides ``auto``.
@@ -61,28 +61,28 @@ def asked_gpus(cluster: ClusterConfig, site: Site) -> AskedGpus:
 
 def _note(where: str, kinds: list[NodeKind], having: list[NodeKind], counts: list[int]) -> str | None:
     """Describes the alternatives among ``kinds``, of which those in ``having`` have ``counts`` GPUs."""
-    said = []
+    notes = []
     if len(counts) > 1:
-        said.append(
+        notes.append(
             f"nodes of {where} have {', '.join(map(str, counts[:-1]))} or {counts[-1]} GPUs: {counts[0]} per node are"
             f" requested; cluster.gpus_per_node={counts[-1]} selects the nodes with as many"
         )
     with_gpus, nodes = (sum(kind.count for kind in some) for some in (having, kinds))
     if 0 < with_gpus < nodes:
-        said.append(
+        notes.append(
             f"{with_gpus} of the {nodes} nodes of {where} have GPUs, and the job runs on these;"
             " cluster.gpus_per_node=0 trains on the CPUs of any node"
         )
-    return f"note: {'; '.join(said)}" if said else None
+    return f"note: {'; '.join(notes)}" if notes else None
 
 
 def _of_environment() -> str | None:
-    """The partition that sbatch uses without --partition; inside a job its variable is not passed on."""
+    """Returns the partition that sbatch uses without --partition; inside a job its variable is not passed on."""
     return None if "SLURM_JOB_ID" in os.environ else os.environ.get("SBATCH_PARTITION")
 
 
 def _kinds(cluster: ClusterConfig, partition: str | None, site: Site) -> list[NodeKind]:
-    """The kinds of nodes that the job may get; empty if they are unknown."""
+    """Returns the kinds of nodes that the job may get; empty if they are unknown."""
     if cluster.clusters is not None:
         return []  # another cluster's nodes
     partitions = [site.partition(name or None) for name in (partition or "").split(",")]
@@ -113,7 +113,7 @@ if [ -z "${SLURM_GPUS:-}${SLURM_GPUS_PER_NODE:-}${SLURM_GPUS_PER_TASK:-}" ]; the
       { n = 0; for (i = 1; i <= NF; i++) if ($i ~ /^gpu:/) { parts = split($i, part, ":"); n += part[parts] } }
       NR == 1 || n < fewest { fewest = n }
       END { if (NR) print fewest }')
-    # without an answer of scontrol: as many as the batch host has
+    # if scontrol does not respond, use the number of the batch host
     gpus=${gpus:-${SLURM_GPUS_ON_NODE:-$(awk -F, '{ print NF }' <<< "${SLURM_JOB_GPUS:-}")}}
     if [ "$gpus" -gt 0 ]; then export SLURM_GPUS_PER_NODE=$gpus; fi
   fi
@@ -135,17 +135,17 @@ class JobGpus:
     inherited: bool
 
     def srun_options(self, wanted: int) -> list[str]:
-        """The options of ``srun`` with which a step gets ``wanted`` GPUs on each node."""
+        """Returns the options of ``srun`` with which a step gets ``wanted`` GPUs on each node."""
         return [] if self.inherited or not self.per_node or not wanted else [f"--gpus-per-node={wanted}"]
 
 
 def gpu_export_lines() -> list[str]:
-    """Bash lines with which every ``srun`` in a batch script gets the GPUs of its job."""
+    """Returns bash lines with which every ``srun`` in a batch script gets the GPUs of its job."""
     return EXPORT.splitlines()
 
 
 def gpus_of_this_job(environment: Mapping[str, str] = os.environ) -> JobGpus:
-    """The GPUs of the surrounding job, from Slurm: the shell of ``salloc`` may run outside of the job's nodes."""
+    """Returns the GPUs of the surrounding job. Slurm is asked, since salloc's shell may run outside of its nodes."""
     for name in ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK"):  # one task per node
         if name in environment:
             return JobGpus(_count(environment[name]), True)
@@ -171,7 +171,7 @@ def _job_id(environment: Mapping[str, str]) -> str:
 
 @cache
 def _show_job(job_id: str, path: str | None) -> str:
-    """What ``scontrol`` prints of a job, asked for once per process and ``path``, which says whose ``scontrol``."""
+    """Returns the output of ``scontrol show job``, cached per process and ``path``, in which ``scontrol`` is found."""
     return show_job(job_id)
 
 

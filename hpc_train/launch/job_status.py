@@ -16,6 +16,7 @@ from typing import Any
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import last_line, read_json, read_lines
+from hpc_train.run.requests import stop_was_requested
 from hpc_train.slurm.client import list_jobs, on_clusters
 from hpc_train.slurm.states import Phase, state_of
 
@@ -75,7 +76,7 @@ class SlurmStatuses:
         self._asked_at: dict[str | None, float] = {}
 
     def of(self, ids: Collection[str], clusters: str | None = None) -> dict[str, JobStatus]:
-        """The status of those of ``ids`` that Slurm knows; all count as present as long as it has not responded.
+        """Returns the status of the jobs that Slurm knows; until Slurm responds, all of ``ids`` count as present.
 
         Args:
             clusters: the clusters that the jobs were submitted to; None for that of this machine.
@@ -95,7 +96,7 @@ class SlurmStatuses:
 
 
 def status_of(job_id: str, known: Mapping[str, JobStatus]) -> JobStatus | None:
-    """The status of a job in the output of ``squeue``; None if it is not listed.
+    """Returns the status of a job in the output of ``squeue``; None if it is not listed.
 
     Tasks of an array that were cancelled before they started are listed as one job, under the id of the array.
     """
@@ -103,7 +104,7 @@ def status_of(job_id: str, known: Mapping[str, JobStatus]) -> JobStatus | None:
 
 
 def ask(selection: Sequence[str]) -> dict[str, JobStatus] | None:
-    """The jobs that ``squeue``'s options ``selection`` select, by id (``12`` or ``12_3``); None without an answer."""
+    """Returns the jobs that ``squeue`` selects with ``selection``, by id (12 or 12_3); None if it does not respond."""
     jobs = list_jobs(selection)
     if jobs is None:
         return None
@@ -111,13 +112,13 @@ def ask(selection: Sequence[str]) -> dict[str, JobStatus] | None:
 
 
 def folded(chains: Mapping[str, Sequence[str]], known: Mapping[str, JobStatus]) -> dict[str, JobStatus]:
-    """``known``, where the status of each chain is added under the id of its first job."""
-    whole = {first: status for first, ids in chains.items() if (status := _of_chain(ids, known)) is not None}
-    return {**known, **whole}
+    """Returns ``known`` with the status of each chain added under the id of its first job."""
+    by_first = {first: status for first, ids in chains.items() if (status := _of_chain(ids, known)) is not None}
+    return {**known, **by_first}
 
 
 def _of_chain(ids: Sequence[str], known: Mapping[str, JobStatus]) -> JobStatus | None:
-    """The status of the job that runs, else of the next one, else of the last one that was not cancelled."""
+    """Returns the status of the job that runs, else of the next one, else of the last one that was not cancelled."""
     present = [job_id for job_id in ids if job_id in known and known[job_id].present]
     running = [job_id for job_id in present if not known[job_id].is_pending]
     ended = [job_id for job_id in ids if job_id in known and job_id not in present]
@@ -128,7 +129,11 @@ def _of_chain(ids: Sequence[str], known: Mapping[str, JobStatus]) -> JobStatus |
     return replace(known[current], part=f"job {current}, {ids.index(current) + 1} of {len(ids)}")
 
 
-WISHES = ("SIGUSR1", "SIGINT", "SIGHUP")  # signals that users send; after others the scheduler may run the job again
+USER_SIGNALS = (
+    "SIGUSR1",
+    "SIGINT",
+    "SIGHUP",
+)  # signals that users send; after others the scheduler may run the job again
 
 TO_BE_REQUEUED = "to be requeued"  # the agents have asked for it, and Slurm has not requeued the job yet
 STATES = {Exit.DONE: "done", Exit.STOPPED: "stopped", Exit.REFUSED: "refused", Exit.GAVE_UP: "given up"}
@@ -152,7 +157,7 @@ class View:
 
 
 def time_left(view: View) -> float | None:
-    """Seconds until the last step at the speed of the newest one; None if unknown."""
+    """Returns the seconds until the last step at the speed of the newest one; None if unknown."""
     step, step_s = view.metrics.get("step"), view.metrics.get("step_s")
     if view.exit is not None or view.steps is None or step is None or step_s is None:
         return None
@@ -162,7 +167,7 @@ def time_left(view: View) -> float | None:
 def view_of(
     run: RunDirectory, first_attempt: int, status: JobStatus | None, output: Path, steps: int | None = None
 ) -> View:
-    """A snapshot of the attempts of ``run`` from ``first_attempt`` on.
+    """Returns a snapshot of the attempts of ``run`` from ``first_attempt`` on.
 
     The run directory takes precedence over ``status``, which may be a minute old.
 
@@ -175,13 +180,13 @@ def view_of(
     if attempt < first_attempt:
         if status is not None and present:
             return View(status.words, {})
-        return _lost(View("failed", {}), status, output)
+        return _lost(run, View("failed", {}), status, output)
     known = View(
         state="starting",
         metrics=last_line(run.metrics_file(attempt)),
         steps=steps or run.record().get("total_steps"),
         restarts=attempt - first_attempt,
-        nodes=_meeting(run, attempt).get("nodes"),
+        nodes=_attempt_record(run, attempt).get("nodes"),
     )
     if known.metrics:
         known = replace(known, state="running")
@@ -189,18 +194,18 @@ def view_of(
         known = replace(known, metrics=last_line(run.metrics_file(attempt - 1)))
     end = attempt_end(run, attempt)
     if end is None:
-        return known if present else _lost(known, status, output)
+        return known if present else _lost(run, known, status, output)
     if present and not end.final:
         return replace(known, state=_between_starts(end, status))
     code = end.event["exit_code"]
-    if code == Exit.STOPPED and "class" in end.event:  # a lost node, and Slurm would not run the job again
+    if code == Exit.STOPPED and "class" in end.event:  # a node was lost, and Slurm has not requeued the job
         code = Exit.FAILED
     state = "cancelled" if code == Exit.STOPPED and _cancelled(status) else STATES.get(code, "failed")
     return replace(known, state=state, exit=code, message=failure_text(run, end.event))
 
 
 def _between_starts(end: AttemptEnd, status: JobStatus | None) -> str:
-    """The state of a job that may be started again without the user."""
+    """Returns the state of a job that may be started again without the user."""
     if end.state != "requeued" or status is None:
         return end.state
     if status.is_pending:
@@ -218,7 +223,7 @@ class AttemptEnd:
 
 
 def attempt_end(run: RunDirectory, attempt: int) -> AttemptEnd | None:
-    """The end of the job as the hub recorded it; None while the job runs."""
+    """Returns the end of the job as the rendezvous server recorded it; None while the job runs."""
     events = [event for path in run.events.glob(f"agent-*-{attempt:03d}.jsonl") for event in read_lines(path)]
     ends = sorted((event for event in events if "exit_code" in event), key=lambda event: event["time"])
     if not ends:
@@ -229,11 +234,11 @@ def attempt_end(run: RunDirectory, attempt: int) -> AttemptEnd | None:
     if any(event["event"] == "requeued" for event in events):
         return AttemptEnd(end, "requeued", False)
     if end["event"] == "stopped":
-        return AttemptEnd(end, "stopping", end.get("reason") in WISHES)
+        return AttemptEnd(end, "stopping", end.get("reason") in USER_SIGNALS)
     return AttemptEnd(end, "finishing", True)
 
 
-def _meeting(run: RunDirectory, attempt: int) -> dict[str, Any]:
+def _attempt_record(run: RunDirectory, attempt: int) -> dict[str, Any]:
     path = run.attempts / f"{attempt:03d}.json"
     return read_json(path) if path.exists() and path.stat().st_size else {}
 
@@ -242,27 +247,31 @@ def _cancelled(status: JobStatus | None) -> bool:
     return status is not None and status.state == "CANCELLED"
 
 
-def _lost(known: View, status: JobStatus | None, output: Path) -> View:
-    """The view of a job that ended without a record: its last output and the state that the scheduler reports."""
+def _lost(run: RunDirectory, known: View, status: JobStatus | None, output: Path) -> View:
+    """Returns the view of a job that ended without a record: its last output and its state in the scheduler."""
     if _cancelled(status):
         return replace(known, state="cancelled", exit=Exit.STOPPED if not known.metrics else Exit.FAILED)
+    if stop_was_requested(run) and not known.metrics:
+        return replace(known, state="cancelled", exit=Exit.STOPPED)
     text = output.read_text(errors="replace") if output.exists() else ""
-    said = "\n".join(text.strip().splitlines()[-30:]) or "the agent ended without any output; it may have been killed"
-    called = "" if status is None or state_of(status.state).by_itself else f"Slurm reports {status.state}\n"
-    return replace(known, state="failed", exit=Exit.FAILED, message=called + said)
+    last_output = (
+        "\n".join(text.strip().splitlines()[-30:]) or "the agent ended without any output; it may have been killed"
+    )
+    reported = "" if status is None or state_of(status.state).by_itself else f"Slurm reports {status.state}\n"
+    return replace(known, state="failed", exit=Exit.FAILED, message=reported + last_output)
 
 
 def resume_command(arguments: Sequence[str], run: RunDirectory, root: str, *, submits: bool = False) -> str:
-    """The command that resumes ``run``: the same command line with the run's name; with ``-m`` if ``submits``."""
+    """Returns the command line that resumes ``run`` by its name; with ``-m`` if ``submits``."""
     name = f"run.name={os.path.relpath(run.path, root)}"
     kept = [part for part in arguments if not part.startswith(("run.name=", "run.fork="))]
-    # beside the other overrides: Hydra's parser wants them in one piece, with options before or after
+    # next to the other overrides, because Hydra's parser requires all overrides to be adjacent
     first = next((index for index, part in enumerate(kept) if "=" in part and not part.startswith("-")), len(kept))
     return shlex.join(["python", "-m", "hpc_train", *(["-m"] if submits else []), *kept[:first], name, *kept[first:]])
 
 
 def failure_text(run: RunDirectory, end: dict[str, Any]) -> str:
-    """The traceback of the failing rank, and why the run was given up."""
+    """Returns the traceback of the failing rank, and why the run was given up."""
     if "class" not in end:
         return str(end.get("message", ""))
     if end["exit_code"] == Exit.REFUSED:
@@ -274,4 +283,4 @@ def failure_text(run: RunDirectory, end: dict[str, Any]) -> str:
     ]
     head = f"rank {end['rank']} on {end['node']} failed ({end['class']}):"
     text = f"{head}\n{failed[0]['traceback'].rstrip()}" if failed else f"{head} {end['message']}"
-    return f"{text}\ngiven up: {end['message']}" if end["event"] == "gave_up" else text
+    return f"{text}\ngiven up: {end['message']}" if end["event"] == "stopped_retrying" else text

@@ -80,7 +80,7 @@ class HpcTrainLauncher(Launcher):
         return prepare_all(self._composer(count), job_overrides, first, count, self._sweep, console)
 
     def _composer(self, count: int) -> Callable[[Sequence[str]], DictConfig]:
-        """For a single job, what Hydra has composed to find this launcher is the job's config: a third of the work."""
+        """Returns the composer; a single job reuses the config with which Hydra found this launcher, to save time."""
         task = OverridesParser.create().parse_overrides(list(self._config.hydra.overrides.task))
         swept = self._config.hydra.sweeper.get("params") or any(override.is_sweep_override() for override in task)
         if count == 1 and not swept:
@@ -133,7 +133,7 @@ def enqueue(jobs: Sequence[Job], sweep: Path, console: Console) -> JobQueue:
     executor.confirm(jobs, console)
     code = snapshot_code([job.config for job in jobs], sweep / "code")
     for job in _followed(jobs, "writing run directories", console):
-        freeze(job.config, job.run, claim=True, code=code)  # until its turn a job belongs to this process
+        freeze(job.config, job.run, claim=True, code=code)  # until its submission a job belongs to this process
     return JobQueue(jobs, executor, sweep, console)
 
 
@@ -144,7 +144,7 @@ def _without_hydra(composed: DictConfig) -> DictConfig:
 
 
 def _followed(items: Sequence[T], what: str, console: Console) -> Iterable[T]:
-    """``items``, with a progress bar at a terminal if there are many."""
+    """Yields ``items``, with a progress bar at a terminal if there are many."""
     hidden = not console.is_terminal or len(items) < MANY
     return track(items, what, console=console, transient=True, disable=hidden)
 

@@ -72,7 +72,7 @@ def _partition(job: Job, site: Site) -> Partition | None:
 
 
 def _association(job: Job, site: Site) -> Association | None:
-    """The association that the job is charged to; None if it is unknown or associations are not enforced."""
+    """Returns the association that the job is charged to; None if it is unknown or associations are not enforced."""
     if site.associations is None or "associations" not in site.enforced:
         return None
     account, known = job.config.cluster.account, sorted({found.account for found in site.associations})
@@ -194,7 +194,7 @@ def _check_time(job: Job, site: Site, partition: Partition | None, association: 
 
 
 def _limits(job: Job, site: Site, association: Association | None) -> Iterator[tuple[str, PartitionLimits]]:
-    """The limits that apply to the job, each with the name of what sets it."""
+    """Returns the limits that apply to the job, each with the name of what sets it."""
     qos = job.config.cluster.qos
     if "limits" not in site.enforced:
         return
@@ -207,7 +207,7 @@ def _limits(job: Job, site: Site, association: Association | None) -> Iterator[t
 
 
 def clock(span_s: int) -> str:
-    """Seconds in Slurm's format for time limits: 2-12:00:00."""
+    """Formats seconds as Slurm prints for time limits: 2-12:00:00."""
     days, rest = divmod(span_s, 86400)
     text = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
     return f"{days}-{text}" if days else text

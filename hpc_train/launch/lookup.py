@@ -23,6 +23,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
 from hpc_train.run.lease import job_ids
 from hpc_train.run.processes import is_alive
+from hpc_train.run.requests import record_stop_request
 
 COMMENT = "hpc_train:"
 
@@ -34,6 +35,7 @@ class RunHandle:
     run: RunDirectory
     number: int
     submission: dict[str, Any]
+    error: UserError | None = None  # why the directory cannot be read
 
     @property
     def job_id(self) -> str | None:
@@ -71,7 +73,7 @@ class RunHandle:
         return view_of(self.run, first, status, output, self.run.record().get("total_steps"))
 
     def job(self) -> Job:
-        """The frozen job, for submitting it again.
+        """Returns the frozen job, for submitting it again.
 
         Raises:
             UserError: the cluster or machine here cannot run it.
@@ -81,8 +83,11 @@ class RunHandle:
         return Job(self.number, (), config, resolve_layout(config, nodes, workers), gpus, workers, self.run)
 
 
-def find_runs(target: str) -> list[RunHandle]:
-    """The run in ``target``, or all runs of the sweep there: a directory, or its name below the usual root.
+def find_runs(target: str, *, unreadable: bool = False) -> list[RunHandle]:
+    """Returns the run in ``target``, or all runs of the sweep there: a directory, or its name below the usual root.
+
+    Args:
+        unreadable: whether to return directories that cannot be read, with their ``error``, instead of raising it.
 
     Raises:
         UserError: there is no run or sweep.
@@ -91,7 +96,10 @@ def find_runs(target: str) -> list[RunHandle]:
     for path in (Path(target), root / target):
         runs = [path] if (path / "config.yaml").exists() else sorted(_runs_below(path), key=_number)
         if runs:
-            return [_handle(RunDirectory(run.absolute()), index) for index, run in enumerate(runs)]
+            found = [_handle(RunDirectory(run.absolute()), index) for index, run in enumerate(runs)]
+            for error in [item.error for item in found if item.error is not None and not unreadable]:
+                raise error
+            return found
     raise UserError(
         f"no run or sweep found in {target}",
         where="the command line",
@@ -100,7 +108,7 @@ def find_runs(target: str) -> list[RunHandle]:
 
 
 def find_run(target: str) -> RunHandle:
-    """The one run in ``target``.
+    """Returns the one run in ``target``.
 
     Raises:
         UserError: there is no run, or several.
@@ -112,7 +120,7 @@ def find_run(target: str) -> RunHandle:
 
 
 def find_my_runs() -> list[RunHandle]:
-    """All runs of this user with jobs in Slurm, found by the comments on the jobs.
+    """Returns all runs of this user with jobs in Slurm, found by the comments on the jobs.
 
     Raises:
         UserError: Slurm does not respond.
@@ -136,11 +144,12 @@ def stop_runs(found: Collection[RunHandle], number: signal.Signals = signal.SIGT
     """Sends the signal ``number`` to the runs that are processes of this machine."""
     for item in found:
         if item.pid is not None and item.lives_here():
+            record_stop_request(item.run)
             os.kill(item.pid, number)
 
 
 def statuses_of(found: Iterable[RunHandle], slurm: SlurmStatuses) -> dict[str, JobStatus]:
-    """The status of the runs' jobs by job id; that of a chain by the id of its first job."""
+    """Returns the status of the runs' jobs by job id; that of a chain by the id of its first job."""
     items = list(found)
     known: dict[str, JobStatus] = {}
     for clusters in {item.clusters for item in items}:
@@ -158,6 +167,9 @@ def _number(path: Path) -> tuple[int, str]:
 
 def _handle(run: RunDirectory, index: int) -> RunHandle:
     number = int(run.path.name) if re.fullmatch(r"\d+", run.path.name) else index
-    record = run.record()
+    try:
+        record = run.record()
+    except UserError as error:
+        return RunHandle(run, number, {}, error)
     submitted = record.get("submissions") or [record.get("claimed_by") or {}]
     return RunHandle(run, number, submitted[-1])

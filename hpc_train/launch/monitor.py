@@ -40,20 +40,20 @@ class JobProgress:
 
     def __init__(self, job: Job, console: Console) -> None:
         self._console = console
-        self._progress = Progress(job.run, console, _go_on(job) if job.overrides else None)
-        self._tells_at = time.monotonic() + PATIENCE_S
-        self._told = ""
+        self._progress = Progress(job.run, console, _resume_hint(job) if job.overrides else None)
+        self._announce_at = time.monotonic() + PATIENCE_S
+        self._shown = ""
 
     def show(self, views: Sequence[View]) -> None:
         view = views[0]
         if view.state in ("starting", "running"):
             self._progress.tick()
         elif view.state == "waiting":
-            if time.monotonic() > self._tells_at:
-                self._tells_at = float("inf")
+            if time.monotonic() > self._announce_at:
+                self._announce_at = float("inf")
                 self._console.print("waiting for free GPUs or cores: other jobs hold them", highlight=False)
-        elif view.exit is None and view.state not in (self._told, "finishing", "failing"):
-            self._told = view.state
+        elif view.exit is None and view.state not in (self._shown, "finishing", "failing"):
+            self._shown = view.state
             self._console.print(view.state, markup=False, highlight=False)
 
     def close(self) -> None:
@@ -94,9 +94,7 @@ def _watch(queue: JobQueue, display: JobProgress | JobTable, console: Console) -
             if answer not in ("y", "s"):
                 leave(queue, console)
             ending = True
-            queue.drop_waiting()
-            end = queue.executor.cancel if answer == "y" else queue.executor.stop
-            end(queue.open_ids)
+            queue.stop_all(cancel=answer == "y")
             console.print("stopping the jobs; press Ctrl-C to exit without waiting", highlight=False)
 
 
@@ -119,7 +117,7 @@ def _hang_up_raises() -> Iterator[None]:
 
 
 def _answer(console: Console) -> str:
-    """The answer after a second Ctrl-C: y or s; any other answer keeps the jobs running."""
+    """Asks after a second Ctrl-C; returns y or s, or another answer that keeps the jobs running."""
     console.print("detaching; the jobs keep running. Press Ctrl-C again now to cancel them", highlight=False)
     try:
         time.sleep(SECOND_CTRL_C_S)
@@ -168,18 +166,18 @@ def report(queue: JobQueue, console: Console) -> Exit:
             print(f"job {job.number}: {view.message}\n  run directory: {job.run.path}", file=sys.stderr)
         if view.exit == Exit.STOPPED:
             how = "cancelled" if view.state == "cancelled" else "stopped after a checkpoint"
-            print(f"{how}; resume with:\n  {_go_on(job)}")
+            print(f"{how}; resume with:\n  {_resume_hint(job)}")
     return worst(queue.views)
 
 
 def worst(views: Sequence[View]) -> Exit:
-    """The exit code for several jobs: the worst of theirs."""
+    """Returns the exit code for several jobs: the worst of theirs."""
     codes = [Exit.STOPPED if view.exit is None else view.exit for view in views]
     order = (Exit.FAILED, Exit.REFUSED, Exit.GAVE_UP, Exit.STOPPED)
     return next((code for code in order if code in codes), Exit.DONE)
 
 
-def _go_on(job: Job) -> str:
+def _resume_hint(job: Job) -> str:
     if not job.overrides:  # it was resubmitted from its frozen config
         return shlex.join(["python", "-m", "hpc_train", "resume", str(job.run.path)])
     return resume_command(job.overrides, job.run, job.config.run.root, submits=True)
@@ -206,7 +204,7 @@ class JobTable:
         self._jobs = jobs
         self._console = console
         self._live: Live | None = None
-        self._told: dict[int, tuple[str, float]] = {}
+        self._shown: dict[int, tuple[str, float]] = {}
 
     def show(self, views: Sequence[View]) -> None:
         if self._console.is_terminal:
@@ -240,14 +238,14 @@ class JobTable:
     def _lines(self, views: Sequence[View]) -> None:
         now = time.monotonic()
         for job, view in zip(self._jobs, views, strict=True):
-            state, told_at = self._told.get(job.number, ("", 0.0))
-            if view.state != state or (view.state == "running" and now - told_at > LINE_EVERY_S):
-                self._told[job.number] = (view.state, now)
+            state, shown_at = self._shown.get(job.number, ("", 0.0))
+            if view.state != state or (view.state == "running" and now - shown_at > LINE_EVERY_S):
+                self._shown[job.number] = (view.state, now)
                 self._console.print(plain_line(job, view), markup=False, highlight=False, soft_wrap=True)
 
 
 def cells(job: TableRow, view: View) -> tuple[str, ...]:
-    """One row: job, strategy, state, nodes, step, loss, tokens/s, time left, restarts."""
+    """Returns the cells of one row: job, strategy, state, nodes, step, loss, tokens/s, time left, restarts."""
     metrics, steps = view.metrics, view.steps
     step, loss, speed = metrics.get("step"), metrics.get("loss"), metrics.get("tokens_per_s")
     seconds = time_left(view)
@@ -275,7 +273,7 @@ def plain_line(job: TableRow, view: View) -> str:
 
 
 LEAVING_S = 30.0  # a job stays in Slurm for a few seconds after its agents have ended
-LOOK_EVERY_S = 3.0
+POLL_LIVE_S = 3.0
 
 
 def resubmit(found: Sequence[RunHandle], sweep: Path, *, detach: bool) -> int:
@@ -288,7 +286,7 @@ def resubmit(found: Sequence[RunHandle], sweep: Path, *, detach: bool) -> int:
     until = time.monotonic() + LEAVING_S
     for item in found:
         while time.monotonic() < until and find_live(item.run) and _has_ended(item):
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_LIVE_S)
         refuse_live(item.run)
     jobs = [item.job() for item in found]
     executor = select_executor(jobs[0].config.cluster)

@@ -109,7 +109,7 @@ _WHAT = (
 
 
 def explain(reason: str) -> Reason:
-    """The explanation of a reason as ``squeue`` prints it; an unknown reason is repeated."""
+    """Returns the explanation of a reason as ``squeue`` prints it; an unknown reason is repeated."""
     plain = reason.replace("_", " ").strip("() ")
     for name in (plain, plain.partition(",")[0], plain.replace(" ", "")):
         if name in REASONS:
@@ -155,7 +155,7 @@ SINFO = ("sinfo", "--noheader", "--format=%R|%a|%F|%l|%G|%P")
 
 
 def read_free(text: str) -> list[Free]:
-    """The partitions that are up, from the output of ``SINFO``."""
+    """Returns the partitions that are up, from the output of ``SINFO``."""
     found: dict[str, Free] = {}
     for line in text.splitlines():
         name, up, counts, limit, gres, starred = (line.split("|", 5) + [""] * 6)[:6]
@@ -192,7 +192,7 @@ def sooner(cluster: ClusterConfig, gpus: int, free: Iterable[Free], needed_s: fl
 
 
 def with_gpus(cluster: ClusterConfig, free: Sequence[Free]) -> int:
-    """The GPUs per node that another partition must have instead: 1 if the job's own partition has any, else 0."""
+    """Returns the GPUs per node that another partition must have: 1 if the job's own partition has any, else 0."""
     own = _own(cluster, free)
     return int(any(one.gpus for one in free if one.partition in own))
 
@@ -210,7 +210,7 @@ def _fewer_nodes(own: Free, fewest: int, most: int) -> str:
 
 
 def _shorter(asked_s: int | None, needed_s: float | None) -> str:
-    """A shorter time limit, with which backfill starts a job sooner; a longer run continues after a requeue."""
+    """Returns a shorter time limit, with which backfill starts a job sooner; a longer run continues after a requeue."""
     if asked_s is None:
         return ""
     if needed_s is not None and needed_s * 1.5 < asked_s:
@@ -245,7 +245,7 @@ class JobFacts:
 
 
 def read_facts(job_id: str, ask: Query = query) -> JobFacts | None:
-    """What Slurm knows of a job; None where it does not respond or no longer knows the job."""
+    """Returns what Slurm knows of a job; None if Slurm does not respond or no longer knows the job."""
     facts = _of_scontrol(job_id, ask(["scontrol", "show", "job", "--oneliner", job_id]) or "")
     accounted = ask(["sacct", "--jobs", job_id, "--noheader", "--parsable2", f"--format={','.join(SACCT)}"]) or ""
     facts = _with_accounting(job_id, facts, accounted)
@@ -260,7 +260,8 @@ SACCT = ("JobID", "State", "ExitCode", "DerivedExitCode", "MaxRSS", "NodeList")
 
 def _of_scontrol(job_id: str, text: str) -> JobFacts | None:
     line = text.splitlines()[0] if text else ""
-    found = reversed(re.findall(r"(?:^| )(\w+)=(\S*)", line))  # the first of a name counts: a comment stands last
+    # reversed, so that the first value of a name counts: a free-text comment may be last
+    found = reversed(re.findall(r"(?:^| )(\w+)=(\S*)", line))
     values = {name: value for name, value in found if value != "(null)"}
     if "JobState" not in values:
         return None
@@ -290,7 +291,7 @@ def _with_accounting(job_id: str, facts: JobFacts | None, text: str) -> JobFacts
 
 
 def _bytes(text: str) -> int:
-    """Slurm's sizes: 123456K, 1.5G, 0."""
+    """Parses Slurm's sizes (123456K, 1.5G, 0); returns bytes."""
     found = re.fullmatch(r"([\d.]+)([KMGT]?)", text)
     return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")) if found else 0
 

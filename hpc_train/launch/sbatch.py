@@ -23,7 +23,7 @@ NO_SITE = Site("")
 
 
 def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
-    """The resources of ``job``, which are equal for jobs that may share an array.
+    """Returns the resources of ``job``, which are equal for jobs that may share an array.
 
     Raises:
         UserError: ``cluster.extra`` has an option that another key sets.
@@ -58,7 +58,7 @@ def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
         "mail-type": cluster.mail_type,
         "signal": f"USR2@{signal_lead(job).seconds:g}",
         "no-requeue" if job.config.launch.chain > 1 else "requeue": True,
-        "no-kill": goes_on_without_a_node(job.config.elastic),
+        "no-kill": survives_node_loss(job.config.elastic),
         "open-mode": "append",
     }
     _check_extra(cluster, asked)
@@ -66,13 +66,13 @@ def options(job: Job, site: Site = NO_SITE) -> dict[str, str | None]:
     return {name: _text(value) for name, value in given.items() if value is not None and value is not False}
 
 
-def goes_on_without_a_node(elastic: ElasticConfig) -> bool:
-    """Whether a job keeps its other nodes when one is lost (``--no-kill``)."""
+def survives_node_loss(elastic: ElasticConfig) -> bool:
+    """Returns whether a job keeps its other nodes when one is lost (``--no-kill``)."""
     return elastic.spares > 0 or elastic.min_nodes is not None
 
 
 def identity(jobs: Sequence[Job], directory: Path, output: Path) -> dict[str, str | None]:
-    """Name, comment and output file of the submission of ``jobs``; the comment identifies the run directory."""
+    """Returns name, comment and output file of a submission; the comment identifies the run directory."""
     config = jobs[0].config
     comment = f"hpc_train:{directory} {config.cluster.comment or ''}".rstrip()
     name = config.cluster.job_name or f"hpc_train-{directory.name}"
@@ -80,14 +80,14 @@ def identity(jobs: Sequence[Job], directory: Path, output: Path) -> dict[str, st
 
 
 def array(count: int, cap: int | str) -> dict[str, str | None]:
-    """The option for an array of ``count`` jobs, of which ``cap`` run at a time; empty for a single job."""
+    """Returns the option for an array of ``count`` jobs, of which ``cap`` run at a time; empty for a single job."""
     if count == 1:
         return {}
     return {"array": f"0-{count - 1}" + (f"%{cap}" if isinstance(cap, int) else "")}
 
 
 def arguments(asked: Options) -> list[str]:
-    """``asked`` as command-line arguments."""
+    """Returns ``asked`` as command-line arguments."""
     return [f"--{name}" if value is None else f"--{name}={value}" for name, value in asked.items()]
 
 
@@ -110,14 +110,14 @@ def cores(job: Job, partition: Partition | None) -> int | None:
 
 
 def memory(job: Job, partition: Partition | None) -> str | None:
-    """Memory per node; None for the default of the partition."""
+    """Returns memory per node; None for the default of the partition."""
     cluster = job.config.cluster
     if cluster.mem is not None:
         return cluster.mem
     if cluster.mem_per_gpu != "auto":
         return _times(cluster.mem_per_gpu, job.workers)
     if cluster.exclusive:
-        return "0"  # all of the node's
+        return "0"  # all memory of the node
     if not job.gpus or partition is None or partition.memory_default:
         return None
     shares = [kind.memory_mb * job.gpus // kind.gpus_of(None) for kind in _fitting(job, partition)]
@@ -125,13 +125,13 @@ def memory(job: Job, partition: Partition | None) -> str | None:
 
 
 def stop_note(job: Job) -> str:
-    """When Slurm signals the job to stop, and the reason for that time."""
+    """Returns a line with the time at which Slurm signals the job to stop, and the reason."""
     lead = signal_lead(job)
     return f"Slurm signals the job {lead.seconds:g} s before its time limit, or up to a minute earlier: {lead.reason}"
 
 
 def signal_lead(job: Job) -> StopTime:
-    """How long before its time limit Slurm signals the job: enough to save, but at most a third of the limit."""
+    """Returns how many seconds before the time limit Slurm signals the job: enough to save, at most a third of it."""
     limit = seconds(job.config.cluster.time_min or job.config.cluster.time) or 0
     lead = stop_time(job.config, job.run, node_range(job.config.cluster)[0])
     if limit and lead.seconds > limit / 3:

@@ -37,14 +37,14 @@ class Checkpoints:
 
     @classmethod
     def of(cls, job: Job) -> Checkpoints | None:
-        """Estimated from the newest checkpoint of the run, else from the config; None if neither is possible."""
+        """Estimates the size from the newest checkpoint of the run, else from the config; None if both fail."""
         sizes = _sizes(job)
         size = sizes[-1] if sizes else state_bytes(job.config, job.layout.dp)
         return None if size is None else cls(int(size * MARGIN), job.layout.world_size + 3, sum(sizes))
 
 
 def check_room(jobs: Sequence[Job], rooms: Sequence[Room] | None = None) -> list[str]:
-    """One line with the space that the checkpoints of ``jobs`` may need; none if their size is unknown.
+    """Returns one line with the space that the checkpoints of ``jobs`` may need; none if their size is unknown.
 
     Raises:
         UserError: they do not fit; the fix names the largest ``checkpoint.keep`` that does.
@@ -75,7 +75,7 @@ def check_room(jobs: Sequence[Job], rooms: Sequence[Room] | None = None) -> list
 
 
 def check_shared(path: Path, system: FileSystem | None = None, nodes: Callable[[], str] = show_nodes) -> list[str]:
-    """A note if the nodes of a Slurm job may not see ``path``: it may be exported in a way that is unknown here.
+    """Returns a note if the nodes of a Slurm job may not see ``path``.
 
     Args:
         nodes: returns the output of ``scontrol show node``.
@@ -108,7 +108,7 @@ def _sizes(job: Job) -> list[int]:
 
 
 def _bytes(known: Sequence[tuple[Job, Checkpoints]], keep: int | None = None) -> int:
-    """The bytes that the jobs will write in addition to the existing checkpoints."""
+    """Returns the bytes that the jobs will write in addition to the existing checkpoints."""
     total = 0
     for job, found in known:
         count = _count(job.config, job.config.checkpoint.keep if keep is None else keep)
@@ -117,7 +117,7 @@ def _bytes(known: Sequence[tuple[Job, Checkpoints]], keep: int | None = None) ->
 
 
 def _count(config: Config, keep: int) -> int:
-    """The maximum number of checkpoints of a run at one time: the kept ones and the one being written."""
+    """Returns the maximum number of checkpoints of a run at one time: the kept ones and the one being written."""
     settings, steps = config.checkpoint, config.train.steps
     count = keep + 1 + (settings.keep_best is not None)
     if settings.keep_every and steps is not None:
@@ -139,7 +139,7 @@ def _is_temporary(path: Path) -> bool:
 
 
 def _other_hosts(shown: str) -> list[str]:
-    """The nodes in ``scontrol show node --oneliner`` that differ from this machine in both name and boot time."""
+    """Returns the nodes in ``scontrol show node --oneliner`` with another name and boot time than this machine."""
     booted = _booted()
     others = []
     for line in shown.splitlines():
@@ -150,10 +150,10 @@ def _other_hosts(shown: str) -> list[str]:
     return others
 
 
-def _same_boot(told: str, booted: float) -> bool:
-    """Whether a node shares the kernel of this machine, as the nodes of a test cluster do under other names."""
+def _same_boot(boot_time: str, booted: float) -> bool:
+    """Returns whether a node shares the kernel of this machine, as the nodes of a test cluster do under other names."""
     try:
-        return abs(datetime.fromisoformat(told).timestamp() - booted) <= SAME_BOOT_S
+        return abs(datetime.fromisoformat(boot_time).timestamp() - booted) <= SAME_BOOT_S
     except ValueError:  # None, Unknown
         return False
 

@@ -21,8 +21,9 @@ from hpc_train.plan.validate import validate
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.lease import add_submission
+from hpc_train.run.requests import record_stop_request
 
-TOLD_ONE_BY_ONE = 20  # with more jobs only their number is printed
+ANNOUNCED_SINGLY = 20  # with more jobs only their number is printed
 WAITING = View("waiting", {})
 
 
@@ -70,6 +71,14 @@ class JobQueue:
             self._views[job.number] = View("not started", {}, exit=None)
         self._waiting = []
 
+    def stop_all(self, *, cancel: bool) -> None:
+        """Drops the waiting jobs and stops the submitted ones; with ``cancel`` they need not save a checkpoint."""
+        self.drop_waiting()
+        for item in self._open():
+            record_stop_request(item.job.run)
+        end = self.executor.cancel if cancel else self.executor.stop
+        end(self.open_ids)
+
     def _open(self) -> list[Submitted]:
         views = self._views
         return [item for number, item in self._submitted.items() if number not in views or views[number].exit is None]
@@ -83,11 +92,11 @@ class JobQueue:
             identity = self.executor.identity(job_id)
             add_submission(job.run, self.executor.name, first_attempt=attempt, **identity)
             events = EventLog.open(job.run, "submitter", attempt)
-            events.write("submitted", job_id=job_id, place=self.executor.name, layout=str(job.layout))
+            events.write("submitted", job_id=job_id, executor=self.executor.name, layout=str(job.layout))
             self._submitted[job.number] = Submitted(job, job_id, attempt, self.executor.output(job, job_id))
-            if len(jobs) <= TOLD_ONE_BY_ONE:
+            if len(jobs) <= ANNOUNCED_SINGLY:
                 announce(job, self.executor, self._console, job_id)
-        if len(jobs) > TOLD_ONE_BY_ONE:
+        if len(jobs) > ANNOUNCED_SINGLY:
             where = f"{ids[0]} to {ids[-1]}: {self._sweep}"
             self._console.print(f"{len(jobs)} jobs to {self.executor.name}, {where}", markup=False, soft_wrap=True)
         self._waiting = self._waiting[len(jobs) :]

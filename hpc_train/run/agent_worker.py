@@ -3,8 +3,7 @@ answers.
 
 The shared memory is anonymous (memfd), is accessed without locks, system calls or files, and disappears with the two
 processes. Its first page holds the heartbeat. After it come the answers of a worker that hangs: its collectives, and
-its
-stacks, which faulthandler writes even if the interpreter lock is held forever.
+its stacks, which faulthandler writes even if the interpreter lock is held forever.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class Heartbeat:
 
     @contextmanager
     def during(self, phase: Phase, step: int) -> Iterator[None]:
-        """The worker is in ``phase`` inside the ``with`` block, and in a step afterwards."""
+        """Marks the worker as in ``phase`` inside the ``with`` block, and in a step afterwards."""
         self.enter(phase, step)
         yield
         self.enter(Phase.STEP, step)

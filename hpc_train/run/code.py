@@ -2,8 +2,7 @@
 
 The copy holds all files that git tracks or does not ignore, except files that hold secrets, with the modes of the work
 tree (``run.group`` lets the group read them). Copies are named by their content, so the runs of a sweep share one and
-an
-unchanged tree is copied once. Outside a work tree nothing is copied.
+an unchanged tree is copied once. Outside a work tree nothing is copied.
 
 Agents and workers import from the copy that ``run.json`` names: its directories come first on ``sys.path`` and
 PYTHONSAFEPATH keeps the current directory off it. Modules that were still imported from the work tree are detected.
@@ -261,7 +260,7 @@ class FrozenCode:
         return {"PYTHONPATH": os.pathsep.join(self.search_path(before)), "PYTHONSAFEPATH": "1"}
 
     def from_work_tree(self, files: Iterable[str]) -> list[str]:
-        """Returns those of ``files`` that lie in the work tree although the snapshot holds a copy."""
+        """Returns those of ``files`` that are in the work tree although the snapshot holds a copy."""
         return [file for file in files if self.copied_path(file) is not None]
 
 

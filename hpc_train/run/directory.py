@@ -11,7 +11,7 @@ pp_split.json                cost of each block and the layers of each stage (st
 attempts/NNN.json            address, port and layout of an attempt; creating the file claims the number
 fabric.json                  hardware of the nodes of the newest attempt and the resulting environment
 profile/                     traces of chosen steps and ranks, and the time breakdown of a step (telemetry.profile)
-.turns/                      file locks: the run's lease and the lock on run.json (see file_lock.py)
+.locks/                      file locks: the run's lease and the lock on run.json (see file_lock.py)
 code/HASH/                   the frozen copy of the user's code; the runs of a sweep share one in the sweep's directory
 wandb/
 """
@@ -112,7 +112,7 @@ class RunDirectory:
 
     def update_record(self, **fields: Any) -> dict[str, Any]:
         """Merges ``fields`` into ``run.json``. Submitter, agent and rank 0 may call it concurrently."""
-        with exclusive(self.path / ".turns" / "record"):
+        with exclusive(self.path / ".locks" / "record"):
             record = self.record() | {"format": FORMAT} | fields
             write_json(self.path / "run.json", record)
             return record
@@ -173,7 +173,7 @@ class RunDirectory:
 
 def lease_folder(path: Path) -> Path:
     """Returns the folder with the lock files of a run's lease (see ``run.lease``)."""
-    return path / ".turns" / "lease"
+    return path / ".locks" / "lease"
 
 
 def _attempt_of(path: Path) -> int:

@@ -25,7 +25,7 @@ EVENTS = (
     "resumed",
     "checkpoint_saved",
     "checkpoint_failed",
-    "save_waits",  # the final save waits for free disk space
+    "save_deferred",  # the final save waits for free disk space
     "checkpoint_set_aside",
     "checkpoint_archived",
     "archive_failed",
@@ -42,11 +42,13 @@ EVENTS = (
     "shrunk",
     "spare_used",
     "requeued",
-    "requeued_unasked",  # requeued by a person or by Slurm itself
+    "requeued_by_slurm",  # requeued by a person or by Slurm itself
+    "training_finished",  # by rank 0, with the time ledger; the agent then writes finished or stopped
+    "training_stopped",
     "finished",
     "stopped",
     "failed",
-    "gave_up",
+    "stopped_retrying",
     "step_skipped",  # skipped on all ranks because the gradient was not finite
     "rolled_back",  # restored a checkpoint within the attempt, skipping some samples
     "pipeline_split",  # the layers of each stage, the cost of each block, and the predicted step time

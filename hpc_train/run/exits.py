@@ -61,7 +61,7 @@ EXITS: dict[Action, Exit] = {
 
 @dataclass(frozen=True)
 class Response:
-    """The response to a class of failure. ``advice`` tells the user what to do."""
+    """The response to a class of failure. ``advice`` is the next step for the user."""
 
     action: Action
     advice: str = ""

@@ -7,8 +7,7 @@ succeeds, and an owner that was merely suspended notices that its lock was super
 
 On the same machine the process table shows whether an owner is alive. On another machine Slurm decides where it knows
 that the job has ended; otherwise an owner counts as dead after ``STALE_S`` without a heartbeat. It may only be
-suspended,
-so everything it changes must be fenced.
+suspended, so everything it changes must be fenced.
 """
 
 from __future__ import annotations

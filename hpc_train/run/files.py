@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from hpc_train.errors import UserError
 
 TAIL_BYTES = 8192  # longer than a line of metrics
-# The rendezvous server blocks meanwhile, so this is shorter than the timeout of its clients (elastic/client.py).
+# The rendezvous server blocks during that time, so this is shorter than the timeout of its clients (elastic/client.py).
 PATIENCE_S = 8.0
 RETRY_S = 0.2
 
@@ -97,7 +97,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def last_line(path: Path) -> dict[str, Any]:
-    """Returns the last complete JSON object of a file without reading the lines before; {} without one."""
+    """Returns the last complete JSON object of a file without reading the earlier lines; {} if there is none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
@@ -138,7 +138,7 @@ def write_for_group() -> None:
 
 
 def share(directory: Path, name: str) -> None:
-    """Gives ``directory`` and its contents to the group; entries that already belong to the group are left alone."""
+    """Gives ``directory`` and its contents to the group; entries that already belong to the group are not changed."""
     for path in directory.rglob("*"):
         share_one(path, name)
     share_one(directory, name)

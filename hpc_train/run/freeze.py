@@ -146,7 +146,7 @@ def _resolve_fork(config: Config, run: RunDirectory) -> tuple[Config, RunDirecto
 @contextmanager
 def _exclusive_freeze(run: RunDirectory) -> Iterator[None]:
     """Allows one freeze at a time: two commands with one run.name must not both find the run free."""
-    with exclusive(run.path / ".turns" / "freeze"):
+    with exclusive(run.path / ".locks" / "freeze"):
         yield
 
 

@@ -27,7 +27,7 @@ _POLL_S = 5.0
 
 
 def is_live(run: RunDirectory) -> bool:
-    """Returns whether an agent is, or may be, working on this run, as far as this machine can tell."""
+    """Returns whether an agent is, or may be, working on this run, as far as this machine can know."""
     found = newest_lock(lease_folder(run.path))
     return found is not None and found.is_held(LockOwner.of_this_process())
 
@@ -100,17 +100,17 @@ def _beat(lock: Lock, ended: threading.Event, on_loss: Callable[[], None], beat_
 
 def _is_live_error(path: Path, who: str) -> UserError:
     return UserError(
-        f"the run in {path} is live: {who} is at work",
+        f"the run in {path} is live: {who} is working on it",
         where="run.name",
         fix="wait until it ends, stop it, or set another run.name",
     )
 
 
 def add_submission(
-    run: RunDirectory, door: str, *, pid: int | None = None, job_id: str | None = None, **details: Any
+    run: RunDirectory, executor: str, *, pid: int | None = None, job_id: str | None = None, **details: Any
 ) -> None:
     """Appends a submission to ``run.json``: a Slurm ``job_id``, or the ``pid`` of a process on this host."""
-    entry: dict[str, Any] = {"door": door, "time": time.time(), "job_id": job_id}
+    entry: dict[str, Any] = {"executor": executor, "time": time.time(), "job_id": job_id}
     if pid is not None:
         entry |= process(pid)
     run.update_record(submissions=[*run.record().get("submissions", []), entry | details])
@@ -128,7 +128,7 @@ def refuse_live(run: RunDirectory) -> None:
 
 
 def find_live(run: RunDirectory) -> str | None:
-    """Describes the process or job that works on ``run`` or is queued for it, except this process; None without one."""
+    """Describes the process or job that works on ``run`` or is queued for it, if any, except this process."""
     record = run.record()
     claims = [*record.get("submissions", []), record.get("claimed_by", {})]
     for claim in claims:
@@ -138,7 +138,7 @@ def find_live(run: RunDirectory) -> str | None:
         state = None if job_id in _own_jobs() else job_state(job_id, clusters)
         if state is not None and state.is_alive:
             return f"Slurm job {job_id} is {state.name}"
-    return "its agent is at work" if is_live(run) else None
+    return "its agent is working on it" if is_live(run) else None
 
 
 def job_ids(claim: dict[str, Any]) -> list[str]:

@@ -18,7 +18,9 @@ from hpc_train.run.directory import RunDirectory
 Event = dict[str, Any]
 
 FAILURES = ("worker_failed", "hang_detected", "node_lost", "failed")
-CLOSING = ("finished", "stopped")  # of rank 0, with the keys of a metrics line for the steps since the last line
+# rank 0 writes these, with the keys of a metrics line for the steps since the last line
+CLOSING = ("training_finished", "training_stopped")
+ENDS = (*CLOSING, "finished", "stopped")  # the last two are the agent's
 BEGINNINGS = {"resumed": "step", "rolled_back": "to_step"}  # the key with the step that training continues from
 
 
@@ -61,7 +63,7 @@ class Account:
 
     @property
     def useful_share(self) -> float:
-        """Share of the held time spent in steps and evaluations that were kept (goodput), 0 to 1."""
+        """The share of the held time spent in steps and evaluations that were kept (goodput), 0 to 1."""
         return (self.steps_s + self.evaluation_s) / self.held_s if self.held_s > 0 else 0.0
 
     @property
@@ -230,7 +232,7 @@ class _Attempt:
     @property
     def closed(self) -> bool:
         """Whether training reached its end or a requested stop with its state saved."""
-        closing = [event for event in self.events if event["event"] in CLOSING]
+        closing = [event for event in self.events if event["event"] in ENDS]
         return any("save_s" in event for event in closing) or (bool(closing) and self.failed_at is None)
 
     @property
@@ -255,7 +257,7 @@ def _kept_at_end(attempts: Sequence[_Attempt], now: float | None) -> float:
 
 
 def _newest_checkpoint_step(events: Iterable[Event]) -> int:
-    """Returns the step of the newest checkpoint; 0 without one."""
+    """Returns the step of the newest checkpoint; 0 if there is none."""
     saved = [event for event in events if event["event"] == "checkpoint_saved"]
     return max(saved, key=lambda event: event["time"])["step"] if saved else 0
 

@@ -37,6 +37,18 @@ class StopFlag:
             self.reason, self.since = reason, time.monotonic()
 
 
+def record_stop_request(run: RunDirectory) -> None:
+    """Records in ``run.json`` that a user stops the job: an agent that is still starting cannot record its end."""
+    run.update_record(stop_requested=time.time())
+
+
+def stop_was_requested(run: RunDirectory) -> bool:
+    """Returns whether a user has stopped the newest submission of ``run``."""
+    record = run.record()
+    submitted: float = record.get("submissions", [{}])[-1].get("time", 0.0)
+    return bool(record.get("stop_requested", 0.0) > submitted)
+
+
 def request_stacks(run: RunDirectory) -> int:
     """Asks the agents of ``run`` for stack dumps; returns the number of the request."""
     _folder(run).mkdir(parents=True, exist_ok=True)

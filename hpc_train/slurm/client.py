@@ -102,7 +102,7 @@ def run(
 
 
 def query(command: Sequence[str], timeout_s: float = QUERY_S) -> str | None:
-    """The standard output of a command; None where it fails, for callers that can do without the answer."""
+    """Returns the standard output of a command; None if it fails, for callers that can continue without it."""
     try:
         return run(command, timeout_s=timeout_s)
     except SlurmError:
@@ -110,13 +110,13 @@ def query(command: Sequence[str], timeout_s: float = QUERY_S) -> str | None:
 
 
 def controller_responds() -> bool:
-    """Whether a controller is up (``scontrol ping``)."""
+    """Returns whether a controller is up (``scontrol ping``)."""
     return " is UP" in (query(["scontrol", "ping"]) or "")
 
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job as ``squeue`` prints it. ``starts`` is empty where no start is expected: 2026-01-31T12:00:00."""
+    """A job as ``squeue`` prints it. ``starts`` is empty if no start is expected: 2026-01-31T12:00:00."""
 
     job_id: str
     state: str
@@ -126,12 +126,12 @@ class QueuedJob:
 
 
 def list_jobs(selection: Sequence[str]) -> list[QueuedJob] | None:
-    """The jobs that the options ``selection`` of ``squeue`` select, one for each task of an array (``12_3``).
+    """Returns the jobs that the options ``selection`` of ``squeue`` select, one for each task of an array (``12_3``).
 
     ``squeue`` responds on sites without accounting too, and knows a job for minutes after its end.
 
     Returns:
-        None where Slurm does not respond.
+        None if Slurm does not respond.
     """
     command = ["squeue", "--noheader", "--array", "--states=all", f"--format={FORMAT}", *selection]
     try:
@@ -151,7 +151,7 @@ def _queued(line: str) -> QueuedJob:
 
 
 def job_state(job_id: str, clusters: str | None = None) -> JobState | None:
-    """The state of one job; None where Slurm does not respond.
+    """Returns the state of one job; None if Slurm does not respond.
 
     Args:
         clusters: other clusters than this machine's, where the same id may belong to another user's job.
@@ -166,7 +166,7 @@ def job_state(job_id: str, clusters: str | None = None) -> JobState | None:
 
 
 def state_and_priority(job_id: str) -> tuple[JobState, int] | None:
-    """The state of one job and its priority, which is 0 while it is held; None where Slurm does not respond."""
+    """Returns the state of one job and its priority, which is 0 while it is held; None if Slurm does not respond."""
     text = query(["squeue", "--noheader", f"--jobs={job_id}", "--format=%T %Q"])
     if text is None:
         return None
@@ -175,35 +175,35 @@ def state_and_priority(job_id: str) -> tuple[JobState, int] | None:
 
 
 def own_job(environment: Mapping[str, str] = os.environ) -> str:
-    """The job of this process, as Slurm's commands name it: ``12``, or ``12_3`` for a task of an array."""
+    """Returns the job of this process, as Slurm's commands name it: ``12``, or ``12_3`` for a task of an array."""
     array = environment.get("SLURM_ARRAY_JOB_ID")
     return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}" if array else environment["SLURM_JOB_ID"]
 
 
 def is_suspended() -> bool:
-    """Whether the job of this process is suspended, by a user or by gang scheduling; False without an answer."""
+    """Returns whether the job of this process is suspended; False if Slurm does not respond."""
     state = job_state(own_job())
     return state is not None and state.phase is Phase.STOPPED
 
 
 def may_requeue(job_id: str) -> bool:
-    """Whether Slurm would requeue the job; True also without an answer, as in a container without Slurm's commands."""
+    """Returns whether Slurm would requeue the job; also True if Slurm's commands fail, as in a container."""
     return "Requeue=0" not in (query(["scontrol", "show", "job", job_id], BRIEF_S) or "").split()
 
 
 def show_job(job_id: str) -> str:
-    """What ``scontrol`` prints of a job, with its nodes; empty without an answer."""
+    """Returns the output of ``scontrol show job`` with the nodes of the job; empty if it fails."""
     return query(["scontrol", "show", "job", "--details", job_id]) or ""
 
 
 def show_nodes(names: Collection[str] = (), timeout_s: float = QUERY_S) -> str:
-    """What ``scontrol`` prints of the nodes ``names``, or of all, one on each line; empty without an answer."""
+    """Returns the output of ``scontrol show node`` for ``names`` or all nodes, one per line; empty if it fails."""
     selected = [",".join(names)] if names else []
     return query(["scontrol", "show", "node", "--oneliner", *selected], timeout_s) or ""
 
 
 def on_clusters(clusters: str | None) -> list[str]:
-    """The option of Slurm's commands for jobs that went to other clusters."""
+    """Returns the option of Slurm's commands for jobs that went to other clusters."""
     return [f"--clusters={clusters}"] if clusters else []
 
 
@@ -250,7 +250,7 @@ def _sbatch(options: Sequence[str], script: str) -> str:
 
 
 def inherited_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """The variables of a surrounding job, which a submission must not pass on; none outside of a job.
+    """Returns the variables of a surrounding job, which a submission must not pass on; none outside of a job.
 
     ``SLURM_CPUS_PER_TASK`` and its like would reach the steps of the new job and contradict its own options.
     """

@@ -29,7 +29,7 @@ class NodeKind:
     features: frozenset[str] = frozenset()
 
     def meets(self, constraint: str | None) -> bool:
-        """Whether the nodes satisfy ``--constraint``; True if it has operators other than ``&`` and ``|``."""
+        """Returns whether the nodes satisfy ``--constraint``; True if it has operators other than ``&`` and ``|``."""
         if not constraint or re.search(r"[^\w.&|-]", constraint):
             return True
         return any(self.features.issuperset(together.split("&")) for together in constraint.split("|"))
@@ -77,7 +77,7 @@ class Association:
 
 @dataclass(frozen=True)
 class Site:
-    """A cluster. ``associations`` and ``qos`` are None without an answer from accounting."""
+    """A cluster. ``associations`` and ``qos`` are None if the accounting database does not respond."""
 
     name: str
     max_array_size: int | None = None
@@ -87,7 +87,7 @@ class Site:
     qos: Mapping[str, PartitionLimits] | None = None
 
     def partition(self, name: str | None) -> Partition | None:
-        """The partition ``name``, or the default partition."""
+        """Returns the partition ``name``, or the default partition."""
         if name is not None:
             return self.partitions.get(name)
         return next((found for found in self.partitions.values() if found.default), None)
@@ -210,7 +210,7 @@ def _number(text: str | None) -> int | None:
 
 
 def seconds(text: str | None) -> int | None:
-    """A time limit in Slurm's forms (minutes, minutes:seconds, hours:minutes:seconds, days-hours…); None: no limit."""
+    """Parses a time limit (minutes, minutes:seconds, hours:minutes:seconds, days-hours…); None if there is no limit."""
     if text is None or not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
         return None
     days, dash, rest = text.rpartition("-")
@@ -223,11 +223,11 @@ def seconds(text: str | None) -> int | None:
 
 
 def node_features(nodes: Iterable[str]) -> dict[str, frozenset[str]]:
-    """The active features of each node; empty where Slurm does not respond."""
+    """Returns the active features of each node; empty if Slurm does not respond."""
     return parse_features(show_nodes([*nodes], BRIEF_S))
 
 
 def parse_features(text: str) -> dict[str, frozenset[str]]:
-    """The active features of each node in ``scontrol show node``, with or without ``--oneliner``."""
+    """Returns the active features of each node in ``scontrol show node``, with or without ``--oneliner``."""
     nodes = re.findall(r"\bNodeName=(\S+).*?\bActiveFeatures=(\S+)", text, flags=re.DOTALL)
     return {name: frozenset(features.split(",")) - {"(null)"} for name, features in nodes}

@@ -92,9 +92,9 @@ STATES = {
 
 
 def state_of(name: str) -> JobState:
-    """The state that Slurm prints as ``name``, also as ``CANCELLED by 1000``.
+    """Returns the state that Slurm prints as ``name``, also as ``CANCELLED by 1000``.
 
-    An unknown state, as of a newer Slurm, counts as running: nobody takes over a job that may be alive.
+    An unknown state of a newer Slurm counts as running, since no other agent may continue a job that may be alive.
     """
     first = name.partition(" ")[0]
     return STATES.get(first) or JobState(first, Phase.RUNNING)

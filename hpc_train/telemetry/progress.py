@@ -313,7 +313,7 @@ class Saves:
                     f"saving has failed since step {step}: {reason(event)}; training continues, but a failure would "
                     f"lose {self._at_stake}"
                 )
-        elif name == "save_waits":
+        elif name == "save_deferred":
             return (
                 f"the last save, of step {step}, failed: {reason(event)}\n"
                 f"  retrying for up to {event['seconds']:.0f} s: free some space in {event['path']}; "

@@ -80,13 +80,13 @@ class Report:
             print(message)
             self.events.write("warning", step=step, message=message)
 
-    def save_waits(self, step: int, message: str, seconds: float) -> None:
+    def save_deferred(self, step: int, message: str, seconds: float) -> None:
         """Reports that the last save has failed and is retried for at most ``seconds``."""
         if self.metrics is None:
             return
         print(f"the last save, of step {step}, failed: {message}; retrying for up to {format_duration(seconds)}")
         path = str(self.run.checkpoints)
-        self.events.write("save_waits", step=step, path=path, seconds=round(seconds, 1), message=message)
+        self.events.write("save_deferred", step=step, path=path, seconds=round(seconds, 1), message=message)
 
     def nothing_to_do(self, step: int, weights_sha256: str | None) -> None:
         """Reports that the run is complete; writes its result if it was killed after the last save and before that."""
@@ -96,7 +96,7 @@ class Report:
         if self.run.record().get("result", {}).get("steps") != step:
             last = [line for line in self.run.read_metrics() if line["step"] <= step][-1:]
             self.run.update_record(result=self._result(step, last[0] if last else {}, weights_sha256))
-        self.events.write("finished", step=step)
+        self.events.write("training_finished", step=step)
 
     def stopped(self, step: int, rates: dict[str, float]) -> None:
         """Reports a stop on request after a checkpoint.
@@ -106,7 +106,7 @@ class Report:
         """
         if self.metrics is not None:
             print(f"stopped on request after step {step} of {self.total_steps}; the checkpoint is saved")
-            self._close("stopped", step, {}, rates)
+            self._close("training_stopped", step, {}, rates)
 
     def finished(
         self, step: int, tokens_per_s: float, rates: dict[str, float], weights_sha256: str | None, memory: MemoryReport
@@ -125,7 +125,7 @@ class Report:
         self.run.update_record(result=result, memory=memory.as_json())
         print(memory)
         print("finished: " + ", ".join(f"{key} {_short(value)}" for key, value in result.items() if key != "attempt"))
-        self._close("finished", step, result, rates)
+        self._close("training_finished", step, result, rates)
 
     def _result(self, step: int, last: dict[str, Any], weights_sha256: str | None) -> dict[str, Any]:
         """Returns the result of the run; ``last`` is the last line of metrics."""

@@ -148,7 +148,7 @@ class LastSave:
                     raise
                 if deadline != reported:  # a stop request has moved it
                     reported = deadline
-                    self.report.save_waits(step, str(error), deadline - now)
+                    self.report.save_deferred(step, str(error), deadline - now)
             self._pause(pause, step)
             retry = True
             pause = min(2 * pause, LONGEST_PAUSE_S)

@@ -116,14 +116,14 @@ class Filled:
         return self.process.returncode, output
 
     def waits(self) -> list[float]:
-        return [event["seconds"] for event in self.run.read_events() if event["event"] == "save_waits"]
+        return [event["seconds"] for event in self.run.read_events() if event["event"] == "save_deferred"]
 
 
 def test_saves_that_fail_are_shown_and_the_last_one_waits_for_room(disk: Path, called: Callable[..., Any]) -> None:
     filled = Filled(disk)
     filled.until("checkpoint_failed")
     status = called("status", str(filled.run.path), "--json")
-    filled.until("save_waits")
+    filled.until("save_deferred")
     filled.make_room()
     code, output = filled.end()
     assert code == 0, output
@@ -156,11 +156,11 @@ def test_without_room_in_time_the_run_fails_and_rank_0_is_named(disk: Path, caps
 def test_a_stop_request_is_obeyed_while_the_last_save_waits(disk: Path, room: bool, code: int) -> None:
     """For what is left of the grace. It comes in the middle of the training, or when the last save waits already."""
     filled = Filled(disk, "elastic.stop_grace_s=8", "checkpoint.wait_for_room_s=300")
-    filled.until("checkpoint_failed" if room else "save_waits")
+    filled.until("checkpoint_failed" if room else "save_deferred")
     filled.process.send_signal(signal.SIGINT)
     asked = time.monotonic()
     if room:
-        filled.until("save_waits")
+        filled.until("save_deferred")
         filled.make_room()
     ended, output = filled.end()
     assert ended == code, output

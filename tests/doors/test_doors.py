@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train import cli
 from hpc_train.commands import why
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import RESPONSES, Failure
@@ -52,7 +53,7 @@ def test_foreground_multirun_and_agent_give_identical_losses(tmp_path: Path) -> 
     assert losses(tmp_path / "outputs" / "script") == expected
     for name in ("foreground", "multirun", "script"):
         ends = [event for event in RunDirectory(tmp_path / "outputs" / name).read_events() if "ledger" in event]
-        assert [end["event"] for end in ends] == ["finished"]
+        assert [end["event"] for end in ends] == ["training_finished"]
         spent = ends[0]["ledger"]
         assert min(spent["start_up_s"], spent["steps_s"], spent["evaluation_s"], spent["checkpoint_s"]) > 0
         assert spent["rank_s"] == pytest.approx(4 * spent["held_s"], abs=0.01)
@@ -206,9 +207,22 @@ def test_a_restart_within_a_job_refuses_when_the_checkpoints_have_gone_meanwhile
     assert [line["attempt"] for line in run.read_metrics()] == [0, 0], "the second attempt has trained nothing"
 
 
+def test_the_console_script_finds_modules_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", ["/opt/env/bin", *sys.path[1:]])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "run", lambda arguments: 0)
+    with pytest.raises(SystemExit, match="0"):
+        cli.main()
+    assert sys.path[:2] == [str(tmp_path), "/opt/env/bin"]
+
+
 def test_help_and_config_printing_behave_as_in_hydra(tmp_path: Path) -> None:
     config = hpc_train("+strategy=zero2", "--cfg", "job", cwd=tmp_path)
     assert config.returncode == 0
     assert re.search(r"data_parallel: zero2", config.stdout)
-    assert hpc_train("--help", cwd=tmp_path).returncode == 0
+    for command in ([], ["freeze"], ["script"]):
+        shown = hpc_train(*command, "--help", cwd=tmp_path)
+        assert shown.returncode == 0 and "#SBATCH" not in shown.stdout
     assert list(tmp_path.iterdir()) == []

@@ -156,7 +156,7 @@ def test_the_first_real_failure_is_reported_and_no_attempt_is_wasted(
     event = last_event(run, "worker_failed")
     assert (event["rank"], event["class"]) == (1, failure)
     assert text in event["traceback"]
-    assert last_event(run, "gave_up" if attempts == 3 else "failed")["exit_code"] == code
+    assert last_event(run, "stopped_retrying" if attempts == 3 else "failed")["exit_code"] == code
     assert run.newest_attempt() == attempts - 1
 
 
@@ -168,7 +168,7 @@ def test_an_agent_that_nobody_listens_to_goes_on(frozen: Freeze) -> None:
         assert stream is not None
         stream.close()
     assert agent.wait(timeout=60) == 93
-    assert last_event(run, "gave_up")["exit_code"] == 93
+    assert last_event(run, "stopped_retrying")["exit_code"] == 93
 
 
 def test_a_mistake_found_by_a_worker_is_refused_without_a_traceback(frozen: Freeze) -> None:

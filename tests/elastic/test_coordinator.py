@@ -209,7 +209,7 @@ def test_three_nodes_at_once_are_one_decision(tmp_path: Path) -> None:
     assert course.started(NODE_LOSS_WAIT_S / 2) == [0]
 
 
-def test_a_run_that_is_not_elastic_is_requeued_when_a_node_is_lost(tmp_path: Path) -> None:
+def test_a_run_that_is_not_elastic_is_requeued_node_loss_options(tmp_path: Path) -> None:
     course = Course(tmp_path, 2)
     course.started()
     course.lose(1)

@@ -50,7 +50,7 @@ class Clock:
         found = None
         while self.now < until - 1e-9 and found is None:
             self.now += min(TICK, until - self.now)
-            found = self.watch.look(self.beats, self.now)
+            found = self.watch.check(self.beats, self.now)
         return found
 
     def steps(self, number: int, seconds: float, start: int = 1) -> int:
@@ -184,10 +184,10 @@ def test_time_in_which_the_agent_stood_still_does_not_count() -> None:
     clock = Clock(watch)
     clock.steps(20, 0.3)
     clock.now += 1000
-    assert watch.look(clock.beats, clock.now) is None
+    assert watch.check(clock.beats, clock.now) is None
     for _ in range(int(2 / SEEN_S)):
         clock.now += 60
-        assert watch.look(clock.beats, clock.now) is None
+        assert watch.check(clock.beats, clock.now) is None
 
 
 def state(rank: int, **known: object) -> RankState:

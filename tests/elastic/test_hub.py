@@ -103,7 +103,7 @@ def order_of(link: RendezvousClient) -> dict[str, Any]:
 def test_agents_start_and_leave_together(tmp_path: Path) -> None:
     served = Served(tmp_path, 3)
     links = [served.link(number) for number in range(3)]
-    assert [order_of(link)["meeting"]["attempt"] for link in links] == [0, 0, 0]
+    assert [order_of(link)["spec"]["attempt"] for link in links] == [0, 0, 0]
     for link in links:
         link.send_attempt_end(0, DONE)
     assert [order_of(link)["code"] for link in links] == [0, 0, 0]
@@ -150,10 +150,10 @@ def test_a_silent_node_is_lost_and_its_agent_may_join_again(tmp_path: Path) -> N
     served = Served(tmp_path, 2, min_nodes=1)
     first = served.link(0)
     silent = mute(served, 1)
-    assert order_of(first)["meeting"]["order"] == [0, 1]
+    assert order_of(first)["spec"]["order"] == [0, 1]
     until(lambda: first.is_to_end(0), timeout=60)
     first.send_attempt_end(0, NodeReport(Exit.FAILED, None, 9))
-    assert order_of(first)["meeting"]["order"] == [0]
+    assert order_of(first)["spec"]["order"] == [0]
     assert not first.is_to_end(1)
     again = served.link(1)
     until(lambda: 1 in served.head.present, timeout=60)
@@ -274,7 +274,7 @@ def test_strangers_are_not_taken_in(tmp_path: Path, said: bytes) -> None:
         pending.sendall(said)
         all_from(pending)  # the hub closes
     link = served.link(0)
-    assert order_of(link)["meeting"]["order"] == [0]
+    assert order_of(link)["spec"]["order"] == [0]
     assert served.head.stop is None
     link.send_attempt_end(0, DONE)
     order_of(link)
@@ -299,7 +299,7 @@ def test_an_agent_that_sends_nonsense_is_lost_and_told_why(
 ) -> None:
     served = Served(tmp_path, 2, min_nodes=1)
     first, second = served.link(0), joined(served, 1)
-    assert order_of(first)["meeting"]["order"] == [0, 1]
+    assert order_of(first)["spec"]["order"] == [0, 1]
     second.sendall(said + b"\n")
     told = json.loads(all_from(second).splitlines()[-1])
     assert told["kind"] == "dropped"
@@ -307,7 +307,7 @@ def test_an_agent_that_sends_nonsense_is_lost_and_told_why(
     assert f"the rendezvous server drops node n1: {told['why']}" in capfd.readouterr().err
     until(lambda: first.is_to_end(0), timeout=60)
     first.send_attempt_end(0, NodeReport(Exit.FAILED, None, 9))
-    assert order_of(first)["meeting"]["order"] == [0]
+    assert order_of(first)["spec"]["order"] == [0]
     first.send_attempt_end(1, DONE)
     assert order_of(first)["code"] == 0
 
@@ -319,7 +319,7 @@ def test_an_agent_is_taken_in_during_a_flood_of_connections(tmp_path: Path) -> N
         opened(500)
         assert descriptors() - before < 100, "of 400 connections a few dozen are kept"
         second = served.link(1)
-        assert [order_of(link)["meeting"]["order"] for link in (first, second)] == [[0, 1]] * 2
+        assert [order_of(link)["spec"]["order"] for link in (first, second)] == [[0, 1]] * 2
         opened(500)
         for link in (first, second):
             link.send_attempt_end(0, DONE)
@@ -340,7 +340,7 @@ def test_a_hub_without_free_descriptors_goes_on_when_there_are_some_again(tmp_pa
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
     pending.close()
     link = served.link(0)
-    assert order_of(link)["meeting"]["order"] == [0]
+    assert order_of(link)["spec"]["order"] == [0]
     link.send_attempt_end(0, DONE)
     assert order_of(link)["code"] == 0
 
@@ -396,6 +396,6 @@ def test_the_token_is_not_for_everybody(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     run.create()
     ServerAddress("n0", 7, TOKEN).publish(run, "7.0.0")
-    assert (run.attempts / "hub-7.0.0.json").stat().st_mode & 0o077 == 0
+    assert (run.attempts / "server-7.0.0.json").stat().st_mode & 0o077 == 0
     assert ServerAddress.find(run, "7.0.0") == ServerAddress("n0", 7, TOKEN)
     assert ServerAddress.find(run, "7.0.1") is None

@@ -45,7 +45,7 @@ def test_a_requeue_needs_progress_since_the_one_before(run: RunDirectory) -> Non
     assert start(run, 0, None) == Exit.STOPPED
     assert start(run, 1, 5) == Exit.STOPPED
     assert start(run, 2, None) == Exit.GAVE_UP
-    assert [event["event"] for event in run.read_events()] == ["requeued", "requeued", "gave_up"]
+    assert [event["event"] for event in run.read_events()] == ["requeued", "requeued", "stopped_retrying"]
 
 
 def test_requeues_have_a_ceiling(run: RunDirectory) -> None:
@@ -139,7 +139,7 @@ def test_a_step_that_does_not_end_does_not_hold_the_job(
         "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5",
         "SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_ON_NODE": "4", "RUN": str(run.path),
     }  # fmt: skip
-    script = by_hand(goes_on=False)
+    script = by_hand(survives=False)
     call = ["bash", "-euo", "pipefail", "-c", script, "job", "agent"]
     done = subprocess.run(call, env=environment, check=False, timeout=60)
     assert done.returncode == code

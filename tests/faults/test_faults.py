@@ -60,7 +60,7 @@ def test_three_attempts_without_a_step_are_enough(tmp_path: Path) -> None:
     trial = struck(tmp_path / "run", STEPS, plan, EVERY)
     assert trial.code == 93, trial.error
     assert trial.told == [("killed", 1)] * 3
-    assert len(trial.events("gave_up")) == 1
+    assert len(trial.events("stopped_retrying")) == 1
     assert_nothing_left(trial.run)
 
 

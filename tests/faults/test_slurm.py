@@ -90,7 +90,7 @@ def test_scontrol_requeue_by_a_person(cluster: Cluster, tmp_path: Path, whole: s
     cluster.call("scontrol", "requeue", on.job)
     on.finished(whole)
     assert on.shown("Restarts") == "1"
-    (told,) = events(on.run, "requeued_unasked")
+    (told,) = events(on.run, "requeued_by_slurm")
     assert "scontrol requeue" in told["reason"]
 
 

@@ -80,11 +80,11 @@ def test_the_text(name: str, tmp_path: Path) -> None:
 
 
 def test_the_rest_of_a_script_by_hand() -> None:
-    text = by_hand(goes_on=True)
+    text = by_hand(survives=True)
     assert text == (GOLDEN / "by_hand.sh").read_text()
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-    ends = text.replace("--no-kill --kill", "--kill").replace("go on without", "end with")
-    assert by_hand(goes_on=False) == ends
+    ends = text.replace("--no-kill --kill", "--kill").replace("continue without it", "end too")
+    assert by_hand(survives=False) == ends
 
 
 def test_what_an_image_is_and_what_it_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ def test_a_sweep_keeps_to_its_cap(tmp_path: Path) -> None:
     before = os.sched_getaffinity(0)
     try:
         asked = iter([False, False, True, True])
-        with reserve(share, never, machine), take(sweep / ".slots", ["turn-0"], 1, asked.__next__) as turn:
+        with reserve(share, never, machine), take(sweep / ".slots", ["slot-0"], 1, asked.__next__) as turn:
             assert turn == []
     finally:
         os.sched_setaffinity(0, before)

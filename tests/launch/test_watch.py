@@ -12,6 +12,8 @@ from hpc_train.launch.monitor import JobTable, plain_line
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import append_line, last_line
+from hpc_train.run.lease import add_submission
+from hpc_train.run.requests import record_stop_request
 from tests.launch.jobs import make_job
 
 
@@ -29,6 +31,16 @@ def test_the_states_of_a_job(tmp_path: Path) -> None:
     assert item.view(PRESENT) == View("running", {"step": 3, "loss": 2.5}, steps=100)
     EventLog.open(run, "agent-n0", 0).write("stopped", exit_code=75)
     assert (item.view(None).state, item.view(None).exit) == ("stopped", 75)
+
+
+def test_a_job_that_is_stopped_before_its_agent_handles_signals_is_cancelled(tmp_path: Path) -> None:
+    item = submitted(tmp_path)
+    run = item.job.run
+    add_submission(run, "this machine", pid=1)
+    record_stop_request(run)
+    assert (item.view(None).state, item.view(None).exit) == ("cancelled", 75)
+    add_submission(run, "this machine", pid=1)
+    assert (item.view(None).state, item.view(None).exit) == ("failed", 1)
 
 
 def test_a_job_is_requeued_when_slurm_has_taken_it_back(tmp_path: Path) -> None:

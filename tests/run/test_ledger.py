@@ -44,7 +44,7 @@ def test_an_undisturbed_run_with_its_queue_evaluation_and_saves() -> None:
     log.line(121.0, 1)
     log.line(133.0, 10, eval_s=3.0)
     log.line(145.0, 20, save_s=2.0)
-    log.event(150.0, "finished", step=20, step_s=0.1, save_s=5.0)
+    log.event(150.0, "training_finished", step=20, step_s=0.1, save_s=5.0)
     log.event(151.0, "finished", exit_code=0)
     found = log.ledger(5.0)
     expected = {"queue_s": 100.0, "start_up_s": 15.0, "steps_s": 20.0, "evaluation_s": 3.0}
@@ -65,7 +65,7 @@ def test_a_restart_in_place_counts_steps_that_were_done_again_as_lost() -> None:
     log.started(124.5, attempt=1)
     log.event(125.0, "resumed", attempt=1, step=8)
     log.line(138.0, 20, attempt=1)
-    log.event(139.0, "finished", attempt=1, step=20, step_s=0.1, save_s=1.0)
+    log.event(139.0, "training_finished", attempt=1, step=20, step_s=0.1, save_s=1.0)
     found = log.ledger()
     expected = {"start_up_s": 10.0, "steps_s": 8.0 + 12.0, "lost_s": 2.0 + 4.0, "restart_s": 2.0, "checkpoint_s": 1.0}
     assert seconds(found.total) == expected
@@ -87,12 +87,12 @@ def test_a_requeue_begins_a_new_job_and_its_wait_is_queue() -> None:
     log = Log()
     log.started(100.0)
     log.line(111.0, 1)
-    log.event(116.0, "stopped", step=5, step_s=1.0, save_s=1.0)
+    log.event(116.0, "training_stopped", step=5, step_s=1.0, save_s=1.0)
     log.event(116.5, "requeued", step=5)
     log.started(240.0, attempt=1, launch="7.0.1", began=236.5)
     log.event(245.0, "resumed", attempt=1, step=5)
     log.line(251.0, 10, attempt=1)
-    log.event(251.0, "finished", attempt=1, step=10, step_s=0.1, save_s=0.0)
+    log.event(251.0, "training_finished", attempt=1, step=10, step_s=0.1, save_s=0.0)
     found = log.ledger(90.0)
     assert [seconds(job) for job in found.jobs] == [
         {"queue_s": 10.0, "start_up_s": 10.0, "steps_s": 5.0, "checkpoint_s": 1.0, "other_s": 0.5},
@@ -107,7 +107,7 @@ def test_a_day_between_a_failure_and_the_next_submission_is_nobodys_time() -> No
     log.event(112.0, "failed", exit_code=1)
     log.started(90000.0, attempt=1, launch="8.0.0")
     log.line(90005.0, 1, attempt=1)
-    log.event(90005.0, "finished", attempt=1, step=1, step_s=0.1, save_s=0.0)
+    log.event(90005.0, "training_finished", attempt=1, step=1, step_s=0.1, save_s=0.0)
     found = log.ledger(90.0, 89970.0)
     expected = {"queue_s": 40.0, "start_up_s": 14.0, "steps_s": 1.0, "lost_s": 2.0}
     assert seconds(found.total) == expected
@@ -126,7 +126,7 @@ def test_an_older_checkpoint_loses_the_steps_of_all_attempts_before() -> None:
     log.started(115.0, attempt=2)
     log.event(115.0, "resumed", attempt=2, step=4)
     log.line(131.0, 20, attempt=2)
-    log.event(131.0, "finished", attempt=2, step=20, step_s=0.1, save_s=0.0)
+    log.event(131.0, "training_finished", attempt=2, step=20, step_s=0.1, save_s=0.0)
     assert seconds(log.ledger().total) == {"steps_s": 4.0 + 16.0, "lost_s": 6.0 + 5.0}
 
 
@@ -137,7 +137,7 @@ def test_going_back_to_a_checkpoint_inside_an_attempt() -> None:
     log.line(110.0, 10)
     log.event(110.0, "rolled_back", step=10, to_step=6, bad_steps=[9, 10])
     log.line(114.0, 10)
-    log.event(114.0, "finished", step=10, step_s=0.1, save_s=0.0)
+    log.event(114.0, "training_finished", step=10, step_s=0.1, save_s=0.0)
     assert seconds(log.ledger().total) == {"steps_s": 10.0, "lost_s": 4.0}
 
 
@@ -156,7 +156,7 @@ def test_a_job_that_waits_now() -> None:
     assert seconds(log.ledger(40.0, now=50.0).total) == {"queue_s": 10.0}
     log.started(100.0)
     log.line(101.0, 1)
-    log.event(103.0, "stopped", step=2, step_s=1.0, save_s=1.0)
+    log.event(103.0, "training_stopped", step=2, step_s=1.0, save_s=1.0)
     log.event(104.0, "requeued", step=2)
     found = log.ledger(90.0, now=124.0)
     assert seconds(found.total) == {"queue_s": 10.0 + 20.0, "steps_s": 2.0, "checkpoint_s": 1.0, "other_s": 1.0}
@@ -185,7 +185,7 @@ def test_a_run_without_gpus_has_rank_hours() -> None:
     log.started(100.0)
     log.events[0]["gpus"] = 0
     log.line(110.0, 5)
-    log.event(110.0, "finished", step=5, step_s=0.1, save_s=0.0)
+    log.event(110.0, "training_finished", step=5, step_s=0.1, save_s=0.0)
     total = log.ledger().total
     assert (total.gpu_hours, total.rank_s) == (0.0, 4 * 10.0)
 

@@ -67,7 +67,7 @@ def output(shell: Cluster, job: str, folder: Path, pattern: str) -> str:
 @pytest.mark.parametrize("name", CASES)
 def test_the_step_of_a_job_has_its_gpus(name: str, cluster: Cluster, tmp_path: Path) -> None:
     expected, *options = CASES[name]
-    (tmp_path / "job.sh").write_text(by_hand(goes_on=False))
+    (tmp_path / "job.sh").write_text(by_hand(survives=False))
     wrapped = f"set -u; RUN=.; source ./job.sh bash -c '{TELL}'"
     call = ["--parsable", "--ntasks-per-node=1", "--output=log", *options, '--wrap=bash -c "$SCRIPT"']
     here = replace(cluster, environment={**cluster.environment, "SCRIPT": wrapped})

@@ -78,7 +78,7 @@ def test_saves_that_fail_are_told_once_and_counted(run: RunDirectory, monkeypatc
         log(run, 0, step)
         shown.tick()
     events.write("checkpoint_failed", step=34, message=full, final=True)
-    events.write("save_waits", step=34, path="/scratch/run/checkpoints", seconds=600.0, message=full)
+    events.write("save_deferred", step=34, path="/scratch/run/checkpoints", seconds=600.0, message=full)
     shown.tick()
     events.write("checkpoint_saved", step=34)
     log(run, 0, 34)

@@ -22,8 +22,8 @@ from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.local import ProcessExecutor
 from hpc_train.launch.gpus import gpus_of_this_job
 from hpc_train.launch.job_status import resume_command
-from hpc_train.launch.sbatch import goes_on_without_a_node
-from hpc_train.launch.script import python, when_a_node_is_lost
+from hpc_train.launch.sbatch import survives_node_loss
+from hpc_train.launch.script import node_loss_options, python
 from hpc_train.launch.storage import check_room
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
@@ -89,8 +89,8 @@ class AllocationExecutor(ProcessExecutor):
         cores = (
             [f"--cpus-per-task={cluster.cpus_per_gpu * job.workers}"] if isinstance(cluster.cpus_per_gpu, int) else []
         )
-        goes_on = goes_on_without_a_node(job.config.elastic)
-        own = [*when_a_node_is_lost(goes_on), *([] if goes_on else [f"--wait={OVER_S}"]), "--unbuffered", *cores]
+        goes_on = survives_node_loss(job.config.elastic)
+        own = [*node_loss_options(goes_on), *([] if goes_on else [f"--wait={OVER_S}"]), "--unbuffered", *cores]
         own += gpus_of_this_job().srun_options(job.gpus)
         container = container_of(job.config, job.gpus)
         if container is not None:

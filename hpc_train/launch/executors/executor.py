@@ -40,14 +40,14 @@ class Executor(Protocol):
     name: str
 
     def shape(self, cluster: ClusterConfig) -> tuple[int, int, int]:
-        """Nodes (the maximum of a range), GPUs per node and workers per node of a job.
+        """Returns nodes (the maximum of a range), GPUs per node and workers per node of a job.
 
         Raises:
             UserError: the requested resources do not exist here.
         """
 
     def at_once(self, jobs: Sequence[Job]) -> int:
-        """How many of ``jobs`` are submitted at the same time."""
+        """Returns how many of ``jobs`` are submitted at the same time."""
 
     def check(self, jobs: Sequence[Job]) -> list[str]:
         """Checks ``jobs`` and returns lines with their resources and maximum cost. Writes nothing.
@@ -64,7 +64,7 @@ class Executor(Protocol):
         """
 
     def plan(self, jobs: Sequence[Job], sweep: Path) -> list[tuple[str, str]]:
-        """Command line and batch script of each submission; empty if the executor submits no scripts."""
+        """Returns the command line and batch script of each submission; empty if the executor submits no scripts."""
 
     def submit(self, jobs: Sequence[Job], sweep: Path, at_once: int) -> list[str]:
         """Submits ``jobs``, whose runs are frozen; returns their ids in order.
@@ -76,10 +76,10 @@ class Executor(Protocol):
         """
 
     def identity(self, job_id: str) -> dict[str, Any]:
-        """The fields of a job in the run's record of submissions, by which a live run is recognised."""
+        """Returns the fields of a job in the run's record of submissions, by which a live run is recognised."""
 
     def statuses(self, ids: Collection[str]) -> dict[str, JobStatus]:
-        """The status of the jobs ``ids``, without those that are no longer known."""
+        """Returns the status of the jobs ``ids``, without those that are no longer known."""
 
     def stop(self, ids: Collection[str]) -> None:
         """Signals jobs to save a checkpoint and stop."""
@@ -88,14 +88,14 @@ class Executor(Protocol):
         """Cancels jobs; on this machine they save a checkpoint first."""
 
     def stop_command(self, ids: Collection[str]) -> str:
-        """The shell command that does the same as ``stop``."""
+        """Returns the shell command that does the same as ``stop``."""
 
     def output(self, job: Job, job_id: str) -> Path:
-        """The file with the output of the agent of the job."""
+        """Returns the file with the output of the agent of the job."""
 
 
 def local_shape(cluster: ClusterConfig) -> tuple[int, int, int]:
-    """Nodes, GPUs and workers of a job on this machine.
+    """Returns nodes, GPUs and workers of a job on this machine.
 
     Raises:
         UserError: more nodes or GPUs are requested than this machine has.
@@ -137,7 +137,7 @@ class Submitted:
     agent_output: Path
 
     def view(self, status: JobStatus | None) -> View:
-        """A snapshot of the job. ``status`` is what its scheduler reports; None if it does not know the job."""
+        """Returns a snapshot of the job. ``status`` is what its scheduler reports; None if it does not know the job."""
         steps = self.job.config.train.steps
         return view_of(self.job.run, self.first_attempt, status, self.agent_output, steps)
 
@@ -178,7 +178,7 @@ class Share:
 
 
 def shared_directory() -> Path:
-    """The directory of the lock files, the same for all users of this machine."""
+    """Returns the directory of the lock files, the same for all users of this machine."""
     path = Path(tempfile.gettempdir()) / "hpc_train-slots"
     if not path.exists():
         path.mkdir(exist_ok=True)
@@ -193,10 +193,10 @@ def reserve(share: Share, waiting_is_over: Callable[[], bool], machine: Path | N
     Waits until the share is free, or until ``waiting_is_over`` returns True; then nothing is reserved.
     """
     machine = machine or shared_directory()
-    turns = [f"turn-{number}" for number in range(share.at_once)]
+    slots = [f"slot-{number}" for number in range(share.at_once)]
     folder = Path(share.sweep) / ".slots"
     folder.mkdir(exist_ok=True)
-    with take(folder, turns, 1, waiting_is_over):
+    with take(folder, slots, 1, waiting_is_over):
         if share.gpus:
             devices = visible_devices()
             with take(machine, [f"gpu-{device}" for device in devices], share.gpus, waiting_is_over) as held:
@@ -245,7 +245,7 @@ def _wait_for_gate(folder: Path, names: Sequence[str], waiting_is_over: Callable
 
 def _try_lock(path: Path) -> int | None:
     try:
-        # without O_CREAT first: in a shared directory kernels refuse it for a file that another user has made
+        # without O_CREAT first: in a shared directory, kernels refuse it for another user's file
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)

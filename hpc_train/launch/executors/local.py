@@ -32,7 +32,7 @@ class ProcessExecutor:
     stop_signal: signal.Signals
 
     def is_running(self, job_id: str) -> bool:
-        """Whether the process of a submitted job is alive."""
+        """Returns whether the process of a submitted job is alive."""
         raise NotImplementedError
 
     def confirm(self, jobs: Sequence[Job], console: Console) -> None:
@@ -131,7 +131,7 @@ class LocalJobExecutor(ProcessExecutor):
 
 
 def jobs_at_once(jobs: Sequence[Job], cores: int, gpus: int) -> int:
-    """How many of ``jobs`` may run at a time: the user's limit, or as many as have a GPU or core for each worker."""
+    """Returns how many of ``jobs`` may run at a time: the user's limit, or the number with a GPU or core per worker."""
     asked = jobs[0].config.launch.array_parallelism
     if isinstance(asked, int):
         return min(asked, len(jobs))
@@ -142,11 +142,11 @@ def jobs_at_once(jobs: Sequence[Job], cores: int, gpus: int) -> int:
 
 
 def _gpus(job: Job) -> int:
-    """The GPUs that a job reserves: as many as the user requests, or as the layout has ranks."""
+    """Returns the GPUs that a job reserves: as many as the user requests, or as the layout has ranks."""
     return job.gpus if isinstance(job.config.cluster.gpus_per_node, int) else min(job.gpus, job.layout.world_size)
 
 
 def _share(job: Job, sweep: Path, at_once: int) -> Share:
-    """The GPUs of a job, or its equal share of the cores."""
+    """Returns the GPUs of a job, or its equal share of the cores."""
     cores = max(1, len(os.sched_getaffinity(0)) // at_once)
     return Share(gpus=_gpus(job), cores=cores, sweep=str(sweep), at_once=at_once)

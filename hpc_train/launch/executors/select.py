@@ -16,7 +16,7 @@ from hpc_train.slurm.client import controller_responds
 
 
 def select_executor(cluster: ClusterConfig) -> Executor:
-    """The executor for ``cluster.kind``; ``auto`` prefers the surrounding allocation, then Slurm, then this machine.
+    """Returns the executor for ``cluster.kind``; ``auto`` tries the surrounding allocation, Slurm and this machine.
 
     Raises:
         UserError: Slurm is requested, and ``sbatch`` is missing.
@@ -35,11 +35,11 @@ def select_executor(cluster: ClusterConfig) -> Executor:
 
 
 def in_allocation() -> bool:
-    """Whether this process runs inside a Slurm job and can start steps in it."""
+    """Returns whether this process runs inside a Slurm job and can start steps in it."""
     return "SLURM_JOB_ID" in os.environ and shutil.which("srun") is not None
 
 
 @cache
 def controller_answers() -> bool:
-    """Whether this machine can submit to Slurm: ``sbatch`` exists and a controller is up. Cached per process."""
+    """Returns whether ``sbatch`` exists and a Slurm controller is up; cached per process."""
     return shutil.which("sbatch") is not None and controller_responds()

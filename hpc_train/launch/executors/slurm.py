@@ -32,10 +32,10 @@ from hpc_train.launch.sbatch import (
     Options,
     arguments,
     array,
-    goes_on_without_a_node,
     identity,
     options,
     stop_note,
+    survives_node_loss,
 )
 from hpc_train.launch.script import Script, chain_file, one_run, render, run_of_task, submit_chain
 from hpc_train.launch.storage import check_room, check_shared
@@ -88,12 +88,12 @@ class SlurmJobExecutor:
         return _site(os.environ.get("PATH"), os.environ.get("SLURM_CONF"))
 
     def shape(self, cluster: ClusterConfig) -> tuple[int, int, int]:
-        """The maximum nodes, and the GPUs and workers per node."""
+        """Returns the maximum nodes, and the GPUs and workers per node."""
         site = self.site if cluster.gpus_per_node == "auto" else NO_SITE
         return (node_range(cluster)[1], *workers_per_node(cluster, visible=asked_gpus(cluster, site).count))
 
     def at_once(self, jobs: Sequence[Job]) -> int:
-        """All jobs: Slurm queues them and limits an array by ``launch.array_parallelism``."""
+        """Returns the number of jobs: Slurm queues them and limits an array by ``launch.array_parallelism``."""
         return len(jobs)
 
     def check(self, jobs: Sequence[Job]) -> list[str]:
@@ -110,7 +110,7 @@ class SlurmJobExecutor:
         confirm_cost(jobs, self.site, console)
 
     def plan(self, jobs: Sequence[Job], sweep: Path) -> list[tuple[str, str]]:
-        """The sbatch command line and the script of each submission, as ``submit`` would send them."""
+        """Returns the sbatch command line and the script of each submission, as ``submit`` would send them."""
         groups = self._by_shape(jobs)
         return [self._submission(same, self._folder(same, sweep), sweep)[:2] for same in groups]
 
@@ -160,7 +160,7 @@ class SlurmJobExecutor:
             print(error.what, file=sys.stderr)
 
     def _all(self, ids: Collection[str]) -> list[str]:
-        """``ids`` with the other jobs of their chains."""
+        """Returns ``ids`` with the other jobs of their chains."""
         return [each for job_id in ids for each in self._chains.get(job_id, [job_id])]
 
     def _submit_chain(self, job: Job, folder: Path, text: str, asked: Options) -> str:
@@ -214,7 +214,7 @@ class SlurmJobExecutor:
             chain=file,
             container=container_of(same[0].config, same[0].gpus),
             notes=[stop_note(same[0])],
-            goes_on_without_a_node=goes_on_without_a_node(same[0].config.elastic),
+            survives_node_loss=survives_node_loss(same[0].config.elastic),
         )
         return " \\\n    ".join(["sbatch", *arguments(asked), "job.sbatch"]), render(script), asked
 
@@ -224,13 +224,13 @@ class SlurmJobExecutor:
 
     @staticmethod
     def _folder(same: Sequence[Job], sweep: Path) -> Path:
-        """The directory of scripts and their output: in the logs of a single run, or in the directory of the sweep."""
+        """Returns the directory of scripts and their output, in the logs of a single run or in the sweep directory."""
         return same[0].run.logs / "slurm" if len(same) == 1 else sweep / "slurm"
 
 
 @cache
 def _site(path: str | None, conf: str | None) -> Site:
-    """The site, cached per process.
+    """Returns the site, cached per process.
 
     Args:
         path, conf: PATH and SLURM_CONF, which select the commands and the controller.
@@ -245,7 +245,7 @@ def _title(same: Sequence[Job]) -> str:
 
 
 def _listing(same: Sequence[Job]) -> str:
-    """The file name of the list of runs, unique to its content: tasks of an earlier array may still read theirs."""
+    """Returns a name for the list of runs that depends on its content, since earlier arrays still read theirs."""
     paths = "\n".join(str(job.run.path) for job in same)
     return f"runs-{same[0].number:05d}-{hashlib.sha256(paths.encode()).hexdigest()[:8]}"
 
@@ -275,7 +275,7 @@ def _test_only(job: Job, asked: Options) -> list[str]:
 
 
 def _away(cluster: ClusterConfig) -> set[str]:
-    """The nodes of the partition that are unavailable now but may come back."""
+    """Returns the nodes of the partition that are unavailable now but may come back."""
     partition = [f"--partition={cluster.partition}"] if cluster.partition else []
     command = ["sinfo", "--noheader", "--Node", "--format=%N %T", *on_clusters(cluster.clusters), *partition]
     states = [line.split() for line in (client.query(command) or "").splitlines() if line.count(" ") == 1]
