@@ -31,4 +31,6 @@ def nearest(value: object, allowed: Sequence[str]) -> str:
     """Returns ``did you mean X? (X | Y | Z)``, or only the allowed values if none is similar to ``value``."""
     choices = " | ".join(allowed)
     close = difflib.get_close_matches(str(value), allowed, n=1)
-    return f"did you mean {close[0]}? ({choices})" if close else f"one of {choices}"
+    if close and len(allowed) > 1:
+        return f"did you mean {close[0]}? ({choices})"
+    return f"one of {choices}" if len(allowed) > 1 else choices

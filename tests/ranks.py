@@ -22,13 +22,7 @@ from typing import Any
 
 CONTEXT = mp.get_context("forkserver")
 # what a rank would else import for itself, half a second each
-_PRELOAD = [
-    "torch.distributed.pipelining",
-    "torch.distributed.fsdp",
-    "hpc_train.train.worker",
-    "torch._dynamo",
-    "pytest",
-]
+_PRELOAD = ["torch.distributed.pipelining", "torch.distributed.fsdp", "hpc_train.train.worker", "pytest"]
 CONTEXT.set_forkserver_preload(_PRELOAD)
 
 

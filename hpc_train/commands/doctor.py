@@ -176,9 +176,9 @@ def _show_recording(outcome: FabricReport) -> None:
             f"{verdict.nic}:{verdict.port.number}{rate} {verdict.port.link_layer or ''}: {use}, {verdict.reason}"
         )
     for variable in outcome.decision.variables:
-        console.print(f"set    {variable.name}={variable.value}  # {variable.reason}")
-    for alone in outcome.decision.not_set:
-        console.print(f"leave  {alone.name}  # {alone.reason}")
+        console.print(f"set      {variable.name}={variable.value}  # {variable.reason}")
+    for unset in outcome.decision.not_set:
+        console.print(f"not set  {unset.name}  # {unset.reason}")
     for note in [*outcome.facts.unknown, *unknown_cores(outcome.facts), *outcome.decision.unknown]:
         console.print(f"unknown: {note}")
     for warning in outcome.warnings:

@@ -127,7 +127,7 @@ def test_wrong_calls_are_refused(tmp_path: Path, run: RunDirectory, called: Call
         (["verify", "mine", "--step", "9"], "no checkpoint of step 9"),
         (["export", "mine"], "--to"),
         (["import", "empty", "--to", "new"], "config.json"),
-        (["import", "empty", "--to", "../new"], "cannot be a directory under"),
+        (["import", "empty", "--to", "../new"], "is not a valid run name"),
         (["sell", "mine"], "invalid choice"),
     ):
         done = called("checkpoint", *arguments)

@@ -169,7 +169,7 @@ def wake_up_late(rank: int, world_size: int, path: str) -> list[str]:
     told = []
     for act in (lambda: checkpoints.save(2, EXTRA), checkpoints.restore):
         with pytest.raises(Superseded) as caught:
-            checkpoints._gather_shapes({})  # one after the other
+            dist.barrier(checkpoints._group)  # one after the other
             act()
         told.append(str(caught.value))
     return told
@@ -204,7 +204,7 @@ def damage(checkpoints: CheckpointManager, step: int, rank: int) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    checkpoints._gather_shapes({})  # until all have
+    dist.barrier(checkpoints._group)  # until all have
 
 
 def test_a_damaged_one_is_set_aside_and_none_left_is_an_error(tmp_path: Path) -> None:

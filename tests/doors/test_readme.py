@@ -1,6 +1,7 @@
-"""The commands of README.md and docs/ run as they stand there, but for fewer and smaller steps.
+"""Runs the commands of README.md and docs/ with fewer and smaller steps.
 
-The long form (``HPC_TRAIN_LONG=1``) runs them at full length.
+Outside ``TRAINED``, a training that no other command reads is only checked, by a dry run. The long form
+(``HPC_TRAIN_LONG=1``) trains everything at full length.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tests.doors.command import REPOSITORY, TINY_GPT, hpc_train, lines_of_pages
 NO_WANDB = "telemetry.wandb.mode=disabled"
 FEW = {"synthetic": ["data.validation_samples=8"], "custom": [], "tokens": []}  # others: data.pattern of the text
 TAKEN_AS_THEY_ARE = ("prepare", "checkpoint", "status", "logs", "why", "doctor", "--help")
+TRAINED = ("README.md", "docs/quickstart.md", "docs/howto/resume.md", "docs/howto/data.md", "docs/howto/model.md")
 BENCH = {
     "batch": ["--steps", "2", "--pairs", "2", "--most", "2", "--noise", "2"],
     "checkpoint": ["--pairs", "2"],
@@ -54,6 +56,12 @@ def shortened(line: str, before: Sequence[str] = ()) -> list[str]:
     return [*arguments, *(part for part in own if part.partition("=")[0] not in given)]
 
 
+def only_checked(page: str, arguments: Sequence[str]) -> bool:
+    """Whether ``arguments`` train a run that no other command of the page names, on a page outside ``TRAINED``."""
+    trains = arguments[0].startswith("+strategy") and "cluster=local" in arguments
+    return trains and not LONG and page not in TRAINED and not any(part.startswith("run.name=") for part in arguments)
+
+
 def test_the_pages_have_commands() -> None:
     assert len(commands()) >= 10
 
@@ -79,6 +87,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_a_command_of_the_pages(folders: dict[str, Path], number: int) -> None:
     page, line = commands()[number]
     arguments = shortened(line, [earlier for other, earlier in commands()[:number] if other == page])
+    if only_checked(page, arguments):
+        arguments += ["launch.dry_run=true", "-m"]
     done = hpc_train(*arguments, cwd=folders[page], timeout=3500 if LONG else 240)
     assert done.returncode == 0, done.stdout + done.stderr
     if arguments[0].startswith("+strategy") and "cluster=local" in arguments and "-m" not in arguments:

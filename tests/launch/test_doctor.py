@@ -94,7 +94,7 @@ def test_gpus_ports_and_versions() -> None:
     assert next(check_gpus(NodeFacts(), 8)).level == ERROR
     assert next(check_gpus(NodeFacts(), "auto")).level == OK
     told = [finding.text for finding in check_ports(facts)]
-    assert "mlx5_0:1 200 Gb/s InfiniBand: used, active" in told
+    assert "mlx5_0:1 200 Gb/s InfiniBand: used, it is active" in told
     assert any("runs at 200 Gb/s, but its NIC supports 400" in text for text in told)
     assert any("no subnet manager" in text for text in told)
     assert "200 Gb/s between nodes in each direction" in told

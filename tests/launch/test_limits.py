@@ -125,7 +125,7 @@ def test_spare_nodes_count(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="3 nodes are requested"):
         check_limits(job, site(Partition("gpu", default=True, max_nodes=2)))
     job.config.elastic.spares, job.config.elastic.min_nodes = 0, 3
-    with pytest.raises(UserError, match="may start with 2 nodes"):
+    with pytest.raises(UserError, match="allows the run to start with 2 nodes"):
         fewest_nodes(job.config)
 
 

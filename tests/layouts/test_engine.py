@@ -284,7 +284,7 @@ def odd_sequence(rank: int, world_size: int) -> str:
 
 
 def test_a_sequence_that_does_not_divide_over_tensor_parallel_ranks() -> None:
-    assert all("does not divide" in answer for answer in run_on_world(2, odd_sequence))
+    assert all("cannot be split over 2 tensor-parallel ranks" in answer for answer in run_on_world(2, odd_sequence))
 
 
 def only_padding(rank: int, world_size: int) -> tuple[float, int]:

@@ -14,38 +14,38 @@ from tests.slurm.runs import FAULTY, ONE_NODE, SLOW, events, every_step, job_id,
 
 @pytest.mark.beside
 def test_a_detached_run_is_found_watched_stopped_and_resumed(cluster: Cluster, tmp_path: Path) -> None:
-    case = [*SLOW, *ONE_NODE, "train.steps=30", "launch.detach=true"]
+    case = [*SLOW, *ONE_NODE, "train.steps=100", "launch.detach=true"]
     assert cluster.hpc_train(*case, "run.name=run", "-m", cwd=tmp_path).returncode == 0
     run = tmp_path / "outputs" / "run"
     wait_for_step(run, 3)
     mine = [row for row in status(cluster, Path("/")) if row["run"] == str(run)]
-    assert [(row["state"], row["job_id"], row["steps"]) for row in mine] == [("running", job_id(run), 30)]
+    assert [(row["state"], row["job_id"], row["steps"]) for row in mine] == [("running", job_id(run), 100)]
     assert cluster.hpc_train("cancel", "run", "--save", cwd=tmp_path).returncode == 0
     assert cluster.hpc_train("wait", "run", cwd=tmp_path).returncode == 75
     stopped_at = status(cluster, tmp_path, "run")[0]["step"]
-    assert 3 <= stopped_at < 30
+    assert 3 <= stopped_at < 100
     resumed = cluster.hpc_train("resume", "outputs/run", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert every_step(run) == list(range(1, 31))
+    assert every_step(run) == list(range(1, 101))
     assert status(cluster, tmp_path, "run")[0]["state"] == "done"
     log = cluster.hpc_train("logs", str(run), "--rank", "all", "--attempt", "0", cwd=tmp_path).stdout.splitlines()
     assert log == sorted(log, key=lambda line: line[:23])
-    assert any(f"step {stopped_at}/30" in line for line in log)
+    assert any(f"step {stopped_at}/100" in line for line in log)
 
 
 @pytest.mark.beside
 def test_the_log_of_a_live_run_is_followed_to_its_end(cluster: Cluster, tmp_path: Path) -> None:
-    case = [*SLOW, *ONE_NODE, "train.steps=20", "launch.detach=true"]
+    case = [*SLOW, *ONE_NODE, "train.steps=40", "launch.detach=true"]
     assert cluster.hpc_train(*case, "run.name=run", "-m", cwd=tmp_path).returncode == 0
     run = tmp_path / "outputs" / "run"
     wait_for_step(run, 2)
     following = cluster.start("logs", "-f", "run", cwd=tmp_path)
     assert following.stdout is not None
-    seen = next(line for line in following.stdout if "step 2/20" in line)
-    assert 20 not in steps(run), "it is shown while the run is at work"
+    seen = next(line for line in following.stdout if "step 2/40" in line)
+    assert 40 not in steps(run), "it is shown while the run is at work"
     rest, _ = following.communicate(timeout=240)
     assert following.returncode == 0, seen + rest
-    assert "step 20/20" in rest
+    assert "step 40/40" in rest
 
 
 @pytest.mark.beside

@@ -87,14 +87,15 @@ def keys(node: Any, path: str = "") -> Iterator[tuple[str, Any, KeyInfo]]:
 
 
 def check_keys(node: Any, path: str = "") -> None:
-    """
+    """Checks every value below ``node`` against the choices and the range of its key.
+
     Raises:
         UserError: the first value that is neither one of its key's choices nor in its key's range.
     """
     for name, value, info in keys(node, path):
         if isinstance(value, str) and info.choices and value not in info.choices:
             numbers = f"a number {info.range}, or " if info.range else ""
-            words = nearest(value, info.choices) if len(info.choices) > 1 else info.choices[0]
+            words = nearest(value, info.choices)
             raise UserError(f"{name} is {value!r}", where=name, fix=f"{numbers}{words}")
         if isinstance(value, int | float) and not isinstance(value, bool) and not info.holds(value):
             raise UserError(f"{name} is {value}, but must be {info.range}", where=name, fix=f"{name}=N, {info.range}")
