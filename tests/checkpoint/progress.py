@@ -12,7 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 LONG = bool(os.environ.get("HPC_TRAIN_LONG"))
+IN_LONG_FORM = pytest.mark.skipif(not LONG, reason="HPC_TRAIN_LONG=1")
 _TOP = Path(__file__).parents[2]
 
 

@@ -17,7 +17,7 @@ from hpc_train import cli
 from hpc_train.commands import why
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import RESPONSES, Failure
-from tests.checkpoint.progress import LONG
+from tests.checkpoint.progress import IN_LONG_FORM, LONG
 from tests.doors.command import TINY, environment, hpc_train, start
 
 FAULTY = [
@@ -69,7 +69,9 @@ def test_sweep_runs_every_job_and_exits_zero(tmp_path: Path) -> None:
     assert all(len(losses(run)) == 6 for run in runs)
 
 
-@pytest.mark.parametrize(("how", "code", "attempts"), [("raise", 1, 2), ("kill", 93, 4), ("exit", 93, 4)])
+@pytest.mark.parametrize(
+    ("how", "code", "attempts"), [("raise", 1, 2), ("kill", 93, 4), pytest.param("exit", 93, 4, marks=IN_LONG_FORM)]
+)
 def test_a_failing_rank_is_named_with_its_own_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str, code: int, attempts: int
 ) -> None:

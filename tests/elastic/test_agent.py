@@ -23,14 +23,13 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import read_json
 from hpc_train.run.requests import DUPLICATE_SIGINT_S
-from tests.checkpoint.progress import LONG
+from tests.checkpoint.progress import IN_LONG_FORM
 from tests.config.composing import config_of
 from tests.elastic.conftest import Freeze
 from tests.elastic.entries import start_agent
 from tests.elastic.flood import flood
 from tests.run.outage import detachable
 
-IN_LONG_FORM = pytest.mark.skipif(not LONG, reason="HPC_TRAIN_LONG=1")
 ECC, ASSERTION = "CUDA error: uncorrectable ECC error encountered", "CUDA error: device-side assert triggered"
 
 

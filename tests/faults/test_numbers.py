@@ -13,7 +13,7 @@ from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import RESPONSES, Action, Diverged, Failure, classify
 from hpc_train.run.requests import StopFlag
-from tests.checkpoint.progress import LONG
+from tests.checkpoint.progress import IN_LONG_FORM
 from tests.checkpoint.tensors import assert_same_bits
 from tests.train.runs import frozen, run_attempt
 
@@ -139,7 +139,7 @@ def test_gradients_that_stay_nan_take_the_run_back_past_the_samples(tmp_path: Pa
 @pytest.mark.parametrize(
     ("kind", "batches", "steps"),
     [
-        pytest.param("nan", range(5, 8), (8, 4), marks=pytest.mark.skipif(not LONG, reason="HPC_TRAIN_LONG=1")),
+        pytest.param("nan", range(5, 8), (8, 4), marks=IN_LONG_FORM),
         ("spike", range(10, 13), (13, 8)),
     ],
 )

@@ -8,11 +8,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.checkpoint.progress import IN_LONG_FORM
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import FAULTY, ONE_NODE, SLOW, TWO_BY_TWO, detail, events, job_id, wait_for_step
 
 
-@pytest.mark.parametrize(("how", "code"), [("raise", 1), ("kill", 93)])
+@pytest.mark.parametrize(("how", "code"), [("raise", 1), pytest.param("kill", 93, marks=IN_LONG_FORM)])
 def test_a_failing_rank_of_the_second_node(cluster: Cluster, tmp_path: Path, how: str, code: int) -> None:
     """It fails at the third step of every attempt, before anything was saved; only a kill is worth three more."""
     faulty = [*FAULTY, *TWO_BY_TWO, "+model.args.rank=3", f"+model.args.how={how}"]
@@ -32,7 +33,7 @@ def test_a_failing_rank_of_the_second_node(cluster: Cluster, tmp_path: Path, how
     assert not left
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [pytest.param(1, marks=IN_LONG_FORM), 2])
 def test_gpus_that_no_node_can_use_refuse_the_job(cluster: Cluster, tmp_path: Path, nodes: int) -> None:
     """Slurm allocates GPUs that only it knows of."""
     asked = [*SLOW, "cluster.partition=gpu", f"cluster.nodes={nodes}", "cluster.gpus_per_node=2", "run.name=run"]
