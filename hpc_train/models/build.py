@@ -126,5 +126,5 @@ def _not_imported(path: str, reason: object) -> UserError:
     return UserError(
         f"model {path!r} cannot be imported: {detail}",
         where="model._target_",
-        fix="package.module.Class, importable where the workers run (installed, or beside the directory of the call)",
+        fix="package.module.Class, importable where the workers run (installed, or in the directory of the call)",
     )
