@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Defines the options, fixtures and hooks of all tests."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ import pytest
 from hpc_train import cli
 from tests.doors.command import environment
 
-HEAVY = ("tests/slurm/", "tests/faults/", "tests/layouts/", "tests/doors/", "tests/checkpoint/")  # first, in this order
-LONG_FORMS = {  # of which --long-share chooses, with the seconds that a case takes on two cores
+# The tests of these folders run first, in this order.
+HEAVY = ("tests/slurm/", "tests/faults/", "tests/layouts/", "tests/doors/", "tests/checkpoint/")
+LONG_FORMS = {  # the long forms that --long-share draws from, with the seconds that a case takes on two cores
     "tests/faults/test_faults.py::test_twenty_trials[": 120,
     "tests/faults/test_nodes.py::": 90,
     "tests/faults/test_slurm.py::": 100,
     "tests/checkpoint/test_crash_states.py::": 120,
     "tests/checkpoint/test_errors.py::": 120,
 }
-SHARE_S, BEGINS_S, CASE_S = 420, 480, 240  # of a share: planned, no case begins later, the most for one case
+# A share has a planned time, a time after which no case starts, and a maximum time for each case.
+SHARE_S, BEGINS_S, CASE_S = 420, 480, 240
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Calls the command line in this process, in ``tmp_path``: for commands that start no workers."""
+    """Returns a function that runs a command in this process, in ``tmp_path``; the command must start no workers."""
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
         monkeypatch.chdir(tmp_path)
@@ -44,7 +46,7 @@ def called(
         with mock.patch.dict(os.environ, environment(), clear=True):
             try:
                 code: Any = cli.run(arguments)
-            except SystemExit as end:  # of argparse
+            except SystemExit as end:  # argparse raises it
                 code = end.code
         return subprocess.CompletedProcess(arguments, int(code or 0), *capsys.readouterr())
 
@@ -52,10 +54,10 @@ def called(
 
 
 def pytest_configure() -> None:
-    """What is started must see Ctrl-C and a lost terminal.
+    """Ensures that started processes receive SIGINT and SIGHUP.
 
-    A shell starts background jobs with SIGINT ignored, nohup ignores SIGHUP, and children inherit that; a handler they
-    do not inherit.
+    A shell starts background jobs with SIGINT ignored, and nohup ignores SIGHUP. Child processes inherit ignored
+    signals, but not handlers, so this hook installs handlers.
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -65,7 +67,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest folders come first: with ``-n`` no process is left with one of them at the end."""
+    """Puts the longest folders first, so that with ``-n`` no process runs one of them alone at the end."""
     items.sort(key=lambda item: next((place for place, head in enumerate(HEAVY) if item.nodeid.startswith(head)), 9))
     if config.getoption("--long-share") is not None:
         items[:] = _long_share(items, config.getoption("--long-share"))
@@ -77,7 +79,7 @@ BEGAN = pytest.StashKey[float]()
 
 
 def _long_share(items: list[pytest.Item], seed: str) -> list[pytest.Item]:
-    """The cases that ``seed`` draws, the same for the same code, until they fill SHARE_S."""
+    """Returns the cases that ``seed`` draws until they fill SHARE_S; the same code gives the same cases."""
     cost = {item: next((s for head, s in LONG_FORMS.items() if item.nodeid.startswith(head)), 0) for item in items}
     drawn = random.Random(seed).sample(among := [item for item in items if cost[item]], len(among))
     chosen, left = [], SHARE_S
@@ -90,14 +92,14 @@ def _long_share(items: list[pytest.Item], seed: str) -> list[pytest.Item]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A slow machine does fewer cases of a share."""
+    """Skips cases when the time of the share is used up, so that a slow machine runs fewer of them."""
     if time.monotonic() - item.config.stash.get(BEGAN, float("inf")) > BEGINS_S:
         pytest.skip("the time of the share is used up")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``-n``: a file's tests share its fixtures, and the tests of Slurm their clusters."""
+    """Distributes tests by file with ``-n``: those of a file share fixtures, and the Slurm tests share clusters."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):

@@ -1,7 +1,8 @@
-"""Runs a function on several ranks: real processes forked from a warm parent, real gloo.
+"""Runs a function on several ranks, which are real processes that communicate over gloo.
 
-``run_ranks`` forks new processes for each call, ``run_on_world`` keeps a world of each size for the whole test process.
-The parent has imported torch and run nothing; a child of a parent that ever ran a parallel op can hang in its own.
+``run_ranks`` forks new processes for each call; ``run_on_world`` keeps the ranks of each world size for the whole test
+process. The ranks are forked from a warm parent that has imported torch but has run no operator: a process whose parent
+has run a parallel operator can deadlock in its own.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 CONTEXT = mp.get_context("forkserver")
-# what a rank would else import for itself, half a second each
+# Without the preload, every rank would import these modules itself, at half a second each.
 _PRELOAD = ["torch.distributed.pipelining", "torch.distributed.fsdp", "hpc_train.train.worker", "pytest"]
 CONTEXT.set_forkserver_preload(_PRELOAD)
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
-    """Calls ``function(rank, world_size, *args)`` on every rank inside a gloo group; returns what each returned.
+    """Calls ``function(rank, world_size, *args)`` on every rank of a gloo group and returns the results by rank.
 
-    ``function`` is a module-level function; arguments and results travel by pickle (tensors: as numpy or lists).
+    ``function`` must be defined at module level. Arguments and results are pickled: pass tensors as arrays or lists.
     """
     world = _World(world_size)
     try:
@@ -39,10 +40,10 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 
 
 def run_on_world(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
-    """Does the same on ranks that earlier calls have used: caches of torch and of the tests are warm.
+    """Does the same on ranks that earlier calls have used, so that the caches of torch and of the tests are warm.
 
-    ``function`` may patch nothing, and it makes process groups only through ``kept``. Random state, defaults of torch
-    and the environment are restored after each call. After a failure or a time-out the world is replaced.
+    ``function`` must not patch anything and must create process groups only through ``kept``. Each call restores the
+    random state, the defaults of torch and the environment. A world is replaced after a failure or a timeout.
     """
     world = _WORLDS.get(world_size) or _World(world_size)
     _WORLDS[world_size] = world
@@ -55,7 +56,7 @@ def run_on_world(world_size: int, function: Callable[..., Any], *args: Any, time
 
 
 class _World:
-    """Ranks in one gloo group, each of which runs the functions that it is sent."""
+    """Holds ranks in one gloo group; each rank runs the functions that it receives."""
 
     def __init__(self, world_size: int) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -71,7 +72,7 @@ class _World:
             theirs.close()
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, again: bool) -> list[Any]:
-        """Runs ``function`` on every rank; with ``again`` another one can follow."""
+        """Runs ``function`` on every rank; ``again`` restores the state of the ranks for the next function."""
         for connection in self._connections:
             with suppress(BrokenPipeError):  # collect reports that the rank has ended
                 connection.send((function, args, again))
@@ -96,11 +97,11 @@ def _kill_worlds() -> None:
 
 
 def collect(receivers: list[Connection], timeout: float) -> list[Any]:
-    """What each rank sends through its pipe as ``(True, value)``.
+    """Returns the value that each rank sends through its pipe as ``(True, value)``.
 
     Raises:
         AssertionError: a rank sent ``(False, traceback)``, or died before it sent anything.
-        TimeoutError: one sent nothing in ``timeout`` seconds.
+        TimeoutError: a rank sent nothing within ``timeout`` seconds.
     """
     results: dict[int, Any] = {}
     errors: list[str] = []
@@ -154,7 +155,7 @@ _KEPT_GROUPS: set[Any] = set()
 
 
 def kept(key: Hashable, make: Callable[[], Any]) -> Any:
-    """Returns what ``make`` returned in the first call with ``key`` in this rank. Its process groups stay up."""
+    """Returns the result of the first call of ``make`` with ``key`` on this rank and keeps its process groups."""
     if key not in _KEPT:
         before = _groups()
         _KEPT[key] = make()
@@ -170,11 +171,11 @@ def _groups() -> set[Any]:
 
 @contextmanager
 def _restored() -> Iterator[None]:
-    """Restores what a function may change, and destroys the process groups of its engines.
+    """Restores the state that a function may change, and destroys the process groups of its engines.
 
     Raises:
-        AssertionError: it left a mesh or threads behind. Caches of DTensor refer to the groups of a mesh, so they
-            cannot be destroyed for the next function.
+        AssertionError: the function left a mesh or threads behind. Caches of DTensor refer to the groups of a mesh, so
+            these groups cannot be destroyed for the next function.
     """
     import numpy as np
     import torch
@@ -198,7 +199,7 @@ def _restored() -> Iterator[None]:
     torch.set_grad_enabled(grad)
     made = _groups() - groups - _KEPT_GROUPS
     left = [*(group.group_desc for group in made if "mesh" in group.group_desc), *(_threads() - threads)]
-    assert not left, f"left behind for the next function, which run_ranks allows and run_on_world does not: {left}"
+    assert not left, f"left behind for the next function, which only run_ranks allows: {left}"
     for group in made:
         torch.distributed.destroy_process_group(group)
 

@@ -1,4 +1,4 @@
-"""Checkpoints made without a run, in the format of a save."""
+"""Creates checkpoints without a run, in the format of a save."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Long forms that go on where they were cut short: cases that passed are noted in a file and skipped by the next run.
+"""Lets an interrupted long form resume: a file records the cases that passed, and the next run skips them.
 
-The notes are of the code they were made with: after a change to the package or to these tests all cases count as open
-again. They lie in ``$HPC_TRAIN_LONG_STATE``, or else in ``.pytest_cache``.
+The record is valid only for the code that produced it: after a change to the package or to these tests, all cases run
+again. It is stored in ``$HPC_TRAIN_LONG_STATE``, or else in ``.pytest_cache``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _TOP = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Progress:
-    """Which cases of one test have passed; without a file none ever has."""
+    """Records which cases of one test have passed; without a file it records none."""
 
     file: Path | None
 
     @classmethod
     def of(cls, test: str) -> Progress:
-        """The notes of ``test`` in the long form; in the short form everything is done each time."""
+        """Returns the record of ``test`` in the long form; in the short form it has no file, and all cases run."""
         if not LONG:
             return cls(None)
         folder = Path(os.environ.get("HPC_TRAIN_LONG_STATE") or _TOP / ".pytest_cache/long") / _code()
@@ -35,7 +35,7 @@ class Progress:
         return cls(folder / test)
 
     def open(self, cases: Iterable[object]) -> list[str]:
-        """Those of ``cases`` that have not passed yet, as text."""
+        """Returns those of ``cases`` that have not passed yet, as strings."""
         done = set() if self.file is None or not self.file.exists() else set(self.file.read_text().splitlines())
         return [str(case) for case in cases if str(case) not in done]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a committed checkpoint, whole."""
+    """Returns all tensors of a committed checkpoint, unsharded."""
     reader = dcp.FileSystemReader(path)
     entries = reader.read_metadata().state_dict_metadata
     state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}  # type: ignore[union-attr]
@@ -22,7 +22,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def assert_same_bits(one: Path, other: Path) -> None:
-    """Raises AssertionError where a name, a shape or a single bit of two checkpoints differs."""
+    """Raises AssertionError if a name, a shape or a bit of two checkpoints differs."""
     left, right = read_tensors(one), read_tensors(other)
     assert left.keys() == right.keys()
     different = [name for name in left if not torch.equal(left[name], right[name])]

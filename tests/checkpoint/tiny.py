@@ -1,4 +1,4 @@
-"""Checkpoints of two small tensors, by the same protocol as a run's: begin, write, commit; search, verify, load."""
+"""Creates checkpoints of two small tensors with the protocol of a run: begin, write, commit; search, verify, load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpc_train.checkpoint.verified import VerifiedSearch, on_first
 from hpc_train.checkpoint.writer import quiet, write_tensors
 from tests.checkpoint.progress import LONG
 
-LIMIT_S = 20_000 if LONG else 250  # for a test
+LIMIT_S = 20_000 if LONG else 250  # time limit of a test
 
 
 def state_of(step: int, rank: int = 0) -> dict[str, Tensor]:
@@ -23,14 +23,14 @@ def state_of(step: int, rank: int = 0) -> dict[str, Tensor]:
 
 
 def commit(store: CheckpointStore, step: int, attempt: int = 0) -> Checkpoint:
-    """In one process, without a group."""
+    """Commits a checkpoint in one process, without a process group."""
     writing = store.begin(step, attempt)
     files = write_tensors(state_of(step), writing, None, lambda size, count: None)
     return store.commit(writing, Manifest(step, files, {"tokens": 10 * step}, attempt=attempt))
 
 
 def commit_together(store: CheckpointStore, step: int, attempt: int) -> None:
-    """Collective over all ranks."""
+    """Commits one checkpoint from all ranks. Collective."""
     group = dist.group.WORLD
     assert group is not None
     rank = dist.get_rank()
@@ -40,7 +40,7 @@ def commit_together(store: CheckpointStore, step: int, attempt: int) -> None:
 
 
 def newest_good(store: CheckpointStore, attempt: int = 9) -> int | None:
-    """Collective: finds, loads and compares; the step, None without any."""
+    """Finds and loads the newest good checkpoint, checks its state, and returns its step or None. Collective."""
     group = dist.group.WORLD
     assert group is not None
     found = VerifiedSearch(store, group, True, 0.0, lambda bad, why: store.set_aside(bad, attempt) and None).newest()

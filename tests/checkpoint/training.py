@@ -1,4 +1,4 @@
-"""A training of one rank, built from a frozen run as the worker builds it, that a test takes through single steps."""
+"""Builds a training of one rank from a frozen run, as the worker does, so that a test can take single steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.ranks import kept
 
 @dataclass(frozen=True)
 class Training:
-    """Every method is collective."""
+    """Holds the parts of a training of one rank. Every method is collective."""
 
     config: Config
     mesh: Mesh
@@ -46,7 +46,7 @@ class Training:
         return cls(config, mesh, engine, optimizer, CheckpointManager(run, engine, optimizer, mesh, config, events))
 
     def steps(self, start: int, end: int) -> list[float]:
-        """Takes the steps from ``start`` to before ``end``; the loss of each."""
+        """Takes the steps from ``start`` to ``end - 1`` and returns the loss of each."""
         config, mesh = self.config, self.mesh
         data, seed, total = (
             build_dataset(config.data, "train", config.train.seed),
@@ -65,17 +65,17 @@ class Training:
         return losses
 
     def state(self) -> Mapping[str, Tensor]:
-        """What a checkpoint of this rank would hold; sharded tensors are shards."""
+        """Returns the state that a checkpoint of this rank would contain, with the local shards of sharded tensors."""
         return training_state(self.engine, self.optimizer)
 
 
 def join(config: Config, rank: int, world_size: int) -> Mesh:
-    """The mesh of the layout of ``config``. Collective."""
+    """Returns the mesh of the layout of ``config``. Collective."""
     return join_mesh(resolve_layout(config, 1, world_size), rank, torch.device("cpu"))
 
 
 def join_again(config: Config, rank: int, world_size: int) -> Mesh:
-    """The same mesh for all configs of one shape, for ``run_on_world``. Collective."""
+    """Returns the same mesh for all configs of one shape, for ``run_on_world``. Collective."""
     layout = resolve_layout(config, 1, world_size)
     shape = (layout.dp, layout.pp, layout.tp, layout.shard)
     mesh: Mesh = kept(shape, lambda: join_mesh(layout, rank, torch.device("cpu")))
@@ -83,7 +83,7 @@ def join_again(config: Config, rank: int, world_size: int) -> Mesh:
 
 
 def make_manager(rank: int, world_size: int, path: str) -> CheckpointManager:
-    """Of a frozen run. Collective."""
+    """Returns the checkpoint manager of a frozen run. Collective."""
     run = RunDirectory(Path(path))
     config = load(run)
     return Training.of(run, config, join(config, rank, world_size)).manager

@@ -1,4 +1,4 @@
-"""Runs ``python -m hpc_train`` as a user does, on a case small enough for a test."""
+"""Runs ``python -m hpc_train`` as a user does, with a case that is small enough for a test."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ TINY = [
     "telemetry.wandb.mode=disabled",
     "optim.warmup_steps=0",
 ]
-TINY_GPT = ["model.dim=16", "model.ffn_dim=32", "data.sequence_length=64"]  # of the default task
+TINY_GPT = ["model.dim=16", "model.ffn_dim=32", "data.sequence_length=64"]  # overrides for the default task
 
 
 def lines_of_pages(language: str) -> list[tuple[str, str]]:
-    """Page and line of all fenced blocks of ``language`` in README.md and docs/, in order."""
+    """Returns the page and the text of each line in the ``language`` blocks of README.md and docs/, in order."""
     pages = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
     found = []
     for page in pages:
@@ -41,7 +41,7 @@ def lines_of_pages(language: str) -> list[tuple[str, str]]:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """The environment of a fresh shell: one thread for BLAS, no W&B account, no GPU."""
+    """Returns the environment of a fresh shell, without Slurm variables, a W&B account or a GPU."""
     keep = {
         name: value
         for name, value in os.environ.items()
@@ -53,7 +53,7 @@ def environment(**extra: str) -> dict[str, str]:
 def hpc_train(
     *arguments: str, cwd: Path, timeout: float = 300, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """One call of the command line, to its end."""
+    """Runs one command and waits for it."""
     return subprocess.run(
         [sys.executable, "-m", "hpc_train", *arguments],
         cwd=cwd,
@@ -66,7 +66,7 @@ def hpc_train(
 
 
 def start(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    """A call that the test goes on beside; it leads a process group of its own, as in a terminal."""
+    """Starts a command and does not wait for it; the command leads its own process group, as in a terminal."""
     return subprocess.Popen(
         [sys.executable, "-m", "hpc_train", *arguments],
         cwd=cwd,

@@ -1,4 +1,4 @@
-"""A frozen run of a few CPU workers for the tests of the agent."""
+"""Provides frozen runs of a few CPU workers to the tests of the agent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TINY = GPTConfig(vocab_size=256, n_layers=2, dim=16, n_heads=2, n_kv_heads=2, ff
 
 @pytest.fixture
 def frozen(tmp_path: Path) -> Freeze:
-    """Freezes a run of ``workers`` data-parallel CPU workers under ``tmp_path``."""
+    """Returns a function that freezes a run of ``workers`` data-parallel CPU workers under ``tmp_path``."""
 
     def make(
         name: str = "run",

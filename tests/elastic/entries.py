@@ -1,4 +1,4 @@
-"""What workers do in the tests of the agent: small entries without torch, and the script that runs an agent on them."""
+"""Defines small worker entries without torch for the tests of the agent, and runs an agent with one of them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def until_stopped(spec: WorkerSpec, stop: StopFlag) -> Exit:
 
 
 def finish_when_told(spec: WorkerSpec, stop: StopFlag) -> Exit:
-    """As soon as there is a file ``go`` in the run directory."""
+    """Finishes as soon as the run directory contains a file ``go``."""
     _mark(spec, "")
     until = time.monotonic() + 60
     while not Path(spec.run_dir, "go").exists():
@@ -51,7 +51,7 @@ def finish_when_told(spec: WorkerSpec, stop: StopFlag) -> Exit:
 
 
 def one_is_killed_when_told(spec: WorkerSpec, stop: StopFlag) -> Exit:
-    """In the first attempt; the next is done at once."""
+    """Kills rank 1 in the first attempt when ``go`` exists; the next attempt finishes at once."""
     if spec.attempt > 0:
         return Exit.DONE
     code = finish_when_told(spec, stop)
@@ -61,7 +61,7 @@ def one_is_killed_when_told(spec: WorkerSpec, stop: StopFlag) -> Exit:
 
 
 def _lose_connection() -> Exit:
-    """What the other ranks do when one dies; slower than the first failure, but it may be reported first."""
+    """Raises the error of the other ranks when one dies: it occurs after the first failure, but may arrive first."""
     raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
 
 
@@ -73,7 +73,7 @@ def one_raises(spec: WorkerSpec, stop: StopFlag) -> Exit:
 
 
 class AcceleratorError(RuntimeError):
-    """As torch raises it on a GPU."""
+    """Imitates the error that torch raises on a GPU."""
 
 
 def one_gpu_fails(spec: WorkerSpec, stop: StopFlag) -> Exit:
@@ -83,7 +83,7 @@ def one_gpu_fails(spec: WorkerSpec, stop: StopFlag) -> Exit:
 
 
 def one_gpu_fails_in_the_watchdog(spec: WorkerSpec, stop: StopFlag) -> Exit:
-    """The abort prints the stacks of all threads below the error."""
+    """Aborts rank 1; the abort prints the stacks of all threads after the error."""
 
     def abort(depth: int) -> None:
         if depth > 0:
@@ -132,7 +132,7 @@ def never_stops(spec: WorkerSpec, stop: StopFlag) -> Exit:
 
 
 def serve(listener: socket.socket) -> threading.Thread:
-    """A store that welcomes whoever connects."""
+    """Starts a store that sends ``welcome`` to every client."""
 
     def welcome() -> None:
         while True:
@@ -161,7 +161,7 @@ def prints_much(spec: WorkerSpec, stop: StopFlag) -> Exit:
 def start_agent(
     run: Path, entry: str, store: str = "tests.elastic.entries:serve", **environment: str
 ) -> subprocess.Popen[str]:
-    """An agent in a process and session of its own, as a launcher starts it."""
+    """Starts an agent in its own process and session, as a launcher does."""
     module = entry if ":" in entry else f"tests.elastic.entries:{entry}"
     script = (
         "import sys; from pathlib import Path\n"

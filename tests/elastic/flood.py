@@ -1,4 +1,4 @@
-"""A process that opens connections to a port, says nothing on them, and opens others where they are closed."""
+"""Starts a process that keeps opening connections to a port and sends nothing on them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ while True:
 
 @contextmanager
 def flood(port: int, held: int = 400) -> Iterator[Callable[[int], None]]:
-    """``held`` connections from another process at a time, inside the ``with`` block.
+    """Keeps up to ``held`` connections from another process open inside the ``with`` block.
 
-    What it yields waits until so many have been opened.
+    It yields a function that waits until the given number of connections has been opened.
     """
     process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(port), str(held)], stdout=subprocess.PIPE)
     assert process.stdout is not None

@@ -1,7 +1,7 @@
-"""The agent of a trial. It is the product's, in a hurry.
+"""Runs the agent of a trial, which is the agent of the product with shorter time bounds.
 
-A save that hangs is found within seconds instead of minutes, a slow rank within a few seconds, and the surroundings of
-``surroundings.py`` are entered.
+It detects a save that hangs within seconds instead of minutes and a slow rank within a few seconds, and it enters the
+memory group of ``surroundings.py``.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import time
 from pathlib import Path
 
 SHIFT = "HPC_TRAIN_TEST_CLOCK_SHIFT"  # seconds by which the clock of a node is ahead
-SAVE_S = 8.0  # that take longer hang
-ASKED_EVERY_S = 3.0  # at first, who is late; enough collectives for a verdict must have come in between
+SAVE_S = 8.0  # a save that takes longer counts as a hang
+ASKED_EVERY_S = 3.0  # initial pause between two straggler queries, in which enough collectives must occur
 
 
 def shift_clock() -> None:
-    """Of this process; the monotonic clock goes on as it does."""
+    """Shifts the wall clock of this process; the monotonic clock is unchanged."""
     if shift := float(os.environ.get(SHIFT, "0")):
         right = time.time
         time.time = lambda: right() + shift
 
 
 def main(run: str, entry: str) -> int:
-    """Works on ``run``; its workers call ``entry``."""
+    """Runs the agent on ``run``; its workers call ``entry``."""
     shift_clock()
     from hpc_train.elastic import hangs, watch
     from hpc_train.elastic.agent import run_agent

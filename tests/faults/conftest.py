@@ -1,4 +1,4 @@
-"""A real Slurm for the faults on nodes, and long forms that go on where they were cut short."""
+"""Provides a real Slurm for faults on nodes, and long forms that resume after an interruption."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="package")
 def nodes() -> Iterator[Cluster]:
-    """A cluster of its own: its nodes are killed."""
+    """Starts a separate cluster, because the tests kill its nodes."""
     with running() as started:
         yield started
 
@@ -39,7 +39,7 @@ def cluster(nodes: Cluster, tmp_path: Path) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="package")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The weights of the undisturbed run, as their SHA-256."""
+    """Returns the SHA-256 of the weights of the undisturbed run."""
     return undisturbed(tmp_path_factory.mktemp("undisturbed"), STEPS)
 
 
@@ -52,7 +52,7 @@ def times() -> Iterator[Times]:
 
 @pytest.fixture
 def step(request: pytest.FixtureRequest, trial: int, times: Times) -> Iterator[int]:
-    """The step at which the fault strikes; skips a trial that has passed with this code."""
+    """Returns the step at which the fault is injected; skips a trial that has passed with this code."""
     case, failed = request.node.name, request.session.testsfailed
     if not times.progress.open([case]):
         pytest.skip("has passed with this code")

@@ -1,6 +1,6 @@
-"""A worker that fails as it is told (``tests.faults.plan``): ``hpc_train.train.worker:train`` with faults in its steps.
+"""Trains with the faults of a plan (``tests.faults.plan``): ``hpc_train.train.worker:train`` with faults in its steps.
 
-The product knows nothing of it. Each fault strikes once per run; bad batches are bad whenever they are read.
+The product contains no code for this. Each fault is injected once per run; bad batches are bad at every read.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
 
 
 def train_past(spec: WorkerSpec, stop: StopFlag) -> Exit:
-    """The undisturbed run: it passes over the bad batches of the plan from the beginning."""
+    """Trains the undisturbed run, which skips the bad batches of the plan from the beginning."""
     pass_over(bad_windows(read_plan()))
     with Path(spec.run_dir, "pids").open("a") as pids:
         pids.write(f"{os.getpid()}\n")
@@ -56,7 +56,7 @@ def train_past(spec: WorkerSpec, stop: StopFlag) -> Exit:
 
 
 def pass_over(windows: Sequence[tuple[int, int]]) -> None:
-    """A run of this process takes none of these batches."""
+    """Makes a run in this process skip these batches."""
     past, prepare = Skipped(tuple(windows)), Trainer.__post_init__
 
     def begin(self: Trainer) -> None:
@@ -85,11 +85,11 @@ def _stand_still(run: Path) -> None:
     until = time.monotonic() + 100
     while len(list(run.glob("logs/stacks/slow-*"))) < 2 and time.monotonic() < until:
         time.sleep(0.1)
-    time.sleep(1)  # in which both go on with their evidence
+    time.sleep(1)  # both nodes continue to collect evidence meanwhile
 
 
 class _Bad:
-    """Around a step: where its batch is bad, its loss is 10,000 times as high on one rank, or its gradients are NaN."""
+    """Wraps a step: if its batch is bad, the loss of one rank is multiplied by 10,000 or its gradients are NaN."""
 
     def __init__(self, trainer: Trainer, plan: Sequence[Fault], spec: WorkerSpec) -> None:
         position, bad = trainer.skipped.position(trainer.step), [one for one in plan if one.leads_to.bad_batches]

@@ -1,6 +1,6 @@
-"""Times that the tests on Slurm measure, over all trials of a long form, and the table of them.
+"""Records the times that the tests on Slurm measure, over all trials of a long form, and formats them as a table.
 
-They lie beside the notes of what has passed (``tests.checkpoint.progress``): a form that was cut short goes on.
+The times are stored beside the record of passed cases (``tests.checkpoint.progress``), so a form can be resumed.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ SEED = os.environ.get("HPC_TRAIN_SEED", "0")
 
 
 def trials(usual: int) -> int:
-    """How often a test is done: ``usual`` times in the long form, unless ``HPC_TRAIN_TRIALS`` says otherwise."""
+    """Returns the number of trials: in the long form ``HPC_TRAIN_TRIALS`` or else ``usual``, in the short form 1."""
     return int(os.environ.get("HPC_TRAIN_TRIALS", usual)) if LONG else 1
 
 
 def strike(case: str) -> int:
-    """The step at which the fault of ``case`` strikes: drawn from the seed, the same in each short form."""
+    """Returns the step at which the fault of ``case`` is injected; the long form draws it from the seed."""
     return random.Random(f"{SEED}:{case}").randrange(6, 12) if LONG else 7
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds by what took them; nowhere in the short form."""
+    """Records durations by what was measured; the short form records nothing."""
 
     progress: Progress
 
@@ -37,7 +37,7 @@ class Times:
             append_line(self.progress.file.with_suffix(".times"), {"what": what, "seconds": seconds})
 
     def table(self) -> str:
-        """A line for each, empty without any."""
+        """Returns one row for each kind of duration, or an empty string if there are none."""
         found: dict[str, list[float]] = {}
         if self.progress.file is not None:
             for line in read_lines(self.progress.file.with_suffix(".times")):

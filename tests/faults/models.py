@@ -1,4 +1,4 @@
-"""A model that a test can disturb on one node while it trains; its weights are those of the undisturbed one."""
+"""Defines a model that a test can disturb on one node during training; its weights equal the undisturbed run's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.doors.faulty import Slow
 
 
 class OnNode(Slow):
-    """Fails at once on the node ``fails``, takes its time on ``slow``, and waits while the file ``pause`` is there."""
+    """Kills its process on node ``fails``, is slow on node ``slow``, and waits while the file ``pause`` exists."""
 
     def __init__(
         self, fails: str = "", slow: str = "", pause: str = "/nowhere", seconds: float = 0.1, vocab_size: int = 256

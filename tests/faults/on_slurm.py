@@ -1,7 +1,7 @@
-"""One run on the nodes of a real Slurm, what strikes it there, and what must hold afterwards.
+"""Submits one run to the nodes of a real Slurm, injects faults, and checks the result.
 
-A lost node looks as one without power: its slurmd, its step daemons and all processes of its tasks are gone at once.
-All nodes are one machine: processes belong to a node, and to a cluster, by their environment.
+The loss of a node is simulated as a power failure: its slurmd, its step daemons and all processes of its tasks are
+killed at once. All nodes are on one machine; a process is assigned to a node and a cluster by its environment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.doors.command import REPOSITORY
 from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.runs import SLOW, detail, events, job_id, steps, wait_for_step, with_python
 
-# Whatever the number of ranks, the weights are the same bit for bit.
+# The weights are bitwise identical for every number of ranks.
 REPRODUCIBLE = ["train.reproducible=any_world_size", "batch.logical_micro_batches=4"]
 CASE = [
     *SLOW, *REPRODUCIBLE, "+model.args.seconds=0.1", "cluster.cpu_workers=1", "batch.global_size=12",
@@ -37,11 +37,11 @@ CASE = [
 STEPS = 40
 ASKED = f"train.steps={STEPS}"
 NODES = ("n1", "n2", "n3", "n4")
-PATIENCE_S = 480.0  # on a machine that is busy with other tests, workers take minutes to start
+PATIENCE_S = 480.0  # workers take minutes to start on a machine that is busy with other tests
 
 
 def undisturbed(folder: Path, steps: int) -> str:
-    """The SHA-256 of the weights of the case after ``steps`` steps, trained by one process on this machine."""
+    """Trains the case for ``steps`` steps in one process on this machine and returns the SHA-256 of its weights."""
     own = [part for part in CASE if part != "cluster=slurm" and not part.startswith("+model.args.seconds")]
     done = command.hpc_train(*own, "+model.args.seconds=0", "cluster=local", f"train.steps={steps}", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -54,13 +54,13 @@ def weights(run: Path) -> str:
 
 @dataclass
 class OnSlurm:
-    """A run that was submitted; ``submitter`` waits for it, or is None for a batch script by hand, job ``job``."""
+    """Represents a submitted run; ``submitter`` waits for it, or is None if batch job ``job`` was submitted by hand."""
 
     cluster: Cluster
     run: Path
     submitter: subprocess.Popen[str] | None = None
     job: str = ""
-    pids: set[int] = field(default_factory=set)  # of its processes, as far as they were seen
+    pids: set[int] = field(default_factory=set)  # ids of the processes that were seen
 
     @classmethod
     def submit(cls, cluster: Cluster, cwd: Path, *overrides: str) -> OnSlurm:
@@ -84,13 +84,13 @@ class OnSlurm:
         self.pids |= {process.pid for process in processes(self.cluster, job=self.job)}
 
     def _has_ended(self) -> bool:
-        """Raises what the submitter said."""
+        """Returns False; raises AssertionError with the output of the submitter if it has ended."""
         assert self.submitter is not None
         assert self.submitter.poll() is None, self.submitter.communicate()[0]
         return False
 
     def wait_for_attempt(self, attempt: int) -> None:
-        """Until ``attempt`` has taken steps and saved one."""
+        """Waits until ``attempt`` has taken enough steps to save a checkpoint."""
         file = RunDirectory(self.run).metrics_file(attempt)
         seven = lambda: file.exists() and file.read_text().count("\n") > 6  # noqa: E731
         wait_for(f"steps of attempt {attempt}", seven, PATIENCE_S)
@@ -99,27 +99,24 @@ class OnSlurm:
         wait_for(f"{event} in {self.run}", lambda: len(events(self.run, event)) >= count, PATIENCE_S)
 
     def told(self, *names: str) -> list[tuple[str, int | None, str]]:
-        """Class, rank and node of each of these events, in order."""
+        """Returns the class, rank and node of each of these events, in order."""
         return [(event["class"], event["rank"], event["node"]) for event in events(self.run, *names)]
 
     def nodes_of(self, event: str) -> list[list[str]]:
         return [found["nodes"] for found in events(self.run, event)]
 
     def shown(self, field_name: str) -> str:
-        """Of ``scontrol show job``."""
+        """Returns a field of ``scontrol show job``."""
         return detail(self.cluster, self.job or job_id(self.run), field_name)
 
     def first_step_after(self, struck: float) -> float:
-        """Seconds from ``struck`` (since 1970) to the end of the first step of an attempt after it."""
+        """Returns the seconds from ``struck`` (since 1970) to the end of the first step of the next attempt."""
         files = RunDirectory(self.run).metrics.glob("attempt-*.jsonl")
         firsts = [next(iter(read_lines(file)), {"time": 0.0})["time"] for file in files]
         return min(first for first in firsts if first > struck) - struck
 
     def finished(self, whole: str) -> None:
-        """It came to its end as if nothing had happened: the weights are ``whole``, and nothing is left of it.
-
-        What had happened is told.
-        """
+        """Checks that the run completed with weights ``whole``, left nothing behind and reported its last failure."""
         if self.submitter is not None:
             output, _ = self.submitter.communicate(timeout=PATIENCE_S)
             assert self.submitter.returncode == 0, output
@@ -128,13 +125,13 @@ class OnSlurm:
         for line in RunDirectory(self.run).read_all_metrics():
             losses[line["step"]].add(line["loss"])
         assert sorted(losses) == list(range(1, STEPS + 1))
-        assert max(map(len, losses.values())) == 1, "a step that was taken again was the same"
+        assert max(map(len, losses.values())) == 1, "a repeated step has a different loss"
         assert weights(self.run) == whole
         self.nothing_left()
         self.last_failure_told()
 
     def stopped(self) -> None:
-        """A person asks it to stop, and it does."""
+        """Asks the run to stop, as a user does, and checks that it stops."""
         assert self.submitter is not None
         self.cluster.call("scancel", "--signal=USR1", job_id(self.run))
         output, _ = self.submitter.communicate(timeout=PATIENCE_S)
@@ -142,12 +139,12 @@ class OnSlurm:
         self.nothing_left()
 
     def ended(self) -> str:
-        """How its job has ended, in Slurm's word."""
+        """Waits until the job has ended and returns its state in Slurm's terms."""
         states = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         return self.cluster.wait_for_state(self.job or job_id(self.run), *states, seconds=PATIENCE_S)
 
     def nothing_left(self) -> None:
-        """No process, and so no port; no shared memory; no job that waits or runs."""
+        """Checks that there is no process (and therefore no port), no shared memory, and no pending or running job."""
         job = self.job or job_id(self.run)
         wait_for("the end of all processes", lambda: not list(processes(self.cluster, job=job)), 60)
         names = [path.name for path in Path("/dev/shm").iterdir()]
@@ -155,13 +152,13 @@ class OnSlurm:
         assert self.cluster.call("squeue", "--noheader", "--states=PENDING,RUNNING", f"--jobs={job}").stdout == ""
 
     def why(self, *options: str) -> str:
-        """What the page on its failure says."""
+        """Returns the output of the command ``why``."""
         done = self.cluster.hpc_train("why", str(self.run), *options, cwd=self.run)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     def last_failure_told(self) -> None:
-        """Its page names class, rank and node of what failed in the newest attempt in which something did."""
+        """Checks that ``why`` names the class, rank and node of a failure in the newest attempt that has a failure."""
         failures = events(self.run, "worker_failed", "node_lost")
         newest = max((event["attempt"] for event in failures), default=None)
         told = [(event["class"], event["rank"], event["node"]) for event in failures if event["attempt"] == newest]
@@ -171,7 +168,7 @@ class OnSlurm:
 
 
 def environment_of(process: psutil.Process, cluster: Cluster) -> dict[str, str]:
-    """The environment of a process of this cluster; empty for any other process."""
+    """Returns the environment of a process of this cluster, or an empty dict for any other process."""
     try:
         found = process.environ()
     except psutil.Error:
@@ -180,7 +177,7 @@ def environment_of(process: psutil.Process, cluster: Cluster) -> dict[str, str]:
 
 
 def processes(cluster: Cluster, node: str | None = None, job: str | None = None) -> Iterator[psutil.Process]:
-    """Those that a job has on ``node``, or that ``job`` has anywhere."""
+    """Yields the processes that any job has on ``node``, or that ``job`` has on any node."""
     for process in psutil.process_iter():
         own = environment_of(process, cluster)
         wanted = own.get("SLURMD_NODENAME") == node if node else own.get("SLURM_JOB_ID") == job
@@ -194,9 +191,9 @@ def daemons(cluster: Cluster, node: str) -> list[psutil.Process]:
 
 
 def of_node(cluster: Cluster, node: str) -> list[psutil.Process]:
-    """All that dies when ``node`` loses its power, in the order in which nobody can tell of another's death.
+    """Returns all processes that end when ``node`` loses its power, in an order in which none can report another's end.
 
-    An srun has a child that waits for its parent's death, to have Slurm kill the step on all nodes.
+    An srun has a child that waits for the end of its parent and then makes Slurm kill the step on all nodes.
     """
     tasks = list(processes(cluster, node))
     found = {process.pid: process for process in tasks if process.name() == "srun"}
@@ -211,7 +208,7 @@ def agent(cluster: Cluster, node: str) -> psutil.Process:
 
 
 def kill_node(cluster: Cluster, node: str) -> float:
-    """Returns when it was, in seconds since 1970."""
+    """Kills all processes of ``node`` and returns the time in seconds since 1970."""
     for process in of_node(cluster, node):
         _kill(process.pid)
     return time.time()
@@ -224,7 +221,7 @@ def kill_agent(cluster: Cluster, *nodes: str) -> float:
 
 
 def worker(cluster: Cluster, node: str) -> psutil.Process:
-    """The worker of a node that is not the batch host: there the warm parent has no other child."""
+    """Returns the worker of a node other than the batch host: there it is the only child of the warm parent."""
     (warm_parent,) = [one for one in agent(cluster, node).children() if "forkserver" in " ".join(one.cmdline())]
     (found,) = warm_parent.children()
     return found
@@ -242,7 +239,7 @@ def _kill(pid: int) -> None:
 
 
 def restore(cluster: Cluster) -> None:
-    """All four nodes are up and idle again, whatever a test has left."""
+    """Restarts the nodes that a test has killed and waits until all four are up and idle."""
     for node in NODES:
         if not daemons(cluster, node):
             subprocess.run(["slurmd", "-N", node], env=cluster.environment, check=True, stdin=subprocess.DEVNULL)
@@ -251,7 +248,7 @@ def restore(cluster: Cluster) -> None:
 
 
 def _states(cluster: Cluster) -> dict[str, str]:
-    """Of each node, in full: among those that ``sinfo --states=idle`` lists are nodes that drain."""
+    """Returns the full state of each node, because ``sinfo --states=idle`` also lists draining nodes."""
     shown = cluster.call("sinfo", "-h", "-N", "-p", "cpu", "-o", "%N %T").stdout.splitlines()
     return dict(line.split() for line in shown)
 

@@ -1,4 +1,4 @@
-"""Which fault comes when. A plan travels in an environment variable that only ``tests.faults.entry`` reads."""
+"""Defines which fault occurs when, as a plan in an environment variable that only ``tests.faults.entry`` reads."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 VARIABLE = "HPC_TRAIN_TEST_FAULTS"
-RECOVERY = -1  # instead of a step: while the next attempt starts
+RECOVERY = -1  # replaces the step of a fault that occurs while the next attempt starts
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a fault leads to.
+    """Describes the effect of a fault.
 
     Attributes:
-        failure: the class that the event log is to name; None where nothing fails.
-        end: the exit code of the agent, which is then started again; None where the run goes on by itself.
-        names_rank: whether the event log is to name the rank that was struck.
-        bad_batches: so many batches of the data are bad from the step on; the run is to pass over them.
+        failure: the class that the event log must name, or None if nothing fails.
+        end: the exit code of the agent, which is then started again, or None if the run continues by itself.
+        names_rank: whether the event log must name the rank of the fault.
+        bad_batches: the number of bad batches in the data, starting at the step; the run must skip them.
     """
 
     failure: str | None = None
@@ -34,32 +34,32 @@ CRASHES = {
     **dict.fromkeys(("kill", "segfault", "abort", "bus", "loader"), Kind("killed")),
     "exit": Kind("exited"),
     "store": Kind("communication", names_rank=False),
-    "warm_parent": Kind("killed", names_rank=False),  # strikes all ranks of the node at once
+    "warm_parent": Kind("killed", names_rank=False),  # it kills all ranks of the node at once
 }
 HANGS = dict.fromkeys(("stop", "gil", "storage", "collective", "storage_in_save"), Kind("hang"))
 ENDS = {
     "memory": Kind("out_of_memory", end=1),
     "agent": Kind(end=-9),
-    "request": Kind(end=75),  # somebody asks the run to stop
-    "grace": Kind("killed", end=1, names_rank=False),  # and the save takes longer than it may
+    "request": Kind(end=75),  # a user asks the run to stop
+    "grace": Kind("killed", end=1, names_rank=False),  # the save after a stop request exceeds the grace period
 }
 PASSING = {"disk": Kind(), "nan": Kind(bad_batches=1), "spike": Kind(bad_batches=3)}
-# These need a surrounding that only root can make (tests/faults/surroundings.py).
+# These faults need surroundings that only root can create (tests/faults/surroundings.py).
 IN_SURROUNDINGS = {
     "memory_limit": Kind("out_of_memory", end=1),
-    "shared_memory": Kind("disk_full", end=1, names_rank=False),  # all ranks share it
+    "shared_memory": Kind("disk_full", end=1, names_rank=False),  # all ranks share /dev/shm
 }
-# Not drawn: errors of GPUs, in the words of torch.
+# These faults are never drawn: GPU errors with the messages of torch.
 GPU_ERRORS = {"device": Kind("device_error"), "kernel": Kind("kernel_error")}
-# Not drawn: a rank that is slow in every step, one that stands still in one of them until two nodes have told it, and
-# the whole node asleep until somebody wakes it.
+# These faults are never drawn: a rank that is slow in every step, a rank that pauses in one step until two nodes have
+# reported it, and a node whose processes are all suspended until the test resumes them.
 SPECIAL = {"slow": Kind(), "pause": Kind(), "asleep": Kind()}
 KINDS = CRASHES | HANGS | ENDS | PASSING | IN_SURROUNDINGS | GPU_ERRORS | SPECIAL
 
 
 @dataclass(frozen=True)
 class Fault:
-    """``kind`` strikes ``rank`` in training step ``step`` (the first time that it comes there), or in a recovery."""
+    """Describes a fault: ``kind`` affects ``rank`` when it first reaches training step ``step``, or in a recovery."""
 
     kind: str
     rank: int
@@ -79,12 +79,12 @@ def read_plan() -> list[Fault]:
 
 
 def happened(run_dir: str | Path, number: int) -> Path:
-    """The file that says that fault ``number`` has struck; its content is the time."""
+    """Returns the file that shows that fault ``number`` was injected; it contains the time."""
     return Path(run_dir) / f"fault-{number:03d}"
 
 
 def bad_windows(plan: Sequence[Fault]) -> list[tuple[int, int]]:
-    """The bad batches of each fault as [first, last) positions in the data; those before it are passed over by then."""
+    """Returns the bad batches of each fault as positions [first, last) in the data, which count skipped batches too."""
     found: list[tuple[int, int]] = []
     for fault in plan:
         first = fault.step + sum(last - first for first, last in found)
@@ -94,8 +94,10 @@ def bad_windows(plan: Sequence[Fault]) -> list[tuple[int, int]]:
 
 
 def draw(seed: int, count: int, kinds: Sequence[str], first_step: int, spacing: int) -> list[Fault]:
-    """``count`` faults, one every ``spacing`` steps, no kind much more often than another; after a fifth of those that
-    end an attempt another one strikes during the recovery."""
+    """Draws ``count`` faults, one every ``spacing`` steps, with similar numbers of each kind.
+
+    After a fifth of the faults that end an attempt, another fault is injected during the recovery.
+    """
     choose = random.Random(seed)
     plan: list[Fault] = []
     for place, kind in enumerate(choose.sample([*kinds] * -(-count // len(kinds)), count)):

@@ -1,4 +1,4 @@
-"""How each kind of fault strikes: called in a worker, in the middle of its training."""
+"""Implements each kind of fault as a function that a worker calls during its training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST_PIECES = 128
 
 def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
     os.kill(pid, number)
-    time.sleep(10)  # until it arrives
+    time.sleep(10)  # until the signal arrives
 
 
 def segfault() -> None:
@@ -37,14 +37,14 @@ def segfault() -> None:
 
 
 def hold_the_gil() -> None:
-    """A C function that never returns, called without giving up the interpreter's lock; a signal does not wake it."""
+    """Blocks in a C function that holds the interpreter's lock and never returns; a signal does not interrupt it."""
     mutex = ctypes.create_string_buffer(64)
     ctypes.PyDLL(None).pthread_mutex_lock(mutex)
     ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 
 
 def bus_error() -> None:
-    """Memory mapped from a file that has become shorter, as when /dev/shm is full."""
+    """Accesses memory that is mapped from a truncated file, which fails in the same way as a full /dev/shm."""
     descriptor = os.memfd_create("short")
     os.ftruncate(descriptor, 2 * mmap.PAGESIZE)
     memory = mmap.mmap(descriptor, 2 * mmap.PAGESIZE)
@@ -53,7 +53,7 @@ def bus_error() -> None:
 
 
 def kill_store() -> None:
-    """It is the one child of the warm parent that is no worker."""
+    """Kills the store, the only child of the warm parent that is not a worker."""
     children = psutil.Process(os.getppid()).children()
     store = next(child for child in children if "LISTEN" in _states(child))
     kill(store.pid)
@@ -64,26 +64,26 @@ def _states(process: psutil.Process) -> set[str]:
 
 
 def kill_loader() -> None:
-    """The step goes on; a later one misses its data."""
+    """Kills a loader process: the current step completes, but a later one lacks its data."""
     process = multiprocessing.active_children()[0]
     os.kill(process.pid or 0, signal.SIGKILL)
 
 
 def too_much_memory() -> None:
-    """More than the process may have: an exception tells."""
+    """Allocates more memory than the limit of the process, which raises an exception."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (1 << 40, hard))
     torch.empty(1 << 42, dtype=torch.uint8)
 
 
 def more_than_the_group_may_have() -> None:
-    """The kernel kills for it, without a word."""
+    """Allocates more memory than the limit of the group; the kernel kills the process without a message."""
     taken = [bytearray(os.urandom(1)) * PIECE for _ in range(MOST_PIECES)]
-    raise AssertionError(f"no limit on {len(taken) * PIECE} bytes")
+    raise AssertionError(f"the memory group allows at least {len(taken) * PIECE} bytes")
 
 
 def fill_shared_memory() -> None:
-    """And whatever is freed from now on."""
+    """Fills /dev/shm, including all space that is freed from now on."""
     threading.Thread(target=_fill, args=(SHARED_MEMORY / "ballast",), daemon=True).start()
 
 
@@ -130,7 +130,7 @@ def agent() -> int:
 
 
 def ask_to_stop(stop: StopFlag) -> None:
-    """The next fault is not to come before the request has arrived."""
+    """Asks the run to stop and waits until the request has arrived, so that the next fault comes after it."""
     os.kill(agent(), signal.SIGTERM)
     while not stop.requested:
         time.sleep(0.01)
@@ -166,7 +166,7 @@ STRIKES: dict[str, Callable[[StopFlag], None]] = {
     "gil": lambda stop: hold_the_gil(),
     "storage": lambda stop: read_what_never_comes(),
     "storage_in_save": lambda stop: hang_in_the_next_save(),
-    "collective": lambda stop: dist.barrier(),  # that no other rank enters
+    "collective": lambda stop: dist.barrier(),  # no other rank enters it
     "asleep": lambda stop: put_all_to_sleep(),
     "device": lambda stop: gpu_error("uncorrectable ECC error encountered", 214),
     "kernel": lambda stop: gpu_error("an illegal memory access was encountered", 700),

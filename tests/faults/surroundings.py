@@ -1,6 +1,6 @@
-"""What a run is put into to be struck by the kernel itself: a control group with little memory, a small /dev/shm.
+"""Creates surroundings in which the kernel causes a fault: a control group with little memory, and a small /dev/shm.
 
-Only root can make them, and not in every container.
+Only root can create them, and not in every container.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SMALL_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=32m shm /
 
 @dataclass(frozen=True)
 class Surroundings:
-    """``prefix`` goes before the command of an agent, ``variables`` into its environment."""
+    """Holds a ``prefix`` for an agent's command, ``variables`` for its environment and possible ``kinds`` of fault."""
 
     prefix: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class Surroundings:
 
 @contextmanager
 def surroundings() -> Iterator[Surroundings]:
-    """Those that can be made here; ``kinds`` of faults are possible in them."""
+    """Creates the surroundings that this machine permits; ``kinds`` lists the faults that are possible in them."""
     shm = subprocess.run([*SMALL_SHM, "true"], check=False, capture_output=True).returncode == 0
     with _memory_group() as group:
         yield Surroundings(
@@ -40,14 +40,14 @@ def surroundings() -> Iterator[Surroundings]:
 
 
 def enter_memory_group() -> None:
-    """With all processes that this one starts."""
+    """Moves this process to the memory group; the processes that it starts are then members too."""
     if GROUP in os.environ:
         Path(os.environ[GROUP], "cgroup.procs").write_text(str(os.getpid()))
 
 
 @contextmanager
 def _memory_group() -> Iterator[Path | None]:
-    """Below this process's own; None where that cannot be."""
+    """Creates a control group below this process's own, and yields None if that is impossible."""
     own = {line.split(":")[1]: line.split(":", 2)[2] for line in Path("/proc/self/cgroup").read_text().splitlines()}
     top, limit = ("memory", "memory.limit_in_bytes") if "memory" in own else ("", "memory.max")
     group = Path("/sys/fs/cgroup", top, own.get(top, "/").lstrip("/"), f"hpc_train-test-{os.getpid()}")
@@ -59,7 +59,7 @@ def _memory_group() -> Iterator[Path | None]:
     try:
         (group / limit).write_text(str(MEMORY_BYTES))
         made: Path | None = group
-    except OSError:  # this group may not limit memory
+    except OSError:  # this group cannot limit memory
         made = None
     try:
         yield made
@@ -70,6 +70,6 @@ def _memory_group() -> Iterator[Path | None]:
 def _remove(group: Path) -> None:
     until = time.monotonic() + 10
     while group.exists() and time.monotonic() < until:
-        with suppress(OSError):  # processes that are about to end
+        with suppress(OSError):  # some processes of the group are still ending
             group.rmdir()
         time.sleep(0.05)

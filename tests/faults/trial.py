@@ -1,4 +1,4 @@
-"""One run that suffers a plan of faults, with a real agent and real workers, and what must hold afterwards."""
+"""Runs one training under a plan of faults, with a real agent and real workers, and checks the result."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ TWO_REPLICAS = [
     "elastic.hang_timeout_s=4",
 ]
 NONE = Surroundings()
-MARK = "HPC_TRAIN_TEST_TRIAL"  # in the environment of every process of a trial
+MARK = "HPC_TRAIN_TEST_TRIAL"  # an environment variable of every process of a trial
 
 
 @dataclass(frozen=True)
 class Trial:
-    """How a run ended that was struck by ``plan``; ``codes``: of its agents, one after the other."""
+    """Records how a run under ``plan`` ended; ``codes`` holds the exit codes of its successive agents."""
 
     run: RunDirectory
     plan: Sequence[Fault]
@@ -53,11 +53,11 @@ class Trial:
 
     @property
     def told(self) -> list[tuple[str, int]]:
-        """Class and rank of each failure that the event log names, in order."""
+        """Returns the class and rank of each failure that the event log names, in order."""
         return [(event["class"], event["rank"]) for event in self.events("worker_failed")]
 
     def recoveries(self) -> list[float]:
-        """Seconds from each fault that ended an attempt to the end of the first step of an attempt after it."""
+        """Returns seconds from each fault that ended an attempt to the end of the first step of the next attempt."""
         lines = [line for path in self.run.metrics.glob("*.jsonl") for line in _lines(path)]
         ended = [number for number, fault in enumerate(self.plan) if fault.kind not in PASSING]
         struck = [float(happened(self.run.path, number).read_text()) for number in ended]
@@ -72,9 +72,9 @@ def freeze(path: Path, steps: int, *overrides: str) -> RunDirectory:
 def start(
     run: RunDirectory, plan: Sequence[Fault] = (), around: Surroundings = NONE, entry: str = "train"
 ) -> subprocess.Popen[str]:
-    """An agent in a session of its own, as a launcher starts it."""
+    """Starts an agent in its own session, as a launcher does."""
     environment = dict(around.variables) | variables(plan) | {MARK: str(run.path)}
-    # not by -m: forked workers would run the module again
+    # -m is not possible, because forked workers would run the module again
     script = "import sys; from tests.faults.agent import main; sys.exit(main(*sys.argv[1:]))"
     return subprocess.Popen(
         [*around.prefix, sys.executable, "-c", script, str(run.path), f"tests.faults.entry:{entry}"],
@@ -95,7 +95,7 @@ def finish(run: RunDirectory, agent: subprocess.Popen[str], plan: Sequence[Fault
 
 
 def undisturbed(path: Path, steps: int, *overrides: str, plan: Sequence[Fault] = ()) -> RunDirectory:
-    """A run that nothing strikes; it passes over the bad batches of ``plan``."""
+    """Trains without faults; the run skips the bad batches of ``plan``."""
     run = freeze(path, steps, *overrides)
     trial = finish(run, start(run, plan, entry="train_past"))
     assert trial.code == 0, trial.error
@@ -105,7 +105,7 @@ def undisturbed(path: Path, steps: int, *overrides: str, plan: Sequence[Fault] =
 def struck(
     path: Path, steps: int, plan: Sequence[Fault], *overrides: str, around: Surroundings = NONE, timeout: float = 800
 ) -> Trial:
-    """A run that is started again after each fault of ``plan`` that ends its agent."""
+    """Runs a plan and starts the agent again after each fault that ends it."""
     run, codes, error = freeze(path, steps, *overrides), list[int](), ""
     while not codes or codes == [fault.leads_to.end for fault in plan if fault.leads_to.end is not None][: len(codes)]:
         trial = finish(run, start(run, plan, around), plan, timeout)
@@ -114,11 +114,11 @@ def struck(
 
 
 def assert_survived(trial: Trial, reference: RunDirectory) -> None:
-    """The run ended as the undisturbed one did, bit for bit, told what had happened, and left nothing behind."""
+    """Checks that all failures were reported, the last checkpoint equals ``reference`` bitwise, and nothing is left."""
     leads_to = [fault.leads_to for fault in trial.plan]
     assert trial.codes == [*(one.end for one in leads_to if one.end is not None), 0], trial.error
     for number, fault in enumerate(trial.plan):
-        assert happened(trial.run.path, number).exists(), f"{fault} never struck"
+        assert happened(trial.run.path, number).exists(), f"{fault} was not injected"
     failing = [fault for fault in trial.plan if fault.leads_to.failure is not None]
     assert len(trial.told) == len(failing), trial.error
     for fault, (failure, rank) in zip(failing, trial.told, strict=True):
@@ -133,7 +133,7 @@ def assert_survived(trial: Trial, reference: RunDirectory) -> None:
 
 
 def assert_nothing_left(run: RunDirectory) -> None:
-    """No process, no port, no shared memory of the run."""
+    """Checks that no process, no port and no shared memory of the run is left."""
     until = time.monotonic() + 10
     while (left := processes(run)) and time.monotonic() < until:
         time.sleep(0.1)

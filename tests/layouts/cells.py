@@ -1,7 +1,7 @@
-"""The matrix of layouts: what is compared with one process, and what is refused and why.
+"""Generates the matrix of layouts: cells that are compared with one process, and cells that are refused, with reasons.
 
-Nothing is listed by hand: every way to split 1, 2 and 4 ranks into dp x pp x tp is tried with every data parallelism,
-schedule, number of micro-batches and model, and ``config.validate`` says which of them are refused. No torch here.
+No cell is listed by hand. Every split of 1, 2 and 4 ranks into dp x pp x tp is combined with every data parallelism,
+schedule, number of micro-batches and model, and ``plan.validate`` decides which are refused. The module needs no torch.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from tests.checkpoint.progress import LONG
 
 MODELS = ("gpt", "gpt-tied", "vit")
 SEQUENCE, VOCABULARY, IMAGE, CLASSES = 8, 14, 8, 5
-UNEVEN_BATCH = 10  # over 4 ranks: 12 slots, two of them padding; with accumulation more
+UNEVEN_BATCH = 10  # 4 ranks use 12 slots, two of which are padding; accumulation adds more padding
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One comparison: a model under a layout.
+    """Describes one comparison: a model under a layout.
 
     Attributes:
         model: ``gpt``, ``gpt-tied``, ``vit`` or ``custom`` (a module without parts); ``gpt-weighted`` and
-            ``custom-weighted`` have a loss that returns a count of its own.
-        strategy, batch, train: fields of the config's groups that differ from their defaults.
-        loss_scale: given to ``train_step`` and ``clip_grad_norm_``.
+            ``custom-weighted`` have a loss that returns its own count.
+        strategy, batch, train: the fields of the config's groups that differ from their defaults.
+        loss_scale: the loss scale that ``train_step`` and ``clip_grad_norm_`` receive.
     """
 
     world_size: int
@@ -68,7 +68,7 @@ class Cell:
         )
 
     def layout(self) -> Layout:
-        """Raises UserError where the cell is refused."""
+        """Returns the layout; raises UserError if the cell is refused."""
         return validate(self.config(), nodes=1, workers_per_node=self.world_size)
 
     def __str__(self) -> str:
@@ -96,14 +96,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Refused:
-    """A cell that the config refuses, and the reason it gives."""
+    """Holds a cell that the config refuses, and the reason."""
 
     cell: Cell
     reason: str
 
 
 def cells(world_size: int, pipelines: bool) -> tuple[list[Cell], list[Refused]]:
-    """All cells of ``world_size`` ranks with pipelines, or all without: those to compare and those refused."""
+    """Returns all cells of ``world_size`` ranks with or without pipelines: those to compare and those refused."""
     allowed: list[Cell] = []
     refused: list[Refused] = []
     for strategy in _strategies(world_size):
@@ -121,7 +121,7 @@ def cells(world_size: int, pipelines: bool) -> tuple[list[Cell], list[Refused]]:
 
 
 def in_turn(cells: Sequence[Cell]) -> list[Cell]:
-    """Returns one cell of each strategy, batch and precision, with the models in turn; all cells in the long form."""
+    """Returns one cell per strategy, batch and precision, with alternating models; all cells in the long form."""
     if LONG:
         return list(cells)
     alike: dict[str, list[Cell]] = {}
@@ -131,7 +131,7 @@ def in_turn(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def batches_in_turn(cells: Sequence[Cell]) -> list[Cell]:
-    """Of each strategy the cells of one batch, the batches in turn; in the long form all."""
+    """Returns the cells of one batch per strategy, with alternating batches; all cells in the long form."""
     if LONG:
         return list(cells)
     alike: dict[str, list[Cell]] = {}
@@ -145,7 +145,7 @@ def batches_in_turn(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def every_other(cells: Sequence[Cell]) -> list[Cell]:
-    """Half of the pipelines, every schedule and every data parallelism among them; in the long form all."""
+    """Returns half of the pipeline cells, with every schedule and data parallelism; all cells in the long form."""
     if LONG:
         return list(cells)
     schedules, kinds = [*SCHEDULES], [*KINDS]
@@ -165,12 +165,12 @@ SAVERS: dict[str, dict[str, dict[str, Any]]] = {
     "several": {"train": {"activation_checkpointing": "selective", "loss_chunks": 2}},
     "all at once": {"train": {"activation_checkpointing": "ops", "loss_chunks": 2}, "strategy": {"offload": "all"}},
     "compile": {"train": {"compile": True}},
-    "topk": {"strategy": {"compression": "topk", "compression_share": 1.0}},  # of everything: nothing is left out
+    "topk": {"strategy": {"compression": "topk", "compression_share": 1.0}},  # it omits no element
 }
 
 
 def saver_cells(world_size: int, savers: Collection[str]) -> tuple[list[Cell], list[Refused]]:
-    """Each of ``savers`` under every strategy of ``world_size`` ranks that is allowed without it."""
+    """Combines each of ``savers`` with every strategy of ``world_size`` ranks that is allowed without it."""
     allowed: list[Cell] = []
     refused: list[Refused] = []
     for strategy in _strategies(world_size):
@@ -208,7 +208,7 @@ def _shards(strategy: dict[str, Any], schedule: str | None) -> Iterator[dict[str
 
 
 def _batches(strategy: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    """One micro-batch and accumulation over three; in pipelines so many that all stages work at once for a while."""
+    """Returns 1 and 3 micro-batches; for a pipeline, a number with which all stages work at once for some time."""
     if strategy["pp"] == 1:
         return {"micro_batches": 1}, {"micro_batches": 3}
     if strategy["schedule"] == "sequential":

@@ -1,4 +1,4 @@
-"""One table at the end of the test output: what was compared with one process, and what is refused."""
+"""Prints a table at the end of the test output: the cells compared with one process, and those refused."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import pytest
 from tests.layouts.cells import Refused
 from tests.layouts.oracle import Outcome, line
 
-COMPARED, REFUSED = "compared with one process", "refused"  # properties of a test; they come from its process with -n
+# These are the names of test properties, which pytest-xdist sends from the process of the test.
+COMPARED, REFUSED = "compared with one process", "refused"
 
 
 @pytest.fixture
 def record(request: pytest.FixtureRequest) -> Callable[[list[Outcome], list[Refused]], None]:
-    """Adds outcomes and refusals to the table."""
+    """Returns a function that adds outcomes and refused cells to the table."""
 
     def add(outcomes: list[Outcome], refused: list[Refused]) -> None:
         properties = request.node.user_properties

@@ -1,4 +1,4 @@
-"""What a computation keeps in memory and makes on its way, counted tensor by tensor: no clock, no allocator."""
+"""Counts the memory that a computation keeps and allocates, tensor by tensor, without a clock or an allocator."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class Allocations(TorchDispatchMode):
-    """Sees every tensor that an operator makes inside the block, in forward and backward.
+    """Observes every tensor that an operator creates inside the block, in forward and backward.
 
     Attributes:
-        largest: elements of the largest of them.
+        largest: the number of elements of the largest of them.
     """
 
     def __init__(self) -> None:
@@ -27,14 +27,14 @@ class Allocations(TorchDispatchMode):
         given = {tensor.untyped_storage()._cdata for tensor in _tensors(args)}
         for tensor in _tensors(made):
             storage = tensor.untyped_storage()
-            if storage._cdata not in given:  # no view
+            if storage._cdata not in given:  # the tensor is not a view
                 self._sizes[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
                 self.largest = max(self.largest, storage.nbytes() // tensor.element_size())
         return made
 
     @property
     def alive(self) -> int:
-        """Bytes of what was made and still exists."""
+        """Returns the number of bytes of the created tensors that still exist."""
         return sum(size for reference, size in self._sizes.values() if not reference.expired())
 
 

@@ -1,4 +1,4 @@
-"""Models of a user: modules without stem, layers and head, and losses that count for themselves."""
+"""Defines models as a user does: modules without stem, layers and head, and losses that return their own counts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hpc_train.models.transformer import cross_entropy
 
 
 class Tiny(nn.Module):
-    """Images ``[micro, 3, 8, 8]`` to class scores.
+    """Maps images ``[micro, 3, 8, 8]`` to class scores.
 
     Args:
-        batch_norm: normalise by the statistics of the batch.
-        unused: bring a parameter that no forward uses.
+        batch_norm: normalises by the statistics of the batch.
+        unused: adds a parameter that no forward uses.
     """
 
     def __init__(self, classes: int, batch_norm: bool = False, unused: bool = False) -> None:
@@ -35,7 +35,7 @@ class Tiny(nn.Module):
 
 
 def weighted_cross_entropy(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """A weighted sum and the sum of the weights: 2.5, 5 or 7.5 for each target, so that no two shares are alike."""
+    """Returns a weighted sum and the sum of the weights. Weights of 2.5, 5 and 7.5 give the shares different sums."""
     weights = torch.where(targets == IGNORED, 0.0, 2.5 * (1 + targets % 3)).flatten()
     losses = F.cross_entropy(scores.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="none")
     return (losses * weights).sum(), weights.sum()
@@ -47,8 +47,10 @@ class WeightedTiny(Tiny):
 
 
 class ScaledTiny(Tiny):
-    """The sum and the count of the cross entropy, both times ``scale``, and times N in the Nth forward if it ``grows``:
-    its mean and its gradients are those of ``Tiny``."""
+    """Multiplies the sum and the count of the cross entropy by ``scale``, and by N in the Nth forward if it ``grows``.
+
+    The mean and the gradients are those of ``Tiny``.
+    """
 
     def __init__(self, classes: int, scale: int = 1, grows: bool = False) -> None:
         super().__init__(classes)
@@ -67,7 +69,7 @@ class WeightedHead(GPTHead):
 
 
 class WeightedGPT(GPT):
-    """A model with the three parts whose head has another loss than the built-in one."""
+    """Has the three parts of a GPT and a head whose loss differs from the built-in one."""
 
     def __init__(self, **sizes: Any) -> None:
         config = GPTConfig(**sizes)

@@ -1,9 +1,9 @@
-"""The oracle: a plain loop of one process, with torch's own clipping and AdamW, against an engine on several ranks.
+"""Compares an engine on several ranks with the oracle: a plain loop in one process with torch's clipping and AdamW.
 
-The loop knows nothing of micro-batches, padding, meshes or names: the whole global batch goes through the whole model
-at once. Every rank runs it for itself (the models are tiny) and compares what it holds, gathered, with it.
+The loop uses no micro-batches, padding, meshes or names: the whole global batch passes through the whole model at once.
+Every rank runs the loop itself (the models are tiny) and compares its gathered tensors with the result.
 
-To check one layout from a test: ``check_layout(4, "gpt", strategy={"dp": 2, "pp": 2})``.
+To check one layout in a test, call ``check_layout(4, "gpt", strategy={"dp": 2, "pp": 2})``.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ from tests.layouts.cells import CLASSES, IMAGE, SEQUENCE, VOCABULARY, Cell
 from tests.ranks import kept, run_on_world, run_ranks
 
 STEPS = 5 if LONG else 2
-MAX_NORM = 0.05  # below every gradient norm of these models: clipping is always active
+MAX_NORM = 0.05  # lower than every gradient norm of these models, so that clipping is always active
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
-EPS = {"fp64": 1e-8, "fp32": 1e-3}  # AdamW's: turns noise of 1e-8 in tiny fp32 gradients into steps of full size
+# AdamW's epsilon: in fp32, 1e-8 would turn the noise in tiny gradients into steps of full size.
+EPS = {"fp64": 1e-8, "fp32": 1e-3}
 FLOOR = 1e-3
 
 
 @dataclass(frozen=True)
 class Record:
-    """One training of ``STEPS`` steps, and an evaluation afterwards.
+    """Records a training of ``STEPS`` steps and an evaluation after it.
 
     Attributes:
-        gradients: by canonical name, after the first backward, before clipping.
-        parameters: by canonical name, after the last step.
+        gradients: the gradients by canonical name, after the first backward and before clipping.
+        parameters: the parameters by canonical name, after the last step.
     """
 
     gradients: Mapping[str, Tensor]
@@ -56,7 +57,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How far a cell was from one process: the largest relative error of any tensor (see ``error``) or number."""
+    """Holds the largest relative errors of a cell against one process, over all tensors (see ``error``) and numbers."""
 
     cell: Cell
     layout: str
@@ -77,10 +78,12 @@ def check_layout(world_size: int, model: str = "gpt", **fields: Any) -> Outcome:
 
 
 def check_cells(cells: list[Cell], timeout: float = 120) -> list[Outcome]:
-    """Compares ``cells``, all of one world size, on ranks that other tests have used; compiled ones on new ranks.
+    """Compares ``cells``, all of one world size, with one process.
+
+    They run on ranks that other tests have used, but compiled cells run on new ranks.
 
     Raises:
-        AssertionError: a cell differs from one process, fails, or holds not every parameter.
+        AssertionError: a cell differs from one process, fails, or does not hold every parameter.
     """
     if any(cell.config().train.compile for cell in cells):
         ranks = run_ranks(cells[0].world_size, compare_cells, cells, timeout=timeout)
@@ -88,12 +91,12 @@ def check_cells(cells: list[Cell], timeout: float = 120) -> list[Outcome]:
         ranks = run_on_world(cells[0].world_size, compare_cells, cells, timeout=timeout)
     outcomes = [merge(list(of_ranks)) for of_ranks in zip(*ranks, strict=True)]
     wrong = [outcome for outcome in outcomes if not outcome.worst <= TOLERANCE[outcome.cell.precision]]
-    assert not wrong, "differ from one process:\n" + "\n".join(map(line, wrong))
+    assert not wrong, "these cells differ from one process:\n" + "\n".join(map(line, wrong))
     return outcomes
 
 
 def merge(outcomes: list[Outcome]) -> Outcome:
-    """Of all ranks: the largest errors, and every name that some rank holds."""
+    """Merges the outcomes of all ranks: the largest errors, and every name that some rank holds."""
     first = outcomes[0]
     held = {name for outcome in outcomes for name in outcome.names}
     assert held == expected_names(first.cell), f"{first.cell}: {held ^ expected_names(first.cell)}"
@@ -115,12 +118,12 @@ def expected_names(cell: Cell) -> set[str]:
 
 
 def compare_cells(rank: int, world_size: int, cells: list[Cell]) -> list[Outcome]:
-    """Runs on every rank."""
+    """Compares ``cells`` with one process; every rank calls it."""
     return [_compare_one(cell, mesh_of(cell, rank)) for cell in cells]
 
 
 def mesh_of(cell: Cell, rank: int) -> Mesh:
-    """The mesh of ``cell``. Cells of one shape share their process groups: each has threads of its own. Collective."""
+    """Returns the mesh of ``cell``; cells of one shape share their process groups, which have threads. Collective."""
     layout = cell.layout()
     shape = (layout.dp, layout.pp, layout.tp, layout.shard)
     mesh: Mesh = kept(shape, lambda: join_mesh(layout, rank, torch.device("cpu")))
@@ -152,7 +155,7 @@ _KNOWN: dict[tuple[str, str, int], Record] = {}
 
 
 def _expected(cell: Cell) -> Record:
-    """What one process computes: the same for all layouts, so once per rank."""
+    """Returns the record of one process, computed once per rank because it is the same for all layouts."""
     config = cell.config()
     key = (repr(config.model), cell.precision, config.batch.global_size)
     if key not in _KNOWN:
@@ -161,10 +164,10 @@ def _expected(cell: Cell) -> Record:
 
 
 def error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """The largest difference of any element, relative to the largest element of its tensor.
+    """Returns the largest difference of any element, relative to the largest element of its tensor.
 
-    Some gradients are zero but for rounding (of the keys' biases: softmax does not see them), so no tensor is measured
-    against less than ``FLOOR`` times the largest element of all.
+    Some gradients are zero except for rounding errors: softmax cancels the effect of the key biases. Therefore the
+    difference is relative to at least ``FLOOR`` times the largest element of all tensors.
     """
     largest = max(value.abs().max().item() for value in expected.values())
     return max(
@@ -178,7 +181,7 @@ def relative(found: tuple[float, ...], expected: tuple[float, ...]) -> float:
 
 
 def global_batch(cell: Cell, step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of one step, some of the targets ignored."""
+    """Returns the inputs and targets of one step; some of the targets are ignored."""
     generator = torch.Generator().manual_seed(100 + step)
     size = cell.config().batch.global_size
     if cell.model.startswith("gpt"):
@@ -192,17 +195,17 @@ def global_batch(cell: Cell, step: int) -> tuple[Tensor, Tensor]:
 
 
 def local_batch(cell: Cell, layout: Layout, dp_rank: int, step: int) -> StepBatch:
-    """The share of ``dp_rank``, with padding as the feed makes it."""
+    """Returns the share of ``dp_rank``, with the padding that the feed would add."""
     inputs, targets = global_batch(cell, step)
     size, target_count = inputs.shape[0], int((targets != IGNORED).sum())
-    inputs = torch.cat((inputs, inputs.new_zeros(1, *inputs.shape[1:])))  # the last row is what PADDING, -1, takes
+    inputs = torch.cat((inputs, inputs.new_zeros(1, *inputs.shape[1:])))  # PADDING, -1, selects the last row
     targets = torch.cat((targets, targets.new_full((1, *targets.shape[1:]), IGNORED)))
     slots = torch.from_numpy(Order(size, size, drop_last=True, seed=None).rank_batch(0, layout, dp_rank))
     return StepBatch(tuple(Batch(inputs[row], targets[row]) for row in slots), target_count)
 
 
 def train_plainly(cell: Cell) -> Record:
-    """The plain loop of one process."""
+    """Trains with a plain loop in one process."""
     config, dtype = cell.config(), parameter_dtype(cell.precision)
     model: Any = build_model(config.model, config.train.seed)
     if cell.model.startswith("custom"):
@@ -233,7 +236,7 @@ def train_plainly(cell: Cell) -> Record:
 
 
 def train_engine(cell: Cell, mesh: Mesh, engine: Engine) -> Record:
-    """The same with an engine, as the trainer uses it."""
+    """Trains with an engine, as the trainer does."""
     parameters = engine.named_parameters()
     optimizer = adamw(list(parameters.values()), cell)
     scale = None if cell.loss_scale is None else torch.tensor(cell.loss_scale)
@@ -260,7 +263,7 @@ def adamw(parameters: list[nn.Parameter], cell: Cell) -> torch.optim.Optimizer:
 
 
 def whole(value: Tensor | None) -> Tensor:
-    """The full tensor, a copy. Collective for DTensors."""
+    """Returns a copy of the full tensor. Collective for DTensors."""
     assert value is not None
     return value.full_tensor().clone() if isinstance(value, DTensor) else value.clone()
 

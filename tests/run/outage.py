@@ -1,4 +1,4 @@
-"""A folder of a run whose file system is away for a while, also for root."""
+"""Makes a folder of a run unavailable for a while, as if its file system were lost; this also affects root."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 
 
 def detachable(folder: Path) -> Callable[[], AbstractContextManager[None]]:
-    """Makes ``folder`` a link. Inside what this returns it points nowhere: no file in it can be opened or made.
+    """Replaces ``folder`` by a symbolic link and returns a context manager that breaks the link.
 
-    An outage begins and ends by one rename, so that no file is made in between.
+    No file in the folder can be opened or created inside its ``with`` block. An outage begins and ends with one rename,
+    so that no file can be created in between.
     """
     real, away = folder.with_name(f"{folder.name}.real"), folder.with_name(f"{folder.name}.away")
     folder.rename(real)

@@ -1,8 +1,8 @@
-"""Tests that mostly wait run beside the others: ``@pytest.mark.beside``.
+"""Runs the tests marked ``@pytest.mark.beside`` in parallel with the other tests, because they mostly wait.
 
-The first test of this folder starts them in threads, those of one file and one cluster in the order in which they
-stand; pytest comes to them last and looks at their results. Such a test takes a cluster, the shared losses and
-``tmp_path``, and nothing else.
+The first test of this folder starts them in threads. Tests of the same file and cluster share a thread and run in the
+order of the file. pytest reaches these tests last and only reads their results. Such a test may use a cluster, the
+shared losses and ``tmp_path``, but no other fixture.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 from tests.slurm.cluster import Cluster
 
 MARK = "beside"
-AT_ONCE = 3  # such tests: they wait more than they work, but the machine may have two cores
+AT_ONCE = 3  # maximum number of such tests at once: they mostly wait, but the machine may have only two cores
 
 
 def is_beside(item: pytest.Item) -> bool:
@@ -26,7 +26,7 @@ def is_beside(item: pytest.Item) -> bool:
 
 
 class Beside:
-    """The results of the tests that run beside the others, by their node ids."""
+    """Holds the results of the tests that run in parallel with the others, by node id."""
 
     def __init__(self) -> None:
         self._results: dict[str, Future[None]] = {}
@@ -39,11 +39,11 @@ class Beside:
         shared: dict[str, Any],
         directory: Callable[[str], Path],
     ) -> None:
-        """Starts ``items`` one after the other, in a thread that does not keep the interpreter from ending.
+        """Starts ``items`` one after the other, in a thread that does not prevent the interpreter from exiting.
 
         Args:
-            shared: the fixtures that they may take, by name.
-            directory: makes a directory for a test of this name.
+            shared: the fixtures that the tests may use, by name.
+            directory: creates a directory for the test with the given name.
         """
         results = [self._results.setdefault(item.nodeid, Future()) for item in items]
 
@@ -57,13 +57,13 @@ class Beside:
                     finally:
                         cluster.cancel_below(given["tmp_path"])
                     result.set_result(None)
-                except BaseException as error:  # pytest's own, a skip, are no Exceptions
+                except BaseException as error:  # pytest's skip does not derive from Exception
                     result.set_exception(error)
 
         threading.Thread(target=work, daemon=True).start()
 
     def wait_for(self, item: pytest.Item) -> None:
-        """Raises what ``item`` raised."""
+        """Waits for ``item`` and raises the exception that it raised, if any."""
         self._results[item.nodeid].result()
 
 

@@ -1,4 +1,4 @@
-"""A real Slurm on this machine for tests: started once, private, on ports of its own."""
+"""Starts real Slurm clusters on this machine for tests; each is private and has its own ports."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ import pytest
 from tests.doors import command
 
 DEVCLUSTER = command.REPOSITORY / "slurm" / "devcluster" / "devcluster.py"
-PORTS = 20  # that a devcluster takes
-PREFIX = "hpc_train-tests-"  # of state directories
+PORTS = 20  # number of ports that a devcluster uses
+PREFIX = "hpc_train-tests-"  # prefix of the names of state directories
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A running cluster. ``environment`` makes it the current one for a command."""
+    """Represents a running cluster. A command with its ``environment`` uses this cluster."""
 
     environment: dict[str, str]
 
     def call(self, *arguments: str, cwd: Path | None = None, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-        """A command of Slurm, or a batch script's, to its end."""
+        """Runs a command of Slurm or a batch script and waits for it."""
         return subprocess.run(
             arguments, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False
         )
 
     def hpc_train(self, *arguments: str, cwd: Path, timeout: float = 280) -> subprocess.CompletedProcess[str]:
-        """One call of the command line, to its end."""
+        """Runs one ``hpc_train`` command and waits for it."""
         return command.hpc_train(*arguments, cwd=cwd, timeout=timeout, env=self.environment)
 
     def start(self, *arguments: str, cwd: Path) -> subprocess.Popen[str]:
-        """A call of the command line that the test goes on beside."""
+        """Starts an ``hpc_train`` command and does not wait for it."""
         return command.start(*arguments, cwd=cwd, env=self.environment)
 
     def state(self, job_id: str) -> str:
-        """The state of a job, running or ended, as the controller knows it."""
+        """Returns the state of a running or ended job, as the controller reports it."""
         found = self.call("squeue", "--noheader", "--array", "--states=all", f"--jobs={job_id}", "--format=%T")
         return found.stdout.split()[0] if found.stdout.split() else ""
 
     def cancel_below(self, directory: Path) -> None:
-        """Cancels the jobs that were submitted from ``directory``: what a failed test leaves is in others' way."""
+        """Cancels the jobs submitted from ``directory``, so that the jobs of a failed test do not block other tests."""
         listed = self.call("squeue", "--noheader", "--format=%A %Z").stdout.splitlines()
         jobs = [job for job, _, path in (line.partition(" ") for line in listed) if Path(path) == directory]
         if jobs:
@@ -71,7 +71,7 @@ def wait_for(what: str, done: Callable[[], bool], seconds: float) -> None:
 
 @contextmanager
 def running(*options: str) -> Iterator[Cluster]:
-    """A cluster of its own; skips the test, with the reason, where this machine cannot start one."""
+    """Starts a separate cluster; skips the test, with the reason, if this machine cannot start one."""
     with _state_directory() as state:
         settings = [f"--state={state}", f"--port={_free_ports()}", *options]
         environment = command.environment(SLURM_CONF=str(state / "etc" / "slurm.conf"))
@@ -93,9 +93,10 @@ def _devcluster(*arguments: str, environment: dict[str, str] | None = None) -> s
 
 @contextmanager
 def _state_directory() -> Iterator[Path]:
-    """A short path, since the sockets below it may have 107 characters, that munge finds open enough.
+    """Creates a state directory with a short path and with permissions that munge accepts.
 
-    The process that made it holds a lock on it. Where nobody does, that process was killed: its cluster is stopped.
+    The path is short because the path of a socket may have at most 107 characters. The process that creates the
+    directory holds a lock on it. An unlocked directory belongs to a process that was killed: its cluster is stopped.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError), _locked(left):
@@ -112,7 +113,7 @@ def _state_directory() -> Iterator[Path]:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Raises BlockingIOError where another process has it."""
+    """Locks ``directory``; raises BlockingIOError if another process holds the lock."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -122,9 +123,9 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def _free_ports() -> int:
-    """The first of ``PORTS`` ports in a row that nobody listens on."""
+    """Returns the first of ``PORTS`` consecutive free ports."""
     for block in range(100):
-        first = 30000 + PORTS * ((os.getpid() + block) % 100)  # sessions that start together do not meet
+        first = 30000 + PORTS * ((os.getpid() + block) % 100)  # concurrent sessions try different blocks
         with ExitStack() as held:
             try:
                 for port in range(first, first + PORTS):

@@ -1,4 +1,4 @@
-"""Real clusters for the tests of this folder, and the tests that run beside the others."""
+"""Provides real clusters to the tests of this folder and starts the tests that run in parallel with the others."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def plain() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def contended() -> Iterator[Cluster]:
-    """A cluster where a test takes the nodes of its own jobs away, and of nobody else's."""
+    """Starts a cluster in which a test may remove the nodes of its own jobs, but not those of other jobs."""
     with running("--no-accounting") as started:
         yield started
 
 
 @pytest.fixture(scope="session")
 def local_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The loss of each step of the small hybrid run on this machine; with other layouts it is the same."""
+    """Returns the loss of each step of the small hybrid run on this machine; other layouts give the same losses."""
     directory = tmp_path_factory.mktemp("local")
     asked = ["+strategy=hybrid", *command.TINY, "cluster=local", "cluster.cpu_workers=2", "run.name=run"]
     done = command.hpc_train(*asked, cwd=directory, timeout=280)
@@ -48,7 +48,7 @@ def local_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 @pytest.fixture(scope="session")
 def network() -> Iterator[Cluster]:
-    """A cluster whose nodes have a network between them."""
+    """Starts a cluster whose nodes are connected by a network."""
     with running("--network", "--no-accounting") as started:
         yield started
 
@@ -58,24 +58,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those that run beside the others come last of this folder."""
+    """Moves the tests that run in parallel with the others to the end of this folder."""
     mine = [place for place, item in enumerate(items) if item.path.is_relative_to(__file__.rpartition("/")[0])]
     ordered = sorted((items[place] for place in mine), key=is_beside)
     for place, item in zip(mine, ordered, strict=True):
         items[place] = item
         if is_beside(item):
-            item.add_marker(pytest.mark.timeout(900))  # it may wait for those before it in its thread
+            item.add_marker(pytest.mark.timeout(900))  # it may wait for the earlier tests of its thread
 
 
 @pytest.fixture(scope="session", autouse=True)
 def beside(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Beside:
-    """Starts the tests that run beside the others, a thread for each file of them and each cluster."""
+    """Starts the tests that run in parallel with the others, in one thread for each file and cluster."""
     results = Beside()
-    tmp_path_factory.getbasetemp()  # made here: pytest's factory is not made for threads
+    tmp_path_factory.getbasetemp()  # created here, because pytest's factory is not thread-safe
     marked = [item for item in request.session.items if isinstance(item, pytest.Function) and is_beside(item)]
     shared: dict[str, Any] = {}
     for name in {*CLUSTERS, "local_losses"} & {used for item in marked for used in item.fixturenames}:
-        with suppress(pytest.skip.Exception):  # each test that needs it is skipped when its turn comes
+        with suppress(pytest.skip.Exception):  # pytest later skips each test that needs this fixture
             shared[name] = request.getfixturevalue(name)
     for name, path in dict.fromkeys((_cluster_of(item), item.path) for item in marked):
         items = [item for item in marked if (_cluster_of(item), item.path) == (name, path)]
@@ -97,7 +97,7 @@ def no_jobs_left(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Non
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """The result of a test that runs beside the others stands for its call."""
+    """Replaces the call of a test that runs in parallel with the others by its result."""
     if not is_beside(pyfuncitem):
         return None
     results = pyfuncitem.funcargs["beside"]

@@ -1,4 +1,4 @@
-"""Small runs for the tests on a cluster, and what is asked of them."""
+"""Defines small runs for the tests on a cluster, and functions that read their state and results."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ SLOW = [*_CASE, "model._target_=tests.doors.faulty.Slow", "telemetry.wandb.mode=
 
 
 def with_python(cluster: Cluster) -> Cluster:
-    """``cluster`` with this interpreter as ``python``, which is what batch scripts call."""
+    """Returns ``cluster`` with this interpreter as ``python``, the command that batch scripts call."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{cluster.environment['PATH']}"
     return replace(cluster, environment={**cluster.environment, "PATH": path})
 
 
 def status(cluster: Cluster, cwd: Path, *target: str) -> list[dict[str, Any]]:
-    """What ``status`` says of each run."""
+    """Returns what ``status`` reports for each run."""
     done = cluster.hpc_train("status", *target, "--json", cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -55,7 +55,7 @@ def steps(run: Path) -> list[int]:
 
 
 def losses(run: Path) -> list[float]:
-    """The loss of each step."""
+    """Returns the loss of each step."""
     return [line["loss"] for line in RunDirectory(run).read_metrics()]
 
 
@@ -64,7 +64,7 @@ def wait_for_step(run: Path, step: int, seconds: float = 240) -> None:
 
 
 def every_step(run: Path) -> list[int]:
-    """The steps as they were taken, over all attempts: a step that was taken twice stands there twice."""
+    """Returns the steps of all attempts in the order in which they were taken; a repeated step appears twice."""
     files = sorted((run / "metrics").glob("attempt-*.jsonl"))
     return [json.loads(line)["step"] for path in files for line in path.read_text().splitlines()]
 
@@ -74,11 +74,11 @@ def events(run: Path, *names: str) -> list[dict[str, Any]]:
 
 
 def wandb_ids(run: Path) -> list[str]:
-    """The id of each W&B session, in the order of the attempts."""
+    """Returns the id of each W&B session, in the order of the attempts."""
     return [path.name.rpartition("-")[2] for path in sorted((run / "wandb").glob("offline-run-*"))]
 
 
 def detail(cluster: Cluster, job: str, field: str) -> str:
-    """A field of ``scontrol show job``."""
+    """Returns a field of ``scontrol show job``."""
     shown = cluster.call("scontrol", "show", "job", job).stdout
     return next((part.partition("=")[2] for part in shown.split() if part.startswith(f"{field}=")), "")

@@ -1,4 +1,4 @@
-"""Tiny runs for tests: a frozen run directory, and its ranks as real processes that call the worker's entry."""
+"""Freezes tiny runs for tests, and runs their ranks as real processes that call the worker's entry."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ Prepare = Callable[[WorkerSpec, StopFlag], None]
 
 
 def frozen(path: Path, *overrides: str) -> RunDirectory:
-    """A run directory as the command line makes it; freezing again changes free keys."""
+    """Creates a run directory as the command line does; another freeze of it changes free keys."""
     run = RunDirectory(path)
     freeze(typed(compose([*TINY, *overrides])), run)
     return run
 
 
 def run_attempt(run: RunDirectory, workers: int = 4, prepare: Prepare | None = None, timeout: float = 120) -> list[int]:
-    """One attempt of ``run`` on ``workers`` ranks at most; returns the exit code of each.
+    """Runs one attempt of ``run`` on at most ``workers`` ranks and returns the exit code of each.
 
     Args:
         prepare: a module-level function that each rank calls before it trains.
 
     Raises:
-        AssertionError: a rank failed; with its traceback.
+        AssertionError: a rank failed; the message contains its traceback.
     """
     layout = resolve_layout(load(run), 1, workers)
     attempt = run.claim_attempt()
