@@ -23,8 +23,13 @@ COMMAND = re.compile(r"[a-z][a-z0-9_]*")
 
 def main() -> None:
     """Runs the command line of the process and exits; the entry point of ``python -m hpc_train`` and ``hpc-train``."""
-    if not sys.flags.safe_path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, so that both find the user's own modules
+    try:
+        here = str(Path.cwd())
+    except FileNotFoundError:
+        print("the working directory has been removed\n  fix:    cd to a directory that exists", file=sys.stderr)
+        sys.exit(Exit.REFUSED)
+    if not sys.flags.safe_path and here not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does, so that both find the user's own modules
     sys.exit(run(sys.argv[1:]))
 
 

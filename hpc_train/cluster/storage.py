@@ -34,17 +34,17 @@ class FileSystem:
 
     @property
     def in_memory(self) -> bool:
-        """Whether it is in memory, so that no other host can access it."""
+        """Returns whether it is in memory, so that no other host can access it."""
         return self.kind in MEMORY
 
     @property
     def on_a_disk_here(self) -> bool:
-        """Whether one host mounts this kind; other hosts can access it only if this one exports it."""
+        """Returns whether one host mounts this kind; other hosts can access it only if this one exports it."""
         return self.kind in DISKS
 
     @property
     def copies_to_rename(self) -> bool:
-        """Whether renaming a directory is not atomic."""
+        """Returns whether renaming a directory is not atomic."""
         return self.kind.removeprefix("fuse.") in BUCKETS
 
 

@@ -141,7 +141,7 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def wants_dry_run(overrides: Sequence[str]) -> bool:
-    """Whether the last override of ``launch.dry_run`` is true."""
+    """Returns whether the last override of ``launch.dry_run`` is true."""
     values = [override.split("=", 1)[1] for override in overrides if override.lstrip("+").startswith("launch.dry_run=")]
     return bool(values) and values[-1].lower() in ("true", "1", "yes", "on")
 
@@ -157,7 +157,7 @@ def _refuse_sweeps(overrides: Sequence[str]) -> None:
 
 
 def _chosen_already(line: CommandLine) -> bool:
-    """Whether an experiment or the user's primary config adds ``strategy`` to the Defaults List."""
+    """Returns whether an experiment or the user's primary config adds ``strategy`` to the Defaults List."""
     experiments = [override for override in line.overrides if EXPERIMENT.match(override)]
     own = line.config_path is not None or line.config_name != PRIMARY
     if not experiments and not own:
@@ -223,12 +223,12 @@ class JobComposer:
 
 
 def _is_choice(override: Override) -> bool:
-    """Whether only Hydra can apply the override: ``group=option`` or one of Hydra's own settings."""
+    """Returns whether only Hydra can apply the override: ``group=option`` or one of Hydra's own settings."""
     key = override.key_or_group
     return key.startswith("hydra.") or ("." not in key and not isinstance(override.value(), dict))
 
 
 def _is_plain(override: Override) -> bool:
-    """Whether the override is ``key=value`` for a key below a group. The order of other overrides matters."""
+    """Returns whether the override is ``key=value`` for a key below a group. The order of other overrides matters."""
     changes = not (override.is_add() or override.is_force_add() or override.is_delete())
     return changes and "." in override.key_or_group

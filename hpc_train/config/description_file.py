@@ -131,7 +131,7 @@ def _explained(error: Exception, path: str, file: str) -> UserError:
 
 
 def _imports_torch(spec: ModuleSpec) -> bool:
-    """Whether the file itself imports torch at its top level. The answer is the same in a process that has torch."""
+    """Returns whether the file itself imports torch at its top level, also in a process that already has torch."""
     if not spec.origin or not spec.origin.endswith(".py"):
         return False
     body = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
@@ -204,7 +204,7 @@ IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 def is_import_path(name: str) -> bool:
-    """Whether ``name`` is the import path of a row, ``module:attribute``, rather than the name of a built-in row."""
+    """Returns whether ``name`` is the import path of a row, ``module:attribute``, not the name of a built-in row."""
     return ":" in name
 
 

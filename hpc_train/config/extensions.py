@@ -140,7 +140,7 @@ Description = TypeVar("Description", ModelFamily, DataSource)
 
 
 def is_extension(kind: str) -> bool:
-    """Whether ``kind`` names a description in a user's package."""
+    """Returns whether ``kind`` names a description in a user's package."""
     return ":" in kind
 
 

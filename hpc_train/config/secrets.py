@@ -56,7 +56,7 @@ def refuse_secret_arguments(arguments: Iterable[str], environment: Mapping[str, 
 
 
 def is_secret_file(name: str) -> bool:
-    """Whether a file (relative to the work tree) has a name that tools use for keys, tokens or passwords."""
+    """Returns whether a file (relative to the work tree) has a name that tools use for keys, tokens or passwords."""
     path = PurePath(name.lower())
     if path.name in NO_SECRET_FILES or path.suffix == ".py":
         return False

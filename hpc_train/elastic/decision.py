@@ -150,7 +150,7 @@ class Budget:
 
     @property
     def is_used_up(self) -> bool:
-        """Whether the budget is used up. It is polled a few times per second."""
+        """Returns whether the budget is used up. It is polled a few times per second."""
         now = time.monotonic()
         if self.most is None or now < self._next:
             return False

@@ -64,7 +64,7 @@ class Stores:
 
     @property
     def lost(self) -> bool:
-        """Whether the store was killed or failed to start."""
+        """Returns whether the store was killed or failed to start."""
         return self._lost_at_start or (self._process is not None and self._process.exitcode is not None)
 
     @property

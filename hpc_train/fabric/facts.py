@@ -163,7 +163,7 @@ class Port:
 
     @property
     def active(self) -> bool | None:
-        """Whether the port can carry data; None if unknown."""
+        """Returns whether the port can carry data; None if unknown."""
         if self.state is None:
             return None
         return self.state == "ACTIVE" and self.physical_state in (None, "LINKUP", "ACTIVE")

@@ -17,7 +17,7 @@ FLAPS = 10  # link-down events since the counters were reset that count as flapp
 
 @dataclass(frozen=True)
 class PortVerdict:
-    """Whether a port is used for training; ``usable`` is None if its state is unknown."""
+    """Returns whether a port is used for training; ``usable`` is None if its state is unknown."""
 
     nic: str
     port: Port

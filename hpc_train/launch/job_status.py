@@ -37,17 +37,17 @@ class JobStatus:
 
     @property
     def present(self) -> bool:
-        """Whether the job is pending or running."""
+        """Returns whether the job is pending or running."""
         return state_of(self.state).is_alive
 
     @property
     def is_pending(self) -> bool:
-        """Whether the job waits for nodes; False if its state is unknown."""
+        """Returns whether the job waits for nodes; False if its state is unknown."""
         return bool(self.state) and state_of(self.state).phase is Phase.PENDING
 
     @property
     def is_running(self) -> bool:
-        """Whether the job runs; False if its state is unknown."""
+        """Returns whether the job runs; False if its state is unknown."""
         return bool(self.state) and state_of(self.state).phase is Phase.RUNNING
 
     @property

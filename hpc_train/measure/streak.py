@@ -18,7 +18,7 @@ class Streak(Generic[T]):
     _count: int = field(default=0, init=False)
 
     def confirms(self, finding: T | None) -> bool:
-        """Whether ``finding``, the newest one, is confirmed by it for the first time; None interrupts the streak."""
+        """Returns whether ``finding``, the newest, is confirmed now for the first time; None interrupts the streak."""
         self._count = self._count + 1 if finding == self._last else 1
         self._last = finding
         if finding is None or self._count < self.length or finding in self.confirmed:

@@ -66,7 +66,7 @@ class Layout:
 
     @property
     def shards_state(self) -> bool:
-        """Whether the data-parallel ranks share the state of the model."""
+        """Returns whether the data-parallel ranks share the state of the model."""
         return self.dp > 1 and bool(self.kind.shards)
 
     @property

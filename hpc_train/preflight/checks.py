@@ -156,9 +156,7 @@ class SlowDevice:
 
     @property
     def bad(self) -> bool:
-        """Whether the run would be faster without this GPU's node. Never true for CPUs, which other processes may
-        use.
-        """
+        """Returns whether the run would be faster without this GPU's node; false for CPUs, which others may use."""
         return self.rank.gpu is not None and self.share < GEMM_ERROR
 
     @property

@@ -231,7 +231,7 @@ class _Attempt:
 
     @property
     def closed(self) -> bool:
-        """Whether training reached its end or a requested stop with its state saved."""
+        """Returns whether training reached its end or a requested stop with its state saved."""
         closing = [event for event in self.events if event["event"] in ENDS]
         return any("save_s" in event for event in closing) or (bool(closing) and self.failed_at is None)
 

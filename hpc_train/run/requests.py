@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -39,13 +39,14 @@ class StopFlag:
 
 def record_stop_request(run: RunDirectory) -> None:
     """Records in ``run.json`` that a user stops the job: an agent that is still starting cannot record its end."""
-    run.update_record(stop_requested=time.time())
+    with suppress(OSError):  # a full disk does not keep the job from being stopped
+        run.update_record(stop_requested=time.time())
 
 
 def stop_was_requested(run: RunDirectory) -> bool:
     """Returns whether a user has stopped the newest submission of ``run``."""
     record = run.record()
-    submitted: float = record.get("submissions", [{}])[-1].get("time", 0.0)
+    submitted: float = (record.get("submissions") or [{}])[-1].get("time", 0.0)
     return bool(record.get("stop_requested", 0.0) > submitted)
 
 

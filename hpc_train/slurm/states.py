@@ -38,17 +38,17 @@ class JobState:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the job is in the queue: it waits, runs, or is about to end."""
+        """Returns whether the job is in the queue: it waits, runs, or is about to end."""
         return self.phase is not Phase.ENDED
 
     @property
     def holds_nodes(self) -> bool:
-        """Whether nodes are allocated to the job."""
+        """Returns whether nodes are allocated to the job."""
         return self.phase not in (Phase.PENDING, Phase.ENDED)
 
     @property
     def may_execute(self) -> bool:
-        """Whether processes of the job may be executing at this moment."""
+        """Returns whether processes of the job may be executing at this moment."""
         return self.holds_nodes and self.phase is not Phase.STOPPED
 
 

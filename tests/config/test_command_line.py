@@ -79,3 +79,11 @@ def test_neither_freezing_nor_a_dry_run_imports_torch_or_wandb(arguments: list[s
         [sys.executable, "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_working_directory_that_has_been_removed_is_one_message(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    script = f"mkdir {here} && cd {here} && rmdir {here} && exec {sys.executable} -m hpc_train status"
+    done = subprocess.run(["bash", "-c", script], env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("the working directory has been removed") and "Traceback" not in done.stderr

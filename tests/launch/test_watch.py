@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from unittest import mock
 
 from rich.console import Console
 
@@ -13,7 +15,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import append_line, last_line
 from hpc_train.run.lease import add_submission
-from hpc_train.run.requests import record_stop_request
+from hpc_train.run.requests import record_stop_request, stop_was_requested
 from tests.launch.jobs import make_job
 
 
@@ -41,6 +43,13 @@ def test_a_job_that_is_stopped_before_its_agent_handles_signals_is_cancelled(tmp
     assert (item.view(None).state, item.view(None).exit) == ("cancelled", 75)
     add_submission(run, "this machine", pid=1)
     assert (item.view(None).state, item.view(None).exit) == ("failed", 1)
+
+
+def test_a_full_disk_does_not_keep_a_job_from_being_stopped(tmp_path: Path) -> None:
+    run = submitted(tmp_path).job.run
+    with mock.patch.object(RunDirectory, "update_record", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+        record_stop_request(run)
+    assert not stop_was_requested(run)
 
 
 def test_a_job_is_requeued_when_slurm_has_taken_it_back(tmp_path: Path) -> None:

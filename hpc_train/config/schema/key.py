@@ -43,7 +43,7 @@ class KeyInfo:
         return " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
 
     def holds(self, number: float) -> bool:
-        """Whether ``number`` is in the range."""
+        """Returns whether ``number`` is in the range."""
         return (
             (self.at_least is None or number >= self.at_least)
             and (self.above is None or number > self.above)
