@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from hpc_train.config.run_path import SCRATCH
+from tests import warm_parents
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = [
@@ -47,7 +48,9 @@ def environment(**extra: str) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(("WANDB_", "SLURM_", "HPC_TRAIN_")) and name not in SCRATCH
     }
-    return keep | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "160", "CUDA_VISIBLE_DEVICES": ""} | extra
+    warm = warm_parents.variables()
+    path = f"{warm_parents.HERE}:{REPOSITORY}" if warm else str(REPOSITORY)
+    return keep | warm | {"PYTHONPATH": path, "COLUMNS": "160", "CUDA_VISIBLE_DEVICES": ""} | extra
 
 
 def hpc_train(

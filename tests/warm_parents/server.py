@@ -1,0 +1,124 @@
+"""Imports torch, and forks a process that runs the command line of a forkserver for each request of an agent."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import random
+import resource
+import select
+import signal
+import socket
+import sys
+import types
+from typing import Any
+
+from tests.warm_parents.sitecustomize import SOCKET, read_by_imports
+
+
+def main(address: str) -> None:
+    """Serves until standard input is closed."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    own = sys.executable, os.getuid(), read_by_imports()
+    import_torch()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forked processes
+    while sys.stdin.buffer not in (ready := select.select([listener, sys.stdin.buffer], [], [])[0]):
+        assert ready == [listener]
+        connection, _ = listener.accept()
+        with connection:
+            try:
+                request, descriptors = receive(connection)
+                pid = fork(request, descriptors, [connection, listener]) if fits(request, own) else 0
+                connection.sendall(pid.to_bytes(8, "big"))
+                close(descriptors)
+            except (OSError, EOFError):  # the agent was killed meanwhile
+                continue
+    os.unlink(address)
+    os.rmdir(os.path.dirname(address))
+
+
+def import_torch() -> None:
+    """Imports what the warm parents of all agents import, other than hpc_train itself."""
+    gc.disable()
+    import torch._dynamo
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+    import torch.distributed.pipelining
+    import torch.distributed.tensor.parallel
+    import torch.nn.parallel  # noqa: F401
+
+
+def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    length, descriptors, _, _ = socket.recv_fds(connection, 8, 16)
+    data = bytearray()
+    while len(data) < int.from_bytes(length, "big"):
+        more = connection.recv(1 << 20)
+        if not more:
+            close(descriptors)
+            raise EOFError
+        data += more
+    return pickle.loads(data), descriptors
+
+
+def fits(request: dict[str, Any], own: tuple[str, int, dict[str, str]]) -> bool:
+    """Returns whether a fork of this process is what the agent would have started."""
+    return (request["python"], request["user"], request["read_by_imports"]) == own
+
+
+def close(descriptors: list[int]) -> None:
+    for each in descriptors:
+        os.close(each)
+
+
+def fork(request: dict[str, Any], descriptors: list[int], own: list[socket.socket]) -> int:
+    """Returns the pid of a process that runs the request's command."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        for each in own:
+            each.close()
+        become(request, descriptors)
+        exec(request["command"], sys.modules["__main__"].__dict__)
+    except SystemExit:
+        os._exit(0)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    os._exit(1)
+
+
+def become(request: dict[str, Any], descriptors: list[int]) -> None:
+    """Gives this process the descriptors, limits, variables and paths that a child of the agent would have."""
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    above = max(*request["descriptors"], *descriptors) + 1
+    high = [os.dup2(each, above + number) for number, each in enumerate(descriptors)]
+    os.closerange(3, above)
+    for source, target in zip(high, request["descriptors"], strict=True):
+        os.dup2(source, target)
+        os.close(source)
+    os.chdir(request["directory"])
+    os.umask(request["umask"])
+    os.sched_setaffinity(0, os.sched_getaffinity(request["pid"]))
+    for name in ("RLIMIT_NOFILE", "RLIMIT_CORE", "RLIMIT_AS", "RLIMIT_FSIZE", "RLIMIT_MEMLOCK", "RLIMIT_STACK"):
+        limit = getattr(resource, name)
+        resource.setrlimit(limit, resource.prlimit(request["pid"], limit))
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.path[:] = request["search_path"]
+    sys.argv[:] = ["-c"]
+    sys.dont_write_bytecode = request["no_bytecode"]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    random.seed()
+    gc.enable()
+
+
+if __name__ == "__main__":
+    os.environ.pop(SOCKET, None)
+    main(sys.argv[1])

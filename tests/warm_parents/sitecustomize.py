@@ -1,0 +1,95 @@
+"""Python imports this module at its start: it makes ``multiprocessing`` ask the server of the tests for forkservers.
+
+The address of the server is in the environment. The forkserver is started as usual if the server cannot reproduce it,
+i.e. with another interpreter, user or option, or with variables that torch reads when it is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+SOCKET = "TESTS_WARM_PARENTS"
+READ_BY_IMPORTS = ("OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH", "LD_", "PYTHONHASHSEED")
+SET_LATER = "OMP_NUM_THREADS"  # a worker sets its number of threads before its first operation
+
+
+def read_by_imports() -> dict[str, str]:
+    """Returns the variables that must be equal for a fork to equal a new process."""
+    return {n: value for n, value in os.environ.items() if n.startswith(READ_BY_IMPORTS) and n != SET_LATER}
+
+
+def redirect() -> None:
+    """Replaces the function with which the standard library starts a forkserver."""
+    from multiprocessing import forkserver, util
+
+    start, ensure_running = util.spawnv_passfds, forkserver.ForkServer.ensure_running
+    search_path = [""] * (not sys.flags.safe_path) + sys.path  # before Python adds the script's folder
+    forked: set[int] = set()
+
+    def start_or_ask(path: str, arguments: list[str], descriptors: list[int]) -> int:
+        command = arguments[-1]
+        if command.startswith("from multiprocessing.forkserver") and arguments[1:-1] in (["-c"], ["-B", "-c"]):
+            pid = ask(path, command, descriptors, search_path)
+            if pid is not None:
+                forked.add(pid)
+                return pid
+        return start(path, arguments, descriptors)
+
+    def ensure_started(self) -> None:  # type: ignore[no-untyped-def]
+        if self._forkserver_pid in forked:  # not a child of this process, which os.waitpid takes for granted
+            if is_alive(self._forkserver_pid):
+                return
+            os.close(self._forkserver_alive_fd)
+            self._forkserver_address = self._forkserver_alive_fd = self._forkserver_pid = None
+        ensure_running(self)
+
+    util.spawnv_passfds = start_or_ask
+    forkserver.ForkServer.ensure_running = ensure_started
+    forkserver.ensure_running = forkserver._forkserver.ensure_running
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def ask(python: str, command: str, descriptors: list[int], search_path: list[str]) -> int | None:
+    """Returns the pid of the process that the server forked to run ``command``; None if it did not."""
+    import pickle
+    import signal
+    import socket
+
+    mask = os.umask(0)
+    os.umask(mask)
+    request = pickle.dumps(
+        {
+            "python": os.fsdecode(python),
+            "user": os.getuid(),
+            "read_by_imports": read_by_imports(),
+            "command": command,
+            "descriptors": [0, 1, 2, *descriptors],
+            "search_path": search_path,
+            "no_bytecode": sys.dont_write_bytecode,
+            "directory": os.getcwd(),
+            "environment": dict(os.environ),
+            "umask": mask,
+            "blocked": [int(each) for each in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+            "pid": os.getpid(),
+        }
+    )
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(os.environ[SOCKET])
+            socket.send_fds(connection, [len(request).to_bytes(8, "big")], [0, 1, 2, *descriptors])
+            connection.sendall(request)
+            return int.from_bytes(connection.recv(8), "big") or None
+    except OSError:
+        return None
+
+
+if SOCKET in os.environ and __name__ == "sitecustomize":
+    redirect()
