@@ -16,6 +16,7 @@ from hpc_train.checkpoint.manager import Superseded
 from hpc_train.checkpoint.manifest import METADATA, FileEntry, Manifest, read_manifest
 from hpc_train.checkpoint.store import CheckpointStore, Retention
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.processes import process_state
 
 FORK = multiprocessing.get_context("fork")
 LIMIT_S = 100.0
@@ -58,10 +59,6 @@ def act(run: RunDirectory, what: str, looks: int, told: Any) -> None:
         told.put(repr(error))
 
 
-def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
 def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not condition():
@@ -83,7 +80,7 @@ def test_it_changes_nothing(tmp_path: Path, what: str, looks: int, newer: int) -
     child = FORK.Process(target=act, args=(run, what, looks, told))
     child.start()
     try:
-        until(lambda: state_of(child.pid or 0) == "T")
+        until(lambda: process_state(child.pid or 0) == "T")
         assert run.claim_attempt() == 1
         store.revoke(1)
         commit(store, newer, attempt=1)

@@ -13,6 +13,7 @@ import pytest
 from hpc_train.checkpoint import disk
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.processes import process_state
 from hpc_train.run.requests import StopFlag
 from tests.checkpoint.test_commands import everything
 from tests.train.runs import frozen, run_attempt
@@ -34,18 +35,14 @@ def sleep_in_the_second_save(spec: WorkerSpec, stop: StopFlag) -> None:
 
 
 def sleepers(run: RunDirectory, ranks: int) -> list[int]:
-    """The processes that sleep, once all do."""
+    """Returns the stopped processes as soon as all ranks are stopped."""
     deadline = time.monotonic() + LIMIT_S
     while True:
         found = [int(path.read_text() or 0) for path in run.path.glob("asleep-*")]
-        if len(found) == ranks and all(state_of(pid) == "T" for pid in found):
+        if len(found) == ranks and all(process_state(pid) == "T" for pid in found):
             return found
         assert time.monotonic() < deadline, found
         time.sleep(0.05)
-
-
-def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.mark.parametrize("asynchronous", ["false", "true"])

@@ -8,10 +8,12 @@ import pickle
 import random
 import resource
 import select
+import shutil
 import signal
 import socket
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 from tests.warm_parents.sitecustomize import SOCKET, read_by_imports
@@ -36,8 +38,7 @@ def main(address: str) -> None:
                 close(descriptors)
             except (OSError, EOFError):  # the agent was killed meanwhile
                 continue
-    os.unlink(address)
-    os.rmdir(os.path.dirname(address))
+    shutil.rmtree(Path(address).parent)
 
 
 def import_torch() -> None:

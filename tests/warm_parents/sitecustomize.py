@@ -51,7 +51,7 @@ def redirect() -> None:
 
 def is_alive(pid: int) -> bool:
     try:
-        with open(f"/proc/{pid}/stat") as file:
+        with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123 - each process of a test imports this: without pathlib
             return file.read().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
@@ -74,7 +74,7 @@ def ask(python: str, command: str, descriptors: list[int], search_path: list[str
             "descriptors": [0, 1, 2, *descriptors],
             "search_path": search_path,
             "no_bytecode": sys.dont_write_bytecode,
-            "directory": os.getcwd(),
+            "directory": os.getcwd(),  # noqa: PTH109
             "environment": dict(os.environ),
             "umask": mask,
             "blocked": [int(each) for each in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
