@@ -48,9 +48,8 @@ def environment(**extra: str) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(("WANDB_", "SLURM_", "HPC_TRAIN_")) and name not in SCRATCH
     }
-    warm = warm_parents.variables()
-    path = f"{warm_parents.HERE}:{REPOSITORY}" if warm else str(REPOSITORY)
-    return keep | warm | {"PYTHONPATH": path, "COLUMNS": "160", "CUDA_VISIBLE_DEVICES": ""} | extra
+    fresh = keep | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "160", "CUDA_VISIBLE_DEVICES": ""}
+    return warm_parents.with_server(fresh) | extra
 
 
 def hpc_train(

@@ -15,6 +15,7 @@ from hpc_train.errors import UserError
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.exits import Exit
 from hpc_train.run.requests import StopFlag
+from tests import warm_parents
 
 
 def _mark(spec: WorkerSpec, text: str) -> None:
@@ -173,7 +174,7 @@ def start_agent(
     )
     return subprocess.Popen(
         [sys.executable, "-c", script],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment,
+        env=warm_parents.with_server(os.environ) | {"CUDA_VISIBLE_DEVICES": ""} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

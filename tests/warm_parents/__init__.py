@@ -1,11 +1,12 @@
-"""Starts the warm parents of the agents under test from a process that has torch imported already.
+"""Forks the warm parents of the agents under test from a process that has imported torch.
 
-An agent starts a warm parent, which imports torch for four seconds of CPU time before it forks the workers. The tests
-start some hundred agents, and that import was two thirds of their CPU time. ``variables`` returns the environment in
-which an agent gets its warm parent from ``server`` instead: the server forks a process that has torch imported, and
-nothing of hpc_train, and the process then runs the command line that the agent would have executed. ``sitecustomize``
-redirects the agent; it leaves alone what the server cannot reproduce. ``make test-all`` and all tests that kill
-processes start their warm parents as users do.
+An agent starts a warm parent, which imports torch for about four seconds of CPU time before it forks the workers. The
+tests start some hundred agents, and this import was two thirds of their CPU time. In the environment that
+``with_server`` returns, an agent gets its warm parent from ``server`` instead: the server, which has imported torch but
+nothing of hpc_train, forks a process, and that process runs the command that the agent would have executed.
+``sitecustomize`` redirects the agent and falls back to a new process if the server cannot reproduce it.
+
+The long forms and the tests that kill nodes, agents and warm parents start their warm parents as users do.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.warm_parents.sitecustomize import SOCKET
@@ -22,21 +24,22 @@ from tests.warm_parents.sitecustomize import SOCKET
 HERE = Path(__file__).parent
 
 
-def variables() -> dict[str, str]:
-    """Returns the variables of agents that use the server, which the first call starts."""
-    if os.environ.get("HPC_TRAIN_LONG") == "1":
-        return {}
-    return {SOCKET: _server()}
+def with_server(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns ``environment`` for agents that use the server of this process, which the first call starts."""
+    if os.environ.get("HPC_TRAIN_LONG"):
+        return dict(environment)
+    path = os.pathsep.join([str(HERE), environment["PYTHONPATH"]] if "PYTHONPATH" in environment else [str(HERE)])
+    return {**environment, "PYTHONPATH": path, SOCKET: _server()[0]}
+
+
+def without_server(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns ``environment`` for agents that start their warm parents as users do."""
+    return {name: value for name, value in environment.items() if name != SOCKET}
 
 
 @functools.cache
-def _server() -> str:
-    """Starts the server and returns its socket. The server ends with this process, which holds its standard input."""
-    address = f"{tempfile.mkdtemp(prefix='hpc_train-tests-')}/warm_parents"
-    subprocess.Popen(
-        [sys.executable, "-m", "tests.warm_parents.server", address],
-        cwd=HERE.parents[1],
-        stdin=subprocess.PIPE,
-        start_new_session=True,
-    )
-    return address
+def _server() -> tuple[str, subprocess.Popen[bytes]]:
+    """Starts the server; returns the address of its socket and the process, which ends with this one."""
+    address = f"{tempfile.mkdtemp(prefix='hpc_train-warm-')}/warm_parents"
+    command = [sys.executable, "-m", "tests.warm_parents.server", address]
+    return address, subprocess.Popen(command, cwd=HERE.parents[1], stdin=subprocess.PIPE, start_new_session=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pickle
@@ -16,7 +17,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from tests.warm_parents.sitecustomize import SOCKET, read_by_imports
+from tests.warm_parents.sitecustomize import SOCKET, surroundings
 
 
 def main(address: str) -> None:
@@ -24,20 +25,14 @@ def main(address: str) -> None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
-    own = sys.executable, os.getuid(), read_by_imports()
+    own = sys.executable, surroundings()
     import_torch()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forked processes
     while sys.stdin.buffer not in (ready := select.select([listener, sys.stdin.buffer], [], [])[0]):
         assert ready == [listener]
         connection, _ = listener.accept()
-        with connection:
-            try:
-                request, descriptors = receive(connection)
-                pid = fork(request, descriptors, [connection, listener]) if fits(request, own) else 0
-                connection.sendall(pid.to_bytes(8, "big"))
-                close(descriptors)
-            except (OSError, EOFError):  # the agent was killed meanwhile
-                continue
+        with connection, contextlib.suppress(OSError, EOFError):  # the agent was killed meanwhile
+            answer(connection, listener, own)
     shutil.rmtree(Path(address).parent)
 
 
@@ -52,6 +47,17 @@ def import_torch() -> None:
     import torch.nn.parallel  # noqa: F401
 
 
+def answer(connection: socket.socket, listener: socket.socket, own: tuple[str, Any]) -> None:
+    """Forks the process that a request asks for and sends its pid; sends 0 if a fork cannot equal a new process."""
+    request, descriptors = receive(connection)
+    try:
+        same = (request["python"], request["surroundings"]) == own
+        pid = fork(request, descriptors, [connection, listener]) if same else 0
+    finally:
+        close(descriptors)
+    connection.sendall(pid.to_bytes(8, "big"))
+
+
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     length, descriptors, _, _ = socket.recv_fds(connection, 8, 16)
     data = bytearray()
@@ -62,11 +68,6 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
             raise EOFError
         data += more
     return pickle.loads(data), descriptors
-
-
-def fits(request: dict[str, Any], own: tuple[str, int, dict[str, str]]) -> bool:
-    """Returns whether a fork of this process is what the agent would have started."""
-    return (request["python"], request["user"], request["read_by_imports"]) == own
 
 
 def close(descriptors: list[int]) -> None:

@@ -14,9 +14,11 @@ READ_BY_IMPORTS = ("OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH", "LD_", "PYTHONHAS
 SET_LATER = "OMP_NUM_THREADS"  # a worker sets its number of threads before its first operation
 
 
-def read_by_imports() -> dict[str, str]:
-    """Returns the variables that must be equal for a fork to equal a new process."""
-    return {n: value for n, value in os.environ.items() if n.startswith(READ_BY_IMPORTS) and n != SET_LATER}
+def surroundings() -> tuple[int, list[str], dict[str, str]]:
+    """Returns what a fork cannot change: the user, the namespaces, and the variables that imports read."""
+    namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("mnt", "net", "pid", "user", "uts")]  # noqa: PTH115
+    read = {n: value for n, value in os.environ.items() if n.startswith(READ_BY_IMPORTS) and n != SET_LATER}
+    return os.getuid(), namespaces, read
 
 
 def redirect() -> None:
@@ -68,8 +70,7 @@ def ask(python: str, command: str, descriptors: list[int], search_path: list[str
     request = pickle.dumps(
         {
             "python": os.fsdecode(python),
-            "user": os.getuid(),
-            "read_by_imports": read_by_imports(),
+            "surroundings": surroundings(),
             "command": command,
             "descriptors": [0, 1, 2, *descriptors],
             "search_path": search_path,
