@@ -20,7 +20,7 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import materialise
 from hpc_train.parallel.pipeline_engine import PipelineEngine
 from hpc_train.plan.techniques import KINDS, SCHEDULES
-from tests.checkpoint.progress import LONG
+from tests.checkpoint.progress import IN_LONG_FORM, LONG
 from tests.layouts.cells import Cell, cells, every_other, in_turn
 from tests.layouts.oracle import check_cells, error, local_batch, mesh_of, whole
 from tests.ranks import run_on_world
@@ -146,6 +146,7 @@ def test_auto_takes_a_schedule_that_goes_and_says_why() -> None:
         Cell(2, strategy={"pp": 2, "schedule": "auto", "stages_per_rank": 2}, batch={"micro_batches": 5}).layout()
 
 
+@IN_LONG_FORM  # a minute of the C++ compiler; test_engine has compiled layers with ZeRO
 def test_compiled_layers_in_a_pipeline(record: Callable[..., None]) -> None:
     record(check_cells([Cell(2, strategy=pipeline("1f1b"), train={"compile": True})], timeout=250), [])
 
