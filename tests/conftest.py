@@ -107,4 +107,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = nodeid.partition("::")[0]
             return "tests/slurm" if file.startswith("tests/slurm/") else file
 
+    config.option.loadscopereorder = False  # keep the order of HEAVY; files with few tests may be the slowest
     return ByFile(config, log)
