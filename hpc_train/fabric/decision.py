@@ -14,7 +14,8 @@ from hpc_train.cluster.environment import Variable
 from hpc_train.config.schema import FabricConfig
 from hpc_train.fabric.facts import NodeFacts
 from hpc_train.fabric.nccl_settings import Setting
-from hpc_train.fabric.rails import FLAPS, PortVerdict, judge_ports
+from hpc_train.fabric.port_filter import port_filter
+from hpc_train.fabric.rails import FLAPS, judge_ports
 from hpc_train.fabric.versions import Version
 
 LARGE_JOB_GPUS = 1000  # in larger jobs some link always flaps
@@ -140,7 +141,7 @@ def _routes(nodes: Sequence[NodeFacts]) -> set[str]:
 
 def _of_fabric(fabric: str, nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[Variable]:
     if fabric in ("infiniband", "roce"):
-        yield from _nic_list(nodes)
+        yield from _nic_filter(nodes)
         yield from _retry_settings(nodes, job)
     if fabric == "roce":
         yield from _gid_index(nodes, job)
@@ -156,34 +157,11 @@ def _of_fabric(fabric: str, nodes: Sequence[NodeFacts], job: FabricJob) -> Itera
         yield Variable("NCCL_TOPO_FILE", file, "describes the PCI tree, which this virtual machine hides")
 
 
-def _nic_list(nodes: Sequence[NodeFacts]) -> Iterator[Variable]:
-    """Lists NICs only if an active port must be excluded. Names are exact, because mlx5_1 alone would also match
-    mlx5_10.
-    """
-    wanted = {_nic_names(judge_ports(facts)) for facts in nodes}
-    out = {
-        f"{verdict.nic}: {verdict.reason}"
-        for facts in nodes
-        for verdict in judge_ports(facts)
-        if verdict.usable is False and verdict.port.active
-    }
-    if out and len(wanted) == 1 and (names := wanted.pop()):
-        yield Variable(
-            "NCCL_IB_HCA",
-            "=" + ",".join(names),
-            f"excludes active ports that do not serve training: {'; '.join(sorted(out))}",
-        )
-
-
-def _nic_names(verdicts: Sequence[PortVerdict]) -> tuple[str, ...]:
-    """Returns the NICs with a usable port; with the port number if another port of the NIC must not be used."""
-    names = []
-    for verdict in verdicts:
-        if verdict.usable:
-            others = [other for other in verdicts if other.nic == verdict.nic and other is not verdict]
-            exact = any(other.usable is False and other.port.active for other in others)
-            names.append(f"{verdict.nic}:{verdict.port.number}" if exact else verdict.nic)
-    return tuple(dict.fromkeys(names))
+def _nic_filter(nodes: Sequence[NodeFacts]) -> Iterator[Variable]:
+    """Filters NICs only if an active port must be excluded."""
+    out = port_filter(nodes)
+    if out.excluded:
+        yield Variable("NCCL_IB_HCA", out.value, f"excludes active ports that do not serve training: {out.reason}")
 
 
 def _retry_settings(nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[Variable]:
@@ -197,7 +175,6 @@ def _retry_settings(nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[Vari
     if large or flapping:
         why = f"{job.nodes * job.gpus_per_node} GPUs, so some link always flaps" if large else "; ".join(flapping[:4])
         yield Variable("NCCL_IB_TIMEOUT", "22", f"{why}; NCCL then waits 4 us x 2^22 = 17 s for a lost packet")
-        yield Variable("NCCL_IB_RETRY_CNT", "7", f"{why}; 7 is the maximum of the standard")
 
 
 def _gid_index(nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[Variable]:
@@ -237,11 +214,12 @@ def _not_set(fabric: str, nodes: Sequence[NodeFacts], job: FabricJob) -> Iterato
     yield UnsetVariable("NCCL_IB_DISABLE", _why_no_ib_disable(fabric, nodes))
     yield UnsetVariable("NCCL_NET_GDR_LEVEL", f"{debugging}; NCCL uses GPUDirect if NIC and GPU are close")
     if fabric in ("infiniband", "roce"):
-        yield UnsetVariable("NCCL_IB_HCA", "no active port must be excluded")
+        yield UnsetVariable("NCCL_IB_HCA", "; ".join(port_filter(nodes).disputed) or "no active port must be excluded")
         yield UnsetVariable(
             "NCCL_IB_TIMEOUT",
             f"the job has fewer than {LARGE_JOB_GPUS} GPUs and no flapping link, so NCCL's default is sufficient",
         )
+        yield UnsetVariable("NCCL_IB_RETRY_CNT", "NCCL's default of 7 is the maximum of the standard")
         yield UnsetVariable(
             "NCCL_IB_QPS_PER_CONNECTION", f"{debugging}; a site with adaptive routing may set it in a profile"
         )
@@ -272,9 +250,8 @@ def _unknown(nodes: Sequence[NodeFacts], fabric: str, job: FabricJob) -> Iterato
         yield "one network interface for all nodes; the interfaces that lead to the other nodes have different names"
     if fabric == "efa":
         yield "whether the plugin aws-ofi-nccl is loaded; without it NCCL silently falls back to TCP"
-    lists = {_nic_names(judge_ports(facts)) for facts in nodes}
-    if fabric in ("infiniband", "roce") and len(lists) > 1:
-        yield "one list of NICs for all nodes; the lists differ"
+    if fabric in ("infiniband", "roce"):
+        yield from port_filter(nodes).disputed
 
 
 def _ethernet_gbps(nodes: Sequence[NodeFacts]) -> float:

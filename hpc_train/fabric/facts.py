@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -251,10 +252,11 @@ class NodeFacts:
 
     def link(self, a: str, b: str) -> str | None:
         """Returns the path type between the devices ``a`` and ``b``; None if unknown."""
-        for link in self.links:
-            if {link.a, link.b} == {a, b}:
-                return link.path_type
-        return None
+        return self._path_types.get(frozenset((a, b)))
+
+    @cached_property
+    def _path_types(self) -> dict[frozenset[str], str]:
+        return {frozenset((link.a, link.b)): link.path_type for link in reversed(self.links)}
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
