@@ -228,6 +228,10 @@ class NodeFacts:
         settings: communication settings of the user and the administrator on this node.
         limits: limits of a process.
         gpu_direct: the kernel module with which NICs read GPU memory, ``DMA-BUF``, or ``none``.
+        net_plugin: the path of NCCL's network plugin; "" if it was searched and not found.
+        imex_channels: device files with which GPUs of several nodes share memory over NVLink; None without the driver's
+            support.
+        nvlink_domain: the NVLink domain between nodes and the clique in it, ``UUID.CLIQUE``.
     """
 
     node: str | None = None
@@ -249,6 +253,9 @@ class NodeFacts:
     settings: tuple[Setting, ...] = ()
     limits: NodeLimits = field(default_factory=NodeLimits)
     gpu_direct: str | None = None
+    net_plugin: str | None = None
+    imex_channels: int | None = None
+    nvlink_domain: str | None = None
 
     def link(self, a: str, b: str) -> str | None:
         """Returns the path type between the devices ``a`` and ``b``; None if unknown."""
@@ -282,7 +289,10 @@ class NodeFacts:
         )
 
 
-_PLAIN = ("node", "allocated_cpus", "route", "automatic", "site", "topology_file", "gpu_direct")
+_PLAIN = (
+    *("node", "allocated_cpus", "route", "automatic", "site", "topology_file", "gpu_direct"),
+    *("net_plugin", "imex_channels", "nvlink_domain"),
+)
 
 
 def distance(path_type: str) -> int:

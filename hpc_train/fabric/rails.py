@@ -5,6 +5,7 @@ It judges one node by itself. ``port_filter`` compares the verdicts of the nodes
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -136,6 +137,21 @@ def match(facts: NodeFacts) -> tuple[Match, ...]:
     rails = {name: rail for rail, name in enumerate(sorted(load, key=natural))}
     matches = (found[gpu.name] for gpu in facts.gpus)
     return tuple(replace(matched, rail=rails.get(matched.nic or "")) for matched in matches)
+
+
+def beyond_gpu_direct(facts: NodeFacts) -> tuple[Match, ...]:
+    """Returns the GPUs whose NIC is so far that NCCL does not use GPUDirect RDMA by default.
+
+    NCCL uses it up to PXB, and on Grace over NVLink-C2C (``ncclTopoCheckGdr`` in NCCL's src/graph/paths.cc, 2026).
+    """
+    if any(re.search(r"GH200|GB[23]00", gpu.model or "") for gpu in facts.gpus):
+        return ()
+    return tuple(matched for matched in match(facts) if matched.path_type in ("PHB", "NODE", "SYS"))
+
+
+def several_node_nvlink(facts: NodeFacts) -> bool:
+    """Returns whether the GPUs are of a model that NVLink can connect between nodes, as in GB200 NVL72."""
+    return any(re.search(r"GB[23]00", gpu.model or "") for gpu in facts.gpus)
 
 
 def different_rails(nodes: Sequence[NodeFacts]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from hpc_train.cluster.environment import Variable
 from hpc_train.fabric.decision import FabricDecision, FabricJob, decide
 from hpc_train.fabric.discovery import read_tree
 from hpc_train.fabric.facts import NodeFacts
+from hpc_train.fabric.libfabric import SLINGSHOT
 from hpc_train.fabric.nccl_settings import merged, read_conf, settings, settings_of_communication, warnings
 from hpc_train.fabric.node import topology_file
 from tests.cluster.fabric.machines import Machine, hgx, switch
@@ -22,6 +23,7 @@ GENERAL = {
     "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
+GUARD = Variable("NCCL_NET", "AWS Libfabric", "")
 ROCE_GIDS = {3: ("RoCE v2", "0000:0000:0000:0000:0000:ffff:0a00:0001")}
 
 
@@ -110,8 +112,8 @@ def exported(decision: FabricDecision) -> dict[str, str]:
         (roce, (2, 20, 3), "roce", {"NCCL_IB_GID_INDEX": "3"}),
         (roce, (2, 21, 0), "roce", {}),
         (roce, None, "roce", {}),
-        (efa, (2, 26), "efa", {}),
-        (slingshot, (2, 26), "slingshot", {"FI_MR_CACHE_MONITOR": "userfaultfd", "NCCL_SOCKET_IFNAME": "hsn"}),
+        (efa, (2, 26), "efa", {"NCCL_NET": "AWS Libfabric"}),
+        (slingshot, (2, 26), "slingshot", {variable.name: variable.value for variable in (GUARD, *SLINGSHOT)}),
         (azure, (2, 26), "infiniband", {}),
         (gb200, (2, 26), "infiniband", {}),
         (pcie_box, (2, 26), "ethernet", {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}),
