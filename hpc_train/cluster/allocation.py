@@ -16,7 +16,9 @@ import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import psutil
 
 from hpc_train.cluster.gpus import gpus_to_use
 from hpc_train.config.schema import ClusterConfig
@@ -65,6 +67,52 @@ def current_allocation(environment: Mapping[str, str] = os.environ) -> Allocatio
         address=LOOPBACK if nodes == 1 else name,
         node_names=tuple(expand(environment.get("SLURM_STEP_NODELIST", name))),
     )
+
+
+HOST = "{host}"
+
+
+def meeting_at(allocation: Allocation, interface: str | None) -> Allocation:
+    """Returns ``allocation`` with the address that ``cluster.interface`` asks for; a single node stays on loopback.
+
+    Args:
+        interface: an interface of this node, or a host name in which ``{host}`` stands for the node's name up to the
+            first dot.
+
+    Raises:
+        UserError: this node has no such interface with an IPv4 address, or the host name does not resolve.
+    """
+    if interface is None or allocation.nodes == 1:
+        return allocation
+    if HOST in interface:
+        return replace(allocation, address=_resolving(interface.replace(HOST, allocation.node_name.partition(".")[0])))
+    addresses = {
+        name: found.address
+        for name, all_found in psutil.net_if_addrs().items()
+        for found in all_found
+        if found.family is socket.AF_INET and not found.address.startswith("127.")
+    }
+    if interface not in addresses:
+        there = list(addresses)
+        raise UserError(
+            f"cluster.interface={interface}: {allocation.node_name} has no such interface with an IPv4 address, only "
+            f"{', '.join(there) or 'loopback'}",
+            where="cluster.interface",
+            fix=f"cluster.interface={there[0] if there else 'null'}, or a pattern for host names such as {HOST}-ib0",
+        )
+    return replace(allocation, address=addresses[interface])
+
+
+def _resolving(name: str) -> str:
+    try:
+        socket.gethostbyname(name)
+    except OSError as error:
+        raise UserError(
+            f"cluster.interface: the host name {name} does not resolve: {error.strerror or error}",
+            where="cluster.interface",
+            fix="cluster.interface=null, or another pattern such as {host}-ib0; `getent hosts NAME` tests a name",
+        ) from None
+    return name
 
 
 def _one_node(environment: Mapping[str, str]) -> Allocation:

@@ -242,22 +242,46 @@ def _file_text(path: Path) -> str:
         return ""
 
 
-# GPU models with a single memory size, by the usual names of GRES types (from the vendors' data sheets).
+# GPU models with a single memory size (from the vendors' data sheets); of those with several, the usual one
 KINDS = {
     "h200": 141e9,
     "gh200": 96e9,
+    "gb200": 186e9,
     "h100": 80e9,
     "b200": 180e9,
+    "a30": 24e9,
     "a40": 48e9,
+    "a6000": 48e9,
+    "l4": 24e9,
+    "l40": 48e9,
     "l40s": 48e9,
+    "t4": 16e9,
+    "3090": 24e9,
+    "4090": 24e9,
+    "5090": 32e9,
     "mi250x": 64e9,
     "mi300x": 192e9,
 }
+_SIZE = re.compile(r"(?:\d+g\.)?(\d+)gb")  # 80gb, or 10gb of the MIG slice 1g.10gb
+_GRACE = ("gh200", "gb200", "gb300")  # their names give the memory of the CPU
 
 
 def gpu_memory(kind: str | None) -> float | None:
     """Returns the bytes of a GPU of the GRES type ``kind``, or of this machine's smallest for None. None: unknown."""
-    return KINDS.get(kind.lower()) if kind is not None else _of_this_machine()
+    return _of_kind(kind) if kind is not None else _of_this_machine()
+
+
+def _of_kind(kind: str) -> float | None:
+    """Returns the bytes by a short name (``h100``), or by NVML's name, which Slurm's AutoDetect=nvml gives to the type:
+    ``nvidia_h100_80gb_hbm3``.
+    """
+    words = re.split(r"[\s_-]+", kind.lower())
+    sizes = [found[1] for word in words if (found := _SIZE.fullmatch(word))]
+    if sizes and not set(words) & set(_GRACE):
+        return float(sizes[0]) * 1e9
+    if {"h100", "nvl"} <= set(words):
+        return 94e9
+    return next((KINDS[word] for word in words if word in KINDS), None)
 
 
 def _of_this_machine() -> float | None:

@@ -21,13 +21,11 @@ from hpc_train.elastic.rendezvous import candidate_ports
 from hpc_train.fabric.decision import FabricDecision
 from hpc_train.fabric.discovery import NONE
 from hpc_train.fabric.facts import SHARED_MEMORY, UNLIMITED, NodeFacts, NodeLimits
+from hpc_train.fabric.libfabric import FABRICS, find_plugin
 from hpc_train.fabric.nccl_settings import merged, warnings
-from hpc_train.fabric.rails import judge_ports, match, port_warnings, rate_gbps
+from hpc_train.fabric.rails import beyond_gpu_direct, judge_ports, match, port_warnings, rate_gbps
 from hpc_train.run.processes import can_listen
 from hpc_train.units import GIB, format_bytes
-
-EFA_PLUGIN = "libnccl-net*.so*"
-EFA_FOLDERS = ("/opt/amazon/ofi-nccl/lib", "/opt/amazon/ofi-nccl/lib64", "/opt/aws-ofi-nccl/lib", "/usr/lib")
 
 
 def check_gpus(facts: NodeFacts, asked: int | str) -> Iterator[Finding]:
@@ -76,11 +74,15 @@ def check_ports(facts: NodeFacts) -> Iterator[Finding]:
     if (total := rate_gbps(facts)) is not None:
         yield Finding("network", OK, f"{total:g} Gb/s between nodes in each direction")
     if facts.gpus and facts.nics and facts.gpu_direct is not None:
-        yield _gpu_direct(facts.gpu_direct)
+        yield _gpu_direct(facts, facts.gpu_direct)
 
 
-def _gpu_direct(by: str) -> Finding:
+def _gpu_direct(facts: NodeFacts, by: str) -> Finding:
     if by != NONE:
+        if far := beyond_gpu_direct(facts):
+            names = ", ".join(f"{matched.gpu} ({matched.path_type})" for matched in far)
+            text = f"NCCL does not use GPUDirect RDMA for {names}, although {by} is loaded: the NICs are too far"
+            return Finding("network", OK, f"{text}; measure NCCL_NET_GDR_LEVEL=PHB or SYS")
         return Finding("network", OK, f"NICs read GPU memory (GPUDirect RDMA) with {by}")
     text = "NICs cannot read GPU memory (no GPUDirect RDMA): traffic is staged in host memory, up to 3 times slower"
     fix = "ask the site to load nvidia_peermem, or NVIDIA's open kernel modules on Linux 5.12 or newer (DMA-BUF)"
@@ -101,14 +103,11 @@ def check_environment(
         yield Finding(
             "environment", WARNING, f"unknown: {note}", "ask the site, or select a profile with cluster/fabric=NAME"
         )
-    if decision.fabric == "efa" and not _has_plugin(environment):
-        fix = "install aws-ofi-nccl (part of the EFA installer) and put its lib directory on LD_LIBRARY_PATH"
-        yield Finding("environment", ERROR, "the NCCL plugin for EFA is missing; all traffic would go over TCP", fix)
-
-
-def _has_plugin(environment: Mapping[str, str]) -> bool:
-    folders = [*environment.get("LD_LIBRARY_PATH", "").split(":"), *EFA_FOLDERS]
-    return any(next(Path(folder).glob(EFA_PLUGIN), None) is not None for folder in folders if folder)
+    tcp = environment.get("NCCL_NET", "").lower() == "socket"
+    if decision.fabric in FABRICS and not tcp and not find_plugin(environment):
+        text = f"the NCCL plugin for {decision.fabric} is missing, so NCCL refuses to start"
+        fix = "load the site's module of aws-ofi-nccl (on AWS the EFA installer has it) in cluster.setup"
+        yield Finding("environment", ERROR, text, fix)
 
 
 @dataclass(frozen=True)

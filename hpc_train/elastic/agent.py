@@ -17,7 +17,14 @@ from typing import Any
 
 from hpc_train.checkpoint.space import stop_time
 from hpc_train.checkpoint.store import CheckpointStore
-from hpc_train.cluster.allocation import LOOPBACK, Allocation, current_allocation, switch_address, workers_per_node
+from hpc_train.cluster.allocation import (
+    LOOPBACK,
+    Allocation,
+    current_allocation,
+    meeting_at,
+    switch_address,
+    workers_per_node,
+)
 from hpc_train.cluster.environment import Variable, apply, node_local_caches, own_environment, threads_per_rank
 from hpc_train.cluster.gpus import UnusableGpus
 from hpc_train.config.schema import Config
@@ -119,6 +126,7 @@ def _run(
     store: str,
 ) -> int:
     config = load(run)
+    allocation = meeting_at(allocation, config.cluster.interface)
     use_frozen_code(frozen_code(run))
     if config.run.group is not None:
         write_for_group()

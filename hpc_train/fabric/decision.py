@@ -1,20 +1,24 @@
 """Decides which network variables a job exports. It exports as few as possible, each with its reason.
 
 Only variables that NCCL's guide calls system configuration are set. Its debugging variables come only from a site
-profile (``conf/cluster/fabric``), never from detection. Variables that are already set take precedence. Common
-variables that are not set are reported with a reason as well.
+profile (``conf/cluster/fabric``), never from detection, except on Slingshot, where its vendor publishes them
+(``libfabric``). Variables that are already set take precedence. Common variables that are not set are reported with a
+reason as well.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc_train.cluster.environment import Variable
 from hpc_train.config.schema import FabricConfig
+from hpc_train.fabric import libfabric
 from hpc_train.fabric.facts import NodeFacts
 from hpc_train.fabric.nccl_settings import Setting
-from hpc_train.fabric.rails import FLAPS, PortVerdict, judge_ports
+from hpc_train.fabric.port_filter import port_filter
+from hpc_train.fabric.rails import FLAPS, beyond_gpu_direct, judge_ports, match, several_node_nvlink
 from hpc_train.fabric.versions import Version
 
 LARGE_JOB_GPUS = 1000  # in larger jobs some link always flaps
@@ -59,7 +63,7 @@ def decide(nodes: Sequence[NodeFacts], job: FabricJob, found: Mapping[str, Setti
     connection.
     """
     fabric = _fabric(nodes, job)
-    wanted = [*job.profile, *_of_fabric(fabric, nodes, job), *_general(nodes, job)]
+    wanted = [*job.profile, *_of_fabric(fabric, nodes, job, found), *_general(nodes, job)]
     variables: dict[str, Variable] = {}
     left: dict[str, UnsetVariable] = {}
     for variable in wanted:
@@ -71,7 +75,9 @@ def decide(nodes: Sequence[NodeFacts], job: FabricJob, found: Mapping[str, Setti
     for alone in _not_set(fabric, nodes, job):
         if alone.name not in variables:
             left.setdefault(alone.name, alone)
-    return FabricDecision(fabric, tuple(variables.values()), tuple(left.values()), tuple(_unknown(nodes, fabric, job)))
+    return FabricDecision(
+        fabric, tuple(variables.values()), tuple(left.values()), tuple(_unknown(nodes, fabric, job, found))
+    )
 
 
 def _fabric(nodes: Sequence[NodeFacts], job: FabricJob) -> str:
@@ -138,52 +144,33 @@ def _routes(nodes: Sequence[NodeFacts]) -> set[str]:
     return {facts.route for facts in nodes if facts.route not in (None, "lo")}
 
 
-def _of_fabric(fabric: str, nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[Variable]:
+def _of_fabric(
+    fabric: str, nodes: Sequence[NodeFacts], job: FabricJob, found: Mapping[str, Setting]
+) -> Iterator[Variable]:
     if fabric in ("infiniband", "roce"):
-        yield from _nic_list(nodes)
+        yield from _nic_filter(nodes)
         yield from _retry_settings(nodes, job)
     if fabric == "roce":
         yield from _gid_index(nodes, job)
-    if fabric == "slingshot":
-        yield Variable("FI_MR_CACHE_MONITOR", "userfaultfd", "the default monitor deadlocks with NCCL on Slingshot")
-        yield Variable(
-            "NCCL_SOCKET_IFNAME", "hsn", "selects the high-speed interfaces instead of the management network"
-        )
-    if fabric == "ethernet":
+    if fabric in libfabric.FABRICS:
+        yield from libfabric.variables(fabric, nodes, found)
+    if fabric == "ethernet" and not _has_own_sockets(nodes):
         yield from _sockets(nodes)
     files = {facts.topology_file for facts in nodes}
     if job.nodes > 1 and len(files) == 1 and (file := files.pop()) is not None:
         yield Variable("NCCL_TOPO_FILE", file, "describes the PCI tree, which this virtual machine hides")
 
 
-def _nic_list(nodes: Sequence[NodeFacts]) -> Iterator[Variable]:
-    """Lists NICs only if an active port must be excluded. Names are exact, because mlx5_1 alone would also match
-    mlx5_10.
-    """
-    wanted = {_nic_names(judge_ports(facts)) for facts in nodes}
-    out = {
-        f"{verdict.nic}: {verdict.reason}"
-        for facts in nodes
-        for verdict in judge_ports(facts)
-        if verdict.usable is False and verdict.port.active
-    }
-    if out and len(wanted) == 1 and (names := wanted.pop()):
-        yield Variable(
-            "NCCL_IB_HCA",
-            "=" + ",".join(names),
-            f"excludes active ports that do not serve training: {'; '.join(sorted(out))}",
-        )
+def _has_own_sockets(nodes: Sequence[NodeFacts]) -> bool:
+    """Returns whether NCCL has its own number of sockets and threads for the NICs of this cloud."""
+    return any(facts.site in ("aws", "gcp") for facts in nodes)
 
 
-def _nic_names(verdicts: Sequence[PortVerdict]) -> tuple[str, ...]:
-    """Returns the NICs with a usable port; with the port number if another port of the NIC must not be used."""
-    names = []
-    for verdict in verdicts:
-        if verdict.usable:
-            others = [other for other in verdicts if other.nic == verdict.nic and other is not verdict]
-            exact = any(other.usable is False and other.port.active for other in others)
-            names.append(f"{verdict.nic}:{verdict.port.number}" if exact else verdict.nic)
-    return tuple(dict.fromkeys(names))
+def _nic_filter(nodes: Sequence[NodeFacts]) -> Iterator[Variable]:
+    """Filters NICs only if an active port must be excluded."""
+    out = port_filter(nodes)
+    if out.excluded:
+        yield Variable("NCCL_IB_HCA", out.value, f"excludes active ports that do not serve training: {out.reason}")
 
 
 def _retry_settings(nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[Variable]:
@@ -197,7 +184,6 @@ def _retry_settings(nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[Vari
     if large or flapping:
         why = f"{job.nodes * job.gpus_per_node} GPUs, so some link always flaps" if large else "; ".join(flapping[:4])
         yield Variable("NCCL_IB_TIMEOUT", "22", f"{why}; NCCL then waits 4 us x 2^22 = 17 s for a lost packet")
-        yield Variable("NCCL_IB_RETRY_CNT", "7", f"{why}; 7 is the maximum of the standard")
 
 
 def _gid_index(nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[Variable]:
@@ -235,13 +221,14 @@ def _not_set(fabric: str, nodes: Sequence[NodeFacts], job: FabricJob) -> Iterato
         yield UnsetVariable("NCCL_SOCKET_IFNAME", "the job has a single node, so no traffic crosses a network")
         return
     yield UnsetVariable("NCCL_IB_DISABLE", _why_no_ib_disable(fabric, nodes))
-    yield UnsetVariable("NCCL_NET_GDR_LEVEL", f"{debugging}; NCCL uses GPUDirect if NIC and GPU are close")
+    yield UnsetVariable("NCCL_NET_GDR_LEVEL", f"{debugging}; {_gpu_direct(nodes)}")
     if fabric in ("infiniband", "roce"):
-        yield UnsetVariable("NCCL_IB_HCA", "no active port must be excluded")
+        yield UnsetVariable("NCCL_IB_HCA", "; ".join(port_filter(nodes).disputed) or "no active port must be excluded")
         yield UnsetVariable(
             "NCCL_IB_TIMEOUT",
             f"the job has fewer than {LARGE_JOB_GPUS} GPUs and no flapping link, so NCCL's default is sufficient",
         )
+        yield UnsetVariable("NCCL_IB_RETRY_CNT", "NCCL's default of 7 is the maximum of the standard")
         yield UnsetVariable(
             "NCCL_IB_QPS_PER_CONNECTION", f"{debugging}; a site with adaptive routing may set it in a profile"
         )
@@ -251,6 +238,13 @@ def _not_set(fabric: str, nodes: Sequence[NodeFacts], job: FabricJob) -> Iterato
         yield UnsetVariable(
             "NCCL_CROSS_NIC", "NCCL decides it; if rails are separate networks, set 0 in a site profile"
         )
+        if _has_dual_ports(nodes):
+            reason = (
+                "NCCL merges the ports of a NIC into one device; if they are separate networks, set 0 in a site profile"
+            )
+            yield UnsetVariable("NCCL_IB_MERGE_NICS", reason)
+    if fabric == "ethernet" and _has_own_sockets(nodes):
+        yield UnsetVariable("NCCL_SOCKET_NTHREADS", "NCCL has its own values for the NICs of this cloud")
     if fabric == "roce":
         yield UnsetVariable("NCCL_IB_GID_INDEX", _why_no_gid(job.nccl))
         yield UnsetVariable("NCCL_IB_TC", "the traffic class cannot be detected from a host; set it in a site profile")
@@ -259,22 +253,90 @@ def _not_set(fabric: str, nodes: Sequence[NodeFacts], job: FabricJob) -> Iterato
         yield UnsetVariable("FI_EFA_USE_DEVICE_RDMA", "libfabric enables it if the NIC supports it")
         yield UnsetVariable("FI_EFA_FORK_SAFE", "only old kernels and libraries need it")
         yield UnsetVariable("RDMAV_FORK_SAFE", "only old kernels and libraries need it")
-    yield UnsetVariable("NCCL_SOCKET_IFNAME", "the automatic choice leads to the other nodes")
-    yield UnsetVariable("NCCL_MNNVL_ENABLE", "NCCL detects NVLink between nodes")
+    if fabric == "slingshot":
+        reason = "it needs the Slurm option --network=disable_rdzv_get: set both if the site offers it"
+        yield UnsetVariable("FI_CXI_RDZV_PROTO", reason)
+    yield UnsetVariable("NCCL_SOCKET_IFNAME", _why_no_interface(nodes))
+    yield UnsetVariable("NCCL_MNNVL_ENABLE", _why_no_mnnvl(nodes))
 
 
-def _unknown(nodes: Sequence[NodeFacts], fabric: str, job: FabricJob) -> Iterator[str]:
+def _unknown(nodes: Sequence[NodeFacts], fabric: str, job: FabricJob, found: Mapping[str, Setting]) -> Iterator[str]:
     if job.nccl is None and fabric == "roce":
         yield "the version of NCCL; before 2.21 NCCL_IB_GID_INDEX is needed"
     if fabric == "unknown":
         yield "the network between the nodes; no active port was found"
     if job.nodes > 1 and len(_routes(nodes)) > 1:
         yield "one network interface for all nodes; the interfaces that lead to the other nodes have different names"
-    if fabric == "efa":
-        yield "whether the plugin aws-ofi-nccl is loaded; without it NCCL silently falls back to TCP"
-    lists = {_nic_names(judge_ports(facts)) for facts in nodes}
-    if fabric in ("infiniband", "roce") and len(lists) > 1:
-        yield "one list of NICs for all nodes; the lists differ"
+    network = found.get("NCCL_NET") or next((own for own in job.profile if own.name == "NCCL_NET"), None)
+    if fabric in libfabric.FABRICS:
+        yield from libfabric.unknown(nodes, None if network is None else network.value)
+    by_google = network is not None or any(_OF_GOOGLE.match(name) for name in found)
+    if job.nodes > 1 and _needs_google_plugin(nodes) and not by_google:
+        yield (
+            "the settings of Google's NCCL plugin, without which NCCL uses TCP: source its script in cluster.setup and "
+            "select a profile: /usr/local/gib/scripts/set_nccl_env.sh and cluster/fabric=gcp_gib (A3 Ultra, A4, A4X), "
+            "/var/lib/tcpxo/lib64/nccl-env-profile.sh and cluster/fabric=gcp_tcpxo (A3 Mega)"
+        )
+    if job.nodes > 1 and any(facts.imex_channels == 0 for facts in nodes if several_node_nvlink(facts)):
+        yield f"whether NVLink connects the nodes; {_why_no_mnnvl(nodes)}"
+    if fabric in ("infiniband", "roce"):
+        yield from port_filter(nodes).disputed
+
+
+_OF_GOOGLE = re.compile(r"NCCL_(NET_PLUGIN|FASTRAK_\w+|GPUDIRECTTCPX_\w+)$")
+
+
+def _needs_google_plugin(nodes: Sequence[NodeFacts]) -> bool:
+    """Returns whether these are Google's machines of the A3, A4 or A4X series.
+
+    Source: https://docs.cloud.google.com/ai-hypercomputer/docs/nccl (NCCL/gIB v1.1.2, May 2026), and the Slurm scripts
+    of https://github.com/GoogleCloudPlatform/cluster-toolkit (A3 Mega).
+    """
+    models = [gpu.model or "" for facts in nodes if facts.site == "gcp" for gpu in facts.gpus]
+    return any(re.search(r"H[12]00|B[23]00", model) for model in models)
+
+
+def _has_dual_ports(nodes: Sequence[NodeFacts]) -> bool:
+    used = [(facts.node, verdict.nic) for facts in nodes for verdict in judge_ports(facts) if verdict.usable]
+    return len(set(used)) < len(used)
+
+
+def _gpu_direct(nodes: Sequence[NodeFacts]) -> str:
+    """Returns whether NCCL uses GPUDirect by default, according to the paths between GPUs and NICs."""
+    if any(facts.topology_file or facts.site == "aws" for facts in nodes):
+        return "NCCL reads from a topology file how close GPU and NIC are"
+    far = [matched for facts in nodes for matched in beyond_gpu_direct(facts)]
+    if far:
+        paths = sorted({str(matched.path_type) for matched in far})
+        level = "SYS" if paths == ["SYS"] else "PHB"
+        return f"GPU and NIC are {'/'.join(paths)} here, where NCCL does not use GPUDirect: measure with {level}"
+    if all(matched.path_type for facts in nodes for matched in match(facts)) and any(facts.gpus for facts in nodes):
+        return "NCCL uses GPUDirect, because GPU and NIC are close"
+    return "NCCL uses GPUDirect if GPU and NIC are close; their paths are unknown"
+
+
+def _why_no_interface(nodes: Sequence[NodeFacts]) -> str:
+    if any(facts.route is None or facts.automatic is None for facts in nodes):
+        return "it is not known which interface leads to the other nodes"
+    if _route(nodes) is None and _routes(nodes):
+        return "the interfaces that lead to the other nodes have different names"
+    return "the automatic choice leads to the other nodes"
+
+
+def _why_no_mnnvl(nodes: Sequence[NodeFacts]) -> str:
+    """Returns what is known of NVLink between nodes. It needs an IMEX channel on each node, and one clique."""
+    able = [facts for facts in nodes if several_node_nvlink(facts)]
+    if not able:
+        return "NCCL uses NVLink between nodes only in systems such as GB200 NVL72"
+    without = [facts.node or "?" for facts in able if facts.imex_channels == 0]
+    if without:
+        return f"{', '.join(without[:4])} may open no /dev/nvidia-caps-imex-channels/channel*, so NCCL uses the network"
+    domains = {facts.nvlink_domain for facts in able}
+    if len(domains - {None}) > 1:
+        return f"NCCL detects NVLink between nodes; these are in {len(domains)} NVLink domains"
+    if any(facts.imex_channels is None for facts in able):
+        return "NCCL detects NVLink between nodes; whether IMEX is set up is not known"
+    return "NCCL detects NVLink between nodes, and each has an IMEX channel"
 
 
 def _ethernet_gbps(nodes: Sequence[NodeFacts]) -> float:

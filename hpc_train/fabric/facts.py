@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,10 @@ class NodeFacts:
         settings: communication settings of the user and the administrator on this node.
         limits: limits of a process.
         gpu_direct: the kernel module with which NICs read GPU memory, ``DMA-BUF``, or ``none``.
+        net_plugin: the path of NCCL's network plugin; "" if it was searched and not found.
+        imex_channels: device files with which GPUs of several nodes share memory over NVLink; None without the driver's
+            support.
+        nvlink_domain: the NVLink domain between nodes and the clique in it, ``UUID.CLIQUE``.
     """
 
     node: str | None = None
@@ -248,13 +253,17 @@ class NodeFacts:
     settings: tuple[Setting, ...] = ()
     limits: NodeLimits = field(default_factory=NodeLimits)
     gpu_direct: str | None = None
+    net_plugin: str | None = None
+    imex_channels: int | None = None
+    nvlink_domain: str | None = None
 
     def link(self, a: str, b: str) -> str | None:
         """Returns the path type between the devices ``a`` and ``b``; None if unknown."""
-        for link in self.links:
-            if {link.a, link.b} == {a, b}:
-                return link.path_type
-        return None
+        return self._path_types.get(frozenset((a, b)))
+
+    @cached_property
+    def _path_types(self) -> dict[frozenset[str], str]:
+        return {frozenset((link.a, link.b)): link.path_type for link in reversed(self.links)}
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -280,7 +289,10 @@ class NodeFacts:
         )
 
 
-_PLAIN = ("node", "allocated_cpus", "route", "automatic", "site", "topology_file", "gpu_direct")
+_PLAIN = (
+    *("node", "allocated_cpus", "route", "automatic", "site", "topology_file", "gpu_direct"),
+    *("net_plugin", "imex_channels", "nvlink_domain"),
+)
 
 
 def distance(path_type: str) -> int:

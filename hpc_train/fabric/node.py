@@ -8,6 +8,7 @@ respects the control group of the job and knows MIG slices.
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,12 +21,25 @@ import psutil
 from hpc_train.cluster.gpus import own_gpus, visible_devices
 from hpc_train.fabric.discovery import discover, merge, print_matrix
 from hpc_train.fabric.facts import Gpu, NodeFacts
+from hpc_train.fabric.libfabric import find_plugin
 from hpc_train.fabric.nccl_settings import settings_of_communication
-from hpc_train.fabric.nvidia_smi import parse_matrix, print_listing, with_slices
+from hpc_train.fabric.nvidia_smi import (
+    parse_matrix,
+    parse_nvlink_domain,
+    print_listing,
+    print_nvlink_domain,
+    with_slices,
+)
+from hpc_train.fabric.rails import several_node_nvlink
+from hpc_train.fabric.rdma import read_text
 from hpc_train.fabric.versions import read_versions
 
-# for the ND series, whose GPUs have NVLink; the images contain these files on every machine
-AZURE_TOPOLOGIES = (("A100-SXM", "/opt/microsoft/ndv4-topo.xml"), ("H100 80GB HBM3", "/opt/microsoft/ndv5-topo.xml"))
+# for the ND series, whose GPUs have NVLink; the images contain these files on every machine. Azure's health checks use
+# the file of the H100 for the H200 as well (azurehpc-health-checks, nd96isr_h200_v5). The H200 NVL is a PCIe card.
+AZURE_TOPOLOGIES = (
+    (r"A100-SXM", "/opt/microsoft/ndv4-topo.xml"),
+    (r"H100 80GB HBM3|H200(?! NVL)", "/opt/microsoft/ndv5-topo.xml"),
+)
 
 
 def this_node(name: str, rendezvous_host: str | None, environment: Mapping[str, str] = os.environ) -> NodeFacts:
@@ -51,6 +65,9 @@ def this_node(name: str, rendezvous_host: str | None, environment: Mapping[str, 
         route=None if rendezvous_host is None else interface_to(rendezvous_host),
         automatic=None if rendezvous_host is None else automatic_interface(),
         topology_file=topology_file(facts),
+        net_plugin=find_plugin(environment),
+        imex_channels=imex_channels(),
+        nvlink_domain=parse_nvlink_domain(print_nvlink_domain()) if several_node_nvlink(facts) else None,
         versions=read_versions(),
         settings=settings_of_communication(environment),
     )
@@ -60,9 +77,20 @@ def topology_file(facts: NodeFacts, root: Path = Path("/")) -> str | None:
     """Returns the topology file of Azure's image for this kind of machine; None elsewhere or if it is missing."""
     models = {gpu.model or "" for gpu in facts.gpus} if facts.site == "azure" else set()
     for model, path in AZURE_TOPOLOGIES:
-        if any(model in found for found in models) and (root / path.lstrip("/")).is_file():
+        if any(re.search(model, found) for found in models) and (root / path.lstrip("/")).is_file():
             return path
     return None
+
+
+def imex_channels(root: Path = Path("/")) -> int | None:
+    """Returns the device files with which this process may share GPU memory over NVLink with other nodes.
+
+    Source: https://docs.nvidia.com/multi-node-nvlink-systems/imex-guide/imexchannels.html (July 2025).
+    """
+    devices = read_text(root / "proc/devices") or ""
+    if "nvidia-caps-imex-channels" not in devices:
+        return None
+    return sum(os.access(path, os.R_OK | os.W_OK) for path in (root / "dev/nvidia-caps-imex-channels").glob("channel*"))
 
 
 def _own(facts: NodeFacts) -> NodeFacts:

@@ -1,4 +1,5 @@
-"""Parses the output of ``nvidia-smi topo -m`` (the topology matrix) and of ``nvidia-smi -L`` (MIG slices).
+"""Parses the output of ``nvidia-smi topo -m`` (the topology matrix), ``nvidia-smi -L`` (MIG slices) and of the query of
+the NVLink domain.
 
 The matrix comes with tabs or spaces, colour codes, blank cells (a cgroup hides the CPUs), duplicate columns, NICs by
 name or as NICn with a legend, and truncated. Ambiguous parts are dropped and listed in ``unknown``.
@@ -210,3 +211,23 @@ def print_listing() -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout
+
+
+NVLINK_QUERY = ("nvidia-smi", "--query-gpu=fabric.clusterUuid,fabric.cliqueId", "--format=csv,noheader")
+_DOMAIN = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}),\s*(\d+)")
+
+
+def print_nvlink_domain() -> str:
+    """Returns the output of ``NVLINK_QUERY``; "" without the tool or with a driver that does not know the fields."""
+    try:
+        done = subprocess.run(NVLINK_QUERY, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def parse_nvlink_domain(text: str) -> str | None:
+    """Returns ``UUID.CLIQUE`` of the GPUs of a node; None if they have none or differ."""
+    found = {f"{match[1]}.{match[2]}" for line in text.splitlines() if (match := _DOMAIN.fullmatch(line.strip()))}
+    domain = found.pop() if len(found) == 1 else None
+    return None if domain is None or set(domain.partition(".")[0]) <= {"0", "-"} else domain

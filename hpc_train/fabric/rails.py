@@ -1,7 +1,11 @@
-"""Selects the ports for training, and for each GPU the nearest NIC, on the same rail on every node."""
+"""Selects the ports for training, and for each GPU the nearest NIC, on the same rail on every node.
+
+It judges one node by itself. ``port_filter`` compares the verdicts of the nodes of a job.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +28,15 @@ class PortVerdict:
     usable: bool | None
     reason: str
 
+    @property
+    def name(self) -> str:
+        return f"{self.nic}:{self.port.number}"
+
+    @property
+    def excluded(self) -> bool:
+        """Returns whether the port could carry data, but must not."""
+        return self.usable is False and self.port.active is True
+
 
 @dataclass(frozen=True)
 class Match:
@@ -39,32 +52,26 @@ class Match:
 def judge_ports(facts: NodeFacts) -> tuple[PortVerdict, ...]:
     """Returns a verdict with the reason for every port of every NIC.
 
-    Excluded are ports that are not up, carry the default route where others do not, or are far from every GPU while
-    each GPU has a near NIC; and of the rest those whose link layer or rate differs from that of the ports with the most
-    bandwidth in total. These are storage, management or broken ports, and one of them among the rails slows all down to
-    its own pace.
+    Excluded are ports that are not up, or are far from every GPU while each GPU has a near NIC; and of the rest those
+    whose link layer or rate differs from that of the ports with the most bandwidth in total. These are storage or
+    management ports, and one of them among the rails slows all down to its own pace. Two kinds of port are kept:
+
+    - the only near NIC of a GPU, if its link came up slow. The node has a defect, but NCCL would otherwise connect this
+      GPU over the NIC of another one.
+    - a port that carries the default route, if it equals the rails. On a flat network the route uses one of them, and
+      on diskless nodes it uses IP over InfiniBand.
     """
     active = [(nic, port) for nic in facts.nics for port in nic.ports if port.active]
-    routed = {interface.name for interface in facts.interfaces if interface.default_route}
-    free = [(nic, port) for nic, port in active if not routed.intersection(nic.interfaces)]
-    far = _far_from_every_gpu(facts, {nic.name for nic, _ in free or active})
-    near = [port for nic, port in free or active if nic.name not in far]
-    layer = _carrying_most(near, lambda port: port.link_layer)
-    rate = _carrying_most([port for port in near if port.link_layer == layer], lambda port: port.rate_gbps)
-    verdicts = [
-        PortVerdict(nic.name, port, *_verdict(nic, port, layer, rate, routed if free else set()))
-        for nic in facts.nics
-        for port in nic.ports
-    ]
+    routed = {nic.name for nic, port in active if _carries_route(facts, nic, port)}
+    far = _far_from_every_gpu(facts, {nic.name for nic, _ in active})
+    near = [(nic, port) for nic, port in active if nic.name not in far]
+    voters = [(nic, port) for nic, port in near if nic.name not in routed] or near
+    layer = _carrying_most([port for _, port in voters], lambda port: port.link_layer)
+    rate = _carrying_most([port for _, port in voters if port.link_layer == layer], lambda port: port.rate_gbps)
+    rails = frozenset(nic.name for nic, port in near if port.link_layer == layer and port.rate_gbps == rate)
+    vote = _Vote(layer, rate, rails, frozenset(far), frozenset(routed))
     return tuple(
-        replace(
-            verdict,
-            usable=False,
-            reason="it is far from every GPU, although each GPU has a near NIC, so it serves storage or management",
-        )
-        if verdict.usable and verdict.nic in far
-        else verdict
-        for verdict in verdicts
+        PortVerdict(nic.name, port, *_verdict(facts, nic, port, vote)) for nic in facts.nics for port in nic.ports
     )
 
 
@@ -75,7 +82,7 @@ def port_warnings(facts: NodeFacts) -> tuple[str, ...]:
     for nic in facts.nics:
         for port in nic.ports:
             name, best = f"{nic.name} port {port.number}", NIC_RATE_GBPS.get(nic.model or "")
-            if port.link_layer == "Ethernet" and (nic.name, port.number) not in used:
+            if (nic.name, port.number) not in used and (port.link_layer == "Ethernet" or facts.gpus):
                 best = None  # storage and management links may be slower
             if port.active and best is not None and port.rate_gbps is not None and port.rate_gbps < best:
                 messages.append(
@@ -132,6 +139,21 @@ def match(facts: NodeFacts) -> tuple[Match, ...]:
     return tuple(replace(matched, rail=rails.get(matched.nic or "")) for matched in matches)
 
 
+def beyond_gpu_direct(facts: NodeFacts) -> tuple[Match, ...]:
+    """Returns the GPUs whose NIC is so far that NCCL does not use GPUDirect RDMA by default.
+
+    NCCL uses it up to PXB, and on Grace over NVLink-C2C (``ncclTopoCheckGdr`` in NCCL's src/graph/paths.cc, 2026).
+    """
+    if any(re.search(r"GH200|GB[23]00", gpu.model or "") for gpu in facts.gpus):
+        return ()
+    return tuple(matched for matched in match(facts) if matched.path_type in ("PHB", "NODE", "SYS"))
+
+
+def several_node_nvlink(facts: NodeFacts) -> bool:
+    """Returns whether the GPUs are of a model that NVLink can connect between nodes, as in GB200 NVL72."""
+    return any(re.search(r"GB[23]00", gpu.model or "") for gpu in facts.gpus)
+
+
 def different_rails(nodes: Sequence[NodeFacts]) -> tuple[str, ...]:
     """Returns nodes whose GPUs are matched to other rails than the first node's, where collectives would cross
     rails.
@@ -144,12 +166,41 @@ def different_rails(nodes: Sequence[NodeFacts]) -> tuple[str, ...]:
     )
 
 
-def _far_from_every_gpu(facts: NodeFacts, nics: set[str]) -> set[str]:
-    """Returns those of ``nics`` beyond a host bridge from every GPU if every GPU has a nearer one; otherwise none."""
-    near = {gpu.name: {nic for nic in nics if facts.link(gpu.name, nic) in ("PIX", "PXB")} for gpu in facts.gpus}
+@dataclass(frozen=True)
+class _Vote:
+    """The link layer and rate of the rails; the names of the NICs at that rate, of far NICs, and of those with the
+    default route.
+    """
+
+    layer: str | None
+    rate: float | None
+    rails: frozenset[str]
+    far: frozenset[str]
+    routed: frozenset[str]
+
+
+_NEAR = ("PIX", "PXB")
+
+
+def _carries_route(facts: NodeFacts, nic: Nic, port: Port) -> bool:
+    """Returns whether the default route uses the port as Ethernet; IP over InfiniBand does not make it a management
+    port.
+    """
+    interfaces = {interface.name for interface in facts.interfaces if interface.default_route}
+    return port.link_layer == "Ethernet" and bool(interfaces.intersection(nic.interfaces))
+
+
+def _far_from_every_gpu(facts: NodeFacts, active: set[str]) -> set[str]:
+    """Returns the NICs beyond a host bridge from every GPU if every GPU has a nearer one, even if that is down.
+
+    Returns none if no ``active`` NIC would remain.
+    """
+    names = {nic.name for nic in facts.nics}
+    near = {gpu.name: {name for name in names if facts.link(gpu.name, name) in _NEAR} for gpu in facts.gpus}
     if not facts.gpus or not all(near.values()):
         return set()
-    return nics - set().union(*near.values())
+    beside = set().union(*near.values())
+    return names - beside if beside & active else set()
 
 
 def _carrying_most(ports: Sequence[Port], of: Callable[[Port], Kind | None]) -> Kind | None:
@@ -165,19 +216,58 @@ def _carrying_most(ports: Sequence[Port], of: Callable[[Port], Kind | None]) -> 
     return max(kinds, key=weight, default=None)
 
 
-def _verdict(nic: Nic, port: Port, layer: str | None, rate: float | None, routed: set[str]) -> tuple[bool | None, str]:
+def _verdict(facts: NodeFacts, nic: Nic, port: Port, vote: _Vote) -> tuple[bool | None, str]:
     if port.active is None:
         return None, "its state is unknown"
     if not port.active:
         return False, f"its state is {port.state}, and its physical state is {port.physical_state or 'unknown'}"
-    if port.link_layer != layer:
+    if nic.name in vote.far:
+        return False, "it is far from every GPU, although each GPU has a near NIC, so it serves storage or management"
+    if port.link_layer != vote.layer:
         known = None if port.link_layer is None else False
-        return known, f"its link layer is {port.link_layer or 'unknown'}, but that of most ports is {layer}"
-    if routed.intersection(nic.interfaces):
-        return False, f"the default route goes over {', '.join(sorted(routed.intersection(nic.interfaces)))}"
-    if port.rate_gbps is not None and rate is not None and port.rate_gbps != rate:
-        return False, f"its rate is {port.rate_gbps:g} Gb/s, but that of most ports is {rate:g} Gb/s"
+        return known, f"its link layer is {port.link_layer or 'unknown'}, but that of most ports is {vote.layer}"
+    return _verdict_by_rate(facts, nic, port, vote)
+
+
+def _verdict_by_rate(facts: NodeFacts, nic: Nic, port: Port, vote: _Vote) -> tuple[bool, str]:
+    """Judges an active port with the link layer of the rails."""
+    odd = port.rate_gbps is not None and vote.rate is not None and port.rate_gbps != vote.rate
+    if odd and (gpu := _only_near_gpu(facts, nic, vote)) is not None:
+        return (
+            True,
+            f"it is the rail of {gpu}, but runs at {port.rate_gbps:g} Gb/s and the others at {vote.rate:g} Gb/s",
+        )
+    if nic.name in vote.routed and (odd or _farther(facts, nic, vote.rails - {nic.name})):
+        return False, f"the default route goes over {', '.join(nic.interfaces)}, so it serves management"
+    if odd:
+        return False, f"its rate is {port.rate_gbps:g} Gb/s, but that of most ports is {vote.rate:g} Gb/s"
     return True, "it is active"
+
+
+def _only_near_gpu(facts: NodeFacts, nic: Nic, vote: _Vote) -> str | None:
+    """Returns the GPU whose only near NIC is ``nic``, if the rails are near other GPUs and of the same model."""
+    rails = [other for other in facts.nics if other.name in vote.rails and other.name != nic.name]
+    if not rails or {other.model for other in rails} != {nic.model} or nic.name in vote.routed:
+        return None
+    beside = {name: [rail for rail in rails if facts.link(name, rail.name) in _NEAR] for name in _names(facts)}
+    if not any(beside.values()):
+        return None
+    own = [name for name, near in beside.items() if not near and facts.link(name, nic.name) in _NEAR]
+    return own[0] if own else None
+
+
+def _farther(facts: NodeFacts, nic: Nic, others: frozenset[str]) -> bool:
+    """Returns whether every GPU has a nearer NIC among ``others``; false if a path is unknown."""
+    for name in _names(facts):
+        own = facts.link(name, nic.name)
+        best = min((distance(path) for other in others if (path := facts.link(name, other)) is not None), default=None)
+        if own is None or best is None or best >= distance(own):
+            return False
+    return bool(facts.gpus)
+
+
+def _names(facts: NodeFacts) -> list[str]:
+    return [gpu.name for gpu in facts.gpus]
 
 
 def _nearest(facts: NodeFacts, gpu: Gpu, nics: Sequence[Nic]) -> tuple[int, str | None, list[Nic]]:

@@ -84,6 +84,11 @@ class ClusterConfig:
     reservation: str | None = key(None, "sbatch --reservation.")
     exclusive: bool = key(False, "Whether the job has its nodes to itself: sbatch --exclusive.")
     switches: str | None = key(None, "sbatch --switches: 1@00:30:00 waits up to 30 minutes for nodes on one switch.")
+    interface: str | None = key(
+        None,
+        "Where nodes meet: a network interface such as ib0, or a pattern for host names such as {host}-ib0. null uses "
+        "the names of the nodes in Slurm.",
+    )
     comment: str | None = key(None, "Text that is appended to the job's comment hpc_train:RUN_DIRECTORY.")
     job_name: str | None = key(None, "The name of the job. null uses the name of the run.")
     mail_user: str | None = key(None, "sbatch --mail-user.")

@@ -12,6 +12,7 @@ from hpc_train.cluster.environment import Variable
 from hpc_train.fabric.decision import FabricDecision, FabricJob, decide
 from hpc_train.fabric.discovery import read_tree
 from hpc_train.fabric.facts import NodeFacts
+from hpc_train.fabric.libfabric import SLINGSHOT
 from hpc_train.fabric.nccl_settings import merged, read_conf, settings, settings_of_communication, warnings
 from hpc_train.fabric.node import topology_file
 from tests.cluster.fabric.machines import Machine, hgx, switch
@@ -22,6 +23,7 @@ GENERAL = {
     "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
+GUARD = Variable("NCCL_NET", "AWS Libfabric", "")
 ROCE_GIDS = {3: ("RoCE v2", "0000:0000:0000:0000:0000:ffff:0a00:0001")}
 
 
@@ -106,12 +108,12 @@ def exported(decision: FabricDecision) -> dict[str, str]:
     ("build", "nccl", "fabric", "besides"),
     [
         (dgx_a100, (2, 21, 5), "infiniband", {}),
-        (hgx, (2, 21, 5), "infiniband", {"NCCL_IB_HCA": "=" + ",".join(f"mlx5_{i}" for i in (0, 1, 2, 3, 6, 7, 8, 9))}),
+        (hgx, (2, 21, 5), "infiniband", {"NCCL_IB_HCA": "^=mlx5_4,mlx5_5"}),
         (roce, (2, 20, 3), "roce", {"NCCL_IB_GID_INDEX": "3"}),
         (roce, (2, 21, 0), "roce", {}),
         (roce, None, "roce", {}),
-        (efa, (2, 26), "efa", {}),
-        (slingshot, (2, 26), "slingshot", {"FI_MR_CACHE_MONITOR": "userfaultfd", "NCCL_SOCKET_IFNAME": "hsn"}),
+        (efa, (2, 26), "efa", {"NCCL_NET": "AWS Libfabric"}),
+        (slingshot, (2, 26), "slingshot", {variable.name: variable.value for variable in (GUARD, *SLINGSHOT)}),
         (azure, (2, 26), "infiniband", {}),
         (gb200, (2, 26), "infiniband", {}),
         (pcie_box, (2, 26), "ethernet", {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}),
@@ -204,7 +206,7 @@ def test_the_topology_file_of_a_virtual_machine(tmp_path: Path) -> None:
 
 def test_large_jobs_and_flapping_links_get_patience(tmp_path: Path) -> None:
     facts = facts_of(dgx_a100, tmp_path)
-    patience = {"NCCL_IB_TIMEOUT": "22", "NCCL_IB_RETRY_CNT": "7"}
+    patience = {"NCCL_IB_TIMEOUT": "22"}
     assert exported(decide([facts], FabricJob(128, 8, (2, 26)), {})) == GENERAL | patience
     machine = dgx_a100(tmp_path / "flapping")
     machine.write("sys/class/infiniband/mlx5_3/ports/1/counters/link_downed", 255)
@@ -225,11 +227,12 @@ def test_cards_that_are_all_down_leave_the_ethernet(tmp_path: Path) -> None:
     assert "25 Gb/s Ethernet carries at most 3.12 GB/s" in told["NCCL_IB_DISABLE"]
 
 
-def test_nodes_with_different_cards_get_no_list(tmp_path: Path) -> None:
-    one, other = facts_of(hgx, tmp_path / "a"), facts_of(dgx_a100, tmp_path / "b")
-    decision = decide([one, other], FabricJob(2, 8, (2, 26)), {})
+def test_a_port_that_serves_training_on_nodes_of_one_kind_only_is_left_in(tmp_path: Path) -> None:
+    one = replace(facts_of(hgx, tmp_path / "a"), node="h1")
+    other = replace(facts_of(dgx_a100, tmp_path / "b"), node="a1")
+    decision = decide([one, one, other], FabricJob(3, 8, (2, 26)), {})
     assert "NCCL_IB_HCA" not in exported(decision)
-    assert "one list of NICs for all nodes; the lists differ" in decision.unknown
+    assert any(note.startswith("whether mlx5_4:1 serves training: a1 uses it, and h1") for note in decision.unknown)
 
 
 def test_the_user_wins_at_each_of_three_places(tmp_path: Path) -> None:

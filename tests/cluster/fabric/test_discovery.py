@@ -64,11 +64,11 @@ def test_ports_that_are_left_out(tmp_path: Path) -> None:
     machine.card("mlx5_5", place.format(5), 0, layer="Ethernet", interface="ens1")
     machine.card("mlx5_6", place.format(6), 0, rate="200 Gb/sec (4X HDR)")
     machine.card("mlx5_7", place.format(7), 0, state="1: DOWN", physical="2: Polling", rate="10 Gb/sec (4X SDR)")
-    machine.card("mlx5_8", place.format(8), 0, interface="ib8")
-    machine.write("proc/net/route", "Iface\tDestination\nib8\t00000000")
+    machine.card("mlx5_8", place.format(8), 0, rate="100 Gb/sec (4X EDR)", interface="ens8")
+    machine.write("proc/net/route", "Iface\tDestination\nens8\t00000000")
     reasons = {verdict.nic: verdict.reason for verdict in judge_ports(tree(machine)) if not verdict.usable}
     assert list(reasons) == [f"mlx5_{i}" for i in range(4, 9)]
-    for nic, word in (("4", "INIT"), ("5", "link layer"), ("6", "200 Gb/s"), ("7", "POLLING"), ("8", "default route")):
+    for nic, word in (("4", "INIT"), ("5", "link layer"), ("6", "200 Gb/s"), ("7", "POLLING"), ("8", "100 Gb/s")):
         assert word in reasons[f"mlx5_{nic}"]
     assert [nic.name for nic in usable_nics(tree(machine))] == [f"mlx5_{i}" for i in range(4)]
     warnings = "\n".join(port_warnings(tree(machine)))
@@ -190,13 +190,15 @@ def test_nodes_with_other_rails_are_named(tmp_path: Path) -> None:
 def test_a_default_route_over_a_bond(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     for i in range(3):
-        machine.card(f"mlx5_{i}", f"pci0000:0{i}/0000:0{i}:01.0", 0, layer="Ethernet", interface=f"ens{i}")
+        rate = "100 Gb/sec (4X EDR)" if i == 0 else "25 Gb/sec (1X EDR)"
+        machine.card(f"mlx5_{i}", f"pci0000:0{i}/0000:0{i}:01.0", 0, layer="Ethernet", interface=f"ens{i}", rate=rate)
     for below in ("ens1", "ens2"):
         machine.write(f"sys/class/net/bond0/lower_{below}/mtu", 9000)
     machine.write("sys/class/net/bond0.7/lower_bond0/mtu", 9000)
     machine.write("proc/net/route", "Iface\tDestination\nbond0.7\t00000000")
     assert [verdict.usable for verdict in judge_ports(tree(machine))] == [True, False, False]
     machine.write("sys/class/net/bond0/lower_ens0/mtu", 9000)
+    machine.write("sys/class/infiniband/mlx5_0/ports/1/rate", "25 Gb/sec (1X EDR)")
     assert [verdict.usable for verdict in judge_ports(tree(machine))] == [True] * 3, "there is no other network"
 
 
