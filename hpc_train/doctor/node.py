@@ -176,11 +176,13 @@ def check_software(facts: NodeFacts) -> Iterator[Finding]:
     if "torch" not in versions:
         yield Finding("versions", ERROR, "torch is not installed for this interpreter", "pip install torch")
         return
-    if facts.gpus and versions["torch"].endswith("+cpu"):
-        fix = "install torch with CUDA: https://pytorch.org/get-started"
-        text = f"torch {versions['torch']} is built without CUDA, but the node has GPUs"
+    amd = any(gpu.amd for gpu in facts.gpus)
+    if facts.gpus and (versions["torch"].endswith("+cpu") or (amd and "+cu" in versions["torch"])):
+        wanted = "ROCm" if amd else "CUDA"
+        fix = f"install torch with {wanted}: https://pytorch.org/get-started"
+        text = f"torch {versions['torch']} is built without {wanted}, but the node has {'AMD ' if amd else ''}GPUs"
         yield Finding("versions", ERROR, text, fix)
-    elif facts.gpus and "nccl" not in versions:
+    elif facts.gpus and not amd and "nccl" not in versions:  # torch with ROCm contains RCCL
         fix = "pass the version with `doctor --nccl VERSION`; torch.cuda.nccl.version() shows it"
         yield Finding("versions", WARNING, "the version of NCCL is unknown because no wheel provides it", fix)
 
