@@ -4,7 +4,8 @@ The kernel driver amdgpu lists each device in ``/sys/class/kfd/kfd/topology/node
 and a partitioned MI300X several. The ROCm runtime numbers the nodes with compute units that the job's control group
 lets the process read, and ROCR_VISIBLE_DEVICES selects and orders them. HIP then selects among these with
 HIP_VISIBLE_DEVICES, or if that is empty with CUDA_VISIBLE_DEVICES (sources: ROCR-Runtime's ``amd_filter_device.cpp``
-and clr's ``rocdevice.cpp``). Slurm sets ROCR_VISIBLE_DEVICES; without ``AutoDetect`` also the other two.
+and clr's ``rocdevice.cpp``). Slurm sets ROCR_VISIBLE_DEVICES; without ``AutoDetect`` or ``Flags`` in gres.conf also
+CUDA_VISIBLE_DEVICES, with the same numbers.
 
 Integrated GPUs and Radeon cards, which HIP also numbers, are not counted.
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.doctor.finding import ERROR, OK
+from hpc_train.doctor.finding import ERROR, OK, WARNING
 from hpc_train.doctor.node import check_gpus, check_software
 from hpc_train.fabric.decision import FabricJob, decide
 from hpc_train.fabric.discovery import read_gpu_direct, read_tree
@@ -119,6 +119,15 @@ def test_doctor_shows_them(facts: NodeFacts) -> None:
     assert verdict("2.9.0+cpu") == ["torch 2.9.0+cpu is built without ROCm, but the node has AMD GPUs"]
     found = [one for one in check_software(replace(facts, versions=(("torch", "2.9.0+cpu"),))) if one.level == ERROR]
     assert "install torch with ROCm" in found[0].fix
+
+
+def test_doctor_says_why_none_is_visible(facts: NodeFacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dev/kfd").unlink()
+    for name, path in {"NODES": "sys/class/kfd/kfd/topology/nodes", "PCI": "sys/bus/pci", "DEVICES": "dev"}.items():
+        monkeypatch.setattr(f"hpc_train.doctor.node.{name}", tmp_path / path)
+    (finding,) = check_gpus(replace(facts, visible=()), "auto")
+    assert finding.level == WARNING
+    assert finding.fix.startswith(f"{tmp_path}/dev/kfd does not exist: in a container start it with apptainer --rocm")
 
 
 def printed(titles_and_cells: dict[str, list[list[str]]], numa: list[int], label: str = "GPU[{}]\t\t") -> str:
