@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hpc_train.cluster.amd_gpus import NODES
 from hpc_train.errors import UserError
 
 
@@ -78,6 +79,8 @@ CACHES = {
     "WANDB_CACHE_DIR": "wandb",
     "WANDB_DATA_DIR": "wandb-data",
 }
+# AMD's MIOpen keeps databases that need file locks, which Lustre and NFS may not have (LUMI and OLCF set the same)
+MIOPEN = {"MIOPEN_USER_DB_PATH": "miopen", "MIOPEN_CUSTOM_CACHE_DIR": "miopen"}
 HUGGING_FACE = {"HF_HUB_CACHE": "huggingface/hub", "HF_DATASETS_CACHE": "huggingface/datasets"}
 LOCK = ".alive"
 SHARED_MEMORY = Path("/dev/shm")
@@ -121,7 +124,7 @@ def remove_shared_memory(directory: Path = SHARED_MEMORY) -> None:
 
 
 def _variables(directory: Path, environment: Mapping[str, str]) -> tuple[Variable, ...]:
-    chosen = dict(CACHES)
+    chosen = CACHES | (MIOPEN if NODES.is_dir() else {})
     # keep an existing cache: it was filled on purpose, because compute nodes often cannot download
     if "HF_HOME" not in environment and not Path("~/.cache/huggingface").expanduser().exists():
         chosen |= HUGGING_FACE

@@ -1,7 +1,7 @@
 """The GPUs that this process may use, why it cannot use allocated ones, and their memory, found without torch or CUDA.
 
 A CUDA call here would create a context and forbid forking. Training never falls back to the CPU silently: if Slurm has
-allocated GPUs, or the node has NVIDIA GPUs, a process that cannot use them reports why.
+allocated GPUs, or the node has NVIDIA or AMD Instinct GPUs, a process that cannot use them reports why.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from hpc_train.cluster.amd_gpus import NODES, VISIBLE, AmdNode, amd_memory
 from hpc_train.errors import UserError
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
 DEVICES = Path("/dev")
+PCI = Path("/sys/bus/pci/devices")
 NO_DEVICES = "NoDevFiles"  # CUDA_VISIBLE_DEVICES of a step without GPUs, from old versions of Slurm
 
 
@@ -27,9 +29,17 @@ def visible_gpus(environment: Mapping[str, str] = os.environ, driver: Path = DRI
 
 
 def visible_devices(
-    environment: Mapping[str, str] = os.environ, driver: Path = DRIVER, devices: Path = DEVICES
+    environment: Mapping[str, str] = os.environ,
+    driver: Path = DRIVER,
+    devices: Path = DEVICES,
+    kfd: Path = NODES,
+    pci: Path = PCI,
 ) -> tuple[str, ...]:
-    """Returns the visible GPUs as CUDA_VISIBLE_DEVICES names them: numbers, or the UUIDs that it holds."""
+    """Returns the visible GPUs as CUDA_VISIBLE_DEVICES names them: numbers, or the UUIDs that it holds. AMD's GPUs are
+    named as in ROCR_VISIBLE_DEVICES.
+    """
+    if not driver.is_dir() and (amd := AmdNode.read(kfd, pci, devices)) is not None:
+        return tuple(str(gpu.index) for gpu in amd.visible(environment))
     present = _present(driver, devices)
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
@@ -40,6 +50,16 @@ def visible_devices(
             break  # CUDA also stops at the first invalid device
         names.append(name)
     return tuple(names) if present else ()
+
+
+def restrict_to(names: Sequence[str], environment: MutableMapping[str, str] = os.environ) -> None:
+    """Leaves only the devices ``names`` of ``visible_devices`` visible to this process and its children."""
+    if DRIVER.is_dir() or AmdNode.read(NODES, PCI, DEVICES) is None:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+        return
+    for name in VISIBLE:
+        environment.pop(name, None)
+    environment[VISIBLE[0]] = ",".join(names)
 
 
 def own_gpus(driver: Path = DRIVER, devices: Path = DEVICES) -> tuple[str, ...]:
@@ -95,8 +115,9 @@ class Machine:
 
     driver: Path = DRIVER
     devices: Path = DEVICES
-    pci: Path = Path("/sys/bus/pci/devices")
+    pci: Path = PCI
     torch: Path | None = None
+    kfd: Path = NODES
 
     @classmethod
     def this(cls) -> Machine:
@@ -113,10 +134,24 @@ class Machine:
             for device in _entries(self.pci)
         )
 
-    def torch_without_cuda(self) -> str | None:
-        """Returns the version of a torch that was built without CUDA; None for any other."""
+    def amd(self) -> AmdNode | None:
+        """Returns the machine's AMD GPUs; None if it has NVIDIA GPUs or no Instinct GPUs."""
+        if self.driver.is_dir() or self.nvidia_gpus():
+            return None
+        return AmdNode.read(self.kfd, self.pci, self.devices)
+
+    def gpus(self) -> int:
+        """Returns the number of GPUs of the machine, also those of other jobs."""
+        amd = self.amd()
+        return self.nvidia_gpus() if amd is None else amd.there
+
+    def torch_without_gpus(self) -> str | None:
+        """Returns the version of a torch that was built without CUDA, or on a machine with AMD GPUs without ROCm; None
+        for any other.
+        """
         text = "" if self.torch is None else _file_text(self.torch / "version.py")
-        if not re.search(r"^cuda\b[^=\n]*=\s*None\s*$", text, re.MULTILINE):
+        platform = "cuda" if self.amd() is None else "hip"
+        if not re.search(rf"^{platform}\b[^=\n]*=\s*None\s*$", text, re.MULTILINE):
             return None
         version = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
         return version[1] if version else "(unknown version)"
@@ -138,18 +173,27 @@ def gpus_to_use(asked: int | str, environment: Mapping[str, str] = os.environ, m
             where=KEY,
             fix=f"set {KEY}={allocated}, or request more from Slurm with --gpus-per-node={asked}",
         )
-    visible = len(visible_devices(environment, machine.driver, machine.devices))
+    visible = len(visible_devices(environment, machine.driver, machine.devices, machine.kfd, machine.pci))
     wanted, claim = _wanted(asked, allocated, visible, environment, machine)
-    build = machine.torch_without_cuda()
+    build = machine.torch_without_gpus()
     usable = 0 if build is not None else visible
     if usable >= wanted:
         return wanted
     if build is not None:
-        cause, fix = f"torch {build} is built without CUDA", "install a build of torch with CUDA"
+        cause, fix = _wrong_build(build, machine.amd() is not None)
     else:
         cause, fix = _why_not_visible(wanted, allocated, visible, environment, machine)
     sees = f"{'sees' if build is None else 'can use'} {f'only {usable}' if usable else 'none'}"
     raise UnusableGpus(f"{claim}, and the process {sees}: {cause}", f"{fix}; {KEY}=0 trains on the CPU")
+
+
+def _wrong_build(build: str, amd: bool) -> tuple[str, str]:
+    if not amd:
+        return f"torch {build} is built without CUDA", "install a build of torch with CUDA"
+    return (
+        f"torch {build} is built without ROCm, and the GPUs are AMD's",
+        "install a build of torch with ROCm: https://pytorch.org/get-started",
+    )
 
 
 def allocated_gpus(environment: Mapping[str, str] = os.environ) -> int:
@@ -175,8 +219,8 @@ def _wanted(
     asked: int | str, allocated: int, visible: int, environment: Mapping[str, str], machine: Machine
 ) -> tuple[int, str]:
     """Returns how many GPUs this process should use, and the beginning of the error message if it cannot."""
-    chosen = environment.get("CUDA_VISIBLE_DEVICES")
-    named = None if chosen is None else _count(chosen)
+    chosen, amd = environment.get("CUDA_VISIBLE_DEVICES"), machine.amd()
+    named = (None if chosen is None else _count(chosen)) if amd is None else amd.named(environment)
     if isinstance(asked, int):
         return asked, f"{asked} GPUs per node are requested"
     if allocated:
@@ -187,8 +231,11 @@ def _wanted(
         return 0, ""  # hidden on purpose
     if visible:
         return visible, f"{visible} are visible"
-    there = machine.nvidia_gpus()
+    there = machine.gpus()
     return there, f"the node has {there}"
+
+
+AVOID = "avoid the node with cluster.exclude=NODE and report it to the site's staff"
 
 
 def _why_not_visible(
@@ -196,10 +243,12 @@ def _why_not_visible(
 ) -> tuple[str, str]:
     """Returns the cause and its fix."""
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
-    if "SLURM_JOB_ID" in environment and not allocated and not visible and machine.nvidia_gpus():
+    if "SLURM_JOB_ID" in environment and not allocated and not visible and machine.gpus():
         return "the job did not request GPUs from Slurm", f"request them with sbatch or srun --gpus-per-node={wanted}"
     if allocated and _is_step_without_gpus(environment):
         return "srun started the step without GPUs", f"start it with srun --gpus-per-node={allocated}"
+    if (amd := machine.amd()) is not None:
+        return amd.why_not_visible(environment, AVOID if allocated else None)
     if chosen is not None and _count(chosen) < wanted:
         return f"CUDA_VISIBLE_DEVICES={chosen!r} hides them", "unset CUDA_VISIBLE_DEVICES"
     return _fault_of_node(wanted, allocated > 0, machine)
@@ -207,7 +256,7 @@ def _why_not_visible(
 
 def _fault_of_node(wanted: int, on_slurm: bool, machine: Machine) -> tuple[str, str]:
     """Returns the cause and its fix if the driver or the device files are at fault."""
-    staff = "avoid the node with cluster.exclude=NODE and report it to the site's staff"
+    staff = AVOID
     if not machine.driver.is_dir():
         if not machine.nvidia_gpus():
             return "the node has no NVIDIA GPU and no NVIDIA driver", "use nodes with NVIDIA GPUs"
@@ -259,8 +308,6 @@ KINDS = {
     "3090": 24e9,
     "4090": 24e9,
     "5090": 32e9,
-    "mi250x": 64e9,
-    "mi300x": 192e9,
 }
 _SIZE = re.compile(r"(?:\d+g\.)?(\d+)gb")  # 80gb, or 10gb of the MIG slice 1g.10gb
 _GRACE = ("gh200", "gb200", "gb300")  # their names give the memory of the CPU
@@ -268,7 +315,7 @@ _GRACE = ("gh200", "gb200", "gb300")  # their names give the memory of the CPU
 
 def gpu_memory(kind: str | None) -> float | None:
     """Returns the bytes of a GPU of the GRES type ``kind``, or of this machine's smallest for None. None: unknown."""
-    return _of_kind(kind) if kind is not None else _of_this_machine()
+    return _of_kind(kind) or amd_memory(kind) if kind is not None else _of_this_machine()
 
 
 def _of_kind(kind: str) -> float | None:
@@ -285,6 +332,8 @@ def _of_kind(kind: str) -> float | None:
 
 
 def _of_this_machine() -> float | None:
+    if not DRIVER.is_dir() and (amd := AmdNode.read(NODES, PCI, DEVICES)) is not None:
+        return min((gpu.memory for gpu in amd.gpus if gpu.compute and gpu.memory), default=None)
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         listed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)

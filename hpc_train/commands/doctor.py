@@ -69,7 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--node", type=Path, help=argparse.SUPPRESS)  # directory of the reports, for tasks of the job
     recorded = parser.add_argument_group("recordings of another machine, to check instead of this one")
     recorded.add_argument("--sysfs", type=Path, metavar="ROOT", help="a copy of /sys, or of /sys/class/infiniband")
-    recorded.add_argument("--topo", type=Path, metavar="FILE", help="output of nvidia-smi topo -m")
+    recorded.add_argument(
+        "--topo", type=Path, metavar="FILE", help="output of nvidia-smi topo -m or rocm-smi --showtopo"
+    )
     recorded.add_argument(
         "--ibstat", type=Path, metavar="FILE", help="output of ibstat, ibstatus, ibv_devinfo or ibdev2netdev"
     )

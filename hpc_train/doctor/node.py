@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_train.cluster.amd_gpus import NODES, AmdNode
+from hpc_train.cluster.gpus import DEVICES, PCI
 from hpc_train.config.compose import config_directory
 from hpc_train.config.schema import Config
 from hpc_train.doctor.disk import check_root, probe
@@ -39,9 +41,7 @@ def check_gpus(facts: NodeFacts, asked: int | str) -> Iterator[Finding]:
         return
     text = f"{len(facts.gpus)} x {', '.join(models)}, {len(facts.visible)} visible"
     if not facts.visible:
-        yield Finding(
-            "GPUs", WARNING, text, "CUDA_VISIBLE_DEVICES hides the GPUs: unset it, or request GPUs from Slurm"
-        )
+        yield Finding("GPUs", WARNING, text, _show_hidden(facts))
     elif len(models) > 1:
         yield Finding(
             "GPUs",
@@ -55,6 +55,15 @@ def check_gpus(facts: NodeFacts, asked: int | str) -> Iterator[Finding]:
         for problem in gpu.problems:
             fix = f"cluster.exclude={facts.node}; for the staff: nvidia-smi -q -i {gpu.pci or gpu.index}"
             yield Finding("GPUs", WARNING, f"{gpu.name}: {problem}", fix)
+
+
+def _show_hidden(facts: NodeFacts) -> str:
+    """Returns the fix if no GPU of this node is visible."""
+    amd = AmdNode.read(NODES, PCI, DEVICES) if any(gpu.amd for gpu in facts.gpus) else None
+    if amd is None:
+        return "CUDA_VISIBLE_DEVICES hides the GPUs: unset it, or request GPUs from Slurm"
+    cause, fix = amd.why_not_visible(os.environ, None)
+    return f"{cause}: {fix}, or request GPUs from Slurm"
 
 
 def check_ports(facts: NodeFacts) -> Iterator[Finding]:
@@ -175,11 +184,13 @@ def check_software(facts: NodeFacts) -> Iterator[Finding]:
     if "torch" not in versions:
         yield Finding("versions", ERROR, "torch is not installed for this interpreter", "pip install torch")
         return
-    if facts.gpus and versions["torch"].endswith("+cpu"):
-        fix = "install torch with CUDA: https://pytorch.org/get-started"
-        text = f"torch {versions['torch']} is built without CUDA, but the node has GPUs"
+    amd = any(gpu.amd for gpu in facts.gpus)
+    if facts.gpus and (versions["torch"].endswith("+cpu") or (amd and "+cu" in versions["torch"])):
+        wanted = "ROCm" if amd else "CUDA"
+        fix = f"install torch with {wanted}: https://pytorch.org/get-started"
+        text = f"torch {versions['torch']} is built without {wanted}, but the node has {'AMD ' if amd else ''}GPUs"
         yield Finding("versions", ERROR, text, fix)
-    elif facts.gpus and "nccl" not in versions:
+    elif facts.gpus and not amd and "nccl" not in versions:  # torch with ROCm contains RCCL
         fix = "pass the version with `doctor --nccl VERSION`; torch.cuda.nccl.version() shows it"
         yield Finding("versions", WARNING, "the version of NCCL is unknown because no wheel provides it", fix)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from hpc_train.cluster.environment import Variable
 from hpc_train.config.schema import FabricConfig
-from hpc_train.fabric import libfabric
+from hpc_train.fabric import libfabric, rccl
 from hpc_train.fabric.facts import NodeFacts
 from hpc_train.fabric.nccl_settings import Setting
 from hpc_train.fabric.port_filter import port_filter
@@ -62,18 +62,20 @@ def decide(nodes: Sequence[NodeFacts], job: FabricJob, found: Mapping[str, Setti
     """Decides the environment of all ranks from the facts of all nodes, because different NIC lists hang on
     connection.
     """
-    fabric = _fabric(nodes, job)
-    wanted = [*job.profile, *_of_fabric(fabric, nodes, job, found), *_general(nodes, job)]
+    fabric, amd = _fabric(nodes, job), rccl.on_amd(nodes)
+    of_fabric = rccl.variables() if amd and fabric == "slingshot" else _of_fabric(fabric, nodes, job, found)
+    wanted = [*job.profile, *of_fabric, *_general(nodes, job)]
     variables: dict[str, Variable] = {}
     left: dict[str, UnsetVariable] = {}
-    for variable in wanted:
+    for variable in (one for one in wanted if not (amd and one.name in rccl.NOT_READ)):
         if (setting := found.get(variable.name)) is not None:
             where = f"already set to {setting.value} by {setting.source}, which takes precedence"
             left.setdefault(variable.name, UnsetVariable(variable.name, where))
         else:
             variables.setdefault(variable.name, variable)
-    for alone in _not_set(fabric, nodes, job):
-        if alone.name not in variables:
+    alone_on_amd = [UnsetVariable(*pair) for pair in rccl.not_set(fabric)] if amd else []
+    for alone in (*alone_on_amd, *_not_set(fabric, nodes, job)):
+        if alone.name not in variables and not (amd and alone.name in rccl.NOT_READ):
             left.setdefault(alone.name, alone)
     return FabricDecision(
         fabric, tuple(variables.values()), tuple(left.values()), tuple(_unknown(nodes, fabric, job, found))
@@ -152,7 +154,7 @@ def _of_fabric(
         yield from _retry_settings(nodes, job)
     if fabric == "roce":
         yield from _gid_index(nodes, job)
-    if fabric in libfabric.FABRICS:
+    if fabric in libfabric.FABRICS and not rccl.on_amd(nodes):
         yield from libfabric.variables(fabric, nodes, found)
     if fabric == "ethernet" and not _has_own_sockets(nodes):
         yield from _sockets(nodes)
@@ -261,14 +263,16 @@ def _not_set(fabric: str, nodes: Sequence[NodeFacts], job: FabricJob) -> Iterato
 
 
 def _unknown(nodes: Sequence[NodeFacts], fabric: str, job: FabricJob, found: Mapping[str, Setting]) -> Iterator[str]:
-    if job.nccl is None and fabric == "roce":
+    if rccl.on_amd(nodes):
+        yield from rccl.unknown(fabric)
+    if job.nccl is None and fabric == "roce" and not rccl.on_amd(nodes):
         yield "the version of NCCL; before 2.21 NCCL_IB_GID_INDEX is needed"
     if fabric == "unknown":
         yield "the network between the nodes; no active port was found"
     if job.nodes > 1 and len(_routes(nodes)) > 1:
         yield "one network interface for all nodes; the interfaces that lead to the other nodes have different names"
     network = found.get("NCCL_NET") or next((own for own in job.profile if own.name == "NCCL_NET"), None)
-    if fabric in libfabric.FABRICS:
+    if fabric in libfabric.FABRICS and not rccl.on_amd(nodes):
         yield from libfabric.unknown(nodes, None if network is None else network.value)
     by_google = network is not None or any(_OF_GOOGLE.match(name) for name in found)
     if job.nodes > 1 and _needs_google_plugin(nodes) and not by_google:

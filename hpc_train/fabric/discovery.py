@@ -10,11 +10,22 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hpc_train.fabric.facts import Gpu, GpuLink, Interface, Nic, NodeFacts, parse_cpu_list, read_limits, shared_memory
+from hpc_train.cluster.amd_gpus import AmdGpu, read_gpus
+from hpc_train.fabric.facts import (
+    XGMI,
+    Gpu,
+    GpuLink,
+    Interface,
+    Nic,
+    NodeFacts,
+    parse_cpu_list,
+    read_limits,
+    shared_memory,
+)
 from hpc_train.fabric.rdma import read_rdma, read_text
 
 _NVIDIA = "0x10de"
@@ -45,10 +56,13 @@ def print_matrix() -> str | None:
 
 def read_tree(sysfs: Path, proc: Path) -> NodeFacts:
     """Returns the facts of a node from a ``/sys`` and a ``/proc``, or from recorded copies."""
-    gpus = _gpus(sysfs, proc)
+    amd = tuple(gpu for gpu in read_gpus(sysfs / "class/kfd/kfd/topology/nodes") if gpu.compute)
+    gpus = _gpus(sysfs, proc) or tuple(_amd_gpu(sysfs, gpu) for gpu in amd)
     nics = read_rdma(sysfs)
     unknown = [f"the CPUs near {gpu.name}" for gpu in gpus if not gpu.cpus]
-    links = tuple(_links(sysfs, gpus, nics))
+    fabric = tuple(_xgmi(amd, gpus))
+    pairs = {(link.a, link.b) for link in fabric}
+    links = fabric + tuple(link for link in _links(sysfs, gpus, nics) if (link.a, link.b) not in pairs)
     return NodeFacts(
         gpus=gpus,
         nics=nics,
@@ -144,6 +158,21 @@ def _gpu(sysfs: Path, proc: Path, index: int, address: str) -> Gpu:
     information = read_text(proc / "driver/nvidia/gpus" / address / "information") or ""
     facts = dict(re.findall(r"^([A-Za-z ]+):\s*(.+?)\s*$", information, flags=re.MULTILINE))
     return Gpu(index, address, facts.get("Model"), facts.get("GPU UUID"), () if node is None else (node,), cpus)
+
+
+def _amd_gpu(sysfs: Path, gpu: AmdGpu) -> Gpu:
+    device = sysfs / "bus/pci/devices" / gpu.pci
+    node, cpus = near_cpus(sysfs, device.resolve()) if device.exists() else (None, ())
+    return Gpu(gpu.index, gpu.pci, gpu.model, gpu.uuid, () if node is None else (node,), cpus)
+
+
+def _xgmi(amd: Sequence[AmdGpu], gpus: Sequence[Gpu]) -> Iterator[GpuLink]:
+    """Yields the links over Infinity Fabric. ``gpus`` are those of ``amd``, or NVIDIA's."""
+    names = {gpu.index: gpu.name for gpu in gpus if gpu.amd}
+    for i, a in enumerate(amd if names else ()):
+        for b in amd[:i]:
+            if a.node in b.peers or b.node in a.peers:
+                yield GpuLink(names[b.index], names[a.index], XGMI)
 
 
 def _allowed(proc: Path) -> tuple[int, ...]:
@@ -306,6 +335,8 @@ def _cpu_list(path: Path) -> tuple[int, ...]:
 
 
 MODULES = ("nvidia_peermem", "nv_peer_mem", "efa_nv_peermem")  # current, before driver 470, Amazon's
+# the places where RCCL looks for AMD's registration with the InfiniBand core (net_ib.cc of ROCm 6)
+AMD_PEERS = ("kernel/mm/memory_peers/amdkfd", "kernel/memory_peers/amdkfd", "memory_peers/amdkfd")
 DMA_BUF_KERNEL = (5, 12)  # with NVIDIA's open kernel modules (GPUDirect RDMA's documentation)
 NONE = "none"
 
@@ -315,6 +346,8 @@ def read_gpu_direct(sysfs: Path, proc: Path) -> str | None:
     loaded = next((name for name in MODULES if (sysfs / "module" / name).is_dir()), None)
     if loaded is not None:
         return loaded
+    if any((sysfs / path / "version").exists() for path in AMD_PEERS):
+        return "amdkfd"
     driver = read_text(proc / "driver/nvidia/version") or ""
     kernel = re.match(r"(\d+)\.(\d+)", read_text(proc / "sys/kernel/osrelease") or "")
     if "Open Kernel Module" in driver and kernel and tuple(map(int, kernel.groups())) >= DMA_BUF_KERNEL:

@@ -112,13 +112,14 @@ def runs(cpus: Iterable[int]) -> list[list[int]]:
     return found
 
 
+XGMI = "XGMI"  # AMD's Infinity Fabric between GPUs
 # path types between two devices, nearest first: NVLink, then nvidia-smi's names for PCI paths
 LINKS = ("NVLINK", "PIX", "PXB", "PHB", "NODE", "SYS")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, numbered as by nvidia-smi and ``CUDA_DEVICE_ORDER=PCI_BUS_ID``.
+    """One GPU, numbered as by nvidia-smi and ``CUDA_DEVICE_ORDER=PCI_BUS_ID``; AMD's as in ROCR_VISIBLE_DEVICES.
 
     Attributes:
         cpus: the CPUs near it.
@@ -139,6 +140,10 @@ class Gpu:
     @property
     def name(self) -> str:
         return f"GPU{self.index}"
+
+    @property
+    def amd(self) -> bool:
+        return (self.model or "").startswith("AMD")
 
 
 @dataclass(frozen=True)
@@ -202,7 +207,9 @@ class Interface:
 
 @dataclass(frozen=True)
 class GpuLink:
-    """The path type between two devices: ``NV4`` (four NVLinks) or one of nvidia-smi's names, ``PIX`` … ``SYS``."""
+    """The path type between two devices: ``NV4`` (four NVLinks), ``XGMI``, or one of nvidia-smi's names, ``PIX`` …
+    ``SYS``.
+    """
 
     a: str
     b: str
@@ -296,8 +303,8 @@ _PLAIN = (
 
 
 def distance(path_type: str) -> int:
-    """Returns 0 for NVLink, rising with the path type in the order of ``LINKS``."""
-    return 0 if path_type.startswith("NV") else LINKS.index(path_type)
+    """Returns 0 for NVLink and XGMI, rising with the path type in the order of ``LINKS``."""
+    return 0 if path_type.startswith("NV") or path_type == XGMI else LINKS.index(path_type)
 
 
 def _nested(value: Any) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 NCCL keeps its threads within the affinity mask, and loaders allocate memory on the near NUMA node. The mask of a rank
 is its share of the physical cores near its GPU: never empty, never wider than what the process may use, and without
 cores of other ranks; if that is impossible, the rank is not bound. The user's own thread binding takes precedence.
-Devices are named as in CUDA_VISIBLE_DEVICES: numbers, UUIDs, MIG slices.
+Devices are named as in CUDA_VISIBLE_DEVICES: numbers, UUIDs, MIG slices; AMD's as in ROCR_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def refuse_slices_of_one_gpu(facts: NodeFacts, ranks: int) -> None:
 
 def _gpu(gpus: Sequence[Gpu], name: str) -> Gpu | None:
     if name.isdigit():
-        return gpus[int(name)] if int(name) < len(gpus) else None
+        return next((gpu for gpu in gpus if gpu.index == int(name)), None)
     uuid = name.removeprefix(_SLICE).partition("/")[0]  # MIG-GPU-<uuid>/7/0 of drivers before 470
     found = [gpu for gpu in gpus if (gpu.uuid or "").startswith(uuid) or name in gpu.slices]
     return found[0] if len(found) == 1 else None

@@ -18,6 +18,7 @@ from hpc_train.fabric.nvidia_smi import parse_matrix
 from hpc_train.fabric.rails import Match, PortVerdict, judge_ports, match, port_warnings
 from hpc_train.fabric.rank_binding import Mask, cpu_masks, unknown_cores
 from hpc_train.fabric.rdma import parse_rdma_text
+from hpc_train.fabric.rocm_smi import is_rocm_smi, parse_showtopo
 from hpc_train.fabric.versions import recorded_versions
 
 
@@ -85,7 +86,7 @@ def read_recording(sysfs: Path | None, matrix: Path | None, rdma: Path | None = 
 
     Args:
         sysfs: a copy of ``/sys``, of a whole root directory, or of ``/sys/class/infiniband``.
-        matrix: a file with the output of ``nvidia-smi topo -m``.
+        matrix: a file with the output of ``nvidia-smi topo -m`` or ``rocm-smi --showtopo``.
         rdma: a file with the output of ``ibstat`` or a similar tool, used if ``sysfs`` shows no NIC.
 
     Raises:
@@ -99,7 +100,8 @@ def read_recording(sysfs: Path | None, matrix: Path | None, rdma: Path | None = 
     if rdma is not None and not facts.nics:
         facts = replace(facts, nics=parse_rdma_text(_read(rdma, "--ibstat", "give a file with the output of ibstat")))
     if matrix is not None:
-        facts = merge(facts, parse_matrix(_read(matrix, "--topo", "give a file with the output of nvidia-smi topo -m")))
+        text = _read(matrix, "--topo", "give a file with the output of nvidia-smi topo -m or rocm-smi --showtopo")
+        facts = merge(facts, parse_showtopo(text) if is_rocm_smi(text) else parse_matrix(text))
     return facts
 
 

@@ -15,6 +15,8 @@ Version = tuple[int, ...]
 
 _FILES = (
     ("driver", "proc/driver/nvidia/version", r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s"),
+    ("amdgpu", "sys/module/amdgpu/version", r"^([\w.-]+)"),
+    ("rocm", "opt/rocm/.info/version", r"^([\w.-]+)"),
     ("cuda", "usr/local/cuda/version.json", r'"cuda"\s*:\s*\{[^}]*"version"\s*:\s*"([\d.]+)"'),
     ("ofed", "sys/module/mlx5_core/version", r"^([\w.-]+)"),
     ("efa_installer", "opt/amazon/efa_installed_packages", r"EFA installer version:\s*([\d.]+)"),

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from hpc_train.cluster.amd_gpus import amd_memory
+from hpc_train.cluster.gpus import Machine
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.slurm.client import query
@@ -23,12 +25,15 @@ IN_SHELL = "HPC_TRAIN_BINDS"  # placeholder for the variable BINDS of a batch sc
 
 @dataclass(frozen=True)
 class Container:
-    """An image and its mounts, as ``/host:/inside``. ``gpus``: mount the libraries of the driver too."""
+    """An image and its mounts, as ``/host:/inside``. ``gpus``: mount the libraries of the driver too, with ``rocm``
+    those of ROCm.
+    """
 
     image: str
     pyxis: bool
     binds: tuple[str, ...]
     gpus: bool
+    rocm: bool = False
 
     def srun_options(self, binds: str) -> list[str]:
         """Returns the options of ``srun`` for pyxis."""
@@ -38,7 +43,8 @@ class Container:
         """Returns the prefix of a command that runs inside the container."""
         if self.pyxis:
             return []
-        return ["apptainer", "exec", *(["--nv"] if self.gpus else []), "--bind", binds, self.image]
+        libraries = ["--rocm" if self.rocm else "--nv"] if self.gpus else []
+        return ["apptainer", "exec", *libraries, "--bind", binds, self.image]
 
     def seen(self, environment: Mapping[str, str] = os.environ) -> str:
         """Returns the mounts, including the node-local directories of this job."""
@@ -52,7 +58,17 @@ class Container:
             "# what the container sees of a node: the runs with their code, data, and node-local space",
             f"BINDS={shlex.quote(','.join(self.binds))}",
             f'for local in {names}; do [ ! -d "$local" ] || BINDS="$BINDS,$local:$local"; done',
+            *([_ROCM] if self.gpus and not self.pyxis and not self.rocm else []),
         ]
+
+
+# at submission the nodes' kind of GPU may be unknown; the variable is the option --rocm
+_ROCM = "[ ! -e /dev/kfd ] || [ -e /dev/nvidiactl ] || export APPTAINER_ROCM=1  # AMD GPUs"
+
+
+def _of_amd(gpu_type: str | None) -> bool:
+    """Returns whether the GPUs are AMD's, by the type requested or else by those of this machine."""
+    return amd_memory(gpu_type) is not None if gpu_type is not None else Machine.this().amd() is not None
 
 
 def container_of(config: Config, gpus: int) -> Container | None:
@@ -76,7 +92,8 @@ def container_of(config: Config, gpus: int) -> Container | None:
     data = getattr(config.data, "path", None)
     inputs = [str(Path(data).absolute())] if data and Path(data).is_dir() else []
     root = str(Path(config.run.root).expanduser().absolute())
-    return Container(image, pyxis, tuple(dict.fromkeys(map(_same, [root, *inputs, *asked.binds]))), gpus > 0)
+    binds = tuple(dict.fromkeys(map(_same, [root, *inputs, *asked.binds])))
+    return Container(image, pyxis, binds, gpus > 0, gpus > 0 and _of_amd(config.cluster.gpu_type))
 
 
 def quoted(parts: Sequence[str]) -> str:

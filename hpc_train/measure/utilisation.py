@@ -96,8 +96,9 @@ def describe_utilisation(count: FlopCount, peak_flops: float, source: str) -> di
     }
 
 
-# Dense peak rates from NVIDIA's data sheets: part of the device's name, FLOP/s on tensor cores in bf16 and fp16, FLOP/s
-# without tensor cores in fp32 and in fp64. The first match wins, so longer names come first.
+# Dense peak rates from NVIDIA's and AMD's data sheets: part of the device's name, FLOP/s on tensor cores in bf16 and
+# fp16, FLOP/s without tensor cores in fp32 and in fp64. The first match wins, so longer names come first. AMD's matrix
+# cores compute fp32 and fp64 in full precision and count there, too; one device is half of an MI250 or MI250X.
 _RATES: tuple[tuple[str, float, float, float], ...] = (
     ("GB200", 2500e12, 80e12, 40e12),
     ("B200", 2250e12, 80e12, 40e12),
@@ -118,6 +119,14 @@ _RATES: tuple[tuple[str, float, float, float], ...] = (
     ("L4", 121e12, 30.3e12, 0.47e12),
     ("V100", 125e12, 15.7e12, 7.8e12),
     ("T4", 65e12, 8.1e12, 0.25e12),
+    ("MI355X", 2516.6e12, 157.3e12, 78.6e12),
+    ("MI350X", 2306.9e12, 144.2e12, 72.1e12),
+    ("MI325X", 1307.4e12, 163.4e12, 163.4e12),
+    ("MI300X", 1307.4e12, 163.4e12, 163.4e12),
+    ("MI300A", 980.6e12, 122.6e12, 122.6e12),
+    ("MI250X", 191.5e12, 47.9e12, 47.9e12),
+    ("MI250", 181e12, 45.3e12, 45.3e12),
+    ("MI210", 181e12, 45.3e12, 45.3e12),
 )
 
 
@@ -147,16 +156,17 @@ def peak_device_memory(device: torch.device) -> int | None:
 
 
 EVERY_S = 1.0  # seconds; NVML averages over up to a second
+LIBRARY = "pynvml" if torch.version.hip is None else "amdsmi"  # which torch uses
 
 
 class GpuUtilisation:
     """Samples the GPU utilisation, the share of time in which a kernel ran, at most once a second.
 
-    There are no samples without a GPU, without NVML, or on a MIG slice.
+    There are no samples without a GPU, without NVML (AMD: amdsmi), or on a MIG slice.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" and find_spec("pynvml") is not None else None
+        self._device = device if device.type == "cuda" and find_spec(LIBRARY) is not None else None
         self._shares: list[float] = []
         self._next = 0.0
 

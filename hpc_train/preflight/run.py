@@ -220,6 +220,7 @@ def stop_for(findings: Sequence[PreflightFinding]) -> None:
 
 
 _DRIVER, _CPUS = Path("/proc/driver/nvidia/version"), Path("/proc/cpuinfo")
+_AMD_DRIVER = Path("/sys/module/amdgpu/version")
 
 
 def rank_facts(rank: int, node: str, config_hash: str, device: torch.device) -> RankFacts:
@@ -231,9 +232,17 @@ def rank_facts(rank: int, node: str, config_hash: str, device: torch.device) -> 
         config_hash=config_hash,
         versions=versions(cuda=gpu is not None),
         device=cpu_model() if gpu is None else gpu.name,
-        gpu=None if gpu is None else str(gpu.uuid),
+        gpu=None if gpu is None else _identity(gpu),
         gemm=0.0,
     )
+
+
+def _identity(gpu: Any) -> str:
+    """Returns the UUID of a GPU. Some AMD GPUs have none, so the PCI address is added there."""
+    if torch.version.hip is None:
+        return str(gpu.uuid)
+    places = [getattr(gpu, name, 0) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    return f"{gpu.uuid} at {':'.join(f'{place:02x}' for place in places)}"
 
 
 def versions(cuda: bool) -> dict[str, str]:
@@ -242,10 +251,12 @@ def versions(cuda: bool) -> dict[str, str]:
     with suppress(PackageNotFoundError):
         found["hpc_train"] = version("hpc_train")
     if cuda:
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["nccl" if torch.version.hip is None else "rccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         driver = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", _DRIVER.read_text()) if _DRIVER.exists() else None
         if driver is not None:
             found["driver"] = driver[1]
+        if torch.version.hip is not None and _AMD_DRIVER.exists():
+            found["driver"] = _AMD_DRIVER.read_text().strip()
     return found
 
 

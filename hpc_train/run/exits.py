@@ -95,7 +95,7 @@ RESPONSES: dict[Failure, Response] = {
     Failure.DEVICE: Response(
         Action.REPLACE,
         "the GPU or its driver failed, not the code: set cluster.exclude=NODE and report the node to the site's staff. "
-        "`nvidia-smi -q` and dmesg (Xid) on that node give details",
+        "`nvidia-smi -q` (AMD: `rocm-smi -a`) and dmesg (Xid) on that node give details",
     ),
     # The first time, the GPU may be at fault. A repetition without a new step is a bug in the code.
     Failure.KERNEL: Response(
@@ -211,6 +211,8 @@ _WORDS: dict[Failure, tuple[str, ...]] = {
         "operation not supported on global/shared address space",
         "CUDA error: invalid program counter",
         "unspecified launch failure",
+        "Memory access fault by GPU",  # AMD's runtime, which then aborts
+        "HSA_STATUS_ERROR_MEMORY_APERTURE_VIOLATION",
     ),
     Failure.DEVICE: (
         "uncorrectable ECC error",
@@ -221,6 +223,10 @@ _WORDS: dict[Failure, tuple[str, ...]] = {
         "device(s) is/are busy or unavailable",
         "No CUDA GPUs are available",
         "no CUDA-capable device is detected",
+        "No HIP GPUs are available",
+        "no ROCm-capable device is detected",
+        "HW Exception by GPU",  # AMD's runtime: the GPU hangs or has an uncorrectable memory error
+        "HIP error: unknown error",
         "invalid device ordinal",
         "driver initialization failed",
         "system not yet initialized",
@@ -230,6 +236,7 @@ _WORDS: dict[Failure, tuple[str, ...]] = {
         "GPU is lost",
         "fallen off the bus",
         "watchdog thread terminated with exception: CUDA error",
+        "watchdog thread terminated with exception: HIP error",
     ),
     Failure.COMMUNICATION: (
         "DistBackendError",

@@ -39,6 +39,13 @@ def test_what_a_killed_agent_left_is_removed(job: dict[str, str], tmp_path: Path
         assert not left.exists()
 
 
+def test_miopen_on_amd_nodes(job: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for nodes, there in ((tmp_path, True), (tmp_path / "none", False)):
+        monkeypatch.setattr("hpc_train.cluster.environment.NODES", nodes)
+        with node_local_caches("7.0.0-n1", job) as variables:
+            assert ("MIOPEN_USER_DB_PATH" in {variable.name for variable in variables}) == there
+
+
 def test_no_job_no_caches(tmp_path: Path) -> None:
     with node_local_caches("name", {"TMPDIR": str(tmp_path)}) as variables:
         assert variables == ()

@@ -52,7 +52,7 @@ class Kind:
         (root / "dev").mkdir()
         (root / "torch").mkdir()
         (root / "torch" / "version.py").write_text(self.torch)
-        return Machine(root / "driver", root / "dev", root / "pci", root / "torch")
+        return Machine(root / "driver", root / "dev", root / "pci", root / "torch", root / "kfd")
 
 
 HEALTHY, NO_GPU = Kind(), Kind(driver=None, plugged=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,11 @@ def test_what_an_image_is_and_what_it_sees(tmp_path: Path, monkeypatch: pytest.M
     assert container_of(job.config, 4) == Container(
         "docker://site/image", True, (root, "/data:/data", "/data:/inside"), True
     )
+    job.config.cluster.gpu_type = "mi250x"
+    on_amd = container_of(job.config, 8)
+    assert on_amd is not None
+    assert on_amd.rocm
+    assert replace(on_amd, pyxis=False).command("/a")[:3] == ["apptainer", "exec", "--rocm"]
     asked.image = str(tmp_path / "torch.sif")
     with pytest.raises(UserError, match=r"torch\.sif does not exist"):
         container_of(job.config, 0)

@@ -44,6 +44,19 @@ BEFORE_IT_CONNECTS = """\
 w:172:172 [0] NCCL INFO NET/Plugin: Loaded net plugin Libfabric (v11)
 w:172:172 [0] NCCL INFO Using network Libfabric
 """
+# RCCL 2.26 on InfiniBand, and 2.18 over TCP (ROCm/rccl issue 1026)
+RCCL = """\
+n1:927:927 [0] NCCL INFO RCCL version : 2.26.6-HEAD:f224e2c
+HIP version  : 7.0.51831-a3e329ad8
+n1:927:940 [0] NCCL INFO NET/IB : Using [0]mlx5_ib0:1/IB [1]mlx5_ib1:1/IB [RO]; OOB eth0:10.215.224.34<0>
+n1:927:940 [0] NCCL INFO Using network IB
+n1:927:940 [0] NCCL INFO Channel 01/0 : 2[c9000] -> 0[c1000] via P2P/IPC comm 0x10a5a9f0 nRanks 08
+n1:927:940 [0] NCCL INFO Channel 00/0 : 7[de000] -> 8[c1000] [send] via NET/IB/3/GDRDMA comm 0x95cdeb0 nRanks 16
+"""
+RCCL_SOCKETS = """\
+RCCL version 2.18.3+hip6.0 HEAD:2f6d59e+
+g1072:126:127 [0] NCCL INFO Channel 02/0 : 1[c6000] -> 4[c1000] [receive] via NET/Socket/1 comm 0x95cdeb0 nRanks 08
+"""
 ONE_NODE = "n1:7:19 [0] NCCL INFO Channel 00 : 0[0] -> 4[4] via SHM/direct/direct\n"
 
 
@@ -56,6 +69,8 @@ ONE_NODE = "n1:7:19 [0] NCCL INFO Channel 00 : 0[0] -> 4[4] via SHM/direct/direc
         (EFA, Transport(None, ("AWS Libfabric",), True, ("P2P",))),
         (OLD, Transport(None, ("Socket",), False, ("SHM", "P2P"))),
         (BEFORE_IT_CONNECTS, Transport(None, ("Libfabric",))),
+        (RCCL, Transport("2.26.6", ("IB",), True, ("P2P",), ("mlx5_ib0:1", "mlx5_ib1:1"))),
+        (RCCL_SOCKETS, Transport("2.18.3", ("Socket",), False)),
         (ONE_NODE, Transport(inside=("SHM",))),
         ("", Transport()),
     ],

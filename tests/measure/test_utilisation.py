@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpc_train.config.schema import GPTConfig, TrainConfig, ViTConfig
-from hpc_train.measure.utilisation import count_flops
+from hpc_train.measure.utilisation import count_flops, peak_flops
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 
@@ -46,3 +46,18 @@ def test_a_vision_transformer_has_neither_a_mask_nor_a_table() -> None:
     images = torch.empty(1, 3, 8, 8, device="meta")
     count = count_flops(model(sizes), images, TrainConfig())
     assert count.causal is None and count.with_embeddings == count.model == count.hardware
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16"),
+    [
+        ("AMD Instinct MI250X", 191.5e12),  # half of a module
+        ("AMD Instinct MI250X / MI250", 191.5e12),
+        ("AMD Instinct MI300X VF", 1307.4e12),
+        ("AMD Instinct MI308X", None),
+        ("AMD gfx942", None),
+        ("NVIDIA A30", 165e12),
+    ],
+)
+def test_peaks_by_name(name: str, bf16: float | None) -> None:
+    assert peak_flops(name, "bf16") == bf16

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from hpc_train.cluster.allocation import workers_per_node
-from hpc_train.cluster.gpus import visible_devices
+from hpc_train.cluster.gpus import restrict_to, visible_devices
 from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.config.values import node_range
 from hpc_train.elastic.agent import run_agent
@@ -201,7 +201,7 @@ def reserve(share: Share, waiting_is_over: Callable[[], bool], machine: Path | N
             devices = visible_devices()
             with take(machine, [f"gpu-{device}" for device in devices], share.gpus, waiting_is_over) as held:
                 if held:
-                    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(name.removeprefix("gpu-") for name in held)
+                    restrict_to([name.removeprefix("gpu-") for name in held])
                 yield
         else:
             cores = [f"core-{core}" for core in sorted(os.sched_getaffinity(0))]
