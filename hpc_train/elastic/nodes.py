@@ -37,6 +37,7 @@ class Node:
         facts: its hardware and settings, read once per job.
         unfit: why it cannot take part; None if it can.
         refusal: the message of a config error, which no other node can make up for.
+        gpu_memory: the bytes of its smallest GPU; None if unknown, or if the layout does not depend on it.
     """
 
     number: int
@@ -48,6 +49,7 @@ class Node:
     facts: NodeFacts = field(default_factory=NodeFacts, compare=False, repr=False)
     unfit: Unfit | None = None
     refusal: str | None = None
+    gpu_memory: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -70,6 +72,13 @@ def in_order_of_rank(nodes: Sequence[Node]) -> tuple[Node, ...]:
     if len(switches) < len(ordered):
         return tuple(ordered)
     return tuple(ordered[index] for index in node_order(switches))
+
+
+def smallest_gpu(nodes: Iterable[Node]) -> float | None:
+    """Returns the bytes of the smallest GPU of ``nodes``; None if one of them does not know its own."""
+    sizes = [node.gpu_memory for node in nodes]
+    known = [size for size in sizes if size is not None]
+    return min(known) if len(known) == len(sizes) else None
 
 
 def why_unfit(nodes: Iterable[Node]) -> tuple[str, str]:
