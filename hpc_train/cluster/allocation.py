@@ -1,11 +1,7 @@
-"""The allocation of this process: the nodes of its Slurm step or this machine, the workers per node, and the order of
-nodes.
+"""The allocation of this process: the nodes of its Slurm step or this machine, and the workers per node.
 
-One process per node is required, because it starts a worker per GPU itself. Nodes are ordered so that neighbours in
-rank
-share a switch: the global rank counts tp fastest, then dp, then pp, and a node holds consecutive ranks, so tp stays
-inside a node, data-parallel groups are as close as possible, and mostly the light traffic between pipeline stages
-crosses switches. ``expand`` reads Slurm's short form of node names: ``n[1-3,07],login`` is n1, n2, n3, n07 and login.
+One process per node is required, because it starts a worker per GPU itself. ``expand`` reads Slurm's short form of node
+names: ``n[1-3,07],login`` is n1, n2, n3, n07 and login.
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import psutil
@@ -23,7 +19,6 @@ import psutil
 from hpc_train.cluster.gpus import gpus_to_use
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
-from hpc_train.plan.layout import Layout
 from hpc_train.run.exits import Exit
 
 LOOPBACK = "127.0.0.1"
@@ -242,53 +237,3 @@ def _refuse(found: Misplaced) -> None:
         raise found.error
     time.sleep(SILENCE_S)
     raise SystemExit(Exit.REFUSED)
-
-
-def switch_address(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Returns this node's position in Slurm's switch tree, ``spine.rack1.n1``; None if the site describes no
-    switches.
-    """
-    address = environment.get("SLURM_TOPOLOGY_ADDR", "")
-    return address if "." in address else None
-
-
-def node_order(addresses: Sequence[str]) -> tuple[int, ...]:
-    """Returns the indices of ``addresses`` in the order of rank: nodes of a switch are adjacent at every level of the
-    tree.
-
-    The first node stays first and its switches precede others, because it hosts the rendezvous.
-    """
-    home = addresses[0].split(".")
-
-    def sort_key(index: int) -> list[tuple[bool, list[tuple[int, str]]]]:
-        names = addresses[index].split(".")
-        return [(name != own, _natural(name)) for name, own in zip(names, home, strict=False)]
-
-    return tuple(sorted(range(len(addresses)), key=sort_key))
-
-
-def mapping(layout: Layout, nodes: Sequence[str], workers_per_node: int) -> list[str]:
-    """Describes for each node (in rank order) its ranks and their positions in the layout."""
-    lines = []
-    for position, node in enumerate(nodes):
-        ranks = range(position * workers_per_node, min((position + 1) * workers_per_node, layout.world_size))
-        if not ranks:
-            continue
-        axes = {
-            "pp": {rank // (layout.dp * layout.tp) for rank in ranks},
-            "dp": {rank // layout.tp % layout.dp for rank in ranks},
-            "tp": {rank % layout.tp for rank in ranks},
-        }
-        split = ", ".join(f"{axis} {_span(values)}" for axis, values in axes.items())
-        lines.append(f"{node}: ranks {_span(set(ranks))}: {split}")
-    return lines
-
-
-def _span(values: set[int]) -> str:
-    low, high = min(values), max(values)
-    return str(low) if low == high else f"{low}-{high}"
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Returns a sort key that orders n9 before n10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.findall(r"\d+|\D+", name)]

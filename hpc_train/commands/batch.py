@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from hpc_train.cluster.allocation import refuse_misplaced, workers_per_node
-from hpc_train.cluster.gpus import visible_gpus
+from hpc_train.cluster.gpus import gpu_memory, visible_gpus
 from hpc_train.config.arguments import CommandLine, expand, with_right_plus
 from hpc_train.config.compose import typed
 from hpc_train.config.run_path import job_directory, run_directory
@@ -22,7 +22,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch.container import container_of
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import controller_answers, select_executor
-from hpc_train.launch.gpus import asked_gpus, gpu_export_lines, gpus_of_this_job
+from hpc_train.launch.gpus import asked_gpu_memory, asked_gpus, gpu_export_lines, gpus_of_this_job
 from hpc_train.launch.launcher import register_launcher
 from hpc_train.launch.sbatch import NO_SITE, options, stop_note, survives_node_loss
 from hpc_train.launch.script import Script, by_hand, freezing, render
@@ -87,22 +87,27 @@ def _overrides_of_task(jobs: list[list[str]], task: int | None, multirun: bool) 
 
 
 def _freeze(config: Config, run: RunDirectory, parent: Path) -> None:
-    validate(config, *_nodes_and_workers(config))
+    validate(config, *_shape(config))
     check_freeze(config, run)
     freeze(config, run, code=snapshot_code([config], parent / "code"))
     write_text(run.job_script, by_hand(survives_node_loss(config.elastic)))
     write_text(run.gpus_script, "".join(f"{line}\n" for line in gpu_export_lines()))
 
 
-def _nodes_and_workers(config: Config) -> tuple[int, int]:
-    """Returns the nodes without spares and the workers per node of this Slurm job, or of the job to be submitted."""
+def _shape(config: Config) -> tuple[int, int, float | None]:
+    """Returns the nodes without spares, the workers per node, and the memory of a GPU (None if unknown) of this Slurm
+    job, or of the job to be submitted.
+    """
     nodes = os.environ.get("SLURM_JOB_NUM_NODES")
     if nodes is not None:
         # this counts the GPUs that Slurm has allocated; the agents check later whether the nodes can use them
         gpus = gpus_of_this_job().per_node or visible_gpus()
-        return max(1, int(nodes) - config.elastic.spares), workers_per_node(config.cluster, gpus)[1]
-    asked, _, workers = select_executor(config.cluster).shape(config.cluster)
-    return asked, workers
+        size, workers = max(1, int(nodes) - config.elastic.spares), workers_per_node(config.cluster, gpus)[1]
+        asks = size > 1 and gpus and config.cluster.gpus_per_node != 0 and config.strategy.pp == "auto"
+        return size, workers, gpu_memory(None) if asks else None
+    executor = select_executor(config.cluster)
+    asked, _, workers = executor.shape(config.cluster)
+    return asked, workers, executor.device_bytes(config.cluster)
 
 
 def print_script(arguments: list[str]) -> int:
@@ -151,7 +156,9 @@ def _batch_script(config: Config, line: CommandLine) -> str:
     site = read_site() if controller_answers() else NO_SITE
     asked = asked_gpus(cluster, site)
     gpus, workers = workers_per_node(cluster, visible=asked.count)
-    layout, *_ = [validate(config, nodes, workers) for nodes in (node_range(cluster)[1], fewest_nodes(config))]
+    device_bytes = asked_gpu_memory(cluster, site) if gpus else None
+    sizes = (node_range(cluster)[1], fewest_nodes(config))
+    layout, *_ = [validate(config, nodes, workers, device_bytes) for nodes in sizes]
     directory = RunDirectory(Path(run_directory(config.run.root, config.run.name, config.run.fork)))
     job = Job(0, line.overrides, config, layout, gpus, workers, directory)
     name = config.run.name or config.strategy.name

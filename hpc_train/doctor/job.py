@@ -87,8 +87,9 @@ def resources(config: Config, overrides: Sequence[str]) -> list[str]:
 
 def _job(asked: Asked) -> Job:
     config = asked.config
-    nodes, gpus, workers = select_executor(config.cluster).shape(config.cluster)
-    layout = validate(config, nodes, workers)
+    executor = select_executor(config.cluster)
+    nodes, gpus, workers = executor.shape(config.cluster)
+    layout = validate(config, nodes, workers, executor.device_bytes(config.cluster))
     return Job(0, asked.line.overrides, config, layout, gpus, workers, _directory(config))
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import psutil
 
-from hpc_train.cluster.allocation import Allocation, mapping
+from hpc_train.cluster.allocation import Allocation
+from hpc_train.cluster.placement import has_blocks, judge, mapping, network_of, parse_switch_sizes
 from hpc_train.config.schema import Config
 from hpc_train.elastic.channel import Message
 from hpc_train.elastic.coordinator import FailureReport, Leave, Start
@@ -33,6 +34,7 @@ from hpc_train.run.events import EventLog
 from hpc_train.run.exits import EXITS, Action, Exit, Failure
 from hpc_train.run.files import patiently
 from hpc_train.run.requests import StopRequests
+from hpc_train.slurm.client import show_topology
 
 
 @dataclass
@@ -133,9 +135,7 @@ class Attempts:
         elif self.end is not None and self.end.was_requeued_externally():
             reason = "requeued by a person (scontrol requeue) or by Slurm (a preemption or lost nodes)"
             events.write("requeued_by_slurm", reason=reason)
-        names = [f"{node.name} ({node.switch})" for node in start.nodes if node.switch is not None]
-        if len(names) == len(start.nodes) > 1:
-            print("ranks by node:", *mapping(spec.layout, names, spec.workers_per_node), sep="\n  ", flush=True)
+        report_placement(start, self.config.cluster.switches, events)
 
     def _report_change(self, start: Start, events: EventLog) -> None:
         assert start.cause is not None
@@ -175,6 +175,27 @@ class Attempts:
             events.write(name, exit_code=int(code), reason=leave.stop or reason, **details)
             if leave.cause is None and reason:
                 print(reason, file=sys.stderr)
+
+
+def report_placement(start: Start, asked_switches: str | None, events: EventLog) -> None:
+    """Prints the ranks of each node, and warns if the network between the nodes does not suit the layout.
+
+    Without a position of every node in the network it prints nothing.
+    """
+    names = [f"{node.name} ({node.position})" for node in start.nodes if node.position is not None]
+    if len(names) < len(start.nodes) or len(names) == 1:
+        return
+    workers = min(node.workers for node in start.nodes)
+    print("ranks by node:", *mapping(start.layout, names, workers), sep="\n  ", flush=True)
+    addresses = [node.switch for node in start.nodes if node.switch is not None]
+    if len(addresses) < len(names) or network_of(addresses, {}) is None:
+        return
+    network = network_of(addresses, parse_switch_sizes(show_topology()))
+    found = [] if network is None else judge(network, start.layout, workers, blocks=has_blocks(), asked=asked_switches)
+    if found:
+        events.write("warning", message="; ".join(found))
+        *problems, fix = found
+        print(*(f"warning: {problem}" for problem in problems), f"  {fix}", sep="\n", file=sys.stderr, flush=True)
 
 
 def _resume_hint(run: RunDirectory) -> str:

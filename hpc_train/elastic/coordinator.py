@@ -23,7 +23,7 @@ from hpc_train.elastic.decision import (
     is_secondary,
 )
 from hpc_train.elastic.hangs import find_culprit
-from hpc_train.elastic.nodes import TOO_OFTEN, Node, NodeFailures, in_order_of_rank, why_unfit
+from hpc_train.elastic.nodes import TOO_OFTEN, Node, NodeFailures, in_order_of_rank, smallest_gpu, why_unfit
 from hpc_train.errors import UserError
 from hpc_train.fabric.rank_binding import refuse_slices_of_one_gpu
 from hpc_train.plan.layout import Layout, resolve_layout
@@ -335,7 +335,7 @@ class Coordinator:
             chosen = in_order_of_rank(nodes[:count])
             try:
                 workers = min(node.workers for node in chosen)
-                layout = resolve_layout(self.config, count, workers)
+                layout = resolve_layout(self.config, count, workers, smallest_gpu(chosen))
                 for node in chosen:
                     refuse_slices_of_one_gpu(node.facts, min(workers, layout.world_size))
                 return Start(chosen, layout)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_train.cluster.allocation import node_order
+from hpc_train.cluster.placement import node_order, with_clique
 from hpc_train.fabric.facts import NodeFacts
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import append_text, line_end, patiently, read_lines
@@ -33,10 +33,12 @@ class Node:
     Attributes:
         number: Slurm's number, 0 for the batch host, whose agent runs the rendezvous server.
         address: the address at which other nodes reach it.
-        switch: its position in the tree of switches; None if the site describes none.
+        switch: its position in the network as Slurm describes it; None if the site describes none.
         facts: its hardware and settings, read once per job.
         unfit: why it cannot take part; None if it can.
         refusal: the message of a config error, which no other node can make up for.
+        gpu_memory: the bytes of its smallest GPU; None if unknown, or if the layout does not depend on it.
+        clique: its NVLink domain of several nodes; None if it is in none.
     """
 
     number: int
@@ -48,6 +50,13 @@ class Node:
     facts: NodeFacts = field(default_factory=NodeFacts, compare=False, repr=False)
     unfit: Unfit | None = None
     refusal: str | None = None
+    gpu_memory: float | None = None
+    clique: str | None = None
+
+    @property
+    def position(self) -> str | None:
+        """Its position in the network, with its NVLink domain; None if unknown."""
+        return with_clique(self.switch, self.name, self.clique)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -66,10 +75,17 @@ def in_order_of_rank(nodes: Sequence[Node]) -> tuple[Node, ...]:
     order.
     """
     ordered = sorted(nodes, key=lambda node: node.number)
-    switches = [node.switch for node in ordered if node.switch is not None]
-    if len(switches) < len(ordered):
+    positions = [node.position for node in ordered if node.position is not None]
+    if len(positions) < len(ordered):
         return tuple(ordered)
-    return tuple(ordered[index] for index in node_order(switches))
+    return tuple(ordered[index] for index in node_order(positions))
+
+
+def smallest_gpu(nodes: Iterable[Node]) -> float | None:
+    """Returns the bytes of the smallest GPU of ``nodes``; None if one of them does not know its own."""
+    sizes = [node.gpu_memory for node in nodes]
+    known = [size for size in sizes if size is not None]
+    return min(known) if len(known) == len(sizes) else None
 
 
 def why_unfit(nodes: Iterable[Node]) -> tuple[str, str]:

@@ -96,8 +96,10 @@ def _memory(job: Job) -> list[str]:
     needed = estimate(job.config, job.layout)
     if needed is None:
         return []
-    kind, local = job.config.cluster.gpu_type, select_executor(job.config.cluster).name == "this machine"
-    there = gpu_memory(kind) if job.gpus and (kind is not None or local) else None
+    cluster, executor = job.config.cluster, select_executor(job.config.cluster)
+    there = executor.device_bytes(cluster) if job.gpus else None
+    if there is None and job.gpus and (cluster.gpu_type is not None or executor.name == "this machine"):
+        there = gpu_memory(cluster.gpu_type)
     fits = (
         "" if there is None else f", {'more than' if needed.total > there else 'of'} the {format_bytes(there)} of a GPU"
     )

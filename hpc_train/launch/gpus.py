@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
+from hpc_train.cluster.gpus import gpu_memory
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
 from hpc_train.slurm.client import show_job
@@ -180,3 +181,14 @@ def _count(asked: str) -> int:
     parts = asked.split(",")
     counts = [re.split("[:=]", part)[-1] for part in parts if "gpu" in part or "gpu" not in asked]
     return sum(int(count) if count.isdigit() else 1 for count in counts)
+
+
+def asked_gpu_memory(cluster: ClusterConfig, site: Site) -> float | None:
+    """Returns the memory of the smallest GPU that a job may get, by the types that the site names; None if unknown."""
+    types = {cluster.gpu_type} if cluster.gpu_type else set(gpus_of(cluster.gres or "")) - {""}
+    if not types:
+        partition = cluster.partition or _of_environment()
+        types = {name for kind in _kinds(cluster, partition, site) for name in kind.gpus}
+    sizes = [gpu_memory(name) for name in types]
+    known = [size for size in sizes if size is not None]
+    return min(known) if known and len(known) == len(sizes) else None

@@ -79,8 +79,10 @@ class RunHandle:
             UserError: the cluster or machine here cannot run it.
         """
         config = self.config
-        nodes, gpus, workers = select_executor(config.cluster).shape(config.cluster)
-        return Job(self.number, (), config, resolve_layout(config, nodes, workers), gpus, workers, self.run)
+        executor = select_executor(config.cluster)
+        nodes, gpus, workers = executor.shape(config.cluster)
+        layout = resolve_layout(config, nodes, workers, executor.device_bytes(config.cluster))
+        return Job(self.number, (), config, layout, gpus, workers, self.run)
 
 
 def find_runs(target: str, *, unreadable: bool = False) -> list[RunHandle]:

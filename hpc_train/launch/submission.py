@@ -109,11 +109,13 @@ def prepare(node: DictConfig, run: RunDirectory, number: int = 0, overrides: Seq
         UserError: a value is wrong, or the executor cannot run the job.
     """
     config = typed(node)
-    nodes, gpus, workers = select_executor(config.cluster).shape(config.cluster)
-    layout = validate(config, nodes, workers)
+    executor = select_executor(config.cluster)
+    nodes, gpus, workers = executor.shape(config.cluster)
+    device_bytes = executor.device_bytes(config.cluster)
+    layout = validate(config, nodes, workers, device_bytes)
     fewest = fewest_nodes(config)
     if fewest < nodes:
-        validate(config, fewest, workers)  # the job must also be able to run on the fewest nodes
+        validate(config, fewest, workers, device_bytes)  # the job must also be able to run on the fewest nodes
     return Job(number, tuple(overrides), config, layout, gpus, workers, run)
 
 

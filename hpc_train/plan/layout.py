@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 from hpc_train.config.schema import Config, StrategyConfig
 from hpc_train.errors import UserError
+from hpc_train.plan.pipeline_ranks import Ranks, pipeline_ranks
 from hpc_train.plan.schedule import check_reproducible, choose_schedule, divide
 from hpc_train.plan.techniques import (
+    CARRYING,
     TREE,
     DataParallelKind,
     PipelineSchedule,
@@ -103,19 +105,31 @@ class Layout:
         return f"{split} ({kind}{schedule}), {self.micro_batches} micro-batches of {self.micro_size}"
 
 
-def resolve_layout(config: Config, nodes: int, workers_per_node: int) -> Layout:
+def resolve_layout(config: Config, nodes: int, workers_per_node: int, device_bytes: float | None = None) -> Layout:
     """Derives the layout of ``config`` on ``nodes`` x ``workers_per_node`` ranks.
+
+    Args:
+        device_bytes: the memory of the smallest GPU, for ``strategy.pp=auto`` on several nodes; None if unknown.
 
     Raises:
         UserError: the strategy does not fit these ranks.
     """
-    strategy = config.strategy
-    available = nodes * workers_per_node
+    tp = _tensor_parallel(config.strategy, workers_per_node)
+    ranks = Ranks(nodes, workers_per_node, tp)
     notes: list[str] = []
-    tp = _tensor_parallel(strategy, workers_per_node)
-    pp = _pipeline(config, nodes, available // tp, notes)
-    dp = _data_parallel(strategy, available, pp, tp)
-    _check_use(dp * pp * tp, nodes, available, notes)
+    pp = pipeline_ranks(config, ranks, lambda candidate: _lay_out(config, ranks, candidate, []), device_bytes, notes)
+    return _lay_out(config, ranks, pp, notes)
+
+
+def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
+    """Returns the layout with ``pp`` pipeline ranks.
+
+    Raises:
+        UserError: the strategy does not fit these ranks.
+    """
+    strategy, tp = config.strategy, ranks.tp
+    dp = _data_parallel(strategy, ranks.available, pp, tp)
+    _check_use(dp * pp * tp, ranks.nodes, ranks.available, notes)
     stages_per_rank = strategy.stages_per_rank if pp > 1 else 1
     asked = _asked_kind(config)
     _check_tensor_parallel(config, asked, dp, tp)
@@ -129,7 +143,7 @@ def resolve_layout(config: Config, nodes: int, workers_per_node: int) -> Layout:
         dp=dp,
         pp=pp,
         tp=tp,
-        shard=_shard(strategy, find_kind(asked), dp, workers_per_node // tp),
+        shard=_shard(strategy, find_kind(asked), dp, ranks.per_node // tp),
         data_parallel=TREE.name if reproducible else kind,
         schedule=schedule,
         stages_per_rank=stages_per_rank,
@@ -152,49 +166,6 @@ def _tensor_parallel(strategy: StrategyConfig, workers_per_node: int) -> int:
             fix=f"strategy.tp={_divisors(workers_per_node)}, because tensor parallelism stays within a node",
         )
     return strategy.tp
-
-
-def _pipeline(config: Config, nodes: int, columns: int, notes: list[str]) -> int:
-    """Returns the pipeline ranks. ``auto`` uses one per node on several nodes, otherwise 2, or 1 if indivisible."""
-    strategy = config.strategy
-    if strategy.pp == "fill":
-        return _fill_pipeline(config, columns, notes)
-    if strategy.pp == "auto":
-        pp = nodes if nodes > 1 else 2
-        if columns % pp:
-            notes.append(
-                f"{pp} pipeline ranks do not divide {columns} ranks: {columns} replicas of 1 stage are used instead"
-            )
-            return 1
-        return pp
-    if not isinstance(strategy.pp, int) or strategy.pp < 1:
-        raise UserError(f"strategy.pp is {strategy.pp!r}", where="strategy.pp", fix="a number from 1, auto, or fill")
-    if strategy.pp > columns:
-        raise UserError(
-            f"{strategy.pp} pipeline ranks need more than the {columns} available workers",
-            where="strategy.pp",
-            fix=f"strategy.pp={columns} or fewer, or more workers (cluster.gpus_per_node, cluster.cpu_workers)",
-        )
-    return strategy.pp
-
-
-def _fill_pipeline(config: Config, columns: int, notes: list[str]) -> int:
-    """Returns the pipeline ranks of ``pp: fill``: all ranks that dp and tp leave, but at most one per layer."""
-    strategy = config.strategy
-    if not isinstance(strategy.dp, int):
-        raise UserError(
-            "strategy.dp and strategy.pp cannot both be fill",
-            where="strategy.dp, strategy.pp",
-            fix="a number for one of them",
-        )
-    room = max(1, columns // max(1, strategy.dp))
-    layers = getattr(config.model, "n_layers", None)
-    most = room if layers is None else max(1, layers // strategy.stages_per_rank)
-    if most < room:
-        notes.append(
-            f"{layers} layers suffice for {most} pipeline ranks of {strategy.stages_per_rank} stages, not for {room}"
-        )
-    return min(room, most)
 
 
 def _data_parallel(strategy: StrategyConfig, available: int, pp: int, tp: int) -> int:
@@ -274,7 +245,6 @@ def _shard(strategy: StrategyConfig, kind: DataParallelKind, dp: int, dp_per_nod
     return shard
 
 
-CARRYING = ("powersgd", "topk", "auto")  # they add the unsent part to the gradient of the next step
 _WHERE = "strategy.compression"
 
 

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
+from typing import TYPE_CHECKING
 
 from hpc_train.config.extensions import Activations, family_of
 from hpc_train.config.schema import Config, ModelConfig, OptimConfig, StrategyConfig
 from hpc_train.config.values import parse_recomputation
-from hpc_train.plan.layout import CARRYING, Layout
 from hpc_train.plan.partition import layer_counts
+from hpc_train.plan.techniques import CARRYING
 from hpc_train.units import format_bytes
+
+if TYPE_CHECKING:
+    from hpc_train.plan.layout import Layout  # which uses the estimate
 
 NORMED = 4  # bytes per element of the inputs of norms, which are always fp32
 

@@ -244,6 +244,7 @@ _ZERO_BUBBLE = replace(
 )
 
 AUTO = "auto"
+CARRYING = ("powersgd", "topk", "auto")  # compressions that add the unsent part to the gradient of the next step
 SCHEDULES: dict[str, PipelineSchedule] = {
     row.name: row
     for row in (

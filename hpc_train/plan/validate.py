@@ -34,8 +34,11 @@ from hpc_train.plan.techniques import AUTO, find_kind, find_schedule, kinds_wher
 TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")  # minutes, minutes:seconds, hours:minutes:seconds, days-hours:…
 
 
-def validate(config: Config, nodes: int, workers_per_node: int) -> Layout:
+def validate(config: Config, nodes: int, workers_per_node: int, device_bytes: float | None = None) -> Layout:
     """Checks ``config`` as a whole and lays it out on ``nodes`` x ``workers_per_node`` workers. Imports no torch.
+
+    Args:
+        device_bytes: the memory of the smallest GPU, for ``strategy.pp=auto`` on several nodes; None if unknown.
 
     Raises:
         UserError: the config is invalid. The message reports the first problem.
@@ -47,7 +50,7 @@ def validate(config: Config, nodes: int, workers_per_node: int) -> Layout:
         family.check(config.model, config.data)
     if source.check_inputs is not None:
         source.check_inputs(config.data)
-    layout = resolve_layout(config, nodes, workers_per_node)
+    layout = resolve_layout(config, nodes, workers_per_node, device_bytes)
     _check_tensor_parallel(config, family, layout.tp)
     _check_pieces(config, layout)
     check_savers(config, layout)

@@ -202,6 +202,11 @@ def show_nodes(names: Collection[str] = (), timeout_s: float = QUERY_S) -> str:
     return query(["scontrol", "show", "node", "--oneliner", *selected], timeout_s) or ""
 
 
+def show_topology() -> str:
+    """Returns the output of ``scontrol show topology``; empty if it fails."""
+    return query(["scontrol", "show", "topology"], BRIEF_S) or ""
+
+
 def on_clusters(clusters: str | None) -> list[str]:
     """Returns the option of Slurm's commands for jobs that went to other clusters."""
     return [f"--clusters={clusters}"] if clusters else []

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.config.schema import Config
+from hpc_train.elastic.attempts import report_placement
 from hpc_train.elastic.coordinator import Start
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.nodes import Node
@@ -40,3 +41,21 @@ def test_what_is_wrong_with_a_node_is_told_once(tmp_path: Path, capsys: pytest.C
     ]
     assert capsys.readouterr().out.count(told[0]) == 1
     assert read_fabric(run) == (good, worn), "limits and all else"
+
+
+def test_groups_that_straddle_switches_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDirectory(tmp_path)
+    run.create()
+    nodes = tuple(
+        Node(number, f"n{number}", "", f"spine.{rack}.n{number}", 0, 2) for number, rack in enumerate("aabbbb")
+    )
+    events = EventLog.open(run, "agent-n0", 0)
+    report_placement(Start(nodes, Layout(6, 2, 1, 1, "ddp", "1f1b", 1, 4, 1)), None, events)
+    printed = capsys.readouterr()
+    assert "n0 (spine.a.n0): ranks 0-1: pp 0, dp 0-1" in printed.out
+    assert "group of pipeline rank 0 (3 nodes) straddles a and b" in printed.err
+    assert "cluster.switches=1@" in printed.err
+    (warning,) = run.read_events()
+    assert "straddles" in warning["message"]
+    report_placement(Start(nodes[2:], Layout(4, 2, 1, 1, "ddp", "1f1b", 1, 4, 1)), None, events)
+    assert capsys.readouterr().err == "", "one switch"

@@ -21,8 +21,8 @@ class StrategyConfig:
     )
     pp: int | str = key(
         1,
-        "The number of pipeline ranks. auto uses 2 on one node and one per node on several; fill uses all ranks that "
-        "dp leaves.",
+        "The number of pipeline ranks. auto uses 2 on one node; on several, the fewest (at least 2) whose stages fit "
+        "into the memory of a GPU. fill uses all ranks that dp leaves.",
         choices=("auto", "fill"),
         at_least=1,
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from hpc_train.cluster.allocation import workers_per_node
-from hpc_train.cluster.gpus import visible_gpus
+from hpc_train.cluster.gpus import gpu_memory, visible_gpus
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.config.values import node_range
 from hpc_train.elastic.agent import run_agent
@@ -54,6 +54,10 @@ class AllocationExecutor(ProcessExecutor):
                 fix=f"cluster.nodes={here}; cluster=slurm submits a job of its own instead",
             )
         return (min(most, here), *workers_per_node(cluster, visible=gpus_of_this_job().per_node or visible_gpus()))
+
+    def device_bytes(self, cluster: ClusterConfig) -> float | None:
+        several = min(node_range(cluster)[1], _nodes_here()) > 1
+        return gpu_memory(cluster.gpu_type) if several and cluster.gpus_per_node != 0 else None
 
     def at_once(self, jobs: Sequence[Job]) -> int:
         nodes = max(self.shape(job.config.cluster)[0] for job in jobs)

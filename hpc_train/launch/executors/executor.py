@@ -46,6 +46,9 @@ class Executor(Protocol):
             UserError: the requested resources do not exist here.
         """
 
+    def device_bytes(self, cluster: ClusterConfig) -> float | None:
+        """Returns the memory of the smallest GPU of a job on several nodes; None if unknown or without GPUs."""
+
     def at_once(self, jobs: Sequence[Job]) -> int:
         """Returns how many of ``jobs`` are submitted at the same time."""
 

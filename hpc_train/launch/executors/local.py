@@ -105,6 +105,9 @@ class LocalJobExecutor(ProcessExecutor):
     def shape(self, cluster: ClusterConfig) -> tuple[int, int, int]:
         return local_shape(cluster)
 
+    def device_bytes(self, cluster: ClusterConfig) -> float | None:
+        return None  # one node
+
     def at_once(self, jobs: Sequence[Job]) -> int:
         return jobs_at_once(jobs, len(os.sched_getaffinity(0)), visible_gpus())
 

@@ -24,7 +24,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch.container import container_of
 from hpc_train.launch.cost import confirm_cost, cost_lines
 from hpc_train.launch.executors.executor import Job
-from hpc_train.launch.gpus import asked_gpus
+from hpc_train.launch.gpus import asked_gpu_memory, asked_gpus
 from hpc_train.launch.job_status import JobStatus, SlurmStatuses, folded
 from hpc_train.launch.limits import check_limits, check_queue
 from hpc_train.launch.sbatch import (
@@ -91,6 +91,10 @@ class SlurmJobExecutor:
         """Returns the maximum nodes, and the GPUs and workers per node."""
         site = self.site if cluster.gpus_per_node == "auto" else NO_SITE
         return (node_range(cluster)[1], *workers_per_node(cluster, visible=asked_gpus(cluster, site).count))
+
+    def device_bytes(self, cluster: ClusterConfig) -> float | None:
+        several = node_range(cluster)[1] > 1 and cluster.gpus_per_node != 0
+        return asked_gpu_memory(cluster, self.site) if several else None
 
     def at_once(self, jobs: Sequence[Job]) -> int:
         """Returns the number of jobs: Slurm queues them and limits an array by ``launch.array_parallelism``."""
