@@ -8,8 +8,8 @@ from __future__ import annotations
 import platform
 import re
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -46,7 +46,7 @@ from hpc_train.preflight.checks import (
     slow_devices,
 )
 from hpc_train.preflight.measure import Crew, Measured, effort, fitting, measure_all, paired_test
-from hpc_train.preflight.nccl_log import log_transport, logged_transport
+from hpc_train.preflight.nccl_log import copied_warnings, log_transport, logged_transport
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -59,13 +59,28 @@ clock = time.time  # seconds since the epoch on this node
 LEAST_NODES = 3  # fewer nodes do not show which node of a slow pair is slow
 
 
-def nccl_log(spec: WorkerSpec, config: Config) -> Path | None:
-    """Sets up NCCL's log file before the ranks join; returns None without a preflight or without NCCL."""
+@contextmanager
+def nccl_log(spec: WorkerSpec, config: Config, run: RunDirectory) -> Iterator[Path | None]:
+    """Sets up NCCL's log file before the ranks join; yields None if no preflight will read it.
+
+    Each rank has at most one file, that of its newest preflight.
+    """
+    if not _reads_nccl_log(spec, config, run):
+        yield None
+        return
+    folder, name = run.logs / "nccl", f"rank-{spec.rank:04d}.log"
+    for old in folder.glob(f"*-{name}"):
+        old.unlink(missing_ok=True)
+    path = log_transport(folder / f"{spec.attempt:03d}-{name}")
+    with nullcontext() if path is None else copied_warnings(path):
+        yield path
+
+
+def _reads_nccl_log(spec: WorkerSpec, config: Config, run: RunDirectory) -> bool:
     if config.cluster.preflight == "off" or spec.nodes == 1 or spec.gpus_per_node == 0:
-        return None
-    return log_transport(
-        RunDirectory(Path(spec.run_dir)).logs / "nccl" / f"{spec.attempt:03d}-rank-{spec.rank:04d}.log"
-    )
+        return False
+    nodes = [facts.node for facts in read_fabric(run) if facts.node is not None]
+    return not nodes or not seen(run, current_allocation().launch_id, nodes)
 
 
 def preflight(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -12,7 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hpc_train.cluster.allocation import current_allocation
+from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
+from hpc_train.fabric.facts import NodeFacts
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.plan.layout import Layout
 from hpc_train.preflight.bandwidth import PairRate, best_of, rounds, slow_nodes
@@ -36,10 +40,12 @@ from hpc_train.preflight.checks import (
 )
 from hpc_train.preflight.measure import Crew, Effort, measure_all, paired_test
 from hpc_train.preflight.nccl_log import Transport
-from hpc_train.preflight.run import seen, stop_for
+from hpc_train.preflight.run import nccl_log, seen, stop_for
+from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import RESPONSES, Action, UnfitNode, classify
+from hpc_train.run.files import write_json
 from hpc_train.slurm.site import parse_features
 from tests.ranks import run_ranks
 
@@ -233,6 +239,33 @@ def test_nodes_are_looked_at_once_per_start_of_a_job(tmp_path: Path) -> None:
     assert seen(run, "7.0.0", ["n1", "n2", "n3"]) and seen(run, "7.0.0", ["n3", "n1"])
     assert not seen(run, "7.0.0", ["n1", "n2", "n4"])
     assert not seen(run, "7.0.1", ["n1", "n2", "n3"])
+
+
+def test_nccl_logs_where_a_preflight_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    run, config = RunDirectory(tmp_path), Config()
+    run.create()
+    layout = Layout(2, 1, 1, 1, "ddp", "1f1b", 1, 1, 1)
+    spec = WorkerSpec(str(tmp_path), 4, 1, 0, 1, 1, 2, layout, "n0", 1, gpus_per_node=1, threads=1)
+
+    def logs(spec: WorkerSpec) -> bool:
+        with monkeypatch.context() as context:
+            context.setattr(os, "environ", dict(os.environ))
+            with nccl_log(spec, config, run) as path:
+                return path is not None
+
+    older, others = (run.logs / "nccl" / name for name in ("000-rank-0001.log", "000-rank-0000.log"))
+    older.parent.mkdir()
+    for path in (older, others):
+        path.touch()
+    assert logs(spec)
+    assert not older.exists() and others.exists()
+    assert not logs(replace(spec, gpus_per_node=0))
+    launch = current_allocation().launch_id
+    write_json(run.fabric, {"nodes": [{"name": "n1", "facts": NodeFacts().to_json()}]})
+    EventLog.open(run, "rank-0000", 0, 0).write("preflight", launch=launch, nodes=["n1"])
+    assert not logs(spec), "the nodes have been checked"
 
 
 def test_what_stops_a_job() -> None:
