@@ -92,7 +92,7 @@ class NodeFailures:
     """Node failures over all jobs of a run: one line per failure in ``attempts/node-failures.jsonl``.
 
     A node that a preflight found slow counts one failure per partner with which it was slow, and ``TOO_OFTEN`` for a
-    slow GPU. Failures expire after ``expiry_s``.
+    slow GPU and for any other problem for which the preflight dropped the node. Failures expire after ``expiry_s``.
     """
 
     run: RunDirectory
@@ -121,7 +121,7 @@ class NodeFailures:
         return [line for line in lines if line["time"] > since]
 
     def _slow(self) -> Iterator[dict[str, Any]]:
-        """Yields slow nodes and GPUs that rank 0 reported in the event log."""
+        """Yields nodes that rank 0 reported as slow or unfit in the event log."""
         for path in self.run.events.glob("rank-0000-*.jsonl"):
             for line in read_lines(path):
                 if line["event"] == "slow_node":
@@ -130,3 +130,5 @@ class NodeFailures:
                 elif line["event"] == "slow_gpu":
                     slow = f"slow GPU {line['gpu']}"
                     yield {"time": line["time"], "node": line["node"], "class": slow, "times": TOO_OFTEN}
+                elif line["event"] == "unfit_node":
+                    yield {"time": line["time"], "node": line["node"], "class": line["reason"], "times": TOO_OFTEN}

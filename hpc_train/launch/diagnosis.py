@@ -26,6 +26,7 @@ FAILURES = ("worker_failed", "hang_detected", "node_lost", "failed", "stopped_re
 STEPS = (  # reactions, besides the failures themselves
     "stop_requested", "restarted", "shrunk", "spare_used", "requeued", "requeued_by_slurm", "resumed", "rolled_back",
     "checkpoint_failed", "save_deferred", "checkpoint_set_aside", "slow_node", "slow_gpu",
+    "unfit_node",
 )  # fmt: skip
 LAST_STEPS = 15
 TAIL_LINES = 25

@@ -99,7 +99,9 @@ def test_a_failure_ends_the_attempt_everywhere_and_the_same_nodes_start_again(tm
 
 def test_a_node_that_a_preflight_names_is_left_out_or_the_job_asks_for_another(tmp_path: Path) -> None:
     network, device = ("slow_node", {"partners": ["n0", "n2"]}), ("slow_gpu", {"gpu": "GPU-7"})
-    for name, spares, (event, facts) in (("spare", 1, network), ("gpu", 1, device), ("none", 0, network)):
+    tcp = ("unfit_node", {"reason": "tcp"})
+    cases = (("spare", 1, network), ("gpu", 1, device), ("tcp", 1, tcp), ("none", 0, network))
+    for name, spares, (event, facts) in cases:
         course = Course(tmp_path / name, 3 + spares, spares=spares)
         assert course.started() == [0, 1, 2]
         events = EventLog.open(RunDirectory(tmp_path / name), "rank-0000", 0, 0)
