@@ -73,6 +73,14 @@ class ClusterConfig:
         "stop ends the job, exclude continues without the node (stop if the error concerns no single node).",
         choices=("warn", "stop", "exclude"),
     )
+    health_check: str | None = key(
+        None,
+        "A command of the site, which bash runs on each node before training. If it fails, the run does not use the "
+        "node, and the last line of its output is the reason.",
+    )
+    health_check_timeout_s: float = key(
+        60.0, "The time limit of health_check. A check that takes longer has failed.", above=0, unit="seconds"
+    )
     partition: str | None = key(None, "sbatch --partition.")
     account: str | None = key(None, "sbatch --account.")
     qos: str | None = key(None, "sbatch --qos.")
