@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hpc_train.config.schema import ClusterConfig, Config, ProfileConfig
-from hpc_train.errors import UserError
+from hpc_train.errors import UserError, nearest
 
+PREFLIGHT_ACTIONS = ("warn", "stop", "exclude")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -233,3 +234,22 @@ def parse_recomputation(text: str) -> Recomputation:
         fix="none, full, selective (every second layer), selective:N (every N-th) or ops (all but matrix products "
         "and attention)",
     )
+
+
+def preflight_actions(cluster: ClusterConfig) -> dict[str, str]:
+    """Returns what follows an error of each class that the preflight finds: warn, stop or exclude.
+
+    Raises:
+        UserError: ``cluster.preflight_action`` names an unknown class or action.
+    """
+    default: dict[str, str] = ClusterConfig().preflight_action
+    own, where = cluster.preflight_action, "cluster.preflight_action"
+    if isinstance(own, str):
+        return dict.fromkeys(default, own)
+    for name, action in own.items():
+        if name not in default:
+            raise UserError(f"{where}.{name} is unknown", where=where, fix=nearest(name, list(default)))
+        if action not in PREFLIGHT_ACTIONS:
+            fix = nearest(str(action), PREFLIGHT_ACTIONS)
+            raise UserError(f"{where}.{name} is {action!r}", where=f"{where}.{name}", fix=fix)
+    return default | own

@@ -29,7 +29,7 @@ from hpc_train.elastic.decision import OVER_BUDGET, Budget, History, over_budget
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.hangs import patience_s
 from hpc_train.elastic.logs import WorkerLog, nonfailing_streams
-from hpc_train.elastic.nodes import TOO_OFTEN, Node, NodeFailures, Unfit
+from hpc_train.elastic.nodes import TOO_OFTEN, Node, NodeFailures, Unfit, check_health
 from hpc_train.elastic.rendezvous import AttemptSpec, ServerAddress, bind
 from hpc_train.elastic.requeue import JobEnd
 from hpc_train.elastic.server import RendezvousServer
@@ -168,6 +168,7 @@ def _this_node(config: Config, allocation: Allocation) -> Node:
     unfit = refusal = None
     try:
         gpus, workers = workers_per_node(config.cluster)
+        unfit = check_health(config.cluster)
     except UnusableGpus as error:
         unfit = Unfit(error.reason, error.fix)
     except UserError as error:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from hpc_train.cluster.gpus import KEY
 from hpc_train.config.schema import Config
 from hpc_train.elastic.decision import (
     ANNOUNCEMENT,
@@ -23,7 +22,15 @@ from hpc_train.elastic.decision import (
     is_secondary,
 )
 from hpc_train.elastic.hangs import find_culprit
-from hpc_train.elastic.nodes import TOO_OFTEN, Node, NodeFailures, in_order_of_rank, smallest_gpu, why_unfit
+from hpc_train.elastic.nodes import (
+    HEALTH_CHECK_KEY,
+    TOO_OFTEN,
+    Node,
+    NodeFailures,
+    in_order_of_rank,
+    smallest_gpu,
+    why_unfit,
+)
 from hpc_train.errors import UserError
 from hpc_train.fabric.rank_binding import refuse_slices_of_one_gpu
 from hpc_train.plan.layout import Layout, resolve_layout
@@ -193,7 +200,7 @@ class Coordinator:
         absent = [number for number in range(self.expected) if number not in {*self.present, *self.unfit}]
         if absent and now < self.join_until:
             return None
-        if self.unfit and not self.present:
+        if self.unfit and not self.present and not self._is_only_unhealthy():
             return self._refuse(now)
         cause = self._note_absent(absent, now) if absent else None
         if self.unfit:
@@ -208,14 +215,20 @@ class Coordinator:
         reason = cause.failure.message if cause else ""
         return Leave(RestartDecision(Action.FAIL) if nowhere else RestartDecision(Action.REQUEUE, reason), cause)
 
+    def _is_only_unhealthy(self) -> bool:
+        """Returns whether the job has one node, which fails the site's check, and may get another one."""
+        keys = [node.unfit.key for node in self.unfit.values() if node.unfit is not None]
+        return self.elsewhere and self.expected == 1 and keys == [HEALTH_CHECK_KEY]
+
     def _refuse(self, now: float) -> Leave:
         """Refuses the job: a cause that all nodes report is not the fault of one node."""
         reasons, fixes = why_unfit(self.unfit.values())
-        message = str(UserError(reasons, where=KEY, fix=fixes))
+        keys = dict.fromkeys(node.unfit.key for node in self.unfit.values() if node.unfit is not None)
+        message = str(UserError(reasons, where=", ".join(keys), fix=fixes))
         return Leave(RestartDecision(Action.REFUSE, message), self._unfit_cause(Failure.REFUSED, message, now))
 
     def _note_unfit(self, now: float) -> FailureReport:
-        """Excludes nodes that cannot use their GPUs while others can."""
+        """Excludes nodes that cannot take part while others can."""
         for node in self.unfit.values():
             self.node_failures.note(node.name, Failure.UNFIT_NODE, TOO_OFTEN)
         reasons, _ = why_unfit(self.unfit.values())

@@ -3,27 +3,78 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpc_train.cluster.gpus import KEY as GPUS_KEY
 from hpc_train.cluster.placement import node_order, with_clique
+from hpc_train.config.schema import ClusterConfig
+from hpc_train.errors import UserError
 from hpc_train.fabric.facts import NodeFacts
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import append_text, line_end, patiently, read_lines
 
+HEALTH_CHECK_KEY = "cluster.health_check"
+NO_COMMAND = (126, 127)  # exit codes of bash: the command cannot be executed, or does not exist
 TOO_OFTEN = 2  # failures after which a node is used only if there are no others
 
 
 @dataclass(frozen=True)
 class Unfit:
-    """Why a node can take part in no attempt, and the fix."""
+    """Why a node can take part in no attempt, and the fix. ``key`` is the key whose check found it."""
 
     reason: str
     fix: str
+    key: str = GPUS_KEY
+
+    def words(self, names: Sequence[str]) -> str:
+        nodes = f"node {names[0]}" if len(names) == 1 else f"nodes {', '.join(names)}"
+        if self.key == HEALTH_CHECK_KEY:
+            return f"the health check of {nodes} failed: {self.reason}"
+        return f"{nodes} cannot use {'its' if len(names) == 1 else 'their'} GPUs: {self.reason}"
+
+
+def check_health(cluster: ClusterConfig) -> Unfit | None:
+    """Runs ``cluster.health_check`` on this node; returns None if it succeeds or none is set.
+
+    Raises:
+        UserError: the command does not exist or cannot be executed.
+    """
+    command, limit = cluster.health_check, cluster.health_check_timeout_s
+    if command is None:
+        return None
+    fix = f"the output of `{command}` on the node has the details; cluster.exclude=NODE"
+    call = subprocess.Popen(
+        ["bash", "-c", command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = call.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        reason = f"it did not end within {limit:g} s ({HEALTH_CHECK_KEY}_timeout_s)"
+        return Unfit(reason, fix, HEALTH_CHECK_KEY)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(call.pid, signal.SIGKILL)  # also what it has left running
+        call.wait()
+    lines = output.decode(errors="replace").strip().splitlines()
+    if call.returncode in NO_COMMAND:
+        raise UserError(
+            f"the health check cannot be run: {lines[-1] if lines else command}",
+            where=HEALTH_CHECK_KEY,
+            fix=f"{HEALTH_CHECK_KEY}=COMMAND with a command that exists on all nodes",
+        )
+    if call.returncode == 0:
+        return None
+    return Unfit(lines[-1] if lines else f"exit code {call.returncode}", fix, HEALTH_CHECK_KEY)
 
 
 @dataclass(frozen=True)
@@ -94,12 +145,7 @@ def why_unfit(nodes: Iterable[Node]) -> tuple[str, str]:
     for node in sorted(nodes, key=lambda node: node.number):
         if node.unfit is not None:
             names.setdefault(node.unfit, []).append(node.name)
-    reasons = [
-        f"node {found[0]} cannot use its GPUs: {unfit.reason}"
-        if len(found) == 1
-        else f"nodes {', '.join(found)} cannot use their GPUs: {unfit.reason}"
-        for unfit, found in names.items()
-    ]
+    reasons = [unfit.words(found) for unfit, found in names.items()]
     return "; ".join(reasons), "; ".join(dict.fromkeys(unfit.fix for unfit in names))
 
 
@@ -108,7 +154,7 @@ class NodeFailures:
     """Node failures over all jobs of a run: one line per failure in ``attempts/node-failures.jsonl``.
 
     A node that a preflight found slow counts one failure per partner with which it was slow, and ``TOO_OFTEN`` for a
-    slow GPU. Failures expire after ``expiry_s``.
+    slow GPU and for any other problem for which the preflight dropped the node. Failures expire after ``expiry_s``.
     """
 
     run: RunDirectory
@@ -137,7 +183,7 @@ class NodeFailures:
         return [line for line in lines if line["time"] > since]
 
     def _slow(self) -> Iterator[dict[str, Any]]:
-        """Yields slow nodes and GPUs that rank 0 reported in the event log."""
+        """Yields nodes that rank 0 reported as slow or unfit in the event log."""
         for path in self.run.events.glob("rank-0000-*.jsonl"):
             for line in read_lines(path):
                 if line["event"] == "slow_node":
@@ -146,3 +192,5 @@ class NodeFailures:
                 elif line["event"] == "slow_gpu":
                     slow = f"slow GPU {line['gpu']}"
                     yield {"time": line["time"], "node": line["node"], "class": slow, "times": TOO_OFTEN}
+                elif line["event"] == "unfit_node":
+                    yield {"time": line["time"], "node": line["node"], "class": line["reason"], "times": TOO_OFTEN}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.elastic.nodes import TOO_OFTEN, NodeFailures
 from hpc_train.launch.job_status import JobStatus, SlurmStatuses, View, time_left
 from hpc_train.launch.lookup import RunHandle, statuses_of
+from hpc_train.launch.nccl_messages import NcclProblem, explain_nccl, nccl_warnings
 from hpc_train.launch.reasons import SINFO, JobFacts, explain, read_facts, read_free, sooner, with_gpus
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import RESPONSES, Exit, Failure
@@ -25,6 +26,7 @@ FAILURES = ("worker_failed", "hang_detected", "node_lost", "failed", "stopped_re
 STEPS = (  # reactions, besides the failures themselves
     "stop_requested", "restarted", "shrunk", "spare_used", "requeued", "requeued_by_slurm", "resumed", "rolled_back",
     "checkpoint_failed", "save_deferred", "checkpoint_set_aside", "slow_node", "slow_gpu",
+    "unfit_node",
 )  # fmt: skip
 LAST_STEPS = 15
 TAIL_LINES = 25
@@ -43,7 +45,10 @@ BY_STATE = {
 
 @dataclass(frozen=True)
 class FailureCause:
-    """The failure that caused the others. ``rank`` is None if no rank is responsible; ``stacks`` is a path."""
+    """The failure that caused the others. ``rank`` is None if no rank is responsible; ``stacks`` is a path.
+
+    ``nccl`` has the last warnings that NCCL printed on that rank.
+    """
 
     kind: str
     message: str
@@ -53,6 +58,12 @@ class FailureCause:
     node: str | None = None
     traceback: str = ""
     stacks: str | None = None
+    nccl: tuple[str, ...] = ()
+
+    @property
+    def nccl_problem(self) -> NcclProblem | None:
+        """What NCCL's messages mean; None without a known one."""
+        return explain_nccl("\n".join((*self.nccl, self.message, self.traceback)))
 
     @property
     def who(self) -> str:
@@ -105,7 +116,7 @@ def diagnose(found: RunHandle) -> Diagnosis:
     status = statuses_of([found], SlurmStatuses()).get(found.job_id or "")
     view = found.view({} if status is None else {found.job_id or "": status})
     events = found.run.read_events()
-    cause = find_cause(events)
+    cause = _with_nccl(find_cause(events), found.run)
     waits = status is not None and status.is_pending
     facts = read_facts(found.job_id) if found.job_id else None
     metrics = list(found.run.read_all_metrics())
@@ -149,6 +160,12 @@ def find_cause(events: Sequence[Event]) -> FailureCause | None:
     )
 
 
+def _with_nccl(cause: FailureCause | None, run: RunDirectory) -> FailureCause | None:
+    if cause is None or cause.rank is None or cause.node is None:
+        return cause
+    return replace(cause, nccl=nccl_warnings(run, cause.node, cause.rank, cause.attempt))
+
+
 def _kind(event: Event) -> str:
     of_event = {"hang_detected": Failure.HANG, "node_lost": Failure.NODE_LOST}
     return str(event.get("class") or of_event.get(event["event"], event["event"]))
@@ -185,6 +202,8 @@ def _advice(view: View, cause: FailureCause | None, facts: JobFacts | None, run:
     found = [BY_STATE[facts.state]] if facts is not None and facts.state in BY_STATE else []
     if cause is not None and cause.kind in list(Failure):
         found.insert(0, RESPONSES[Failure(cause.kind)].advice)
+    if cause is not None and (problem := cause.nccl_problem) is not None:
+        found.insert(0, f"{problem.meaning}: {problem.fix}")
     where = shown(run.path)
     if cause is None or cause.kind not in (Failure.USER_ERROR, Failure.KERNEL, Failure.REFUSED):
         found.append(f"python -m hpc_train resume {where}   resumes from the last checkpoint")

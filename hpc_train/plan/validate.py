@@ -26,6 +26,7 @@ from hpc_train.config.values import (
     parse_hang_timeout,
     parse_recomputation,
     parse_save_every,
+    preflight_actions,
 )
 from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout, resolve_layout
@@ -90,6 +91,7 @@ def _check_lists(config: Config) -> None:
         )
     node_range(config.cluster)
     _check_fabric_variables(config.cluster.fabric)
+    preflight_actions(config.cluster)
     parse_save_every(config.checkpoint.every)
     parse_recomputation(config.train.activation_checkpointing)
     parse_hang_timeout(config.elastic.hang_timeout_s)

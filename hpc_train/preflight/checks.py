@@ -1,27 +1,25 @@
-"""Compares the measurements of a preflight with expected values, and returns findings with fixes. No torch.
-
-An unknown expected value is None, and no measurement is compared with it.
-"""
+"""Compares the measurements of a preflight with expected values, and returns findings with fixes. No torch."""
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
-from hpc_train.fabric.facts import NodeFacts
-from hpc_train.fabric.rails import match, usable_nics
 from hpc_train.preflight.bandwidth import SlowNode
+from hpc_train.preflight.expected import ExpectedBandwidths
 from hpc_train.preflight.nccl_log import Transport
-from hpc_train.run.directory import RunDirectory
-from hpc_train.run.files import read_json
 
 WARNING, ERROR = "warning", "error"
+# Classes of findings, the keys of cluster.preflight_action
+TCP, SHARED_GPU, SLOW_DEVICE, CONFIG = "tcp", "shared_gpu", "slow_device", "config"
+VERSIONS, NETWORK, CLOCK = "versions", "network", "clock"
 SKEW_WARN_S, SKEW_ERROR_S = 0.1, 1.0  # munge rejects more than 300 s
-GEMM_WARN, GEMM_ERROR = 0.95, 0.90  # of the median of GPUs of one model
-GEMM_CPU = 0.5  # CPUs of one model run at different clocks and are shared with other processes
+GEMM_WARN, GEMM_ERROR = 0.95, 0.85  # of the median of GPUs of one model
+COPY_WARN = 0.7  # of the median; a PCIe link with half of its lanes or one generation behind reaches 0.5
+GEMM_CPU = 0.5  # CPUs of one model run at different clocks
+WARN, FAIL = 0.9, 0.8  # share of the expected bandwidth: 0.83 and 0.74 of the line rate
 LEAST_BUS = 0.1e9  # bytes/s: gigabit Ethernet, the slowest network between nodes
 SEE_LINKS = "run `bench collectives` for all sizes and operations, and `doctor` for the links"
 MAY_DIFFER = ("driver",)  # drivers are compatible within a major version of CUDA
@@ -37,6 +35,7 @@ class RankFacts:
         gpu: the UUID of its GPU; None on the CPU.
         gemm: FLOP/s of a matrix product.
         transport: parsed from NCCL's log; None without NCCL or if its log goes elsewhere.
+        copy: bytes/s from pinned host memory to the GPU, while all ranks copy; None on the CPU.
     """
 
     rank: int
@@ -47,6 +46,7 @@ class RankFacts:
     gpu: str | None
     gemm: float
     transport: Transport | None = None
+    copy: float | None = None
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,14 @@ class Bandwidths:
 
 @dataclass(frozen=True)
 class PreflightFinding:
-    """A problem and its fix. ``unfit`` names a node that the run should drop."""
+    """A problem and its fix.
 
+    Attributes:
+        kind: its class, for which ``cluster.preflight_action`` says what follows an error.
+        unfit: a node that the run should drop; None if the problem concerns no single node.
+    """
+
+    kind: str
     level: str
     message: str
     fix: str
@@ -84,6 +90,7 @@ def check_config(ranks: Sequence[RankFacts]) -> Iterator[PreflightFinding]:
     usual, others = _minority(ranks, lambda rank: rank.config_hash)
     for value, nodes in others.items():
         yield PreflightFinding(
+            CONFIG,
             ERROR,
             f"the config on {nodes} ({value[:12]}) differs from that on the other nodes ({usual[:12]})",
             "its file system shows an old copy of config.yaml: set a run.root that all nodes share and submit again",
@@ -95,6 +102,7 @@ def check_versions(ranks: Sequence[RankFacts]) -> Iterator[PreflightFinding]:
         usual, others = _minority(ranks, lambda rank, name=name: rank.versions.get(name, "absent"))  # type: ignore[misc]
         for value, nodes in others.items():
             yield PreflightFinding(
+                VERSIONS,
                 WARNING if name in MAY_DIFFER else ERROR,
                 f"{name} is {value} on {nodes}, and {usual} on the other nodes",
                 "use one environment for all nodes (cluster.python, cluster.container.image), or "
@@ -111,6 +119,7 @@ def check_own_gpu(ranks: Sequence[RankFacts]) -> Iterator[PreflightFinding]:
     for gpu, numbers in users.items():
         if len(numbers) > 1:
             yield PreflightFinding(
+                SHARED_GPU,
                 ERROR,
                 f"ranks {', '.join(map(str, numbers))} share the GPU {gpu}",
                 "set cluster.gpus_per_node to the GPUs that the job has, and remove --gpus-per-task and --gpu-bind, "
@@ -125,22 +134,63 @@ def check_transport(ranks: Sequence[RankFacts], rdma: Mapping[str, bool]) -> Ite
         rdma: by node, whether an active port for training was found; absent for unknown nodes.
     """
     known = [rank for rank in ranks if rank.transport is not None]
-    sockets = _nodes(rank for rank in known if rank.transport and rank.transport.over_sockets and rdma.get(rank.node))
-    if sockets:
+    sockets = [rank for rank in known if rank.transport and rank.transport.over_sockets and rdma.get(rank.node)]
+    slow = tuple(dict.fromkeys(rank.node for rank in sockets))
+    few = 2 * len(slow) < len({rank.node for rank in known})  # otherwise the cause is not in the nodes
+    for nodes in [(node,) for node in slow] if few else filter(None, [slow]):
         yield PreflightFinding(
+            TCP,
             ERROR,
-            f"NCCL sends over TCP (NET/Socket) on {sockets}, although RDMA ports are active there",
+            f"NCCL sends over TCP (NET/Socket) on {', '.join(nodes)}, although RDMA ports are active there",
             "run `doctor` on that node; the usual causes are NCCL_IB_DISABLE or NCCL_NET in the environment, a missing "
             "plugin (aws-ofi-nccl) or libibverbs, a container without /dev/infiniband, or a small memlock limit",
+            nodes[0] if few else None,
         )
     staged = _nodes(rank for rank in known if rank.transport and rank.transport.gpu_direct is False
                     and not rank.transport.over_sockets)  # fmt: skip
     if staged:
         yield PreflightFinding(
+            TCP,
             WARNING,
             f"NCCL stages data in host memory on {staged}: its log has no GDRDMA",
             "ask the site to load nvidia_peermem, or a driver and kernel with DMA-BUF; it is up to 3 times faster",
         )
+
+
+def check_inside(ranks: Sequence[RankFacts], nvlink: Container[str]) -> Iterator[PreflightFinding]:
+    """Checks that NCCL uses NVLink inside nodes.
+
+    Args:
+        nvlink: the nodes all of whose GPUs are connected by NVLink.
+    """
+    inside = {rank.node: rank.transport.inside for rank in ranks if rank.transport and rank.transport.inside}
+    for node, transports in inside.items():
+        if "P2P" not in transports and node in nvlink:
+            yield PreflightFinding(
+                NETWORK,
+                ERROR,
+                f"NCCL copies through host memory ({', '.join(transports)}) in {node}, although its GPUs have NVLink",
+                "remove NCCL_P2P_DISABLE, --gpus-per-task and --gpu-bind; `nvidia-smi nvlink -s` on the node shows "
+                "links that are down",
+                node,
+            )
+
+
+def check_copies(ranks: Sequence[RankFacts]) -> Iterator[PreflightFinding]:
+    """Compares the bandwidth from host to GPU with the median of the model."""
+    for own in _by([rank for rank in ranks if rank.copy is not None], lambda rank: rank.device).values():
+        usual = median(rank.copy or 0.0 for rank in own)
+        for rank in own:
+            rate = rank.copy or 0.0
+            if rate < COPY_WARN * usual:
+                yield PreflightFinding(
+                    SLOW_DEVICE,
+                    WARNING,
+                    f"rank {rank.rank} on {rank.node} (GPU {rank.gpu}) receives {rate / 1e9:.3g} GB/s from the host, "
+                    f"{rate / usual:.0%} of the median of {rank.device}",
+                    "compare the width and generation of its PCIe link (nvidia-smi -q) with those of the other GPUs, "
+                    f"and check that its rank is bound to near CPUs; {drain(rank.node, f'slow PCIe of {rank.gpu}')}",
+                )
 
 
 @dataclass(frozen=True)
@@ -156,8 +206,8 @@ class SlowDevice:
 
     @property
     def bad(self) -> bool:
-        """Returns whether the run would be faster without this GPU's node; false for CPUs, which others may use."""
-        return self.rank.gpu is not None and self.share < GEMM_ERROR
+        """Returns whether the run would be faster without this rank's node."""
+        return self.share < (GEMM_CPU if self.rank.gpu is None else GEMM_ERROR)
 
     @property
     def words(self) -> str:
@@ -169,7 +219,7 @@ class SlowDevice:
 
     @property
     def drain(self) -> str:
-        return drain(self.rank.node, f"slow GPU {self.rank.gpu}")
+        return drain(self.rank.node, "slow CPU" if self.rank.gpu is None else f"slow GPU {self.rank.gpu}")
 
 
 def slow_devices(ranks: Sequence[RankFacts]) -> tuple[SlowDevice, ...]:
@@ -183,15 +233,14 @@ def slow_devices(ranks: Sequence[RankFacts]) -> tuple[SlowDevice, ...]:
 
 
 def check_gemm(slow: Sequence[SlowDevice]) -> Iterator[PreflightFinding]:
-    """Reports slow devices; a GPU that is clearly slow makes its node unfit."""
+    """Reports slow devices; one that is clearly slow makes its node unfit."""
     for one in slow:
+        look = "check its clocks and temperature (nvidia-smi -q -d PERFORMANCE)"
         if one.rank.gpu is None:
-            fix = "other processes use its cores, or the job has fewer cores there: set cluster.exclusive=true"
-            yield PreflightFinding(WARNING, one.words, fix)
-        else:
-            look = "check its clocks and temperature (nvidia-smi -q -d PERFORMANCE)"
-            fix = f"cluster.exclude={one.rank.node}; {look}; {one.drain}"
-            yield PreflightFinding(ERROR if one.bad else WARNING, one.words, fix, one.rank.node if one.bad else None)
+            look = "other processes may use its cores (cluster.exclusive=true), or its clock is low"
+        fix = f"cluster.exclude={one.rank.node}; {look}; {one.drain}"
+        level, unfit = (ERROR, one.rank.node) if one.bad else (WARNING, None)
+        yield PreflightFinding(SLOW_DEVICE, level, one.words, fix, unfit)
 
 
 def check_models(ranks: Sequence[RankFacts], features: Mapping[str, frozenset[str]]) -> Iterator[PreflightFinding]:
@@ -206,7 +255,7 @@ def check_models(ranks: Sequence[RankFacts], features: Mapping[str, frozenset[st
     listed = "; ".join(f"{model} on {', '.join(sorted(names))}" for model, names in nodes.items())
     most = max(nodes, key=lambda model: len(nodes[model]))
     yield PreflightFinding(
-        WARNING, f"the ranks have different device models: {listed}", _constraint(nodes[most], features)
+        SLOW_DEVICE, WARNING, f"the ranks have different device models: {listed}", _constraint(nodes[most], features)
     )
 
 
@@ -225,6 +274,7 @@ def check_clocks(offsets: Sequence[ClockOffset]) -> Iterator[PreflightFinding]:
         certain = abs(found.offset_s) - found.round_trip_s / 2
         if certain > SKEW_WARN_S:
             yield PreflightFinding(
+                CLOCK,
                 ERROR if certain > SKEW_ERROR_S else WARNING,
                 f"the clock of {found.node} is {abs(found.offset_s):.3g} s "
                 f"{'ahead of' if found.offset_s > 0 else 'behind'} that of rank 0's node",
@@ -243,6 +293,7 @@ def check_bandwidths(found: Bandwidths, expected: ExpectedBandwidths) -> Iterato
     for where, bus, wanted in measured:
         if wanted is not None and bus < WARN * wanted.bus:
             yield PreflightFinding(
+                NETWORK,
                 ERROR if bus < FAIL * wanted.bus else WARNING,
                 f"an all-reduce {where} reaches {bus / 1e9:.3g} GB/s (bus bandwidth), {bus / wanted.bus:.0%} of the "
                 f"expected bandwidth of {wanted.reason}",
@@ -250,13 +301,15 @@ def check_bandwidths(found: Bandwidths, expected: ExpectedBandwidths) -> Iterato
             )
     if expected.world is None and found.world is not None and found.world < LEAST_BUS:
         rate = f"an all-reduce over all ranks reaches {found.world / 1e9:.3g} GB/s (bus bandwidth)"
-        yield PreflightFinding(WARNING, f"{rate}, less than gigabit Ethernet", SEE_LINKS)
+        yield PreflightFinding(NETWORK, WARNING, f"{rate}, less than gigabit Ethernet", SEE_LINKS)
 
 
 def check_slow_nodes(slow: Sequence[SlowNode]) -> Iterator[PreflightFinding]:
     for one in slow:
         fix = drain(one.node, f"slow with {' and '.join(one.partners)}")
-        yield PreflightFinding(ERROR, f"the network of {one.words}", f"cluster.exclude={one.node}; {fix}", one.node)
+        yield PreflightFinding(
+            NETWORK, ERROR, f"the network of {one.words}", f"cluster.exclude={one.node}; {fix}", one.node
+        )
 
 
 def drain(node: str, reason: str) -> str:
@@ -280,85 +333,3 @@ def _by(ranks: Sequence[RankFacts], value: Callable[[RankFacts], str]) -> dict[s
 
 def _nodes(ranks: Sequence[RankFacts] | Iterator[RankFacts]) -> str:
     return ", ".join(dict.fromkeys(rank.node for rank in ranks))
-
-
-# Minimum NVLinks per pair, and bus bandwidth in bytes/s of large messages over all 8 GPUs of an NVSwitch node, as
-# required by the acceptance tests of GPU clouds
-IN_NODE = {"H200": (18, 431e9), "H100": (18, 460e9), "A100": (12, 228e9), "V100": (1, 110e9)}
-# Share of the rate of a node's ports that an all-reduce reaches: 64 H100 on 8 x 400 Gb/s reach 373 to 386 of 400 GB/s
-OF_LINE_RATE = 0.92
-WARN, FAIL = 0.9, 0.8  # share of the expected value: 0.83 and 0.74 of the line rate
-
-
-@dataclass(frozen=True)
-class Expected:
-    """Expected bus bandwidth in bytes/s, and its source."""
-
-    bus: float
-    reason: str
-
-
-@dataclass(frozen=True)
-class ExpectedBandwidths:
-    """Expected all-reduce bandwidths: in the node, over one rail (all rails at once), and over all ranks."""
-
-    node: Expected | None = None
-    rail: Expected | None = None
-    world: Expected | None = None
-
-
-def expected_bandwidths(nodes: Sequence[NodeFacts], gpus_per_node: int) -> ExpectedBandwidths:
-    """Returns the expected bandwidths of a job on all GPUs of ``nodes``; the slowest node counts. Unknown for fewer
-    GPUs.
-    """
-    if not nodes or gpus_per_node == 0 or any(len(facts.gpus) != gpus_per_node for facts in nodes):
-        return ExpectedBandwidths()
-    inside = _slowest([_in_node(facts) for facts in nodes])
-    if len(nodes) == 1:
-        return ExpectedBandwidths(node=inside, world=inside)
-    between, rail = (_slowest(found) for found in zip(*map(_between_nodes, nodes), strict=True))
-    world = between
-    if between is not None and inside is not None and inside.bus < between.bus:
-        world = inside
-    return ExpectedBandwidths(inside, rail, world)
-
-
-def read_fabric(run: RunDirectory) -> tuple[NodeFacts, ...]:
-    """Returns the facts of the run's nodes; empty if they were not recorded."""
-    if not run.fabric.exists():
-        return ()
-    nodes = read_json(run.fabric)["nodes"]
-    return tuple(replace(NodeFacts.from_json(node["facts"]), node=node["name"]) for node in nodes)
-
-
-def _in_node(facts: NodeFacts) -> Expected | None:
-    links = [facts.link(a.name, b.name) or "" for a, b in itertools.combinations(facts.gpus, 2)]
-    for model, (least, bus) in IN_NODE.items():
-        if links and all(model in (gpu.model or "") for gpu in facts.gpus):
-            whole = len(facts.gpus) == 8 and all(link.startswith("NV") and int(link[2:]) >= least for link in links)
-            return Expected(bus, f"8 {model} with NVLink") if whole else None
-    return None
-
-
-def _between_nodes(facts: NodeFacts) -> tuple[Expected | None, Expected | None]:
-    """Returns the expected bandwidths over all ranks and over one rail."""
-    names = {matched.nic for matched in match(facts)}
-    rates = [_rate(facts, name) for name in names]
-    known = [rate for rate in rates if rate is not None]
-    if not known or len(known) < len(rates):
-        return None, None
-    bus = OF_LINE_RATE * sum(known) * 1e9 / 8
-    reason = f"{OF_LINE_RATE:.0%} of {len(known)} NICs with {sum(known):g} Gb/s in total"
-    return Expected(bus, reason), Expected(bus / len(facts.gpus), f"{reason}, shared by {len(facts.gpus)} GPUs")
-
-
-def _rate(facts: NodeFacts, name: str | None) -> float | None:
-    """Returns the rate of a NIC's active ports in Gb/s; None if unknown."""
-    nic = next((nic for nic in usable_nics(facts) if nic.name == name), None)
-    rates = [port.rate_gbps for port in nic.ports if port.active] if nic is not None else []
-    return sum(rate for rate in rates if rate is not None) if rates and None not in rates else None
-
-
-def _slowest(found: Sequence[Expected | None]) -> Expected | None:
-    known = [one for one in found if one is not None]
-    return min(known, key=lambda one: one.bus) if known and len(known) == len(found) else None

@@ -22,6 +22,7 @@ from hpc_train.preflight.nccl_log import Transport
 
 FIRST_BYTES, GROWTH = 256 << 10, 16  # sizes of the all-reduces, within the time of a stage
 COPIES = 8  # number of message copies that must fit into GPU memory
+AGAIN = 5  # the second matrix products take this many times as long as the first
 EXCHANGES = 3  # exchanges of a pair per round; the fastest counts
 LEAST_EXCHANGE = 1 << 20  # bytes, more than a link buffers
 
@@ -39,7 +40,8 @@ class Effort:
 
 def effort(mode: str, cuda: bool) -> Effort:
     """Returns the effort of the modes ``quick`` and ``full``."""
-    size, largest = (8192, 1 << 30) if cuda else (512, 4 << 20)
+    # on CPUs a product takes less than a time slice, so that the fastest one is undisturbed by other processes
+    size, largest = (8192, 1 << 30) if cuda else (256, 4 << 20)
     if mode == "full":
         return Effort(1.0, size, 1.0, 4 * largest, 120.0)
     return Effort(0.1, size, 0.25, largest, 20.0)
@@ -97,13 +99,13 @@ def measure_all(
     """Measures everything but the paired test.
 
     Args:
-        own: this rank's facts, without ``gemm`` and ``transport``.
+        own: this rank's facts, without measurements and ``transport``.
         transport: reads NCCL's log, which is complete only after the first collectives.
         now: this node's clock in seconds since the epoch.
     """
     mesh, began = crew.mesh, time.monotonic()
     clocks = clock_offsets(crew.nodes, range(0, len(crew.nodes) * crew.per_node, crew.per_node), mesh.control, now)
-    gemm = _gemm(crew, wanted)
+    own = replace(own, gemm=_gemm(crew, wanted), copy=_copy(crew))
     found, left_out = Bandwidths(), []
     stages = {"in the node": _in_node, "over each rail": _over_rails, "over all ranks": _over_all}
     for name, stage in stages.items():
@@ -113,9 +115,9 @@ def measure_all(
             found = stage(crew, wanted, found)
     if mesh.device.type == "cuda":
         torch.cuda.empty_cache()  # free the memory for the model
-    ranks = tuple(crew.gather(replace(own, gemm=gemm, transport=transport())))
+    ranks = tuple(crew.gather(replace(own, transport=transport())))
     if slow_devices(ranks):  # the better of two counts: a GPU may have been waking up, a CPU busy
-        again = crew.gather(_gemm(crew, wanted))
+        again = crew.gather(_gemm(crew, replace(wanted, gemm_s=AGAIN * wanted.gemm_s)))
         ranks = tuple(replace(rank, gemm=max(rank.gemm, flops)) for rank, flops in zip(ranks, again, strict=True))
     return Measured(ranks, clocks, found, tuple(left_out))
 
@@ -132,22 +134,22 @@ def paired_test(crew: Crew, world_bus: float, wanted: Effort) -> tuple[PairRate,
 
 
 def _in_node(crew: Crew, wanted: Effort, found: Bandwidths) -> Bandwidths:
-    if crew.per_node == 1:
-        return found
+    if crew.per_node == 1 or len(crew.nodes) == 1:
+        return found  # the only node has all ranks
     first = crew.node_position * crew.per_node
     bus = crew.gather(_all_reduce_among(crew, range(first, first + crew.per_node), wanted))
     return replace(found, nodes=dict(zip(crew.nodes, bus[:: crew.per_node], strict=True)))
 
 
 def _over_rails(crew: Crew, wanted: Effort, found: Bandwidths) -> Bandwidths:
-    if crew.per_node == 1:
+    if crew.per_node == 1 or len(crew.nodes) == 1:
         return found  # the only rail equals the group of all ranks
     bus = crew.gather(_all_reduce_among(crew, range(crew.local, crew.mesh.layout.world_size, crew.per_node), wanted))
     return replace(found, rails=tuple(bus[: crew.per_node]))
 
 
 def _over_all(crew: Crew, wanted: Effort, found: Bandwidths) -> Bandwidths:
-    return replace(found, world=_all_reduce(crew.world, wanted))
+    return found if crew.world.size == 1 else replace(found, world=_all_reduce(crew.world, wanted))
 
 
 def _all_reduce_among(crew: Crew, ranks: Sequence[int], wanted: Effort) -> float:
@@ -209,10 +211,35 @@ def _exchange(crew: Crew, partner: int, sent: torch.Tensor, received: torch.Tens
 
 
 def _gemm(crew: Crew, wanted: Effort) -> float:
-    """Returns the FLOP/s of this rank's device."""
+    """Returns the FLOP/s of this rank's device; on the CPU of one core."""
+    device, threads = crew.mesh.device, torch.get_num_threads()
+    if device.type == "cuda":
+        return measured_gemm_flops(device, torch.bfloat16, wanted.gemm_size, wanted.gemm_s)
+    torch.set_num_threads(1)  # several would wait for each other beside other processes
+    flops = measured_gemm_flops(device, torch.float32, wanted.gemm_size, wanted.gemm_s)
+    torch.set_num_threads(threads)
+    return flops
+
+
+COPY_BYTES, COPIES_TO_GPU = 64 << 20, 5  # the fastest copy counts
+
+
+def _copy(crew: Crew) -> float | None:
+    """Returns the bytes/s from pinned host memory to this rank's GPU; None on the CPU. All ranks copy at once."""
     device = crew.mesh.device
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return measured_gemm_flops(device, dtype, wanted.gemm_size, wanted.gemm_s)
+    if device.type != "cuda":
+        return None
+    host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+    dist.barrier(group=crew.mesh.control)
+    best = float("inf")
+    for _ in range(COPIES_TO_GPU):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        there.copy_(host, non_blocking=True)
+        torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return COPY_BYTES / best
 
 
 MESSAGES = 8  # messages per node; the one with the shortest round trip counts

@@ -9,12 +9,19 @@ The lines are those of NCCL 2.4 to 2.30, printed by ``net.cc``, ``net_ib`` and `
     n1:7:19 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM
 
 RCCL prints the same lines, but "RCCL version : 2.26.6-HEAD:f224e2c", and before 2.20 "RCCL version 2.18.3+hip6.0".
+
+NCCL reads these variables once per process and then writes its warnings to the same file, so a thread copies them to
+standard error, which is the node's log.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,3 +89,55 @@ def logged_transport(path: Path | None) -> Transport | None:
     if path is None or not path.exists():
         return None
     return parse_transport(path.read_text(errors="replace"))
+
+
+FOLLOW_S = 1.0  # a process that NCCL's watchdog aborts lives longer than this after the warning
+WARNING = b"NCCL WARN"
+
+
+class WarningCopier:
+    """Copies the warnings in a growing log file to standard error, each once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+
+    def copy(self) -> None:
+        """Copies the warnings in the complete lines since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                new = file.read()
+        except OSError:  # NCCL has not created it, or the file system does not answer
+            return
+        complete = new[: new.rfind(b"\n") + 1]
+        self._position += len(complete)
+        for line in complete.splitlines():
+            if WARNING in line:
+                print(line.decode(errors="replace"), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def copied_warnings(path: Path) -> Iterator[None]:
+    """Copies the warnings in NCCL's log to standard error inside the ``with`` block.
+
+    The file is removed at the end; after an exception it is kept for ``why``.
+    """
+    copier, ended = WarningCopier(path), threading.Event()
+
+    def follow() -> None:
+        while not ended.wait(FOLLOW_S):
+            copier.copy()
+
+    thread = threading.Thread(target=follow, name="NCCL warnings", daemon=True)
+    thread.start()
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        ended.set()
+        thread.join(FOLLOW_S)
+        copier.copy()
+        if not failed:
+            path.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
-"""Runs the preflight of a multi-node job, which checks before the first step that the nodes agree and are fast.
+"""Runs the preflight, which checks before the first step that the nodes agree and are fast.
 
-It runs in the first attempt on a set of nodes. Further attempts on the same nodes, or a subset, skip it.
+On one node it checks the GPUs and the links between them; a job on the CPUs of one node has no preflight. It runs in
+the first attempt on a set of nodes. Further attempts on the same nodes, or a subset, skip it.
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from __future__ import annotations
 import platform
 import re
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch.distributed as dist
 
 from hpc_train.cluster.allocation import current_allocation
 from hpc_train.config.schema import Config
+from hpc_train.config.values import preflight_actions
 from hpc_train.errors import UserError
 from hpc_train.fabric.facts import NodeFacts
 from hpc_train.fabric.rails import judge_ports
@@ -27,26 +30,25 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.preflight.bandwidth import SLOW, SLOW_ON_CPUS, PairRate, SlowNode, slow_nodes
 from hpc_train.preflight.checks import (
     ERROR,
-    Expected,
-    ExpectedBandwidths,
     PreflightFinding,
     RankFacts,
     check_bandwidths,
     check_clocks,
     check_config,
+    check_copies,
     check_gemm,
+    check_inside,
     check_models,
     check_own_gpu,
     check_slow_nodes,
     check_transport,
     check_versions,
     drain,
-    expected_bandwidths,
-    read_fabric,
     slow_devices,
 )
+from hpc_train.preflight.expected import Expected, ExpectedBandwidths, expected_bandwidths, read_fabric
 from hpc_train.preflight.measure import Crew, Measured, effort, fitting, measure_all, paired_test
-from hpc_train.preflight.nccl_log import log_transport, logged_transport
+from hpc_train.preflight.nccl_log import copied_warnings, log_transport, logged_transport
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -56,16 +58,32 @@ from hpc_train.run.freeze import config_hash
 from hpc_train.slurm.site import node_features
 
 clock = time.time  # seconds since the epoch on this node
+KEY = "cluster.preflight_action"
 LEAST_NODES = 3  # fewer nodes do not show which node of a slow pair is slow
 
 
-def nccl_log(spec: WorkerSpec, config: Config) -> Path | None:
-    """Sets up NCCL's log file before the ranks join; returns None without a preflight or without NCCL."""
-    if config.cluster.preflight == "off" or spec.nodes == 1 or spec.gpus_per_node == 0:
-        return None
-    return log_transport(
-        RunDirectory(Path(spec.run_dir)).logs / "nccl" / f"{spec.attempt:03d}-rank-{spec.rank:04d}.log"
-    )
+@contextmanager
+def nccl_log(spec: WorkerSpec, config: Config, run: RunDirectory) -> Iterator[Path | None]:
+    """Sets up NCCL's log file before the ranks join; yields None if no preflight will read it.
+
+    Each rank has at most one file, that of its newest preflight.
+    """
+    if not _reads_nccl_log(spec, config, run):
+        yield None
+        return
+    folder, name = run.logs / "nccl", f"rank-{spec.rank:04d}.log"
+    for old in folder.glob(f"*-{name}"):
+        old.unlink(missing_ok=True)
+    path = log_transport(folder / f"{spec.attempt:03d}-{name}")
+    with nullcontext() if path is None else copied_warnings(path):
+        yield path
+
+
+def _reads_nccl_log(spec: WorkerSpec, config: Config, run: RunDirectory) -> bool:
+    if config.cluster.preflight == "off" or spec.gpus_per_node == 0 or spec.layout.world_size == 1:
+        return False
+    nodes = [facts.node for facts in read_fabric(run) if facts.node is not None]
+    return not nodes or not seen(run, current_allocation().launch_id, nodes)
 
 
 def preflight(
@@ -77,13 +95,16 @@ def preflight(
         log: the result of ``nccl_log``.
 
     Raises:
-        UnfitNode: with ``cluster.preflight_action=stop``, a node was found that the run should drop.
-        UserError: with ``cluster.preflight_action=stop``, something else is wrong.
+        UnfitNode: an error names a node, and ``cluster.preflight_action`` is ``exclude`` for its class.
+        UserError: another error was found whose action is not ``warn``.
     """
-    mode, stop = config.cluster.preflight, config.cluster.preflight_action == "stop"
-    if mode == "off" or spec.nodes == 1:
+    mode, actions = config.cluster.preflight, preflight_actions(config.cluster)
+    if mode == "off" or (spec.nodes == 1 and spec.gpus_per_node == 0):
         return
     allocation = current_allocation()
+    if spec.nodes == 1 and allocation.job_id is None:
+        # no other node can be had, and the user has chosen this machine
+        actions = {kind: "warn" if action == "exclude" else action for kind, action in actions.items()}
     crew = _crew(spec, mesh, allocation.node_name)
     if _broadcast(crew, mesh.rank == 0 and seen(run, allocation.launch_id, crew.nodes)):
         return
@@ -101,9 +122,9 @@ def preflight(
     findings = _broadcast(crew, _judge(found, low, slow, facts) if mesh.rank == 0 else None)
     if mesh.rank == 0:
         head = {"launch": allocation.launch_id, "mode": mode, "seconds": round(time.monotonic() - began, 3)}
-        _report(events, head, findings, found, slow, _numbers(found, pairs, expected))
-    if stop:
-        stop_for(findings)
+        reported = _report(events, head, findings, found, slow, _numbers(found, pairs, expected))
+        _report_unfit(events, findings, actions, reported)
+    stop_for(findings, actions)
 
 
 def _crew(spec: WorkerSpec, mesh: Mesh, node: str) -> Crew:
@@ -136,13 +157,26 @@ def _judge(
         *check_config(found.ranks),
         *check_versions(found.ranks),
         *check_own_gpu(found.ranks),
-        *check_transport(found.ranks, rdma),
+        *(check_transport(found.ranks, rdma) if len({rank.node for rank in found.ranks}) > 1 else ()),
+        *check_inside(found.ranks, _with_nvlink(facts)),
+        *check_copies(found.ranks),
         *check_clocks(found.clocks),
         *check_gemm(slow_devices(found.ranks)),
         *check_models(found.ranks, features),
         *low,
         *check_slow_nodes(slow),
     ]
+
+
+def _with_nvlink(nodes: Sequence[NodeFacts]) -> set[str]:
+    """Returns the names of the nodes all of whose GPUs are connected by NVLink."""
+    return {
+        facts.node
+        for facts in nodes
+        if facts.node is not None
+        and len(facts.gpus) > 1
+        and all((facts.link(a.name, b.name) or "").startswith("NV") for a, b in combinations(facts.gpus, 2))
+    }
 
 
 def _report(
@@ -152,17 +186,16 @@ def _report(
     found: Measured,
     slow: Sequence[SlowNode],
     numbers: Mapping[str, Any],
-) -> None:
-    """Writes the findings to the event log and prints them to the log of rank 0's node."""
+) -> frozenset[str]:
+    """Writes the findings to the event log and prints them to the log of rank 0's node; returns the slow nodes."""
     nodes = list(dict.fromkeys(rank.node for rank in found.ranks))
     events.write(
         "preflight", **head, nodes=nodes, findings=[asdict(finding) for finding in findings], left_out=found.left_out,
         **numbers,
     )  # fmt: skip
     world = "" if found.bandwidths.world is None else f", all-reduce {found.bandwidths.world / 1e9:.3g} GB/s"
-    print(
-        f"preflight ({head['mode']}) of {len(nodes)} nodes in {head['seconds']:.1f} s{world}: {len(findings)} findings"
-    )
+    of = f"{len(nodes)} {'node' if len(nodes) == 1 else 'nodes'} in {head['seconds']:.1f} s"
+    print(f"preflight ({head['mode']}) of {of}{world}: {len(findings)} findings")
     for finding in findings:
         print(f"preflight: {finding}")
     for stage in found.left_out:
@@ -173,12 +206,22 @@ def _report(
             "slow_node", node=one.node, message=one.words, rate=one.rate, usual=one.usual,
             partners=one.partners, drain=command,
         )  # fmt: skip
-    for device in slow_devices(found.ranks):
-        if device.bad:
-            events.write(
-                "slow_gpu", node=device.rank.node, gpu=device.rank.gpu, slow_rank=device.rank.rank,
-                message=device.words, rate=device.rank.gemm, usual=device.usual, drain=device.drain,
-            )  # fmt: skip
+    gpus = [device for device in slow_devices(found.ranks) if device.bad and device.rank.gpu is not None]
+    for device in gpus:
+        events.write(
+            "slow_gpu", node=device.rank.node, gpu=device.rank.gpu, slow_rank=device.rank.rank,
+            message=device.words, rate=device.rank.gemm, usual=device.usual, drain=device.drain,
+        )  # fmt: skip
+    return frozenset({one.node for one in slow} | {device.rank.node for device in gpus})
+
+
+def _report_unfit(
+    events: EventLog, findings: Sequence[PreflightFinding], actions: Mapping[str, str], reported: Container[str]
+) -> None:
+    """Records the nodes that the run drops, without those that other events have ``reported``."""
+    for one in findings:
+        if one.unfit is not None and actions[one.kind] == "exclude" and one.unfit not in reported:
+            events.write("unfit_node", node=one.unfit, message=one.message, reason=one.kind)
 
 
 def _numbers(found: Measured, pairs: Sequence[PairRate], expected: ExpectedBandwidths) -> Mapping[str, Any]:
@@ -196,6 +239,7 @@ def _numbers(found: Measured, pairs: Sequence[PairRate], expected: ExpectedBandw
         },
         "expected_gb_per_s": {name: wanted(getattr(expected, name)) for name in ("node", "rail", "world")},
         "pairs_gb_per_s": {" ".join(pair.nodes): gb(pair.rate) for pair in pairs},
+        "copy_gb_per_s": [gb(rank.copy) for rank in found.ranks],
         "gemm_tflops": [round(rank.gemm / 1e12, 4) for rank in found.ranks],
         "devices": sorted({rank.device for rank in found.ranks}),
         "clock_offset_s": {one.node: round(one.offset_s, 6) for one in found.clocks},
@@ -204,18 +248,23 @@ def _numbers(found: Measured, pairs: Sequence[PairRate], expected: ExpectedBandw
     }
 
 
-def stop_for(findings: Sequence[PreflightFinding]) -> None:
-    """Raises for errors, as described in ``preflight``; warnings are ignored."""
-    errors = [finding for finding in findings if finding.level == ERROR]
+def stop_for(findings: Sequence[PreflightFinding], actions: Mapping[str, str]) -> None:
+    """Raises for errors, as described in ``preflight``; warnings are ignored.
+
+    Args:
+        actions: by class of finding (``preflight_actions``).
+    """
+    errors = [finding for finding in findings if finding.level == ERROR and actions[finding.kind] != "warn"]
     if not errors:
         return
     message = "the preflight found problems that would affect training:\n" + "\n".join(map(str, errors))
-    if any(error.unfit is not None for error in errors):
+    if all(error.unfit is not None and actions[error.kind] == "exclude" for error in errors):
         raise UnfitNode(message)
+    kinds = dict.fromkeys(error.kind for error in errors)
     raise UserError(
         message,
-        where="cluster.preflight_action=stop",
-        fix="apply the fixes above, or set cluster.preflight_action=warn to train anyway",
+        where=", ".join(f"{KEY}.{kind}={actions[kind]}" for kind in kinds),
+        fix=f"apply the fixes above, or set {' '.join(f'{KEY}.{kind}=warn' for kind in kinds)} to train anyway",
     )
 
 

@@ -38,6 +38,7 @@ EVENTS = (
     "preflight",
     "slow_node",
     "slow_gpu",
+    "unfit_node",  # a node that the preflight dropped
     "restarted",
     "shrunk",
     "spare_used",

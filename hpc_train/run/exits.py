@@ -32,7 +32,7 @@ class Failure(StrEnum):
     HANG = "hang"  # no step finished for much longer than a step usually takes
     NAN = "nan"  # the loss, the gradients or the final weights are not finite
     NODE_LOST = "node_lost"  # the node's agent is gone or silent
-    UNFIT_NODE = "unfit_node"  # the node cannot use its GPUs, or the preflight found it slow or broken
+    UNFIT_NODE = "unfit_node"  # the node cannot use its GPUs, or the preflight or the site's check rejects it
 
 
 class Action(StrEnum):

@@ -67,9 +67,21 @@ def _train(spec: WorkerSpec, stop: StopFlag, run: RunDirectory, events: EventLog
     config = load(run)
     heartbeat = Heartbeat.of(spec.heartbeat)
     answer_requests(spec.heartbeat)
-    log = nccl_log(spec, config)
-    mesh = join(spec, config)
-    preflight(spec, config, run, mesh, events, log)
+    with nccl_log(spec, config, run) as log:
+        mesh = join(spec, config)
+        preflight(spec, config, run, mesh, events, log)
+        return _train_joined(spec, config, stop, run, mesh, events, heartbeat)
+
+
+def _train_joined(
+    spec: WorkerSpec,
+    config: Config,
+    stop: StopFlag,
+    run: RunDirectory,
+    mesh: Mesh,
+    events: EventLog,
+    heartbeat: Heartbeat,
+) -> Exit:
     with explained(config, mesh):
         trainer = _build(config, run, mesh, events, stop, spec, heartbeat)
         check_imports(run)  # at this point the user's model and data have been imported

@@ -25,6 +25,7 @@ TINY = [
     "train.eval_every=0",
     "telemetry.log_every=1",
     "telemetry.wandb.mode=disabled",
+    "cluster.preflight_action.slow_device=warn",  # a speed measured beside other tests is noise
     "optim.warmup_steps=0",
 ]
 TINY_GPT = ["model.dim=16", "model.ffn_dim=32", "data.sequence_length=64"]  # overrides for the default task

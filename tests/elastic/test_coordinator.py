@@ -10,7 +10,8 @@ import pytest
 from hpc_train.config.schema import BatchConfig, ClusterConfig, Config, ElasticConfig, StrategyConfig
 from hpc_train.elastic.coordinator import NODE_LOSS_WAIT_S, SECONDARY_WAIT_S, Coordinator, End, Leave, NodeReport, Start
 from hpc_train.elastic.decision import OVER_BUDGET, History, WorkerFailure
-from hpc_train.elastic.nodes import Node, NodeFailures, Unfit
+from hpc_train.elastic.nodes import Node, NodeFailures, Unfit, check_health
+from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Action, Exit, Failure
@@ -99,7 +100,9 @@ def test_a_failure_ends_the_attempt_everywhere_and_the_same_nodes_start_again(tm
 
 def test_a_node_that_a_preflight_names_is_left_out_or_the_job_asks_for_another(tmp_path: Path) -> None:
     network, device = ("slow_node", {"partners": ["n0", "n2"]}), ("slow_gpu", {"gpu": "GPU-7"})
-    for name, spares, (event, facts) in (("spare", 1, network), ("gpu", 1, device), ("none", 0, network)):
+    tcp = ("unfit_node", {"reason": "tcp"})
+    cases = (("spare", 1, network), ("gpu", 1, device), ("tcp", 1, tcp), ("none", 0, network))
+    for name, spares, (event, facts) in cases:
         course = Course(tmp_path / name, 3 + spares, spares=spares)
         assert course.started() == [0, 1, 2]
         events = EventLog.open(RunDirectory(tmp_path / name), "rank-0000", 0, 0)
@@ -154,6 +157,65 @@ def test_a_node_that_cannot_use_its_gpus_is_done_without(
     assert order.cause.failure.message.startswith("node n1 cannot use its GPUs: 4 are allocated to the step")
     found = [node.number for node in order.nodes] if isinstance(order, Start) else action(order)
     assert found == expected
+
+
+UNHEALTHY = Unfit("Xid 79 on GPU 3", "cluster.exclude=NODE", "cluster.health_check")
+
+
+def join_unhealthy(course: Course, *numbers: int) -> None:
+    for number in numbers:
+        node = Node(number, f"n{number}", f"n{number}", None, 0, 0, unfit=UNHEALTHY)
+        course.head.joined(Node.from_json(node.to_json()))
+
+
+@pytest.mark.parametrize(("spares", "expected"), [(1, [0, 2]), (0, Action.REQUEUE)])
+def test_a_node_that_fails_the_sites_check_is_done_without(tmp_path: Path, spares: int, expected: Any) -> None:
+    course = Course(tmp_path, 3, joined=1, spares=spares)
+    course.head.elsewhere = True
+    join_unhealthy(course, 1)
+    course.join(2)
+    order = course.next()
+    assert course.head.node_failures.failing_nodes() == {"n1"}
+    assert order.cause.failure.message == "the health check of node n1 failed: Xid 79 on GPU 3"
+    assert expected == ([node.number for node in order.nodes] if isinstance(order, Start) else action(order))
+
+
+def test_the_only_node_of_a_job_that_fails_the_sites_check_is_replaced(tmp_path: Path) -> None:
+    course = Course(tmp_path / "job", 1, joined=0)
+    course.head.elsewhere = True
+    join_unhealthy(course, 0)
+    assert action(course.next()) is Action.REQUEUE
+    assert course.head.node_failures.failing_nodes() == {"n0"}
+    for folder, nodes, elsewhere in (("foreground", 1, False), ("all", 2, True)):
+        course = Course(tmp_path / folder, nodes, joined=0)
+        course.head.elsewhere = elsewhere
+        join_unhealthy(course, *range(nodes))
+        order = course.next()
+        assert action(order) is Action.REFUSE and "set in: cluster.health_check" in order.decision.reason
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("true", None),
+        ("test -d / && echo fine", None),
+        ("echo looking; echo 'Xid 79 on GPU 3' >&2; exit 3", "Xid 79 on GPU 3"),
+        ("exit 4", "exit code 4"),
+        ("sleep 60 & sleep 60", "it did not end within 0.2 s (cluster.health_check_timeout_s)"),
+    ],
+)
+def test_the_sites_check(command: str, reason: str | None) -> None:
+    limit = 0.2 if "sleep" in command else 60.0
+    found = check_health(ClusterConfig(health_check=command, health_check_timeout_s=limit))
+    assert (found and found.reason) == reason
+    assert found is None or (found.key == "cluster.health_check" and command in found.fix)
+
+
+def test_a_check_that_does_not_exist_is_refused() -> None:
+    assert check_health(ClusterConfig()) is None
+    with pytest.raises(UserError, match="no-such-check: command not found") as refused:
+        check_health(ClusterConfig(health_check="no-such-check"))
+    assert refused.value.where == "cluster.health_check"
 
 
 def test_a_mistake_in_the_config_is_refused_whatever_the_other_nodes_say(tmp_path: Path) -> None:

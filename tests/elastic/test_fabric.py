@@ -14,7 +14,7 @@ from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.nodes import Node
 from hpc_train.fabric.facts import UNLIMITED, Gpu, Nic, NodeFacts, NodeLimits
 from hpc_train.plan.layout import Layout
-from hpc_train.preflight.checks import read_fabric
+from hpc_train.preflight.expected import read_fabric
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import read_json

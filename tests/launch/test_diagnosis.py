@@ -12,6 +12,7 @@ import pytest
 from hpc_train.commands import status, why
 from hpc_train.elastic.nodes import NodeFailures
 from hpc_train.launch.diagnosis import excluded_nodes, find_cause
+from hpc_train.launch.nccl_messages import explain_nccl
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -113,6 +114,81 @@ def test_an_error_of_a_gpu_is_told_with_what_to_do(
     assert f"{failure}, rank 3 on n1" in text
     assert RESPONSES[failure].advice in text
     assert (f"hpc_train resume {run.path}" in text) == resumes
+
+
+COMPLETION = (
+    "n1:3468:3905 [4] ib_plugin.c:1615 NCCL WARN NET/IB : Got completion from peer 10.216.210.236<54862> with "
+    "status=12 opcode=0 len=0 vendor err 129 (Recv) localGid fd00::ff22 remoteGidsfd00::ff1f"
+)
+REMOTE = (
+    "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:268, remote process exited or there was a "
+    "network error, NCCL version 2.21.5\nncclRemoteError: A call failed possibly due to a network error\nLast error:\n"
+    "socketProgressOpt: Call to recv from 172.1.1.1<33759> failed : Connection reset by peer"
+)
+
+
+def test_nccls_warnings_are_shown_and_explained(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    fail(run, 1, 3, Failure.COMMUNICATION, traceback=REMOTE)
+    assert "NCCL: the other process ended, or the connection to it was lost" in page(run, capsys)
+    with (run.logs / "n1-000.log").open("a") as log:
+        log.write(f"2026-01-31T12:00:00.000 [2] {COMPLETION.replace('status=12', 'status=5')}\n")
+        log.write(f"2026-01-31T12:00:00.000 [3] {COMPLETION}\n")
+    text = page(run, capsys)
+    assert f"NCCL on this rank: {COMPLETION}" in text and "status=5" not in text
+    assert "NCCL: InfiniBand error 12 (retry counter exceeded)" in text
+    assert "NCCL_IB_TIMEOUT=22" in text.partition("what to do\n")[2].splitlines()[0]
+    own = run.logs / "nccl" / "000-rank-0003.log"
+    own.parent.mkdir()
+    own.write_text(f"n1:1:2 [3] NCCL INFO Using network IB\n\n{COMPLETION.replace('status=12', 'status=13')}\n")
+    found = json.loads(page(run, capsys, "--json"))
+    assert [line.partition("status=")[2][:2] for line in found["cause"]["nccl"]] == ["13", "12"]
+
+
+@pytest.mark.parametrize(
+    ("message", "meaning"),
+    [  # as NCCL 2.9 to 2.30 and torch print them, from public reports
+        (COMPLETION, "error 12"),
+        ("NCCL WARN NET/IB : Got completion from peer 1.2.3.4<4> with error 12, opcode 0, len 0, vendor err 129", "12"),
+        (
+            "NCCL WARN NET/IB: Got completion from peer 1.2.3.4<4> with status=IBV_WC_RETRY_EXC_ERR(12) opcode",
+            "12",
+        ),
+        (COMPLETION.replace("status=12", "status=13"), "error 13"),
+        (COMPLETION.replace("status=12", "status=4"), "error 4 or 10"),
+        ("init.cc:497 NCCL WARN Duplicate GPU detected : rank 2 and rank 0 both on CUDA device 1000", "the same GPU"),
+        (
+            "NCCL error in: NCCLUtils.hpp:275, invalid usage\nLast error:\nDuplicate GPU detected : rank 1",
+            "the same GPU",
+        ),
+        ("shmutils.cc:71 NCCL WARN Error: failed to extend /dev/shm/nccl-fjwOOB to 5967876 bytes", "/dev/shm"),
+        ("NCCL WARN Error while creating shared memory segment nccl-shm-recv-14-1-2-3 (size 9637888)", "/dev/shm"),
+        ("NCCL WARN Call to posix_fallocate failed : No space left on device", "/dev/shm"),
+        ("NCCL WARN Error: network AWS Libfabric not found.", "plugin"),
+        ("plugin/net.cc:349 NCCL WARN Failed to initialize any NET plugin", "plugin"),
+        ("NCCL WARN Call to ibv_reg_mr failed with error Cannot allocate memory", "lock memory"),
+        ("NCCL WARN Call to ibv_modify_qp failed with 110 Connection timed out, on dev mlx5_0:1", "be set up"),
+        ("NCCL WARN Bootstrap : no socket interface found", "interface"),
+        ("NCCL WARN socketStartConnect: Connect to 10.0.0.1<4> failed : Connection refused", "cannot connect"),
+        ("NCCL WARN ncclOsSocketPollConnect to 10.0.0.1<4> failed with error Connection timed out", "timed out"),
+        ("NCCL WARN Mismatched NCCL version detected : rank 1 version 22703 rank 0 version 22105", "versions"),
+        ("NCCL WARN Detected mixed local Net device counts across ranks (min 7, max 8).", "network devices"),
+        ("include/alloc.h:178 NCCL WARN Cuda failure 'out of memory'", "no GPU memory"),
+        ("NCCL WARN Cuda failure 700 'an illegal memory access was encountered'", "a CUDA call"),
+        ("NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.3", "a CUDA call"),
+        ("misc/socket.cc:49 NCCL WARN socketProgress: Connection closed by remote peer n2<42830>", "process ended"),
+        ("NCCL error in: NCCLUtils.hpp:275, invalid usage (run with NCCL_DEBUG=WARN for details)", "arguments"),
+        ("NCCL error in: NCCLUtils.hpp:275, unhandled system error, NCCL version 2.20.5", "a system call"),
+        ("NCCL error in: NCCLUtils.hpp:275, internal error - please report this issue", "inconsistent"),
+    ],
+)
+def test_messages_of_nccl(message: str, meaning: str) -> None:
+    problem = explain_nccl(message)
+    assert problem is not None and meaning in problem.meaning and problem.fix
+
+
+@pytest.mark.parametrize("text", ["", "Connection closed by peer [127.0.0.1]:4", "NCCL version 2.27.3+cuda12.9"])
+def test_other_messages_are_not_explained(text: str) -> None:
+    assert explain_nccl(text) is None
 
 
 def test_a_node_that_failed_twice_is_shown_with_the_command_for_the_staff(

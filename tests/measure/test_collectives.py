@@ -18,8 +18,8 @@ from hpc_train.errors import UserError
 from hpc_train.fabric.discovery import read_tree
 from hpc_train.fabric.facts import GpuLink, NodeFacts
 from hpc_train.preflight.bandwidth import OPERATIONS, Rate
-from hpc_train.preflight.checks import ExpectedBandwidths, expected_bandwidths
 from hpc_train.preflight.collectives import Ranks, measure
+from hpc_train.preflight.expected import ExpectedBandwidths, expected_bandwidths
 from tests.cluster.fabric.machines import hgx
 from tests.doors.command import hpc_train
 from tests.ranks import run_ranks

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from hpc_train.preflight.nccl_log import Transport, parse_transport
+from hpc_train.preflight.nccl_log import (
+    Transport,
+    WarningCopier,
+    copied_warnings,
+    log_transport,
+    parse_transport,
+)
 
 INFINIBAND = """\
 n1:31842:31905 [0] NCCL INFO cudaDriverVersion 12080
@@ -84,3 +92,40 @@ def test_the_channels_tell_more_than_the_choice() -> None:
     """A communicator that was refused the card: chosen is IB, and TCP is what carries the data."""
     assert parse_transport(f"{INFINIBAND}{OLD}").networks == ("IB", "Socket")
     assert parse_transport("n1:7:19 [0] NCCL INFO Using network IB\n" + OLD).over_sockets
+
+
+WARNING = "n1:7:19 [0] ib.cc:1 NCCL WARN NET/IB : Got completion from peer 1.2.3.4<4> with status=12\n"
+
+
+def test_warnings_are_copied_to_the_log_of_the_node_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "nccl.log"
+    copier = WarningCopier(path)
+    copier.copy()  # NCCL has not created it
+    path.write_text(f"{INFINIBAND}\n{WARNING[:20]}")
+    copier.copy()
+    assert capfd.readouterr().err == ""
+    path.write_text(f"{INFINIBAND}\n{WARNING}")
+    copier.copy()
+    copier.copy()
+    assert capfd.readouterr().err == WARNING
+
+
+def test_nccls_log_is_kept_after_a_failure_only(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "nccl.log"
+    with pytest.raises(RuntimeError), copied_warnings(path):
+        path.write_text(WARNING)
+        raise RuntimeError
+    assert capfd.readouterr().err == WARNING and path.exists()
+    with copied_warnings(path):
+        pass
+    assert not path.exists()
+
+
+def test_a_log_of_the_user_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
+        monkeypatch.setenv(name, "")  # restores them at the end
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    assert log_transport(tmp_path / "nccl" / "log") is None
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    assert log_transport(tmp_path / "nccl" / "log") == tmp_path / "nccl" / "log"

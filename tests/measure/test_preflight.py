@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -12,21 +13,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hpc_train.cluster.allocation import current_allocation
+from hpc_train.config.schema import ClusterConfig, Config
+from hpc_train.config.values import preflight_actions
 from hpc_train.errors import UserError
+from hpc_train.fabric.facts import NodeFacts
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.plan.layout import Layout
 from hpc_train.preflight.bandwidth import PairRate, best_of, rounds, slow_nodes
 from hpc_train.preflight.checks import (
     Bandwidths,
     ClockOffset,
-    Expected,
-    ExpectedBandwidths,
     PreflightFinding,
     RankFacts,
     check_bandwidths,
     check_clocks,
     check_config,
+    check_copies,
     check_gemm,
+    check_inside,
     check_models,
     check_own_gpu,
     check_slow_nodes,
@@ -34,12 +39,15 @@ from hpc_train.preflight.checks import (
     check_versions,
     slow_devices,
 )
+from hpc_train.preflight.expected import Expected, ExpectedBandwidths
 from hpc_train.preflight.measure import Crew, Effort, measure_all, paired_test
 from hpc_train.preflight.nccl_log import Transport
-from hpc_train.preflight.run import seen, stop_for
+from hpc_train.preflight.run import nccl_log, preflight, seen, stop_for
+from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import RESPONSES, Action, UnfitNode, classify
+from hpc_train.run.files import write_json
 from hpc_train.slurm.site import parse_features
 from tests.ranks import run_ranks
 
@@ -89,15 +97,16 @@ def test_a_slow_gpu_is_told_against_its_own_model_and_its_node_is_unfit() -> Non
     ranks[3] = replace(ranks[3], gemm=6.5e14)
     assert (found(ranks).level, found(ranks).unfit) == ("warning", None)
     assert "rank 3 on n1 (GPU GPU-3)" in found(ranks).message
-    ranks[3] = replace(ranks[3], gemm=6e14)
+    ranks[3] = replace(ranks[3], gemm=5.9e14)
     assert (found(ranks).level, found(ranks).unfit) == ("error", "n1")
     assert "scontrol update nodename=n1 state=drain reason='slow GPU GPU-3'" in found(ranks).fix
     others = [replace(rank, device="A100", gemm=2.5e14) for rank in ranks[4:]]
     assert found([*ranks[:4], *others]).level == "error", "the A100 are as fast as each other"
     cpus = [replace(rank, gpu=None, device="a CPU") for rank in ranks]
     assert not slow_devices(cpus)
-    cpus[0] = replace(cpus[0], gemm=1e14)
-    assert (found(cpus).level, found(cpus).unfit) == ("warning", None)
+    cpus[0] = replace(cpus[0], gemm=0.45 * 7e14)
+    assert (found(cpus).level, found(cpus).unfit) == ("error", "n0")
+    assert not slow_devices([replace(cpus[0], gemm=0.55 * 7e14), *cpus[1:3], *cpus[4:]])
 
 
 def test_mixed_models_come_with_the_constraint() -> None:
@@ -117,10 +126,29 @@ def test_tcp_beside_an_active_rdma_port_is_an_error_and_a_copy_through_the_host_
     tcp, staged = Transport(networks=("Socket",)), Transport(networks=("IB",), gpu_direct=False)
     ranks = [replace(rank, transport=tcp if rank.node == "n1" else Transport(networks=("IB",))) for rank in gpus()]
     found = only(check_transport(ranks, {"n0": True, "n1": True}))
-    assert found.level == "error" and "on n1," in found.message
+    assert (found.kind, found.level, found.unfit) == ("tcp", "error", "n1") and "on n1," in found.message
+    everywhere = [replace(rank, transport=tcp) for rank in ranks]
+    assert only(check_transport(everywhere, {"n0": True, "n1": True, "n2": True})).unfit is None
     assert not list(check_transport(ranks, {"n0": True, "n1": False})), "no RDMA there"
     assert not list(check_transport(ranks, {})), "nothing is known"
     assert only(check_transport([replace(rank, transport=staged) for rank in ranks], {})).level == "warning"
+
+
+def test_a_node_that_does_not_use_its_nvlink_is_named() -> None:
+    copied, linked = Transport(inside=("SHM",)), Transport(inside=("P2P", "SHM"))
+    ranks = [replace(rank, transport=copied if rank.node == "n1" else linked) for rank in gpus()]
+    found = only(check_inside(ranks, {"n0", "n1", "n2"}))
+    assert (found.level, found.unfit) == ("error", "n1") and "host memory (SHM) in n1" in found.message
+    assert not list(check_inside(ranks, {"n0"})), "it has none"
+    assert not list(check_inside(gpus(), {"n0", "n1"})), "nothing is known"
+
+
+def test_a_gpu_with_a_slow_pcie_link_is_named() -> None:
+    ranks = [replace(rank, copy=50e9) for rank in gpus()]
+    assert not list(check_copies(ranks)) and not list(check_copies(gpus()))
+    ranks[4] = replace(ranks[4], copy=25e9)
+    found = only(check_copies(ranks))
+    assert found.level == "warning" and "rank 4 on n2 (GPU GPU-4) receives 25 GB/s" in found.message
 
 
 def test_bandwidths_are_judged_where_it_is_known_what_to_expect() -> None:
@@ -196,6 +224,28 @@ def of_four_nodes(rank: int, world_size: int, each: int) -> tuple[object, object
     return found, paired_test(crew, 1e8, LITTLE)
 
 
+def on_one_node(rank: int, world_size: int) -> object:
+    mesh = join_mesh(Layout(world_size, 1, 1, 1, "ddp", "1f1b", 1, 1, 1), rank, torch.device("cpu"))
+    own = RankFacts(rank, "n0", "abc", {}, "cpu", None, 0.0)
+    return measure_all(Crew(mesh, ("n0",), world_size), own, LITTLE, lambda: None, time.time)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_measuring_on_one_node(world_size: int) -> None:
+    found = run_ranks(world_size, on_one_node)[0]
+    assert found.bandwidths.nodes == {} and found.bandwidths.rails == () and found.clocks == ()
+    assert (found.bandwidths.world is None) == (world_size == 1)
+    assert all(rank.gemm > 0 and rank.copy is None for rank in found.ranks)
+
+
+def test_a_job_on_the_cpus_of_one_node_has_no_preflight(tmp_path: Path) -> None:
+    """It returns before the first collective, for which there is no group here."""
+    layout = Layout(4, 1, 1, 1, "ddp", "1f1b", 1, 1, 1)
+    spec = WorkerSpec(str(tmp_path), 0, 0, 0, 4, 0, 1, layout, "n0", 1, gpus_per_node=0, threads=1)
+    run = RunDirectory(tmp_path)
+    preflight(spec, Config(), run, None, EventLog.open(run, "rank-0000", 0, 0), None)
+
+
 @pytest.mark.parametrize("each", [1, 2])
 def test_measuring_on_ranks_that_stand_for_nodes(each: int) -> None:
     nodes = 4 if each == 1 else 3
@@ -235,14 +285,71 @@ def test_nodes_are_looked_at_once_per_start_of_a_job(tmp_path: Path) -> None:
     assert not seen(run, "7.0.1", ["n1", "n2", "n3"])
 
 
-def test_what_stops_a_job() -> None:
-    error, warning = (
-        PreflightFinding("error", "the clocks differ", "fix it"),
-        PreflightFinding("warning", "mixed", "choose"),
+def test_nccl_logs_where_a_preflight_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    run, config = RunDirectory(tmp_path), Config()
+    run.create()
+    layout = Layout(2, 1, 1, 1, "ddp", "1f1b", 1, 1, 1)
+    spec = WorkerSpec(str(tmp_path), 4, 1, 0, 1, 1, 2, layout, "n0", 1, gpus_per_node=1, threads=1)
+
+    def logs(spec: WorkerSpec) -> bool:
+        with monkeypatch.context() as context:
+            context.setattr(os, "environ", dict(os.environ))
+            with nccl_log(spec, config, run) as path:
+                return path is not None
+
+    older, others = (run.logs / "nccl" / name for name in ("000-rank-0001.log", "000-rank-0000.log"))
+    older.parent.mkdir()
+    for path in (older, others):
+        path.touch()
+    assert logs(spec)
+    assert not older.exists() and others.exists()
+    assert not logs(replace(spec, gpus_per_node=0))
+    launch = current_allocation().launch_id
+    write_json(run.fabric, {"nodes": [{"name": "n1", "facts": NodeFacts().to_json()}]})
+    EventLog.open(run, "rank-0000", 0, 0).write("preflight", launch=launch, nodes=["n1"])
+    assert not logs(spec), "the nodes have been checked"
+
+
+def problem(kind: str, level: str = "error", unfit: str | None = None) -> PreflightFinding:
+    return PreflightFinding(kind, level, f"a problem of {kind}", "fix it", unfit)
+
+
+DEFAULT = preflight_actions(ClusterConfig())
+
+
+def test_what_stops_a_job_by_default() -> None:
+    stop_for(
+        [problem("tcp", "warning"), problem("network", unfit="n1"), problem("clock"), problem("versions")], DEFAULT
     )
-    stop_for([warning])
-    with pytest.raises(UserError, match="the clocks differ: fix it"):
-        stop_for([warning, error])
-    with pytest.raises(UnfitNode, match="n2 is slow"):
-        stop_for([error, PreflightFinding("error", "n2 is slow", "without it", "n2")])
+    for kind in ("tcp", "shared_gpu", "config"):
+        with pytest.raises(UserError, match=f"a problem of {kind}: fix it") as refused:
+            stop_for([problem("clock"), problem(kind)], DEFAULT)
+        assert f"cluster.preflight_action.{kind}=warn" in refused.value.fix and "clock" not in str(refused.value)
+    with pytest.raises(UnfitNode, match="a problem of slow_device"):
+        stop_for([problem("slow_device", unfit="n1")], DEFAULT)
+    with pytest.raises(UserError):
+        stop_for([problem("slow_device", unfit="n1"), problem("tcp", unfit="n2")], DEFAULT)
     assert RESPONSES[classify(UnfitNode("n2"))].action is Action.REPLACE
+
+
+def test_the_action_of_each_class_can_be_set() -> None:
+    def actions(value: object) -> dict[str, str]:
+        return preflight_actions(ClusterConfig(preflight_action=value))
+
+    everything = [problem(kind, unfit="n1") for kind in DEFAULT]
+    stop_for(everything, actions("warn"))
+    with pytest.raises(UnfitNode):
+        stop_for(everything, actions("exclude"))
+    with pytest.raises(UserError):
+        stop_for(everything, actions("stop"))
+    with pytest.raises(UserError):
+        stop_for([problem("clock")], actions("exclude"))  # of no node
+    stop_for([problem("tcp")], actions({"tcp": "warn"}))
+    with pytest.raises(UserError):
+        stop_for([problem("shared_gpu")], actions({"tcp": "warn"}))
+    for wrong, fix in (({"tpc": "warn"}, "tcp"), ({"tcp": "wran"}, "warn")):
+        with pytest.raises(UserError) as refused:
+            actions(wrong)
+        assert fix in refused.value.fix

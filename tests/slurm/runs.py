@@ -21,6 +21,7 @@ _CASE = [
     "data.validation_samples=8",
     "batch.global_size=8",
     "telemetry.log_every=1",
+    "cluster.preflight_action.slow_device=warn",  # a speed measured beside other tests is noise
 ]
 ONE_NODE = ["cluster.nodes=1", "cluster.cpu_workers=2"]
 TWO_BY_TWO = ["cluster.nodes=2", "cluster.cpu_workers=2"]

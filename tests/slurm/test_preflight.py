@@ -39,7 +39,7 @@ def srun(network: Cluster, nodes: str, *arguments: str, cwd: Path) -> subprocess
 def test_nodes_that_differ_are_named_with_the_fix(network: Cluster, tmp_path: Path) -> None:
     """n1 has a slow GPU, n2 a slow link, n3 another config, n4 another torch and a wrong clock; the job is warned, and
     trains."""
-    asked = [*CASE, "cluster.nodes=4", "cluster.preflight=full", "run.name=run"]
+    asked = [*CASE, "cluster.nodes=4", "cluster.preflight=full", "cluster.preflight_action=warn", "run.name=run"]
     run = RunDirectory(Path(network.hpc_train("freeze", *asked, cwd=tmp_path).stdout.strip()))
     done = srun(network, "n1,n2,n3,n4", "-m", "tests.slurm.preflight_entry", str(run.path), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -65,7 +65,7 @@ def test_nodes_that_differ_are_named_with_the_fix(network: Cluster, tmp_path: Pa
 @IN_LONG_FORM  # beside other tests, a node may be measured at less than half of the others' speed
 def test_a_job_that_is_to_stop_goes_on_without_the_slow_node(network: Cluster, tmp_path: Path) -> None:
     """The quick preflight looks for it, as all of them together are slower than any network should be."""
-    asked = ["cluster.nodes=3", "cluster.preflight_action=stop", "run.name=run"]
+    asked = ["cluster.nodes=3", "cluster.preflight_action.network=exclude", "run.name=run"]
     done = network.hpc_train(*CASE, *asked, "-m", cwd=tmp_path)
     run = tmp_path / "outputs" / "run"
     assert done.returncode == 0, done.stdout + done.stderr

@@ -55,11 +55,31 @@ class ClusterConfig:
     cpu_workers: int = key(4, "Ranks per node on nodes without a GPU.", at_least=1)
     preflight: str = key(
         "quick",
-        "Which checks run on several nodes before the first step. full also measures every pair of nodes.",
+        "Which checks run before the first step, unless the run uses the CPUs of one node. full also measures every "
+        "pair of nodes.",
         choices=("quick", "full", "off"),
     )
-    preflight_action: str = key(
-        "warn", "Whether a failed preflight check prints a warning or stops the job.", choices=("warn", "stop")
+    preflight_action: Any = key(
+        {
+            "tcp": "stop",
+            "shared_gpu": "stop",
+            "slow_device": "exclude",
+            "config": "stop",
+            "versions": "warn",
+            "network": "warn",
+            "clock": "warn",
+        },
+        "What follows an error that the preflight finds, by class, or one value for all classes: warn trains anyway, "
+        "stop ends the job, exclude continues without the node (stop if the error concerns no single node).",
+        choices=("warn", "stop", "exclude"),
+    )
+    health_check: str | None = key(
+        None,
+        "A command of the site, which bash runs on each node before training. If it fails, the run does not use the "
+        "node, and the last line of its output is the reason.",
+    )
+    health_check_timeout_s: float = key(
+        60.0, "The time limit of health_check. A check that takes longer has failed.", above=0, unit="seconds"
     )
     partition: str | None = key(None, "sbatch --partition.")
     account: str | None = key(None, "sbatch --account.")
