@@ -198,7 +198,7 @@ def read_nvml(limit_s: float = LIMIT_S, read: Callable[[], dict[str, Any]] = _re
 
 def _receive(source: int, until: float) -> str | None:
     """Returns what the child writes; None if it has not finished in time."""
-    parts = []
+    parts: list[bytes] = []
     while select.select([source], [], [], max(0.0, until - time.monotonic()))[0]:
         part = os.read(source, 1 << 16)
         if not part:
