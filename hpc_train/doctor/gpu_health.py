@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from xml.etree import ElementTree
 
-from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding
+from hpc_train.doctor.finding import ERROR, NOT_KNOWN, OK, WARNING, Finding
 from hpc_train.units import format_bytes
 
 LIMIT_S = 10.0
@@ -126,7 +126,7 @@ def read_gpus(expected: bool, limit_s: float = LIMIT_S) -> GpuReading:
         fix = "reboot the node; `dmesg` shows where the driver hangs"
         return GpuReading(findings=(Finding(SUBJECT, ERROR, f"the driver hangs: {error}", fix),))
     except OSError:
-        missing = Finding(SUBJECT, WARNING, "not known: nvidia-smi is not installed here", "put nvidia-smi on PATH")
+        missing = Finding(SUBJECT, WARNING, f"{NOT_KNOWN}nvidia-smi is not installed here", "put nvidia-smi on PATH")
         return GpuReading(findings=(missing,) if expected else ())
     gpus = parse_query(output)
     findings = (_failed(code, output),) if code and (expected or gpus) else ()

@@ -74,7 +74,8 @@ class NodeHealth:
         """Returns the result in one line, which begins with the worst level."""
         bad = [finding for level in (ERROR, WARNING) for finding in self.findings if finding.level == level]
         if not bad:
-            return f"ok: {len(self.gpus)} GPUs, {len(self.ports)} RDMA ports"
+            unread = "".join(f"; {one.subject} {one.text}" for one in self.findings if one.unknown)
+            return f"ok: {len(self.gpus)} GPUs, {len(self.ports)} RDMA ports{unread}"[:LONGEST]
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
         text = f"{bad[0].level}: {bad[0].subject}: {bad[0].text}"
         return (text if len(text) + len(more) <= LONGEST else f"{text[: LONGEST - len(more) - 3]}...") + more

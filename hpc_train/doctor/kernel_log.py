@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
-from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding
+from hpc_train.doctor.finding import ERROR, NOT_KNOWN, OK, WARNING, Finding
 from hpc_train.doctor.gpu_health import NoResponse, run_limited
 from hpc_train.units import format_duration
 
@@ -223,7 +223,7 @@ def judge_log(lines: Sequence[Line] | None, node: str, recovered: Sequence[str] 
     """
     if lines is None:
         yield Finding(
-            SUBJECT, OK, "not known: this user may read neither /dev/kmsg nor the journal, so Xid is unchecked"
+            SUBJECT, OK, f"{NOT_KNOWN}this user may read neither /dev/kmsg nor the journal, so Xid is unchecked"
         )
         return
     errors = find_errors(lines)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_train.cluster.gpus import gpus_to_use
 from hpc_train.config.compose import config_directory
 from hpc_train.config.schema import Config
 from hpc_train.doctor.disk import check_root, probe
@@ -20,6 +21,7 @@ from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding
 from hpc_train.doctor.gpu_health import judge_processes
 from hpc_train.doctor.health_check import check_node, node_name
 from hpc_train.elastic.rendezvous import candidate_ports
+from hpc_train.errors import UserError
 from hpc_train.fabric.decision import FabricDecision
 from hpc_train.fabric.discovery import NONE
 from hpc_train.fabric.facts import SHARED_MEMORY, UNLIMITED, NodeFacts, NodeLimits
@@ -151,12 +153,21 @@ def check_route(facts: NodeFacts, first: str | None) -> Iterator[Finding]:
     yield Finding("route", OK, text)
 
 
+def check_usable(asked: int | str) -> Iterator[Finding]:
+    """Reports GPUs that an agent on this node could not use, for which it would refuse to train."""
+    try:
+        gpus_to_use(asked)
+    except UserError as error:
+        yield Finding("GPUs", ERROR, error.what, error.fix)
+
+
 def examine(facts: NodeFacts, config: Config, first: str | None = None) -> NodeReport:
     """Examines this node. ``first`` is the first node of a job on several nodes."""
     root = Path(config.run.root)
     health = check_node(facts.node or node_name(), quick=False)
     findings = (
         *check_gpus(facts, config.cluster.gpus_per_node),
+        *(check_usable(config.cluster.gpus_per_node) if first else ()),  # on one node the check of the job reports it
         *health.findings,
         *judge_processes(health.gpus, frozenset()),
         *check_ports(facts),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding
+from hpc_train.doctor.finding import ERROR, NOT_KNOWN, OK, WARNING, Finding
 from hpc_train.fabric.decision import FabricDecision
 from hpc_train.fabric.facts import format_cpu_list
 from hpc_train.fabric.recording import FabricReport
@@ -22,26 +22,30 @@ def counted(number: int, noun: str) -> str:
 
 def verdict(findings: Sequence[Finding], nodes: int) -> str:
     """Returns the first line: ``1 error, 2 warnings; 17 checks are ok on 2 nodes``."""
+    unknown = sum(finding.level == OK and finding.unknown for finding in findings)
     counts = {level: sum(finding.level == level for finding in findings) for level in (ERROR, WARNING, OK)}
+    skipped = f", {unknown} not possible" if unknown else ""
     bad = ", ".join(counted(counts[level], level) for level in (ERROR, WARNING) if counts[level])
     where = f" on {counted(nodes, 'node')}" if nodes > 1 else ""
-    return f"{bad or 'no problem found'}; {counted(counts[OK], 'check')} ok{where}"
+    return f"{bad or 'no problem found'}; {counted(counts[OK] - unknown, 'check')} ok{skipped}{where}"
 
 
 def finding_lines(found: Sequence[Located], verbose: bool) -> Iterator[str]:
-    """Yields errors before warnings, and then the important or all findings that are ok.
+    """Yields errors before warnings, and then the important or all findings that are ok or not known.
 
     What is the same on several nodes is one finding.
     """
     for level in (ERROR, WARNING, OK):
         groups: dict[tuple[str, str, str], list[str]] = {}
         for node, finding in found:
-            if finding.level == level and (level != OK or verbose or finding.subject in ALWAYS):
+            shown = level != OK or verbose or finding.subject in ALWAYS or finding.unknown
+            if finding.level == level and shown:
                 key = (finding.subject, finding.text, _general(finding.fix, node))
                 groups.setdefault(key, []).append(node)
         for (subject, text, fix), nodes in groups.items():
             names = ",".join(dict.fromkeys(node for node in nodes if node))
-            yield f"{level:<8}{f'{names}: ' if names else ''}{subject}: {text}"
+            shown_level = "" if level == OK and text.startswith(NOT_KNOWN) else level
+            yield f"{shown_level:<8}{f'{names}: ' if names else ''}{subject}: {text}"
             if fix:
                 yield f"        fix: {fix.replace(NODES, names)}"
 

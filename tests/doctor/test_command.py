@@ -44,6 +44,14 @@ def test_errors_come_first_and_nodes_with_the_same_finding_share_a_line() -> Non
     assert "ok      n1: space: much" in list(finding_lines(FOUND, verbose=True))
 
 
+def test_a_check_that_is_not_possible_is_not_silent() -> None:
+    unknown = [(name, Finding("kernel log", OK, "not known: only root may read it")) for name in ("n1", "n2")]
+    assert list(finding_lines(unknown, verbose=False)) == [
+        "        n1,n2: kernel log: not known: only root may read it"
+    ]
+    assert verdict([finding for _, finding in unknown], 2) == "no problem found; 0 checks ok, 2 not possible on 2 nodes"
+
+
 def test_variables_left_alone_are_listed_last_and_briefly() -> None:
     alone = tuple(UnsetVariable(name, "NCCL chooses") for name in ("NCCL_ALGO", "NCCL_PROTO"))
     decision = FabricDecision("infiniband", (Variable("NCCL_IB_HCA", "=mlx5_0", "one is for storage"),), alone, ())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.doctor import health_check
+from hpc_train.doctor import health_check, nvml
 from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding
 from hpc_train.doctor.gpu_health import GpuReading, GpuState
 from hpc_train.doctor.health_check import (
@@ -88,6 +90,31 @@ def test_nvml_is_read_in_a_child_that_may_hang() -> None:
     assert read_nvml(5.0) is None or Path("/proc/driver/nvidia").exists()  # without a driver
 
 
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_the_library_is_called_as_its_header_declares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / "libnvidia-ml.so"
+    source = Path(__file__).with_name("nvml.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
+    monkeypatch.setattr(nvml, "LIBRARY", str(library))
+    found = read_nvml()
+    assert found is not None and "GPU 2 is lost" in found.findings[0].text
+    assert found.gpus[0] == GpuState(
+        0,
+        "0000:99:00.0",
+        "NVIDIA H100",
+        "GPU-700000000001",
+        rows_pending=True,
+        uncorrected=5_000_000_000,
+        recovery="Drain and Reset",
+        slowdowns=("the hardware is too warm",),
+        idle=False,
+        pcie_width=8,
+        pcie_max_width=16,
+        fabric="In Progress",
+        links=17,
+    )
+
+
 def test_slurm_configures_as_many_gpus_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = "NodeName=n1 Arch=x86_64 CPUTot=192 Gres=gpu:h100:8(S:0-1) CfgTRES=cpu=192,gres/gpu=8"
     monkeypatch.setattr(health_check, "show_nodes", lambda names, timeout_s: shown)
@@ -147,6 +174,8 @@ def test_the_fabric_manager_is_looked_for_where_processes_can_be_seen(tmp_path: 
 def test_the_line_and_the_metrics() -> None:
     health = NodeHealth("n1", (Finding("GPU count", OK, "8"),), (STATE,), ports=(PortState("mlx5_0", 1, recoveries=4),))
     assert health.healthy and health.line() == "ok: 1 GPUs, 1 RDMA ports"
+    unread = replace(health, findings=(Finding("kernel log", OK, "not known: x"),))
+    assert unread.line() == "ok: 1 GPUs, 1 RDMA ports; kernel log not known: x"
     bad = (Finding("port health", WARNING, "slow"), Finding("kernel log", ERROR, "Xid 79 " + 300 * "x"))
     sick = replace(health, findings=bad, errors=(GpuError("0000:18:00", 79, "", count=2),))
     assert sick.line().startswith("error: kernel log: Xid 79 xxx") and sick.line().endswith("... (and 1 more)")
