@@ -1,7 +1,8 @@
 """``python -m hpc_train doctor [OVERRIDES]`` checks whether training can run here, and prints problems with fixes.
 
 It checks this machine, all nodes of the allocation it runs in, or with ``--submit`` the nodes of a short job with the
-resources of the run that the overrides describe. The exit code is 1 if there is an error.
+resources of the run that the overrides describe. ``--node --quiet`` checks the hardware of this node in one line. The
+exit code is 1 if there is an error.
 """
 
 from __future__ import annotations
@@ -13,29 +14,31 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
-from hpc_train.config.schema import Config
-from hpc_train.doctor.finding import ERROR, OK, Finding, worst
-from hpc_train.doctor.node import NodeReport, examine
-from hpc_train.errors import UserError
-from hpc_train.fabric.decision import FabricJob, decide, site_profile
-from hpc_train.fabric.facts import format_cpu_list
-from hpc_train.fabric.nccl_settings import merged, settings
-from hpc_train.fabric.rank_binding import unknown_cores
-from hpc_train.fabric.recording import FabricReport, gpus_recorded, read_recording, report
-from hpc_train.fabric.versions import Version, lowest_nccl, parse_version
+from hpc_train.errors import UserError, nearest
 from hpc_train.run.exits import Exit
-from hpc_train.run.files import write_json
+from hpc_train.run.files import write_json, write_text
+
+if TYPE_CHECKING:  # the quick check of a node starts without what the others import
+    from hpc_train.config.schema import Config
+    from hpc_train.doctor.finding import Finding
+    from hpc_train.doctor.node import NodeReport
+    from hpc_train.fabric.recording import FabricReport
+    from hpc_train.fabric.versions import Version
 
 SHORT = "00:10:00"
+OWN_OPTIONS = ("--json", "--verbose", "--nodes", "--submit", "--sbatch", "--node", "--quiet", "--gpus", "--openmetrics",
+               "--sysfs", "--topo", "--ibstat", "--nccl", "--help")  # fmt: skip
 
 
 def main(arguments: list[str]) -> int:
     options, overrides = _parser().parse_known_args(arguments)
+    _check(options, overrides)
+    if options.quiet:
+        return _check_quickly(options)
+    from hpc_train.fabric.versions import parse_version
+
     nccl = None if options.nccl is None else parse_version(options.nccl)
     if options.sysfs is not None or options.topo is not None or options.ibstat is not None:
         return _examine_recording(options, nccl)
@@ -45,17 +48,18 @@ def main(arguments: list[str]) -> int:
     if options.submit:
         return _submit(asked.config, overrides, options)
     own = _examine_this_node(asked.config)
-    if options.node is not None:
-        _write_report(own, options.node)
+    if options.report_to is not None:
+        _write_report(own, options.report_to)
         return Exit.DONE
+    from hpc_train.doctor.finding import ERROR, worst
     from hpc_train.doctor.job import check_slurm_and_job
     from hpc_train.doctor.nodes import examine_all, nodes_of_allocation
 
-    count = nodes_of_allocation()
+    count = 1 if options.node else nodes_of_allocation()
     reports, between = examine_all(count, asked.config, overrides) if count > 1 else ([own], [])
     seen = Seen.of(reports or [own], asked.config, max(count, options.nodes), nccl)
     findings = [*check_slurm_and_job(asked, submits=count == 0), *between, *seen.environment]
-    _show_live(seen, findings, options.json)
+    _show_live(seen, findings, options)
     everything = [*findings, *(finding for node in seen.nodes for finding in node.findings)]
     return Exit.FAILED if worst(everything) == ERROR else Exit.DONE
 
@@ -63,10 +67,16 @@ def main(arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m hpc_train doctor", description=__doc__, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--verbose", action="store_true", help="also list what is ok, and why variables are left alone")
     parser.add_argument("--nodes", type=int, default=2, metavar="N", help="nodes of the job to check for (default: 2)")
     parser.add_argument("--submit", action="store_true", help="check the nodes of a short Slurm job")
     parser.add_argument("--sbatch", default="", metavar="OPTIONS", help="additional sbatch options for that job")
-    parser.add_argument("--node", type=Path, help=argparse.SUPPRESS)  # directory of the reports, for tasks of the job
+    parser.add_argument("--report-to", type=Path, help=argparse.SUPPRESS)  # a directory, for tasks of the job
+    node = parser.add_argument_group("the hardware of this node, for the site's staff")
+    node.add_argument("--node", action="store_true", help="check this node only")
+    node.add_argument("--quiet", action="store_true", help="check its GPUs and ports in a second, and print one line")
+    node.add_argument("--gpus", type=int, metavar="N", help="GPUs it should have (default: as Slurm configures it)")
+    node.add_argument("--openmetrics", type=Path, metavar="FILE", help="also write the result for Prometheus")
     recorded = parser.add_argument_group("recordings of another machine, to check instead of this one")
     recorded.add_argument("--sysfs", type=Path, metavar="ROOT", help="a copy of /sys, or of /sys/class/infiniband")
     recorded.add_argument(
@@ -79,13 +89,55 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _check(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Refuses values and options that do not exist."""
+    if options.nodes < 1:
+        raise UserError(f"--nodes {options.nodes} is not a number of nodes", where="--nodes", fix="--nodes 2")
+    for word in overrides:
+        if word.startswith("--"):
+            raise UserError(f"unknown option {word}", where="doctor", fix=nearest(word, OWN_OPTIONS))
+    if options.quiet and overrides:
+        text = f"--quiet checks the hardware of this node and takes no overrides: {' '.join(overrides)}"
+        raise UserError(text, where="--quiet", fix="doctor --node --quiet")
+    if not options.quiet and (options.openmetrics is not None or options.gpus is not None):
+        name = "--openmetrics" if options.openmetrics is not None else "--gpus"
+        raise UserError(f"{name} needs --quiet", where=name, fix=f"doctor --node --quiet {name} ...")
+
+
+def _check_quickly(options: argparse.Namespace) -> int:
+    """Checks the hardware of this node; prints one line, or all findings as JSON."""
+    from hpc_train.doctor.health_check import check_node, metrics, node_name
+
+    health = check_node(node_name(), gpus=options.gpus)
+    if options.openmetrics is not None:
+        try:
+            write_text(options.openmetrics, metrics(health))
+            options.openmetrics.chmod(0o644)  # the exporter is another user
+        except OSError as error:
+            fix = "give a file in a directory that exists and that you may write to"
+            raise UserError(f"{options.openmetrics}: {error.strerror}", where="--openmetrics", fix=fix) from None
+    if options.json:
+        found = {"findings": [finding.to_json() for finding in health.findings]}
+        print(json.dumps({"node": health.node, "healthy": health.healthy} | found, indent=2))
+    else:
+        print(health.line())
+    return Exit.DONE if health.healthy else Exit.FAILED
+
+
 def _examine_recording(options: argparse.Namespace, nccl: Version | None) -> int:
+    from hpc_train.doctor.report import recording_lines
+    from hpc_train.fabric.decision import FabricJob
+    from hpc_train.fabric.nccl_settings import settings
+    from hpc_train.fabric.rank_binding import unknown_cores
+    from hpc_train.fabric.recording import gpus_recorded, read_recording, report
+
     facts = read_recording(options.sysfs, options.topo, options.ibstat)
     outcome = report(facts, FabricJob(options.nodes, gpus_recorded(facts, options.sysfs), nccl), settings(os.environ))
+    unknown = [*outcome.facts.unknown, *unknown_cores(outcome.facts), *outcome.decision.unknown]
     if options.json:
         print(json.dumps(outcome.to_json(), indent=2))
     else:
-        _show_recording(outcome)
+        print("\n".join(recording_lines(outcome, unknown, options.verbose)))
     return Exit.DONE
 
 
@@ -105,17 +157,34 @@ def _submit(config: Config, overrides: Sequence[str], options: argparse.Namespac
     """Submits the same command as a job with the run's resources and follows its output to the end."""
     from hpc_train.doctor.job import resources
     from hpc_train.launch.command_job import follow, submit
+    from hpc_train.launch.executors.select import controller_answers
 
-    words = ["doctor", *(["--json"] if options.json else []), *overrides]
+    if not controller_answers():
+        text = "no job can be submitted from here: there is no sbatch, or no Slurm controller responds"
+        raise UserError(
+            text, where="--submit", fix="use a login node of the cluster, or omit --submit for this machine"
+        )
+    shown = [f"--{name}" for name in ("json", "verbose") if getattr(options, name)]
     extra = [*resources(config, overrides), f"--time={SHORT}", *shlex.split(options.sbatch)]
-    return follow(submit(words, config, Path(config.run.root) / "doctor", extra))
+    return follow(submit(["doctor", *shown, *overrides], config, Path(config.run.root) / "doctor", extra))
 
 
 def _examine_this_node(config: Config) -> NodeReport:
+    """Examines this node. A task of an allocation also finds the route to the first node, and tests connections."""
     from hpc_train.cluster.allocation import current_allocation
+    from hpc_train.doctor.node import examine
+    from hpc_train.doctor.reach import check_reach
     from hpc_train.fabric.node import this_node
 
-    return examine(this_node(current_allocation().node_name, None), config)
+    here = current_allocation()
+    first = None
+    if here.nodes > 1:  # the agent of node 0 listens
+        first = here.address if here.node_rank == 0 else here.node_names[0]
+    report = examine(this_node(here.node_name, first), config, first)
+    if first is None:
+        return report
+    reached = check_reach(here.node_names, here.node_name, here.launch_id)
+    return replace(report, findings=(*report.findings, *reached))
 
 
 @dataclass(frozen=True)
@@ -129,6 +198,10 @@ class Seen:
     @classmethod
     def of(cls, reports: Sequence[NodeReport], config: Config, nodes: int, nccl: Version | None) -> Seen:
         from hpc_train.doctor.node import check_environment
+        from hpc_train.fabric.decision import FabricJob, decide, site_profile
+        from hpc_train.fabric.nccl_settings import merged
+        from hpc_train.fabric.recording import report
+        from hpc_train.fabric.versions import lowest_nccl
 
         facts = [found.facts for found in reports]
         gpus = min(len(found.visible or found.gpus) for found in facts)
@@ -142,60 +215,23 @@ class Seen:
         return self.fabric.to_json() | {"nodes": {node.name: node.to_json() for node in self.nodes}}
 
 
-def _show_live(seen: Seen, findings: Sequence[Finding], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(seen.to_json() | {"findings": [finding.to_json() for finding in findings]}, indent=2))
+def _show_live(seen: Seen, findings: Sequence[Finding], options: argparse.Namespace) -> None:
+    from hpc_train.doctor.report import environment_lines, finding_lines, gpu_lines, verdict
+
+    located = [*(("", finding) for finding in findings)]
+    located += [(node.name, finding) for node in seen.nodes for finding in node.findings]
+    first = verdict([finding for _, finding in located], len(seen.nodes))
+    if options.json:
+        shown = {"verdict": first} | seen.to_json() | {"findings": [finding.to_json() for finding in findings]}
+        print(json.dumps(shown, indent=2))
         return
-    console = Console(highlight=False, soft_wrap=True)
-    for finding in findings:
-        _print_finding(console, finding)
-    problems_only = len(seen.nodes) > 1
-    for node in seen.nodes:
-        console.print(f"\n{node.name}:")
-        for finding in node.findings:
-            if finding.level != OK or not problems_only:
-                _print_finding(console, finding)
+    lines = [first if options.verbose else f"{first} (--verbose lists them)"]
+    lines += finding_lines(located, options.verbose)
     if seen.fabric.facts.gpus:
-        console.print("")
-        _table(console, seen.fabric)
-
-
-def _print_finding(console: Console, finding: Finding) -> None:
-    console.print(f"{finding.level:<8}{finding.subject}: {finding.text}", markup=False)
-    if finding.fix:
-        console.print(f"        fix: {finding.fix}", markup=False)
-
-
-def _show_recording(outcome: FabricReport) -> None:
-    console = Console(highlight=False)
-    console.print(f"between nodes: {outcome.decision.fabric}")
-    if outcome.facts.gpus:
-        _table(console, outcome)
-    for verdict in outcome.ports:
-        rate = "" if verdict.port.rate_gbps is None else f" {verdict.port.rate_gbps:g} Gb/s"
-        use = {True: "used", False: "left out", None: "unknown"}[verdict.usable]
-        console.print(
-            f"{verdict.nic}:{verdict.port.number}{rate} {verdict.port.link_layer or ''}: {use}, {verdict.reason}"
+        lines += gpu_lines(seen.fabric)
+    lines += environment_lines(seen.fabric.decision, options.verbose)
+    if seen.fabric.facts.route is None and seen.fabric.decision.fabric not in ("cpu", "one_node"):
+        lines.append(
+            "not known: the interfaces between the nodes; doctor in an allocation, or with --submit, sees them"
         )
-    for variable in outcome.decision.variables:
-        console.print(f"set      {variable.name}={variable.value}  # {variable.reason}")
-    for unset in outcome.decision.not_set:
-        console.print(f"not set  {unset.name}  # {unset.reason}")
-    for note in [*outcome.facts.unknown, *unknown_cores(outcome.facts), *outcome.decision.unknown]:
-        console.print(f"unknown: {note}")
-    for warning in outcome.warnings:
-        console.print(f"warning: {warning}")
-
-
-def _table(console: Console, outcome: FabricReport) -> None:
-    table = Table("GPU", "local CPUs", "NIC", "path", "rail", "CPUs of its rank", box=None, pad_edge=False)
-    for gpu, matched, mask in zip(outcome.facts.gpus, outcome.gpu_nics, outcome.masks, strict=True):
-        table.add_row(
-            f"{gpu.name} {gpu.model or ''}".strip(),
-            format_cpu_list(gpu.cpus),
-            matched.nic or f"- ({matched.reason})",
-            matched.path_type or "",
-            "" if matched.rail is None else str(matched.rail),
-            f"- ({mask.reason})" if mask.cpus is None else format_cpu_list(mask.cpus),
-        )
-    console.print(table)
+    print("\n".join(lines))

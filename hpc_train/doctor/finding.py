@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 OK, WARNING, ERROR = "ok", "warning", "error"
+NOT_KNOWN = "not known: "  # the beginning of the text of a check that was not possible
 _ORDER = (OK, WARNING, ERROR)
 
 
@@ -18,6 +19,11 @@ class Finding:
     level: str
     text: str
     fix: str = ""
+
+    @property
+    def unknown(self) -> bool:
+        """Returns whether the check was not possible here, which is not a problem but no sign of health either."""
+        return self.text.startswith(NOT_KNOWN)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

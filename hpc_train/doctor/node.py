@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.cluster.amd_gpus import NODES, AmdNode
-from hpc_train.cluster.gpus import DEVICES, PCI
+from hpc_train.cluster.gpus import DEVICES, PCI, gpus_to_use
 from hpc_train.config.compose import config_directory
 from hpc_train.config.schema import Config
 from hpc_train.doctor.disk import check_root, probe
 from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding
+from hpc_train.doctor.gpu_health import judge_processes
+from hpc_train.doctor.health_check import check_node, node_name
 from hpc_train.elastic.rendezvous import candidate_ports
+from hpc_train.errors import UserError
 from hpc_train.fabric.decision import FabricDecision
 from hpc_train.fabric.discovery import NONE
 from hpc_train.fabric.facts import SHARED_MEMORY, UNLIMITED, NodeFacts, NodeLimits
@@ -31,7 +34,7 @@ from hpc_train.units import GIB, format_bytes
 
 
 def check_gpus(facts: NodeFacts, asked: int | str) -> Iterator[Finding]:
-    """Checks whether GPUs are visible, healthy and of one model."""
+    """Checks whether GPUs are visible and of one model."""
     models = sorted({gpu.model or "an unknown model" for gpu in facts.gpus})
     if not facts.gpus:
         wanted = isinstance(asked, int) and asked > 0
@@ -51,10 +54,6 @@ def check_gpus(facts: NodeFacts, asked: int | str) -> Iterator[Finding]:
         )
     else:
         yield Finding("GPUs", OK, text)
-    for gpu in facts.gpus:
-        for problem in gpu.problems:
-            fix = f"cluster.exclude={facts.node}; for the staff: nvidia-smi -q -i {gpu.pci or gpu.index}"
-            yield Finding("GPUs", WARNING, f"{gpu.name}: {problem}", fix)
 
 
 def _show_hidden(facts: NodeFacts) -> str:
@@ -101,11 +100,7 @@ def _gpu_direct(facts: NodeFacts, by: str) -> Finding:
 def check_environment(
     facts: NodeFacts, decision: FabricDecision, environment: Mapping[str, str] = os.environ
 ) -> Iterator[Finding]:
-    """Reports the variables that workers would export, with reasons, and problems with variables that are already
-    set.
-    """
-    for variable in decision.variables:
-        yield Finding("environment", OK, f"would set {variable.name}={variable.value}: {variable.reason}")
+    """Reports problems with variables that are already set, and what the decision on the variables lacks."""
     for wrong in warnings(merged({facts.node or "here": facts.settings})[0]):
         yield Finding("environment", WARNING, wrong, "unset it, or use the name that NCCL reads today")
     for note in decision.unknown:
@@ -152,12 +147,38 @@ class NodeReport:
         )
 
 
-def examine(facts: NodeFacts, config: Config) -> NodeReport:
-    """Examines this node."""
+def check_route(facts: NodeFacts, first: str | None) -> Iterator[Finding]:
+    """Reports the interface that leads to the ``first`` node of the job, None for a job of one node."""
+    if first is None:
+        return
+    if facts.route is None:
+        fix = "ask the site for a name of the node that compute nodes can resolve"
+        yield Finding("route", ERROR, f"no route leads to {first}, where the ranks meet", fix)
+        return
+    by_name = facts.automatic or "none"
+    text = f"{facts.route} leads to {first}, where the ranks meet; the host name belongs to {by_name}"
+    yield Finding("route", OK, text)
+
+
+def check_usable(asked: int | str) -> Iterator[Finding]:
+    """Reports GPUs that an agent on this node could not use, for which it would refuse to train."""
+    try:
+        gpus_to_use(asked)
+    except UserError as error:
+        yield Finding("GPUs", ERROR, error.what, error.fix)
+
+
+def examine(facts: NodeFacts, config: Config, first: str | None = None) -> NodeReport:
+    """Examines this node. ``first`` is the first node of a job on several nodes."""
     root = Path(config.run.root)
+    health = check_node(facts.node or node_name(), quick=False)
     findings = (
         *check_gpus(facts, config.cluster.gpus_per_node),
+        *(check_usable(config.cluster.gpus_per_node) if first else ()),  # on one node the check of the job reports it
+        *health.findings,
+        *judge_processes(health.gpus, frozenset()),
         *check_ports(facts),
+        *check_route(facts, first),
         *check_software(facts),
         *check_limits(facts, len(facts.visible) or config.cluster.cpu_workers),
         *check_root(root),
@@ -167,6 +188,12 @@ def examine(facts: NodeFacts, config: Config) -> NodeReport:
         "the config files": str(config_directory()),
         "run.root": str(root),
     }
+    if health.ports:  # two partitions cannot connect, and a smaller MTU makes connections hang
+        keys = sorted({f"{port.keys[0]:#06x}" for port in health.ports if port.keys})
+        must_match["the partition key of InfiniBand"] = ", ".join(keys) or "none"
+        must_match["the MTU of RoCE"] = (
+            ", ".join(sorted({str(port.mtu) for port in health.ports if port.mtu})) or "none"
+        )
     return NodeReport(facts, findings, tuple(must_match.items()), _skew(root))
 
 

@@ -65,7 +65,7 @@ def _start(nodes: int, config: Config, overrides: Sequence[str], folder: Path) -
     """Runs the step to its end; returns the error in srun's words, or None."""
     container = container_of(config, 0)
     own = [] if container is None else [*container.srun_options(container.seen()), *container.command(container.seen())]
-    words = [python(config.cluster, container), "-m", "hpc_train", "doctor", "--node", str(folder), *overrides]
+    words = [python(config.cluster, container), "-m", "hpc_train", "doctor", "--report-to", str(folder), *overrides]
     gpus = gpus_of_this_job()  # the GPUs that the agents of a run would have
     own = [*gpus.srun_options(gpus.per_node), *own]
     step = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--overlap", *own, *words]
@@ -98,7 +98,7 @@ def compare(reports: Sequence[NodeReport]) -> Iterator[Finding]:
         values = {report.name: dict(report.must_match).get(name, "unknown") for report in reports}
         if len(set(values.values())) > 1:
             text = f"{name} differs between nodes: {who_has_what(values)}"
-            yield Finding("nodes", ERROR, text, "set cluster.python to a path that is valid on all nodes")
+            yield Finding("nodes", ERROR, text, _fix_of_difference(name))
     for line in merged({report.name: report.facts.settings for report in reports})[1]:
         yield Finding("environment", WARNING, line, "load the same modules and use the same files on all nodes")
     for line in different_rails(facts) if facts else ():
@@ -109,6 +109,12 @@ def compare(reports: Sequence[NodeReport]) -> Iterator[Finding]:
             "use cluster.exclude or cluster.constraint",
         )
     yield from _clocks(reports)
+
+
+def _fix_of_difference(name: str) -> str:
+    if "InfiniBand" in name or "RoCE" in name:
+        return "ask the site; until then use cluster.exclude for the nodes that differ"
+    return "set cluster.python to a path that is valid on all nodes"
 
 
 def _clocks(reports: Sequence[NodeReport]) -> Iterator[Finding]:

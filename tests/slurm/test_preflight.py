@@ -78,7 +78,7 @@ def test_a_job_that_is_to_stop_goes_on_without_the_slow_node(network: Cluster, t
 
 WRONG = """#!/bin/bash
 # A Python on a node with something wrong: no /dev/shm on n2, a full disk on n3, another torch on n4.
-export here={here} folder=$5  # of the reports: python -m hpc_train doctor --node FOLDER
+export here={here} folder=$5  # of the reports: python -m hpc_train doctor --report-to FOLDER
 case $SLURMD_NODENAME in
 n2) wrong='mount --rbind /dev $here/dev; mount -t tmpfs tmpfs /dev
     ln -s $here/dev/{{null,zero,random,urandom,fd}} /dev/' ;;
