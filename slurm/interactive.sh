@@ -19,11 +19,13 @@ fi
 run=$(python -m hpc_train freeze "$@")
 echo "run directory: $run"
 
-# srun does not inherit the number of cores from salloc (Slurm >= 22.05). Without it all workers share one core.
-cores=${SLURM_CPUS_PER_TASK:-${SLURM_JOB_CPUS_PER_NODE%%(*}}
+# srun does not inherit the number of cores from salloc (Slurm >= 22.05). Without it all workers share one core. On
+# exclusive nodes, an agent gets all cores of the smallest node.
+cores=$(tr , '\n' <<< "$SLURM_JOB_CPUS_PER_NODE" | sort -n | head -n 1) # of 64(x2),32
+cores=${SLURM_CPUS_PER_TASK:-${cores%%(*}}
 
 # Passes the GPUs of the allocation on to srun, which does not do so by itself if they come with --exclusive alone.
 source "$run/gpus.sh"
 
 # One agent per node. --interactive is not needed, since agents use no terminal. Ctrl-C reaches the agents, not srun.
-srun --ntasks-per-node=1 --cpus-per-task="${cores%%,*}" --kill-on-bad-exit=1 python -m hpc_train agent "$run"
+srun --ntasks-per-node=1 --cpus-per-task="$cores" --kill-on-bad-exit=1 python -m hpc_train agent "$run"

@@ -140,7 +140,7 @@ def workers_per_node(cluster: ClusterConfig, visible: int | None = None) -> tupl
         return (there, there) if there else (0, cluster.cpu_workers)
     if asked > there:
         raise UserError(
-            f"{asked} GPUs per node are requested, but {there} are visible here",
+            f"{asked} GPUs per node are requested, but {f'{there} are' if there else 'none is'} visible here",
             where="cluster.gpus_per_node",
             fix=f"set cluster.gpus_per_node={there} or auto (0 trains on the CPU), or check CUDA_VISIBLE_DEVICES",
         )

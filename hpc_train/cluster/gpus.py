@@ -20,6 +20,8 @@ from hpc_train.errors import UserError
 DRIVER = Path("/proc/driver/nvidia/gpus")
 DEVICES = Path("/dev")
 PCI = Path("/sys/bus/pci/devices")
+MIG_PREFIX = "MIG-"
+UUID_PREFIXES = ("GPU-", MIG_PREFIX)
 NO_DEVICES = "NoDevFiles"  # CUDA_VISIBLE_DEVICES of a step without GPUs, from old versions of Slurm
 
 
@@ -37,19 +39,53 @@ def visible_devices(
 ) -> tuple[str, ...]:
     """Returns the visible GPUs as CUDA_VISIBLE_DEVICES names them: numbers, or the UUIDs that it holds. AMD's GPUs are
     named as in ROCR_VISIBLE_DEVICES.
+
+    As in CUDA, the list ends before the first device that does not exist, and a device that is listed twice hides all.
     """
     if not driver.is_dir() and (amd := AmdNode.read(kfd, pci, devices)) is not None:
         return tuple(str(gpu.index) for gpu in amd.visible(environment))
     present = _present(driver, devices)
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
+    if chosen is None or not present:
         return tuple(str(index) for index in range(present))
-    names: list[str] = []
-    for name in (part.strip() for part in chosen.split(",")):
-        if (name.isdigit() and int(name) >= present) or not name or name.startswith("-") or name == NO_DEVICES:
-            break  # CUDA also stops at the first invalid device
-        names.append(name)
-    return tuple(names) if present else ()
+    parts = [part.strip() for part in chosen.split(",")]
+    by_uuid = parts[0].startswith(UUID_PREFIXES)
+    uuids = _uuids(driver, devices, any(part.startswith(MIG_PREFIX) for part in parts)) if by_uuid else []
+    names: dict[str, str] = {}  # by device
+    for part in parts:
+        device = _with_uuid(part, uuids) if by_uuid else _with_number(part, present)
+        if device is None:
+            break
+        if device in names:
+            return ()
+        names[device] = part if by_uuid else device
+    return tuple(names.values())
+
+
+def _with_number(name: str, present: int) -> str | None:
+    """Returns the number at the start of ``name``, which is all that CUDA reads; None if there is no such device."""
+    found = re.match(r"\d+", name)
+    return str(int(found[0])) if found and int(found[0]) < present else None
+
+
+def _with_uuid(name: str, uuids: Sequence[str]) -> str | None:
+    """Returns the only UUID that begins with ``name``. None if there is none; any UUID is accepted if all are
+    unknown.
+    """
+    if not name.startswith(UUID_PREFIXES):
+        return None
+    found = [uuid for uuid in uuids if uuid.startswith(name)] if uuids else [name]
+    return found[0] if len(found) == 1 else None
+
+
+def _uuids(driver: Path, devices: Path, with_slices: bool) -> list[str]:
+    """Returns the UUIDs of the GPUs that this process may open, and of their MIG slices; [] if they are unknown."""
+    texts = [_file_text(driver / address / "information") for address in own_gpus(driver, devices)]
+    found = [re.search(r"^GPU UUID:\s*(GPU-[0-9a-fA-F-]+)$", text, re.MULTILINE) for text in texts]
+    known = [each[1] for each in found if each is not None]  # question marks until the GPU is initialized
+    if known and len(known) == len(texts) and not with_slices:
+        return known
+    return re.findall(r"\(UUID: ((?:GPU|MIG)-[^)]+)\)", _listing())
 
 
 def restrict_to(names: Sequence[str], environment: MutableMapping[str, str] = os.environ) -> None:
@@ -83,18 +119,25 @@ def _may_open(gpu: Path, devices: Path) -> bool:
 
 
 def _present(driver: Path, devices: Path) -> int:
-    if driver.is_dir():
+    """Counts the GPUs that this process may open. Some containers show an empty ``driver``."""
+    if _entries(driver):
         return len(own_gpus(driver, devices))
+    return sum(line.startswith("GPU ") for line in _listing().splitlines())
+
+
+def _listing() -> str:
+    """Returns what ``nvidia-smi -L`` prints; empty without a driver."""
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+        return ""
+    return done.stdout
 
 
 KEY = "cluster.gpus_per_node"
 NVIDIA = "0x10de"
-GPU_CLASSES = ("0x0300", "0x0302")  # PCI classes with and without a display output
+DISPLAY = "0x0300"  # PCI class of GPUs with a display output
+GPU_CLASSES = (DISPLAY, "0x0302")
 
 
 class UnusableGpus(UserError):
@@ -126,13 +169,11 @@ class Machine:
         return cls(torch=Path(folders[0]) if folders else None)
 
     def nvidia_gpus(self) -> int:
-        """Returns the number of NVIDIA GPUs that the driver lists, or without a driver that the PCI bus shows."""
-        if listed := len(_entries(self.driver)):
-            return listed
-        return sum(
-            _file_text(device / "vendor") == NVIDIA and _file_text(device / "class").startswith(GPU_CLASSES)
-            for device in _entries(self.pci)
-        )
+        """Returns the number of NVIDIA GPUs that the driver lists, or that have device files; without a driver those
+        that the PCI bus shows.
+        """
+        files = sum(re.fullmatch(r"nvidia\d+", file.name) is not None for file in _entries(self.devices))
+        return len(_entries(self.driver)) or files or sum(map(_is_idle_gpu, _entries(self.pci)))
 
     def amd(self) -> AmdNode | None:
         """Returns the machine's AMD GPUs; None if it has NVIDIA GPUs or no Instinct GPUs."""
@@ -249,7 +290,7 @@ def _why_not_visible(
         return "srun started the step without GPUs", f"start it with srun --gpus-per-node={allocated}"
     if (amd := machine.amd()) is not None:
         return amd.why_not_visible(environment, AVOID if allocated else None)
-    if chosen is not None and _count(chosen) < wanted:
+    if chosen is not None and visible < _present(machine.driver, machine.devices):
         return f"CUDA_VISIBLE_DEVICES={chosen!r} hides them", "unset CUDA_VISIBLE_DEVICES"
     return _fault_of_node(wanted, allocated > 0, machine)
 
@@ -270,7 +311,8 @@ def _fault_of_node(wanted: int, on_slurm: bool, machine: Machine) -> tuple[str, 
             f"it may open {own} of the {listed} GPUs of the node",
             staff if on_slurm else "get access to /dev/nvidia*",
         )
-    return f"the NVIDIA driver lists {listed}", staff if on_slurm else f"set {KEY}={listed}"
+    own_fix = f"set {KEY}={listed}" if listed else "check nvidia-smi"
+    return f"the NVIDIA driver lists {listed}", staff if on_slurm else own_fix
 
 
 def _count(names: str) -> int:
@@ -278,6 +320,14 @@ def _count(names: str) -> int:
     return sum(
         bool(name) and not name.startswith("-") and name != NO_DEVICES for name in map(str.strip, names.split(","))
     )
+
+
+def _is_idle_gpu(device: Path) -> bool:
+    """Returns whether a PCI device is an NVIDIA GPU, but not one that drives a display by the kernel's own driver."""
+    kind = _file_text(device / "class")
+    if _file_text(device / "vendor") != NVIDIA or not kind.startswith(GPU_CLASSES):
+        return False
+    return not (kind.startswith(DISPLAY) and (device / "driver").resolve().name == "nouveau")
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import local_shape
 from hpc_train.launch.executors.select import controller_answers, in_allocation
+from hpc_train.launch.gpus import gpus_of_this_job
 from hpc_train.launch.launcher import register_launcher
 from hpc_train.plan.validate import validate
 from hpc_train.run.code import snapshot_code
@@ -98,6 +100,20 @@ def _check_foreground(config: Config) -> None:
             "this is a login node of a Slurm cluster: refusing to train in the foreground",
             where="cluster.kind",
             fix="add -m to submit the run to Slurm, or cluster=local to train here anyway",
+        )
+    _check_shell(config)
+
+
+def _check_shell(config: Config) -> None:
+    """Rejects a run in the foreground of salloc's shell on a login node, if the nodes of the job have GPUs."""
+    outside = in_allocation() and "SLURMD_NODENAME" not in os.environ
+    if not outside or config.cluster.kind != "auto" or config.cluster.gpus_per_node == 0:
+        return
+    if gpus := gpus_of_this_job().per_node:
+        raise UserError(
+            f"the nodes of this job have {gpus} GPUs each, but this shell does not run on them",
+            where="cluster.kind",
+            fix="add -m to train on the nodes of the job, or cluster=local to train here anyway",
         )
 
 

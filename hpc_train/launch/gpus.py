@@ -68,6 +68,12 @@ def _note(where: str, kinds: list[NodeKind], having: list[NodeKind], counts: lis
             f"nodes of {where} have {', '.join(map(str, counts[:-1]))} or {counts[-1]} GPUs: {counts[0]} per node are"
             f" requested; cluster.gpus_per_node={counts[-1]} selects the nodes with as many"
         )
+    types = sorted({name for kind in having for name in kind.gpus if name})
+    if len(types) > 1 and len({frozenset(kind.gpus) for kind in having}) > 1:
+        notes.append(
+            f"nodes of {where} have GPUs of type {', '.join(types[:-1])} or {types[-1]}, and the job may get any;"
+            f" cluster.gpu_type={types[0]} selects one type"
+        )
     with_gpus, nodes = (sum(kind.count for kind in some) for some in (having, kinds))
     if 0 < with_gpus < nodes:
         notes.append(

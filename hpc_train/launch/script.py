@@ -30,8 +30,9 @@ from hpc_train.run.directory import RunDirectory
 ENVIRONMENT = """\
 # with sbatch --export=NONE, the step would otherwise not get this environment
 export SLURM_EXPORT_ENV=ALL
-# srun does not inherit --cpus-per-task from the job; on an exclusive node, the task gets all cores
-export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}"
+# srun does not inherit --cpus-per-task from the job; on exclusive nodes, a task gets all cores of the smallest node
+cores=$(tr , '\\n' <<< "$SLURM_JOB_CPUS_PER_NODE" | sort -n | head -n 1) # of 64(x2),32
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-${cores%%(*}}"
 """.rstrip()
 
 BY_HAND = """\

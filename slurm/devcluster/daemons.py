@@ -94,7 +94,7 @@ def _belongs(cluster: Cluster, process: Path) -> bool:
         mark = f"={cluster.state}/etc/".encode()
         return any(mark in argument for argument in arguments)
     variables = (process / "environ").read_bytes().split(b"\0")
-    if f"SLURM_CONF={cluster.conf}".encode() not in variables:
+    if not any(variable.startswith(f"SLURM_CONF={cluster.state}/etc".encode()) for variable in variables):
         return False
     # a shell that merely talks to the cluster is left alone; what is a task of a job knows its rank
     return name.startswith("slurm") or any(variable.startswith(b"SLURM_PROCID=") for variable in variables)

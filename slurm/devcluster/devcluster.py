@@ -21,7 +21,6 @@ import json
 import os
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,21 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from daemons import NODES, Cluster, Failed, Refused, alive, answers, call, kill_strays, run_daemon, stop, wait_for
+from daemons import (
+    NODES,
+    PORTS,
+    Cluster,
+    Failed,
+    Refused,
+    alive,
+    answers,
+    call,
+    kill_strays,
+    run_daemon,
+    stop,
+    wait_for,
+)
+from gpus import GPUS, conf_of, remove_groups, task_plugin, write_gpus
 from network import (
     controller_address,
     forget_hosts,
@@ -43,7 +56,6 @@ from network import (
 )
 
 CPUS, MEMORY_MB = 4, 4000  # of each node, as declared to Slurm
-GPUS = {"n5": "gpu:4", "n6": "gpu:a100:4", "n7": "gpu:a100:2"}  # for jobs that ask for them; nothing can train on them
 PACKAGES = {
     "munged": "munge",
     "slurmctld": "slurmctld",
@@ -52,6 +64,7 @@ PACKAGES = {
     "slurmdbd": "slurmdbd",
     "mariadbd": "mariadb-server",
 }
+TWO_THREADS = "n7"  # the node whose cores have two threads each
 TEMPLATES = Path(__file__).parent / "etc"
 
 
@@ -175,6 +188,8 @@ def write_state(cluster: Cluster) -> None:
         "controller_port": cluster.port + 1,
         "database_port": cluster.port + 2,
         "node_list": node_list(),
+        "task_plugin": task_plugin(),
+        "first_job": jobs_of(cluster).start,
     }
     accounting = (TEMPLATES / "accounting.conf").read_text().format(**values)
     values["accounting"] = accounting if cluster.accounting else "AccountingStorageType=accounting_storage/none"
@@ -183,8 +198,14 @@ def write_state(cluster: Cluster) -> None:
         path = cluster.state / "etc" / template
         path.write_text((TEMPLATES / template).read_text().format(**values))
         path.chmod(0o600 if template == "slurmdbd.conf" else 0o644)
-    (cluster.state / "etc" / "gres.conf").write_text("".join(gres_line(cluster, node) for node in GPUS))
+    write_gpus(cluster)
     write_hosts(cluster)
+
+
+def jobs_of(cluster: Cluster) -> range:
+    """The ids of its jobs. Those of other clusters differ, because control groups are named after jobs."""
+    first = 1 + 10_000 * max(0, (cluster.port - 26000) // PORTS)
+    return range(first, first + 10_000)
 
 
 def node_list() -> str:
@@ -196,25 +217,8 @@ def node_line(cluster: Cluster, index: int) -> str:
     name, port = (node, cluster.port + 3) if cluster.network else (host(), cluster.port + 11 + index)
     where = f"NodeHostname={name} NodeAddr={node_address(cluster, index)} Port={port}"
     own = f"Feature=rack{min(1 + index // 2, 3)}" + (f",gpu{GPUS[node][-1]} Gres={GPUS[node]}" if node in GPUS else "")
-    return f"NodeName={node} {where} CPUs={CPUS} RealMemory={MEMORY_MB} {own} State=UNKNOWN"
-
-
-def gres_line(cluster: Cluster, node: str) -> str:
-    _, *kind, count = GPUS[node].split(":")
-    of_type = f" Type={kind[0]}" if kind else ""
-    return f"NodeName={node} Name=gpu{of_type} File={gpu_files(cluster, int(count))}\n"
-
-
-def gpu_files(cluster: Cluster, count: int) -> str:
-    """GPUs are declared as character devices: without them Slurm sets no CUDA_VISIBLE_DEVICES."""
-    try:
-        for index in range(count):
-            path = cluster.state / "dev" / f"gpu{index}"
-            if not path.exists():
-                os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))  # as /dev/null
-        return f"{cluster.state}/dev/gpu[0-{count - 1}]"
-    except PermissionError:
-        return f"/dev/tty[0-{count - 1}]"
+    threads = f" CoresPerSocket={CPUS // 2} ThreadsPerCore=2" if node == TWO_THREADS else ""
+    return f"NodeName={node} {where} CPUs={CPUS}{threads} RealMemory={MEMORY_MB} {own} State=UNKNOWN"
 
 
 def start_munge(cluster: Cluster) -> None:
@@ -250,7 +254,7 @@ def start_database(cluster: Cluster) -> None:
 
 
 def start_node(cluster: Cluster, node: str) -> None:
-    daemon = f"slurmd -N {node}"
+    daemon = f"slurmd -N {node} -f {conf_of(cluster, node)}"
     run_daemon(cluster, f"slurmd-{node}", inside(cluster, node, daemon) if cluster.network else daemon.split())
 
 
@@ -272,6 +276,7 @@ def down(cluster: Cluster) -> None:
     for daemon in ("slurmdbd", "mariadbd", "munged"):
         stop(cluster, daemon)
     kill_strays(cluster)
+    remove_groups(jobs_of(cluster))
     remove_network(cluster)
     forget_hosts(cluster)
     if cluster.state.exists():

@@ -36,6 +36,8 @@ class Kind:
     torch: str = CUDA
     vendor: str = "0x10de"
     pci_class: str = "0x030200"
+    bound: str | None = None  # the kernel's driver of its PCI devices
+    files: int = 0  # in /dev
 
     def under(self, root: Path) -> Machine:
         for number in range(self.driver or 0):
@@ -49,10 +51,21 @@ class Kind:
             folder.mkdir(parents=True)
             (folder / "vendor").write_text(self.vendor + "\n")
             (folder / "class").write_text(self.pci_class + "\n")
+            if self.bound is not None:
+                (root / "drivers" / self.bound).mkdir(parents=True, exist_ok=True)
+                (folder / "driver").symlink_to(root / "drivers" / self.bound)
         (root / "dev").mkdir()
+        for number in range(self.files):
+            (root / f"dev/nvidia{number}").touch()
+        (root / "dev/nvidiactl").touch()
         (root / "torch").mkdir()
         (root / "torch" / "version.py").write_text(self.torch)
         return Machine(root / "driver", root / "dev", root / "pci", root / "torch", root / "kfd")
+
+
+@pytest.fixture(autouse=True)
+def without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
 
 
 HEALTHY, NO_GPU = Kind(), Kind(driver=None, plugged=0)
@@ -67,6 +80,8 @@ HEALTHY, NO_GPU = Kind(), Kind(driver=None, plugged=0)
         ("auto", {"CUDA_VISIBLE_DEVICES": "-1"}, Kind(torch=CPU_BUILD), 0),
         ("auto", {"CUDA_VISIBLE_DEVICES": "2,3"}, HEALTHY, 2),
         ("auto", {}, Kind(driver=None, plugged=1, vendor="0x8086", pci_class="0x030000"), 0),  # an integrated GPU
+        ("auto", {}, Kind(driver=None, plugged=1, vendor="0x1a03", pci_class="0x030000"), 0),  # a server's console
+        ("auto", {}, Kind(driver=None, plugged=1, pci_class="0x030000", bound="nouveau"), 0),  # drives a display
         ("auto", {}, Kind(driver=None, plugged=1, pci_class="0x040300"), 0),  # NVIDIA's sound
         ("auto", {}, Kind(driver=None, plugged=0, torch=CPU_BUILD), 0),
         (2, {}, HEALTHY, 2),
@@ -151,6 +166,21 @@ def test_gpus_to_use(tmp_path: Path, asked: Any, environment: Mapping[str, str],
             "auto", {}, Kind(driver=None, pci_class="0x030000", torch=CPU_BUILD),
             "the node has 4, and the process can use none: torch 2.13.0+cpu",
             "install a build",
+        ),
+        (
+            "auto", {}, Kind(driver=None, plugged=2, bound="nouveau"),  # GPUs without a display output
+            "the node has 2, and the process sees none: the NVIDIA driver is not loaded (",
+            "load the driver",
+        ),
+        (
+            "auto", {}, Kind(driver=0, plugged=0, files=2),
+            "the node has 2, and the process sees none: the NVIDIA driver lists 0",
+            "check nvidia-smi",
+        ),
+        (
+            "auto", {"CUDA_VISIBLE_DEVICES": "1,1,1,1"}, HEALTHY,
+            "the node has 4, and the process sees none: CUDA_VISIBLE_DEVICES='1,1,1,1' hides them",
+            "unset CUDA_VISIBLE_DEVICES",
         ),
         (
             3, {}, Kind(driver=1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,7 @@ def test_every_strategy_fits_or_says_what_would(strategy: str) -> None:
             layout = resolve_layout(config, nodes=1, workers_per_node=workers)
         except UserError as error:
             assert error.where and error.fix
+            assert not re.search(r"=0\b|\b0 ", f"{error.what} {error.fix}"), "no sizes of zero"
             assert strategy in ("tp", "hybrid3d", "hybrid4"), "the others fit any number of workers"
         else:
             assert 1 <= layout.world_size <= workers
@@ -85,6 +87,9 @@ def test_all_stages_come_from_the_workers_that_there_are() -> None:
     interleaved = config_of("strategy=pp", "strategy.schedule=interleaved_1f1b", "strategy.stages_per_rank=2")
     assert resolve_layout(interleaved, 1, 4).pp == 2
     assert resolve_layout(config_of("strategy=model_parallel"), 1, 4).micro_batches == 1
+    with pytest.raises(UserError, match=r"more than the 1 available workers") as refused:
+        resolve_layout(config_of("strategy=hybrid3d", "strategy.pp=4", "strategy.tp=2"), 1, 2)
+    assert refused.value.fix.startswith("strategy.pp=1 or fewer")
 
 
 def test_the_experiments_are_the_cases_they_are_named_for() -> None:

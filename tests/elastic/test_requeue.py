@@ -137,7 +137,7 @@ def test_a_step_that_does_not_end_does_not_hold_the_job(
     )
     environment = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5",
-        "SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_ON_NODE": "4", "RUN": str(run.path),
+        "SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_CPUS_PER_NODE": "4", "RUN": str(run.path),
     }  # fmt: skip
     script = by_hand(survives=False)
     call = ["bash", "-euo", "pipefail", "-c", script, "job", "agent"]

@@ -17,6 +17,8 @@ from tests.launch.jobs import make_job
 
 CPU = NodeKind(9, 64, 256000, {})
 A100 = NodeKind(8, 64, 512000, {"a100": 4}, frozenset({"rack1", "a100"}))
+V100 = NodeKind(3, 40, 256000, {"v100": 4}, frozenset({"v100"}))
+BOTH = NodeKind(1, 40, 256000, {"a100": 2, "v100": 2})
 H100 = NodeKind(2, 96, 512000, {"h100": 8}, frozenset({"rack2", "h100"}))
 SITE = Site(
     "here",
@@ -25,7 +27,9 @@ SITE = Site(
         "gpu": Partition("gpu", nodes=8, kinds=(A100,)),
         "new": Partition("new", nodes=2, kinds=(H100,)),
         "mixed": Partition("mixed", nodes=10, kinds=(A100, H100)),
+        "types": Partition("types", nodes=11, kinds=(A100, V100)),
         "all": Partition("all", nodes=19, kinds=(CPU, A100, H100)),
+        "pairs": Partition("pairs", nodes=1, kinds=(BOTH,)),
         "secret": Partition("secret", nodes=4),
     },
 )
@@ -58,6 +62,11 @@ def asked(**keys: Any) -> ClusterConfig:
         (asked(partition="mixed", constraint="v100|h100"), 8, None),
         (asked(partition="mixed", constraint="[rack1|rack2]"), 4, "have 4 or 8"),
         (asked(partition="mixed", constraint="nowhere"), 4, "have 4 or 8"),
+        (asked(partition="mixed"), 4, "GPUs of type a100 or h100, and the job may get any; cluster.gpu_type=a100"),
+        (asked(partition="types"), 4, "nodes of the partition types have GPUs of type a100 or v100, and the job may"),
+        (asked(partition="types", gpu_type="v100"), 4, None),
+        (asked(partition="types", constraint="a100"), 4, None),
+        (asked(partition="pairs"), 4, None),
         (asked(partition="all"), 4, "10 of the 19 nodes of the partition all have GPUs"),
         (asked(partition="secret"), 0, "the GPUs of the nodes of the partition secret are unknown"),
         (asked(partition="gpu", clusters="other"), 0, "are unknown, so none is requested"),

@@ -3,8 +3,9 @@
 
 # with sbatch --export=NONE, the step would otherwise not get this environment
 export SLURM_EXPORT_ENV=ALL
-# srun does not inherit --cpus-per-task from the job; on an exclusive node, the task gets all cores
-export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}"
+# srun does not inherit --cpus-per-task from the job; on exclusive nodes, a task gets all cores of the smallest node
+cores=$(tr , '\n' <<< "$SLURM_JOB_CPUS_PER_NODE" | sort -n | head -n 1) # of 64(x2),32
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-${cores%%(*}}"
 
 # A step inherits the GPUs that its job requests, but not those that the job has only through --exclusive. To get these,
 # the step requests as many per node as every node of the job has.
