@@ -1,7 +1,8 @@
-"""Runs the worker of ``bench collectives``, which times each operation at each size along all axes of the layout."""
+"""Runs the workers that measure without training: those of ``bench collectives`` and ``doctor --measure``."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.preflight.bandwidth import OPERATIONS, Rate
 from hpc_train.preflight.collectives import Ranks, measure
 from hpc_train.preflight.expected import expected_bandwidths, read_fabric
+from hpc_train.preflight.run import nccl_log, preflight
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
 from hpc_train.run.requests import StopFlag
@@ -23,7 +26,7 @@ from hpc_train.train.processes import join, leave
 
 
 def measure_all(spec: WorkerSpec, stop: StopFlag) -> Exit:
-    """Runs what ``bench-request.json`` asks for; rank 0 writes ``bench-result.json``."""
+    """Times each operation at each size along all axes of the layout; rank 0 writes ``bench-result.json``."""
     run = RunDirectory(Path(spec.run_dir))
     config, request = load(run), CollectivesRequest.read(run)
     mesh = join(spec, config)
@@ -39,6 +42,20 @@ def measure_all(spec: WorkerSpec, stop: StopFlag) -> Exit:
             return Exit.STOPPED
     if mesh.rank == 0:
         write_result(run, _environment(mesh, spec, run) | {"rates": rates})
+    leave(mesh)
+    return Exit.DONE
+
+
+def run_preflight(spec: WorkerSpec, stop: StopFlag) -> Exit:
+    """Runs the preflight; rank 0 writes its event as ``bench-result.json``."""
+    run = RunDirectory(Path(spec.run_dir))
+    config = load(run)
+    writer = f"rank-{spec.rank:04d}"
+    with closing(EventLog.open(run, writer, spec.attempt, spec.rank)) as events, nccl_log(spec, config, run) as log:
+        mesh = join(spec, config)
+        preflight(spec, config, run, mesh, events, log, always=True)
+    if mesh.rank == 0:
+        write_result(run, next(event for event in run.read_events() if event["event"] == "preflight"))
     leave(mesh)
     return Exit.DONE
 

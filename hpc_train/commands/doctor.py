@@ -47,6 +47,8 @@ def main(arguments: list[str]) -> int:
     asked = composed(overrides)
     if options.submit:
         return _submit(asked.config, overrides, options)
+    if options.measure:
+        return _measure(asked.config, overrides, options)
     own = _examine_this_node(asked.config)
     if options.report_to is not None:
         _write_report(own, options.report_to)
@@ -70,6 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--verbose", action="store_true", help="also list what is ok, and why variables are left alone")
     parser.add_argument("--nodes", type=int, default=2, metavar="N", help="nodes of the job to check for (default: 2)")
     parser.add_argument("--submit", action="store_true", help="check the nodes of a short Slurm job")
+    parser.add_argument("--measure", action="store_true", help="only run the preflight, which measures the speed")
+    parser.add_argument("--task", action="store_true", help=argparse.SUPPRESS)  # of --measure in an allocation
     parser.add_argument("--sbatch", default="", metavar="OPTIONS", help="additional sbatch options for that job")
     parser.add_argument("--report-to", type=Path, help=argparse.SUPPRESS)  # a directory, for tasks of the job
     node = parser.add_argument_group("the hardware of this node, for the site's staff")
@@ -164,9 +168,28 @@ def _submit(config: Config, overrides: Sequence[str], options: argparse.Namespac
         raise UserError(
             text, where="--submit", fix="use a login node of the cluster, or omit --submit for this machine"
         )
-    shown = [f"--{name}" for name in ("json", "verbose") if getattr(options, name)]
+    if options.measure:
+        from hpc_train.bench.preflight import ANY_NUMBER, with_all_workers
+
+        nodes = config.cluster.nodes if isinstance(config.cluster.nodes, int) else 1
+        config = with_all_workers(config, nodes * ANY_NUMBER)
     extra = [*resources(config, overrides), f"--time={SHORT}", *shlex.split(options.sbatch)]
-    return follow(submit(["doctor", *shown, *overrides], config, Path(config.run.root) / "doctor", extra))
+    return follow(submit(["doctor", *_words(options), *overrides], config, Path(config.run.root) / "doctor", extra))
+
+
+def _words(options: argparse.Namespace) -> list[str]:
+    return [f"--{name}" for name in ("json", "verbose", "measure") if getattr(options, name)]
+
+
+def _measure(config: Config, overrides: Sequence[str], options: argparse.Namespace) -> int:
+    """Runs the preflight here, or in an allocation as a task on each node."""
+    from hpc_train.bench.preflight import measure_allocation, measure_nodes
+    from hpc_train.doctor.nodes import nodes_of_allocation
+
+    nodes = 0 if options.task else nodes_of_allocation()
+    if nodes:
+        return measure_allocation(nodes, config, ["doctor", "--task", *_words(options), *overrides])
+    return measure_nodes(config, options.json)
 
 
 def _examine_this_node(config: Config) -> NodeReport:

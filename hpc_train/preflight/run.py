@@ -87,19 +87,26 @@ def _reads_nccl_log(spec: WorkerSpec, config: Config, run: RunDirectory) -> bool
 
 
 def preflight(
-    spec: WorkerSpec, config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, log: Path | None
+    spec: WorkerSpec,
+    config: Config,
+    run: RunDirectory,
+    mesh: Mesh,
+    events: EventLog,
+    log: Path | None,
+    always: bool = False,
 ) -> None:
     """Runs the preflight and reports its findings. Collective.
 
     Args:
         log: the result of ``nccl_log``.
+        always: also on the CPUs of one node.
 
     Raises:
         UnfitNode: an error names a node, and ``cluster.preflight_action`` is ``exclude`` for its class.
         UserError: another error was found whose action is not ``warn``.
     """
     mode, actions = config.cluster.preflight, preflight_actions(config.cluster)
-    if mode == "off" or (spec.nodes == 1 and spec.gpus_per_node == 0):
+    if mode == "off" or (spec.nodes == 1 and spec.gpus_per_node == 0 and not always):
         return
     allocation = current_allocation()
     if spec.nodes == 1 and allocation.job_id is None:

@@ -7,6 +7,7 @@ metrics/attempt-NNN.jsonl    one object per logged step
 events/<writer>-NNN.jsonl    the event log, one file per writing process and attempt
 checkpoints/step-00000100/   committed by rename
 logs/<node>-NNN.log          the workers' output
+logs/nccl/NNN-rank-RRRR.log  NCCL's log of a rank while a preflight reads it; kept if the attempt fails
 pp_split.json                cost of each block and the layers of each stage (strategy.pp_split=flops|measured)
 attempts/NNN.json            address, port and layout of an attempt; creating the file claims the number
 fabric.json                  hardware of the nodes of the newest attempt and the resulting environment

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_train.bench.collectives import parse_sizes, size_text
+from hpc_train.commands import doctor
 from hpc_train.errors import UserError
 from hpc_train.fabric.discovery import read_tree
 from hpc_train.fabric.facts import GpuLink, NodeFacts
@@ -116,3 +118,30 @@ def test_wrong_calls_are_refused(called: Callable[..., Any]) -> None:
     ):
         done = called("bench", "collectives", *HERE, *arguments)
         assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, done
+
+
+def test_the_doctor_measures_this_machine(tmp_path: Path) -> None:
+    done = hpc_train("doctor", "--measure", *HERE, "cluster.preflight=off", cwd=tmp_path)
+    assert "GB/s (bus bandwidth)" in done.stdout and "TFLOP/s per rank" in done.stdout, done.stdout + done.stderr
+    assert done.returncode in (0, 1) and not list(tmp_path.iterdir())
+
+
+SRUN = """#!/bin/sh
+echo "$SLURM_JOB_ID:$SLURM_STEP_ID" "$@" > {folder}/srun
+exit 3
+"""
+
+
+def test_the_doctor_measures_on_every_node_of_an_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "srun").write_text(SRUN.format(folder=tmp_path / "called"))
+    (tmp_path / "srun").chmod(0o755)
+    (tmp_path / "called").mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_STEP_ID": "0", "SLURM_GPUS_ON_NODE": "4"}
+    for name, value in slurm.items():
+        monkeypatch.setenv(name, value)
+    assert doctor.main(["--measure", "--json", "cluster.nodes=2"]) == 3, "the exit code of srun"
+    called = (tmp_path / "called" / "srun").read_text().split()
+    assert called[0] == "7:", "the step inherits no options of the surrounding one"
+    assert {"--nodes=2", "--ntasks-per-node=1", "--overlap", "--gpus-per-node=4"} <= set(called)
+    assert called[-7:] == ["-m", "hpc_train", "doctor", "--task", "--json", "--measure", "cluster.nodes=2"]

@@ -1,6 +1,6 @@
 """A worker whose node differs from the others in what a preflight looks at; the product knows nothing of it.
 
-It says another hash of the config on n3, another torch on n4, and its clock is five seconds ahead there. Each rank says
+It says another hash of the config and another torch on n3, and its clock is five seconds ahead there. Each rank says
 that it has a GPU, and that of n1 is slow.
 """
 
@@ -30,7 +30,6 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
     measuring.measured_gemm_flops = lambda *wanted: 5e14 if node == "n1" else 7e14
     if node == "n3":
         run.config_hash = lambda run: "another"
-    if node == "n4":
         run.versions = lambda cuda: plain(cuda) | {"torch": "1.0"}
         run.clock = lambda: time.time() + AHEAD_S
     return worker.train(spec, stop)

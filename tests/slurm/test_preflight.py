@@ -17,7 +17,7 @@ from tests.doors.command import TINY
 from tests.slurm.cluster import DEVCLUSTER, Cluster, running
 from tests.slurm.runs import detail, events, job_id
 
-CASE = [*TINY, "+strategy=dp", "cluster=slurm", "cluster.cpu_workers=1", "batch.global_size=12", "train.steps=2"]
+CASE = [*TINY, "+strategy=dp", "cluster=slurm", "cluster.cpu_workers=1", "batch.global_size=12", "train.steps=1"]
 
 
 @pytest.fixture(scope="module")
@@ -37,25 +37,25 @@ def srun(network: Cluster, nodes: str, *arguments: str, cwd: Path) -> subprocess
 
 
 def test_nodes_that_differ_are_named_with_the_fix(network: Cluster, tmp_path: Path) -> None:
-    """n1 has a slow GPU, n2 a slow link, n3 another config, n4 another torch and a wrong clock; the job is warned, and
+    """n1 has a slow GPU, n2 a slow link, n3 another config, another torch and a wrong clock; the job is warned, and
     trains."""
-    asked = [*CASE, "cluster.nodes=4", "cluster.preflight=full", "cluster.preflight_action=warn", "run.name=run"]
-    run = RunDirectory(Path(network.hpc_train("freeze", *asked, cwd=tmp_path).stdout.strip()))
-    done = srun(network, "n1,n2,n3,n4", "-m", "tests.slurm.preflight_entry", str(run.path), cwd=tmp_path)
+    asked = ["cluster.nodes=3", "cluster.preflight=full", "cluster.preflight_action=warn", "run.name=run"]
+    run = RunDirectory(Path(network.hpc_train("freeze", *CASE, *asked, cwd=tmp_path).stdout.strip()))
+    done = srun(network, "n1,n2,n3", "-m", "tests.slurm.preflight_entry", str(run.path), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = events(run.path, "preflight")
-    assert found["nodes"] == ["n1", "n2", "n3", "n4"] and len(found["pairs_gb_per_s"]) == 6
+    assert found["nodes"] == ["n1", "n2", "n3"] and len(found["pairs_gb_per_s"]) == 3
     told = {one["message"]: one for one in found["findings"] if one["level"] == "error"}
-    for words, fix in (
-        ("the config on n3", "run.root"),
-        ("torch is 1.0 on n4", "cluster.exclude=n4"),
-        ("the clock of n4 is 5 s ahead", "chrony"),
-        ("the network of n2", "scontrol update nodename=n2 state=drain"),
-        ("on n1 (GPU GPU-of-n1)", "scontrol update nodename=n1 state=drain"),
+    for words, kind, fix in (
+        ("the config on n3", "config", "run.root"),
+        ("torch is 1.0 on n3", "versions", "cluster.exclude=n3"),
+        ("the clock of n3 is 5 s ahead", "clock", "chrony"),
+        ("the network of n2", "network", "scontrol update nodename=n2 state=drain"),
+        ("on n1 (GPU GPU-of-n1)", "slow_device", "scontrol update nodename=n1 state=drain"),
     ):
-        assert [one["fix"] for message, one in told.items() if words in message and fix in one["fix"]], told
+        assert [one["kind"] for message, one in told.items() if words in message and fix in one["fix"]] == [kind], told
     slow = next(event for event in events(run.path, "slow_node") if event["node"] == "n2")
-    assert slow["rate"] < slow["usual"] and set(slow["partners"]) == {"n1", "n3", "n4"}
+    assert slow["rate"] < slow["usual"] and set(slow["partners"]) == {"n1", "n3"}
     (device,) = events(run.path, "slow_gpu")
     assert (device["node"], device["gpu"]) == ("n1", "GPU-of-n1") and "nodename=n1" in device["drain"]
     assert NodeFailures(run, 3600).failing_nodes() == {"n1", "n2"}, "the next requeue excludes them"
@@ -110,6 +110,18 @@ def test_the_doctor_names_each_node_and_what_is_wrong_there(network: Cluster, tm
     told = {one["subject"]: one for one in found["findings"] if one["level"] == "error"}
     assert "torch is not the same on all nodes: 1.0 on n4" in told["versions"]["text"] and told["versions"]["fix"]
     assert "n3 cannot write its report" in told["nodes"]["text"] and told["nodes"]["fix"]
+
+
+@IN_LONG_FORM  # its steps are tested without Slurm, and the next test starts measuring agents on two nodes
+def test_the_doctor_measures_two_nodes_with_the_collectives_of_the_preflight(network: Cluster, tmp_path: Path) -> None:
+    asked = ["doctor", "--submit", "--measure", "--json", "cluster.nodes=2", "cluster.cpu_workers=1"]
+    done = network.hpc_train(*asked, "cluster.nodelist='n[1-2]'", f"run.root={tmp_path / 'outputs'}", cwd=tmp_path)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == 1 and done.returncode in (0, 1), done.stdout + done.stderr
+    result = json.loads(lines[0])
+    assert result["nodes"] == ["n1", "n2"] and result["mode"] == "full" and result["bus_gb_per_s"]["world"] > 0
+    assert result["clock_offset_s"].keys() == {"n2"} and len(result["gemm_tflops"]) == 2
+    assert not list((tmp_path / "outputs").glob("hpc_train-bench-*"))
 
 
 def test_bench_collectives_over_two_nodes(network: Cluster, tmp_path: Path) -> None:

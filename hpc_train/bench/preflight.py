@@ -1,0 +1,106 @@
+"""Runs the preflight alone, for ``doctor --measure``: on this machine, or on all nodes of the allocation."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hpc_train.bench.measuring import run_benchmark
+from hpc_train.bench.request import REQUEST
+from hpc_train.cluster.allocation import current_allocation, workers_per_node
+from hpc_train.config.schema import BatchConfig, Config, StrategyConfig
+from hpc_train.launch.container import container_of
+from hpc_train.launch.gpus import gpus_of_this_job
+from hpc_train.launch.script import python
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.exits import Exit
+from hpc_train.run.files import write_json
+
+ENTRY = "hpc_train.bench.collectives_worker:run_preflight"
+ANY_NUMBER = 720720  # divisible by 1 to 16: a batch size per node for an unknown number of workers
+KEPT = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID")  # variables of a surrounding step that are passed on
+
+
+@dataclass(frozen=True)
+class PreflightRequest:
+    """Requests nothing but the preflight."""
+
+    def write(self, run: RunDirectory) -> None:
+        write_json(run.path / REQUEST, {})
+
+
+def with_all_workers(config: Config, workers: int) -> Config:
+    """Makes all workers replicas, whatever strategy is configured."""
+    return replace(config, strategy=StrategyConfig(name="dp", dp="fill"), batch=BatchConfig(global_size=workers))
+
+
+def measure_nodes(config: Config, as_json: bool) -> int:
+    """Runs the full preflight on this machine or on the nodes of this Slurm step, and prints the result on the first
+    node.
+
+    Returns:
+        The exit code: 1 with an error among the findings.
+    """
+    nodes = current_allocation().nodes
+    _, workers = workers_per_node(config.cluster)
+    config = with_all_workers(config, nodes * workers)
+    config = replace(
+        config,
+        cluster=replace(config.cluster, nodes=nodes, preflight="full", preflight_action="warn"),
+        elastic=replace(config.elastic, spares=0, min_nodes=None),
+    )
+    code, result = run_benchmark(config, PreflightRequest(), ENTRY, Path(config.run.root) if nodes > 1 else None)
+    if result is None:
+        return code
+    print(json.dumps(result) if as_json else "\n".join(_lines(result)), flush=True)
+    return Exit.FAILED if any(found["level"] == "error" for found in result["findings"]) else Exit.DONE
+
+
+def measure_allocation(nodes: int, config: Config, words: Sequence[str]) -> int:
+    """Runs ``python -m hpc_train WORDS`` as one task on each node of this allocation; returns the exit code."""
+    container = container_of(config, 0)
+    inside = (
+        [] if container is None else [*container.srun_options(container.seen()), *container.command(container.seen())]
+    )
+    gpus = gpus_of_this_job()
+    options = [*gpus.srun_options(gpus.per_node), *inside, python(config.cluster, container), "-m", "hpc_train"]
+    step = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--overlap", "--unbuffered"]
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SRUN_"))}
+    environment = own | {name: os.environ[name] for name in KEPT if name in os.environ}
+    return subprocess.run([*step, *options, *words], env=environment, check=False).returncode
+
+
+def _lines(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the measurements, then the findings with their fixes."""
+    nodes = result["nodes"]
+    yield f"preflight of {', '.join(nodes)} in {result['seconds']:.1f} s"
+    yield f"devices: {', '.join(result['devices'])}"
+    yield from _range("matrix products", result["gemm_tflops"], "TFLOP/s per rank")
+    yield from _range("host to GPU", result["copy_gb_per_s"], "GB/s per rank")
+    bus, expected = result["bus_gb_per_s"], result["expected_gb_per_s"]
+    rates = {"in a node": [*bus["nodes"].values()], "over a rail": bus["rails"], "over all ranks": [bus["world"]]}
+    for (where, measured), wanted in zip(rates.items(), ("node", "rail", "world"), strict=True):
+        known = expected[wanted]
+        of = f", expected {known['bus']:.4g} ({known['reason']})" if known else ""
+        yield from _range(f"all-reduce {where}", measured, f"GB/s (bus bandwidth){of}")
+    yield from _range("pairs of nodes", [*result["pairs_gb_per_s"].values()], "GB/s each way")
+    yield from _range("clocks, relative to the first node", [*result["clock_offset_s"].values()], "s")
+    if result["networks"]:
+        yield f"network of NCCL: {', '.join(result['networks'])}"
+    for found in sorted(result["findings"], key=lambda found: found["level"]):
+        yield f"{found['level']:<8}{found['message']}"
+        yield f"        fix: {found['fix']}"
+    if not result["findings"]:
+        yield "no problem found"
+
+
+def _range(name: str, values: Sequence[float | None], unit: str) -> Iterator[str]:
+    known = sorted(value for value in values if value is not None)
+    if known:
+        low, high = f"{known[0]:.4g}", f"{known[-1]:.4g}"
+        yield f"{name}: {low if low == high else f'{low} to {high}'} {unit}"
