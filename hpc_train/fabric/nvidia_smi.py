@@ -44,7 +44,9 @@ class _Row:
 
 def parse_matrix(text: str) -> NodeFacts:
     """Returns the GPUs, NICs and links that ``nvidia-smi topo -m`` shows; never raises on malformed text."""
-    lines = [_LABEL.sub("", _COLOUR.sub("", line.rstrip("\r"))) for line in text.splitlines()]
+    lines = _unwrapped([_LABEL.sub("", _COLOUR.sub("", line.rstrip("\r"))) for line in text.splitlines()])
+    if lines is None:
+        return NodeFacts(unknown=("the matrix: its lines are wrapped; write it to a file, or use a wider window",))
     unknown: list[str] = []
     headers = [(number, header) for number, line in enumerate(lines) if (header := _header(line)) is not None]
     if not headers:
@@ -58,6 +60,63 @@ def parse_matrix(text: str) -> NodeFacts:
     gpus = tuple(_gpu(device, header, rows, unknown.append) for device in header.devices if _GPU_NAME.fullmatch(device))
     nics = tuple(Nic(names[device], kind_of(names[device])) for device in header.devices if device in names)
     return NodeFacts(gpus=gpus, nics=nics, links=_links(header, rows, names, unknown.append), unknown=tuple(unknown))
+
+
+def _unwrapped(lines: list[str]) -> list[str] | None:
+    """Joins the lines of a matrix that a terminal has wrapped; None if the result is not a whole matrix."""
+    for start, line in enumerate(lines[:-1]):
+        words, rest = line.split(), lines[start + 1]
+        if len(words) < 2 or not _GPU_NAME.fullmatch(words[0]) or _begins_row(line) or "\t" in line:
+            continue
+        if not rest.strip() or _begins_row(rest):
+            return lines
+        blank = (at for at in range(start, len(lines)) if not "".join(lines[at : at + 2]).strip())
+        end = next((at for at in range(start, len(lines)) if lines[at].startswith("Legend")), next(blank, len(lines)))
+        joined = _joined(lines[start:end])
+        header = _header(joined[0])
+        if header is None or not _is_whole(header, joined):
+            return None
+        return [*lines[:start], joined[0], *(_without_gaps(row, header) for row in joined[1:]), "", *lines[end:]]
+    return lines
+
+
+def _joined(pieces: Sequence[str]) -> list[str]:
+    """Returns a line for the heading and for each row; spaces at the end of the ``pieces`` may be gone."""
+    width = _terminal_width(max(len(piece) for piece in pieces))
+    joined = [pieces[0]]
+    for piece in pieces[1:]:
+        if _begins_row(piece):
+            joined.append(piece)
+        elif piece.strip():
+            joined[-1] += " " * (-len(joined[-1]) % width) + piece
+    return joined
+
+
+def _is_whole(header: _Header, joined: Sequence[str]) -> bool:
+    """Returns whether the heading is complete, and each of its devices has a row with a link to every device."""
+    heading, *rows = [line.split() for line in joined]
+    if heading != [*header.devices, *" ".join(header.side).split()]:
+        return False
+    if [row[0] for row in rows] != list(header.devices):
+        return False
+    return all(_LINK.fullmatch(cell) for row in rows for cell in row[1 : 1 + len(rows)])
+
+
+def _without_gaps(row: str, header: _Header) -> str:
+    """Removes the cells at the side if some are blank, because joined lines do not show which."""
+    words, count = row.split(), 1 + len(header.devices)
+    return row if len(words) - count in (0, len(header.side)) else " ".join(words[:count])
+
+
+def _begins_row(line: str) -> bool:
+    words = line.split()
+    return len(words) > 1 and _is_device(words[0]) and bool(words[1] in _PEER_STATUS or _LINK.fullmatch(words[1]))
+
+
+def _terminal_width(longest: int) -> int:
+    """Returns the usual width above the ``longest`` line, whose spaces at the end may be gone."""
+    usual = (40, 60, 72, 80, 90, 100, 110, 120, 130, 132, 140, 150, 160, 180, 200, 220, 240)
+    return next((width for width in usual if longest <= width < longest + 8), longest)
 
 
 def _header(line: str) -> _Header | None:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -113,6 +114,16 @@ def gpus_recorded(facts: NodeFacts, sysfs: Path | None) -> int:
 
 def _read(path: Path, where: str, fix: str) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig", errors="replace")
+        data = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}", where=where, fix=fix) from None
+    return data.decode(_encoding(data), errors="replace")
+
+
+def _encoding(data: bytes) -> str:
+    """Returns UTF-16, which PowerShell writes, if the mark at the beginning or the zero bytes of ASCII text show it."""
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    if data[1:16:2] and not any(data[1:16:2]):
+        return "utf-16-le"
+    return "utf-16-be" if data[:16:2] and not any(data[:16:2]) else "utf-8-sig"
