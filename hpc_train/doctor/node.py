@@ -160,6 +160,14 @@ def check_route(facts: NodeFacts, first: str | None) -> Iterator[Finding]:
     yield Finding("route", OK, text)
 
 
+def _gpus_of_job(facts: NodeFacts, asked: int | str, first: str | None) -> list[Finding]:
+    """In a job, an agent's refusal replaces the other findings; on a single node the check of the job reports it."""
+    refused = [*check_usable(asked)] if "SLURM_JOB_ID" in os.environ else []
+    if refused:
+        return refused if first is not None else []
+    return [*check_gpus(facts, asked)]
+
+
 def check_usable(asked: int | str) -> Iterator[Finding]:
     """Reports GPUs that an agent on this node could not use, for which it would refuse to train."""
     try:
@@ -173,8 +181,7 @@ def examine(facts: NodeFacts, config: Config, first: str | None = None) -> NodeR
     root = Path(config.run.root)
     health = check_node(facts.node or node_name(), quick=False)
     findings = (
-        *check_gpus(facts, config.cluster.gpus_per_node),
-        *(check_usable(config.cluster.gpus_per_node) if first else ()),  # on one node the check of the job reports it
+        *_gpus_of_job(facts, config.cluster.gpus_per_node, first),
         *health.findings,
         *judge_processes(health.gpus, frozenset()),
         *check_ports(facts),

@@ -15,10 +15,12 @@ from hpc_train.doctor.disk import check_skew
 from hpc_train.doctor.finding import ERROR, OK, WARNING, worst
 from hpc_train.doctor.node import (
     NodeReport,
+    _gpus_of_job,
     check_gpus,
     check_locked_memory,
     check_open_files,
     check_ports,
+    check_route,
     check_shared_memory,
     check_software,
 )
@@ -120,3 +122,31 @@ def test_a_full_disk_and_a_small_shared_memory_are_errors(tmp_path: Path) -> Non
     assert set(errors) == {"job", "shared memory", "space", "run directory"}
     assert all(finding["fix"] for finding in errors.values())
     assert "No space left" in errors["run directory"]["text"]
+
+
+def test_gpus_that_an_agent_could_not_use_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four are allocated on a node without a driver; the doctor must not say that it would train on the CPU."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (found,) = _gpus_of_job(NodeFacts(), "auto", "n1")
+    assert found.level == ERROR and "4 are allocated to the job" in found.text and "trains on the CPU" in found.fix
+    assert _gpus_of_job(NodeFacts(), "auto", None) == []  # of one node, the check of the job reports it
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert [finding.level for finding in _gpus_of_job(NodeFacts(), "auto", None)] == [OK]
+
+
+def test_the_route_to_the_first_node() -> None:
+    facts = NodeFacts(node="n2", route="ib0", automatic="eth0")
+    (route,) = check_route(facts, "n1")
+    assert route.level == OK and route.text == "ib0 leads to n1, where the ranks meet; the host name belongs to eth0"
+    (none,) = check_route(NodeFacts(node="n2"), "n1")
+    assert none.level == ERROR and "no route leads to n1" in none.text and none.fix
+    assert list(check_route(facts, None)) == []
+
+
+def test_nodes_in_other_partitions_cannot_connect() -> None:
+    keys = (("the partition key of InfiniBand", "0x8001"),)
+    one, other = replace(report("n1"), must_match=keys), replace(report("n2"), must_match=((keys[0][0], "0x8002"),))
+    (found,) = [finding for finding in compare([one, other]) if finding.subject == "nodes"]
+    assert "the partition key of InfiniBand differs" in found.text and "ask the site" in found.fix
