@@ -9,17 +9,16 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from hpc_train.cluster.amd_gpus import NODES, VISIBLE, AmdNode, amd_memory
+from hpc_train.cluster.amd_gpus import AMD_MEMORY, NODES, PCI, AmdNode
 from hpc_train.errors import UserError
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
 DEVICES = Path("/dev")
-PCI = Path("/sys/bus/pci/devices")
 NO_DEVICES = "NoDevFiles"  # CUDA_VISIBLE_DEVICES of a step without GPUs, from old versions of Slurm
 
 
@@ -35,12 +34,10 @@ def visible_devices(
     kfd: Path = NODES,
     pci: Path = PCI,
 ) -> tuple[str, ...]:
-    """Returns the visible GPUs as CUDA_VISIBLE_DEVICES names them: numbers, or the UUIDs that it holds. AMD's GPUs are
-    named as in ROCR_VISIBLE_DEVICES.
-    """
-    if not driver.is_dir() and (amd := AmdNode.read(kfd, pci, devices)) is not None:
-        return tuple(str(gpu.index) for gpu in amd.visible(environment))
+    """Returns the visible GPUs as CUDA_VISIBLE_DEVICES names them: numbers, or the UUIDs that it holds."""
     present = _present(driver, devices)
+    if not present and not driver.is_dir() and (amd := AmdNode.read(kfd, pci, devices)) is not None:
+        return tuple(str(gpu.index) for gpu in amd.visible(environment))  # as in ROCR_VISIBLE_DEVICES
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return tuple(str(index) for index in range(present))
@@ -50,16 +47,6 @@ def visible_devices(
             break  # CUDA also stops at the first invalid device
         names.append(name)
     return tuple(names) if present else ()
-
-
-def restrict_to(names: Sequence[str], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Leaves only the devices ``names`` of ``visible_devices`` visible to this process and its children."""
-    if DRIVER.is_dir() or AmdNode.read(NODES, PCI, DEVICES) is None:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
-        return
-    for name in VISIBLE:
-        environment.pop(name, None)
-    environment[VISIBLE[0]] = ",".join(names)
 
 
 def own_gpus(driver: Path = DRIVER, devices: Path = DEVICES) -> tuple[str, ...]:
@@ -115,7 +102,7 @@ class Machine:
 
     driver: Path = DRIVER
     devices: Path = DEVICES
-    pci: Path = PCI
+    pci: Path = Path("/sys/bus/pci/devices")
     torch: Path | None = None
     kfd: Path = NODES
 
@@ -245,10 +232,11 @@ def _why_not_visible(
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if "SLURM_JOB_ID" in environment and not allocated and not visible and machine.gpus():
         return "the job did not request GPUs from Slurm", f"request them with sbatch or srun --gpus-per-node={wanted}"
+    without = allocated > 0 and _is_step_without_gpus(environment)
+    if not without and (amd := machine.amd()) is not None:
+        return amd.why_not_visible(environment, AVOID if allocated else None)
     if allocated and _is_step_without_gpus(environment):
         return "srun started the step without GPUs", f"start it with srun --gpus-per-node={allocated}"
-    if (amd := machine.amd()) is not None:
-        return amd.why_not_visible(environment, AVOID if allocated else None)
     if chosen is not None and _count(chosen) < wanted:
         return f"CUDA_VISIBLE_DEVICES={chosen!r} hides them", "unset CUDA_VISIBLE_DEVICES"
     return _fault_of_node(wanted, allocated > 0, machine)
@@ -292,19 +280,21 @@ def _file_text(path: Path) -> str:
 
 
 # GPU models with a single memory size, by the usual names of GRES types (from the vendors' data sheets).
-KINDS = {
+KINDS = AMD_MEMORY | {
     "h200": 141e9,
     "gh200": 96e9,
     "h100": 80e9,
     "b200": 180e9,
     "a40": 48e9,
     "l40s": 48e9,
+    "mi250x": 64e9,
+    "mi300x": 192e9,
 }
 
 
 def gpu_memory(kind: str | None) -> float | None:
     """Returns the bytes of a GPU of the GRES type ``kind``, or of this machine's smallest for None. None: unknown."""
-    return KINDS.get(kind.lower()) or amd_memory(kind) if kind is not None else _of_this_machine()
+    return KINDS.get(kind.lower()) if kind is not None else _of_this_machine()
 
 
 def _of_this_machine() -> float | None:

@@ -59,20 +59,20 @@ def decide(nodes: Sequence[NodeFacts], job: FabricJob, found: Mapping[str, Setti
     """Decides the environment of all ranks from the facts of all nodes, because different NIC lists hang on
     connection.
     """
-    fabric, amd = _fabric(nodes, job), rccl.on_amd(nodes)
-    of_fabric = rccl.variables() if amd and fabric == "slingshot" else _of_fabric(fabric, nodes, job)
-    wanted = [*job.profile, *of_fabric, *_general(nodes, job)]
+    fabric = _fabric(nodes, job)
+    wanted = [*job.profile, *_of_fabric(fabric, nodes, job), *_general(nodes, job)]
     variables: dict[str, Variable] = {}
     left: dict[str, UnsetVariable] = {}
-    for variable in (one for one in wanted if not (amd and one.name in rccl.NOT_READ)):
+    if rccl.on_amd(nodes):
+        wanted = [*job.profile, *rccl.variables(fabric, found), *rccl.read_by_rccl(wanted)]
+    for variable in wanted:
         if (setting := found.get(variable.name)) is not None:
             where = f"already set to {setting.value} by {setting.source}, which takes precedence"
             left.setdefault(variable.name, UnsetVariable(variable.name, where))
         else:
             variables.setdefault(variable.name, variable)
-    alone_on_amd = [UnsetVariable(*pair) for pair in rccl.not_set(fabric)] if amd else []
-    for alone in (*alone_on_amd, *_not_set(fabric, nodes, job)):
-        if alone.name not in variables and not (amd and alone.name in rccl.NOT_READ):
+    for alone in _not_set(fabric, nodes, job):
+        if alone.name not in variables:
             left.setdefault(alone.name, alone)
     return FabricDecision(fabric, tuple(variables.values()), tuple(left.values()), tuple(_unknown(nodes, fabric, job)))
 
@@ -232,7 +232,10 @@ def _not_set(fabric: str, nodes: Sequence[NodeFacts], job: FabricJob) -> Iterato
     yield UnsetVariable("NCCL_P2P_DISABLE", f"{debugging}; it makes the GPUs of a node communicate through host memory")
     yield UnsetVariable("NCCL_P2P_LEVEL", f"{debugging}; NCCL detects the same topology")
     yield UnsetVariable("NCCL_SHM_DISABLE", f"{debugging}; enlarge /dev/shm if it is too small")
-    yield UnsetVariable("NCCL_NVLS_ENABLE", "NCCL detects it")
+    if rccl.on_amd(nodes):
+        yield from (UnsetVariable(*pair) for pair in rccl.not_set(fabric))
+    else:
+        yield UnsetVariable("NCCL_NVLS_ENABLE", "NCCL detects it")
     yield UnsetVariable("NCCL_IGNORE_CPU_AFFINITY", "NCCL already respects the affinity masks")
     if fabric == "one_node":
         yield UnsetVariable("NCCL_SOCKET_IFNAME", "the job has a single node, so no traffic crosses a network")
@@ -267,9 +270,7 @@ def _not_set(fabric: str, nodes: Sequence[NodeFacts], job: FabricJob) -> Iterato
 
 
 def _unknown(nodes: Sequence[NodeFacts], fabric: str, job: FabricJob) -> Iterator[str]:
-    if rccl.on_amd(nodes):
-        yield from rccl.unknown(fabric)
-    if job.nccl is None and fabric == "roce" and not rccl.on_amd(nodes):
+    if job.nccl is None and fabric == "roce":
         yield "the version of NCCL; before 2.21 NCCL_IB_GID_INDEX is needed"
     if fabric == "unknown":
         yield "the network between the nodes; no active port was found"

@@ -7,8 +7,6 @@ The lines are those of NCCL 2.4 to 2.30, printed by ``net.cc``, ``net_ib`` and `
     n1:7:19 [0] NCCL INFO Using network IB
     n1:7:19 [0] NCCL INFO Channel 00/0 : 7[7] -> 8[0] [send] via NET/IB/0/GDRDMA
     n1:7:19 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM
-
-RCCL prints the same lines, but "RCCL version : 2.26.6-HEAD:f224e2c", and before 2.20 "RCCL version 2.18.3+hip6.0".
 """
 
 from __future__ import annotations
@@ -20,7 +18,8 @@ from pathlib import Path
 
 SOCKET = "Socket"
 QUIET = ("", "VERSION", "WARN")  # levels of NCCL_DEBUG that may be replaced by a log file
-_VERSION = re.compile(r"[NR]CCL version *:? (\d[\w.]*)")  # RCCL is AMD's
+# AMD's RCCL prints "RCCL version : 2.26.6-HEAD:f224e2c", before 2.20 "RCCL version 2.18.3+hip6.0"
+_VERSION = re.compile(r"[NR]CCL version *:? (\d[\w.]*)")
 _CHOSEN = re.compile(r"NCCL INFO Using network (.+?)\s*$", re.MULTILINE)
 _NICS = re.compile(r"NCCL INFO NET/IB ?: Using (.+)$", re.MULTILINE)
 _NIC = re.compile(r"\[\d+\]([\w.-]+:\d+)/")
