@@ -280,7 +280,7 @@ def _file_text(path: Path) -> str:
 
 
 # GPU models with a single memory size, by the usual names of GRES types (from the vendors' data sheets).
-KINDS = AMD_MEMORY | {
+KINDS = {
     "h200": 141e9,
     "gh200": 96e9,
     "h100": 80e9,
@@ -288,7 +288,7 @@ KINDS = AMD_MEMORY | {
     "a40": 48e9,
     "l40s": 48e9,
     "mi250x": 64e9,
-    "mi300x": 192e9,
+    **AMD_MEMORY,
 }
 
 
