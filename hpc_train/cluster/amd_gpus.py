@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
 NODES = Path("/sys/class/kfd/kfd/topology/nodes")
+PCI = Path("/sys/bus/pci/devices")
 VENDOR = "0x1002"
 VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 NO_DEVICES = "NoDevFiles"  # the value of old versions of Slurm in a step without GPUs
@@ -49,7 +50,7 @@ _PRODUCTS = {
     0x75B3: "MI355X VF",
 }
 # bytes of one device in AMD's data sheets; an MI250 or MI250X is two devices
-_MEMORY = {
+AMD_MEMORY = {
     "mi100": 32e9,
     "mi210": 64e9,
     "mi250": 64e9,
@@ -70,7 +71,7 @@ def amd_memory(kind: str) -> float | None:
     it is not an Instinct GPU.
     """
     found = re.search(r"(?<![a-z0-9])mi\d{3}[ax]?(?![0-9])", kind.lower())
-    return None if found is None else _MEMORY.get(found[0])
+    return None if found is None else AMD_MEMORY.get(found[0])
 
 
 @dataclass(frozen=True)
@@ -200,6 +201,13 @@ def _by_hip(seen: tuple[AmdGpu, ...], names: str) -> Iterator[AmdGpu]:
         if gpu.index not in taken:
             taken.add(gpu.index)
             yield gpu
+
+
+def restrict_to(names: Sequence[str], environment: MutableMapping[str, str] = os.environ) -> None:
+    """Leaves only the devices ``names`` of ROCR_VISIBLE_DEVICES visible to this process and its children."""
+    for name in VISIBLE:
+        environment.pop(name, None)
+    environment[VISIBLE[0]] = ",".join(names)
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from hpc_train.cluster.amd_gpus import NODES, VISIBLE, AmdNode, amd_memory
+from hpc_train.cluster.amd_gpus import AMD_MEMORY, NODES, PCI, AmdNode
 from hpc_train.errors import UserError
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -45,6 +45,8 @@ def visible_devices(
     if not driver.is_dir() and (amd := AmdNode.read(kfd, pci, devices)) is not None:
         return tuple(str(gpu.index) for gpu in amd.visible(environment))
     present = _present(driver, devices)
+    if not present and not driver.is_dir() and (amd := AmdNode.read(kfd, pci, devices)) is not None:
+        return tuple(str(gpu.index) for gpu in amd.visible(environment))  # as in ROCR_VISIBLE_DEVICES
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if chosen is None or not present:
         return tuple(str(index) for index in range(present))
@@ -86,16 +88,6 @@ def _uuids(driver: Path, devices: Path, with_slices: bool) -> list[str]:
     if known and len(known) == len(texts) and not with_slices:
         return known
     return re.findall(r"\(UUID: ((?:GPU|MIG)-[^)]+)\)", _listing())
-
-
-def restrict_to(names: Sequence[str], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Leaves only the devices ``names`` of ``visible_devices`` visible to this process and its children."""
-    if DRIVER.is_dir() or AmdNode.read(NODES, PCI, DEVICES) is None:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
-        return
-    for name in VISIBLE:
-        environment.pop(name, None)
-    environment[VISIBLE[0]] = ",".join(names)
 
 
 def own_gpus(driver: Path = DRIVER, devices: Path = DEVICES) -> tuple[str, ...]:
@@ -158,7 +150,7 @@ class Machine:
 
     driver: Path = DRIVER
     devices: Path = DEVICES
-    pci: Path = PCI
+    pci: Path = Path("/sys/bus/pci/devices")
     torch: Path | None = None
     kfd: Path = NODES
 
@@ -286,6 +278,9 @@ def _why_not_visible(
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if "SLURM_JOB_ID" in environment and not allocated and not visible and machine.gpus():
         return "the job did not request GPUs from Slurm", f"request them with sbatch or srun --gpus-per-node={wanted}"
+    without = allocated > 0 and _is_step_without_gpus(environment)
+    if not without and (amd := machine.amd()) is not None:
+        return amd.why_not_visible(environment, AVOID if allocated else None)
     if allocated and _is_step_without_gpus(environment):
         return "srun started the step without GPUs", f"start it with srun --gpus-per-node={allocated}"
     if (amd := machine.amd()) is not None:

@@ -44,7 +44,10 @@ def check_gpus(facts: NodeFacts, asked: int | str) -> Iterator[Finding]:
         return
     text = f"{len(facts.gpus)} x {', '.join(models)}, {len(facts.visible)} visible"
     if not facts.visible:
-        yield Finding("GPUs", WARNING, text, _show_hidden(facts))
+        amd = "ROCR_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES or " if facts.gpus[0].amd else ""
+        yield Finding(
+            "GPUs", WARNING, text, f"{amd}CUDA_VISIBLE_DEVICES hides the GPUs: unset it, or request GPUs from Slurm"
+        )
     elif len(models) > 1:
         yield Finding(
             "GPUs",
@@ -54,15 +57,6 @@ def check_gpus(facts: NodeFacts, asked: int | str) -> Iterator[Finding]:
         )
     else:
         yield Finding("GPUs", OK, text)
-
-
-def _show_hidden(facts: NodeFacts) -> str:
-    """Returns the fix if no GPU of this node is visible."""
-    amd = AmdNode.read(NODES, PCI, DEVICES) if any(gpu.amd for gpu in facts.gpus) else None
-    if amd is None:
-        return "CUDA_VISIBLE_DEVICES hides the GPUs: unset it, or request GPUs from Slurm"
-    cause, fix = amd.why_not_visible(os.environ, None)
-    return f"{cause}: {fix}, or request GPUs from Slurm"
 
 
 def check_ports(facts: NodeFacts) -> Iterator[Finding]:

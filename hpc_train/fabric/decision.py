@@ -67,15 +67,16 @@ def decide(nodes: Sequence[NodeFacts], job: FabricJob, found: Mapping[str, Setti
     wanted = [*job.profile, *of_fabric, *_general(nodes, job)]
     variables: dict[str, Variable] = {}
     left: dict[str, UnsetVariable] = {}
-    for variable in (one for one in wanted if not (amd and one.name in rccl.NOT_READ)):
+    if rccl.on_amd(nodes):
+        wanted = [*job.profile, *rccl.variables(fabric, found), *rccl.read_by_rccl(wanted)]
+    for variable in wanted:
         if (setting := found.get(variable.name)) is not None:
             where = f"already set to {setting.value} by {setting.source}, which takes precedence"
             left.setdefault(variable.name, UnsetVariable(variable.name, where))
         else:
             variables.setdefault(variable.name, variable)
-    alone_on_amd = [UnsetVariable(*pair) for pair in rccl.not_set(fabric)] if amd else []
-    for alone in (*alone_on_amd, *_not_set(fabric, nodes, job)):
-        if alone.name not in variables and not (amd and alone.name in rccl.NOT_READ):
+    for alone in _not_set(fabric, nodes, job):
+        if alone.name not in variables:
             left.setdefault(alone.name, alone)
     return FabricDecision(
         fabric, tuple(variables.values()), tuple(left.values()), tuple(_unknown(nodes, fabric, job, found))
@@ -217,7 +218,10 @@ def _not_set(fabric: str, nodes: Sequence[NodeFacts], job: FabricJob) -> Iterato
     yield UnsetVariable("NCCL_P2P_DISABLE", f"{debugging}; it makes the GPUs of a node communicate through host memory")
     yield UnsetVariable("NCCL_P2P_LEVEL", f"{debugging}; NCCL detects the same topology")
     yield UnsetVariable("NCCL_SHM_DISABLE", f"{debugging}; enlarge /dev/shm if it is too small")
-    yield UnsetVariable("NCCL_NVLS_ENABLE", "NCCL detects it")
+    if rccl.on_amd(nodes):
+        yield from (UnsetVariable(*pair) for pair in rccl.not_set(fabric))
+    else:
+        yield UnsetVariable("NCCL_NVLS_ENABLE", "NCCL detects it")
     yield UnsetVariable("NCCL_IGNORE_CPU_AFFINITY", "NCCL already respects the affinity masks")
     if fabric == "one_node":
         yield UnsetVariable("NCCL_SOCKET_IFNAME", "the job has a single node, so no traffic crosses a network")

@@ -12,10 +12,11 @@ HPE and AMD recommend. None of this has been tried on such a machine. Sources:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from hpc_train.cluster.environment import Variable
 from hpc_train.fabric.facts import NodeFacts
+from hpc_train.fabric.nccl_settings import Setting
 
 _OLCF = "(OLCF, PyTorch on Frontier)"
 _SLINGSHOT = (
@@ -26,15 +27,17 @@ _SLINGSHOT = (
     ("FI_CXI_DISABLE_HOST_REGISTER", "1", f"libfabric does not page-lock its buffers for each GPU process {_OLCF}"),
     ("FI_CXI_DEFAULT_CQ_SIZE", "131072", f"the default queue of completions is too small for many ranks {_OLCF}"),
     ("FI_CXI_DEFAULT_TX_SIZE", "2048", f"the default queue of pending messages is too small for many ranks {_OLCF}"),
+    ("FI_CXI_RDZV_EAGER_SIZE", "0", f"disables eager messages, as HPE and AMD advise {_OLCF}"),
+    ("FI_CXI_RDZV_GET_MIN", "0", f"disables eager messages, as HPE and AMD advise {_OLCF}"),
+    ("FI_CXI_RDZV_THRESHOLD", "0", f"disables eager messages, as HPE and AMD advise {_OLCF}"),
     ("FI_CXI_RX_MATCH_MODE", "hybrid", f"libfabric matches messages in software if the NIC has no more room {_OLCF}"),
 )
 _RENDEZVOUS = (
     "the rendezvous protocol alt_read is faster in large jobs, but needs --network=disable_rdzv_get in "
     f"cluster.extra; set it in cluster.env {_OLCF}"
 )
-_PLUGIN = "the plugin is called AWS Libfabric or OFI, depending on its version; set it to refuse TCP"
-# RCCL and HIP do not read them
-NOT_READ = frozenset({"CUDA_DEVICE_ORDER", "NCCL_NVLS_ENABLE", "NCCL_MNNVL_ENABLE"})
+_PLUGIN = "makes RCCL fail without the plugin librccl-net.so instead of silently using TCP; NCCL_NET=Socket allows TCP"
+_NOT_READ = frozenset({"CUDA_DEVICE_ORDER", "NCCL_MNNVL_ENABLE"})
 
 
 def on_amd(nodes: Sequence[NodeFacts]) -> bool:
@@ -42,22 +45,28 @@ def on_amd(nodes: Sequence[NodeFacts]) -> bool:
     return any(gpu.amd for facts in nodes for gpu in facts.gpus)
 
 
-def variables() -> Iterator[Variable]:
-    """Yields what a job of several nodes on Slingshot exports."""
+def variables(fabric: str, found: Mapping[str, Setting]) -> Iterator[Variable]:
+    """Yields what a job of several nodes on Slingshot exports; nothing on other networks.
+
+    Args:
+        found: variables that are already set, by name.
+    """
+    if fabric != "slingshot":
+        return
+    if "NCCL_NET_PLUGIN" not in found:  # Frontier's module sets it
+        yield Variable("NCCL_NET", "AWS Libfabric", _PLUGIN)
     for name, value, reason in _SLINGSHOT:
         yield Variable(name, value, reason)
+
+
+def read_by_rccl(wanted: Iterable[Variable]) -> list[Variable]:
+    """Returns ``wanted`` without what RCCL and HIP do not read."""
+    return [variable for variable in wanted if variable.name not in _NOT_READ]
 
 
 def not_set(fabric: str) -> Iterator[tuple[str, str]]:
     """Yields common variables that are not set, and the reason."""
     if fabric == "slingshot":
         yield "FI_CXI_RDZV_PROTO", _RENDEZVOUS
-        yield "NCCL_NET", _PLUGIN
     if fabric in ("infiniband", "roce"):
         yield "NCCL_DMABUF_ENABLE", "RCCL reads GPU memory through amdkfd; 1 selects DMA-BUF on kernels without that"
-
-
-def unknown(fabric: str) -> Iterator[str]:
-    """Yields what decides the speed and cannot be seen from here."""
-    if fabric == "slingshot":
-        yield "whether RCCL finds the plugin librccl-net.so (aws-ofi-nccl); without it RCCL silently uses TCP"

@@ -27,7 +27,8 @@ from pathlib import Path
 
 SOCKET = "Socket"
 QUIET = ("", "VERSION", "WARN")  # levels of NCCL_DEBUG that may be replaced by a log file
-_VERSION = re.compile(r"[NR]CCL version *:? (\d[\w.]*)")  # RCCL is AMD's
+# AMD's RCCL prints "RCCL version : 2.26.6-HEAD:f224e2c", before 2.20 "RCCL version 2.18.3+hip6.0"
+_VERSION = re.compile(r"[NR]CCL version *:? (\d[\w.]*)")
 _CHOSEN = re.compile(r"NCCL INFO Using network (.+?)\s*$", re.MULTILINE)
 _NICS = re.compile(r"NCCL INFO NET/IB ?: Using (.+)$", re.MULTILINE)
 _NIC = re.compile(r"\[\d+\]([\w.-]+:\d+)/")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.cluster.amd_gpus import NODES, AmdNode, amd_memory, read_gpus, selected
+from hpc_train.cluster.amd_gpus import NODES, AmdNode, amd_memory, read_gpus, restrict_to, selected
 from hpc_train.cluster.gpus import UnusableGpus, gpu_memory, gpus_to_use
 from tests.cluster.amd_nodes import (
     CPU_BUILD,
@@ -254,7 +254,17 @@ def test_a_display_card_before_the_compute_gpus(tmp_path: Path) -> None:
     ],
 )
 def test_memory_by_type(kind: str, expected: float | None) -> None:
-    assert amd_memory(kind) == gpu_memory(kind) == expected
+    assert amd_memory(kind) == expected
+    assert "_" in kind or gpu_memory(kind) == expected
+
+
+def test_runs_that_share_a_node_have_their_own_devices(tmp_path: Path) -> None:
+    environment = {"ROCR_VISIBLE_DEVICES": "4,5,6,7", "HIP_VISIBLE_DEVICES": "1,2", "OTHER": "x"}
+    node = lumi(tmp_path).node()
+    assert [gpu.index for gpu in node.visible(environment)] == [5, 6]
+    restrict_to(["6"], environment)
+    assert environment == {"ROCR_VISIBLE_DEVICES": "6", "OTHER": "x"}
+    assert [gpu.index for gpu in node.visible(environment)] == [6]
 
 
 def test_this_machine() -> None:

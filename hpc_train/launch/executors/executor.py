@@ -22,7 +22,8 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from hpc_train.cluster.allocation import workers_per_node
-from hpc_train.cluster.gpus import restrict_to, visible_devices
+from hpc_train.cluster.amd_gpus import restrict_to
+from hpc_train.cluster.gpus import Machine, visible_devices
 from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.config.values import node_range
 from hpc_train.elastic.agent import run_agent
@@ -204,7 +205,11 @@ def reserve(share: Share, waiting_is_over: Callable[[], bool], machine: Path | N
             devices = visible_devices()
             with take(machine, [f"gpu-{device}" for device in devices], share.gpus, waiting_is_over) as held:
                 if held:
-                    restrict_to([name.removeprefix("gpu-") for name in held])
+                    names = [name.removeprefix("gpu-") for name in held]
+                    if Machine.this().amd() is not None:
+                        restrict_to(names)
+                    else:
+                        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
                 yield
         else:
             cores = [f"core-{core}" for core in sorted(os.sched_getaffinity(0))]
