@@ -9,17 +9,16 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from hpc_train.cluster.amd_gpus import AMD_MEMORY, NODES, PCI, AmdNode
+from hpc_train.cluster.amd_gpus import NODES, PCI, AmdNode, amd_memory
 from hpc_train.errors import UserError
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
 DEVICES = Path("/dev")
-PCI = Path("/sys/bus/pci/devices")
 MIG_PREFIX = "MIG-"
 UUID_PREFIXES = ("GPU-", MIG_PREFIX)
 NO_DEVICES = "NoDevFiles"  # CUDA_VISIBLE_DEVICES of a step without GPUs, from old versions of Slurm
@@ -278,9 +277,6 @@ def _why_not_visible(
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if "SLURM_JOB_ID" in environment and not allocated and not visible and machine.gpus():
         return "the job did not request GPUs from Slurm", f"request them with sbatch or srun --gpus-per-node={wanted}"
-    without = allocated > 0 and _is_step_without_gpus(environment)
-    if not without and (amd := machine.amd()) is not None:
-        return amd.why_not_visible(environment, AVOID if allocated else None)
     if allocated and _is_step_without_gpus(environment):
         return "srun started the step without GPUs", f"start it with srun --gpus-per-node={allocated}"
     if (amd := machine.amd()) is not None:

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.cluster.amd_gpus import NODES, AmdNode
-from hpc_train.cluster.gpus import DEVICES, PCI, gpus_to_use
+from hpc_train.cluster.gpus import gpus_to_use
 from hpc_train.config.compose import config_directory
 from hpc_train.config.schema import Config
 from hpc_train.doctor.disk import check_root, probe

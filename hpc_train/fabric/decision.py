@@ -63,13 +63,11 @@ def decide(nodes: Sequence[NodeFacts], job: FabricJob, found: Mapping[str, Setti
     connection.
     """
     fabric, amd = _fabric(nodes, job), rccl.on_amd(nodes)
-    of_fabric = rccl.variables() if amd and fabric == "slingshot" else _of_fabric(fabric, nodes, job, found)
-    wanted = [*job.profile, *of_fabric, *_general(nodes, job)]
+    own = rccl.variables(found) if amd and fabric == "slingshot" else _of_fabric(fabric, nodes, job, found)
+    wanted = [*job.profile, *own, *_general(nodes, job)]
     variables: dict[str, Variable] = {}
     left: dict[str, UnsetVariable] = {}
-    if rccl.on_amd(nodes):
-        wanted = [*job.profile, *rccl.variables(fabric, found), *rccl.read_by_rccl(wanted)]
-    for variable in wanted:
+    for variable in rccl.read_by_rccl(wanted) if amd else wanted:
         if (setting := found.get(variable.name)) is not None:
             where = f"already set to {setting.value} by {setting.source}, which takes precedence"
             left.setdefault(variable.name, UnsetVariable(variable.name, where))
@@ -267,8 +265,6 @@ def _not_set(fabric: str, nodes: Sequence[NodeFacts], job: FabricJob) -> Iterato
 
 
 def _unknown(nodes: Sequence[NodeFacts], fabric: str, job: FabricJob, found: Mapping[str, Setting]) -> Iterator[str]:
-    if rccl.on_amd(nodes):
-        yield from rccl.unknown(fabric)
     if job.nccl is None and fabric == "roce" and not rccl.on_amd(nodes):
         yield "the version of NCCL; before 2.21 NCCL_IB_GID_INDEX is needed"
     if fabric == "unknown":

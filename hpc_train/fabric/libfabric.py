@@ -23,7 +23,7 @@ from hpc_train.fabric.nccl_settings import Setting
 # the name that all versions of the plugin accept; versions after 1.11 also accept Libfabric and OFI
 PLUGIN_NAME = "AWS Libfabric"
 FABRICS = ("efa", "slingshot")
-_LIBRARY = "libnccl-net*.so*"
+_LIBRARY = "lib*ccl-net*.so*"  # also librccl-net.so
 _FOLDERS = ("opt/amazon/ofi-nccl/lib", "opt/amazon/ofi-nccl/lib64", "opt/aws-ofi-nccl/lib", "usr/lib", "usr/lib64")
 _FOLDERS_PER_MACHINE = ("opt/amazon/ofi-nccl/lib/*-linux-gnu", "usr/lib/*-linux-gnu")
 

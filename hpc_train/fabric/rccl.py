@@ -45,14 +45,12 @@ def on_amd(nodes: Sequence[NodeFacts]) -> bool:
     return any(gpu.amd for facts in nodes for gpu in facts.gpus)
 
 
-def variables(fabric: str, found: Mapping[str, Setting]) -> Iterator[Variable]:
-    """Yields what a job of several nodes on Slingshot exports; nothing on other networks.
+def variables(found: Mapping[str, Setting]) -> Iterator[Variable]:
+    """Yields what a job of several nodes on Slingshot exports.
 
     Args:
         found: variables that are already set, by name.
     """
-    if fabric != "slingshot":
-        return
     if "NCCL_NET_PLUGIN" not in found:  # Frontier's module sets it
         yield Variable("NCCL_NET", "AWS Libfabric", _PLUGIN)
     for name, value, reason in _SLINGSHOT:
