@@ -16,6 +16,7 @@ from hpc_train.doctor.disk import BAD_SKEW_S, SKEW_S
 from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding
 from hpc_train.doctor.node import NodeReport
 from hpc_train.fabric.nccl_settings import merged, who_has_what
+from hpc_train.fabric.port_filter import sick_nodes
 from hpc_train.fabric.rails import different_rails
 from hpc_train.fabric.versions import different_versions
 from hpc_train.launch.container import container_of
@@ -101,6 +102,8 @@ def compare(reports: Sequence[NodeReport]) -> Iterator[Finding]:
             yield Finding("nodes", ERROR, text, _fix_of_difference(name))
     for line in merged({report.name: report.facts.settings for report in reports})[1]:
         yield Finding("environment", WARNING, line, "load the same modules and use the same files on all nodes")
+    for sick in sick_nodes(facts):
+        yield Finding("network", ERROR, sick.text, sick.fix)
     for line in different_rails(facts) if facts else ():
         yield Finding(
             "network",

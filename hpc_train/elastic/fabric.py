@@ -24,7 +24,7 @@ from hpc_train.elastic.nodes import Node
 from hpc_train.fabric.decision import FabricDecision, FabricJob, decide, site_profile
 from hpc_train.fabric.facts import NodeFacts, format_cpu_list
 from hpc_train.fabric.nccl_settings import Setting, merged, warnings
-from hpc_train.fabric.port_filter import sick_nodes
+from hpc_train.fabric.port_filter import sick_lines
 from hpc_train.fabric.rails import different_rails, match, port_warnings, rate_gbps
 from hpc_train.fabric.rank_binding import bindings
 from hpc_train.fabric.versions import different_versions, lowest_nccl
@@ -111,7 +111,7 @@ def _node(node: Node, ranks: int) -> dict[str, Any]:
 
 def _warnings(nodes: Sequence[NodeFacts]) -> list[str]:
     ports = [f"{facts.node}: {warning}" for facts in nodes for warning in port_warnings(facts)]
-    sick = sick_nodes(nodes) if len(nodes) > 1 else ()
+    sick = sick_lines(nodes) if len(nodes) > 1 else ()
     gpus = [f"{facts.node}: {gpu.name}: {problem}" for facts in nodes for gpu in facts.gpus for problem in gpu.problems]
     locking = [
         f"{facts.node}: {facts.limits.locking}: RDMA NICs cannot register their buffers"

@@ -313,7 +313,8 @@ def _gpu_direct(nodes: Sequence[NodeFacts]) -> str:
     if far:
         paths = sorted({str(matched.path_type) for matched in far})
         level = "SYS" if paths == ["SYS"] else "PHB"
-        return f"GPU and NIC are {'/'.join(paths)} here, where NCCL does not use GPUDirect: measure with {level}"
+        grace = "" if all(gpu.model for facts in nodes for gpu in facts.gpus) else " except on Grace"
+        return f"GPU and NIC are {'/'.join(paths)} here, where NCCL does not use GPUDirect{grace}: measure with {level}"
     if all(matched.path_type for facts in nodes for matched in match(facts)) and any(facts.gpus for facts in nodes):
         return "NCCL uses GPUDirect, because GPU and NIC are close"
     return "NCCL uses GPUDirect if GPU and NIC are close; their paths are unknown"

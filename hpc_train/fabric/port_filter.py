@@ -66,8 +66,24 @@ def port_filter(nodes: Sequence[NodeFacts]) -> PortFilter:
     return PortFilter(names, _reasons(zip(names, excluded, strict=True)), tuple(disputed))
 
 
-def sick_nodes(nodes: Sequence[NodeFacts]) -> tuple[str, ...]:
-    """Returns a line with the fix for each node that lacks a port which most nodes of its kind use, or has it slow."""
+@dataclass(frozen=True)
+class SickNode:
+    """A node with defective ports, and a line for each of them."""
+
+    name: str
+    defects: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        return f"{self.name} is unfit: {'; '.join(self.defects)}"
+
+    @property
+    def fix(self) -> str:
+        return f"check cable and switch port, and set cluster.exclude={self.name} until then"
+
+
+def sick_nodes(nodes: Sequence[NodeFacts]) -> tuple[SickNode, ...]:
+    """Returns the nodes that lack a port which most nodes of their kind use, or have it slow."""
     found: dict[str, list[str]] = {}
     for kind in dict.fromkeys(_kind(facts) for facts in nodes):
         alike = [facts for facts in nodes if _kind(facts) == kind]
@@ -76,12 +92,14 @@ def sick_nodes(nodes: Sequence[NodeFacts]) -> tuple[str, ...]:
             if len(alike) > 1 and len(used) * 2 >= len(alike):
                 for node, defect in _defects(alike, name, ports, used):
                     found.setdefault(node, []).append(defect)
-    lines = [
-        f"{node} is unfit: {'; '.join(defects)}: check cable and switch port, and set cluster.exclude={node} until then"
-        for node, defects in found.items()
-    ]
-    rest = [f"{len(lines) - SHOWN} more nodes have such ports"] if len(lines) > SHOWN else []
-    return (*lines[:SHOWN], *rest)
+    return tuple(SickNode(node, tuple(defects)) for node, defects in found.items())
+
+
+def sick_lines(nodes: Sequence[NodeFacts]) -> tuple[str, ...]:
+    """Returns a line with the fix for each of the first ``SHOWN`` sick nodes, and the number of the others."""
+    sick = sick_nodes(nodes)
+    rest = [f"{len(sick) - SHOWN} more nodes have such ports"] if len(sick) > SHOWN else []
+    return (*(f"{one.text}: {one.fix}" for one in sick[:SHOWN]), *rest)
 
 
 def _defects(

@@ -13,7 +13,7 @@ import pytest
 
 from hpc_train.fabric.decision import FabricJob, decide
 from hpc_train.fabric.facts import Nic, NodeFacts
-from hpc_train.fabric.port_filter import sick_nodes
+from hpc_train.fabric.port_filter import sick_lines
 from tests.cluster.fabric.nodes import DOWN, H200, Card, Site, rails
 from tests.cluster.fabric.test_libfabric import ALPS, P5, POLARIS, PUBLISHED
 
@@ -319,6 +319,6 @@ def test_the_decision(name: str) -> None:
     left = {alone.name: alone.reason for alone in decision.not_set}
     assert all(words in left[variable] for variable, words in case.because.items()), left
     assert not set(left) & set(gets)
-    sick = sick_nodes(case.nodes) if len(case.nodes) > 1 else ()
+    sick = sick_lines(case.nodes) if len(case.nodes) > 1 else ()
     assert len(sick) == len(case.sick), sick
     assert all(line.startswith(begin) for line, begin in zip(sick, case.sick, strict=True)), sick

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hpc_train.fabric.decision import FabricJob, decide
-from hpc_train.fabric.port_filter import port_filter, sick_nodes
+from hpc_train.fabric.port_filter import port_filter, sick_lines
 from hpc_train.fabric.rails import judge_ports, match, port_warnings
 from tests.cluster.fabric.nodes import DOWN, H200, Card, Site, rails
 
@@ -34,14 +34,14 @@ def test_one_sick_node(count: int, change: Card | None, lost: tuple[str, ...], d
     assert exported["NCCL_IB_HCA"] == "^=mlx5_1,mlx5_2"
     assert [note.split(":")[0] for note in decision.unknown] in ([], ["whether mlx5_4"] if count == 2 else [])
     assert "NCCL_IB_HCA" not in {alone.name for alone in decision.not_set}
-    (line,) = sick_nodes(nodes)
+    (line,) = sick_lines(nodes)
     assert line.startswith(f"sick is unfit: {defect}") and line.endswith("set cluster.exclude=sick until then")
 
 
 def test_healthy_nodes_and_storage_ports_that_are_down_are_not_sick() -> None:
-    assert sick_nodes(H200.nodes(4)) == ()
+    assert sick_lines(H200.nodes(4)) == ()
     storage_down = H200.nodes(4, H200.node("n4", mlx5_1=replace(H200.cards["mlx5_1"], **DOWN)))
-    assert port_filter(storage_down).excluded == ("mlx5_1", "mlx5_2") and sick_nodes(storage_down) == ()
+    assert port_filter(storage_down).excluded == ("mlx5_1", "mlx5_2") and sick_lines(storage_down) == ()
     without = Site(cards=rails(8)).nodes(3)
     assert port_filter(without).excluded == () and port_filter(without).reason == ""
 
@@ -52,7 +52,7 @@ def test_a_node_that_votes_for_its_slow_rails() -> None:
     slow = {name: replace(card, rate=200) for name, card in site.cards.items() if name != "mlx5_0"}
     nodes = site.nodes(4, site.node("n4", **slow))
     assert port_filter(nodes).excluded == ()
-    (line,) = sick_nodes(nodes)
+    (line,) = sick_lines(nodes)
     assert line.count("runs at 200 Gb/s") == 7 and "mlx5_0" not in line
 
 
@@ -73,7 +73,7 @@ def test_slow_storage_ports_are_no_defect_of_a_node() -> None:
 
 def test_many_sick_nodes_are_counted() -> None:
     sick = [H200.node(f"s{i}", mlx5_4=replace(RAIL, **DOWN)) for i in range(11)]
-    lines = sick_nodes(H200.nodes(64, *sick))
+    lines = sick_lines(H200.nodes(64, *sick))
     assert len(lines) == 9 and lines[-1] == "3 more nodes have such ports"
 
 
