@@ -195,15 +195,24 @@ def _measure(config: Config, overrides: Sequence[str], options: argparse.Namespa
 def _examine_this_node(config: Config) -> NodeReport:
     """Examines this node. A task of an allocation also finds the route to the first node, and tests connections."""
     from hpc_train.cluster.allocation import current_allocation
+    from hpc_train.doctor.health_check import check_node
     from hpc_train.doctor.node import examine
     from hpc_train.doctor.reach import check_reach
-    from hpc_train.fabric.node import this_node
+    from hpc_train.fabric.facts import NodeFacts
+    from hpc_train.fabric.node import automatic_interface, interface_to, this_node
+    from hpc_train.fabric.versions import read_versions
 
     here = current_allocation()
     first = None
     if here.nodes > 1:  # the agent of node 0 listens
         first = here.address if here.node_rank == 0 else here.node_names[0]
-    report = examine(this_node(here.node_name, first), config, first)
+    health = check_node(here.node_name, quick=False)
+    if health.driver_hangs:  # other calls of nvidia-smi would hang as well
+        route = None if first is None else interface_to(first)
+        facts = NodeFacts(here.node_name, route=route, automatic=automatic_interface(), versions=read_versions())
+    else:
+        facts = this_node(here.node_name, first)
+    report = examine(facts, config, health, first)
     if first is None:
         return report
     reached = check_reach(here.node_names, here.node_name, here.launch_id)

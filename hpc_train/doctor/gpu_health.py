@@ -22,6 +22,7 @@ LIMIT_S = 10.0
 QUERY = ("nvidia-smi", "-q", "-x")
 LINKS = ("nvidia-smi", "nvlink", "--status")
 SUBJECT = "GPU health"
+HANGS = "the driver hangs"  # the beginning of a finding
 MEMORY_LEFT = 2 << 30  # bytes that the driver itself never uses; more without a process is a leftover
 SLOWDOWNS = {  # the last part of the tag, and the reason; a power cap is normal under load
     "hw_thermal_slowdown": "the hardware is too warm",
@@ -124,7 +125,7 @@ def read_gpus(expected: bool, limit_s: float = LIMIT_S) -> GpuReading:
         code, output = run_limited(QUERY, limit_s)
     except NoResponse as error:
         fix = "reboot the node; `dmesg` shows where the driver hangs"
-        return GpuReading(findings=(Finding(SUBJECT, ERROR, f"the driver hangs: {error}", fix),))
+        return GpuReading(findings=(Finding(SUBJECT, ERROR, f"{HANGS}: {error}", fix),))
     except OSError:
         missing = Finding(SUBJECT, WARNING, f"{NOT_KNOWN}nvidia-smi is not installed here", "put nvidia-smi on PATH")
         return GpuReading(findings=(missing,) if expected else ())

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hpc_train.cluster.gpus import own_gpus
 from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding, worst
-from hpc_train.doctor.gpu_health import SUBJECT, GpuReading, GpuState, judge, read_gpus
+from hpc_train.doctor.gpu_health import HANGS, SUBJECT, GpuReading, GpuState, judge, read_gpus
 from hpc_train.doctor.kernel_log import GpuError, find_errors, judge_log, read_kernel_log
 from hpc_train.doctor.nvml import read_nvml
 from hpc_train.doctor.port_health import PortState, judge_ports, read_ports
@@ -70,6 +70,11 @@ class NodeHealth:
     def healthy(self) -> bool:
         return worst(self.findings) != ERROR
 
+    @property
+    def driver_hangs(self) -> bool:
+        """Returns whether another call of the driver would hang as well."""
+        return any(finding.text.startswith(HANGS) for finding in self.findings)
+
     def line(self) -> str:
         """Returns the result in one line, which begins with the worst level."""
         bad = [finding for level in (ERROR, WARNING) for finding in self.findings if finding.level == level]
@@ -108,20 +113,22 @@ def check_node(node: str, quick: bool = True, gpus: int | None = None, paths: Pa
 
 def nvidia_health(node: str, quick: bool, paths: Paths) -> VendorHealth:
     """Checks the NVIDIA GPUs of this node and the kernel log."""
-    on_bus, managed = _on_bus(paths.pci), len(list(paths.driver.iterdir())) if paths.driver.is_dir() else 0
-    if not on_bus and not managed:
+    on_bus = _on_bus(paths.pci)
+    listed = {path.name for path in paths.driver.iterdir()} if paths.driver.is_dir() else set()
+    if not on_bus and not listed:
         return VendorHealth()
     reading = (read_nvml() if quick else None) or read_gpus(expected=True)
+    own = own_gpus(paths.driver, paths.devices)
     lines = read_kernel_log(paths.kmsg)
     recovered = [gpu.pci for gpu in reading.gpus if gpu.pci and gpu.recovery == "None"]
     findings = (
         *reading.findings,
-        *_missing(on_bus, managed, len(own_gpus(paths.driver, paths.devices)), reading, node),
+        *_missing(on_bus, len(listed), len(own), reading, node),
         *judge(reading.gpus, node, fabric_manager_runs(paths)),
-        *judge_log(lines, node, recovered),
+        *judge_log(lines, node, recovered, foreign=sorted(listed.difference(own))),
     )
     shared = any(gpu.mig for gpu in reading.gpus)
-    present = max(managed, len(reading.gpus))
+    present = max(len(listed), len(reading.gpus))
     return VendorHealth(present, shared, reading.gpus, find_errors(lines or ()), findings)
 
 

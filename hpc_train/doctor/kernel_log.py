@@ -214,19 +214,22 @@ def _error(line: Line) -> GpuError | None:
     return None
 
 
-def judge_log(lines: Sequence[Line] | None, node: str, recovered: Sequence[str] = ()) -> Iterator[Finding]:
+def judge_log(
+    lines: Sequence[Line] | None, node: str, recovered: Sequence[str] = (), foreign: Sequence[str] = ()
+) -> Iterator[Finding]:
     """Reports the errors in the log.
 
     Args:
         lines: the kernel log; None if it cannot be read.
         recovered: PCI addresses of GPUs whose driver states that no action is necessary; their errors are history.
+        foreign: PCI addresses of GPUs that belong to other jobs; their errors are left out.
     """
     if lines is None:
         yield Finding(
             SUBJECT, OK, f"{NOT_KNOWN}this user may read neither /dev/kmsg nor the journal, so Xid is unchecked"
         )
         return
-    errors = find_errors(lines)
+    errors = [one for one in find_errors(lines) if not any(address.startswith(one.pci) for address in foreign)]
     for error in errors:
         yield from _judge(error, node, any(address.startswith(error.pci) for address in recovered))
     if not errors:

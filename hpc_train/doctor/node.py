@@ -19,7 +19,7 @@ from hpc_train.config.schema import Config
 from hpc_train.doctor.disk import check_root, probe
 from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding
 from hpc_train.doctor.gpu_health import judge_processes
-from hpc_train.doctor.health_check import check_node, node_name
+from hpc_train.doctor.health_check import NodeHealth
 from hpc_train.elastic.rendezvous import candidate_ports
 from hpc_train.errors import UserError
 from hpc_train.fabric.decision import FabricDecision
@@ -169,10 +169,9 @@ def check_usable(asked: int | str) -> Iterator[Finding]:
         yield Finding("GPUs", ERROR, error.what, error.fix)
 
 
-def examine(facts: NodeFacts, config: Config, first: str | None = None) -> NodeReport:
+def examine(facts: NodeFacts, config: Config, health: NodeHealth, first: str | None = None) -> NodeReport:
     """Examines this node. ``first`` is the first node of a job on several nodes."""
     root = Path(config.run.root)
-    health = check_node(facts.node or node_name(), quick=False)
     findings = (
         *_gpus_of_job(facts, config.cluster.gpus_per_node, first),
         *health.findings,

@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from hpc_train.doctor.finding import ERROR, Finding
-from hpc_train.doctor.gpu_health import LIMIT_S, SLOWDOWNS, SUBJECT, GpuReading, GpuState
+from hpc_train.doctor.gpu_health import HANGS, LIMIT_S, SLOWDOWNS, SUBJECT, GpuReading, GpuState
 
 LIBRARY = "libnvidia-ml.so.1"
 SUCCESS, LOST = 0, 15
@@ -190,7 +190,7 @@ def read_nvml(limit_s: float = LIMIT_S, read: Callable[[], dict[str, Any]] = _re
     if text is None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, os.WNOHANG)  # it may hang in the kernel; init inherits it
-        problem = f"the driver hangs: NVML did not respond within {limit_s:g} s"
+        problem = f"{HANGS}: NVML did not respond within {limit_s:g} s"
         return GpuReading(findings=(Finding(SUBJECT, ERROR, problem, "reboot the node"),))
     os.waitpid(child, 0)
     return _parse(text) if text else None

@@ -162,6 +162,8 @@ def test_a_driver_that_was_loaded_again_or_needs_no_action_has_recovered() -> No
     assert past.level == WARNING and "the driver requires no action now" in past.text
     (none,) = judge_log(lines(f"{bad}\n{KERNEL_LOG.splitlines()[0]}"), "n1")
     assert none.level == OK and "no Xid or SXid" in none.text
+    (other,) = judge_log(lines(bad), "n1", foreign=["0000:18:00.0"])
+    assert other.level == OK  # the GPU of another job
     (unknown,) = judge_log(None, "n1")
     assert unknown.level == OK and unknown.text.startswith("not known")
 

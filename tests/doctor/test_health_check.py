@@ -87,6 +87,7 @@ def test_nvml_is_read_in_a_child_that_may_hang() -> None:
 
     stuck = read_nvml(0.05, hang)
     assert stuck is not None and stuck.findings[0].level == ERROR and "NVML did not respond" in stuck.findings[0].text
+    assert NodeHealth("n1", stuck.findings).driver_hangs and not NodeHealth("n1", found.findings).driver_hangs
     assert read_nvml(5.0) is None or Path("/proc/driver/nvidia").exists()  # without a driver
 
 
