@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -51,7 +52,7 @@ def check_health(cluster: ClusterConfig) -> Unfit | None:
     command, limit = cluster.health_check, cluster.health_check_timeout_s
     if command is None:
         return None
-    fix = f"the output of `{command}` on the node has the details; cluster.exclude=NODE"
+    fix = f"run `{command}` on the node, or cluster.exclude=NODE"
     call = subprocess.Popen(
         ["bash", "-c", command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         start_new_session=True,
@@ -74,6 +75,7 @@ def check_health(cluster: ClusterConfig) -> Unfit | None:
         )
     if call.returncode == 0:
         return None
+    print("\n".join((f"output of {HEALTH_CHECK_KEY}:", *lines)), file=sys.stderr, flush=True)
     return Unfit(lines[-1] if lines else f"exit code {call.returncode}", fix, HEALTH_CHECK_KEY)
 
 

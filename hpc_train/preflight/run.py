@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpc_train.cluster.allocation import current_allocation
+from hpc_train.cluster.allocation import Allocation, current_allocation
 from hpc_train.config.schema import Config
 from hpc_train.config.values import preflight_actions
 from hpc_train.errors import UserError
@@ -105,19 +105,15 @@ def preflight(
         UnfitNode: an error names a node, and ``cluster.preflight_action`` is ``exclude`` for its class.
         UserError: another error was found whose action is not ``warn``.
     """
-    mode, actions = config.cluster.preflight, preflight_actions(config.cluster)
+    mode = config.cluster.preflight
     if mode == "off" or (spec.nodes == 1 and spec.gpus_per_node == 0 and not always):
         return
     allocation = current_allocation()
-    if spec.nodes == 1 and allocation.job_id is None:
-        # no other node can be had, and the user has chosen this machine
-        actions = {kind: "warn" if action == "exclude" else action for kind, action in actions.items()}
     crew = _crew(spec, mesh, allocation.node_name)
     if _broadcast(crew, mesh.rank == 0 and seen(run, allocation.launch_id, crew.nodes)):
         return
-    began = time.monotonic()
+    began, facts, actions = time.monotonic(), read_fabric(run), actions_of(config, spec, allocation)
     wanted = fitting(effort(mode, mesh.device.type == "cuda"), crew)
-    facts = read_fabric(run)
     expected = expected_bandwidths(facts, spec.gpus_per_node)
     own = rank_facts(mesh.rank, allocation.node_name, config_hash(run), mesh.device)
     found = measure_all(crew, own, wanted, lambda: logged_transport(log), clock)
@@ -125,13 +121,24 @@ def preflight(
     pairs = tuple[PairRate, ...]()
     if len(crew.nodes) >= LEAST_NODES and (mode == "full" or low):
         pairs = paired_test(crew, found.bandwidths.world or 0.0, wanted)
-    slow = slow_nodes(pairs, SLOW if spec.gpus_per_node else SLOW_ON_CPUS)
-    findings = _broadcast(crew, _judge(found, low, slow, facts) if mesh.rank == 0 else None)
-    if mesh.rank == 0:
+    findings: Sequence[PreflightFinding] = ()
+    if mesh.rank == 0:  # the events are written before any rank fails: they name the nodes to drop
+        slow = slow_nodes(pairs, SLOW if spec.gpus_per_node else SLOW_ON_CPUS)
+        findings = _judge(found, low, slow, facts)
         head = {"launch": allocation.launch_id, "mode": mode, "seconds": round(time.monotonic() - began, 3)}
         reported = _report(events, head, findings, found, slow, _numbers(found, pairs, expected))
         _report_unfit(events, findings, actions, reported)
-    stop_for(findings, actions)
+    stop_for(_broadcast(crew, findings), actions)
+
+
+def actions_of(config: Config, spec: WorkerSpec, allocation: Allocation) -> dict[str, str]:
+    """Returns what follows an error of each class. On one machine outside of Slurm no other node can be had, so
+    ``exclude`` becomes ``warn``.
+    """
+    actions = preflight_actions(config.cluster)
+    if spec.nodes > 1 or allocation.job_id is not None:
+        return actions
+    return {kind: "warn" if action == "exclude" else action for kind, action in actions.items()}
 
 
 def _crew(spec: WorkerSpec, mesh: Mesh, node: str) -> Crew:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpc_train.cluster.allocation import current_allocation
+from hpc_train.cluster.allocation import Allocation, current_allocation
 from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.config.values import preflight_actions
 from hpc_train.errors import UserError
@@ -42,7 +42,7 @@ from hpc_train.preflight.checks import (
 from hpc_train.preflight.expected import Expected, ExpectedBandwidths
 from hpc_train.preflight.measure import Crew, Effort, measure_all, paired_test
 from hpc_train.preflight.nccl_log import Transport
-from hpc_train.preflight.run import nccl_log, preflight, seen, stop_for
+from hpc_train.preflight.run import actions_of, nccl_log, preflight, seen, stop_for
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -353,3 +353,14 @@ def test_the_action_of_each_class_can_be_set() -> None:
         with pytest.raises(UserError) as refused:
             actions(wrong)
         assert fix in refused.value.fix
+
+
+def test_a_machine_outside_of_slurm_is_not_excluded() -> None:
+    layout = Layout(4, 1, 1, 1, "ddp", "1f1b", 1, 1, 1)
+    spec = WorkerSpec("run", 0, 0, 0, 4, 0, 1, layout, "n0", 1, gpus_per_node=4, threads=1)
+    here = Allocation(1, 0, "n0", None, "n0.1", "127.0.0.1", ("n0",))
+    actions = actions_of(Config(), spec, here)
+    assert (actions["slow_device"], actions["tcp"]) == ("warn", "stop")
+    for other_nodes in (actions_of(Config(), spec, replace(here, job_id="7")),
+                        actions_of(Config(), replace(spec, nodes=2), here)):  # fmt: skip
+        assert other_nodes == DEFAULT
