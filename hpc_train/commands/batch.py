@@ -7,9 +7,14 @@ that path. ``script`` prints a complete script that trains the same run and requ
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import sys
 from pathlib import Path
 
+import psutil
+
+from hpc_train.checkpoint.space import stop_time
 from hpc_train.cluster.allocation import refuse_misplaced, workers_per_node
 from hpc_train.cluster.gpus import gpu_memory, visible_gpus
 from hpc_train.config.arguments import CommandLine, expand, with_right_plus
@@ -24,7 +29,7 @@ from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import controller_answers, select_executor
 from hpc_train.launch.gpus import asked_gpu_memory, asked_gpus, gpu_export_lines, gpus_of_this_job
 from hpc_train.launch.launcher import register_launcher
-from hpc_train.launch.sbatch import NO_SITE, options, stop_note, survives_node_loss
+from hpc_train.launch.sbatch import NO_SITE, options, short_lead, stop_note, survives_node_loss
 from hpc_train.launch.script import Script, by_hand, freezing, render
 from hpc_train.plan.validate import validate
 from hpc_train.run.code import reexec_from_snapshot, snapshot_code
@@ -33,6 +38,8 @@ from hpc_train.run.files import write_text
 from hpc_train.run.freeze import check_freeze, freeze, load
 from hpc_train.run.lease import add_submission
 from hpc_train.slurm.site import read_site
+
+SPOOLED = "slurm_script"  # slurmd's copy of a batch script
 
 
 def freeze_run(arguments: list[str]) -> int:
@@ -64,6 +71,7 @@ def freeze_run(arguments: list[str]) -> int:
         _freeze(config, run, parent)
         if job_id is not None:
             add_submission(run, "script", job_id=job_id)
+            warn_of_late_signal(config, run)
     print(run.path)
     return 0
 
@@ -92,6 +100,20 @@ def _freeze(config: Config, run: RunDirectory, parent: Path) -> None:
     freeze(config, run, code=snapshot_code([config], parent / "code"))
     write_text(run.job_script, by_hand(survives_node_loss(config.elastic)))
     write_text(run.gpus_script, "".join(f"{line}\n" for line in gpu_export_lines()))
+
+
+def warn_of_late_signal(config: Config, run: RunDirectory) -> None:
+    """Warns if the batch script around this process requests its signal too late to save."""
+    for process in psutil.Process().parents():
+        with contextlib.suppress(psutil.Error, OSError):
+            script = next((Path(part) for part in process.cmdline() if Path(part).name == SPOOLED), None)
+            if script is None:
+                continue
+            nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+            warning = short_lead(script.read_text(errors="replace"), stop_time(config, run, nodes))
+            if warning is not None:
+                print(warning, file=sys.stderr)
+            return
 
 
 def _shape(config: Config) -> tuple[int, int, float | None]:

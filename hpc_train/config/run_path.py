@@ -14,10 +14,29 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=,@-]*(/[A-Za-z0-9_][A-Za-z0-9_.+=,
 SCRATCH = ("SCRATCH", "PSCRATCH", "SCRATCHDIR", "MYSCRATCH", "CINECA_SCRATCH")  # variables that sites set
 
 
-def default_root() -> str:
-    """Returns the default of ``run.root``. It prefers scratch space, because checkpoints may fill a home directory."""
+UNSET = "unset"
+
+
+def default_root(scratch: str | None = None, project: str | None = UNSET) -> str:
+    """Returns the default of ``run.root``. It prefers scratch space, because checkpoints may fill a home directory.
+
+    Args:
+        scratch: the scratch directory that a site's file names; None uses the variables that sites set.
+        project: the directory of the user's project below ``scratch``, if the site has one per project.
+
+    Raises:
+        UserError: the directory of the project is unknown (None).
+    """
     root = os.environ.get("HPC_TRAIN_ROOT")
-    scratch = next((os.environ[name] for name in SCRATCH if os.environ.get(name)), None)
+    if root is None and project is None:
+        raise UserError(
+            f"the directory of your project below {scratch} is unknown",
+            where="run.root",
+            fix="run.root=DIR, or export HPC_TRAIN_ROOT=DIR; cluster.account=PROJECT if the project names it",
+        )
+    if scratch is not None and project not in (None, UNSET):
+        scratch = f"{scratch}/{project}"
+    scratch = scratch or next((os.environ[name] for name in SCRATCH if os.environ.get(name)), None)
     return root or (f"{scratch}/hpc_train" if scratch else "outputs")
 
 

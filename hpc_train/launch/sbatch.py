@@ -6,6 +6,9 @@ They are passed on the command line, where they take precedence over ``SBATCH_*`
 
 from __future__ import annotations
 
+import itertools
+import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -139,6 +142,32 @@ def signal_lead(job: Job) -> StopTime:
             max(1, limit // 3), f"a third of the limit, though {lead.seconds:g} s are recommended: {lead.reason}"
         )
     return StopTime(max(1, int(lead.seconds)), lead.reason)
+
+
+SIGNAL = re.compile(r"#SBATCH\s.*?--signal[=\s]\s*(?:[A-Z]+:)?\w+(?:@(\d+))?")
+DEFAULT_LEAD_S = 60  # sbatch's, without @SECONDS
+
+
+def script_lead(script: str) -> int | None:
+    """Returns how many seconds before its limit the ``#SBATCH`` lines of a script request a signal; None if they do
+    not.
+    """
+    header = itertools.takewhile(lambda line: not line.strip() or line.startswith("#"), script.splitlines())
+    found = [match for match in map(SIGNAL.match, header) if match is not None]
+    return int(found[-1][1] or DEFAULT_LEAD_S) if found else None
+
+
+def short_lead(script: str, needed: StopTime) -> str | None:
+    """Returns a warning if a script requests its signal too late for the final checkpoint."""
+    lead = script_lead(script)
+    if lead is None or lead >= needed.seconds:
+        return None
+    return (
+        f"warning: #SBATCH --signal requests the signal {lead} s before the time limit, but saving may take "
+        f"{needed.seconds:g} s: {needed.reason}\n"
+        f"  fix: #SBATCH --signal=USR2@{math.ceil(needed.seconds)} in the script, or sbatch --signal=USR2@"
+        f"{math.ceil(needed.seconds)}, which overrides the line and is not visible here"
+    )
 
 
 def _fitting(job: Job, partition: Partition) -> list[NodeKind]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from itertools import cycle
 
 import pytest
 import yaml
 
-from hpc_train.config.compose import config_directory
+from hpc_train.config.arguments import CommandLine, with_right_plus
+from hpc_train.config.compose import config_directory, typed
+from hpc_train.config.run_path import SCRATCH
+from hpc_train.config.schema import Config, StrategyConfig
 from hpc_train.errors import UserError
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.plan.memory import estimate
@@ -20,42 +23,120 @@ CONF = config_directory()
 FILES = sorted(
     path.relative_to(CONF).with_suffix("") for path in CONF.glob("*/*.yaml") if path.stem != "extension"
 )  # tests/extensions composes that one
-STRATEGIES = sorted(path.stem for path in CONF.glob("strategy/*.yaml"))
-EXPERIMENTS = sorted(path.stem for path in CONF.glob("experiment/*.yaml"))
-NEEDED = {  # what a file leaves to the user
-    "data/tokens": ["data.path=/data", "data.vocab_size=256"],
-    "data/cifar100": ["data.path=/data", "model=vit_tiny", "model.patch_size=8"],
-    "data/images": ["data.path=/data", "data.n_classes=5", "model=vit_tiny"],
-    "data/shards": ["data.path=/data", "data.n_classes=5", "model=vit_tiny"],
-    "data/custom": ["data._target_=package.Data", "model.vocab_size=256"],
-    "model/custom": ["model._target_=package.Model"],
-}
 
 
-def needed(file: Path) -> list[str]:
-    group, name = file.parts
-    if group == "model" and name.startswith("vit"):
-        return ["data=synthetic", "data.task=images", "data.image_size=112"]
-    if group == "experiment" and "hybrid" not in name and not name.startswith("gpt"):
-        return ["data.path=/data"]
-    return NEEDED.get(str(file), [])
+def names(group: str) -> list[str]:
+    return [file.name for file in FILES if file.parent.name == group]
 
 
-@pytest.mark.parametrize("file", FILES, ids=str)
-def test_every_file_composes_to_valid_values(file: Path) -> None:
-    group, name = file.parts
-    check_values(config_of(f"{group}={name}", *needed(file)))
+STRATEGIES, EXPERIMENTS = names("strategy"), names("experiment")
+# what the files leave to the user
+TOKENS = (
+    ["data=text"],
+    ["data=tokens", "data.path=/data", "data.vocab_size=256"],
+    ["data=synthetic"],
+    ["data=custom", "data._target_=package.Data", "model.vocab_size=256"],
+)
+IMAGES = (
+    ["data=synthetic", "data.task=images", "data.image_size=112"],
+    ["data=cifar100", "data.path=/data", "model.patch_size=8"],
+    ["data=images", "data.path=/data", "data.n_classes=5"],
+    ["data=shards", "data.path=/data", "data.n_classes=5"],
+)
+SITE = ["cluster.account=project_1", "run.root=/runs"]
+
+
+def of_experiment(name: str) -> list[str]:
+    path = [] if "hybrid" in name or name.startswith("gpt") else ["data.path=/data"]
+    return [f"experiment={name}", *path]
+
+
+def models() -> list[list[str]]:
+    """Every model and every data source, in pairs that fit."""
+    images = zip([name for name in names("model") if name.startswith("vit")], cycle(IMAGES), strict=False)
+    texts = zip([name for name in names("model") if name.startswith(("gpt", "llama"))], cycle(TOKENS), strict=False)
+    custom = ["model=custom", "model._target_=package.Model"]
+    return [custom, *([f"model={model}", *data] for model, data in (*images, *texts))]
+
+
+def rows() -> list[list[str]]:
+    """Command lines that together choose every file but the experiments: composing each one by itself takes minutes."""
+    groups = ("cluster", "strategy", "optim", "precision", "train", "run")
+    columns = [models(), *([[f"{group}={name}"] for name in names(group)] for group in groups)]
+    count = max(map(len, columns))
+    return [[*SITE, *(part for column in columns for part in column[row % len(column)])] for row in range(count)]
+
+
+@pytest.fixture(autouse=True)
+def scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets the variables that sites set."""
+    monkeypatch.delenv("HPC_TRAIN_ROOT", raising=False)
+    for name in SCRATCH:
+        monkeypatch.setenv(name, "/mine")
+    monkeypatch.setenv("USER", "me")
+
+
+def test_every_file_is_in_a_row() -> None:
+    chosen = {part for row in rows() for part in row}
+    assert {f"{file.parent}={file.name}" for file in FILES if file.parent.name != "experiment"} <= chosen
+
+
+@pytest.mark.parametrize("row", rows(), ids=" ".join)
+def test_every_file_composes_to_valid_values(row: list[str]) -> None:
+    check_values(config_of(*row))
 
 
 @pytest.mark.parametrize(
-    ("strategy", "experiment"),
-    [*((strategy, "hybrid_8gpu") for strategy in STRATEGIES), *(("zero2", experiment) for experiment in EXPERIMENTS)],
+    ("site", "root"),
+    [
+        ("clariden", "/capstor/scratch/cscs/me/hpc_train"),
+        ("lumi", "/scratch/project_1/hpc_train"),
+        ("leonardo_booster", "/mine/hpc_train"),
+        ("aws_parallelcluster", "/fsx/hpc_train"),
+    ],
 )
+def test_a_site_keeps_runs_on_its_scratch_space(site: str, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = f"cluster={site}", "cluster.account=project_1"
+    assert config_of(*chosen).run.root == root
+    monkeypatch.setenv("HPC_TRAIN_ROOT", "/own")
+    assert config_of(*chosen).run.root == "/own"
+
+
+def test_every_public_site_names_its_sources() -> None:
+    sites = [path for path in (CONF / "cluster").glob("*.yaml") if path.stem not in ("auto", "local", "slurm")]
+    assert len(sites) >= 8
+    assert all("https://" in path.read_text() for path in sites)
+
+
+@pytest.mark.parametrize(("site", "below"), [("roihu", "/scratch"), ("berzelius", "/proj")])
+def test_a_directory_that_depends_on_the_project_is_asked_for(site: str, below: str) -> None:
+    with pytest.raises(UserError, match=f"the directory of your project below {below} is unknown"):
+        config_of(f"cluster={site}")
+
+
+def composed(*jobs: list[str]) -> list[Config]:
+    """Composes jobs that differ in values only from one composed config, like the jobs of a sweep."""
+    with CommandLine.parse([]).composer() as compose:
+        return [typed(compose(job)) for job in jobs]
+
+
+def strategy_alone(name: str) -> StrategyConfig:
+    """The strategy as composed without an experiment. The row is composed once for all tests."""
+    return config_of(*next(row for row in rows() if f"strategy={name}" in row)).strategy
+
+
+@pytest.mark.parametrize(("strategy", "experiment"), [*zip(STRATEGIES, cycle(EXPERIMENTS), strict=False)])
 def test_any_strategy_replaces_that_of_any_experiment(strategy: str, experiment: str) -> None:
-    alone = config_of(f"strategy={strategy}").strategy
-    arguments = [f"experiment={experiment}", *needed(Path("experiment", experiment))]
-    forms = (f"strategy={strategy}", f"+strategy={strategy}")
-    assert [config_of(*arguments, form).strategy for form in forms] == [alone, alone]
+    """The pairs contain every strategy and every experiment. An experiment chooses a strategy, so no plus is needed."""
+    (config,) = composed([*of_experiment(experiment), f"strategy={strategy}"])
+    check_values(config)
+    assert config.strategy == strategy_alone(strategy)
+
+
+def test_a_plus_before_strategy_makes_no_difference() -> None:
+    for arguments in (["experiment=hybrid_8gpu"], []):
+        forms = [with_right_plus([*arguments, f"{plus}strategy=zero2"]) for plus in ("", "+")]
+        assert forms[0] == forms[1]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -68,7 +149,8 @@ def test_every_strategy_file_sets_each_key_of_the_split(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_fits_or_says_what_would(strategy: str) -> None:
-    config = config_of(f"strategy={strategy}", "batch.global_size=24")
+    config = config_of("model=gpt_tiny")
+    config.strategy, config.batch.global_size = strategy_alone(strategy), 24
     for workers in (1, 2, 3, 4, 8):
         try:
             layout = resolve_layout(config, nodes=1, workers_per_node=workers)
@@ -81,12 +163,14 @@ def test_every_strategy_fits_or_says_what_would(strategy: str) -> None:
 
 
 def test_all_stages_come_from_the_workers_that_there_are() -> None:
-    pipeline = config_of("strategy=pp")
+    pipeline = config_of("model=gpt_tiny")
+    pipeline.strategy = strategy_alone("pp")
     assert [resolve_layout(pipeline, 1, workers).pp for workers in (1, 2, 4, 8)] == [1, 2, 4, 4]
     assert "4 layers" in resolve_layout(pipeline, 1, 8).notes[0]
-    interleaved = config_of("strategy=pp", "strategy.schedule=interleaved_1f1b", "strategy.stages_per_rank=2")
-    assert resolve_layout(interleaved, 1, 4).pp == 2
-    assert resolve_layout(config_of("strategy=model_parallel"), 1, 4).micro_batches == 1
+    pipeline.strategy.schedule, pipeline.strategy.stages_per_rank = "interleaved_1f1b", 2
+    assert resolve_layout(pipeline, 1, 4).pp == 2
+    pipeline.strategy = strategy_alone("model_parallel")
+    assert resolve_layout(pipeline, 1, 4).micro_batches == 1
     with pytest.raises(UserError, match=r"more than the 1 available workers") as refused:
         resolve_layout(config_of("strategy=hybrid3d", "strategy.pp=4", "strategy.tp=2"), 1, 2)
     assert refused.value.fix.startswith("strategy.pp=1 or fewer")
@@ -103,8 +187,7 @@ def test_the_experiments_are_the_cases_they_are_named_for() -> None:
     }
     llama = config_of("experiment=llama7b_4xa100", "data.path=/data")
     assert (llama.strategy.data_parallel, llama.train.activation_checkpointing) == ("zero3", "full")
-    for switched in ROWS.values():
-        config = config_of("experiment=gpt1b_h200", *switched)
+    for config in composed(*(["experiment=gpt1b_h200", *switched] for switched in ROWS.values())):
         memory = estimate(config, validate(config, 1, 1))
         assert memory is not None and memory.total < 0.9 * 141e9
     hybrid = resolve_layout(config_of("experiment=hybrid_8gpu"), 1, 8)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from hpc_train.config.schema import ClusterConfig, GPTConfig
+from hpc_train.checkpoint.space import StopTime
+from hpc_train.commands import batch
+from hpc_train.config.schema import ClusterConfig, Config, ElasticConfig, GPTConfig
 from hpc_train.errors import UserError
 from hpc_train.launch.container import Container, container_of
-from hpc_train.launch.sbatch import arguments, options, stop_note
+from hpc_train.launch.sbatch import arguments, options, script_lead, short_lead, stop_note
 from hpc_train.launch.script import Script, by_hand, freezing, one_run, render, run_of_task
+from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import append_line
 from hpc_train.slurm.site import NodeKind, Partition, Site
@@ -176,3 +180,42 @@ def test_a_job_is_asked_to_stop_in_time_for_its_save(tmp_path: Path) -> None:
 def test_what_cannot_be_asked(cluster: ClusterConfig, tmp_path: Path) -> None:
     with pytest.raises(UserError):
         options(make_job(tmp_path / "sweep", cluster=cluster))
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("#SBATCH --signal=USR2@120  # before the limit", 120),
+        ("#SBATCH --nodes=2 --signal B:USR1@600", 600),
+        ("#SBATCH --signal=USR2", 60),
+        ("#SBATCH --signal=USR2@60\n#SBATCH --signal=USR2@90", 90),
+        ("##SBATCH --signal=USR2@120", None),
+        ("#SBATCH --nodes=2\n\necho\n#SBATCH --signal=USR2@120", None),
+    ],
+)
+def test_the_lead_of_a_script(lines: str, expected: int | None) -> None:
+    assert script_lead(f"#!/bin/bash\n{lines}\n") == expected
+
+
+def test_a_script_whose_signal_comes_too_late() -> None:
+    warning = short_lead("#SBATCH --signal=USR2@120\n", StopTime(690.0, "2 x 140 GiB at 0.5 GB/s per node"))
+    assert warning is not None
+    assert "120 s before the time limit" in warning
+    assert "--signal=USR2@690" in warning
+    assert short_lead("#SBATCH --signal=USR2@120\n", StopTime(120.0, "")) is None
+    assert short_lead("srun agent\n", StopTime(690.0, "")) is None
+
+
+def test_freeze_reads_the_script_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "slurm_script"
+    script.write_text("#!/bin/bash\n#SBATCH --signal=USR2@120\n")
+    shell = SimpleNamespace(cmdline=lambda: ["/bin/bash", str(script), "+strategy=dp"])
+    monkeypatch.setattr(batch.psutil, "Process", lambda: SimpleNamespace(parents=lambda: [shell]))
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    run = RunDirectory(tmp_path)
+    batch.warn_of_late_signal(Config(elastic=ElasticConfig(stop_grace_s=121)), run)
+    assert "may take 121 s: elastic.stop_grace_s" in capsys.readouterr().err
+    batch.warn_of_late_signal(Config(elastic=ElasticConfig(stop_grace_s=100)), run)
+    assert capsys.readouterr().err == ""
