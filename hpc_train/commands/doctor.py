@@ -164,7 +164,7 @@ def _submit(config: Config, overrides: Sequence[str], options: argparse.Namespac
         )
     shown = [f"--{name}" for name in ("json", "verbose") if getattr(options, name)]
     extra = [*resources(config, overrides), f"--time={SHORT}", *shlex.split(options.sbatch)]
-    return follow(submit(["doctor", *shown, *overrides], config, Path(config.run.root) / "doctor", extra))
+    return follow(submit(["doctor", *overrides, *shown], config, Path(config.run.root) / "doctor", extra))
 
 
 def _examine_this_node(config: Config) -> NodeReport:
