@@ -28,8 +28,8 @@ if TYPE_CHECKING:  # the quick check of a node starts without what the others im
     from hpc_train.fabric.versions import Version
 
 SHORT = "00:10:00"
-OWN_OPTIONS = ("--json", "--verbose", "--nodes", "--submit", "--sbatch", "--node", "--quiet", "--gpus", "--openmetrics",
-               "--sysfs", "--topo", "--ibstat", "--nccl", "--help")  # fmt: skip
+OWN_OPTIONS = ("--json", "--verbose", "--nodes", "--measure", "--submit", "--sbatch", "--node", "--quiet", "--gpus",
+               "--openmetrics", "--sysfs", "--topo", "--ibstat", "--nccl", "--help")  # fmt: skip
 
 
 def main(arguments: list[str]) -> int:
@@ -174,7 +174,7 @@ def _submit(config: Config, overrides: Sequence[str], options: argparse.Namespac
         nodes = config.cluster.nodes if isinstance(config.cluster.nodes, int) else 1
         config = with_all_workers(config, nodes * ANY_NUMBER)
     extra = [*resources(config, overrides), f"--time={SHORT}", *shlex.split(options.sbatch)]
-    return follow(submit(["doctor", *_words(options), *overrides], config, Path(config.run.root) / "doctor", extra))
+    return follow(submit(["doctor", *overrides, *_words(options)], config, Path(config.run.root) / "doctor", extra))
 
 
 def _words(options: argparse.Namespace) -> list[str]:
