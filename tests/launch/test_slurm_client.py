@@ -127,6 +127,6 @@ def test_only_the_client_runs_commands_of_slurm() -> None:
         name for name, words in text.items() if "subprocess.run(" in words or "subprocess.check_output(" in words
     }
     assert running == {
-        "cluster/gpus.py", "cluster/storage.py", "fabric/discovery.py", "fabric/nvidia_smi.py", "run/code.py",
-        "plan/validate.py", "run/freeze.py",
+        "cluster/gpus.py", "cluster/placement.py", "cluster/storage.py", "fabric/discovery.py", "fabric/nvidia_smi.py",
+        "run/code.py", "plan/validate.py", "run/freeze.py",
     }  # fmt: skip
