@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train import cli
 from hpc_train.cluster.allocation import misplaced, refuse_misplaced
 from hpc_train.run.directory import RunDirectory
 from tests.doors.command import TINY, environment, hpc_train
@@ -39,18 +40,21 @@ def test_a_config_for_a_step_of_several_nodes_is_refused(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_directory_alone_goes_to_the_agent(tmp_path: Path) -> None:
-    frozen = hpc_train("freeze", "+strategy=single", *TINY, "run.name=run", cwd=tmp_path)
-    assert frozen.returncode == 0, frozen.stderr
-    done = hpc_train(frozen.stdout.strip(), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert len(RunDirectory(tmp_path / "outputs" / "run").read_metrics()) == 6
+def test_a_run_directory_alone_goes_to_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``tests/doors`` shows that the agent trains a frozen run."""
+    called: list[list[str]] = []
+    monkeypatch.setattr("hpc_train.commands.batch.start_agent", lambda arguments: called.append(arguments) or 7)
+    RunDirectory(tmp_path).config.touch()
+    assert cli.run([str(tmp_path)]) == 7
+    assert called == [[str(tmp_path)]]
 
 
-@pytest.mark.parametrize("arguments", [["+strategy=dp", *TINY], ["agent", "."]])
 @pytest.mark.parametrize(
-    ("variables", "said"),
-    [(TORCHRUN, "torchrun"), ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "1"}, "--ntasks-per-node=1")],
+    ("arguments", "variables", "said"),
+    [
+        (["+strategy=dp", *TINY], TORCHRUN, "torchrun"),
+        (["agent", "."], {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "1"}, "--ntasks-per-node=1"),
+    ],
 )
 def test_the_first_says_why(tmp_path: Path, arguments: list[str], variables: dict[str, str], said: str) -> None:
     done = hpc_train(*arguments, cwd=tmp_path, env=environment(**variables))
