@@ -13,16 +13,13 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from hpc_train.cluster.allocation import expand
 from hpc_train.plan.layout import Layout
 
-IMEX_CHANNELS = Path("/dev/nvidia-caps-imex-channels")
 TORUS = re.compile(r"(?P<name>.+):(?P<x>\d+):(?P<y>\d+):(?P<z>\d+)\..+")
 
 
@@ -33,36 +30,12 @@ def switch_address(environment: Mapping[str, str] = os.environ) -> str | None:
     return address if "." in address and not named_only else None
 
 
-def with_clique(address: str | None, name: str, clique: str | None) -> str | None:
+def with_nvlink_domain(address: str | None, name: str, domain: str | None) -> str | None:
     """Adds the NVLink domain of a node to its position, below the switch, since a domain is within a rack."""
-    if clique is None:
+    if domain is None:
         return address
     above, _, last = (address or name).rpartition(".")
-    return ".".join(part for part in (above, clique, last) if part)
-
-
-def parse_clique(text: str) -> str | None:
-    """Returns the NVLink domain of a node in the output of ``nvidia-smi -q``, as cluster UUID and clique id.
-
-    None if the GPUs are in no domain of several nodes (the UUID is zero), or in several.
-    """
-    uuids = re.findall(r"^\s*ClusterUUID\s*:\s*([0-9a-fA-F-]{36})\s*$", text, flags=re.MULTILINE)
-    ids = re.findall(r"^\s*CliqueId\s*:\s*(\d+)\s*$", text, flags=re.MULTILINE)
-    found = {*zip(uuids, ids, strict=False)}
-    if len(found) != 1 or len(uuids) != len(ids) or not set(uuids[0]) - set("0-"):
-        return None
-    return f"nvlink-{uuids[0]}-{ids[0]}"
-
-
-def read_clique(timeout_s: float = 30.0) -> str | None:
-    """Returns the NVLink domain of this node; None on nodes without IMEX channels, which such domains require."""
-    if not IMEX_CHANNELS.exists():
-        return None
-    try:
-        done = subprocess.run(["nvidia-smi", "-q"], capture_output=True, text=True, timeout=timeout_s, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return parse_clique(done.stdout)
+    return ".".join(part for part in (above, domain, last) if part)
 
 
 def node_order(addresses: Sequence[str]) -> tuple[int, ...]:

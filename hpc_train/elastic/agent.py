@@ -20,7 +20,7 @@ from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.cluster.allocation import LOOPBACK, Allocation, current_allocation, meeting_at, workers_per_node
 from hpc_train.cluster.environment import Variable, apply, node_local_caches, own_environment, threads_per_rank
 from hpc_train.cluster.gpus import UnusableGpus, gpu_memory
-from hpc_train.cluster.placement import read_clique, switch_address
+from hpc_train.cluster.placement import switch_address
 from hpc_train.config.schema import Config
 from hpc_train.elastic.attempts import Attempts, run_attempt
 from hpc_train.elastic.client import RendezvousClient, ServerLost, requeue_after_server_loss, wait_for_server
@@ -176,11 +176,7 @@ def _this_node(config: Config, allocation: Allocation) -> Node:
     number, name, address = allocation.node_rank, allocation.node_name, allocation.address
     # nvidia-smi takes up to seconds, and only the choice of pipeline ranks on several nodes needs the memory
     memory = gpu_memory(None) if gpus and allocation.nodes > 1 and config.strategy.pp == "auto" else None
-    clique = read_clique() if gpus and allocation.nodes > 1 else None
-    return Node(
-        number, name, address, switch_address(), gpus, workers,
-        unfit=unfit, refusal=refusal, gpu_memory=memory, clique=clique,
-    )  # fmt: skip
+    return Node(number, name, address, switch_address(), gpus, workers, unfit=unfit, refusal=refusal, gpu_memory=memory)
 
 
 def _server_host(allocation: Allocation, server: ServerAddress) -> str | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.cluster.gpus import KEY as GPUS_KEY
-from hpc_train.cluster.placement import node_order, with_clique
+from hpc_train.cluster.placement import node_order, with_nvlink_domain
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
 from hpc_train.fabric.facts import NodeFacts
@@ -91,7 +91,6 @@ class Node:
         unfit: why it cannot take part; None if it can.
         refusal: the message of a config error, which no other node can make up for.
         gpu_memory: the bytes of its smallest GPU; None if unknown, or if the layout does not depend on it.
-        clique: its NVLink domain of several nodes; None if it is in none.
     """
 
     number: int
@@ -104,12 +103,11 @@ class Node:
     unfit: Unfit | None = None
     refusal: str | None = None
     gpu_memory: float | None = None
-    clique: str | None = None
 
     @property
     def position(self) -> str | None:
         """Its position in the network, with its NVLink domain; None if unknown."""
-        return with_clique(self.switch, self.name, self.clique)
+        return with_nvlink_domain(self.switch, self.name, self.facts.nvlink_domain)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -13,12 +13,12 @@ from hpc_train.cluster.placement import (
     mapping,
     network_of,
     node_order,
-    parse_clique,
     parse_switch_sizes,
     switch_address,
-    with_clique,
+    with_nvlink_domain,
 )
 from hpc_train.elastic.nodes import Node, in_order_of_rank
+from hpc_train.fabric.facts import NodeFacts
 from hpc_train.plan.layout import Layout
 
 
@@ -82,29 +82,12 @@ def test_the_mapping_in_words() -> None:
     ]
 
 
-FABRIC = """
-    Fabric
-        State                             : Completed
-        Status                            : Success
-        CliqueId                          : {clique}
-        ClusterUUID                       : {uuid}
-"""
-UUID = "c78b1fff-1234-4d2a-9c1e-0123456789ab"
-
-
-def test_the_nvlink_domain_of_a_node() -> None:
-    one = FABRIC.format(clique=32766, uuid=UUID)
-    assert parse_clique(one * 4) == f"nvlink-{UUID}-32766"
-    assert parse_clique(one + FABRIC.format(clique=1, uuid=UUID)) is None
-    assert parse_clique(FABRIC.format(clique=0, uuid="00000000-0000-0000-0000-000000000000")) is None
-    assert parse_clique(FABRIC.format(clique="N/A", uuid="N/A")) is None
-    assert with_clique("spine.rack1.n1", "n1", "c") == "spine.rack1.c.n1"
-    assert with_clique(None, "n1", "c") == "c.n1"
-    assert with_clique(None, "n1", None) is None
-
-
 def test_nodes_of_an_nvlink_domain_come_together_without_a_description_of_switches() -> None:
-    nodes = [Node(number, f"n{number}", "", None, 4, 4, clique="ab"[number % 2]) for number in range(4)]
+    assert with_nvlink_domain("spine.rack1.n1", "n1", "u.1") == "spine.rack1.u.1.n1"
+    assert with_nvlink_domain(None, "n1", "u.1") == "u.1.n1"
+    assert with_nvlink_domain(None, "n1", None) is None
+    facts = [NodeFacts(nvlink_domain=f"u.{number % 2}") for number in range(4)]
+    nodes = [Node(number, f"n{number}", "", None, 4, 4, facts[number]) for number in range(4)]
     assert [node.number for node in in_order_of_rank(nodes)] == [0, 2, 1, 3]
 
 

@@ -127,6 +127,6 @@ def test_only_the_client_runs_commands_of_slurm() -> None:
         name for name, words in text.items() if "subprocess.run(" in words or "subprocess.check_output(" in words
     }
     assert running == {
-        "bench/preflight.py", "cluster/gpus.py", "cluster/placement.py", "cluster/storage.py", "fabric/discovery.py",
+        "bench/preflight.py", "cluster/gpus.py", "cluster/storage.py", "fabric/discovery.py",
         "fabric/nvidia_smi.py", "plan/validate.py", "run/code.py", "run/freeze.py",
     }  # fmt: skip
