@@ -6,9 +6,11 @@ import csv
 from pathlib import Path
 
 from tests.benchmarks.compression_convergence import main
+from tests.checkpoint.progress import IN_LONG_FORM
 from tests.doors.command import TINY
 
 
+@IN_LONG_FORM  # a benchmark
 def test_the_losses_are_written_and_drawn(tmp_path: Path) -> None:
     model = [argument for argument in TINY if not argument.startswith(("train.steps", "telemetry.wandb"))]
     main(["--out", str(tmp_path), "--steps", "3", "--runs", "none,topk", *model, "cluster.gpus_per_node=0"])

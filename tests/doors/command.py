@@ -49,8 +49,8 @@ def environment(**extra: str) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(("WANDB_", "SLURM_", "HPC_TRAIN_")) and name not in SCRATCH
     }
-    fresh = keep | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "160", "CUDA_VISIBLE_DEVICES": ""}
-    return warm_parents.with_server(fresh) | extra
+    own = {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "160", "CUDA_VISIBLE_DEVICES": ""}
+    return warm_parents.with_server(keep | own | extra)
 
 
 def hpc_train(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from tests.checkpoint.progress import Progress
 from tests.faults.measured import Times, strike, trials
 from tests.faults.on_slurm import STEPS, restore, undisturbed
 from tests.slurm.cluster import Cluster, running
-from tests.warm_parents import without_server
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -29,7 +27,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def nodes() -> Iterator[Cluster]:
     """Starts a separate cluster, because the tests kill its nodes."""
     with running() as started:
-        yield replace(started, environment=without_server(started.environment))
+        yield started
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.processes import process_state
-from tests.checkpoint.progress import LONG
+from tests.checkpoint.progress import IN_LONG_FORM, LONG
 from tests.checkpoint.tensors import assert_same_bits
 from tests.checkpoint.test_commands import everything
 from tests.faults.agent import SHIFT
@@ -55,6 +55,7 @@ def test_training_goes_on_without_wandb(tmp_path: Path, whole: Path) -> None:
     assert_nothing_left(trial.run)
 
 
+@IN_LONG_FORM  # no time of one node is compared with another's
 def test_nothing_depends_on_equal_clocks(tmp_path: Path, whole: Path) -> None:
     """The clock of the second of two nodes is an hour ahead."""
     recovery = [Fault("kill", 0, RECOVERY)] if LONG else []
@@ -86,6 +87,7 @@ def on_two_nodes(run: RunDirectory, plan: Sequence[Fault], **of_second: str) -> 
     return ends
 
 
+@IN_LONG_FORM  # test_hangs has the decision
 def test_on_several_nodes_a_slow_step_is_told_and_nobody_is_killed(tmp_path: Path, whole: Path) -> None:
     """Rank 1 stands still; rank 0 waits for it in a collective."""
     run = freeze(tmp_path / "run", STEPS, EVERY, "cluster.cpu_workers=1", "elastic.hang_timeout_s=auto")

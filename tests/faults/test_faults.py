@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.elastic.rendezvous import candidate_ports
-from tests.checkpoint.progress import LONG, Progress
+from tests.checkpoint.progress import IN_LONG_FORM, LONG, Progress
 from tests.faults.measured import trials
 from tests.faults.plan import CRASHES, ENDS, HANGS, IN_SURROUNDINGS, KINDS, PASSING, SPECIAL, Fault, draw
 from tests.faults.surroundings import Surroundings, surroundings
@@ -29,7 +29,7 @@ from tests.run.outage import detachable
 
 STEPS = 12
 EVERY = "checkpoint.every=4"
-SHORT = ("kill", "warm_parent", "collective", "storage_in_save", "agent", "request", "disk", "nan")
+SHORT = ("kill", "warm_parent", "storage_in_save", "request", "nan")
 COMMON = [
     EVERY,
     "batch.loader_workers=1",
@@ -64,6 +64,7 @@ def test_three_attempts_without_a_step_are_enough(tmp_path: Path) -> None:
     assert_nothing_left(trial.run)
 
 
+@IN_LONG_FORM  # the soak has requests, and other tests a full disk
 def test_a_preemption_while_the_event_log_cannot_be_written_saves_a_checkpoint(tmp_path: Path) -> None:
     run = freeze(tmp_path / "run", 100_000)
     outage = detachable(run.events)
@@ -80,6 +81,7 @@ def test_a_preemption_while_the_event_log_cannot_be_written_saves_a_checkpoint(t
     assert told == ["stop_requested", "checkpoint_saved"]
 
 
+@IN_LONG_FORM  # the agent's tests have each class of GPU error
 def test_a_run_survives_errors_of_its_gpus(tmp_path: Path, around: Surroundings) -> None:
     """On the only node there is: it starts again there."""
     assert_survives(tmp_path / "run", [Fault("device", 1, 6), Fault("kernel", 0, 10)], around)

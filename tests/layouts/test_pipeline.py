@@ -146,7 +146,7 @@ def test_auto_takes_a_schedule_that_goes_and_says_why() -> None:
         Cell(2, strategy={"pp": 2, "schedule": "auto", "stages_per_rank": 2}, batch={"micro_batches": 5}).layout()
 
 
-@IN_LONG_FORM  # a minute of the C++ compiler; test_engine has compiled layers with ZeRO
+@IN_LONG_FORM  # most of a minute of the C++ compiler
 def test_compiled_layers_in_a_pipeline(record: Callable[..., None]) -> None:
     record(check_cells([Cell(2, strategy=pipeline("1f1b"), train={"compile": True})], timeout=250), [])
 

@@ -34,9 +34,9 @@ def main() -> int:
     try:
         gpus = gpus_to_use("auto", machine=machine)
     except UnusableGpus as error:
-        print(f"agent on {allocation.node_name}: {error}", flush=True)
+        os.write(1, f"agent on {allocation.node_name}: {error}\n".encode())  # whole lines, also beside other tasks
         return 2
-    print(f"agent on {allocation.node_name}: {gpus} GPUs", flush=True)
+    os.write(1, f"agent on {allocation.node_name}: {gpus} GPUs\n".encode())
     return 0
 
 

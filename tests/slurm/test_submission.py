@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.run.directory import RunDirectory
+from tests.checkpoint.progress import IN_LONG_FORM
 from tests.doors.command import TINY
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import status
@@ -112,6 +113,7 @@ def test_a_sweep_of_two_shapes_is_two_arrays_and_its_losses_are_those_of_this_ma
         assert "srun" in (run.path / "job.sbatch").read_text()
 
 
+@IN_LONG_FORM  # the sweep below compares losses, too
 def test_four_nodes_give_the_losses_of_this_machine(
     cluster: Cluster, tmp_path: Path, local_losses: list[float]
 ) -> None:

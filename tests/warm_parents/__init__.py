@@ -6,7 +6,7 @@ tests start some hundred agents, and this import was two thirds of their CPU tim
 nothing of hpc_train, forks a process, and that process runs the command that the agent would have executed.
 ``sitecustomize`` redirects the agent and falls back to a new process if the server cannot reproduce it.
 
-The long forms and the tests that kill nodes, agents and warm parents start their warm parents as users do.
+The long forms, and the tests that inject faults into an agent and its processes, start warm parents as users do.
 """
 
 from __future__ import annotations
@@ -30,11 +30,6 @@ def with_server(environment: Mapping[str, str]) -> dict[str, str]:
         return dict(environment)
     path = os.pathsep.join([str(HERE), environment["PYTHONPATH"]] if "PYTHONPATH" in environment else [str(HERE)])
     return {**environment, "PYTHONPATH": path, SOCKET: _server()[0]}
-
-
-def without_server(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns ``environment`` for agents that start their warm parents as users do."""
-    return {name: value for name, value in environment.items() if name != SOCKET}
 
 
 @functools.cache

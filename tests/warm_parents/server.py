@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import pickle
 import random
@@ -119,6 +120,8 @@ def become(request: dict[str, Any], descriptors: list[int]) -> None:
     sys.modules["__main__"] = types.ModuleType("__main__")
     random.seed()
     gc.enable()
+    with contextlib.suppress(ImportError):
+        importlib.import_module("sitecustomize")
 
 
 if __name__ == "__main__":

@@ -38,3 +38,8 @@ if folder:
     for value in list(vars(schema).values()):
         if isinstance(value, type) and is_dataclass(value) and value.__module__.startswith(schema.__name__):
             _record(value)
+
+if "TESTS_WARM_PARENTS" in os.environ:
+    from tests.warm_parents.sitecustomize import redirect
+
+    redirect()
