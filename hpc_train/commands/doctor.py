@@ -177,8 +177,9 @@ def _submit(asked: Asked, overrides: Sequence[str], options: argparse.Namespace)
 def _words(options: argparse.Namespace) -> list[str]:
     """Returns the options for the same command on other nodes."""
     flags = [f"--{name}" for name in ("json", "verbose", "measure") if getattr(options, name)]
-    version = [] if options.nccl is None else ["--nccl", options.nccl]
-    return [*flags, "--nodes", str(options.nodes), *version]
+    size = [] if options.measure else ["--nodes", str(options.nodes)]
+    version = [] if options.measure or options.nccl is None else ["--nccl", options.nccl]
+    return [*flags, *size, *version]
 
 
 def _measure(config: Config, overrides: Sequence[str], options: argparse.Namespace) -> int:
