@@ -217,24 +217,26 @@ class AmdNode:
     Attributes:
         gpus: the devices of this job in ROCm's order, including those that are not counted.
         there: the number of Instinct devices of the node, also those of other jobs.
+        managed: how many of them the driver lists.
         loaded: whether the driver amdgpu shows its topology.
         devices: usually ``/dev``.
     """
 
     gpus: tuple[AmdGpu, ...]
     there: int
+    managed: int
     loaded: bool
     devices: Path
 
     @classmethod
     def read(cls, nodes: Path, pci: Path, devices: Path) -> AmdNode | None:
         """Returns None for a node without Instinct GPUs: a laptop with an integrated GPU also has the driver."""
-        gpus, plugged = read_gpus(nodes), _on_bus(pci)
+        gpus, plugged = read_gpus(nodes), len(instinct_on_bus(pci))
         own = sum(gpu.compute for gpu in gpus)
         if not own and not plugged:
             return None
         others = sum(not _properties(folder / "properties") for folder in _numbered(nodes))
-        return cls(gpus, max(plugged, own + others), nodes.is_dir(), devices)
+        return cls(gpus, max(plugged, own + others), own + others, nodes.is_dir(), devices)
 
     def visible(self, environment: Mapping[str, str] = os.environ) -> tuple[AmdGpu, ...]:
         """Returns the devices on which ranks can run, in HIP's order. Devices after one that is not counted are left
@@ -305,12 +307,12 @@ def _may_open(device: Path) -> bool:
     return device.exists() and os.access(device, os.R_OK | os.W_OK)
 
 
-def _on_bus(pci: Path) -> int:
-    """Counts the Instinct GPUs on the PCI bus, which shows them without a driver, too."""
+def instinct_on_bus(pci: Path) -> tuple[str, ...]:
+    """Returns the addresses of the Instinct GPUs on the PCI bus, which shows them without a driver, too."""
     if not pci.is_dir():
-        return 0
-    found = [path for path in pci.iterdir() if _text(path / "vendor") == VENDOR]
-    return sum(_text(path / "device").lower() in _IDS for path in found)
+        return ()
+    found = [path for path in sorted(pci.iterdir()) if _text(path / "vendor") == VENDOR]
+    return tuple(path.name for path in found if _text(path / "device").lower() in _IDS)
 
 
 _IDS = {f"0x{number:04x}" for number in _PRODUCTS}

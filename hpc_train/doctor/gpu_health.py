@@ -288,7 +288,7 @@ def judge(gpus: Sequence[GpuState], node: str, fabric_manager: bool | None = Non
     Args:
         fabric_manager: whether a node with NVSwitches runs the fabric manager; None on other nodes or if unknown.
     """
-    found = [finding for gpu in gpus for finding in (*_memory(gpu, node), *_speed(gpu, node))]
+    found = [finding for gpu in gpus for finding in (*_memory(gpu, node), *judge_speed(gpu, node))]
     found += [*_links(gpus, node), *_fabric(gpus, node, fabric_manager)]
     if gpus and not found:
         links = {gpu.links for gpu in gpus if gpu.links}
@@ -297,7 +297,8 @@ def judge(gpus: Sequence[GpuState], node: str, fabric_manager: bool | None = Non
     yield from found
 
 
-def _out(node: str, action: str) -> str:
+def out_of_service(node: str, action: str) -> str:
+    """Returns the fix of a defect: what the user does now, and what the staff should do."""
     return f"cluster.exclude={node}; for the staff: {action}"
 
 
@@ -305,26 +306,29 @@ def _memory(gpu: GpuState, node: str) -> Iterator[Finding]:
     reset = f"drain the node and reset the GPU (nvidia-smi -r -i {gpu.pci or gpu.index})"
     if gpu.rows_failed:
         text = f"{gpu.name}: memory rows could not be remapped"
-        yield Finding(SUBJECT, ERROR, text, _out(node, "replace the GPU"))
+        yield Finding(SUBJECT, ERROR, text, out_of_service(node, "replace the GPU"))
     if gpu.sram_exceeded:
         text = f"{gpu.name}: uncorrectable errors in SRAM exceed the driver's threshold"
-        yield Finding(SUBJECT, ERROR, text, _out(node, "run the field diagnostics; the GPU qualifies for replacement"))
+        yield Finding(
+            SUBJECT, ERROR, text, out_of_service(node, "run the field diagnostics; the GPU qualifies for replacement")
+        )
     if gpu.uncorrected:
         text = f"{gpu.name}: {gpu.uncorrected} uncorrectable memory errors (ECC) since the driver was loaded"
-        yield Finding(SUBJECT, ERROR, text, _out(node, reset))
+        yield Finding(SUBJECT, ERROR, text, out_of_service(node, reset))
     if gpu.recovery not in (None, "None"):
         action = "reboot the node" if "reboot" in (gpu.recovery or "").lower() else reset
-        yield Finding(SUBJECT, ERROR, f"{gpu.name}: the driver requests: {gpu.recovery}", _out(node, action))
+        yield Finding(SUBJECT, ERROR, f"{gpu.name}: the driver requests: {gpu.recovery}", out_of_service(node, action))
     if gpu.rows_pending or gpu.pages_pending:
         what = "memory rows wait to be remapped" if gpu.rows_pending else "memory pages wait to be retired"
-        yield Finding(SUBJECT, WARNING, f"{gpu.name}: {what}", _out(node, reset))
+        yield Finding(SUBJECT, WARNING, f"{gpu.name}: {what}", out_of_service(node, reset))
 
 
-def _speed(gpu: GpuState, node: str) -> Iterator[Finding]:
+def judge_speed(gpu: GpuState, node: str) -> Iterator[Finding]:
+    """Reports reduced clocks, and a PCIe link with fewer lanes or a lower generation than possible."""
     if gpu.slowdowns:
         text = f"{gpu.name}: its clocks are reduced: {' and '.join(gpu.slowdowns)}"
-        yield Finding(SUBJECT, WARNING, text, _out(node, "check cooling and power"))
-    slot = _out(node, "reseat the GPU or its riser, check the BIOS settings of the slot")
+        yield Finding(SUBJECT, WARNING, text, out_of_service(node, "check cooling and power"))
+    slot = out_of_service(node, "reseat the GPU or its riser, check the BIOS settings of the slot")
     if gpu.pcie_width and gpu.pcie_max_width and gpu.pcie_width < gpu.pcie_max_width:
         text = f"{gpu.name}: its PCIe link has {gpu.pcie_width} of {gpu.pcie_max_width} lanes"
         yield Finding(SUBJECT, WARNING, text, slot)
@@ -344,11 +348,11 @@ def _links(gpus: Sequence[GpuState], node: str) -> Iterator[Finding]:
             if (gpu.links or 0) < most:
                 text = f"{gpu.name}: {gpu.links} NVLinks are active, other GPUs have {most}"
                 action = "drain the node, restart nvidia-fabricmanager and reset all GPUs, or reboot"
-                yield Finding(SUBJECT, ERROR, text, _out(node, action))
+                yield Finding(SUBJECT, ERROR, text, out_of_service(node, action))
 
 
 def _fabric(gpus: Sequence[GpuState], node: str, fabric_manager: bool | None) -> Iterator[Finding]:
-    restart = _out(node, "systemctl restart nvidia-fabricmanager; its version must be the driver's")
+    restart = out_of_service(node, "systemctl restart nvidia-fabricmanager; its version must be the driver's")
     waiting = [gpu for gpu in gpus if gpu.fabric not in (None, "Completed") and not gpu.mig]
     if waiting:
         text = f"{waiting[0].name}: its registration with the fabric manager is {waiting[0].fabric!r}"
@@ -359,7 +363,9 @@ def _fabric(gpus: Sequence[GpuState], node: str, fabric_manager: bool | None) ->
     for gpu in gpus:
         if gpu.fabric_fault:
             text = f"{gpu.name}: the NVLink fabric is unhealthy: {gpu.fabric_fault}"
-            yield Finding(SUBJECT, ERROR, text, _out(node, "check the NVSwitches and the fabric manager's log"))
+            yield Finding(
+                SUBJECT, ERROR, text, out_of_service(node, "check the NVSwitches and the fabric manager's log")
+            )
 
 
 def judge_processes(gpus: Sequence[GpuState], own: frozenset[int]) -> Iterator[Finding]:

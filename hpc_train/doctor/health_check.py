@@ -15,45 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.cluster.gpus import own_gpus
+from hpc_train.doctor.amd_health import amd_health
 from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding, worst
 from hpc_train.doctor.gpu_health import HANGS, SUBJECT, GpuReading, GpuState, judge, read_gpus
 from hpc_train.doctor.kernel_log import GpuError, find_errors, judge_log, read_kernel_log
 from hpc_train.doctor.nvml import read_nvml
 from hpc_train.doctor.port_health import PortState, judge_ports, read_ports
+from hpc_train.doctor.vendor import Paths, VendorHealth
 from hpc_train.slurm.client import show_nodes
 from hpc_train.slurm.site import gpus_of
 
 NVIDIA, ACCELERATOR = "0x10de", "0x0302"  # PCI vendor, and the class of a GPU without a display output
 SLURM_S = 2.0
 LONGEST = 240  # characters of the line; Slurm cuts long reasons
-
-
-@dataclass(frozen=True)
-class Paths:
-    """Where a node shows its devices; a test sets other directories."""
-
-    pci: Path = Path("/sys/bus/pci/devices")
-    driver: Path = Path("/proc/driver/nvidia/gpus")
-    devices: Path = Path("/dev")
-    proc: Path = Path("/proc")
-    rdma: Path = Path("/sys/class/infiniband")
-    kmsg: Path = Path("/dev/kmsg")
-
-
-@dataclass(frozen=True)
-class VendorHealth:
-    """The GPUs of one vendor.
-
-    Attributes:
-        present: GPUs of the node, also those of other jobs.
-        shared: the GPUs are cut into slices, so that Slurm counts something else.
-    """
-
-    present: int = 0
-    shared: bool = False
-    gpus: tuple[GpuState, ...] = ()
-    errors: tuple[GpuError, ...] = ()
-    findings: tuple[Finding, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,7 +106,7 @@ def nvidia_health(node: str, quick: bool, paths: Paths) -> VendorHealth:
     return VendorHealth(present, shared, reading.gpus, find_errors(lines or ()), findings)
 
 
-VENDORS: tuple[Callable[[str, bool, Paths], VendorHealth], ...] = (nvidia_health,)
+VENDORS: tuple[Callable[[str, bool, Paths], VendorHealth], ...] = (nvidia_health, amd_health)
 
 
 def _on_bus(pci: Path) -> int:

@@ -32,12 +32,14 @@ class Kind(Enum):
     """What an error requires: the level of its finding, and what the staff should do."""
 
     PROGRAM = (OK, "the program caused it; the GPU is healthy")
+    HANDLED = (OK, "the driver has handled it")
     WATCH = (WARNING, "reset the GPU at the next opportunity")
     RESET = (ERROR, "drain the node and reset the GPU; replace the GPU if it happens again")
     LINK = (ERROR, "drain the node, check the NVLinks (nvidia-smi nvlink -e) and reset all GPUs")
     SWITCH = (ERROR, "drain the node, restart nvidia-fabricmanager and reset all GPUs, or reboot")
     REBOOT = (ERROR, "drain and reboot the node; check the PCIe link, the riser and the power cables of the GPU")
     FIRMWARE = (ERROR, "drain the node and reset the GPU; update the driver if it happens again")
+    REPLACE = (ERROR, "drain the node and replace the GPU")
     LOOK_UP = (WARNING, CATALOG)
 
     @property
@@ -236,13 +238,16 @@ def judge_log(
         yield Finding(SUBJECT, OK, "no Xid or SXid error since the driver was loaded")
 
 
+def occurrences(count: int, age: float | None) -> str:
+    """Returns how often an error was logged, and the seconds since the last time (None: unknown), as text."""
+    times = f", {count} times" if count > 1 else ""
+    return times if age is None else f"{times}, {'last ' if count > 1 else ''}{format_duration(age)} ago"
+
+
 def _judge(error: GpuError, node: str, recovered: bool) -> Iterator[Finding]:
     kind = error.kind
     name = f"SXid {error.code} of the NVSwitch" if error.switch else f"Xid {error.code} of the GPU"
-    text = f"{name} at {error.pci}: {error.meaning}"
-    text += f", {error.count} times" if error.count > 1 else ""
-    if error.age is not None:
-        text += f", {'last ' if error.count > 1 else ''}{format_duration(error.age)} ago"
+    text = f"{name} at {error.pci}: {error.meaning}{occurrences(error.count, error.age)}"
     if kind.level == OK:
         yield Finding(SUBJECT, OK, text)
         return

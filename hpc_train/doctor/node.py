@@ -28,6 +28,7 @@ from hpc_train.fabric.facts import SHARED_MEMORY, UNLIMITED, NodeFacts, NodeLimi
 from hpc_train.fabric.libfabric import FABRICS, find_plugin
 from hpc_train.fabric.nccl_settings import merged, warnings
 from hpc_train.fabric.rails import beyond_gpu_direct, judge_ports, match, port_warnings, rate_gbps
+from hpc_train.fabric.rccl import NO_GPU_DIRECT, on_amd
 from hpc_train.run.processes import can_listen
 from hpc_train.units import GIB, format_bytes
 
@@ -70,7 +71,8 @@ def check_ports(facts: NodeFacts) -> Iterator[Finding]:
     unmatched = [matched for matched in match(facts) if matched.nic is None]
     if facts.nics and unmatched:
         names = ", ".join(matched.gpu for matched in unmatched)
-        fix = "see `nvidia-smi topo -m`; set NCCL_TOPO_FILE if the PCI tree is hidden"
+        tool = "rocm-smi --showtopo" if on_amd([facts]) else "nvidia-smi topo -m"
+        fix = f"see `{tool}`; set NCCL_TOPO_FILE if the PCI tree is hidden"
         yield Finding("network", WARNING, f"no NIC is matched to {names}: {unmatched[0].reason}", fix)
     if (total := rate_gbps(facts)) is not None:
         yield Finding("network", OK, f"{total:g} Gb/s between nodes in each direction")
@@ -87,7 +89,7 @@ def _gpu_direct(facts: NodeFacts, by: str) -> Finding:
         return Finding("network", OK, f"NICs read GPU memory (GPUDirect RDMA) with {by}")
     text = "NICs cannot read GPU memory (no GPUDirect RDMA): traffic is staged in host memory, up to 3 times slower"
     fix = "ask the site to load nvidia_peermem, or NVIDIA's open kernel modules on Linux 5.12 or newer (DMA-BUF)"
-    return Finding("network", WARNING, text, fix)
+    return Finding("network", WARNING, text, NO_GPU_DIRECT if on_amd([facts]) else fix)
 
 
 def check_environment(

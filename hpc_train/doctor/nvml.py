@@ -8,18 +8,13 @@ where no signal ends it, so a forked child makes the calls. Names, values and st
 from __future__ import annotations
 
 import ctypes
-import json
-import os
-import select
-import signal
-import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from hpc_train.doctor.finding import ERROR, Finding
-from hpc_train.doctor.gpu_health import HANGS, LIMIT_S, SLOWDOWNS, SUBJECT, GpuReading, GpuState
+from hpc_train.doctor.gpu_health import HANGS, LIMIT_S, SLOWDOWNS, SUBJECT, GpuReading, GpuState, NoResponse
+from hpc_train.doctor.vendor import read_in_child
 
 LIBRARY = "libnvidia-ml.so.1"
 SUCCESS, LOST = 0, 15
@@ -174,41 +169,15 @@ def read_nvml(limit_s: float = LIMIT_S, read: Callable[[], dict[str, Any]] = _re
 
     Processes are not read. A library that does not respond within ``limit_s`` seconds is a finding.
     """
-    source, target = os.pipe()
-    child = os.fork()
-    if child == 0:
-        with suppress(BaseException):
-            os.close(source)
-            with os.fdopen(target, "w") as file:
-                json.dump(read(), file)
-        os._exit(0)
-    os.close(target)
     try:
-        text = _receive(source, time.monotonic() + limit_s)
-    finally:
-        os.close(source)
-    if text is None:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, os.WNOHANG)  # it may hang in the kernel; init inherits it
+        found = read_in_child(read, limit_s)
+    except NoResponse:
         problem = f"{HANGS}: NVML did not respond within {limit_s:g} s"
         return GpuReading(findings=(Finding(SUBJECT, ERROR, problem, "reboot the node"),))
-    os.waitpid(child, 0)
-    return _parse(text) if text else None
+    return None if found is None else _parse(found)
 
 
-def _receive(source: int, until: float) -> str | None:
-    """Returns what the child writes; None if it has not finished in time."""
-    parts: list[bytes] = []
-    while select.select([source], [], [], max(0.0, until - time.monotonic()))[0]:
-        part = os.read(source, 1 << 16)
-        if not part:
-            return b"".join(parts).decode()
-        parts.append(part)
-    return None
-
-
-def _parse(text: str) -> GpuReading:
-    found = json.loads(text)
+def _parse(found: Mapping[str, Any]) -> GpuReading:
     states = [
         GpuState(**state | {"slowdowns": tuple(state["slowdowns"]), "processes": ()}) for state in found["states"]
     ]

@@ -37,6 +37,10 @@ _RENDEZVOUS = (
     f"cluster.extra; set it in cluster.env {_OLCF}"
 )
 _PLUGIN = "makes RCCL fail without the plugin librccl-net.so instead of silently using TCP; NCCL_NET=Socket allows TCP"
+NO_GPU_DIRECT = (
+    "set NCCL_DMABUF_ENABLE=1 in cluster.env if the kernel has CONFIG_PCI_P2PDMA and CONFIG_DMABUF_MOVE_NOTIFY, or ask "
+    "the site for amdkfd's peer memory (amdgpu built for the InfiniBand driver); it is up to 3 times faster"
+)
 _NOT_READ = frozenset({"CUDA_DEVICE_ORDER", "NCCL_MNNVL_ENABLE"})
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from hpc_train.fabric.rccl import NO_GPU_DIRECT
 from hpc_train.preflight.bandwidth import SlowNode
 from hpc_train.preflight.expected import ExpectedBandwidths
 from hpc_train.preflight.nccl_log import Transport
@@ -149,11 +150,14 @@ def check_transport(ranks: Sequence[RankFacts], rdma: Mapping[str, bool]) -> Ite
     staged = _nodes(rank for rank in known if rank.transport and rank.transport.gpu_direct is False
                     and not rank.transport.over_sockets)  # fmt: skip
     if staged:
+        amd = any("rccl" in rank.versions for rank in ranks)
         yield PreflightFinding(
             TCP,
             WARNING,
-            f"NCCL stages data in host memory on {staged}: its log has no GDRDMA",
-            "ask the site to load nvidia_peermem, or a driver and kernel with DMA-BUF; it is up to 3 times faster",
+            f"{'RCCL' if amd else 'NCCL'} stages data in host memory on {staged}: its log has no GDRDMA",
+            NO_GPU_DIRECT
+            if amd
+            else "ask the site to load nvidia_peermem, or a driver and kernel with DMA-BUF; it is up to 3 times faster",
         )
 
 

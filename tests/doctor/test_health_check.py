@@ -17,7 +17,6 @@ from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding
 from hpc_train.doctor.gpu_health import GpuReading, GpuState
 from hpc_train.doctor.health_check import (
     NodeHealth,
-    Paths,
     check_count,
     check_node,
     configured_gpus,
@@ -27,6 +26,7 @@ from hpc_train.doctor.health_check import (
 from hpc_train.doctor.kernel_log import GpuError
 from hpc_train.doctor.nvml import read_nvml
 from hpc_train.doctor.port_health import PortState, judge_ports, read_ports
+from hpc_train.doctor.vendor import Paths
 
 
 def fill(root: Path, files: dict[str, str]) -> None:
@@ -138,7 +138,7 @@ def machine(root: Path, on_bus: int, managed: int) -> Paths:
     fill(root / "proc", {"uptime": "5000.0 1.0", "1/comm": "systemd", "77/comm": "nv-fabricmanage"})
     (root / "dev").mkdir()
     (root / "dev/nvidia-nvswitch0").touch()
-    places = {name: root / name for name in ("pci", "driver", "proc", "rdma", "kmsg")}
+    places = {name: root / name for name in ("pci", "driver", "proc", "rdma", "kmsg", "kfd")}
     return Paths(**places, devices=root / "dev")
 
 

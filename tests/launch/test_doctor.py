@@ -102,6 +102,11 @@ def test_gpus_ports_and_versions() -> None:
     assert "200 Gb/s between nodes in each direction" in told
     (without,) = (one for one in check_ports(replace(facts, gpu_direct="none")) if "cannot read GPU" in one.text)
     assert without.level == WARNING and "nvidia_peermem" in without.fix
+    amd = replace(facts, gpus=(Gpu(0, model="AMD Instinct MI250X"),), gpu_direct="none")
+    fixes = {one.text.partition(":")[0]: one.fix for one in check_ports(amd) if one.level == WARNING}
+    (staged,) = (fix for text, fix in fixes.items() if "cannot read GPU" in text)
+    assert staged.startswith("set NCCL_DMABUF_ENABLE=1") and "nvidia" not in "".join(fixes.values())
+    assert any("rocm-smi --showtopo" in fix for fix in fixes.values())
     assert any("with DMA-BUF" in finding.text for finding in check_ports(replace(facts, gpu_direct="DMA-BUF")))
     assert [finding.level for finding in check_software(facts)] == [OK, ERROR]
     assert [finding.level for finding in check_software(NodeFacts())] == [OK, ERROR]

@@ -131,7 +131,10 @@ def test_tcp_beside_an_active_rdma_port_is_an_error_and_a_copy_through_the_host_
     assert only(check_transport(everywhere, {"n0": True, "n1": True, "n2": True})).unfit is None
     assert not list(check_transport(ranks, {"n0": True, "n1": False})), "no RDMA there"
     assert not list(check_transport(ranks, {})), "nothing is known"
-    assert only(check_transport([replace(rank, transport=staged) for rank in ranks], {})).level == "warning"
+    copied = only(check_transport([replace(rank, transport=staged) for rank in ranks], {}))
+    assert copied.level == "warning" and "nvidia_peermem" in copied.fix
+    amd = [replace(rank, transport=staged, versions={"rccl": "2.26.6"}) for rank in ranks]
+    assert "NCCL_DMABUF_ENABLE=1" in only(check_transport(amd, {})).fix
 
 
 def test_a_node_that_does_not_use_its_nvlink_is_named() -> None:
