@@ -104,6 +104,10 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     if options.quiet and overrides:
         text = f"--quiet checks the hardware of this node and takes no overrides: {' '.join(overrides)}"
         raise UserError(text, where="--quiet", fix="doctor --node --quiet")
+    if options.submit and (options.quiet or options.node):
+        name = "--quiet" if options.quiet else "--node"
+        text = f"{name} checks this node, but --submit checks the nodes of a job"
+        raise UserError(text, where=name, fix="doctor --submit, or doctor --node --quiet on the node itself")
     if not options.quiet and (options.openmetrics is not None or options.gpus is not None):
         name = "--openmetrics" if options.openmetrics is not None else "--gpus"
         raise UserError(f"{name} needs --quiet", where=name, fix=f"doctor --node --quiet {name} ...")
