@@ -13,7 +13,8 @@ from typing import Any
 from hpc_train.bench.measuring import run_benchmark
 from hpc_train.bench.request import REQUEST
 from hpc_train.cluster.allocation import current_allocation, workers_per_node
-from hpc_train.config.schema import BatchConfig, Config, StrategyConfig
+from hpc_train.config.schema import Config
+from hpc_train.config.values import with_all_workers
 from hpc_train.launch.container import container_of
 from hpc_train.launch.gpus import gpus_of_this_job
 from hpc_train.launch.script import python
@@ -22,7 +23,6 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.files import write_json
 
 ENTRY = "hpc_train.bench.collectives_worker:run_preflight"
-ANY_NUMBER = 720720  # divisible by 1 to 16: a batch size per node for an unknown number of workers
 KEPT = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID")  # variables of a surrounding step that are passed on
 
 
@@ -32,11 +32,6 @@ class PreflightRequest:
 
     def write(self, run: RunDirectory) -> None:
         write_json(run.path / REQUEST, {})
-
-
-def with_all_workers(config: Config, workers: int) -> Config:
-    """Makes all workers replicas, whatever strategy is configured."""
-    return replace(config, strategy=StrategyConfig(name="dp", dp="fill"), batch=BatchConfig(global_size=workers))
 
 
 def measure_nodes(config: Config, as_json: bool) -> int:

@@ -23,6 +23,7 @@ from hpc_train.run.files import write_json, write_text
 if TYPE_CHECKING:  # the quick check of a node starts without what the others import
     from hpc_train.config.schema import Config
     from hpc_train.doctor.finding import Finding
+    from hpc_train.doctor.job import Asked
     from hpc_train.doctor.node import NodeReport
     from hpc_train.fabric.recording import FabricReport
     from hpc_train.fabric.versions import Version
@@ -46,7 +47,7 @@ def main(arguments: list[str]) -> int:
 
     asked = composed(overrides)
     if options.submit:
-        return _submit(asked.config, overrides, options)
+        return _submit(asked, overrides, options)
     if options.measure:
         return _measure(asked.config, overrides, options)
     own = _examine_this_node(asked.config)
@@ -103,6 +104,10 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     if options.quiet and overrides:
         text = f"--quiet checks the hardware of this node and takes no overrides: {' '.join(overrides)}"
         raise UserError(text, where="--quiet", fix="doctor --node --quiet")
+    if options.submit and (options.quiet or options.node):
+        name = "--quiet" if options.quiet else "--node"
+        text = f"{name} checks this node, but --submit checks the nodes of a job"
+        raise UserError(text, where=name, fix="doctor --submit, or doctor --node --quiet on the node itself")
     if not options.quiet and (options.openmetrics is not None or options.gpus is not None):
         name = "--openmetrics" if options.openmetrics is not None else "--gpus"
         raise UserError(f"{name} needs --quiet", where=name, fix=f"doctor --node --quiet {name} ...")
@@ -157,7 +162,7 @@ def _write_report(own: NodeReport, folder: Path) -> None:
         ) from None
 
 
-def _submit(config: Config, overrides: Sequence[str], options: argparse.Namespace) -> int:
+def _submit(asked: Asked, overrides: Sequence[str], options: argparse.Namespace) -> int:
     """Submits the same command as a job with the run's resources and follows its output to the end."""
     from hpc_train.doctor.job import resources
     from hpc_train.launch.command_job import follow, submit
@@ -168,17 +173,17 @@ def _submit(config: Config, overrides: Sequence[str], options: argparse.Namespac
         raise UserError(
             text, where="--submit", fix="use a login node of the cluster, or omit --submit for this machine"
         )
-    if options.measure:
-        from hpc_train.bench.preflight import ANY_NUMBER, with_all_workers
-
-        nodes = config.cluster.nodes if isinstance(config.cluster.nodes, int) else 1
-        config = with_all_workers(config, nodes * ANY_NUMBER)
-    extra = [*resources(config, overrides), f"--time={SHORT}", *shlex.split(options.sbatch)]
-    return follow(submit(["doctor", *overrides, *_words(options)], config, Path(config.run.root) / "doctor", extra))
+    extra = [*resources(asked), f"--time={SHORT}", *shlex.split(options.sbatch)]
+    folder = Path(asked.config.run.root) / "doctor"
+    return follow(submit(["doctor", *overrides, *_words(options)], asked.config, folder, extra))
 
 
 def _words(options: argparse.Namespace) -> list[str]:
-    return [f"--{name}" for name in ("json", "verbose", "measure") if getattr(options, name)]
+    """Returns the options for the same command on other nodes."""
+    flags = [f"--{name}" for name in ("json", "verbose", "measure") if getattr(options, name)]
+    size = [] if options.measure else ["--nodes", str(options.nodes)]
+    version = [] if options.measure or options.nccl is None else ["--nccl", options.nccl]
+    return [*flags, *size, *version]
 
 
 def _measure(config: Config, overrides: Sequence[str], options: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hpc_train.config.schema import ClusterConfig, Config, ProfileConfig
+from hpc_train.config.schema import BatchConfig, ClusterConfig, Config, ProfileConfig, StrategyConfig
 from hpc_train.errors import UserError, nearest
 
 PREFLIGHT_ACTIONS = ("warn", "stop", "exclude")
@@ -142,6 +142,16 @@ def for_debugging(config: Config) -> Config:
         batch=replace(config.batch, loader_workers=0),
         checkpoint=replace(config.checkpoint, every="0", asynchronous=False),
         telemetry=replace(config.telemetry, log_every=1, wandb=replace(config.telemetry.wandb, mode="disabled")),
+    )
+
+
+def with_all_workers(config: Config, workers: int) -> Config:
+    """Makes all ``workers`` replicas, whatever strategy is configured, for checks and measurements of the nodes."""
+    return replace(
+        config,
+        strategy=StrategyConfig(name="dp", dp="fill"),
+        batch=BatchConfig(global_size=workers),
+        train=replace(config.train, reproducible=None),
     )
 
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.cluster.allocation import workers_per_node
-from hpc_train.config.arguments import CommandLine, with_right_plus
+from hpc_train.config.arguments import STRATEGY, CommandLine, with_right_plus
 from hpc_train.config.compose import typed
 from hpc_train.config.run_path import run_directory
-from hpc_train.config.schema import Config
+from hpc_train.config.schema import Config, StrategyConfig
+from hpc_train.config.values import node_range, with_all_workers
 from hpc_train.doctor.disk import check_sharing
 from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding
 from hpc_train.errors import UserError
@@ -23,6 +24,7 @@ from hpc_train.launch.gpus import asked_gpus
 from hpc_train.launch.limits import check_limits
 from hpc_train.launch.sbatch import NO_SITE, arguments, options
 from hpc_train.launch.storage import check_room
+from hpc_train.plan.layout import resolve_layout
 from hpc_train.plan.validate import check_values, validate
 from hpc_train.run.directory import RunDirectory
 from hpc_train.slurm.site import Partition, Site, read_site
@@ -36,6 +38,12 @@ class Asked:
 
     config: Config
     line: CommandLine
+
+    @property
+    def has_strategy(self) -> bool:
+        """Returns whether the command line or an experiment selects a strategy."""
+        given = any(STRATEGY.match(override) for override in self.line.overrides)
+        return given or self.config.strategy != StrategyConfig()
 
 
 def composed(overrides: Sequence[str]) -> Asked:
@@ -66,31 +74,41 @@ def check_slurm_and_job(asked: Asked, submits: bool) -> Iterator[Finding]:
             yield from check_partitions(site)
             yield check_sharing(Path(asked.config.run.root))
     try:
-        job = _job(asked)
+        job, described = _job(asked)
     except UserError as error:
         yield Finding("job", ERROR, f"{error.what} ({error.where})", error.fix)
         return
-    yield from check_job(job, site)
+    yield from check_job(job, site, described)
 
 
-def resources(config: Config, overrides: Sequence[str]) -> list[str]:
-    """Returns sbatch's options for a short job on the nodes that a run with this config would get."""
-    line = CommandLine.parse(with_right_plus(list(overrides)))
+def resources(asked: Asked) -> list[str]:
+    """Returns sbatch's options for a short job on the nodes that a run with this config would get.
+
+    The nodes do not depend on the strategy, so the layout does not need to fit.
+    """
+    cluster = asked.config.cluster
     site = read_site() if controller_answers() else NO_SITE
-    gpus, workers = workers_per_node(config.cluster, visible=asked_gpus(config.cluster, site).count)
-    nodes = config.cluster.nodes if isinstance(config.cluster.nodes, int) else 1
-    layout = validate(config, nodes, workers)
-    wanted = options(Job(0, line.overrides, config, layout, gpus, workers, _directory(config)), site)
-    kept = {name: value for name, value in wanted.items() if name not in NOT_FOR_A_CHECK}
-    return ["--ntasks=1" if str(kept.get("nodes")) == "1" else f"--ntasks={kept.get('nodes')}", *arguments(kept)]
+    gpus, workers = workers_per_node(cluster, visible=asked_gpus(cluster, site).count)
+    nodes = node_range(cluster)[1]
+    config = with_all_workers(asked.config, nodes * workers)
+    layout = resolve_layout(config, nodes, workers)
+    wanted = options(Job(0, asked.line.overrides, config, layout, gpus, workers, _directory(config)), site)
+    return arguments({name: value for name, value in wanted.items() if name not in NOT_FOR_A_CHECK})
 
 
-def _job(asked: Asked) -> Job:
+def _job(asked: Asked) -> tuple[Job, str]:
+    """Returns a run with this config and its description; a run of replicas if no strategy is given for several
+    nodes.
+    """
     config = asked.config
     executor = select_executor(config.cluster)
     nodes, gpus, workers = executor.shape(config.cluster)
+    unknown = nodes > 1 and not asked.has_strategy
+    if unknown:
+        config = with_all_workers(config, nodes * workers)
     layout = validate(config, nodes, workers, executor.device_bytes(config.cluster))
-    return Job(0, asked.line.overrides, config, layout, gpus, workers, _directory(config))
+    described = f"{nodes} nodes ({NO_LAYOUT})" if unknown else str(layout)
+    return Job(0, asked.line.overrides, config, layout, gpus, workers, _directory(config)), described
 
 
 def _directory(config: Config) -> RunDirectory:
@@ -137,8 +155,11 @@ def check_partitions(site: Site) -> Iterator[Finding]:
         yield Finding("partition", OK, f"and {len(site.partitions) - SHOWN} more; list them with `sinfo -s`")
 
 
-def check_job(job: Job, site: Site | None) -> Iterator[Finding]:
-    """Checks whether a run with this config can start and its checkpoints fit on the disk."""
+NO_LAYOUT = "without +strategy=NAME no layout is checked"
+
+
+def check_job(job: Job, site: Site | None, described: str) -> Iterator[Finding]:
+    """Checks whether ``job``, a run that is ``described``, can start and its checkpoints fit on the disk."""
     try:
         if site is not None:
             check_limits(job, site)
@@ -147,7 +168,7 @@ def check_job(job: Job, site: Site | None) -> Iterator[Finding]:
         yield Finding("job", ERROR, f"{error.what} ({error.where})", error.fix)
         return
     device = f"{job.gpus} GPUs per node" if job.gpus else "on CPUs"
-    yield Finding("job", OK, f"{job.layout}, {device}: {'; '.join(notes) or 'can start'}")
+    yield Finding("job", OK, f"{described}, {device}: {'; '.join(notes) or 'can start'}")
 
 
 def _describe(partition: Partition) -> str:

@@ -1,4 +1,4 @@
-"""Runs a command of hpc_train as a Slurm job with one CPU task, for work that takes long and needs no ranks."""
+"""Runs a command of hpc_train as one task of a Slurm job, for work that takes long and needs no ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def submit(words: Sequence[str], config: Config, folder: Path, extra: Sequence[s
         UserError: Slurm does not respond, or refuses the job.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    log = folder.absolute() / f"{'-'.join(words[:2])}-{secrets.token_hex(3)}.out"
+    name = "-".join(word for word in words[:2] if word.isalpha())  # the command without overrides, which may be paths
+    log = folder.absolute() / f"{name}-{secrets.token_hex(3)}.out"
     code = log.with_suffix(".code")
     options = [*_options(words[0], config), f"--output={log}", *extra]
     try:
@@ -119,7 +120,7 @@ def _options(command: str, config: Config) -> list[str]:
         "wckey": cluster.wckey,
         "time": cluster.time,
         "nodes": 1,
-        "ntasks": 1,
+        "ntasks-per-node": 1,
         "cpus-per-task": CORES,
     }
     return [*(f"--{name}={value}" for name, value in asked.items() if value is not None), "--no-requeue"]
@@ -129,7 +130,8 @@ def _script(words: Sequence[str], config: Config, code: Path) -> str:
     cluster, container = config.cluster, container_of(config, 0)
     options = [] if container is None else container.srun_options(IN_SHELL)
     inside = [] if container is None else container.command(IN_SHELL)
-    command = ["srun", "--ntasks=1", "--unbuffered", *options, *inside, python(cluster, container), "-m", "hpc_train"]
+    step = ["srun", "--nodes=1", "--ntasks=1", "--unbuffered", *options, *inside]  # the doctor's job may have several
+    command = [*step, python(cluster, container), "-m", "hpc_train"]
     lines = [
         "#!/bin/bash",
         "export SLURM_EXPORT_ENV=ALL",

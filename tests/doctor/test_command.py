@@ -79,6 +79,7 @@ def test_no_line_of_a_recording_is_wrapped(tmp_path: Path, capsys: pytest.Captur
         (["--nodes", "0"], "--nodes 0 is not a number of nodes", "--nodes 2"),
         (["--topp", "x"], "unknown option --topp", "did you mean --topo?"),
         (["--quiet", "+strategy=dp"], "takes no overrides: +strategy=dp", "doctor --node --quiet"),
+        (["--node", "--submit"], "--node checks this node, but --submit checks", "doctor --submit, or doctor --node"),
         (["--openmetrics", "x.prom"], "--openmetrics needs --quiet", "doctor --node --quiet --openmetrics"),
         (["--quiet", "--openmetrics", "/no/such/x.prom"], "No such file", "directory that exists"),
         (["--submit"], "no job can be submitted from here", "omit --submit"),
