@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 CONTEXT = mp.get_context("forkserver")
@@ -43,16 +44,22 @@ def run_on_world(world_size: int, function: Callable[..., Any], *args: Any, time
     """Does the same on ranks that earlier calls have used, so that the caches of torch and of the tests are warm.
 
     ``function`` must not patch anything and must create process groups only through ``kept``. Each call restores the
-    random state, the defaults of torch and the environment. A world is replaced after a failure or a timeout.
+    random state, the defaults of torch and the environment. A world is replaced after a failure or a timeout, and when
+    it has too many threads.
     """
     world = _WORLDS.get(world_size) or _World(world_size)
     _WORLDS[world_size] = world
+    reusable = False
     try:
-        return world.run(function, args, timeout, again=True)
-    except BaseException:
-        world.kill()
-        del _WORLDS[world_size]
-        raise
+        result = world.run(function, args, timeout, again=True)
+        reusable = world.threads() <= MOST_THREADS
+        return result
+    finally:
+        if reusable:
+            world.pause()
+        else:
+            world.kill()
+            del _WORLDS[world_size]
 
 
 class _World:
@@ -73,10 +80,24 @@ class _World:
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, again: bool) -> list[Any]:
         """Runs ``function`` on every rank; ``again`` restores the state of the ranks for the next function."""
+        self._signal(signal.SIGCONT)
         for connection in self._connections:
             with suppress(BrokenPipeError):  # collect reports that the rank has ended
                 connection.send((function, args, again))
         return collect(self._connections, timeout)
+
+    def pause(self) -> None:
+        """Stops the ranks until the next function: idle, each thread of gloo still wakes up 100 times per second."""
+        self._signal(signal.SIGSTOP)
+
+    def threads(self) -> int:
+        """Returns the number of threads of a rank; each process group that is kept adds one or two."""
+        return len([*Path(f"/proc/{self._processes[0].pid}/task").iterdir()])
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid or 0, number)
 
     def kill(self) -> None:
         for process in self._processes:
@@ -88,6 +109,7 @@ class _World:
 
 
 _WORLDS: dict[int, _World] = {}
+MOST_THREADS = 60  # of a rank
 
 
 @atexit.register

@@ -47,6 +47,8 @@ def import_torch() -> None:
     import torch.distributed.tensor.parallel
     import torch.nn.parallel  # noqa: F401
 
+    gc.freeze()  # forked processes share the memory, as long as no collector writes to it
+
 
 def answer(connection: socket.socket, listener: socket.socket, own: tuple[str, Any]) -> None:
     """Forks the process that a request asks for and sends its pid; sends 0 if a fork cannot equal a new process."""
