@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,10 +71,27 @@ def wait_for(what: str, done: Callable[[], bool], seconds: float) -> None:
 
 
 @contextmanager
-def running(*options: str) -> Iterator[Cluster]:
-    """Starts a separate cluster; skips the test, with the reason, if this machine cannot start one."""
+def side_by_side(clusters: dict[str, tuple[str, ...]]) -> Iterator[dict[str, Future[Cluster]]]:
+    """Starts and stops several clusters, given by name with their options, at the same time: each mostly waits."""
+    with ThreadPoolExecutor(max(len(clusters), 1)) as threads:
+        contexts = {name: running(*options, place=place) for place, (name, options) in enumerate(clusters.items())}
+        started = {name: threads.submit(context.__enter__) for name, context in contexts.items()}
+        try:
+            yield started
+        finally:
+            up = [contexts[name] for name, cluster in started.items() if cluster.exception() is None]
+            list(threads.map(lambda context: context.__exit__(None, None, None), up))
+
+
+@contextmanager
+def running(*options: str, place: int = 0) -> Iterator[Cluster]:
+    """Starts a separate cluster; skips the test, with the reason, if this machine cannot start one.
+
+    Args:
+        place: differs between clusters that are started at the same time, so that they use other ports.
+    """
     with _state_directory() as state:
-        settings = [f"--state={state}", f"--port={_free_ports()}", *options]
+        settings = [f"--state={state}", f"--port={_free_ports(place)}", *options]
         environment = command.environment(SLURM_CONF=str(state / "etc" / "slurm.conf"))
         environment["PATH"] += ":/usr/sbin:/sbin"
         up = _devcluster("up", *settings, environment=environment)
@@ -122,10 +140,11 @@ def _locked(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _free_ports() -> int:
+def _free_ports(place: int) -> int:
     """Returns the first of ``PORTS`` consecutive free ports."""
     for block in range(100):
-        first = 30000 + PORTS * ((os.getpid() + block) % 100)  # concurrent sessions try different blocks
+        # Sessions and clusters that start at the same time try different blocks.
+        first = 30000 + PORTS * ((os.getpid() + 25 * place + block) % 100)
         with ExitStack() as held:
             try:
                 for port in range(first, first + PORTS):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,28 +13,42 @@ import pytest
 from hpc_train.run.directory import RunDirectory
 from tests.doors import command
 from tests.slurm.beside import MARK, Beside, is_beside
-from tests.slurm.cluster import Cluster, running
+from tests.slurm.cluster import Cluster, side_by_side
 
-CLUSTERS = ("cluster", "plain", "contended", "network")
+CLUSTERS: dict[str, tuple[str, ...]] = {  # options of each cluster
+    "cluster": (),
+    "plain": ("--no-accounting",),
+    "contended": ("--no-accounting",),  # a test may remove the nodes of its own jobs, but not those of other jobs
+    "network": ("--network", "--no-accounting"),  # its nodes are connected by a network
+}
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
-    with running() as started:
+def clusters(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Cluster]]]:
+    """Starts the clusters that the selected tests use, by name."""
+    used = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    with side_by_side({name: options for name, options in CLUSTERS.items() if name in used}) as started:
         yield started
 
 
 @pytest.fixture(scope="session")
-def plain() -> Iterator[Cluster]:
-    with running("--no-accounting") as started:
-        yield started
+def cluster(clusters: dict[str, Future[Cluster]]) -> Cluster:
+    return clusters["cluster"].result()
 
 
 @pytest.fixture(scope="session")
-def contended() -> Iterator[Cluster]:
-    """Starts a cluster in which a test may remove the nodes of its own jobs, but not those of other jobs."""
-    with running("--no-accounting") as started:
-        yield started
+def plain(clusters: dict[str, Future[Cluster]]) -> Cluster:
+    return clusters["plain"].result()
+
+
+@pytest.fixture(scope="session")
+def contended(clusters: dict[str, Future[Cluster]]) -> Cluster:
+    return clusters["contended"].result()
+
+
+@pytest.fixture(scope="session")
+def network(clusters: dict[str, Future[Cluster]]) -> Cluster:
+    return clusters["network"].result()
 
 
 @pytest.fixture(scope="session")
@@ -44,13 +59,6 @@ def local_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     done = command.hpc_train(*asked, cwd=directory, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return [line["loss"] for line in RunDirectory(directory / "outputs" / "run").read_metrics()]
-
-
-@pytest.fixture(scope="session")
-def network() -> Iterator[Cluster]:
-    """Starts a cluster whose nodes are connected by a network."""
-    with running("--network", "--no-accounting") as started:
-        yield started
 
 
 def pytest_configure(config: pytest.Config) -> None:
