@@ -81,7 +81,7 @@ class AdviceWatch:
         return Advice(limit, line[key], tuple(fixes(limit, self.setting)))
 
 
-def find_limit(line: Mapping[str, Any], told: set[str] | frozenset[str] = frozenset()) -> str | None:
+def find_limit(line: Mapping[str, Any], reported: set[str] | frozenset[str] = frozenset()) -> str | None:
     """Returns the largest limit if utilisation is low or the limit exceeds its threshold, else an imbalance of ranks.
 
     Utilisation is the share of the time that is left for computation, or NVML's value if that is lower. A share that
@@ -90,14 +90,14 @@ def find_limit(line: Mapping[str, Any], told: set[str] | frozenset[str] = frozen
     shares = {limit: line[key] for limit, (key, _) in SHARES.items() if line.get(key) is not None}
     utilisation = min(1.0 - sum(shares.values()), line.get("gpu_util", 1.0))
     worst = max(shares, key=lambda limit: shares[limit], default=None)
-    if worst is not None and utilisation < LEAST_UTILISATION and shares[worst] >= LEAST_SHARE and worst not in told:
+    if worst is not None and utilisation < LEAST_UTILISATION and shares[worst] >= LEAST_SHARE and worst not in reported:
         return worst
-    excess = {limit: share - SHARES[limit][1] for limit, share in shares.items() if limit not in told}
+    excess = {limit: share - SHARES[limit][1] for limit, share in shares.items() if limit not in reported}
     most_excess = max(excess, key=lambda limit: excess[limit], default=None)
     if most_excess is not None and excess[most_excess] > 0:
         return most_excess
     for limit, (key, most) in RATIOS.items():
-        if limit not in told and line.get(key, 1.0) > most:
+        if limit not in reported and line.get(key, 1.0) > most:
             return limit
     return None
 

@@ -1,4 +1,4 @@
-"""The agent beside ``torch.distributed.elastic``: the same two ranks of the same training, struck by the same faults.
+"""The agent beside ``torch.distributed.elastic``: the same two ranks of the same training under the same faults.
 
     python -m tests.benchmarks.torchrun [TRIALS]
 
@@ -78,10 +78,10 @@ def trial(door: Start, kind: str, folder: Path) -> float | None:
     try:
         mark = happened(run.path, 0)
         _wait(mark.exists, 4 * LIMIT_S)
-        struck = float(mark.read_text() or time.time())
-        _wait(lambda: bool(_first_step(run, struck)) or agent.poll() is not None, LIMIT_S)
-        found = _first_step(run, struck)
-        return None if found is None else found - struck
+        injected = float(mark.read_text() or time.time())
+        _wait(lambda: bool(_first_step(run, injected)) or agent.poll() is not None, LIMIT_S)
+        found = _first_step(run, injected)
+        return None if found is None else found - injected
     finally:
         _end(run)
         agent.communicate()
@@ -100,10 +100,10 @@ def orphans(door: Start, folder: Path) -> int:
     return left
 
 
-def _first_step(run: RunDirectory, struck: float) -> float | None:
+def _first_step(run: RunDirectory, injected: float) -> float | None:
     """When the first line of a later attempt was written."""
     later = [path for path in run.metrics.glob("attempt-*.jsonl") if not path.name.endswith("-000.jsonl")]
-    times = [line["time"] for path in later for line in read_lines(path) if line["time"] > struck]
+    times = [line["time"] for path in later for line in read_lines(path) if line["time"] > injected]
     return min(times, default=None)
 
 

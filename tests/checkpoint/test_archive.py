@@ -115,8 +115,8 @@ def test_a_run_that_has_lost_its_checkpoints_goes_on_from_the_archive(tmp_path: 
     run = frozen(tmp_path / "root/mine", "+strategy=dp", "train.steps=4", *settings)
     assert set(run_attempt(run, 2)) == {0}
     assert [found.checkpoint.step for found in list_archived(run)] == [4]
-    told = [event["step"] for event in run.read_events() if event["event"] == "checkpoint_archived"]
-    assert told[-1] == 4
+    reported = [event["step"] for event in run.read_events() if event["event"] == "checkpoint_archived"]
+    assert reported[-1] == 4
     shutil.rmtree(run.path)  # a purge
     run = frozen(tmp_path / "root/mine", "+strategy=dp", "train.steps=6", *settings)
     assert set(run_attempt(run, 2)) == {0}

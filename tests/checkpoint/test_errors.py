@@ -99,14 +99,14 @@ def fail_everywhere(rank: int, world_size: int, path: str) -> tuple[list[str], l
 def fail_once(checkpoints: CheckpointManager, step: int, fault: Fault, words: str) -> str | None:
     """A save with ``fault``; says what is wrong with its outcome."""
     before = checkpoints.store.committed()
-    told = try_to_save(checkpoints, step, fault)
+    reported = try_to_save(checkpoints, step, fault)
     after = checkpoints.store.committed()
-    if of_all_ranks(told) != [told] * dist.get_world_size():
-        return f"not told alike on all ranks: {told}"
-    if told is None:  # it was in the removal of old ones, after the commit
-        return None if after[-1].step == step else f"not told, and not committed: {after}"
-    if words not in told or after != before:
-        return f"{told}: {before} became {after}"
+    if of_all_ranks(reported) != [reported] * dist.get_world_size():
+        return f"not reported alike on all ranks: {reported}"
+    if reported is None:  # it was in the removal of old ones, after the commit
+        return None if after[-1].step == step else f"not reported, and not committed: {after}"
+    if words not in reported or after != before:
+        return f"{reported}: {before} became {after}"
     verify(after[-1].path, after[-1].manifest())
     return None
 
@@ -166,13 +166,13 @@ def wake_up_late(rank: int, world_size: int, path: str) -> list[str]:
         run.claim_attempt()  # number 1: newer than this attempt
         for file in (run.checkpoints / "step-00000001").glob("__*"):
             file.write_bytes(b"damaged")
-    told = []
+    reported = []
     for act in (lambda: checkpoints.save(2, EXTRA), checkpoints.restore):
         with pytest.raises(Superseded) as caught:
             dist.barrier(checkpoints._group)  # one after the other
             act()
-        told.append(str(caught.value))
-    return told
+        reported.append(str(caught.value))
+    return reported
 
 
 def test_an_overtaken_attempt_changes_nothing(tmp_path: Path) -> None:
@@ -211,11 +211,11 @@ def test_a_damaged_one_is_set_aside_and_none_left_is_an_error(tmp_path: Path) ->
     run = frozen(tmp_path / "run", "+strategy=zero2", "model.n_layers=1")
     none = "all checkpoints of this run are damaged:"
     assert run_ranks(2, damage_and_restore, str(run.path)) == [[1, none, none]] * 2
-    told = [
+    reported = [
         (event["step"], event["message"]) for event in run.read_events() if event["event"] == "checkpoint_set_aside"
     ]
-    assert [step for step, _ in told] == [2, 1]
-    assert all("the content does not match its checksum" in message for _, message in told)
+    assert [step for step, _ in reported] == [2, 1]
+    assert all("the content does not match its checksum" in message for _, message in reported)
 
 
 def test_the_space_is_looked_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def sleepy(run: RunDirectory, looks: int) -> CheckpointStore:
     return CheckpointStore(run.checkpoints, look)
 
 
-def act(run: RunDirectory, what: str, looks: int, told: Any) -> None:
+def act(run: RunDirectory, what: str, looks: int, reported: Any) -> None:
     store = sleepy(run, looks)
     try:
         if what == "commit":
@@ -52,11 +52,11 @@ def act(run: RunDirectory, what: str, looks: int, told: Any) -> None:
             store.set_aside(store.committed()[-1], attempt=0)
         else:
             store.prune(Retention(1), attempt=0)
-        told.put("done")
+        reported.put("done")
     except Superseded:
-        told.put("superseded")
+        reported.put("superseded")
     except BaseException as error:
-        told.put(repr(error))
+        reported.put(repr(error))
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -72,12 +72,12 @@ def until(condition: Callable[[], bool]) -> None:
 )
 def test_it_changes_nothing(tmp_path: Path, what: str, looks: int, newer: int) -> None:
     """The newer attempt has saved step ``newer`` meanwhile."""
-    run, told = RunDirectory(tmp_path), FORK.Queue()
+    run, reported = RunDirectory(tmp_path), FORK.Queue()
     store = CheckpointStore(run.checkpoints)
     for step in (0, 1):
         commit(store, step, attempt=0)
     assert run.claim_attempt() == 0
-    child = FORK.Process(target=act, args=(run, what, looks, told))
+    child = FORK.Process(target=act, args=(run, what, looks, reported))
     child.start()
     try:
         until(lambda: process_state(child.pid or 0) == "T")
@@ -85,7 +85,7 @@ def test_it_changes_nothing(tmp_path: Path, what: str, looks: int, newer: int) -
         store.revoke(1)
         commit(store, newer, attempt=1)
         os.kill(child.pid or 0, signal.SIGCONT)
-        assert told.get(timeout=LIMIT_S) == "superseded"
+        assert reported.get(timeout=LIMIT_S) == "superseded"
     finally:
         child.kill()
         child.join()

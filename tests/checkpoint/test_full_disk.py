@@ -58,27 +58,27 @@ def fill(disk: Path, pages_left: int) -> None:
 
 
 def save_on_less_and_less(rank: int, world_size: int, path: str) -> list[str | None]:
-    """What was told of each save, with one page more left than for the one before."""
-    disk, checkpoints, told = Path(path).parent, make_manager(rank, world_size, path), list[str | None]()
+    """What was reported of each save, with one page more left than for the one before."""
+    disk, checkpoints, reported = Path(path).parent, make_manager(rank, world_size, path), list[str | None]()
 
     def somebody_fills_it(self: CheckpointManager, writing: Path, tensor_bytes: int, files: int) -> None:
-        fill(disk, len(told))
+        fill(disk, len(reported))
 
     CheckpointManager._check_space = somebody_fills_it  # type: ignore[method-assign]
     step = 0
-    while not told or told[-1] is not None:
+    while not reported or reported[-1] is not None:
         step += 1
         before = checkpoints.store.committed()
         try:
             checkpoints.save(step, {}, final=True)
-            told.append(None)
+            reported.append(None)
         except SaveFailed as error:
-            told.append(str(error))
+            reported.append(str(error))
             assert checkpoints.store.committed() == before
         (disk / "ballast").unlink(missing_ok=True)
     (newest,) = checkpoints.store.committed()
     verify(newest.path, newest.manifest())
-    return told
+    return reported
 
 
 def test_wherever_a_save_finds_the_disk_full_it_says_so(small_disk: Path) -> None:
@@ -86,7 +86,7 @@ def test_wherever_a_save_finds_the_disk_full_it_says_so(small_disk: Path) -> Non
     first, second = run_ranks(2, save_on_less_and_less, str(run.path))
     assert first == second and first[-1] is None
     assert len(first) > 8
-    assert all("No space left on device" in str(told) for told in first[:-1]), first
+    assert all("No space left on device" in str(reported) for reported in first[:-1]), first
 
 
 class Filled:

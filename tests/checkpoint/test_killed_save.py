@@ -67,8 +67,14 @@ def test_training_goes_on_when_the_disk_is_full_and_saves_again(tmp_path: Path, 
     more = ("checkpoint.every=2", f"checkpoint.asynchronous={asynchronous}")
     run = frozen(tmp_path / "run", "+strategy=dp", *more)
     assert run_attempt(run, 2, full_in_step_four) == [0, 0]
-    told = [(event["event"], event["step"]) for event in run.read_events() if event["event"].startswith("checkpoint")]
-    assert told == [("checkpoint_saved", 2), ("checkpoint_failed", 4), *(("checkpoint_saved", n) for n in (6, 8, 10))]
+    reported = [
+        (event["event"], event["step"]) for event in run.read_events() if event["event"].startswith("checkpoint")
+    ]
+    assert reported == [
+        ("checkpoint_saved", 2),
+        ("checkpoint_failed", 4),
+        *(("checkpoint_saved", n) for n in (6, 8, 10)),
+    ]
     failed = next(event for event in run.read_events() if event["event"] == "checkpoint_failed")
     assert failed["message"] == "rank 1: OSError: [Errno 28] No space left on device"
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-00000008", "step-00000010"]

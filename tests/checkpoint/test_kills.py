@@ -99,26 +99,26 @@ def attempt(rank: int, number: int, folder: str, sender: Connection) -> None:
 
 
 def run(number: int, folder: Path) -> dict[int, list[tuple[str, Any]]]:
-    """What each rank told before it ended."""
+    """What each rank reported before it ended."""
     pipes = [CONTEXT.Pipe(duplex=False) for _ in range(RANKS)]
     processes = [
         CONTEXT.Process(target=attempt, args=(rank, number, str(folder), pipes[rank][1])) for rank in range(RANKS)
     ]
     for process in processes:
         process.start()
-    told: dict[int, list[tuple[str, Any]]] = {}
+    reported: dict[int, list[tuple[str, Any]]] = {}
     for rank, (receiver, sender) in enumerate(pipes):
         sender.close()
-        told[rank] = []
+        reported[rank] = []
         while receiver.poll(120):
             try:
-                told[rank].append(receiver.recv())
+                reported[rank].append(receiver.recv())
             except EOFError:
                 break
     for process in processes:
         process.kill()
         process.join()
-    return told
+    return reported
 
 
 def test_whatever_is_killed_only_committed_states_are_loaded(tmp_path: Path) -> None:
@@ -126,14 +126,14 @@ def test_whatever_is_killed_only_committed_states_are_loaded(tmp_path: Path) -> 
     todo = [*map(int, progress.open(range(KILLS))), KILLS]  # the last one kills nobody
     saved, killed, wrong = 0, 0, []
     for number in todo:
-        told = run(number, tmp_path)
-        loaded = {message[1] for found in told.values() for message in found if message[0] == "loaded"}
-        problems = [message[1] for found in told.values() for message in found if message[0] == "failed"]
+        reported = run(number, tmp_path)
+        loaded = {message[1] for found in reported.values() for message in found if message[0] == "loaded"}
+        problems = [message[1] for found in reported.values() for message in found if message[0] == "failed"]
         if len(loaded) != 1 or (next(iter(loaded)) or 0) < saved or any("AssertionError" in text for text in problems):
             wrong.append(f"attempt {number}, {plan(number)}: {saved} was saved, loaded {loaded}, {problems}")
         else:
             progress.passed(number)
-        steps = [message[1] for found in told.values() for message in found if message[0] == "saved"]
+        steps = [message[1] for found in reported.values() for message in found if message[0] == "saved"]
         killed += len(steps) < RANKS * SAVES
         saved = max([saved, *steps])
     assert wrong == []

@@ -48,13 +48,13 @@ def sleepers(run: RunDirectory, ranks: int) -> list[int]:
 @pytest.mark.parametrize("asynchronous", ["false", "true"])
 def test_an_attempt_that_slept_changes_nothing(tmp_path: Path, asynchronous: str) -> None:
     run = frozen(tmp_path / "run", "+strategy=dp", "checkpoint.every=2", f"checkpoint.asynchronous={asynchronous}")
-    told: list[str] = []
+    reported: list[str] = []
 
     def first_attempt() -> None:
         try:
             run_attempt(run, 2, sleep_in_the_second_save, timeout=3 * LIMIT_S)
         except AssertionError as error:
-            told.append(str(error))
+            reported.append(str(error))
 
     thread = threading.Thread(target=first_attempt)
     thread.start()
@@ -64,6 +64,6 @@ def test_an_attempt_that_slept_changes_nothing(tmp_path: Path, asynchronous: str
     for pid in asleep:
         os.kill(pid, signal.SIGCONT)
     thread.join(3 * LIMIT_S)
-    assert "attempt 1 has taken over the run from attempt 0" in told[0]
+    assert "attempt 1 has taken over the run from attempt 0" in reported[0]
     assert everything(run.checkpoints) == before
     assert [found.name for found in sorted(run.checkpoints.glob("step-*"))] == ["step-00000008", "step-00000010"]

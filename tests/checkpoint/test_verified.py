@@ -107,8 +107,8 @@ def search_in_vain(rank: int, world_size: int, folder: str, code: int) -> tuple[
 
 @pytest.mark.parametrize(("code", "kind"), [(errno.EACCES, "UserError"), (errno.ENOTCONN, "OSError")])
 def test_a_checkpoint_that_cannot_be_read_now_is_not_called_bad(checkpoint: Checkpoint, code: int, kind: str) -> None:
-    ((told, bad),) = run_ranks(1, search_in_vain, str(checkpoint.path.parent), code)
-    assert told.startswith(kind) and "rank 0 cannot read a checkpoint" in told
+    ((reported, bad),) = run_ranks(1, search_in_vain, str(checkpoint.path.parent), code)
+    assert reported.startswith(kind) and "rank 0 cannot read a checkpoint" in reported
     assert bad == [] and checkpoint.is_complete()
 
 

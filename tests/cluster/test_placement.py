@@ -1,4 +1,4 @@
-"""One process per node: who starts several is told so once, by the first of them."""
+"""There is one agent per node; a process that was started twice on a node ends with one message from the first."""
 
 from __future__ import annotations
 

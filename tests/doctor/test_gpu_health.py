@@ -146,12 +146,12 @@ def test_xid_and_sxid_have_a_class_and_a_fix() -> None:
         999: Kind.LOOK_UP,
     }
     assert found[79, False].count == 2 and found[20034, True].pci == "0000:06:00.0"
-    told = list(judge_log(lines(KERNEL_LOG), "n1"))
-    (bus,) = [finding for finding in told if "Xid 79" in finding.text]
+    reported = list(judge_log(lines(KERNEL_LOG), "n1"))
+    (bus,) = [finding for finding in reported if "Xid 79" in finding.text]
     assert bus.level == ERROR and "at 0000:3a:00: the GPU has fallen off the bus, 2 times, last 1:00 ago" in bus.text
     assert bus.fix.startswith("cluster.exclude=n1; for the staff: drain and reboot")
-    assert [finding.level for finding in told].count(ERROR) == 3
-    assert all(finding.fix for finding in told if finding.level != OK)
+    assert [finding.level for finding in reported].count(ERROR) == 3
+    assert all(finding.fix for finding in reported if finding.level != OK)
     assert all(kind.action for _, kind in XIDS.values())
 
 

@@ -1,4 +1,4 @@
-"""Models that fail on purpose, for the tests of how failures are told."""
+"""Models that fail on purpose, for the tests of failure reports."""
 
 from __future__ import annotations
 

@@ -322,8 +322,8 @@ def test_a_restart_while_the_event_log_cannot_be_written(frozen: Freeze) -> None
     assert "cannot write the event log; its lines are kept in memory until it is writable: [Errno 2]" in error
     assert "the event log is writable again; the lines kept in memory are written" in error
     assert "Traceback" not in error
-    told = [event["event"] for event in run.read_events()]
-    assert told == ["started", "worker_failed", "started", "restarted", "finished"]
+    reported = [event["event"] for event in run.read_events()]
+    assert reported == ["started", "worker_failed", "started", "restarted", "finished"]
 
 
 def test_a_stop_request_while_the_event_log_cannot_be_written(frozen: Freeze) -> None:

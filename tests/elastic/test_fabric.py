@@ -1,4 +1,4 @@
-"""What is told and written down of the nodes of an attempt."""
+"""What is logged and written about the nodes of an attempt."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def test_what_is_wrong_with_a_node_is_told_once(tmp_path: Path, capsys: pytest.C
     fabric, events = Fabric(run, Config(), []), EventLog.open(run, "agent-n1", 0)
     for _ in range(2):
         fabric.decide(start, events)
-    told = read_json(run.fabric)["warnings"]
-    assert told == [
+    reported = read_json(run.fabric)["warnings"]
+    assert reported == [
         "n2: GPU0: its PCIe link has 8 of 16 lanes",
         "n2: at most 8388608 bytes may be locked (ulimit -l): RDMA NICs cannot register their buffers",
     ]
-    assert capsys.readouterr().out.count(told[0]) == 1
+    assert capsys.readouterr().out.count(reported[0]) == 1
     assert read_fabric(run) == (good, worn), "limits and all else"
 
 

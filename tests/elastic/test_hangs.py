@@ -122,7 +122,7 @@ def test_on_several_nodes_a_slow_step_is_told_once_before_it_is_a_hang() -> None
         assert slow is not None
         assert slow.only_slow
         assert 3.0 < slow.seconds <= 3.0 + 2 * TICK
-        assert clock.wait(PATIENCE_S - 5) is None, "it was told"
+        assert clock.wait(PATIENCE_S - 5) is None, "it was reported"
         step = clock.steps(300, 0.5, step + 1)  # the slow one is forgotten
     clock.enter(Phase.STEP, step)
     assert clock.wait(20) is not None

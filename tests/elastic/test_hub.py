@@ -131,7 +131,7 @@ def test_a_stop_at_one_node_reaches_the_hub(tmp_path: Path) -> None:
     served = Served(tmp_path, 2)
     link = served.link(0)
     assert link.send_stop("SIGTERM")
-    assert not link.send_stop("SIGTERM"), "told once"
+    assert not link.send_stop("SIGTERM"), "the hub knows it already"
     assert order_of(link)["code"] == Exit.STOPPED
 
 
@@ -301,10 +301,10 @@ def test_an_agent_that_sends_nonsense_is_lost_and_told_why(
     first, second = served.link(0), joined(served, 1)
     assert order_of(first)["spec"]["order"] == [0, 1]
     second.sendall(said + b"\n")
-    told = json.loads(all_from(second).splitlines()[-1])
-    assert told["kind"] == "dropped"
-    assert "its agent sent an invalid message" in told["why"]
-    assert f"the rendezvous server drops node n1: {told['why']}" in capfd.readouterr().err
+    reported = json.loads(all_from(second).splitlines()[-1])
+    assert reported["kind"] == "dropped"
+    assert "its agent sent an invalid message" in reported["why"]
+    assert f"the rendezvous server drops node n1: {reported['why']}" in capfd.readouterr().err
     until(lambda: first.is_to_end(0), timeout=60)
     first.send_attempt_end(0, NodeReport(Exit.FAILED, None, 9))
     assert order_of(first)["spec"]["order"] == [0]

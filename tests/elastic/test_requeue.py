@@ -109,7 +109,7 @@ def test_the_end_of_the_batch_script(
 
 
 @pytest.mark.parametrize(
-    ("told", "killed", "code", "asked"),
+    ("reported", "killed", "code", "asked"),
     [
         (75, True, 75, ["scancel --signal=KILL 5_3.1", "scontrol requeue incomplete 5_3"]),
         (75, False, 75, ["scancel --signal=KILL 5_3.1", "scontrol requeue incomplete 5_3"]),  # a process in D state
@@ -118,18 +118,18 @@ def test_the_end_of_the_batch_script(
     ],
 )
 def test_a_step_that_does_not_end_does_not_hold_the_job(
-    run: RunDirectory, tmp_path: Path, told: int | None, killed: bool, code: int, asked: list[str]
+    run: RunDirectory, tmp_path: Path, reported: int | None, killed: bool, code: int, asked: list[str]
 ) -> None:
-    """As where a node is frozen. The stand-in for srun ends by itself only where no agent has told an end."""
+    """As where a node is frozen. The stand-in for srun ends by itself only where no agent has reported an end."""
     calls, pid = tmp_path / "calls", tmp_path / "pid"
     end = JobEnd(run, "7", 0, 0, "1")
     end.record(1)  # by an earlier run in the same allocation
-    if told == Exit.STOPPED:
+    if reported == Exit.STOPPED:
         end.ask_for_requeue(3)
-    tell = f"printf '{told}\\nstep 1\\n' > {run.attempts}/end-7.0.node-0; " if told is not None else ""
+    tell = f"printf '{reported}\\nstep 1\\n' > {run.attempts}/end-7.0.node-0; " if reported is not None else ""
     stand_in(
         tmp_path,
-        srun=f"echo $$ > {pid}; {tell}exec /bin/sleep {1 if told is None else 1000}",
+        srun=f"echo $$ > {pid}; {tell}exec /bin/sleep {1 if reported is None else 1000}",
         sleep="/bin/sleep 0.02",
         scancel=f'echo "scancel $*" >> {calls}; ' + (f"kill -KILL $(cat {pid})" if killed else "true"),
         squeue="echo RUNNING 100",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.progress import Progress
-from tests.faults.measured import Times, strike, trials
+from tests.faults.measured import Times, fault_step, trials
 from tests.faults.on_slurm import STEPS, restore, undisturbed
 from tests.slurm.cluster import Cluster, running
 
@@ -56,6 +56,6 @@ def step(request: pytest.FixtureRequest, trial: int, times: Times) -> Iterator[i
     case, failed = request.node.name, request.session.testsfailed
     if not times.progress.open([case]):
         pytest.skip("has passed with this code")
-    yield strike(case)
+    yield fault_step(case)
     if request.session.testsfailed == failed:
         times.progress.passed(case)

@@ -21,8 +21,8 @@ from hpc_train.run.requests import StopFlag
 from hpc_train.train import divergence, worker
 from hpc_train.train.trainer import Trainer
 from tests.faults.agent import shift_clock
+from tests.faults.injections import INJECTIONS
 from tests.faults.plan import RECOVERY, Fault, bad_windows, happened, read_plan
-from tests.faults.strikes import STRIKES
 
 SLOW_S = 0.1
 NOT_A_NUMBER = torch.tensor(float("nan"))
@@ -34,12 +34,12 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
         pids.write(f"{os.getpid()}\n")
     plan = read_plan()
     if spec.attempt > 0:
-        _strike(plan, spec, RECOVERY, stop)
+        _inject(plan, spec, RECOVERY, stop)
     divergence.LEAST = 4
     take = Trainer._train
 
     def faulty(self: Trainer, batch: Any, save: bool) -> None:
-        _strike(plan, spec, self.step, stop)
+        _inject(plan, spec, self.step, stop)
         with _Bad(self, plan, spec):
             take(self, batch, save)
 
@@ -66,7 +66,7 @@ def pass_over(windows: Sequence[tuple[int, int]]) -> None:
     worker.NOTHING, Trainer.__post_init__ = past, begin  # type: ignore[method-assign, attr-defined]
 
 
-def _strike(plan: Sequence[Fault], spec: WorkerSpec, step: int, stop: StopFlag) -> None:
+def _inject(plan: Sequence[Fault], spec: WorkerSpec, step: int, stop: StopFlag) -> None:
     for number, fault in enumerate(plan):
         if fault.rank != spec.rank or fault.leads_to.bad_batches:
             continue
@@ -78,7 +78,7 @@ def _strike(plan: Sequence[Fault], spec: WorkerSpec, step: int, stop: StopFlag) 
             if fault.kind == "pause":
                 _stand_still(Path(spec.run_dir))
             else:
-                STRIKES[fault.kind](stop)
+                INJECTIONS[fault.kind](stop)
 
 
 def _stand_still(run: Path) -> None:
@@ -93,15 +93,15 @@ class _Bad:
 
     def __init__(self, trainer: Trainer, plan: Sequence[Fault], spec: WorkerSpec) -> None:
         position, bad = trainer.skipped.position(trainer.step), [one for one in plan if one.leads_to.bad_batches]
-        struck = [
+        injected = [
             fault
             for fault, (first, last) in zip(bad, bad_windows(plan), strict=True)
             if first <= position < last and fault.rank == spec.rank
         ]
-        self._kind = struck[0].kind if struck else None
+        self._kind = injected[0].kind if injected else None
         self._engine: Any = trainer.take_step._engine
-        if struck:
-            happened(spec.run_dir, plan.index(struck[0])).write_text(str(time.time()))
+        if injected:
+            happened(spec.run_dir, plan.index(injected[0])).write_text(str(time.time()))
 
     def __enter__(self) -> None:
         compute, kind = self._engine.train_step, self._kind

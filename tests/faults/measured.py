@@ -21,7 +21,7 @@ def trials(usual: int) -> int:
     return int(os.environ.get("HPC_TRAIN_TRIALS", usual)) if LONG else 1
 
 
-def strike(case: str) -> int:
+def fault_step(case: str) -> int:
     """Returns the step at which the fault of ``case`` is injected; the long form draws it from the seed."""
     return random.Random(f"{SEED}:{case}").randrange(6, 12) if LONG else 7
 

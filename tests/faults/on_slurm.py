@@ -98,7 +98,7 @@ class OnSlurm:
     def wait_for_event(self, event: str, count: int = 1) -> None:
         wait_for(f"{event} in {self.run}", lambda: len(events(self.run, event)) >= count, PATIENCE_S)
 
-    def told(self, *names: str) -> list[tuple[str, int | None, str]]:
+    def reported(self, *names: str) -> list[tuple[str, int | None, str]]:
         """Returns the class, rank and node of each of these events, in order."""
         return [(event["class"], event["rank"], event["node"]) for event in events(self.run, *names)]
 
@@ -109,11 +109,11 @@ class OnSlurm:
         """Returns a field of ``scontrol show job``."""
         return detail(self.cluster, self.job or job_id(self.run), field_name)
 
-    def first_step_after(self, struck: float) -> float:
-        """Returns the seconds from ``struck`` (since 1970) to the end of the first step of the next attempt."""
+    def first_step_after(self, injected: float) -> float:
+        """Returns the seconds from ``injected`` (since 1970) to the end of the first step of the next attempt."""
         files = RunDirectory(self.run).metrics.glob("attempt-*.jsonl")
         firsts = [next(iter(read_lines(file)), {"time": 0.0})["time"] for file in files]
-        return min(first for first in firsts if first > struck) - struck
+        return min(first for first in firsts if first > injected) - injected
 
     def finished(self, whole: str) -> None:
         """Checks that the run completed with weights ``whole``, left nothing behind and reported its last failure."""
@@ -161,10 +161,10 @@ class OnSlurm:
         """Checks that ``why`` names the class, rank and node of a failure in the newest attempt that has a failure."""
         failures = events(self.run, "worker_failed", "node_lost")
         newest = max((event["attempt"] for event in failures), default=None)
-        told = [(event["class"], event["rank"], event["node"]) for event in failures if event["attempt"] == newest]
+        reported = [(event["class"], event["rank"], event["node"]) for event in failures if event["attempt"] == newest]
         cause = json.loads(self.why("--json"))["cause"]
         found = [] if cause is None else [(cause["kind"], cause["rank"], cause["node"])]
-        assert set(found) <= set(told) and bool(found) == bool(told), (found, told)
+        assert set(found) <= set(reported) and bool(found) == bool(reported), (found, reported)
 
 
 def environment_of(process: psutil.Process, cluster: Cluster) -> dict[str, str]:

@@ -27,8 +27,8 @@ from tests.faults.trial import (
     finish,
     freeze,
     processes,
+    run_with_faults,
     start,
-    struck,
     undisturbed,
 )
 
@@ -45,7 +45,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_training_goes_on_without_wandb(tmp_path: Path, whole: Path) -> None:
     nobody = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "WANDB_INIT_TIMEOUT": "2"}
-    trial = struck(
+    trial = run_with_faults(
         tmp_path / "run", STEPS, [], EVERY, "telemetry.wandb.mode=online", around=Surroundings(variables=nobody)
     )
     assert trial.codes == [0], trial.error
@@ -62,8 +62,8 @@ def test_nothing_depends_on_equal_clocks(tmp_path: Path, whole: Path) -> None:
     plan = [Fault("kill", 1, 5), *recovery, Fault("stop", 1, 7)]
     run = freeze(tmp_path / "run", STEPS, EVERY, "cluster.cpu_workers=1")
     ends = on_two_nodes(run, plan, **{SHIFT: "3600"})
-    told = [("hang", 1), *(("killed", fault.rank) for fault in recovery), ("killed", 1)]
-    assert sorted(ends[0].told) == told, ends[0].error
+    reported = [("hang", 1), *(("killed", fault.rank) for fault in recovery), ("killed", 1)]
+    assert sorted(ends[0].reported) == reported, ends[0].error
     assert_same_bits(run.checkpoints / LAST, whole)
     asked = [sys.executable, "-m", "hpc_train", "why", str(run.path), "--json"]
     shown = subprocess.run(asked, capture_output=True, text=True, check=True)
@@ -92,7 +92,7 @@ def test_on_several_nodes_a_slow_step_is_told_and_nobody_is_killed(tmp_path: Pat
     """Rank 1 stands still; rank 0 waits for it in a collective."""
     run = freeze(tmp_path / "run", STEPS, EVERY, "cluster.cpu_workers=1", "elastic.hang_timeout_s=auto")
     end, _ = on_two_nodes(run, [Fault("pause", 1, 9)])
-    assert end.told == [], end.error
+    assert end.reported == [], end.error
     assert end.events("restarted", "hang_detected") == []
     slow = {event["node"]: event for event in end.events("slow_step")}
     assert set(slow) == {"127.0.0.1", "127.0.0.2"}
@@ -124,6 +124,6 @@ def test_an_agent_that_slept_while_another_did_its_work_changes_nothing(tmp_path
     assert everything(run.checkpoints) == before
     assert run.record() == record
     assert run.newest_attempt() == 1
-    told = [event["event"] for event in run.read_events() if event["attempt"] == 1]
-    assert not {"failed", "node_lost", "worker_failed", "stop_requested"} & set(told)
+    reported = [event["event"] for event in run.read_events() if event["attempt"] == 1]
+    assert not {"failed", "node_lost", "worker_failed", "stop_requested"} & set(reported)
     assert_nothing_left(run)

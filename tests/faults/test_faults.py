@@ -1,8 +1,9 @@
-"""The fault matrix of one machine: whatever strikes, the run ends as if nothing had, and says what it was.
+"""Injects each kind of fault into runs on one machine. Each run must end like the undisturbed run and report
+every fault.
 
-The short form strikes one run with eight kinds: two crashes, two hangs, two that end its agent, a full disk and a bad
-batch. The long one (``HPC_TRAIN_LONG=1``) has a soak of 200 faults of all kinds and 20 trials of each kind, 200 kills.
-It prints what it measured, and goes on where it was cut short (``tests/checkpoint/progress.py``).
+The short form injects a few kinds into one run. The long form (``HPC_TRAIN_LONG=1``) runs a soak of 200 faults of all
+kinds and 20 trials of each kind (200 of ``kill``). It prints its measurements, and resumes after an interruption
+(``tests/checkpoint/progress.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ from tests.checkpoint.progress import IN_LONG_FORM, LONG, Progress
 from tests.faults.measured import trials
 from tests.faults.plan import CRASHES, ENDS, HANGS, IN_SURROUNDINGS, KINDS, PASSING, SPECIAL, Fault, draw
 from tests.faults.surroundings import Surroundings, surroundings
-from tests.faults.trial import Trial, assert_nothing_left, assert_survived, finish, freeze, start, struck, undisturbed
+from tests.faults.trial import (
+    Trial,
+    assert_nothing_left,
+    assert_survived,
+    finish,
+    freeze,
+    run_with_faults,
+    start,
+    undisturbed,
+)
 from tests.run.outage import detachable
 
 STEPS = 12
@@ -57,9 +67,9 @@ def until(found: Callable[[], object], seconds: float = 240) -> None:
 
 def test_three_attempts_without_a_step_are_enough(tmp_path: Path) -> None:
     plan = [Fault("kill", 1, 0)] * 4
-    trial = struck(tmp_path / "run", STEPS, plan, EVERY)
+    trial = run_with_faults(tmp_path / "run", STEPS, plan, EVERY)
     assert trial.code == 93, trial.error
-    assert trial.told == [("killed", 1)] * 3
+    assert trial.reported == [("killed", 1)] * 3
     assert len(trial.events("stopped_retrying")) == 1
     assert_nothing_left(trial.run)
 
@@ -77,13 +87,13 @@ def test_a_preemption_while_the_event_log_cannot_be_written_saves_a_checkpoint(t
     assert trial.code == 75, trial.error
     step = run.read_metrics()[-1]["step"]
     assert [path.name for path in run.checkpoints.glob("step-*")] == [f"step-{step:08d}"]
-    told = [event["event"] for event in trial.events("stop_requested", "checkpoint_saved")]
-    assert told == ["stop_requested", "checkpoint_saved"]
+    reported = [event["event"] for event in trial.events("stop_requested", "checkpoint_saved")]
+    assert reported == ["stop_requested", "checkpoint_saved"]
 
 
 @IN_LONG_FORM  # the agent's tests have each class of GPU error
 def test_a_run_survives_errors_of_its_gpus(tmp_path: Path, around: Surroundings) -> None:
-    """On the only node there is: it starts again there."""
+    """The run has only one node, so it restarts there."""
     assert_survives(tmp_path / "run", [Fault("device", 1, 6), Fault("kernel", 0, 10)], around)
 
 
@@ -106,7 +116,7 @@ def test_a_slow_rank_is_named_and_a_live_run_shows_its_stacks(tmp_path: Path) ->
 
 
 def test_faults_of_all_kinds_drawn_at_random(tmp_path: Path, around: Surroundings) -> None:
-    """The soak. The first port of each attempt is taken."""
+    """The first port that each attempt would use is taken."""
     kinds = [*CRASHES, *HANGS, *ENDS, *PASSING, *around.kinds] if LONG else SHORT
     runs, faults = (20, 10) if LONG else (1, len(SHORT))
     progress = Progress.of("soak")
@@ -117,21 +127,21 @@ def test_faults_of_all_kinds_drawn_at_random(tmp_path: Path, around: Surrounding
 
 
 def assert_survives(path: Path, plan: Sequence[Fault], around: Surroundings, *overrides: str) -> Trial:
-    steps = max(fault.step for fault in plan) + 9  # the last may strike in a recovery
+    steps = max(fault.step for fault in plan) + 9  # the last fault may occur in a recovery
     whole = undisturbed(path.with_name(f"{path.name}-undisturbed"), steps, *COMMON, *overrides, plan=plan)
     with ports_taken(path, attempts=4 * len(plan)):
-        trial = struck(path, steps, plan, *COMMON, *overrides, around=around)
+        trial = run_with_faults(path, steps, plan, *COMMON, *overrides, around=around)
     assert_survived(trial, whole)
-    assert_hangs_are_told(trial)
+    assert_hangs_are_reported(trial)
     return trial
 
 
-def assert_hangs_are_told(trial: Trial) -> None:
-    """With the rank, the step, what it was at, and the stacks of all ranks."""
+def assert_hangs_are_reported(trial: Trial) -> None:
+    """Checks that each hang was reported with its rank, its phase, and the stacks of all ranks."""
     expected = [fault for fault in trial.plan if fault.kind in HANGS]
     hangs = trial.events("hang_detected")
-    told = [(hang["rank"], hang["phase"]) for hang in hangs]
-    assert told == [(one.rank, "checkpoint" if one.kind == "storage_in_save" else "step") for one in expected]
+    reported = [(hang["rank"], hang["phase"]) for hang in hangs]
+    assert reported == [(one.rank, "checkpoint" if one.kind == "storage_in_save" else "step") for one in expected]
     for hang in hangs:
         stacks = Path(hang["stacks"]).read_text()
         assert "--- rank 0 on" in stacks
@@ -140,7 +150,7 @@ def assert_hangs_are_told(trial: Trial) -> None:
 
 @contextmanager
 def ports_taken(run: Path, attempts: int) -> Iterator[None]:
-    """Somebody listens where the first of ``attempts`` of ``run`` would."""
+    """Listens on the first port of each of the first ``attempts`` attempts of ``run``."""
     with ExitStack() as listening:
         for attempt in range(attempts):
             with suppress(OSError):  # two attempts of the same port
@@ -151,7 +161,7 @@ def ports_taken(run: Path, attempts: int) -> Iterator[None]:
 @pytest.mark.skipif(not LONG, reason="20 trials of each kind: HPC_TRAIN_LONG=1")
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in SPECIAL])
 def test_twenty_trials(tmp_path: Path, around: Surroundings, kind: str) -> None:
-    """200 kills, 20 of each other kind: ten in a run."""
+    """Injects 200 kills, and 20 faults of each other kind, ten in each run."""
     if kind in IN_SURROUNDINGS and kind not in around.kinds:
         pytest.skip("only root can make its surroundings")
     progress, recoveries = Progress.of(f"twenty-{kind}"), list[float]()
@@ -159,10 +169,10 @@ def test_twenty_trials(tmp_path: Path, around: Surroundings, kind: str) -> None:
         plan = [Fault(kind, 1, 7 + 4 * place) for place in range(10)]
         recoveries += assert_survives(tmp_path / f"run-{number}", plan, around).recoveries()
         progress.passed(number)
-    tell(kind, recoveries)
+    print_recovery_times(kind, recoveries)
 
 
-def tell(kind: str, seconds: list[float]) -> None:
+def print_recovery_times(kind: str, seconds: list[float]) -> None:
     if not seconds:  # it stops nothing
         return
     ordered = sorted(seconds)

@@ -1,11 +1,13 @@
-"""Nodes that are lost or go wrong, on a real Slurm of four: whatever happens, the weights are those of the undisturbed
-run, bit for bit, on whatever number of ranks, and nothing is left behind.
+"""Kills nodes and agents on a real Slurm with four nodes. In every case the weights equal those of the undisturbed run
+bit for bit, on any number of ranks, and no process, port or shared memory is left.
 
-The whole matrix, three trials each with the steps at which faults strike drawn from a seed, and a table of the times:
+The following command runs the whole matrix with three trials each, draws the step of each fault from a seed, and prints
+a table of the times:
 
     HPC_TRAIN_LONG=1 HPC_TRAIN_TRIALS=3 HPC_TRAIN_SEED=0 pytest -s tests/faults/test_nodes.py tests/faults/test_slurm.py
 
-Cut short, it goes on behind the trials that have passed; ``HPC_TRAIN_LONG_STATE`` says where that is noted.
+After an interruption it continues with the trials that have not passed; ``HPC_TRAIN_LONG_STATE`` is the directory of
+that record.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ long = skip_unless_long("minutes on a real Slurm")
 def test_a_spare_takes_over_and_then_fewer_nodes_go_on(
     cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int, times: Times
 ) -> None:
-    """In a job by hand."""
+    """The job is submitted with sbatch."""
     on = OnSlurm.by_hand(cluster, tmp_path, "multi_node.sbatch", ["--nodes=3", "--time=15"], *SPARE)
     on.wait_for_step(step)
     first, second = on.nodes_of("started")[0]
@@ -37,7 +39,7 @@ def test_a_spare_takes_over_and_then_fewer_nodes_go_on(
     on.wait_for_event("shrunk")
     on.finished(whole)
     assert on.nodes_of("started")[2] == [first]
-    assert on.told("node_lost") == [("node_lost", 1, second), ("node_lost", 1, spare)]
+    assert on.reported("node_lost") == [("node_lost", 1, second), ("node_lost", 1, spare)]
     assert on.shown("Restarts") == "0", "all of it in one start of the job"
     times.note("node lost (its agent), a spare takes over: first step", on.first_step_after(agent_killed))
     times.note("node lost (all of it), fewer go on: first step", on.first_step_after(node_killed))
@@ -53,7 +55,7 @@ def test_a_job_whose_batch_host_is_lost_runs_again(
     on.finished(whole)
     assert on.shown("Restarts") == "1"
     assert [len(started) for started in on.nodes_of("started")] == [2, 2], "the full size again"
-    assert on.told("node_lost") == [("node_lost", None, host)]
+    assert on.reported("node_lost") == [("node_lost", None, host)]
     times.note("batch host lost, requeued: first step", on.first_step_after(killed))
 
 
@@ -61,7 +63,7 @@ def test_a_job_whose_batch_host_is_lost_runs_again(
 def test_the_only_agent_is_killed(
     cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int, times: Times
 ) -> None:
-    """The batch script, by hand or not, starts another step of the job."""
+    """The batch script, our own or the user's, starts another step of the job."""
     if trial % 2:
         on = OnSlurm.submit(cluster, tmp_path, "cluster.nodes=1", ASKED)
     else:
@@ -77,7 +79,7 @@ def test_the_only_agent_is_killed(
 def test_the_agent_with_the_hub_is_killed(
     cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int, times: Times
 ) -> None:
-    """One of those that are left has the job requeued."""
+    """One of the remaining agents requeues the job."""
     on = OnSlurm.submit(cluster, tmp_path, *TWO)
     on.wait_for_step(step)
     killed = kill_agent(cluster, on.nodes_of("started")[0][0])

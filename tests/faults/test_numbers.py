@@ -26,12 +26,12 @@ def in_step(step: int, kill: bool, spec: WorkerSpec, stop: StopFlag) -> None:
 
     take = TrainStep.__call__
 
-    def struck(self, index, batch):  # type: ignore[no-untyped-def]
+    def faulty_step(self, index, batch):  # type: ignore[no-untyped-def]
         if index == step and spec.rank == spec.layout.world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL) if kill else stop.request("test")
         return take(self, index, batch)
 
-    TrainStep.__call__ = struck  # type: ignore[method-assign]
+    TrainStep.__call__ = faulty_step  # type: ignore[method-assign]
 
 
 def test_kills_stops_and_4_2_1_3_4_ranks_leave_no_bit_changed(tmp_path: Path) -> None:
@@ -39,12 +39,12 @@ def test_kills_stops_and_4_2_1_3_4_ranks_leave_no_bit_changed(tmp_path: Path) ->
     assert run_attempt(whole, 2) == [0, 0]
     run = frozen(tmp_path / "run", *REPRODUCIBLE)
     for ranks, step, kill in ((4, 3, True), (2, 4, False), (1, 7, True), (3, 8, False)):
-        strike = partial(in_step, step, kill)
+        inject = partial(in_step, step, kill)
         if kill:
             with pytest.raises(AssertionError, match="died without a word"):
-                run_attempt(run, ranks, strike)
+                run_attempt(run, ranks, inject)
         else:
-            assert run_attempt(run, ranks, strike) == [75] * ranks
+            assert run_attempt(run, ranks, inject) == [75] * ranks
     assert run_attempt(run, 4) == [0] * 4
     assert [event["step"] for event in run.read_events() if event["event"] == "resumed"] == [2, 6, 6, 10]
     assert run.record()["result"]["weights_sha256"] == whole.record()["result"]["weights_sha256"]

@@ -1,6 +1,6 @@
-"""What Slurm, its administrators and its sites do to a job, and nodes that are there and do not work.
+"""Runs under the actions of Slurm and its administrators, and on nodes that are allocated but do not work.
 
-How to run all of it: ``tests/faults/test_nodes.py``.
+``tests/faults/test_nodes.py`` shows the command that runs all of these tests.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_a_node_on_which_workers_die_is_left_out(
     submitted = time.time()
     on = OnSlurm.submit(cluster, tmp_path, *TWO, MODEL, "+model.args.fails=n2")
     on.finished(whole)
-    assert on.told("worker_failed") == [("killed", 1, "n2")] * 2
+    assert on.reported("worker_failed") == [("killed", 1, "n2")] * 2
     (requeued,) = events(on.run, "requeued")
     assert requeued["exclude"] == ["n2"]
     assert "n2" not in on.nodes_of("started")[-1]
@@ -63,7 +63,7 @@ def test_a_node_on_which_workers_die_is_done_without(
         cluster, tmp_path, "cluster.nodes=3", "elastic.min_nodes=1", ASKED, MODEL, "+model.args.fails=n2"
     )
     on.finished(whole)
-    assert on.told("worker_failed") == [("killed", 1, "n2")] * 2
+    assert on.reported("worker_failed") == [("killed", 1, "n2")] * 2
     assert on.nodes_of("started")[2:] == [["n1", "n3"]]
     assert on.shown("Restarts") == "0"
 
@@ -78,7 +78,7 @@ def test_a_node_on_which_no_agent_starts_is_left_out(
     python.chmod(0o755)
     on = OnSlurm.submit(cluster, tmp_path, *TWO, f"cluster.python={python}", "elastic.join_timeout_s=30")
     on.finished(whole)
-    assert [node for _, _, node in on.told("node_lost")] == [bad]
+    assert [node for _, _, node in on.reported("node_lost")] == [bad]
     (requeued,) = events(on.run, "requeued")
     assert requeued["exclude"] == [bad]
     assert bad not in on.nodes_of("started")[-1]
@@ -90,8 +90,8 @@ def test_scontrol_requeue_by_a_person(cluster: Cluster, tmp_path: Path, whole: s
     cluster.call("scontrol", "requeue", on.job)
     on.finished(whole)
     assert on.shown("Restarts") == "1"
-    (told,) = events(on.run, "requeued_by_slurm")
-    assert "scontrol requeue" in told["reason"]
+    (reported,) = events(on.run, "requeued_by_slurm")
+    assert "scontrol requeue" in reported["reason"]
 
 
 def test_a_requeue_that_slurm_refuses(cluster: Cluster, tmp_path: Path, trial: int, step: int) -> None:
@@ -140,7 +140,7 @@ def test_what_was_paused_comes_back_and_does_no_harm(
     finally:
         signal_all(paused, signal.SIGCONT)
     on.finished(whole)
-    assert on.told("node_lost") == [("node_lost", 1, node)]
+    assert on.reported("node_lost") == [("node_lost", 1, node)]
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -157,7 +157,7 @@ def test_a_frozen_node_does_not_hold_the_job(
     wait_for("Slurm to be asked for the requeue", lambda: on.shown("Restarts") == "1", 120)
     times.note(f"node {which} frozen: Slurm is asked for the requeue", time.time() - frozen)
     on.finished(whole)
-    assert [lost for _, _, lost in on.told("node_lost")] == [node]
+    assert [lost for _, _, lost in on.reported("node_lost")] == [node]
 
 
 def test_a_suspended_job_loses_nothing(cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int) -> None:
@@ -186,11 +186,11 @@ def test_a_rank_that_hangs_on_another_node_is_named(
     stopped = time.time()
     worker(cluster, second).suspend()
     on.finished(whole)
-    assert on.told("worker_failed") == [("hang", 1, second)]
+    assert on.reported("worker_failed") == [("hang", 1, second)]
     times.note("a rank of another node hangs (10 s): first step", on.first_step_after(stopped))
     assert "is stopped by a signal" in on.why()
     stacks = on.run / "logs" / "stacks"
-    # the node that waits may lose its worker before it is told of the hang: then it has those of the slow step
+    # the node that waits may lose its worker before it learns of the hang: then it has the stacks of the slow step
     assert any("trainer.py" in path.read_text() for path in stacks.glob(f"*-{first}-000.txt"))
     assert "process state T" in (stacks / f"hang-{second}-000.txt").read_text()
 
@@ -201,7 +201,7 @@ def test_a_slow_rank_on_another_node_is_named_and_left_alone(
     on = OnSlurm.submit(cluster, tmp_path, *TWO, MODEL, "+model.args.slow=n2")
     on.finished(whole)
     assert [(late["rank"], late["node"]) for late in events(on.run, "straggler")] == [(1, "n2")]
-    assert on.told("worker_failed") == []
+    assert on.reported("worker_failed") == []
 
 
 def test_a_node_whose_clock_is_wrong(cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int) -> None:
@@ -217,7 +217,7 @@ def test_a_node_whose_clock_is_wrong(cluster: Cluster, tmp_path: Path, whole: st
     on.wait_for_step(step)
     worker(cluster, "n2").kill()
     on.finished(whole)
-    assert on.told("worker_failed") == [("killed", 1, "n2")]
+    assert on.reported("worker_failed") == [("killed", 1, "n2")]
     assert "rank 1 on n2" in on.why()
 
 
@@ -226,10 +226,10 @@ def test_preemption(cluster: Cluster, tmp_path: Path, whole: str, trial: int, st
     on = OnSlurm.submit(cluster, tmp_path, *TWO, "cluster.partition=preempt")
     on.wait_for_step(step)
     cluster.call("sbatch", "--parsable", "--nodes=4", "--exclusive", "--wrap=sleep 2", cwd=tmp_path)
-    struck = time.time()
+    preempted = time.time()
     on.finished(whole)
     assert on.shown("Restarts") == "1"
-    times.note("preempted, requeued: first step", on.first_step_after(struck))
+    times.note("preempted, requeued: first step", on.first_step_after(preempted))
     assert sum(1 for _ in RunDirectory(on.run).read_all_metrics()) == STEPS, "no step was taken twice"
 
 

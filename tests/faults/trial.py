@@ -52,7 +52,7 @@ class Trial:
         return [event for event in self.run.read_events() if event["event"] in names]
 
     @property
-    def told(self) -> list[tuple[str, int]]:
+    def reported(self) -> list[tuple[str, int]]:
         """Returns the class and rank of each failure that the event log names, in order."""
         return [(event["class"], event["rank"]) for event in self.events("worker_failed")]
 
@@ -60,9 +60,9 @@ class Trial:
         """Returns seconds from each fault that ended an attempt to the end of the first step of the next attempt."""
         lines = [line for path in self.run.metrics.glob("*.jsonl") for line in _lines(path)]
         ended = [number for number, fault in enumerate(self.plan) if fault.kind not in PASSING]
-        struck = [float(happened(self.run.path, number).read_text()) for number in ended]
+        injected = [float(happened(self.run.path, number).read_text()) for number in ended]
         firsts = sorted(min(times) for times in _by_attempt(lines).values())
-        return [min(first for first in firsts if first > at) - at for at in struck]
+        return [min(first for first in firsts if first > at) - at for at in injected]
 
 
 def freeze(path: Path, steps: int, *overrides: str) -> RunDirectory:
@@ -102,7 +102,7 @@ def undisturbed(path: Path, steps: int, *overrides: str, plan: Sequence[Fault] =
     return run
 
 
-def struck(
+def run_with_faults(
     path: Path, steps: int, plan: Sequence[Fault], *overrides: str, around: Surroundings = NONE, timeout: float = 800
 ) -> Trial:
     """Runs a plan and starts the agent again after each fault that ends it."""
@@ -120,8 +120,8 @@ def assert_survived(trial: Trial, reference: RunDirectory) -> None:
     for number, fault in enumerate(trial.plan):
         assert happened(trial.run.path, number).exists(), f"{fault} was not injected"
     failing = [fault for fault in trial.plan if fault.leads_to.failure is not None]
-    assert len(trial.told) == len(failing), trial.error
-    for fault, (failure, rank) in zip(failing, trial.told, strict=True):
+    assert len(trial.reported) == len(failing), trial.error
+    for fault, (failure, rank) in zip(failing, trial.reported, strict=True):
         assert failure == fault.leads_to.failure, f"{fault}\n{trial.error}"
         assert rank == fault.rank or not fault.leads_to.names_rank, f"{fault}\n{trial.error}"
     assert len(trial.events("checkpoint_failed")) == sum(fault.kind == "disk" for fault in trial.plan)

@@ -46,9 +46,9 @@ def agent(run: RunDirectory, number: int = 0) -> EventLog:
 
 
 def fail(run: RunDirectory, node: int, rank: int, kind: Failure, **details: Any) -> None:
-    told = {"rank": rank, "node": f"n{node}", "class": kind, "message": f"{kind} of rank {rank}"} | details
-    agent(run, node).write("worker_failed", **told)
-    agent(run, node).write("failed", exit_code=1, **told | {"traceback": None})
+    reported = {"rank": rank, "node": f"n{node}", "class": kind, "message": f"{kind} of rank {rank}"} | details
+    agent(run, node).write("worker_failed", **reported)
+    agent(run, node).write("failed", exit_code=1, **reported | {"traceback": None})
 
 
 def page(run: RunDirectory, capsys: pytest.CaptureFixture[str], *options: str) -> str:

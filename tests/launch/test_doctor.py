@@ -95,11 +95,11 @@ def test_gpus_ports_and_versions() -> None:
     assert "the slowest sets the pace" in next(check_gpus(facts, "auto")).text
     assert next(check_gpus(NodeFacts(), 8)).level == ERROR
     assert next(check_gpus(NodeFacts(), "auto")).level == OK
-    told = [finding.text for finding in check_ports(facts)]
-    assert "mlx5_0:1 200 Gb/s InfiniBand: used, it is active" in told
-    assert any("runs at 200 Gb/s, but its NIC supports 400" in text for text in told)
-    assert any("no subnet manager" in text for text in told)
-    assert "200 Gb/s between nodes in each direction" in told
+    reported = [finding.text for finding in check_ports(facts)]
+    assert "mlx5_0:1 200 Gb/s InfiniBand: used, it is active" in reported
+    assert any("runs at 200 Gb/s, but its NIC supports 400" in text for text in reported)
+    assert any("no subnet manager" in text for text in reported)
+    assert "200 Gb/s between nodes in each direction" in reported
     (without,) = (one for one in check_ports(replace(facts, gpu_direct="none")) if "cannot read GPU" in one.text)
     assert without.level == WARNING and "nvidia_peermem" in without.fix
     amd = replace(facts, gpus=(Gpu(0, model="AMD Instinct MI250X"),), gpu_direct="none")

@@ -57,10 +57,10 @@ def test_a_job_has_its_own_session_sees_the_gpus_and_gets_the_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
-    told = tmp_path / "told"
-    job = SessionExecutor(tmp_path / "submitit").submit(tell_session, str(told))
-    until(lambda: told.exists() and bool(told.read_text()))
-    pid, session, devices = told.read_text().split()
+    reported = tmp_path / "reported"
+    job = SessionExecutor(tmp_path / "submitit").submit(tell_session, str(reported))
+    until(lambda: reported.exists() and bool(reported.read_text()))
+    pid, session, devices = reported.read_text().split()
     assert int(session) == int(job.job_id) != os.getsid(0)
     assert devices == "5,6"
     os.kill(int(job.job_id), signal.SIGTERM)

@@ -119,5 +119,5 @@ def test_a_run_directory_that_only_this_machine_sees(tmp_path: Path, monkeypatch
     (note,) = check_shared(Path("/home/me"), DISK, lambda: NODE)
     assert note.startswith("note: /home/me is on a local file system of this machine (xfs on /)")
     assert check_shared(Path("/scratch"), FileSystem(Path("/scratch"), "lustre", "mds"), lambda: NODE) == []
-    monkeypatch.setattr(storage, "_same_boot", lambda told, booted: True)  # a cluster on this machine
+    monkeypatch.setattr(storage, "_same_boot", lambda path, booted: True)  # a cluster on this machine
     assert check_shared(Path("/tmp/me"), DISK, lambda: NODE) == []

@@ -275,12 +275,12 @@ def _first_step(cell: Cell, mesh: Mesh, engine: Engine) -> tuple[float, dict[str
 
 
 def _watch_types(engine: PipelineEngine) -> list[tuple[torch.dtype, torch.dtype]]:
-    """What each forward of a stage gives, beside the type that the next stage was told."""
+    """What each forward of a stage gives, beside the type that the next stage expects."""
     seen: list[tuple[torch.dtype, torch.dtype]] = []
     for part in engine._parts:
         part.model.register_forward_hook(
-            lambda _, __, output, told=part.dtype: (
-                seen.append((output.dtype, told)) if isinstance(output, Tensor) else seen.append((told, told))
+            lambda _, __, output, dtype=part.dtype: (
+                seen.append((output.dtype, dtype)) if isinstance(output, Tensor) else seen.append((dtype, dtype))
             )
         )
     return seen

@@ -40,11 +40,11 @@ def setting(*arguments: str, nodes: int = 1, workers: int = 4, cores: int = 4) -
 
 def test_advice_comes_after_several_lines_and_once() -> None:
     watch = AdviceWatch(setting("+strategy=zero3", "batch.micro_size=4"))
-    slow, told = {**GOOD, "comm_share": 0.5}, list[Advice | None]()
+    slow, reported = {**GOOD, "comm_share": 0.5}, list[Advice | None]()
     for line in [slow, slow, slow, GOOD, slow, slow, slow, slow, slow, slow, {**slow, "data_wait_share": 0.2}]:
-        told.append(watch.look(line))
-    assert [index for index, advice in enumerate(told) if advice is not None] == [6]
-    advice = told[6]
+        reported.append(watch.look(line))
+    assert [index for index, advice in enumerate(reported) if advice is not None] == [6]
+    advice = reported[6]
     assert advice is not None and (advice.limit, advice.value) == ("communication", 0.5)
     assert advice.message.startswith(
         "the ranks wait for communication 50% of the time; this may help: batch.micro_size=8"

@@ -49,7 +49,7 @@ def test_it_is_named_once_and_only_when_lines_agree() -> None:
     watch = SlowRankWatch(layout(dp=2), ["n1", "n2"])
     slow, even = rows(5.0, 0.0), rows(1.0, 1.0)
     assert watch.look(slow) is None  # the first line has the start in it
-    told = [watch.look(line) for line in [slow, even, *[slow] * IN_A_ROW, slow]]
-    assert [late is not None for late in told] == [False] * (1 + IN_A_ROW) + [True, False]
-    assert told[-2] is not None
-    assert told[-2].details() | {"message": ""} == {"rank": 1, "node": "n2", "share": 0.5, "message": ""}
+    reported = [watch.look(line) for line in [slow, even, *[slow] * IN_A_ROW, slow]]
+    assert [late is not None for late in reported] == [False] * (1 + IN_A_ROW) + [True, False]
+    assert reported[-2] is not None
+    assert reported[-2].details() | {"message": ""} == {"rank": 1, "node": "n2", "share": 0.5, "message": ""}

@@ -43,8 +43,8 @@ def test_what_cannot_be_written_is_written_later_in_order(run: RunDirectory, cap
     assert messages(first.path) == ["before", "during", "still during"]
     assert second.path.name == "agent-n0-001.jsonl"
     assert messages(second.path) == ["of the next attempt", "after"]
-    told = capfd.readouterr().err.splitlines()
-    assert [line[: len(FAILING)] for line in told] == [FAILING, FAILING, AGAIN], "once by each writer"
+    reported = capfd.readouterr().err.splitlines()
+    assert [line[: len(FAILING)] for line in reported] == [FAILING, FAILING, AGAIN], "once by each writer"
 
 
 def test_a_directory_that_was_removed_is_made_again(run: RunDirectory) -> None:

@@ -65,16 +65,16 @@ def test_one_at_a_time(tmp_path: Path) -> None:
     assert len(list((tmp_path / "turns").iterdir())) < 12  # old ones are forgotten
 
 
-def keep(path: Path, told: Any = None, **options: Any) -> None:
+def keep(path: Path, reported: Any = None, **options: Any) -> None:
     lost = FORK.Event()
     with lease.hold_lease(RunDirectory(path), on_loss=lost.set, beat_s=0.05, **options):
         (path / "held").touch()
         lost.wait()
-    if told is not None:
+    if reported is not None:
         try:
             RunDirectory(path).claim_attempt(options.get("owner"))
         except UserError as error:
-            told.put(error.what)
+            reported.put(error.what)
 
 
 def race(path: Path, start: Any, won: Any, over: Any) -> None:
@@ -113,8 +113,8 @@ def test_a_killed_holder_is_followed_by_one(tmp_path: Path) -> None:
 def test_a_holder_that_is_asleep(tmp_path: Path) -> None:
     """On its own machine it is alive. From another one it is dead when it has been silent for long; when it wakes up it
     learns that it was passed over, and changes nothing."""
-    run, told = RunDirectory(tmp_path), FORK.Queue()
-    with process(keep, tmp_path, told) as holder:
+    run, reported = RunDirectory(tmp_path), FORK.Queue()
+    with process(keep, tmp_path, reported) as holder:
         until((tmp_path / "held").exists)
         os.kill(holder.pid, signal.SIGSTOP)
         until(lambda: Path(f"/proc/{holder.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
@@ -128,7 +128,7 @@ def test_a_holder_that_is_asleep(tmp_path: Path) -> None:
         with lease.hold_lease(run, owner=elsewhere()):
             assert run.claim_attempt(elsewhere()) == 0
             os.kill(holder.pid, signal.SIGCONT)
-            assert told.get(timeout=LIMIT_S).startswith(f"{elsewhere()} has taken over the run")
+            assert reported.get(timeout=LIMIT_S).startswith(f"{elsewhere()} has taken over the run")
             holder.join(LIMIT_S)
             assert holder.exitcode == 0
             found = newest_lock(lease_folder(tmp_path))

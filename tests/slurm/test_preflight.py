@@ -45,7 +45,7 @@ def test_nodes_that_differ_are_named_with_the_fix(network: Cluster, tmp_path: Pa
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = events(run.path, "preflight")
     assert found["nodes"] == ["n1", "n2", "n3"] and len(found["pairs_gb_per_s"]) == 3
-    told = {one["message"]: one for one in found["findings"] if one["level"] == "error"}
+    errors = {one["message"]: one for one in found["findings"] if one["level"] == "error"}
     for words, kind, fix in (
         ("the config on n3", "config", "run.root"),
         ("torch is 1.0 on n3", "versions", "cluster.exclude=n3"),
@@ -53,7 +53,9 @@ def test_nodes_that_differ_are_named_with_the_fix(network: Cluster, tmp_path: Pa
         ("the network of n2", "network", "scontrol update nodename=n2 state=drain"),
         ("on n1 (GPU GPU-of-n1)", "slow_device", "scontrol update nodename=n1 state=drain"),
     ):
-        assert [one["kind"] for message, one in told.items() if words in message and fix in one["fix"]] == [kind], told
+        assert [one["kind"] for message, one in errors.items() if words in message and fix in one["fix"]] == [kind], (
+            errors
+        )
     slow = next(event for event in events(run.path, "slow_node") if event["node"] == "n2")
     assert slow["rate"] < slow["usual"] and set(slow["partners"]) == {"n1", "n3"}
     (device,) = events(run.path, "slow_gpu")
@@ -107,9 +109,9 @@ def test_the_doctor_names_each_node_and_what_is_wrong_there(network: Cluster, tm
     assert [(one["level"], "No such file" in one["text"], "--shm-size" in one["fix"]) for one in shm] == [
         ("error", True, True)
     ]
-    told = {one["subject"]: one for one in found["findings"] if one["level"] == "error"}
-    assert "torch is not the same on all nodes: 1.0 on n4" in told["versions"]["text"] and told["versions"]["fix"]
-    assert "n3 cannot write its report" in told["nodes"]["text"] and told["nodes"]["fix"]
+    errors = {one["subject"]: one for one in found["findings"] if one["level"] == "error"}
+    assert "torch is not the same on all nodes: 1.0 on n4" in errors["versions"]["text"] and errors["versions"]["fix"]
+    assert "n3 cannot write its report" in errors["nodes"]["text"] and errors["nodes"]["fix"]
 
 
 @IN_LONG_FORM  # its steps are tested without Slurm, and the next test starts measuring agents on two nodes

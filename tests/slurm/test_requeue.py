@@ -1,4 +1,4 @@
-"""Jobs that are told to leave go on by being requeued, unless they may not be."""
+"""Preempted and signalled jobs are requeued and continue, unless they must not be requeued."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_job_that_may_not_be_requeued_is_given_up(plain: Cluster, tmp_path: Pa
 
 @pytest.mark.beside
 def test_a_job_that_somebody_holds_is_not_requeued(plain: Cluster, tmp_path: Path) -> None:
-    """Held while it waits it says so; held while it runs it saves when it is told to leave, and stays where it is."""
+    """A job that is held while pending says so; one that is held while running stays held after its stop."""
     case = [*SLOW, *ONE_NODE, "train.steps=600", "launch.detach=true", "+cluster.extra.hold=true"]
     left = plain.hpc_train(*case, "run.name=run", "-m", cwd=tmp_path)
     assert left.returncode == 0, left.stdout + left.stderr

@@ -17,8 +17,8 @@ def test_nodes_are_measured_by_jobs(cluster: Cluster, tmp_path: Path) -> None:
     case = ["+strategy=dp", "cluster=slurm", "cluster.cpu_workers=1", "train.threads=1", *TINY]
     done = cluster.hpc_train("bench", "scaling", "nodes=1,2", *case, *few, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    *told, last = done.stdout.splitlines()
-    assert [line.split()[3] for line in told] == ["1", "2", "1", "2"]
+    *reported, last = done.stdout.splitlines()
+    assert [line.split()[3] for line in reported] == ["1", "2", "1", "2"]
     rows = json.loads(last)["rows"]
     assert [(row["kind"], row["size"], row["ranks"]) for row in rows] == [
         ("strong", 1, 1), ("strong", 2, 2), ("weak", 1, 1), ("weak", 2, 2),

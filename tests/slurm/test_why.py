@@ -50,5 +50,5 @@ def test_a_job_that_failed(cluster: Cluster, tmp_path: Path) -> None:
     assert (found["slurm"]["state"], found["slurm"]["exit_code"]) == ("FAILED", "1:0")
     assert [node["state"].rstrip("*") for node in found["slurm"]["nodes"]]
     assert found["advice"][0].startswith("fix the error shown in the traceback")
-    told = cluster.hpc_train("why", "run", cwd=tmp_path).stdout
-    assert "job " + job_id(tmp_path / "outputs" / "run") in told
+    reported = cluster.hpc_train("why", "run", cwd=tmp_path).stdout
+    assert "job " + job_id(tmp_path / "outputs" / "run") in reported

@@ -28,7 +28,7 @@ def test_three_high_losses_in_a_row_are_a_jump_since_the_last_good_one() -> None
     assert watch.check(LAST + 20, 60.0, 0) is None
     found = watch.check(LAST + 30, 60.0, 0)
     assert found is not None and found.since == LAST and not found.fatal
-    assert watch.calm, "what was told is forgotten"
+    assert watch.calm, "the earlier report is forgotten"
 
 
 def test_one_high_loss_is_none_and_leaves_no_trace() -> None:

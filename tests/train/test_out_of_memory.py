@@ -47,7 +47,7 @@ def rank_of(*overrides: str, device: str = "cuda", ranks: int = 8) -> tuple[Conf
     return config, SimpleNamespace(layout=resolve_layout(config, 1, ranks), device=torch.device(device))
 
 
-def told(*overrides: str, device: str = "cuda") -> list[str]:
+def suggested(*overrides: str, device: str = "cuda") -> list[str]:
     return [fix.change.partition(" ")[0] for fix in fixes(*rank_of(*overrides, device=device))]
 
 
@@ -55,9 +55,9 @@ def test_the_three_cheapest_savings_that_are_worth_it_are_told_with_what_they_sa
     one_billion = ("model=llama_1b", "data.vocab_size=128256", "data.sequence_length=2048", "precision=bf16")
     few_samples = ("+strategy=dp", *one_billion, "batch.global_size=8")
     again = "train.activation_checkpointing"
-    assert told(*few_samples) == [f"{again}=ops", "train.loss_chunks=8", f"{again}=full"]
+    assert suggested(*few_samples) == [f"{again}=ops", "train.loss_chunks=8", f"{again}=full"]
     spared = (*few_samples, "train.activation_checkpointing=full", "train.loss_chunks=16")
-    assert told(*spared) == ["strategy=zero3", "optim.moments=bf16", "strategy.offload=optimizer"]
+    assert suggested(*spared) == ["strategy=zero3", "optim.moments=bf16", "strategy.offload=optimizer"]
     config, mesh = rank_of(*spared)
     sharded, halved, offloaded = fixes(config, mesh)
     parameters = 1_235_814_400

@@ -1,4 +1,4 @@
-"""Splits that follow from what blocks cost: found, written, told, and taken again at resume."""
+"""Splits that follow from what blocks cost: found, written, reported, and taken again at resume."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_a_measured_split_is_written_told_and_taken_again(tmp_path: Path) -> Non
     best = partition(costs, 2)
     assert best is not None and written["layers"] == [len(held) for held in layers_of(best)]
     assert max(written["predicted"]["stage_s"]) <= max(written["even"]["stage_s"])
-    (told,), (found,) = events(run, "pipeline_split"), events(run, "pipeline_balance")
-    assert told["layers"] == written["layers"] and len(found["stage_s"]) == 2 and 0 < found["bubble_share"] < 1
+    (reported,), (found,) = events(run, "pipeline_split"), events(run, "pipeline_balance")
+    assert reported["layers"] == written["layers"] and len(found["stage_s"]) == 2 and 0 < found["bubble_share"] < 1
 
     frozen(run.path, *overrides, "train.steps=7")
     assert run_attempt(run, 2) == [0, 0]

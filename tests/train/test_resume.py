@@ -22,7 +22,7 @@ TIMES = (
 )  # fmt: skip
 
 
-def told(run: RunDirectory) -> list[dict[str, object]]:
+def losses_and_norms(run: RunDirectory) -> list[dict[str, object]]:
     """The metrics without what no two runs share."""
     return [{key: value for key, value in line.items() if key not in TIMES} for line in run.read_metrics()]
 
@@ -65,7 +65,7 @@ def test_six_steps_are_three_and_three(tmp_path: Path, workers: int, overrides: 
     assert run_attempt(half, workers) == [0] * workers
     assert [event["step"] for event in half.read_events() if event["event"] == "resumed"] == [3]
     assert_same_bits(whole.checkpoints / "step-00000006", half.checkpoints / "step-00000006")
-    assert told(half) == told(whole)[3:]
+    assert losses_and_norms(half) == losses_and_norms(whole)[3:]
 
 
 def stop_at_start(spec: WorkerSpec, stop: StopFlag) -> None:
@@ -166,7 +166,7 @@ def test_a_stop_request_loses_no_step(
     assert [line["step"] for line in run.read_metrics()] == list(range(1, saved_at + 1))
     assert run_attempt(run, 2) == [0, 0]
     assert_same_bits(run.checkpoints / "step-00000010", uninterrupted.checkpoints / "step-00000010")
-    assert told(run) == told(uninterrupted)
+    assert losses_and_norms(run) == losses_and_norms(uninterrupted)
 
 
 @pytest.mark.parametrize(

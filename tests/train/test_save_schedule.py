@@ -43,10 +43,10 @@ def test_steps_are_counted_and_the_clock_is_silent() -> None:
 def test_the_clock_asks_once_until_a_save() -> None:
     clock = Clock()
     schedule = SaveSchedule(SaveEvery(seconds=60), 8, True, clock=clock)
-    told = []
+    reported = []
     for clock.now in (100, 159, 160, 161, 300):
-        told.append(schedule.ask())
-    assert told == [False, False, True, False, False]
+        reported.append(schedule.ask())
+    assert reported == [False, False, True, False, False]
     schedule.saved(1.0, None)
     clock.now = 359
     assert not schedule.ask()

@@ -23,7 +23,7 @@ class Printed:
     Attributes:
         table: a line for each device: its name, the ways to all devices, and behind ``|`` the columns at the side.
         masks: the CPUs of the rank on each GPU; ``-`` where it is not bound.
-        cards: the card of each GPU; ``-`` where it cannot be told.
+        cards: the card of each GPU; ``-`` where it is unknown.
         links: some of the links, ``GPU0-GPU1=NV4``.
         unknown: words of a note on what is not known; "" where all that the matrix can say is known.
         columns: the headings at the side.

@@ -157,9 +157,9 @@ def test_the_user_wins_at_each_site_and_place(tmp_path: Path, build: Callable[[P
             pointer = {"NCCL_CONF_FILE": str(chosen)} if place == str(chosen) else {}
             decision = decide([facts], job, settings(environment | pointer, home, system))
             assert exported(decision) == {name: value for name, value in ours.items() if name not in own}
-            told = {alone.name: alone.reason for alone in decision.not_set}
+            reported = {alone.name: alone.reason for alone in decision.not_set}
             for name in own:
-                assert told[name] == f"already set to the user's by {place}, which takes precedence"
+                assert reported[name] == f"already set to the user's by {place}, which takes precedence"
 
 
 def test_without_gpus_nothing_of_nccl(tmp_path: Path) -> None:
@@ -223,8 +223,8 @@ def test_cards_that_are_all_down_leave_the_ethernet(tmp_path: Path) -> None:
     facts = read_tree(machine.root / "sys", machine.root / "proc")
     decision = decide([facts], FabricJob(2, 4, (2, 26)), {})
     assert decision.fabric == "ethernet"
-    told = {alone.name: alone.reason for alone in decision.not_set}
-    assert "25 Gb/s Ethernet carries at most 3.12 GB/s" in told["NCCL_IB_DISABLE"]
+    reported = {alone.name: alone.reason for alone in decision.not_set}
+    assert "25 Gb/s Ethernet carries at most 3.12 GB/s" in reported["NCCL_IB_DISABLE"]
 
 
 def test_a_port_that_serves_training_on_nodes_of_one_kind_only_is_left_in(tmp_path: Path) -> None:
@@ -262,8 +262,8 @@ def test_what_is_set_on_any_node_counts_for_all(tmp_path: Path) -> None:
     one = settings_of_communication(home | {"NCCL_IB_HCA": "=mlx5_0", "WANDB_API_KEY": "secret", "OMP_PLACES": "cores"})
     assert [setting.name for setting in one] == ["NCCL_IB_HCA", "OMP_PLACES"]
     other = settings_of_communication(home | {"OMP_PLACES": "cores"})
-    found, told = merged({"n1": one, "n2": other})
-    assert told == ["NCCL_IB_HCA is not the same on all nodes: =mlx5_0 on n1, not set on n2"]
+    found, reported = merged({"n1": one, "n2": other})
+    assert reported == ["NCCL_IB_HCA is not the same on all nodes: =mlx5_0 on n1, not set on n2"]
     decision = decide([facts_of(hgx, tmp_path)] * 2, FabricJob(2, 8, (2, 26)), found)
     assert "NCCL_IB_HCA" not in exported(decision)
 
@@ -282,14 +282,14 @@ def test_old_names_and_transports_turned_off_are_told() -> None:
         Path("/nonexistent"),
         Path("/nonexistent"),
     )
-    told = "\n".join(warnings(found))
+    reported = "\n".join(warnings(found))
     for word in (
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
         "the level must be",
         "disables a transport",
         "makes NCCL wait forever",
     ):
-        assert word in told
+        assert word in reported
     assert warnings(settings({}, Path("/nonexistent"), Path("/nonexistent"))) == []
 
 

@@ -271,8 +271,8 @@ def test_what_the_matrix_cannot_say_of_the_cards_in_sysfs(tmp_path: Path) -> Non
     machine = Machine(tmp_path)
     machine.gpu(switch(1, 1, 1), 0)
     machine.card("mlx5_0", switch(1, 1, 2), 0)
-    told = parse_matrix("\tGPU0\tNIC0\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tSYS\t0-3\t0\nNIC0\tSYS\t X\n")
-    facts = merge(tree(machine), told)
+    reported = parse_matrix("\tGPU0\tNIC0\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tSYS\t0-3\t0\nNIC0\tSYS\t X\n")
+    facts = merge(tree(machine), reported)
     assert [nic.name for nic in facts.nics] == ["mlx5_0"] and facts.link("GPU0", "mlx5_0") == "PIX"
     assert any("the NIC behind NIC0" in note for note in facts.unknown)
 

@@ -90,11 +90,11 @@ def test_gpus_are_numbered_as_cuda_does() -> None:
 
 
 def test_what_sys_shows_counts_first() -> None:
-    told = gpus_of(Library())
+    reported = gpus_of(Library())
     seen = Gpu(0, "0000:81:00.0", uuid="GPU-seen", cpus=(1, 2))
-    (found,) = filled([seen], told)
+    (found,) = filled([seen], reported)
     assert (found.uuid, found.cpus, found.model) == ("GPU-seen", (1, 2), "NVIDIA A100-SXM4-40GB")
     assert found.slices == ("MIG-0-0", "MIG-0-2")
-    assert filled([], told) == told
+    assert filled([], reported) == reported
     other = Gpu(0, "0000:02:00.0")
-    assert filled([other], told) == (other,)
+    assert filled([other], reported) == (other,)

@@ -192,12 +192,12 @@ TEXTS = {
 @pytest.mark.parametrize("recorded", TEXTS.values(), ids=TEXTS.keys())
 def test_texts_about_ports(recorded: Text) -> None:
     facts = NodeFacts(nics=parse_rdma_text(recorded.text))
-    told = []
+    reported = []
     for verdict in judge_ports(facts):
         port, usable = verdict.port, {True: "used", False: "left out", None: "unknown"}[verdict.usable]
         rate = None if port.rate_gbps is None else f"{port.rate_gbps:g}"
-        told.append(f"{verdict.nic}:{port.number} {port.state} {port.link_layer} {rate} {usable}")
-    assert tuple(told) == recorded.ports
+        reported.append(f"{verdict.nic}:{port.number} {port.state} {port.link_layer} {rate} {usable}")
+    assert tuple(reported) == recorded.ports
     warned = [warning for warning in port_warnings(facts) if recorded.warns in warning]
     assert warned if recorded.warns else not warned
 

@@ -149,7 +149,7 @@ def put_all_to_sleep() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-STRIKES: dict[str, Callable[[StopFlag], None]] = {
+INJECTIONS: dict[str, Callable[[StopFlag], None]] = {
     "kill": lambda stop: kill(os.getpid()),
     "store": lambda stop: kill_store(),
     "segfault": lambda stop: segfault(),
