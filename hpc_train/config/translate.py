@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from hpc_train.errors import UserError, nearest
@@ -29,8 +30,20 @@ def translate(error: BaseException) -> UserError | None:
             return _unknown_option(link)
         if isinstance(link, OmegaConfBaseException):
             return _of_omegaconf(link)
-    where = str(error.override) if isinstance(error, OverrideParseException) else "the command line or conf/"
-    return UserError(str(error).strip(), where=where, fix="python -m hpc_train --help lists groups and keys")
+    if isinstance(error, OverrideParseException):
+        return _of_override(error)
+    fix = "python -m hpc_train --help lists groups and keys"
+    return UserError(str(error).strip(), where="the command line or conf/", fix=fix)
+
+
+def _of_override(error: OverrideParseException) -> UserError:
+    override = str(error.override)
+    key, _, value = override.partition("=")
+    fix = "python -m hpc_train --help lists groups and keys"
+    if value.strip() and value.strip()[0] not in "'\"":
+        quoted = value.replace('"', r"\"")
+        fix = f"put a value with special characters in quotes: '{key}=\"{quoted}\"'"
+    return UserError(f"Hydra cannot parse the override {override}", where=override, fix=fix)
 
 
 def _of_python(error: BaseException) -> UserError | None:
@@ -53,8 +66,7 @@ def _of_omegaconf(error: OmegaConfBaseException) -> UserError:
     key = str(error.full_key or "")
     if isinstance(error, MissingMandatoryValue):
         return UserError(f"{key} has no value", where=key, fix=f"{key}=VALUE on the command line")
-    if isinstance(error, ConfigAttributeError | ConfigKeyError) and is_dataclass(error.object_type):
-        names = [field.name for field in fields(error.object_type)]
+    if isinstance(error, ConfigAttributeError | ConfigKeyError) and (names := _names_beside(error)):
         return UserError(f"{key} is not a config key", where=key, fix=nearest(error.key, names))
     group = key.split(".", maxsplit=1)[0]
     first = (error.msg or str(error)).strip().splitlines()[0]
@@ -65,6 +77,13 @@ def _of_omegaconf(error: OmegaConfBaseException) -> UserError:
         return UserError(f"{key} is null, but must have a value", where=key, fix=f"{key}=VALUE, or remove the override")
     shows = f"python -m hpc_train --cfg job{f' --package {group}' if group else ''} shows the current values"
     return UserError(first, where=key or "the config", fix=shows)
+
+
+def _names_beside(error: OmegaConfBaseException) -> list[str]:
+    """Returns the keys of the node in which the key of ``error`` does not exist."""
+    if is_dataclass(error.object_type):
+        return [field.name for field in fields(error.object_type)]
+    return [str(name) for name in error.parent_node] if isinstance(error.parent_node, DictConfig) else []
 
 
 _KINDS = {"Float": "a number", "Integer": "an integer", "bool": "true or false", "String": "text"}

@@ -39,6 +39,8 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["optim.lr="], "optim.lr"),
     (["optim.lr"], "optim.lr"),
     (["optim.lr=["], "optim.lr"),
+    (["cluster.health_check=a;b"], """'cluster.health_check="a;b"'"""),
+    (["cluster.preflight_action.tpc=stop"], "did you mean tcp?"),
     (["data.sequence_length=1.5"], "data.sequence_length"),
     (["train.compile=perhaps"], "train.compile"),
     (["optim.betas=[0.9,a]"], "optim.betas"),
