@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,9 +20,9 @@ from hpc_train.launch.script import python
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import write_json
+from hpc_train.slurm.client import inner_step_environment
 
 ENTRY = "hpc_train.bench.collectives_worker:run_preflight"
-KEPT = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID")  # variables of a surrounding step that are passed on
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,7 @@ def measure_allocation(nodes: int, config: Config, words: Sequence[str]) -> int:
     gpus = gpus_of_this_job()
     options = [*gpus.srun_options(gpus.per_node), *inside, python(config.cluster, container), "-m", "hpc_train"]
     step = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--overlap", "--unbuffered"]
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SRUN_"))}
-    environment = own | {name: os.environ[name] for name in KEPT if name in os.environ}
-    return subprocess.run([*step, *options, *words], env=environment, check=False).returncode
+    return subprocess.run([*step, *options, *words], env=inner_step_environment(), check=False).returncode
 
 
 def _lines(result: Mapping[str, Any]) -> Iterator[str]:

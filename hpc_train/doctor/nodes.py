@@ -27,7 +27,6 @@ from hpc_train.slurm.client import SlurmError
 
 STEP_S = 300.0
 VISIBLE_S = 20.0  # wait at most this long until files of other nodes are visible here
-KEPT = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID")  # variables of a surrounding step that are passed on
 
 
 def nodes_of_allocation() -> int:
@@ -70,10 +69,8 @@ def _start(nodes: int, config: Config, overrides: Sequence[str], folder: Path) -
     gpus = gpus_of_this_job()  # the GPUs that the agents of a run would have
     own = [*gpus.srun_options(gpus.per_node), *own]
     step = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--overlap", *own, *words]
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SRUN_"))}
-    environment = inherited | {name: os.environ[name] for name in KEPT if name in os.environ}
     try:
-        client.run(step, environment=environment, timeout_s=STEP_S)
+        client.run(step, environment=client.inner_step_environment(), timeout_s=STEP_S)
     except SlurmError as error:
         lines = error.said.splitlines()
         own = [line.strip() for line in lines if not line.startswith(("srun: ", "slurmstepd: "))]

@@ -263,3 +263,10 @@ def inherited_variables(environment: Mapping[str, str] = os.environ) -> list[str
         return []
     prefixes = ("SLURM_", "SBATCH_", "SRUN_")
     return sorted(name for name in environment if name.startswith(prefixes) and name not in KEPT)
+
+
+def inner_step_environment() -> dict[str, str]:
+    """Returns the environment for an srun within a step, whose own variables would become options of the inner step."""
+    kept = (*KEPT, "SLURM_JOB_ID", "SLURM_JOBID")
+    variables = os.environ.items()
+    return {name: value for name, value in variables if name in kept or not name.startswith(("SLURM_", "SRUN_"))}
