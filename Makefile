@@ -1,5 +1,5 @@
 # make train   the default model on the default data, four workers, on this machine
-# make test    all tests, two files at a time
+# make test    all tests, three files at a time: those on Slurm mostly wait
 # make test-share  some minutes of the long forms, drawn by SHARE
 # make test-all  the long forms as well: 500 kills in saves, 20 faults of each kind and 200 drawn at random, 5,000
 #                damaged checkpoints, all pairs of layouts; hours. Cut short, it goes on behind the cases that have
@@ -32,7 +32,7 @@ train: install
 	$(PY) -m hpc_train +strategy=hybrid -m
 
 test: install-dev
-	$(PY) -m pytest -n 2
+	$(PY) -m pytest -n 3
 
 test-share: install-dev
 	HPC_TRAIN_LONG=1 HPC_TRAIN_TRIALS=1 $(PY) -m pytest --long-share '$(SHARE)' tests/faults tests/checkpoint
