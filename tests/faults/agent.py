@@ -26,13 +26,13 @@ def shift_clock() -> None:
 def main(run: str, entry: str) -> int:
     """Runs the agent on ``run``; its workers call ``entry``."""
     shift_clock()
-    from hpc_train.elastic import hangs, watch
+    from hpc_train.elastic import hang_bounds, watch
     from hpc_train.elastic.agent import run_agent
     from hpc_train.run.directory import RunDirectory
     from tests.faults.surroundings import enter_memory_group
 
     enter_memory_group()
-    hangs.COLD_S = hangs.UNSEEN_S = SAVE_S
+    hang_bounds.COLD_S = hang_bounds.UNSEEN_S = SAVE_S
     watch.FIRST_S = ASKED_EVERY_S
     code = run_agent(RunDirectory(Path(run)), entry=entry)
     assert "torch" not in sys.modules
