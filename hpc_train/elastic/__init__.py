@@ -11,5 +11,5 @@
    handles the loss of the server.
 4. Hangs and slow ranks: ``watch`` reads the heartbeats and names stragglers; ``hang_bounds`` says how long workers may
    be silent; ``hangs`` collects evidence from them, finds the rank that the others wait for, and says what proves a
-   hang; ``flight_recorder`` reads torch's lists of their collectives.
+   hang.
 """

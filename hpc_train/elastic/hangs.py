@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_train.elastic.decision import WorkerFailure
-from hpc_train.elastic.flight_recorder import Collective, read_collectives
 from hpc_train.elastic.worker_process import SHOW_STACKS
 from hpc_train.elastic.workers import Worker, Workers
+from hpc_train.measure.flight_recorder import Collective, read_collectives
 from hpc_train.run.agent_worker import Beat, Phase
 from hpc_train.run.processes import cpu_seconds, is_reading_or_writing, process_state
 

@@ -21,10 +21,10 @@ from typing import Any
 from hpc_train.config.schema import Config
 from hpc_train.config.values import parse_hang_timeout
 from hpc_train.elastic.decision import WorkerFailure
-from hpc_train.elastic.flight_recorder import Collective, read_collectives
 from hpc_train.elastic.hang_bounds import COLD_S, LEAST_S, HangWatch, Silence, Stage
 from hpc_train.elastic.hangs import Evidence, Proof, RankState, collect, culprit, proof
 from hpc_train.elastic.workers import Worker, Workers
+from hpc_train.measure.flight_recorder import Collective, read_collectives
 from hpc_train.measure.streak import Streak
 from hpc_train.plan.layout import Layout
 from hpc_train.run.directory import RunDirectory

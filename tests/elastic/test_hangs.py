@@ -15,7 +15,6 @@ from hpc_train.config.values import parse_hang_timeout
 from hpc_train.elastic import watch as watch_module
 from hpc_train.elastic.coordinator import FailureReport, primary_cause
 from hpc_train.elastic.decision import WorkerFailure
-from hpc_train.elastic.flight_recorder import Collective
 from hpc_train.elastic.hang_bounds import (
     COLD_S,
     FACTOR,
@@ -32,6 +31,7 @@ from hpc_train.elastic.hang_bounds import (
 from hpc_train.elastic.hangs import WINDOW_S, Evidence, GroupState, RankState, culprit, group_states, proof
 from hpc_train.elastic.watch import Watch
 from hpc_train.errors import UserError
+from hpc_train.measure.flight_recorder import Collective
 from hpc_train.plan.layout import Layout
 from hpc_train.run.agent_worker import Beat, Phase
 from hpc_train.run.directory import RunDirectory
