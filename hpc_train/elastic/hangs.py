@@ -56,7 +56,7 @@ class RankState:
         answered: whether its interpreter answered the question for its collectives.
         groups: by name of the process group; the group of the control messages only during a save.
         waits: whether it is inside any operation with other ranks, except of the control messages of each step.
-        cpu_s: processor time that it has used since its start.
+        cpu_s: processor time that it and its child processes have used since its start.
         storage: whether one of its threads waits for storage.
     """
 
@@ -206,7 +206,8 @@ def proof(now: Sequence[RankState], before: Sequence[RankState], messages: bool)
     - Two ranks are inside different operations at the same number of the same group, which can never match.
     - Two looks show a rank in a training step with its data there, outside of the collective that all other ranks are
       in, and idle in between: it used no processor, waited for no storage and for no other rank. A rank that computes
-      (also one that waits for its GPU, which keeps a processor busy), reads data, evaluates or saves is not proof.
+      (also one that waits for its GPU, which keeps a processor busy, or for a compiler), reads data, evaluates or saves
+      is not proof.
 
     Args:
         now: the states of the ranks of a node.
@@ -228,7 +229,7 @@ def proof(now: Sequence[RankState], before: Sequence[RankState], messages: bool)
         if _is_idle(earlier[state.rank], state) and _is_awaited(state, now):
             seconds = state.seconds - earlier[state.rank].seconds
             return Proof(
-                state.rank, f"is idle, and did not enter the collective that the others are in ({seconds:.0f} s)"
+                state.rank, f"was idle for {seconds:.0f} s and did not enter the collective that the others are in"
             )
     return None
 

@@ -62,12 +62,21 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def cpu_seconds(pid: int) -> float:
-    """Returns the processor time that all threads of a process have used since its start; 0 if it is gone."""
+    """Returns the processor time that a process and its children have used; 0 if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0.0
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S  # utime and stime, proc(5)
+    own = sum(map(int, fields[11:15])) / _TICKS_PER_S  # in user and kernel mode, of itself and of ended children
+    return own + sum(map(cpu_seconds, _children(pid)))
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):  # of each thread
+        with suppress(OSError):
+            found += map(int, path.read_text().split())
+    return found
 
 
 def is_reading_or_writing(pid: int) -> bool:
