@@ -18,7 +18,7 @@ from typing import Any
 from hpc_train.elastic.decision import WorkerFailure
 from hpc_train.elastic.worker_process import SHOW_STACKS
 from hpc_train.elastic.workers import Worker, Workers
-from hpc_train.measure.flight_recorder import Collective, read_collectives
+from hpc_train.measure.flight_recorder import Collective, is_queued, read_collectives
 from hpc_train.run.agent_worker import Beat, Phase
 from hpc_train.run.processes import cpu_seconds, is_reading_or_writing, process_state
 
@@ -153,12 +153,19 @@ def _behind(states: Sequence[RankState]) -> list[RankState]:
 
 
 def _not_in_collective(states: Sequence[RankState]) -> list[RankState]:
-    """Returns the ranks that are behind another in some group and inside no collective themselves, i.e. not waiting."""
+    """Returns the ranks that are behind another in some group and inside no collective themselves, i.e. not waiting.
+
+    A host may queue several of NCCL's collectives, so one that has queued fewer is not behind while its GPU is in one.
+    """
     furthest: dict[str, int] = {}
     for state in states:
         for name, group in state.groups.items():
             furthest[name] = max(furthest.get(name, 0), group.entered)
-    behind = [s for s in states if any(group.entered < furthest[name] for name, group in s.groups.items())]
+
+    def is_behind(name: str, group: GroupState) -> bool:
+        return group.entered < furthest[name] and not (group.inside and is_queued(name))
+
+    behind = [state for state in states if any(is_behind(*group) for group in state.groups.items())]
     return [state for state in behind if not any(group.inside for group in state.groups.values())] or behind
 
 
@@ -261,12 +268,9 @@ def _is_idle(before: RankState, now: RankState) -> bool:
 
 def _is_awaited(state: RankState, states: Sequence[RankState]) -> bool:
     """Returns whether all other ranks are inside a collective of a group of this rank that it has not entered."""
-    others = [other for other in states if other.rank != state.rank]
-    return any(
-        others
-        and all(
-            (of := other.groups.get(name)) is not None and of.inside and of.entered > own.entered for other in others
-        )
+    others = [other.groups for other in states if other.rank != state.rank]
+    return bool(others) and any(
+        all(name in groups and groups[name].inside and groups[name].entered > own.entered for groups in others)
         for name, own in state.groups.items()
     )
 

@@ -51,7 +51,12 @@ class Collective:
     @property
     def is_on_host(self) -> bool:
         """Returns whether the host performs it, so that ``created_s`` is the time at which the rank arrived."""
-        return self.group.startswith(f"{GLOO} ")
+        return not is_queued(self.group)
+
+
+def is_queued(group: str) -> bool:
+    """Returns whether the collectives of a group are queued for a device, which begins them later."""
+    return not group.startswith(f"{GLOO} ")
 
 
 def read_collectives(dumps: bytes) -> list[Collective]:

@@ -234,8 +234,8 @@ def state(rank: int, **known: object) -> RankState:
     return RankState(rank=rank, node="n0", **{**usual, "answered": True, **known})  # type: ignore[arg-type]
 
 
-def groups(**entered: tuple[Any, ...]) -> dict[str, object]:
-    return {"groups": {name: GroupState(*value) for name, value in entered.items()}}
+def groups(backend: str = "gloo", **entered: tuple[Any, ...]) -> dict[str, object]:
+    return {"groups": {f"{backend} {name}": GroupState(*value) for name, value in entered.items()}}
 
 
 @pytest.mark.parametrize(
@@ -259,8 +259,22 @@ def groups(**entered: tuple[Any, ...]) -> dict[str, object]:
         ([state(0, **groups(dp=(9, True, "all_reduce", 30))), state(1, **groups(dp=(9, True, "barrier", 0)))], 1),
         (  # all hosts have queued the collective, and the GPU of rank 1 has not begun it
             [
-                state(0, **groups(dp=(9, True, "all_reduce", 30, 9))),
-                state(1, **groups(dp=(9, True, "all_reduce", 30, 8))),
+                state(0, **groups("nccl", dp=(9, True, "all_reduce", 30, 9))),
+                state(1, **groups("nccl", dp=(9, True, "all_reduce", 30, 8))),
+            ],
+            1,
+        ),
+        (  # the host of rank 0 has queued fewer, which nobody waits for
+            [
+                state(0, **groups("nccl", dp=(11, True, "all_reduce", 30, 9))),
+                state(1, **groups("nccl", dp=(14, True, "all_reduce", 30, 8))),
+            ],
+            1,
+        ),
+        (  # the host of rank 1 has queued nothing more
+            [
+                state(0, **groups("nccl", dp=(11, True, "all_reduce", 30, 9))),
+                state(1, **groups("nccl", dp=(8, False, "all_reduce", 30, 8))),
             ],
             1,
         ),
@@ -349,7 +363,7 @@ def test_a_rank_that_idles_outside_of_the_collective_of_all_others_proves_a_hang
         {"step": 8},
         {"phase": "evaluation"},
         {"phase": "first_step"},
-        {"groups": {"dp": GroupState(9, True)}},  # it was late
+        groups(dp=(9, True)),  # it was late
         {"groups": {}},
     ],
 )
@@ -380,7 +394,7 @@ def test_operations_that_never_match_prove_a_hang(operations: tuple[str, str], r
     states = [state(one, **groups(dp=(9, True, operations[one], before[one]))) for one in (0, 1)]
     found = proof(states, [], messages=True)
     assert (found and found.rank) == rank
-    ended = [states[0], replace(states[1], groups={"dp": replace(states[1].groups["dp"], inside=False)})]
+    ended = [states[0], state(1, **groups(dp=(9, False, operations[1], 0)))]
     assert proof(ended, [], messages=True) is None
 
 
