@@ -27,7 +27,7 @@ from hpc_train.elastic.client import RendezvousClient, ServerLost, requeue_after
 from hpc_train.elastic.coordinator import Coordinator, NodeReport
 from hpc_train.elastic.decision import OVER_BUDGET, Budget, History, over_budget
 from hpc_train.elastic.fabric import Fabric
-from hpc_train.elastic.hangs import patience_s
+from hpc_train.elastic.hang_bounds import patience_s
 from hpc_train.elastic.logs import WorkerLog, nonfailing_streams
 from hpc_train.elastic.nodes import TOO_OFTEN, Node, NodeFailures, Unfit, check_health
 from hpc_train.elastic.rendezvous import AttemptSpec, ServerAddress, bind

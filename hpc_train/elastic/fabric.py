@@ -32,6 +32,8 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import patiently, write_json
 
+DUMP_FILES = {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}  # new name and old name, which torch reads
+
 
 @dataclass
 class Fabric:
@@ -57,7 +59,16 @@ class Fabric:
             self._reported = now
             self._write(start, gpus, decision, messages, found)
             self._print(decision, messages, events, quiet=len(facts) == 1 and not gpus)
-        return {variable.name: variable.value for variable in decision.variables}
+        own = {variable.name: variable.value for variable in decision.variables}
+        return own | self._dump_file(events.attempt) if gpus and DUMP_FILES.isdisjoint(found) else own
+
+    def _dump_file(self, attempt: int) -> dict[str, str]:
+        """Returns the variable with the beginning of the file names to which torch writes NCCL's flight recorder when a
+        collective times out; it appends the rank. By default, the files stay in a cache on each node.
+        """
+        path = self.run.logs.absolute() / "stacks" / f"nccl-{attempt:03d}-rank-"
+        patiently(lambda: path.parent.mkdir(parents=True, exist_ok=True))
+        return {"TORCH_FR_DUMP_TEMP_FILE": str(path)}
 
     def _write(
         self, start: Start, gpus: int, decision: FabricDecision, messages: list[str], found: dict[str, Setting]

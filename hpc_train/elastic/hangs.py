@@ -1,18 +1,16 @@
-"""Hang detection: learned bounds for silent workers, evidence from the workers of a node, and the rank at fault.
+"""Evidence on silent workers: what each of them does, the rank that the others wait for, and what proves a hang.
 
-On several nodes and on GPUs there are two bounds, because a network link or file system may stall for seconds and
-recover. Beyond the first, the step is reported as slow with the stacks of all ranks; beyond the second, it is a hang
-and the attempt ends. The agent polls the heartbeats in its own interpreter, so it detects workers that hold their
-interpreter lock forever or were stopped by a signal. Collecting evidence needs no worker's main thread, and stacks do
-not even need the lock. The states of several nodes are combined to find the rank that all others wait for.
+The agent collects evidence without a worker's main thread, and stacks even without its interpreter lock, so it also
+examines workers that hold their interpreter lock forever or were stopped by a signal. The states of several nodes are
+combined to find the rank that all others wait for.
+
+A slow rank may recover, so most evidence only names a rank. Three findings prove a hang, because the workers cannot
+continue by themselves (``proof``); ``hang_bounds`` says when workers are examined.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,11 +18,12 @@ from typing import Any
 from hpc_train.elastic.decision import WorkerFailure
 from hpc_train.elastic.worker_process import SHOW_STACKS
 from hpc_train.elastic.workers import Worker, Workers
-from hpc_train.fabric.nccl_settings import ib_retry_s
+from hpc_train.measure.flight_recorder import Collective, is_queued, read_collectives
 from hpc_train.run.agent_worker import Beat, Phase
-from hpc_train.run.processes import process_state
+from hpc_train.run.processes import cpu_seconds, is_reading_or_writing, process_state
 
 CONTROL = "control"  # group of ``train/step.py``, whose messages are posted without waiting
+AGREEMENT = "all_reduce"  # the operation of these messages
 
 
 @dataclass(frozen=True)
@@ -32,16 +31,18 @@ class GroupState:
     """The state of one rank in one process group.
 
     Attributes:
-        entered: number of collectives entered so far.
+        entered: number of collectives entered so far. With NCCL, a collective is entered when the host queues it.
         inside: whether the rank is inside one.
         operation: kind and input shapes of the last one.
         before: how often it entered the same operation before, as far back as recorded.
+        reached: the last collective that its GPU has begun; None without NCCL or if starts are not recorded.
     """
 
     entered: int
     inside: bool
     operation: str = ""
     before: int = 0
+    reached: int | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,9 @@ class RankState:
         process: the kernel's state letter (R, S, D, T, …); empty for a process that is gone.
         answered: whether its interpreter answered the question for its collectives.
         groups: by name of the process group; the group of the control messages only during a save.
+        waits: whether it is inside any operation with other ranks, except of the control messages of each step.
+        cpu_s: processor time that it and its child processes have used since its start.
+        storage: whether one of its threads waits for storage.
     """
 
     rank: int
@@ -65,6 +69,9 @@ class RankState:
     process: str
     answered: bool
     groups: Mapping[str, GroupState] = field(default_factory=dict)
+    waits: bool = False
+    cpu_s: float = 0.0
+    storage: bool = False
 
     @classmethod
     def parse(cls, value: Mapping[str, Any]) -> RankState:
@@ -73,26 +80,33 @@ class RankState:
         return cls(**{**value, "groups": groups})
 
 
-def group_states(dump: bytes, saves: bool = False) -> dict[str, GroupState]:
-    """Parses the JSON of torch's flight recorder (version 2.x).
+def group_states(collectives: Sequence[Collective], saves: bool = False) -> dict[str, GroupState]:
+    """Returns the state of a rank by name of the process group.
 
     Args:
         saves: the rank is in a save, whose collectives use the group of the control messages.
     """
-    collectives: dict[str, list[dict[str, Any]]] = {}
-    for entry in json.loads(dump or b"{}").get("entries", []):
-        name, description = entry["process_group"]
-        if (saves or description != CONTROL) and not entry["is_p2p"]:
-            collectives.setdefault(name, []).append(entry)
-    return {name: _group_state(entries) for name, entries in collectives.items()}
+    of_groups: dict[str, list[Collective]] = {}
+    for one in collectives:
+        if (saves or one.description != CONTROL) and not one.is_message:
+            of_groups.setdefault(one.group, []).append(one)
+    return {name: _group_state(found) for name, found in of_groups.items()}
 
 
-def _group_state(entries: Sequence[Mapping[str, Any]]) -> GroupState:
-    last = max(entries, key=lambda entry: entry["collective_seq_id"])
-    operations = [f"{entry['profiling_name']} {entry['input_sizes']}" for entry in entries]
-    own = f"{last['profiling_name']} {last['input_sizes']}"
-    inside = not all(entry["retired"] for entry in entries)
-    return GroupState(last["collective_seq_id"], inside, own, operations.count(own) - 1)
+def _group_state(collectives: Sequence[Collective]) -> GroupState:
+    last = max(collectives, key=lambda one: one.number)
+    operations = [f"{one.operation} {one.shapes}" for one in collectives]
+    own = f"{last.operation} {last.shapes}"
+    inside = not all(one.is_finished for one in collectives)
+    records_starts = any(one.duration_s is not None for one in collectives)
+    reached = max((one.number for one in collectives if one.has_started), default=None) if records_starts else None
+    return GroupState(last.number, inside, own, operations.count(own) - 1, reached)
+
+
+def _waits(collectives: Sequence[Collective]) -> bool:
+    return any(
+        not one.is_finished and (one.description != CONTROL or one.operation != AGREEMENT) for one in collectives
+    )
 
 
 def culprit(states: Sequence[RankState]) -> tuple[int | None, str]:
@@ -106,6 +120,7 @@ def culprit(states: Sequence[RankState]) -> tuple[int | None, str]:
         ("is behind the other ranks", _minority(states, _behind(states))),
         ("did not enter the collective that the others are in", _not_in_collective(states)),
         ("entered a different collective than the others", _in_other_collective(states)),
+        ("has a GPU that did not reach the collective that the others are in", _not_reached(states)),
         ("waits for storage", _minority(states, [state for state in states if state.process == "D"])),
     ):
         if suspects:
@@ -138,13 +153,33 @@ def _behind(states: Sequence[RankState]) -> list[RankState]:
 
 
 def _not_in_collective(states: Sequence[RankState]) -> list[RankState]:
-    """Returns the ranks that are behind another in some group and inside no collective themselves, i.e. not waiting."""
+    """Returns the ranks that are behind another in some group and inside no collective themselves, i.e. not waiting.
+
+    A host may queue several of NCCL's collectives, so one that has queued fewer is not behind while its GPU is in one.
+    """
     furthest: dict[str, int] = {}
     for state in states:
         for name, group in state.groups.items():
             furthest[name] = max(furthest.get(name, 0), group.entered)
-    behind = [s for s in states if any(group.entered < furthest[name] for name, group in s.groups.items())]
+
+    def is_behind(name: str, group: GroupState) -> bool:
+        return group.entered < furthest[name] and not (group.inside and is_queued(name))
+
+    behind = [state for state in states if any(is_behind(*group) for group in state.groups.items())]
     return [state for state in behind if not any(group.inside for group in state.groups.values())] or behind
+
+
+def _not_reached(states: Sequence[RankState]) -> list[RankState]:
+    """Returns the ranks whose GPUs have begun fewer collectives of a group than the GPU of another rank."""
+    furthest: dict[str, int] = {}
+    for state in states:
+        for name, group in state.groups.items():
+            furthest[name] = max(furthest.get(name, 0), group.reached or 0)
+    return [
+        state
+        for state in states
+        if any(group.reached is not None and group.reached < furthest[name] for name, group in state.groups.items())
+    ]
 
 
 def _in_other_collective(states: Sequence[RankState]) -> list[RankState]:
@@ -159,125 +194,85 @@ def _in_other_collective(states: Sequence[RankState]) -> list[RankState]:
     return []
 
 
-LEAST_S = 3.0  # minimum bound of a step
-COLD_S = 30.0  # minimum bound of a step before enough step times are known
-UNSEEN_S = 300.0  # bound of an evaluation or checkpoint before the first one has ended
-START_S = 1800.0  # imports, reading a large checkpoint, compilation in the first step; final uploads
-FACTOR = 5.0  # bound / observed time: the 99th percentile of steps, the longest of other phases
-KEPT = 256  # step times
-FEWEST = 5  # step times required to learn a bound
-PATIENCE_S = 30.0  # minimum bound of a hang on several nodes and on GPUs
-SEEN_S = 0.5  # cap on the time counted between two polls: the agent itself stalled or waited for the CPU
+WINDOW_S = 10.0  # minimum time between two looks that prove a hang
+IDLE_SHARE = 0.1  # a process that uses less of one processor is idle; torch's watchdog and gloo's threads use some
 
 
 @dataclass(frozen=True)
-class Hang:
-    """A detected hang. ``rank`` was silent for longest and is not necessarily at fault (see ``culprit``).
-
-    ``only_slow``: the rank may recover. This is reported once per silence.
-    """
+class Proof:
+    """A rank without which the others cannot continue, and which cannot continue by itself."""
 
     rank: int
-    phase: Phase
-    seconds: float
-    bound: float
-    only_slow: bool = False
+    reason: str
 
 
-def patience_s(nodes: int, gpus_per_node: int, values: Mapping[str, str]) -> float:
-    """Returns the minimum bound of a hang: twice the time for which NCCL itself retries, 0 on one CPU node.
+def proof(now: Sequence[RankState], before: Sequence[RankState], messages: bool) -> Proof | None:
+    """Returns what proves that the ranks of a node will not continue; None if they may.
 
-    Args:
-        values: the variables that are set for the workers, by name.
-    """
-    if nodes == 1 and not gpus_per_node:
-        return 0.0
-    between_gpus = nodes > 1 and gpus_per_node > 0  # otherwise nothing uses InfiniBand
-    return max(PATIENCE_S, 2 * ib_retry_s(values)) if between_gpus else PATIENCE_S
-
-
-@dataclass
-class HangWatch:
-    """Polls the heartbeats of one node. What it learned is kept over attempts (``begin``).
+    - A rank is stopped by a signal.
+    - Two ranks are inside different operations at the same number of the same group, which can never match.
+    - Two looks show a rank in a training step with its data there, outside of the collective that all other ranks are
+      in, and idle in between: it used no processor, waited for no storage and for no other rank. A rank that computes
+      (also one that waits for its GPU, which keeps a processor busy, or for a compiler), reads data, evaluates or saves
+      is not proof.
 
     Args:
-        timeout_s: bound of a step and minimum bound of other phases; None: learned; 0: detection is off.
-        least_s: the minimum learned bound of a step.
-        patience_s: the minimum bound of a hang; 0: a slow step counts as a hang at once.
+        now: the states of the ranks of a node.
+        before: their states at the first look; empty without one.
+        messages: whether ranks send each other messages (a pipeline), which gloo does not record: a rank that waits
+            for one looks idle, so that the third finding proves nothing.
     """
+    for state in now:
+        if state.process == "T":
+            return Proof(state.rank, "is stopped by a signal")
+    if (other := _mismatched(now)) is not None:
+        return Proof(other.rank, "entered a different collective than the others")
+    earlier = {state.rank: state for state in before}
+    if messages or earlier.keys() != {state.rank for state in now} or any(state.phase != "step" for state in now):
+        return None
+    if any(state.groups != earlier[state.rank].groups for state in now):
+        return None
+    for state in now:
+        if _is_idle(earlier[state.rank], state) and _is_awaited(state, now):
+            seconds = state.seconds - earlier[state.rank].seconds
+            return Proof(
+                state.rank, f"was idle for {seconds:.0f} s and did not enter the collective that the others are in"
+            )
+    return None
 
-    timeout_s: float | None = None
-    least_s: float = LEAST_S
-    patience_s: float = 0.0
-    _steps: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT), init=False)
-    _longest: dict[Phase, float] = field(default_factory=dict, init=False)
-    _last: dict[int, Beat] = field(default_factory=dict, init=False)
-    _silent: dict[int, float] = field(default_factory=dict, init=False)
-    _checked_at: float | None = field(default=None, init=False)
-    _is_slow: bool = field(default=False, init=False)  # the current silence was reported
 
-    def begin(self) -> None:
-        """Begins a new attempt: forgets the workers, keeps the step times."""
-        self._last.clear()
-        self._silent.clear()
-        self._checked_at = None
-        self._is_slow = False
+def _mismatched(states: Sequence[RankState]) -> RankState | None:
+    """Returns the rank inside an operation of another kind than that of others at the same number of a group."""
+    inside = [
+        replace(state, groups={name: _kind(group) for name, group in state.groups.items() if group.inside})
+        for state in states
+    ]
+    return next(iter(_in_other_collective(inside)), None)
 
-    def check(self, beats: Mapping[int, Beat], now: float) -> Hang | None:
-        """Checks the heartbeats and returns a new hang or slow step, or None.
 
-        Args:
-            beats: heartbeats of the live workers, by rank.
-            now: time on the monotonic clock.
-        """
-        passed = 0.0 if self._checked_at is None else min(now - self._checked_at, SEEN_S)
-        self._checked_at = now
-        for rank, beat in beats.items():
-            before = self._last.get(rank)
-            if before is not None and beat != before:
-                self._learn(before, beat)
-            self._silent[rank] = self._silent.get(rank, 0.0) + passed if beat == before else 0.0
-            self._last[rank] = beat
-        if not beats or self.timeout_s == 0:
-            return None
-        # ranks may wait for one that evaluates or saves
-        bound = max(self.bound(beat.phase) for beat in beats.values())
-        usual = max(self._slow_bound(beat.phase) for beat in beats.values())
-        rank = max(beats, key=lambda rank: self._silent[rank])
-        phase, silent = beats[rank].phase, self._silent[rank]
-        if silent > bound:
-            return Hang(rank, phase, silent, bound)
-        was_slow = self._is_slow
-        self._is_slow = self.patience_s > 0 and silent > usual
-        return Hang(rank, phase, silent, usual, only_slow=True) if self._is_slow and not was_slow else None
+def _kind(group: GroupState) -> GroupState:
+    """Drops the shapes, which may differ between the ranks of one operation."""
+    return replace(group, operation=group.operation.partition(" ")[0])
 
-    def bound(self, phase: Phase) -> float:
-        """Returns the seconds that ``phase`` may take without a heartbeat."""
-        if self.timeout_s is None:
-            return max(self._slow_bound(phase), self.patience_s)
-        return self.timeout_s if phase is Phase.STEP else max(self._slow_bound(phase), self.timeout_s)
 
-    def _slow_bound(self, phase: Phase) -> float:
-        """Returns the seconds after which ``phase`` counts as slow."""
-        if phase is Phase.STEP:
-            return self._step_bound()
-        longest = self._longest.get(phase)
-        if phase in (Phase.EVALUATION, Phase.CHECKPOINT):
-            return UNSEEN_S if longest is None else max(COLD_S, FACTOR * longest)
-        return START_S
+def _is_idle(before: RankState, now: RankState) -> bool:
+    elapsed = now.seconds - before.seconds
+    return (
+        elapsed >= WINDOW_S
+        and (before.step, before.arrived_step) == (now.step, now.arrived_step)
+        and now.arrived_step >= now.step  # it has posted its message of this step, so its data was there
+        and all(one.process == "S" and one.answered and not one.storage and not one.waits for one in (before, now))
+        and now.cpu_s - before.cpu_s < IDLE_SHARE * elapsed
+    )
 
-    def _step_bound(self) -> float:
-        if len(self._steps) < FEWEST:
-            return max(COLD_S, self.least_s, FACTOR * self._longest.get(Phase.FIRST_STEP, 0.0))
-        ordered = sorted(self._steps)
-        return max(self.least_s, FACTOR * ordered[math.ceil(0.99 * len(ordered)) - 1])
 
-    def _learn(self, before: Beat, beat: Beat) -> None:
-        seconds = beat.since - before.since
-        if before.phase is not Phase.STEP:
-            self._longest[before.phase] = max(seconds, self._longest.get(before.phase, 0.0))
-        elif beat.step > before.step:
-            self._steps.append(seconds / (beat.step - before.step))
+def _is_awaited(state: RankState, states: Sequence[RankState]) -> bool:
+    """Returns whether all other ranks are inside a collective of a group of this rank that it has not entered."""
+    others = [other.groups for other in states if other.rank != state.rank]
+    return bool(others) and any(
+        all(name in groups and groups[name].inside and groups[name].entered > own.entered for groups in others)
+        for name, own in state.groups.items()
+    )
 
 
 ANSWER_S = 5.0  # a worker polls for requests twice per second
@@ -286,7 +281,7 @@ SETTLED_S = 0.1  # stacks that have not grown for this long are complete
 
 @dataclass(frozen=True)
 class Evidence:
-    """Evidence on one rank. ``collectives`` is the JSON of torch's flight recorder; None without an answer."""
+    """Evidence on one rank. ``collectives`` is the JSON of torch's flight recorders; None without an answer."""
 
     state: RankState
     pid: int
@@ -343,6 +338,7 @@ def _wait(workers: Workers, questions: Sequence[_Question], until: float) -> Non
 def _evidence(question: _Question, node: str) -> Evidence:
     worker, beat = question.worker, question.beat
     answer, pid = worker.block.answer_to(question.number), worker.pid
+    collectives = read_collectives(answer or b"")
     state = RankState(
         rank=worker.rank,
         node=node,
@@ -352,6 +348,9 @@ def _evidence(question: _Question, node: str) -> Evidence:
         arrived_step=beat.arrived_step,
         process=process_state(pid),
         answered=answer is not None,
-        groups=group_states(answer or b"", saves=beat.phase is Phase.CHECKPOINT),
+        groups=group_states(collectives, saves=beat.phase is Phase.CHECKPOINT),
+        waits=_waits(collectives),
+        cpu_s=cpu_seconds(pid),
+        storage=is_reading_or_writing(pid),
     )
     return Evidence(state, pid, worker.block.stacks() or "(no stacks)", answer)

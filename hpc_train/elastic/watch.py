@@ -2,13 +2,13 @@
 
 A straggler is a rank that the others wait for, step after step. It is found from the times at which ranks enter the
 same collective, which torch's flight recorder keeps. The ranks of a group leave a collective together, so the arrival
-of each rank at the next one shows how long its own work took. Stages of a pipeline do different work, so only ranks
-with the same work (data and tensor parallel) are compared. No rank is killed because it is late.
+of each rank at the next one shows how long its own work took. On a GPU the rank arrives when its device begins the
+collective; when the host queued it says nothing. Stages of a pipeline do different work, so only ranks with the same
+work (data and tensor parallel) are compared. No rank is killed because it is late.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -21,13 +21,16 @@ from typing import Any
 from hpc_train.config.schema import Config
 from hpc_train.config.values import parse_hang_timeout
 from hpc_train.elastic.decision import WorkerFailure
-from hpc_train.elastic.hangs import COLD_S, LEAST_S, Evidence, Hang, HangWatch, collect, culprit
+from hpc_train.elastic.hang_bounds import COLD_S, LEAST_S, HangWatch, Silence, Stage
+from hpc_train.elastic.hangs import Evidence, Proof, RankState, collect, culprit, proof
 from hpc_train.elastic.workers import Worker, Workers
+from hpc_train.measure.flight_recorder import Collective, read_collectives
 from hpc_train.measure.streak import Streak
 from hpc_train.plan.layout import Layout
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Failure
+from hpc_train.run.processes import process_state
 from hpc_train.run.requests import answer_stacks_request, stacks_requested
 
 FIRST_S, MOST_S = (
@@ -40,6 +43,7 @@ FEWEST = 20  # minimum number of collectives
 IN_A_ROW = 2  # windows that must agree
 SAME_WORK = ("mesh_dp", "mesh_tp")  # prefixes of the descriptions of such groups
 WORLD = "default_pg"  # replaces a group that contains all ranks
+FROM_OR_TO_ONE = ("broadcast", "reduce", "gather", "scatter")  # ranks may leave these at different times
 
 Arrivals = Mapping[tuple[str, int], Mapping[int, float]]  # collective (group, number) → rank → seconds
 
@@ -101,15 +105,37 @@ class StragglerWatch:
 
 
 def arrivals_of(dumps: Mapping[int, bytes], since: float = 0.0, pipeline: bool = True) -> Arrivals:
-    """Returns the collectives after ``since`` that several of these ranks have entered."""
+    """Returns the collectives after ``since`` that several of these ranks have entered.
+
+    Where any rank uses its GPU to communicate, only its collectives count, as those of the host are rare and late.
+    """
     compared = SAME_WORK if pipeline else (*SAME_WORK, WORLD)
-    found: dict[tuple[str, int], dict[int, float]] = {}
-    for rank, dump in dumps.items():
-        for entry in json.loads(dump or b"{}").get("entries", []):
-            (name, description), created = entry["process_group"], entry["time_created_ns"] / 1e9
-            if description.startswith(compared) and not entry["is_p2p"] and created > since:
-                found.setdefault((name, entry["collective_seq_id"]), {})[rank] = created
-    return {key: times for key, times in found.items() if len(times) > 1}
+    of_ranks = {rank: read_collectives(dump) for rank, dump in dumps.items()}
+    on_host = all(one.is_on_host for found in of_ranks.values() for one in found)
+    found: dict[tuple[str, int], dict[int, Collective]] = {}
+    for rank, collectives in of_ranks.items():
+        for one in collectives:
+            if one.description.startswith(compared) and not one.is_message and one.is_on_host == on_host:
+                found.setdefault((one.group, one.number), {})[rank] = one
+    arrivals = {key: on_host_clock(ranks) if on_host else on_device(ranks) for key, ranks in found.items()}
+    return {key: times for key, times in arrivals.items() if len(times) > 1 and min(times.values()) > since}
+
+
+def on_host_clock(ranks: Mapping[int, Collective]) -> dict[int, float]:
+    return {rank: one.created_s for rank, one in ranks.items()}
+
+
+def on_device(ranks: Mapping[int, Collective]) -> dict[int, float]:
+    """Returns when the GPU of each rank began a collective, from its duration there: all GPUs leave it together.
+
+    The time at which it ended only has to be roughly right, since all ranks use the same one. Without measured
+    durations, and for operations whose ranks may leave at different times, there are no arrivals.
+    """
+    ends = [one.completed_s for one in ranks.values() if one.completed_s is not None]
+    took = {rank: one.duration_s for rank, one in ranks.items() if one.operation not in FROM_OR_TO_ONE}
+    if len(ends) < len(ranks):
+        return {}
+    return {rank: min(ends) - duration for rank, duration in took.items() if duration is not None}
 
 
 def find_straggler(arrivals: Arrivals) -> Straggler | None:
@@ -148,6 +174,8 @@ class Watch:
     _slow_reported_at: deque[float] = field(default_factory=lambda: deque(maxlen=SLOW_STEPS), init=False)
     _answered: int = field(default=0, init=False)
     _workers: Workers | None = field(default=None, init=False)
+    _pipeline: bool = field(default=False, init=False)
+    _first_look: Sequence[RankState] = field(default=(), init=False)  # at the current silence
 
     @classmethod
     def of(cls, run: RunDirectory, node: str, config: Config) -> Watch:
@@ -162,29 +190,41 @@ class Watch:
         self._events = events
         self.hangs.patience_s = patience_s
         self.hangs.begin()
-        self.stragglers.begin(pipeline=layout.pp > 1)
+        self._pipeline = layout.pp > 1
+        self.stragglers.begin(self._pipeline)
 
     def check(self, workers: Workers) -> None:
         """Checks the workers; adds a hang to the failures of ``workers``. It is called a few times per second."""
         now, self._workers = time.monotonic(), workers
         if not workers.failures:
             beats = {worker.rank: worker.block.beat() for worker in workers.alive}
-            hang = self.hangs.check(beats, now)
-            if hang is not None and hang.only_slow and self._slow_steps_throttled(now):
-                hang = None
-            found = [] if hang is None else collect(workers, self.node)
-            if hang is not None and not hang.only_slow:
-                if found:  # otherwise they have ended and report the reason themselves
-                    workers.fail(self._report_hang(hang, found))
+            stopped = [worker.rank for worker in workers.alive if process_state(worker.pid) == "T"]
+            silence = self.hangs.check(beats, now, stopped)
+            if silence is not None and self._ends_attempt(silence, workers, now):
                 return
-            if hang is not None and found:
-                self._slow_reported_at.append(now)
-                self._report_slow_step(hang, found)
             for straggler in self.stragglers.check(workers.alive, now):
                 self._event("straggler", rank=straggler.rank, **straggler.details())
         if now >= self._next_request:
             self._next_request = now + REQUESTS_EVERY_S
             self._show_stacks(workers)
+
+    def _ends_attempt(self, silence: Silence, workers: Workers, now: float) -> bool:
+        """Examines silent workers; returns whether they hang or have ended."""
+        found = collect(workers, self.node)
+        states = [one.state for one in found]
+        if silence.stage is Stage.SLOW:
+            self._first_look = states
+        if not found:  # they have ended and report the reason themselves
+            return True
+        before = self._first_look if silence.stage is Stage.STILL_SLOW else ()
+        proven = None if silence.stage is Stage.HANG else proof(states, before, self._pipeline)
+        if silence.stage is Stage.HANG or proven is not None:
+            workers.fail(self._report_hang(silence, found, proven))
+            return True
+        if silence.stage is Stage.SLOW and not self._slow_steps_throttled(now):
+            self._slow_reported_at.append(now)
+            self._report_slow_step(silence, found)
+        return False
 
     def _slow_steps_throttled(self, now: float) -> bool:
         """Returns whether enough slow steps have been reported recently."""
@@ -203,13 +243,13 @@ class Watch:
             with suppress(OSError):
                 answer_stacks_request(self.run, number, self.node, "\n".join(one.text() for one in found))
 
-    def _report_slow_step(self, slow: Hang, found: Sequence[Evidence]) -> None:
+    def _report_slow_step(self, slow: Silence, found: Sequence[Evidence]) -> None:
         """Reports a slow step without killing anything. The file of an attempt holds its last slow step."""
         state = next((one.state for one in found if one.state.rank == slow.rank), found[0].state)
         message = (
             f"no sign of life for {slow.seconds:.1f} s in {state.phase} after step {state.step} (usually at most "
             f"{slow.bound:.1f} s); it counts as a hang after {self.hangs.bound(slow.phase):.1f} s "
-            "(elastic.hang_timeout_s)"
+            "(elastic.hang_timeout_s), or when the state of a rank proves that it is one"
         )
         path = self._write_evidence("slow", found, collectives=False)
         self._event(
@@ -217,19 +257,18 @@ class Watch:
             seconds=round(slow.seconds, 1), message=message, stacks=str(path),
         )  # fmt: skip
 
-    def _report_hang(self, hang: Hang, found: Sequence[Evidence]) -> WorkerFailure:
+    def _report_hang(self, silence: Silence, found: Sequence[Evidence], proven: Proof | None) -> WorkerFailure:
         states = [one.state for one in found]
-        rank, reason = culprit(states)
+        rank, reason = culprit(states) if proven is None else (proven.rank, proven.reason)
         evidence = next((one for one in found if one.state.rank == rank), found[0])
-        seconds = f"{hang.seconds:.1f} s in {evidence.state.phase} after step {evidence.state.step}"
-        message = f"no sign of life for {seconds} (elastic.hang_timeout_s allows {hang.bound:.1f}); " + (
-            reason if rank is None else f"rank {rank} {reason}"
-        )
+        seconds = f"{silence.seconds:.1f} s in {evidence.state.phase} after step {evidence.state.step}"
+        allowed = f" (elastic.hang_timeout_s allows {silence.bound:.1f})" if proven is None else ""
+        message = f"no sign of life for {seconds}{allowed}; " + (reason if rank is None else f"rank {rank} {reason}")
         path = self._write_evidence("hang", found)
         plain = tuple(asdict(state) for state in states)
         self._event(
             "hang_detected", step=evidence.state.step, rank=rank, phase=evidence.state.phase,
-            seconds=round(hang.seconds, 1), message=message, stacks=str(path), ranks=plain,
+            seconds=round(silence.seconds, 1), message=message, stacks=str(path), ranks=plain,
         )  # fmt: skip
         text = f"{message}\nthe stacks of all ranks of this node: {path}\n{evidence.text()}"
         return WorkerFailure(

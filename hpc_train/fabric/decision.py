@@ -109,6 +109,9 @@ def _general(nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[Variable]:
     yield Variable("TORCH_FR_BUFFER_SIZE", "2000", "records the last collectives of each rank, for diagnosing hangs")
     if job.gpus_per_node:
         yield Variable("CUDA_DEVICE_ORDER", "PCI_BUS_ID", "numbers GPUs as nvidia-smi does")
+        yield Variable(
+            "TORCH_NCCL_ENABLE_TIMING", "1", "records when a GPU begins a collective, which names a late GPU"
+        )
         yield Variable("NCCL_DEBUG", "WARN", "makes NCCL report only the reason of a failure")
         yield Variable("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "dumps the flight recorder when a collective times out")
 

@@ -58,6 +58,40 @@ def process_state(pid: int) -> str:
         return ""
 
 
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def cpu_seconds(pid: int) -> float:
+    """Returns the processor time that a process and its children have used; 0 if it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    own = sum(map(int, fields[11:15])) / _TICKS_PER_S  # in user and kernel mode, of itself and of ended children
+    return own + sum(map(cpu_seconds, _children(pid)))
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):  # of each thread
+        with suppress(OSError):
+            found += map(int, path.read_text().split())
+    return found
+
+
+def is_reading_or_writing(pid: int) -> bool:
+    """Returns whether a thread of a process waits for storage: state D, or a read through FUSE, which is in state S."""
+    for thread in Path(f"/proc/{pid}/task").glob("*"):
+        if process_state(int(thread.name)) == "D":
+            return True
+        with suppress(OSError):  # not readable for others, or the thread has ended
+            if (thread / "wchan").read_text() == _FUSE:
+                return True
+    return False
+
+
+_FUSE = "request_wait_answer"  # the function of the kernel in which a process waits for a FUSE file system
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -103,8 +104,25 @@ def _answer(block: SharedBlock) -> None:
         time.sleep(POLL_S)
 
 
+# torch's functions for its two recorders; builds without CUDA lack the first, and some versions list NCCL in both
+RECORDERS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
+
+
 def collectives() -> bytes:
-    """Returns JSON with the last TORCH_FR_BUFFER_SIZE collectives of all groups, or ``{}`` if torch has no recorder."""
-    dump = getattr(distributed_c10d, "_dump_fr_trace_json", None)
-    found: bytes | str = b"{}" if dump is None else dump()
-    return found.encode() if isinstance(found, str) else found
+    """Returns a JSON object: name of a flight recorder -> its last TORCH_FR_BUFFER_SIZE collectives of all groups."""
+    _use_own_device()
+    found = []
+    for name, function in RECORDERS.items():
+        dump = getattr(distributed_c10d, function, None)
+        if dump is not None:
+            with suppress(RuntimeError):  # a broken GPU, or a field that JSON cannot hold: keep what the other one has
+                text: bytes | str = dump(includeCollectives=True, onlyActive=False)
+                found.append(f'"{name}": {text if isinstance(text, str) else text.decode()}')
+    return f"{{{', '.join(found)}}}".encode()
+
+
+def _use_own_device() -> None:
+    """Selects the GPU of this rank in the calling thread, since NCCL's recorder queries the events of that GPU."""
+    device = dist.group.WORLD.bound_device_id if dist.is_initialized() and dist.group.WORLD is not None else None
+    if device is not None:
+        torch.cuda.set_device(device)

@@ -13,6 +13,7 @@ from hpc_train.elastic.coordinator import Start
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.nodes import Node
 from hpc_train.fabric.facts import UNLIMITED, Gpu, Nic, NodeFacts, NodeLimits
+from hpc_train.fabric.nccl_settings import Setting
 from hpc_train.plan.layout import Layout
 from hpc_train.preflight.expected import read_fabric
 from hpc_train.run.directory import RunDirectory
@@ -41,6 +42,30 @@ def test_what_is_wrong_with_a_node_is_told_once(tmp_path: Path, capsys: pytest.C
     ]
     assert capsys.readouterr().out.count(reported[0]) == 1
     assert read_fabric(run) == (good, worn), "limits and all else"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "own", "is_set"),
+    [
+        (1, None, True),
+        (0, None, False),
+        (1, "TORCH_FR_DUMP_TEMP_FILE", False),
+        (1, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", False),
+    ],
+)
+def test_the_dumps_of_nccl_go_to_the_run_directory(tmp_path: Path, gpus: int, own: str | None, is_set: bool) -> None:
+    run = RunDirectory(tmp_path)
+    run.create()
+    settings = () if own is None else (Setting(own, "/scratch/trace-", "the environment"),)
+    facts = NodeFacts("n1", (Gpu(0),) * gpus, settings=settings)
+    start = Start((Node(0, "n1", "", None, gpus, 2, facts),), Layout(2, 1, 1, 1, "ddp", "1f1b", 1, 1, 1))
+    environment = Fabric(run, Config(), []).decide(start, EventLog.open(run, "agent-n1", 3))
+    if not is_set:
+        assert "TORCH_FR_DUMP_TEMP_FILE" not in environment
+        return
+    prefix = Path(environment["TORCH_FR_DUMP_TEMP_FILE"])
+    assert prefix == run.logs / "stacks" / "nccl-003-rank-"
+    assert prefix.parent.is_dir(), "torch does not make it"
 
 
 def test_groups_that_straddle_switches_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

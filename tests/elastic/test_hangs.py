@@ -1,38 +1,44 @@
-"""When silence is a hang, which rank is at fault, and which one is a straggler: all of it without a process."""
+"""When silence is a hang, what proves it, and which rank is at fault: all of it without a process."""
 
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hpc_train.config.values import parse_hang_timeout
+from hpc_train.elastic import watch as watch_module
 from hpc_train.elastic.coordinator import FailureReport, primary_cause
 from hpc_train.elastic.decision import WorkerFailure
-from hpc_train.elastic.hangs import (
+from hpc_train.elastic.hang_bounds import (
     COLD_S,
     FACTOR,
-    PATIENCE_S,
+    SECOND_LOOK_S,
     SEEN_S,
     START_S,
+    STOPPED_S,
     UNSEEN_S,
-    GroupState,
-    Hang,
     HangWatch,
-    RankState,
-    culprit,
-    group_states,
+    Silence,
+    Stage,
     patience_s,
 )
-from hpc_train.elastic.watch import arrivals_of, find_straggler
+from hpc_train.elastic.hangs import WINDOW_S, Evidence, GroupState, RankState, culprit, group_states, proof
+from hpc_train.elastic.watch import Watch
 from hpc_train.errors import UserError
+from hpc_train.measure.flight_recorder import Collective
+from hpc_train.plan.layout import Layout
 from hpc_train.run.agent_worker import Beat, Phase
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Failure
 
+PATIENCE_S = 120.0
 TICK = 0.25
 
 
@@ -45,12 +51,12 @@ class Clock:
     def enter(self, phase: Phase, step: int) -> None:
         self.beats = {rank: Beat(step, phase, self.now, step, self.now) for rank in (0, 1)}
 
-    def wait(self, seconds: float) -> Hang | None:
+    def wait(self, seconds: float, stopped: Sequence[int] = ()) -> Silence | None:
         until = self.now + seconds
         found = None
         while self.now < until - 1e-9 and found is None:
             self.now += min(TICK, until - self.now)
-            found = self.watch.check(self.beats, self.now)
+            found = self.watch.check(self.beats, self.now, stopped)
         return found
 
     def steps(self, number: int, seconds: float, start: int = 1) -> int:
@@ -113,49 +119,82 @@ def test_ranks_may_wait_for_one_that_saves() -> None:
     assert clock.wait(UNSEEN_S) is not None
 
 
-def test_on_several_nodes_a_slow_step_is_told_once_before_it_is_a_hang() -> None:
-    clock = Clock(HangWatch(patience_s=PATIENCE_S))
+@pytest.mark.parametrize("seconds", [6, 20])
+@pytest.mark.parametrize(("nodes", "gpus"), [(1, 8), (2, 0), (128, 8)])
+def test_links_storage_and_allocators_may_pause(nodes: int, gpus: int, seconds: float) -> None:
+    clock = Clock(HangWatch(patience_s=patience_s(nodes, gpus, {})))
+    step = clock.steps(20, 0.25)
+    clock.enter(Phase.STEP, step)
+    slow = clock.wait(seconds)
+    assert slow is not None
+    assert slow.stage is Stage.SLOW
+    assert 3.0 < slow.seconds <= 3.0 + 2 * TICK
+    assert clock.wait(seconds - slow.seconds) is None
+    assert clock.steps(20, 0.25, step + 1)
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), [(1, 8), (2, 0), (128, 8)])
+def test_a_silence_for_ever_is_examined_twice_and_is_then_a_hang(nodes: int, gpus: int) -> None:
+    bound = patience_s(nodes, gpus, {})
+    clock = Clock(HangWatch(patience_s=bound))
     step = clock.steps(20, 0.5)
     for _ in range(2):
         clock.enter(Phase.STEP, step)
-        slow = clock.wait(20)
-        assert slow is not None
-        assert slow.only_slow
-        assert 3.0 < slow.seconds <= 3.0 + 2 * TICK
-        assert clock.wait(PATIENCE_S - 5) is None, "it was reported"
-        step = clock.steps(300, 0.5, step + 1)  # the slow one is forgotten
-    clock.enter(Phase.STEP, step)
-    assert clock.wait(20) is not None
-    hang = clock.wait(PATIENCE_S)
-    assert hang is not None
-    assert not hang.only_slow
-    assert PATIENCE_S < hang.seconds <= PATIENCE_S + 2 * TICK
-    clock.watch.begin()
-    clock.enter(Phase.STEP, step)
-    slow = clock.wait(20)
-    assert slow is not None
-    assert slow.only_slow, "another attempt, another silence"
+        stages = [clock.wait(1000) for _ in range(3)]
+        assert [one and one.stage for one in stages] == [Stage.SLOW, Stage.STILL_SLOW, Stage.HANG]
+        for one, expected in zip(stages, (3.0, SECOND_LOOK_S, bound), strict=True):
+            assert one is not None
+            assert expected < one.seconds <= expected + 2 * TICK
+        clock.watch.begin()  # another attempt, another silence
+
+
+def test_the_second_look_leaves_slow_steps_their_time() -> None:
+    clock = Clock(HangWatch(patience_s=PATIENCE_S))
+    clock.steps(20, 8.0)
+    clock.enter(Phase.STEP, 20)
+    first, second = clock.wait(1000), clock.wait(1000)
+    assert first is not None
+    assert second is not None
+    assert (round(first.seconds), round(second.seconds)) == (40, 80)
 
 
 def test_a_bound_that_the_user_gives_is_that_of_a_hang_on_several_nodes_too() -> None:
-    clock = Clock(HangWatch(5.0, patience_s=PATIENCE_S))
+    clock = Clock(HangWatch(50.0, patience_s=PATIENCE_S))
     clock.steps(20, 0.5)
-    slow, hang = clock.wait(10), clock.wait(10)
+    slow, hang = clock.wait(100), clock.wait(100)
     assert slow is not None
     assert hang is not None
-    assert (slow.only_slow, hang.only_slow, hang.bound) == (True, False, 5.0)
+    assert (slow.stage, hang.stage, hang.bound) == (Stage.SLOW, Stage.HANG, 50.0), (
+        "no second look: the user has decided"
+    )
+
+
+@pytest.mark.parametrize("phase", [Phase.STARTING, Phase.FIRST_STEP, Phase.STEP, Phase.EVALUATION, Phase.CHECKPOINT])
+@pytest.mark.parametrize("patience", [0.0, PATIENCE_S])
+def test_a_stopped_worker_is_found_at_once_in_every_phase(phase: Phase, patience: float) -> None:
+    clock = Clock(HangWatch(patience_s=patience))
+    clock.enter(phase, 0)
+    assert clock.wait(STOPPED_S - TICK, stopped=[1]) is None
+    assert clock.wait(TICK) is None, "it goes on"
+    found = clock.wait(STOPPED_S + 2 * TICK, stopped=[1])
+    assert found is not None
+    assert (found.rank, found.stage) == (1, Stage.STOPPED)
+
+
+def test_a_stopped_worker_is_left_alone_without_detection() -> None:
+    assert Clock(HangWatch(0.0)).wait(100, stopped=[0, 1]) is None
 
 
 @pytest.mark.parametrize(
     ("nodes", "gpus", "values", "seconds"),
     [
         (1, 0, {}, 0),
-        (1, 8, {}, 30),
-        (2, 0, {}, 30),
-        (2, 8, {}, 60.1),  # 4.096 us x 2^20 x 7, twice
-        (2, 8, {"NCCL_IB_TIMEOUT": "14"}, 30),
-        (128, 8, {"NCCL_IB_TIMEOUT": "22", "NCCL_IB_RETRY_CNT": "7"}, 240.5),
-        (2, 8, {"NCCL_IB_TIMEOUT": "0", "NCCL_IB_RETRY_CNT": "many"}, 60.1),
+        (1, 8, {}, 120),
+        (1, 8, {"NCCL_IB_TIMEOUT": "22", "NCCL_IB_RETRY_CNT": "7"}, 120),
+        (2, 0, {"NCCL_IB_TIMEOUT": "22", "NCCL_IB_RETRY_CNT": "7"}, 120),
+        (2, 8, {}, 120),
+        (128, 8, {"NCCL_IB_TIMEOUT": "22", "NCCL_IB_RETRY_CNT": "7"}, 240.5),  # 4.096 us x 2^22 x 7, twice
+        (2, 8, {"NCCL_IB_TIMEOUT": "0", "NCCL_IB_RETRY_CNT": "many"}, 120),
     ],
 )
 def test_a_hang_is_not_taken_for_one_before_nccl_has_given_up(
@@ -195,8 +234,8 @@ def state(rank: int, **known: object) -> RankState:
     return RankState(rank=rank, node="n0", **{**usual, "answered": True, **known})  # type: ignore[arg-type]
 
 
-def groups(**entered: tuple[Any, ...]) -> dict[str, object]:
-    return {"groups": {name: GroupState(*value) for name, value in entered.items()}}
+def groups(backend: str = "gloo", **entered: tuple[Any, ...]) -> dict[str, object]:
+    return {"groups": {f"{backend} {name}": GroupState(*value) for name, value in entered.items()}}
 
 
 @pytest.mark.parametrize(
@@ -218,6 +257,27 @@ def groups(**entered: tuple[Any, ...]) -> dict[str, object]:
             0,
         ),
         ([state(0, **groups(dp=(9, True, "all_reduce", 30))), state(1, **groups(dp=(9, True, "barrier", 0)))], 1),
+        (  # all hosts have queued the collective, and the GPU of rank 1 has not begun it
+            [
+                state(0, **groups("nccl", dp=(9, True, "all_reduce", 30, 9))),
+                state(1, **groups("nccl", dp=(9, True, "all_reduce", 30, 8))),
+            ],
+            1,
+        ),
+        (  # the host of rank 0 has queued fewer, which nobody waits for
+            [
+                state(0, **groups("nccl", dp=(11, True, "all_reduce", 30, 9))),
+                state(1, **groups("nccl", dp=(14, True, "all_reduce", 30, 8))),
+            ],
+            1,
+        ),
+        (  # the host of rank 1 has queued nothing more
+            [
+                state(0, **groups("nccl", dp=(11, True, "all_reduce", 30, 9))),
+                state(1, **groups("nccl", dp=(8, False, "all_reduce", 30, 8))),
+            ],
+            1,
+        ),
         ([state(0), state(1, process="D")], 1),
         ([state(0), state(1)], None),
     ],
@@ -255,63 +315,213 @@ def test_the_nodes_settle_whose_rank_it_is(nodes: list[WorkerFailure], rank: int
     assert rank in [one["rank"] for one in nodes[int(found.node[1:])].states]
 
 
-def dump(times: Iterator[float], description: str = "mesh_dp", retired: bool = True) -> bytes:
-    entries = [
-        {
-            "process_group": ["5", description],
-            "collective_seq_id": number,
-            "is_p2p": False,
-            "profiling_name": "gloo:all_reduce",
-            "input_sizes": [[3]],
-            "retired": retired,
-            "time_created_ns": int(time * 1e9),
-        }
-        for number, time in enumerate(times)
-    ]
-    return json.dumps({"entries": entries}).encode()
+ALL_REDUCE = Collective("gloo 5", "mesh_dp", 7, "all_reduce", "[[3]]", False, is_finished=False, created_s=1.0)
 
 
 def test_the_messages_of_the_control_group_are_not_waited_for() -> None:
-    assert group_states(dump(iter([1.0, 2.0]), "control", retired=False)) == {}
-    [saving] = group_states(dump(iter([1.0, 2.0]), "control", retired=False), saves=True).values()
+    earlier = replace(ALL_REDUCE, number=6, is_finished=True)
+    control = [replace(one, description="control") for one in (earlier, ALL_REDUCE)]
+    assert group_states(control) == {}
+    [saving] = group_states(control, saves=True).values()
     assert saving.inside, "a save has no other group"
-    assert group_states(dump(iter([1.0, 2.0]), "mesh_dp", retired=False)) == {
-        "5": GroupState(1, True, "gloo:all_reduce [[3]]", 1)
-    }
-    assert group_states(b"") == {}
+    assert group_states([earlier, ALL_REDUCE]) == {"gloo 5": GroupState(7, True, "all_reduce [[3]]", 1)}
+    assert group_states([replace(ALL_REDUCE, is_message=True)]) == {}
 
 
-def run_of(ranks: int, steps: int, work: dict[int, float], noise: float, seed: int) -> dict[int, bytes]:
-    """When each rank enters its all-reduce: all go on together from the last one; exponential noise on every rank."""
-    random_ = random.Random(seed)
-    entered: dict[int, list[float]] = {rank: [] for rank in range(ranks)}
-    now = 1000.0
-    for _ in range(steps):
-        for rank in range(ranks):
-            entered[rank].append(now + work.get(rank, 0.1) + random_.expovariate(1 / noise))
-        now = max(times[-1] for times in entered.values())
-    return {rank: dump(iter(times)) for rank, times in entered.items()}
+def test_what_the_gpu_has_begun_is_known_where_durations_are() -> None:
+    done = replace(ALL_REDUCE, group="nccl 5 [0, 1]", number=6, is_finished=True, has_started=True)
+    queued = replace(done, number=7, is_finished=False, has_started=False)
+    [unknown] = group_states([done, queued]).values()
+    [known] = group_states([replace(done, duration_s=0.1), queued]).values()
+    assert (unknown.reached, known.reached, known.entered, known.inside) == (None, 6, 7, True)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_a_rank_that_takes_twice_as_long_is_named(ranks: int) -> None:
-    for seed in range(20):
-        found = find_straggler(arrivals_of(run_of(ranks, 60, {1: 0.2}, noise=0.02, seed=seed)))
-        assert found is not None
-        assert found.rank == 1
-        assert 0.3 < found.share < 0.6
+OUTSIDE = [state(0, **groups(dp=(9, True))), state(1, **groups(dp=(8, False)))]
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_noise_names_nobody(ranks: int) -> None:
-    """Also where it doubles the time of a step."""
-    for seed in range(200):
-        assert find_straggler(arrivals_of(run_of(ranks, 60, {}, noise=0.1, seed=seed))) is None
+def later(states: list[RankState], seconds: float = 25.0, **known: Any) -> list[RankState]:
+    """The same states at the second look; ``known`` is what has changed for rank 1."""
+    after = [replace(one, seconds=one.seconds + seconds) for one in states]
+    return [replace(one, **known) if one.rank == 1 else one for one in after]
 
 
-def test_ranks_that_do_different_work_are_not_compared() -> None:
-    assert not arrivals_of({0: dump(iter([1.0, 2.0]), "mesh_pp"), 1: dump(iter([1.5, 2.5]), "mesh_pp")})
-    world = {0: dump(iter([1.0, 2.0]), "default_pg"), 1: dump(iter([1.5, 2.5]), "default_pg")}
-    assert not arrivals_of(world, pipeline=True)
-    assert arrivals_of(world, pipeline=False)
-    assert arrivals_of({0: dump(iter([1.0, 2.0])), 1: dump(iter([1.5, 2.5]))}, since=1.9).keys() == {("5", 1)}
+def test_a_rank_that_idles_outside_of_the_collective_of_all_others_proves_a_hang() -> None:
+    found = proof(later(OUTSIDE, cpu_s=0.5), OUTSIDE, messages=False)
+    assert found is not None
+    assert found.rank == 1
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        {"cpu_s": 5.0},  # computes, or waits for its GPU
+        {"process": "D"},
+        {"process": "t"},  # somebody debugs it
+        {"storage": True},
+        {"waits": True},  # in another group
+        {"answered": False},
+        {"step": 8},
+        {"phase": "evaluation"},
+        {"phase": "first_step"},
+        groups(dp=(9, True)),  # it was late
+        {"groups": {}},
+    ],
+)
+def test_a_rank_that_may_go_on_proves_nothing(known: dict[str, Any]) -> None:
+    assert proof(later(OUTSIDE, **known), OUTSIDE, messages=False) is None
+
+
+def test_one_look_or_a_short_time_or_a_pipeline_or_missing_data_proves_nothing() -> None:
+    assert proof(later(OUTSIDE), [], messages=False) is None
+    assert proof(later(OUTSIDE, seconds=WINDOW_S / 2), OUTSIDE, messages=False) is None
+    assert proof(later(OUTSIDE), OUTSIDE, messages=True) is None
+    reads = [replace(one, arrived_step=6) for one in OUTSIDE]
+    assert proof(later(reads), reads, messages=False) is None
+    elsewhere = [state(0, **groups(dp=(9, False))), OUTSIDE[1]]
+    assert proof(later(elsewhere), elsewhere, messages=False) is None, "no rank of this node waits for it"
+    assert proof(later(OUTSIDE[1:]), OUTSIDE[1:], messages=False) is None
+
+
+@pytest.mark.parametrize(
+    ("operations", "rank"),
+    [
+        (("all_reduce [[3]]", "barrier [[1]]"), 1),
+        (("all_to_all [[3]]", "all_to_all [[9]]"), None),  # each rank sends as much as it has
+    ],
+)
+def test_operations_that_never_match_prove_a_hang(operations: tuple[str, str], rank: int | None) -> None:
+    before = (30, 0)
+    states = [state(one, **groups(dp=(9, True, operations[one], before[one]))) for one in (0, 1)]
+    found = proof(states, [], messages=True)
+    assert (found and found.rank) == rank
+    ended = [states[0], state(1, **groups(dp=(9, False, operations[1], 0)))]
+    assert proof(ended, [], messages=True) is None
+
+
+def test_a_rank_that_is_stopped_by_a_signal_proves_a_hang() -> None:
+    found = proof([state(0), state(1, process="T")], [], messages=True)
+    assert found is not None
+    assert (found.rank, found.reason) == (1, "is stopped by a signal")
+
+
+LAYOUT = Layout(
+    dp=2, pp=1, tp=1, shard=1, data_parallel="ddp", schedule="1f1b", stages_per_rank=1, micro_batches=1, micro_size=1
+)
+
+
+@dataclass
+class Node:
+    """Two ranks under a real watch, without processes: the time passes as the test says."""
+
+    path: Path
+    monkeypatch: pytest.MonkeyPatch
+    patience: float = PATIENCE_S
+    now: float = 1000.0
+    beat: Beat = field(default_factory=lambda: Beat(0, Phase.STEP, 0.0, 0, 0.0))
+    states: Mapping[int, dict[str, Any]] = field(default_factory=dict)
+    failures: list[WorkerFailure] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        run = RunDirectory(self.path)
+        self.watch = Watch(run, "n0", HangWatch())
+        self.watch.begin(EventLog.open(run, "agent-n0", 0), LAYOUT, self.patience)
+        self.alive = [SimpleNamespace(rank=rank, pid=rank, block=SimpleNamespace(beat=self._beat)) for rank in (0, 1)]
+        self.monkeypatch.setattr(watch_module.time, "monotonic", lambda: self.now)
+        self.monkeypatch.setattr(
+            watch_module, "process_state", lambda pid: self.states.get(pid, {}).get("process", "S")
+        )
+        self.monkeypatch.setattr(watch_module, "collect", self._collect)
+        self.monkeypatch.setattr(self.watch.stragglers, "check", lambda workers, now: [])
+
+    def _beat(self) -> Beat:
+        return self.beat
+
+    def _collect(self, workers: object, node: str) -> list[Evidence]:
+        silent = self.now - self.beat.since
+        found = []
+        for rank in (0, 1):
+            known: dict[str, Any] = {
+                "step": self.beat.step,
+                "arrived_step": self.beat.step,
+                "phase": self.beat.phase.name.lower(),
+            }
+            known |= self.states.get(rank, {})
+            busy = known.pop("busy", 0.0)
+            found.append(Evidence(state(rank, **known, seconds=silent, cpu_s=busy * silent), rank, "stacks", b"{}"))
+        return found
+
+    def fail(self, failure: WorkerFailure) -> None:
+        self.failures.append(failure)
+
+    def steps(self, number: int, seconds: float = 0.25) -> None:
+        for _ in range(number):
+            self.enter(Phase.STEP)
+            self.stall(seconds)
+
+    def enter(self, phase: Phase) -> None:
+        self.beat = Beat(self.beat.step + 1, phase, self.now, self.beat.step + 1, self.now)
+
+    def stall(self, seconds: float, **of_second: Any) -> float | None:
+        """Returns after how long the watch fails the workers; None if it does not within ``seconds``."""
+        began = self.now
+        self.states = {0: groups(dp=(9, True)), 1: groups(dp=(8, False)) | of_second} if of_second else {}
+        while self.now < began + seconds - 1e-9 and not self.failures:
+            self.now += TICK
+            self.watch.check(self)  # type: ignore[arg-type]
+        return self.now - began if self.failures else None
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in self.watch.run.read_events() if event["event"] == name]
+
+
+@pytest.mark.parametrize("seconds", [6.0, 20.0])
+def test_a_stall_that_ends_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    node = Node(tmp_path, monkeypatch)
+    node.steps(20)
+    node.enter(Phase.STEP)
+    assert node.stall(seconds, busy=0.0) is None
+    node.steps(20)
+    [slow] = node.events("slow_step")
+    assert slow["rank"] == 1
+    assert "it counts as a hang after 120.0 s" in slow["message"]
+    assert Path(slow["stacks"]).read_text().count("--- rank") == 2
+
+
+@pytest.mark.parametrize(
+    ("of_second", "after"),
+    [
+        ({"process": "T"}, STOPPED_S),
+        ({"busy": 0.0}, SECOND_LOOK_S),  # idle, outside of the collective
+        ({"busy": 1.0}, PATIENCE_S),  # computes
+        ({"process": "D", "storage": True}, PATIENCE_S),
+        ({"storage": True}, PATIENCE_S),
+        ({"waits": True}, PATIENCE_S),
+    ],
+)
+def test_a_stall_for_ever_is_found_as_early_as_it_is_proven(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_second: dict[str, Any], after: float
+) -> None:
+    node = Node(tmp_path, monkeypatch)
+    node.steps(20)
+    node.enter(Phase.STEP)
+    assert node.stall(1000.0, **of_second) == pytest.approx(after, abs=3 * TICK)
+    [failure] = node.failures
+    assert (failure.rank, failure.failure, failure.waits) == (1, Failure.HANG, False)
+    [reported] = node.events("hang_detected")
+    assert reported["rank"] == 1
+    assert ("allows 120.0" in reported["message"]) == (after == PATIENCE_S)
+
+
+def test_an_evaluation_may_take_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(tmp_path, monkeypatch)
+    node.steps(20)
+    node.enter(Phase.EVALUATION)
+    assert node.stall(UNSEEN_S - 1, busy=0.0) is None
+    assert node.events("slow_step") == []
+
+
+def test_on_one_cpu_node_a_slow_step_is_a_hang_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(tmp_path, monkeypatch, patience=0.0)
+    node.steps(20)
+    node.enter(Phase.STEP)
+    assert node.stall(1000.0, busy=1.0) == pytest.approx(3.0, abs=3 * TICK)

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 
 SHIFT = "HPC_TRAIN_TEST_CLOCK_SHIFT"  # seconds by which the clock of a node is ahead
+PATIENCE = "HPC_TRAIN_TEST_PATIENCE"  # the minimum bound of a hang, as on GPUs
+SECOND_LOOK_S = 15.0
 SAVE_S = 8.0  # a save that takes longer counts as a hang
 ASKED_EVERY_S = 3.0  # initial pause between two straggler queries, in which enough collectives must occur
 
@@ -26,13 +28,15 @@ def shift_clock() -> None:
 def main(run: str, entry: str) -> int:
     """Runs the agent on ``run``; its workers call ``entry``."""
     shift_clock()
-    from hpc_train.elastic import hangs, watch
+    from hpc_train.elastic import hang_bounds, watch
     from hpc_train.elastic.agent import run_agent
     from hpc_train.run.directory import RunDirectory
     from tests.faults.surroundings import enter_memory_group
 
     enter_memory_group()
-    hangs.COLD_S = hangs.UNSEEN_S = SAVE_S
+    hang_bounds.COLD_S = hang_bounds.UNSEEN_S = SAVE_S
+    hang_bounds.SECOND_LOOK_S = SECOND_LOOK_S
+    hang_bounds.PATIENCE_S["one CPU node"] = float(os.environ.get(PATIENCE, "0"))
     watch.FIRST_S = ASKED_EVERY_S
     code = run_agent(RunDirectory(Path(run)), entry=entry)
     assert "torch" not in sys.modules

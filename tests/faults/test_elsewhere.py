@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from hpc_train.run.processes import process_state
 from tests.checkpoint.progress import IN_LONG_FORM, LONG
 from tests.checkpoint.tensors import assert_same_bits
 from tests.checkpoint.test_commands import everything
-from tests.faults.agent import SHIFT
+from tests.faults.agent import PATIENCE, SHIFT
 from tests.faults.plan import RECOVERY, Fault, happened
 from tests.faults.surroundings import Surroundings
 from tests.faults.test_faults import EVERY, until
@@ -96,10 +97,26 @@ def test_on_several_nodes_a_slow_step_is_told_and_nobody_is_killed(tmp_path: Pat
     assert end.events("restarted", "hang_detected") == []
     slow = {event["node"]: event for event in end.events("slow_step")}
     assert set(slow) == {"127.0.0.1", "127.0.0.2"}
-    assert "it counts as a hang after 30.0 s" in slow["127.0.0.2"]["message"]
+    assert "it counts as a hang after 120.0 s" in slow["127.0.0.2"]["message"]
     stacks = [Path(event["stacks"]).read_text() for event in slow.values()]
     assert all("trainer.py" in text for text in stacks)
     assert "in _stand_still" in Path(slow["127.0.0.2"]["stacks"]).read_text()
+    assert_same_bits(run.checkpoints / LAST, whole)
+    assert_nothing_left(run)
+
+
+@IN_LONG_FORM  # test_hangs has the decision
+def test_a_rank_that_idles_ends_an_attempt_before_the_bound_of_gpus(tmp_path: Path, whole: Path) -> None:
+    """Rank 1 stands still; rank 0 waits for it in a collective. The collectives and /proc are real."""
+    run = freeze(tmp_path / "run", STEPS, EVERY, "elastic.hang_timeout_s=auto")
+    plan = [Fault("pause", 1, 9)]
+    end = finish(run, start(run, plan, Surroundings(variables={PATIENCE: "90"})), plan)
+    assert end.code == 0, end.error
+    assert end.told == [("hang", 1)], end.error
+    [slow], [hang] = end.events("slow_step"), end.events("hang_detected")
+    assert slow["rank"] == hang["rank"] == 1
+    assert re.search(r"rank 1 was idle for \d+ s and did not enter the collective that the others are", hang["message"])
+    assert hang["seconds"] < 90
     assert_same_bits(run.checkpoints / LAST, whole)
     assert_nothing_left(run)
 

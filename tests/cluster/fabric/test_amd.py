@@ -81,6 +81,7 @@ def test_the_variables_of_rccl_on_slingshot(facts: NodeFacts) -> None:
         "TORCH_FR_BUFFER_SIZE": "2000",
         "NCCL_DEBUG": "WARN",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_ENABLE_TIMING": "1",
     }
     left = {alone.name for alone in decision.not_set}
     assert "FI_CXI_RDZV_PROTO" in left

@@ -22,6 +22,7 @@ GENERAL = {
     "NCCL_DEBUG": "WARN",
     "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_NCCL_ENABLE_TIMING": "1",
 }
 GUARD = Variable("NCCL_NET", "AWS Libfabric", "")
 ROCE_GIDS = {3: ("RoCE v2", "0000:0000:0000:0000:0000:ffff:0a00:0001")}
@@ -246,7 +247,11 @@ def test_the_user_wins_at_each_of_three_places(tmp_path: Path) -> None:
     assert found["NCCL_IB_HCA"].value == "=mlx5_0 # all of this is the value"
     assert "NCCL_ALGO" not in found
     decision = decide([facts], FabricJob(2, 8, (2, 26)), found)
-    assert set(exported(decision)) == {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"}
+    assert set(exported(decision)) == {
+        "TORCH_FR_BUFFER_SIZE",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        "TORCH_NCCL_ENABLE_TIMING",
+    }
     reasons = {alone.name: alone.reason for alone in decision.not_set}
     assert "the environment" in reasons["NCCL_DEBUG"]
     assert str(home) in reasons["NCCL_IB_HCA"]

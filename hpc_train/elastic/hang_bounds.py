@@ -1,0 +1,177 @@
+"""How long workers may be silent: learned bounds, after which their state is examined, and after which they are killed.
+
+The time of a step is learned (``LEAST_S``, ``FACTOR``). A worker that is silent for longer is slow. Whether that ends
+the attempt depends on what may recover by itself, the table ``PATIENCE_S``:
+
+- On one node without GPUs nothing between the ranks may pause, and a restart takes about a second: a hang at once.
+- On GPUs, and on several nodes, a network link, a file system or an allocator may pause and recover, and a restart
+  costs the steps since the last checkpoint on all GPUs. There a slow step is examined and reported, and becomes a hang
+  at the bound of the table. Two looks at the ranks may prove a hang before that (``hangs.proof``).
+
+A worker that is stopped by a signal is a hang everywhere, after ``STOPPED_S`` in any phase.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from hpc_train.fabric.nccl_settings import ib_retry_s
+from hpc_train.run.agent_worker import Beat, Phase
+
+LEAST_S = 3.0  # minimum bound of a step
+COLD_S = 30.0  # minimum bound of a step before enough step times are known
+UNSEEN_S = 300.0  # bound of an evaluation or checkpoint before the first one has ended
+START_S = 1800.0  # imports, reading a large checkpoint, compilation in the first step; final uploads
+FACTOR = 5.0  # bound / observed time: the 99th percentile of steps, the longest of other phases
+KEPT = 256  # step times
+FEWEST = 5  # step times required to learn a bound
+SEEN_S = 0.5  # cap on the time counted between two polls: the agent itself stalled or waited for the CPU
+
+# Minimum bounds of a hang. 120 s is longer than a Lustre client waits before it sends a lost request again (100 s, its
+# parameter timeout), than an NFS client does (60 s, timeo of nfs(5)), than the longest pause between two TCP
+# retransmissions (120 s, TCP_RTO_MAX of Linux), and than an allocator takes to free and request all memory (seconds).
+PATIENCE_S = {"one CPU node": 0.0, "one node with GPUs": 120.0, "several nodes": 120.0}
+NCCL_RETRIES = 2  # on several nodes with GPUs, at least this many times the time for which NCCL itself retries
+
+STOPPED_S = 3.0  # a worker that is stopped for longer was not stopped together with its agent, e.g. by Slurm
+SECOND_LOOK_S = 30.0  # minimum silence before the second look, which may prove that a rank is not merely late
+
+
+def patience_s(nodes: int, gpus_per_node: int, values: Mapping[str, str]) -> float:
+    """Returns the minimum bound of a hang.
+
+    Args:
+        values: the variables that are set for the workers, by name.
+    """
+    if nodes == 1:
+        return PATIENCE_S["one node with GPUs" if gpus_per_node else "one CPU node"]
+    retries = NCCL_RETRIES * ib_retry_s(values) if gpus_per_node else 0.0  # otherwise nothing uses InfiniBand
+    return max(PATIENCE_S["several nodes"], retries)
+
+
+class Stage(Enum):
+    """What a silence calls for."""
+
+    SLOW = "slow"  # the first look at the ranks
+    STILL_SLOW = "still slow"  # the second look
+    STOPPED = "stopped"  # a worker is stopped by a signal
+    HANG = "hang"  # silent for longer than the bound
+
+
+@dataclass(frozen=True)
+class Silence:
+    """A silence of the workers. ``rank`` was silent for longest and is not necessarily at fault (``hangs.culprit``)."""
+
+    rank: int
+    phase: Phase
+    seconds: float
+    bound: float
+    stage: Stage
+
+
+@dataclass
+class HangWatch:
+    """Polls the heartbeats of one node. What it learned is kept over attempts (``begin``).
+
+    Args:
+        timeout_s: bound of a step and minimum bound of other phases; None: learned; 0: detection is off.
+        least_s: the minimum learned bound of a step.
+        patience_s: the minimum bound of a hang; 0: a slow step counts as a hang at once.
+    """
+
+    timeout_s: float | None = None
+    least_s: float = LEAST_S
+    patience_s: float = 0.0
+    _steps: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT), init=False)
+    _longest: dict[Phase, float] = field(default_factory=dict, init=False)
+    _last: dict[int, Beat] = field(default_factory=dict, init=False)
+    _silent: dict[int, float] = field(default_factory=dict, init=False)
+    _stopped: dict[int, float] = field(default_factory=dict, init=False)
+    _checked_at: float | None = field(default=None, init=False)
+    _looks: int = field(default=0, init=False)  # at the current silence
+
+    def begin(self) -> None:
+        """Begins a new attempt: forgets the workers, keeps the step times."""
+        self._last.clear()
+        self._silent.clear()
+        self._stopped.clear()
+        self._checked_at = None
+        self._looks = 0
+
+    def check(self, beats: Mapping[int, Beat], now: float, stopped: Collection[int] = ()) -> Silence | None:
+        """Checks the heartbeats; returns a silence in a stage that was not returned before, or None.
+
+        Args:
+            beats: heartbeats of the live workers, by rank.
+            now: time on the monotonic clock.
+            stopped: the ranks that are stopped by a signal.
+        """
+        passed = 0.0 if self._checked_at is None else min(now - self._checked_at, SEEN_S)
+        self._checked_at = now
+        for rank, beat in beats.items():
+            before = self._last.get(rank)
+            if before is not None and beat != before:
+                self._learn(before, beat)
+            self._silent[rank] = self._silent.get(rank, 0.0) + passed if beat == before else 0.0
+            self._stopped[rank] = self._stopped.get(rank, 0.0) + passed if rank in stopped else 0.0
+            self._last[rank] = beat
+        if not beats or self.timeout_s == 0:
+            return None
+        return self._stopped_rank(beats) or self._silent_rank(beats)
+
+    def _stopped_rank(self, beats: Mapping[int, Beat]) -> Silence | None:
+        rank = max(beats, key=lambda rank: self._stopped[rank])
+        if self._stopped[rank] <= STOPPED_S:
+            return None
+        return Silence(rank, beats[rank].phase, self._silent[rank], STOPPED_S, Stage.STOPPED)
+
+    def _silent_rank(self, beats: Mapping[int, Beat]) -> Silence | None:
+        # ranks may wait for one that evaluates or saves
+        bound = max(self.bound(beat.phase) for beat in beats.values())
+        usual = max(self._slow_bound(beat.phase) for beat in beats.values())
+        rank = max(beats, key=lambda rank: self._silent[rank])
+        phase, silent = beats[rank].phase, self._silent[rank]
+        if silent > bound:
+            return Silence(rank, phase, silent, bound, Stage.HANG)
+        before, self._looks = self._looks, self._looks_due(silent, usual)
+        if self._looks <= before:
+            return None
+        return Silence(rank, phase, silent, usual, Stage.SLOW if before == 0 else Stage.STILL_SLOW)
+
+    def _looks_due(self, silent: float, usual: float) -> int:
+        if self.patience_s == 0 or silent <= usual:
+            return 0
+        second = self.timeout_s is None and silent > max(SECOND_LOOK_S, 2 * usual)
+        return 2 if second and self._looks > 0 else 1
+
+    def bound(self, phase: Phase) -> float:
+        """Returns the seconds that ``phase`` may take without a heartbeat."""
+        if self.timeout_s is None:
+            return max(self._slow_bound(phase), self.patience_s)
+        return self.timeout_s if phase is Phase.STEP else max(self._slow_bound(phase), self.timeout_s)
+
+    def _slow_bound(self, phase: Phase) -> float:
+        """Returns the seconds after which ``phase`` counts as slow."""
+        if phase is Phase.STEP:
+            return self._step_bound()
+        longest = self._longest.get(phase)
+        if phase in (Phase.EVALUATION, Phase.CHECKPOINT):
+            return UNSEEN_S if longest is None else max(COLD_S, FACTOR * longest)
+        return START_S
+
+    def _step_bound(self) -> float:
+        if len(self._steps) < FEWEST:
+            return max(COLD_S, self.least_s, FACTOR * self._longest.get(Phase.FIRST_STEP, 0.0))
+        ordered = sorted(self._steps)
+        return max(self.least_s, FACTOR * ordered[math.ceil(0.99 * len(ordered)) - 1])
+
+    def _learn(self, before: Beat, beat: Beat) -> None:
+        seconds = beat.since - before.since
+        if before.phase is not Phase.STEP:
+            self._longest[before.phase] = max(seconds, self._longest.get(before.phase, 0.0))
+        elif beat.step > before.step:
+            self._steps.append(seconds / (beat.step - before.step))

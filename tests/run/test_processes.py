@@ -1,0 +1,39 @@
+"""What the kernel says about a process that may hang."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hpc_train.run.processes import cpu_seconds, is_reading_or_writing, process_state
+
+
+@contextmanager
+def shell(script: str) -> Iterator[int]:
+    process = subprocess.Popen(["sh", "-c", script], start_new_session=True)
+    try:
+        yield process.pid
+    finally:
+        subprocess.run(["kill", "-KILL", "--", f"-{process.pid}"], check=True)
+        process.wait()
+
+
+def test_a_process_whose_child_computes_is_not_idle() -> None:
+    """As one that waits for a compiler."""
+    with shell("while :; do :; done & wait") as pid:
+        until = time.monotonic() + 60
+        while cpu_seconds(pid) < 0.3 and time.monotonic() < until:
+            time.sleep(0.05)
+        assert cpu_seconds(pid) >= 0.3
+        assert process_state(pid) == "S"
+
+
+def test_a_process_that_sleeps_is_idle() -> None:
+    with shell("sleep 1000; true") as pid:
+        time.sleep(0.5)
+        assert cpu_seconds(pid) < 0.2
+        assert not is_reading_or_writing(pid)
+    assert cpu_seconds(pid) == 0.0
+    assert not is_reading_or_writing(pid)
