@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.cluster.gpus import own_gpus
-from hpc_train.doctor.amd_health import amd_health
-from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding, worst
-from hpc_train.doctor.gpu_health import HANGS, SUBJECT, GpuReading, GpuState, judge, read_gpus
-from hpc_train.doctor.kernel_log import GpuError, find_errors, judge_log, read_kernel_log
-from hpc_train.doctor.nvml import read_nvml
-from hpc_train.doctor.port_health import PortState, judge_ports, read_ports
-from hpc_train.doctor.vendor import Paths, VendorHealth
+from hpc_train.health.amd_health import amd_health
+from hpc_train.health.finding import ERROR, OK, WARNING, Finding, worst
+from hpc_train.health.gpu_health import HANGS, SUBJECT, GpuReading, GpuState, judge, read_gpus
+from hpc_train.health.kernel_log import GpuError, find_errors, judge_log, read_kernel_log
+from hpc_train.health.nvml import read_nvml
+from hpc_train.health.port_health import PortState, judge_ports, read_ports
+from hpc_train.health.vendor import Paths, VendorHealth
 from hpc_train.slurm.client import show_nodes
 from hpc_train.slurm.site import gpus_of
 
@@ -69,7 +69,7 @@ def check_node(node: str, quick: bool = True, gpus: int | None = None, paths: Pa
     """Checks the GPUs, the kernel log and the RDMA ports of this node.
 
     Args:
-        quick: prefer NVIDIA's library to ``nvidia-smi``; it shows no processes.
+        quick: prefer NVIDIA's library to ``nvidia-smi``, which knows a little more.
         gpus: the GPUs that the node should have; None asks Slurm for its configuration of the node.
     """
     paths = paths or Paths()

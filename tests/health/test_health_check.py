@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import time
@@ -12,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from hpc_train.doctor import health_check, nvml
-from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding
-from hpc_train.doctor.gpu_health import GpuReading, GpuState
-from hpc_train.doctor.health_check import (
+from hpc_train.health import health_check, nvml
+from hpc_train.health.finding import ERROR, OK, WARNING, Finding
+from hpc_train.health.gpu_health import GpuProcess, GpuReading, GpuState
+from hpc_train.health.health_check import (
     NodeHealth,
     check_count,
     check_node,
@@ -23,10 +24,10 @@ from hpc_train.doctor.health_check import (
     fabric_manager_runs,
     metrics,
 )
-from hpc_train.doctor.kernel_log import GpuError
-from hpc_train.doctor.nvml import read_nvml
-from hpc_train.doctor.port_health import PortState, judge_ports, read_ports
-from hpc_train.doctor.vendor import Paths
+from hpc_train.health.kernel_log import GpuError
+from hpc_train.health.nvml import read_nvml
+from hpc_train.health.port_health import PortState, judge_ports, read_ports
+from hpc_train.health.vendor import Paths
 
 
 def fill(root: Path, files: dict[str, str]) -> None:
@@ -113,7 +114,12 @@ def test_the_library_is_called_as_its_header_declares(tmp_path: Path, monkeypatc
         pcie_max_width=16,
         fabric="In Progress",
         links=17,
+        memory_used=3 << 30,
+        processes=(GpuProcess(os.getpid(), found.gpus[0].processes[0].name, 1 << 30), GpuProcess(4194399, "?")),
+        slices=("GPU-700000000011", "GPU-700000000031"),
     )
+    assert found.gpus[0].processes[0].name != "?" and found.gpus[1].slices == ()
+    assert (nvml.Nvml().utilisation("GPU-1a"), nvml.Nvml().utilisation("GPU-1b")) == (0.97, None)
 
 
 def test_slurm_configures_as_many_gpus_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

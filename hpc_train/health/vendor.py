@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.doctor.finding import Finding
-from hpc_train.doctor.gpu_health import LIMIT_S, GpuState, NoResponse
-from hpc_train.doctor.kernel_log import GpuError
+from hpc_train.health.finding import Finding
+from hpc_train.health.gpu_health import LIMIT_S, GpuState, NoResponse
+from hpc_train.health.kernel_log import GpuError
 
 
 @dataclass(frozen=True)
