@@ -27,6 +27,7 @@ from hpc_train.elastic.client import RendezvousClient, ServerLost, requeue_after
 from hpc_train.elastic.coordinator import Coordinator, NodeReport
 from hpc_train.elastic.decision import OVER_BUDGET, Budget, History, over_budget
 from hpc_train.elastic.fabric import Fabric
+from hpc_train.elastic.gpu_errors import GpuErrors
 from hpc_train.elastic.hangs import patience_s
 from hpc_train.elastic.logs import WorkerLog, nonfailing_streams
 from hpc_train.elastic.nodes import TOO_OFTEN, Node, NodeFailures, Unfit, check_health
@@ -150,7 +151,10 @@ def _run(
         node = replace(node, facts=facts if node.gpus else replace(facts, visible=()))
         watch = Watch.of(run, allocation.node_name, config)
         budget = Budget(run, config.run.max_gpu_hours, allocation.nodes * node.gpus)
-        agent = Agent(run, config, allocation, node, address, stores, stop, watch, budget, on_tick, entry, events)
+        gpu_errors = GpuErrors(node.facts, node.workers)
+        agent = Agent(
+            run, config, allocation, node, address, stores, stop, watch, gpu_errors, budget, on_tick, entry, events
+        )
         try:
             return agent.work()
         except ServerLost as lost:
@@ -244,6 +248,7 @@ class Agent:
     stores: Stores | None  # only in the agent with the server
     stop: StopRequests
     watch: Watch
+    gpu_errors: GpuErrors
     budget: Budget
     on_tick: Callable[[], None]
     entry: str
@@ -312,8 +317,14 @@ class Agent:
         grace_s = stop_time(self.config, self.run, self.allocation.nodes).seconds
         specs = self._specs(spec, grace_s)
         try:
+            self.gpu_errors.wait_for_memory(self.events.of(spec.attempt), tick, self.stop)
+            began = time.monotonic()
             outcome = run_attempt(specs, log, self.stop, grace_s, tick, self.entry, self.watch)
-            report = NodeReport(outcome.exit, outcome.failure, max(outcome.step, self._furthest_step(spec.attempt)))
+            failure = outcome.failure
+            if failure is not None:
+                local_rank = failure.rank - specs[0].rank
+                failure = self.gpu_errors.examine(failure, local_rank, time.monotonic() - began)
+            report = NodeReport(outcome.exit, failure, max(outcome.step, self._furthest_step(spec.attempt)))
         except EndedByServer:
             report = NodeReport(Exit.FAILED, None, self._furthest_step(spec.attempt))
         client.send_attempt_end(spec.attempt, report)

@@ -85,6 +85,20 @@ def check_node(node: str, quick: bool = True, gpus: int | None = None, paths: Pa
     return NodeHealth(node, tuple(findings), states, errors, ports)
 
 
+def check_gpus(node: str, paths: Paths | None = None) -> NodeHealth:
+    """Checks the GPUs of this node and the kernel log only, e.g. after an error of a GPU."""
+    seen = [check(node, True, paths or Paths()) for check in VENDORS]
+    findings = tuple(finding for vendor in seen for finding in vendor.findings)
+    states = tuple(state for vendor in seen for state in vendor.gpus)
+    return NodeHealth(node, findings, states, tuple(error for vendor in seen for error in vendor.errors))
+
+
+def read_states() -> tuple[GpuState, ...]:
+    """Returns the GPUs of this node that respond, without the checks around them."""
+    reading = read_nvml()
+    return amd_health(node_name(), True, Paths()).gpus if reading is None else reading.gpus
+
+
 def nvidia_health(node: str, quick: bool, paths: Paths) -> VendorHealth:
     """Checks the NVIDIA GPUs of this node and the kernel log."""
     on_bus = _on_bus(paths.pci)
