@@ -103,7 +103,7 @@ def nvidia_health(node: str, quick: bool, paths: Paths) -> VendorHealth:
     """Checks the NVIDIA GPUs of this node and the kernel log."""
     on_bus = _on_bus(paths.pci)
     listed = {path.name for path in paths.driver.iterdir()} if paths.driver.is_dir() else set()
-    if not on_bus and not listed:
+    if not on_bus and not listed and not (paths.devices / "nvidiactl").exists():  # some containers hide the others
         return VendorHealth()
     reading = (read_nvml() if quick else None) or read_gpus(expected=True)
     own = own_gpus(paths.driver, paths.devices)

@@ -1,7 +1,7 @@
 """Peak FLOP/s of GPUs by the names that ``torch.cuda.get_device_name``, ``nvidia-smi`` and HIP give them.
 
 A rate is that of the vendor's data sheet without sparsity: for bf16 and fp16 of the tensor (matrix) cores that
-accumulate in fp32, as torch's products do; for fp32 without TF32; for fp64 of the fastest units. Where a sheet gives
+accumulate in fp32, as torch's products do; for fp32 without TF32, whose rate is half that of bf16; for fp64 of the fastest units. Where a sheet gives
 rates with sparsity only, half of them is used. A name that is not in the table has no rate: variants with the same
 number differ by up to half (``H100 PCIe``, ``RTX 4090 Laptop GPU``), and a MIG slice or a vGPU is a part of a card.
 """
@@ -20,6 +20,7 @@ class PeakRates:
     fp16: float | None
     fp32: float
     fp64: float
+    has_tf32: bool = True
 
 
 def _tensor(half: float, fp32: float, fp64: float) -> PeakRates:
@@ -27,7 +28,11 @@ def _tensor(half: float, fp32: float, fp64: float) -> PeakRates:
 
 
 def _without_bf16(fp16: float, fp32: float, fp64: float) -> PeakRates:
-    return PeakRates(None, fp16, fp32, fp64)
+    return PeakRates(None, fp16, fp32, fp64, has_tf32=False)
+
+
+def _without_tf32(half: float, fp32: float, fp64: float) -> PeakRates:
+    return PeakRates(half, half, fp32, fp64, has_tf32=False)
 
 
 # by the words of the name that distinguish models: see _words
@@ -91,33 +96,39 @@ RATES: dict[str, PeakRates | None] = {
     "RTX 4090": _tensor(165.2, 82.6, 1.29),
     "RTX 3090": _tensor(71, 35.6, 0.56),
     # AMD's data sheets; the matrix cores compute fp32 and fp64 in full precision. MI250 and MI250X are two devices.
-    "MI355X": _tensor(2516.6, 157.3, 78.6),
-    "MI350X": _tensor(2306.9, 144.2, 72.1),
+    "MI355X": _without_tf32(2516.6, 157.3, 78.6),
+    "MI350X": _without_tf32(2306.9, 144.2, 72.1),
     "MI325X": _tensor(1307.4, 163.4, 163.4),
     "MI300X": _tensor(1307.4, 163.4, 163.4),
     "MI300A": _tensor(980.6, 122.6, 122.6),
-    "MI250X": _tensor(191.5, 47.9, 47.9),
-    "MI250X / MI250": _tensor(191.5, 47.9, 47.9),
-    "MI250": _tensor(181, 45.3, 45.3),
-    "MI210": _tensor(181, 45.3, 45.3),
-    "MI100": PeakRates(92.3, 184.6, 46.1, 11.5),
+    "MI250X": _without_tf32(191.5, 47.9, 47.9),
+    "MI250X / MI250": _without_tf32(191.5, 47.9, 47.9),
+    "MI250": _without_tf32(181, 45.3, 45.3),
+    "MI210": _without_tf32(181, 45.3, 45.3),
+    "MI100": PeakRates(92.3, 184.6, 46.1, 11.5, has_tf32=False),
 }
 # vendor and family, the socket, the kind of memory, the air-cooled and the virtual variant of the same chip
 _SAME = re.compile(r"NVIDIA|AMD|INSTINCT|TESLA|GEFORCE|SXM\d?|HBM\d\w?|AC|VF|GENERATION")
 _SIZE = re.compile(r"\d+GB?")
 
 
-def peak_flops(device_name: str, precision: str) -> float | None:
+def peak_flops(device_name: str, precision: str, tf32: bool = False) -> float | None:
     """Returns the peak FLOP/s of one device under a precision of the config; None if unknown.
 
     Args:
         device_name: the name that ``torch.cuda.get_device_name`` returns.
         precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``.
+        tf32: whether products in fp32 use TF32 where the device has it.
     """
     words = _words(device_name)
     chip = " ".join(word for word in words if not _SIZE.fullmatch(word))
     rates = RATES.get(" ".join(words), RATES.get(chip))
-    found: float | None = None if rates is None else getattr(rates, precision, None)
+    if rates is None:
+        return None
+    by_precision = {"bf16": rates.bf16, "fp16": rates.fp16, "fp32": rates.fp32, "fp64": rates.fp64}
+    found = by_precision.get(precision)
+    if tf32 and precision == "fp32" and rates.has_tf32 and rates.bf16 is not None:
+        found = rates.bf16 / 2
     return None if found is None else found * 1e12
 
 

@@ -19,10 +19,12 @@ from hpc_train.health.gpu_health import GpuProcess, GpuReading, GpuState
 from hpc_train.health.health_check import (
     NodeHealth,
     check_count,
+    check_gpus,
     check_node,
     configured_gpus,
     fabric_manager_runs,
     metrics,
+    read_states,
 )
 from hpc_train.health.kernel_log import GpuError
 from hpc_train.health.nvml import read_nvml
@@ -164,7 +166,14 @@ def test_gpus_that_are_missing_are_counted(tmp_path: Path, monkeypatch: pytest.M
     readings(*states[:2])
     assert errors(healthy, 3) == ["only 2 of 3 GPUs respond"]
     assert errors(machine(tmp_path / "b", 3, 2), 2) == ["the PCI bus shows 3 NVIDIA GPUs, but the driver manages 2"]
-    assert errors(machine(tmp_path / "c", 0, 0), 0) == []  # a node without GPUs
+    bare = machine(tmp_path / "c", 0, 0)
+    assert errors(bare, 0) == []  # a node without GPUs
+    readings(replace(states[0], uncorrected=3))
+    assert check_gpus("n1", bare).gpus == ()
+    (bare.devices / "nvidiactl").touch()  # a container that hides /proc and /sys
+    (found,) = check_gpus("n1", bare).gpus
+    assert found.uncorrected == 3 and "3 uncorrectable memory errors" in check_gpus("n1", bare).findings[0].text
+    assert read_states() == (found,)
 
 
 def test_the_fabric_manager_is_looked_for_where_processes_can_be_seen(tmp_path: Path) -> None:

@@ -109,3 +109,18 @@ def test_cards_before_ampere_do_not_compute_in_bf16(name: str, fp16: float) -> N
 def test_precisions() -> None:
     rates = [peak_flops("NVIDIA B300 SXM6 AC", precision) for precision in ("bf16", "fp16", "fp32", "fp64", "int8")]
     assert rates == [2250e12, 2250e12, 75e12, 1.25e12, None]
+
+
+@pytest.mark.parametrize(
+    ("name", "fp32"),
+    [
+        ("NVIDIA H100 80GB HBM3", 494.7),
+        ("NVIDIA A100-SXM4-40GB", 156),
+        ("AMD Instinct MI300X", 653.7),
+        ("AMD Instinct MI250X", 47.9),  # without TF32
+        ("Tesla V100-SXM2-16GB", 15.7),
+    ],
+)
+def test_fp32_with_tf32(name: str, fp32: float) -> None:
+    assert peak_flops(name, "fp32", tf32=True) == fp32 * 1e12
+    assert peak_flops(name, "bf16", tf32=True) == peak_flops(name, "bf16")
