@@ -25,7 +25,7 @@ from hpc_train.config.schema import Config
 from hpc_train.elastic.attempts import Attempts, run_attempt
 from hpc_train.elastic.client import RendezvousClient, ServerLost, requeue_after_server_loss, wait_for_server
 from hpc_train.elastic.coordinator import Coordinator, NodeReport
-from hpc_train.elastic.decision import OVER_BUDGET, Budget, History, over_budget
+from hpc_train.elastic.decision import OVER_BUDGET, Budget, History, WorkerFailure, over_budget
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.gpu_errors import GpuErrors
 from hpc_train.elastic.hangs import patience_s
@@ -312,22 +312,25 @@ class Agent:
                     self.watch.keep_stacks()
                 raise EndedByServer
 
-        log = WorkerLog(self.run.logs / f"{self.allocation.node_name}-{spec.attempt:03d}.log")
         self.watch.begin(self.events.of(spec.attempt), spec.layout, self._patience_s(spec))
         grace_s = stop_time(self.config, self.run, self.allocation.nodes).seconds
         specs = self._specs(spec, grace_s)
         try:
             self.gpu_errors.wait_for_memory(self.events.of(spec.attempt), tick, self.stop)
+            log = WorkerLog(self.run.logs / f"{self.allocation.node_name}-{spec.attempt:03d}.log")
             began = time.monotonic()
             outcome = run_attempt(specs, log, self.stop, grace_s, tick, self.entry, self.watch)
-            failure = outcome.failure
-            if failure is not None:
-                local_rank = failure.rank - specs[0].rank
-                failure = self.gpu_errors.examine(failure, local_rank, time.monotonic() - began)
+            failure = self._examined(outcome.failure, specs[0].rank, time.monotonic() - began)
             report = NodeReport(outcome.exit, failure, max(outcome.step, self._furthest_step(spec.attempt)))
         except EndedByServer:
             report = NodeReport(Exit.FAILED, None, self._furthest_step(spec.attempt))
         client.send_attempt_end(spec.attempt, report)
+
+    def _examined(self, failure: WorkerFailure | None, first_rank: int, attempt_s: float) -> WorkerFailure | None:
+        """Returns ``failure`` with what the GPUs of this node, whose first rank is ``first_rank``, report about it."""
+        if failure is None:
+            return None
+        return self.gpu_errors.examine(failure, failure.rank - first_rank, attempt_s)
 
     def _patience_s(self, spec: AttemptSpec) -> float:
         set_already = {setting.name: setting.value for setting in self.node.facts.settings}

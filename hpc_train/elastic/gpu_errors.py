@@ -23,8 +23,7 @@ from hpc_train.run.exits import Failure, concerns_gpu
 from hpc_train.run.requests import StopRequests
 from hpc_train.units import format_bytes
 
-ALWAYS = (Failure.DEVICE, Failure.KERNEL, Failure.HANG)  # other classes only if the message names CUDA or HIP
-NOT_THE_GPUS_FAULT = (Failure.DEVICE, Failure.OUT_OF_MEMORY)  # classes that a defect of a GPU does not change
+ALWAYS = (Failure.DEVICE, Failure.KERNEL, Failure.HANG)  # other classes only after an error of CUDA or HIP
 MEMORY_S = 30.0  # seconds; the kernel ends a process that has its memory on a GPU within a few
 POLL_S, TICKS = 1.0, 4  # between two readings
 
@@ -61,7 +60,7 @@ class GpuErrors:
             self._memory_was_short = True
             return _with_foreign_memory(failure, self._state_of(local_rank, health.gpus))
         fault = next(self._faults(health, attempt_s), None)
-        if fault is None or failure.failure in NOT_THE_GPUS_FAULT:
+        if fault is None or failure.failure is Failure.DEVICE:
             return failure
         message = f"{failure.message} ({failure.failure}), and a GPU of the node is defective: {fault}"
         return replace(failure, failure=Failure.DEVICE, message=message, waits=False, states=())

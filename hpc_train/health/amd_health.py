@@ -41,7 +41,11 @@ Texts = Mapping[str, str]  # the content of the files of one GPU, by name
 
 
 def amd_health(node: str, quick: bool, paths: Paths) -> VendorHealth:
-    """Checks the Instinct GPUs of this node, in a job only the job's own, and the kernel log. ``quick`` changes nothing."""
+    """Checks the Instinct GPUs of this node, in a job only the job's own, and the kernel log.
+
+    Args:
+        quick: do not read the processes.
+    """
     found = AmdNode.read(paths.kfd / "topology/nodes", paths.pci, paths.devices)
     if found is None:
         return VendorHealth()
@@ -52,7 +56,7 @@ def amd_health(node: str, quick: bool, paths: Paths) -> VendorHealth:
         places.setdefault(_device(gpu, on_bus), []).append(gpu)
     foreign = [place for place in on_bus if place not in places] if found.managed > len(own) else []
     texts, hangs = _read(places, paths.pci, node)
-    processes = read_processes(paths)
+    processes = {} if quick else read_processes(paths)
     gpus = [
         parse_gpu(parts[0], place, texts[place], [one for part in parts for one in processes.get(part.node, ())])
         for place, parts in places.items()

@@ -86,8 +86,9 @@ def check_node(node: str, quick: bool = True, gpus: int | None = None, paths: Pa
 
 
 def check_gpus(node: str, paths: Paths | None = None) -> NodeHealth:
-    """Checks the GPUs of this node and the kernel log only, e.g. after an error of a GPU."""
-    seen = [check(node, True, paths or Paths()) for check in VENDORS]
+    """Checks the GPUs of this node with their processes, and the kernel log, e.g. after an error of a GPU."""
+    # NVML knows the processes, while others read them in the full check only
+    seen = [check(node, check is nvidia_health, paths or Paths()) for check in VENDORS]
     findings = tuple(finding for vendor in seen for finding in vendor.findings)
     states = tuple(state for vendor in seen for state in vendor.gpus)
     return NodeHealth(node, findings, states, tuple(error for vendor in seen for error in vendor.errors))
@@ -108,16 +109,18 @@ def nvidia_health(node: str, quick: bool, paths: Paths) -> VendorHealth:
     reading = (read_nvml() if quick else None) or read_gpus(expected=True)
     own = own_gpus(paths.driver, paths.devices)
     lines = read_kernel_log(paths.kmsg)
+    foreign = sorted(listed.difference(own))  # of other jobs
+    errors = (one for one in find_errors(lines or ()) if not any(place.startswith(one.pci) for place in foreign))
     recovered = [gpu.pci for gpu in reading.gpus if gpu.pci and gpu.recovery == "None"]
     findings = (
         *reading.findings,
         *_missing(on_bus, len(listed), len(own), reading, node),
         *judge(reading.gpus, node, fabric_manager_runs(paths)),
-        *judge_log(lines, node, recovered, foreign=sorted(listed.difference(own))),
+        *judge_log(lines, node, recovered, foreign=foreign),
     )
     shared = any(gpu.mig for gpu in reading.gpus)
     present = max(len(listed), len(reading.gpus))
-    return VendorHealth(present, shared, reading.gpus, find_errors(lines or ()), findings)
+    return VendorHealth(present, shared, reading.gpus, tuple(errors), findings)
 
 
 VENDORS: tuple[Callable[[str, bool, Paths], VendorHealth], ...] = (nvidia_health, amd_health)

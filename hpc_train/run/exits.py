@@ -164,12 +164,16 @@ def classify_message(text: str) -> Failure | None:
     return next((failure for failure, words in _WORDS.items() if any(word in text for word in words)), None)
 
 
-_GPU = re.compile(r"\b(cuda|hip|cudnn|cublas|rocblas|miopen)|of GPU memory|by GPU|HSA_STATUS", re.IGNORECASE)
+_GPU_ERROR = re.compile(
+    r"\b(cuda|hip|cudnn|miopen) (error|failure|driver|unknown|out of memory)|of GPU memory|by GPU|"
+    r"\b(CUBLAS|CUDNN|CUSOLVER|ROCBLAS|HSA)_STATUS|No (CUDA|HIP) GPUs",
+    re.IGNORECASE,
+)
 
 
 def concerns_gpu(text: str) -> bool:
-    """Returns whether the message of an error names CUDA, HIP, one of their libraries, or the memory of a GPU."""
-    return _GPU.search(text) is not None
+    """Returns whether ``text`` is the message of an error of CUDA, HIP or one of their libraries, or of GPU memory."""
+    return _GPU_ERROR.search(text) is not None
 
 
 def _by_cuda_code(error: BaseException) -> Failure | None:

@@ -89,6 +89,7 @@ def test_only_errors_of_gpus_are_examined() -> None:
 
     for kind, message, facts in (
         (Failure.USER_ERROR, "ValueError: too wide", FACTS),
+        (Failure.USER_ERROR, "expected all tensors on one device, but found cuda:0 and cpu", FACTS),
         (Failure.OUT_OF_MEMORY, "killed by SIGKILL: out of host memory according to the kernel", FACTS),
         (Failure.COMMUNICATION, "Connection closed by peer", FACTS),
         (Failure.KERNEL, ILLEGAL, NodeFacts("n1")),  # on the CPU

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -26,10 +27,10 @@ from hpc_train.health.health_check import (
     metrics,
     read_states,
 )
-from hpc_train.health.kernel_log import GpuError
+from hpc_train.health.kernel_log import GpuError, Line
 from hpc_train.health.nvml import read_nvml
 from hpc_train.health.port_health import PortState, judge_ports, read_ports
-from hpc_train.health.vendor import Paths
+from hpc_train.health.vendor import Paths, read_in_child
 
 
 def fill(root: Path, files: dict[str, str]) -> None:
@@ -211,3 +212,18 @@ def test_the_line_and_the_metrics() -> None:
         assert line in text.splitlines()
     assert text.endswith("# EOF\n") and "port_symbol_errors" not in text
     assert text.count("# TYPE") == len({line for line in text.splitlines() if line.startswith("# TYPE")})
+
+
+def test_errors_of_gpus_of_other_jobs_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = machine(tmp_path, 2, 2)
+    monkeypatch.setattr(health_check, "read_nvml", lambda: GpuReading((replace(STATE, pci="0000:01:00.0"),)))
+    monkeypatch.setattr(health_check, "own_gpus", lambda driver, devices: ("0000:01:00.0",))
+    xids = [Line(f"NVRM: Xid (PCI:0000:{bus:02x}:00): 79, GPU has fallen off the bus.", 1.0) for bus in (0, 1)]
+    monkeypatch.setattr(health_check, "read_kernel_log", lambda kmsg: tuple(xids))
+    assert [error.pci for error in check_gpus("n1", paths).errors] == ["0000:01:00"]
+
+
+def test_a_child_that_may_hang_holds_no_connection_open() -> None:
+    """The end of a connection shows its peer that this process is gone."""
+    with socket.socketpair()[0] as held:
+        assert read_in_child(lambda: Path(f"/proc/self/fd/{held.fileno()}").exists(), 5.0) is False
