@@ -210,7 +210,9 @@ def _start_server(
     coordinator = Coordinator(
         config,
         expected=allocation.nodes,
-        history=History(furthest=0 if newest is None else newest.step),
+        history=History(
+            furthest=0 if newest is None else newest.step, attempts=0 if attempts.end is None else attempts.end.restart
+        ),
         node_failures=NodeFailures(run, elastic.exclude_hours * 3600),
         join_until=time.monotonic() + elastic.join_timeout_s,
         refusal=lambda: attempts.superseded() or over_budget(run, config),

@@ -251,19 +251,9 @@ class Coordinator:
 
     def _conclude(self) -> Order:
         cause = primary_cause(self._causes)
-        stopped = any(report.exit is Exit.STOPPED for report in self._reports)
-        exit_code = Exit.FAILED if cause else Exit.STOPPED if stopped else Exit.DONE
-        step = max((report.step for report in self._reports), default=0)
         failure = cause.failure.failure if cause else None
         seen_on = self._seen_on(failure)
-        first = failure is Failure.KERNEL and not seen_on
-        gpu_memory = failure is Failure.OUT_OF_MEMORY and cause is not None and concerns_gpu(cause.failure.message)
-        ended = Ended(exit_code, failure, step, self.stop, first, gpu_memory)
-        decision, before = decide(self.history, ended), self.history
-        self.history = before.after(step, gpu_memory)
-        self._has_stepped |= self.history.furthest > before.furthest
-        if cause is not None:
-            decision = self._blame(cause, decision, sorted(seen_on - {cause.node}))
+        decision = self._decide(cause, seen_on)
         if decision.action is Action.STOP:
             decision = self._stopped()
         if decision.action not in (Action.RESTART, Action.REPLACE):
@@ -282,6 +272,20 @@ class Coordinator:
         if start is None:
             return Leave(RestartDecision(Action.REQUEUE, why), cause)
         return self._begin(replace(start, before=self._team, cause=cause))
+
+    def _decide(self, cause: FailureReport | None, seen_on: set[str]) -> RestartDecision:
+        """Returns the decision on the attempt that ended, which becomes part of the history."""
+        stopped = any(report.exit is Exit.STOPPED for report in self._reports)
+        exit_code = Exit.FAILED if cause else Exit.STOPPED if stopped else Exit.DONE
+        step = max((report.step for report in self._reports), default=0)
+        failure = cause.failure.failure if cause else None
+        first = failure is Failure.KERNEL and not seen_on
+        gpu_memory = failure is Failure.OUT_OF_MEMORY and cause is not None and concerns_gpu(cause.failure.message)
+        ended = Ended(exit_code, failure, step, self.stop, first, gpu_memory)
+        decision, before = decide(self.history, ended), self.history
+        self.history = before.after(step, gpu_memory)
+        self._has_stepped |= self.history.furthest > before.furthest
+        return decision if cause is None else self._blame(cause, decision, sorted(seen_on - {cause.node}))
 
     def _seen_on(self, failure: Failure | None) -> set[str]:
         """Returns the nodes on which a GPU error of this class recently ended an attempt of the run."""

@@ -45,7 +45,7 @@ class History:
     Attributes:
         furthest: the furthest step, also of earlier jobs of the run.
         without_progress: how many attempts in a row made no progress.
-        attempts: how many there were.
+        attempts: how many there were, at least one per earlier start of a requeued job.
         gpu_memory: whether one ended because the memory of a GPU was used up.
     """
 
