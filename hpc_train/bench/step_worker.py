@@ -21,12 +21,12 @@ from hpc_train.config.schema import Config
 from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.data.feed import LocalBatch, TrainFeed
+from hpc_train.measure.peak_rates import peak_flops
 from hpc_train.measure.time_breakdown import bubble_share, communication_share
 from hpc_train.measure.utilisation import (
     count_flops,
     describe_utilisation,
     peak_device_memory,
-    peak_flops,
     peak_host_memory,
 )
 from hpc_train.models.build import build_model

@@ -22,11 +22,11 @@ from hpc_train.run.files import write_json, write_text
 
 if TYPE_CHECKING:  # the quick check of a node starts without what the others import
     from hpc_train.config.schema import Config
-    from hpc_train.doctor.finding import Finding
     from hpc_train.doctor.job import Asked
     from hpc_train.doctor.node import NodeReport
     from hpc_train.fabric.recording import FabricReport
     from hpc_train.fabric.versions import Version
+    from hpc_train.health.finding import Finding
 
 SHORT = "00:10:00"
 OWN_OPTIONS = ("--json", "--verbose", "--nodes", "--measure", "--submit", "--sbatch", "--node", "--quiet", "--gpus",
@@ -54,9 +54,9 @@ def main(arguments: list[str]) -> int:
     if options.report_to is not None:
         _write_report(own, options.report_to)
         return Exit.DONE
-    from hpc_train.doctor.finding import ERROR, worst
     from hpc_train.doctor.job import check_slurm_and_job
     from hpc_train.doctor.nodes import examine_all, nodes_of_allocation
+    from hpc_train.health.finding import ERROR, worst
 
     count = 1 if options.node else nodes_of_allocation()
     reports, between = examine_all(count, asked.config, overrides) if count > 1 else ([own], [])
@@ -115,7 +115,7 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 def _check_quickly(options: argparse.Namespace) -> int:
     """Checks the hardware of this node; prints one line, or all findings as JSON."""
-    from hpc_train.doctor.health_check import check_node, metrics, node_name
+    from hpc_train.health.health_check import check_node, metrics, node_name
 
     health = check_node(node_name(), gpus=options.gpus)
     if options.openmetrics is not None:
@@ -200,12 +200,12 @@ def _measure(config: Config, overrides: Sequence[str], options: argparse.Namespa
 def _examine_this_node(config: Config) -> NodeReport:
     """Examines this node. A task of an allocation also finds the route to the first node, and tests connections."""
     from hpc_train.cluster.allocation import current_allocation
-    from hpc_train.doctor.health_check import check_node
     from hpc_train.doctor.node import examine
     from hpc_train.doctor.reach import check_reach
     from hpc_train.fabric.facts import NodeFacts
     from hpc_train.fabric.node import automatic_interface, interface_to, this_node
     from hpc_train.fabric.versions import read_versions
+    from hpc_train.health.health_check import check_node
 
     here = current_allocation()
     first = None

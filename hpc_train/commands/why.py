@@ -80,6 +80,7 @@ def _cause(found: Diagnosis) -> list[str]:
         return found.message.splitlines()[-TAIL_LINES:]
     lines = [f"{cause.kind}, {cause.who}, in attempt {cause.attempt} at {_clock(cause.time)}: {cause.message}"]
     lines += cause.traceback.rstrip().splitlines()[-TAIL_LINES:]
+    lines += [f"after the failure: {line}" for line in cause.gpus]
     lines += [f"NCCL on this rank: {warning}" for warning in cause.nccl]
     lines += [f"NCCL: {cause.nccl_problem.meaning}"] if cause.nccl_problem else []
     return lines + ([f"stacks of all ranks: {shown(Path(cause.stacks))}"] if cause.stacks else [])

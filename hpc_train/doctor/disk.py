@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpc_train.cluster.storage import file_system_of, room_in
-from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding
 from hpc_train.errors import UserError
+from hpc_train.health.finding import ERROR, OK, WARNING, Finding
 from hpc_train.launch.storage import check_shared
 from hpc_train.units import format_bytes
 

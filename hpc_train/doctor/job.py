@@ -16,8 +16,8 @@ from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import Config, StrategyConfig
 from hpc_train.config.values import node_range, with_all_workers
 from hpc_train.doctor.disk import check_sharing
-from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding
 from hpc_train.errors import UserError
+from hpc_train.health.finding import ERROR, OK, WARNING, Finding
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import controller_answers, select_executor
 from hpc_train.launch.gpus import asked_gpus

@@ -17,9 +17,6 @@ from hpc_train.cluster.gpus import gpus_to_use
 from hpc_train.config.compose import config_directory
 from hpc_train.config.schema import Config
 from hpc_train.doctor.disk import check_root, probe
-from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding
-from hpc_train.doctor.gpu_health import judge_processes
-from hpc_train.doctor.health_check import NodeHealth
 from hpc_train.elastic.rendezvous import candidate_ports
 from hpc_train.errors import UserError
 from hpc_train.fabric.decision import FabricDecision
@@ -29,6 +26,9 @@ from hpc_train.fabric.libfabric import FABRICS, find_plugin
 from hpc_train.fabric.nccl_settings import merged, warnings
 from hpc_train.fabric.rails import beyond_gpu_direct, judge_ports, match, port_warnings, rate_gbps
 from hpc_train.fabric.rccl import NO_GPU_DIRECT, on_amd
+from hpc_train.health.finding import ERROR, OK, WARNING, Finding
+from hpc_train.health.gpu_health import judge_processes
+from hpc_train.health.health_check import NodeHealth
 from hpc_train.run.processes import can_listen
 from hpc_train.units import GIB, format_bytes
 

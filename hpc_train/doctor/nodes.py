@@ -13,12 +13,12 @@ from pathlib import Path
 from hpc_train.cluster.allocation import expand
 from hpc_train.config.schema import Config
 from hpc_train.doctor.disk import BAD_SKEW_S, SKEW_S
-from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding
 from hpc_train.doctor.node import NodeReport
 from hpc_train.fabric.nccl_settings import merged, who_has_what
 from hpc_train.fabric.port_filter import sick_nodes
 from hpc_train.fabric.rails import different_rails
 from hpc_train.fabric.versions import different_versions
+from hpc_train.health.finding import ERROR, OK, WARNING, Finding
 from hpc_train.launch.container import container_of
 from hpc_train.launch.gpus import gpus_of_this_job
 from hpc_train.launch.script import python

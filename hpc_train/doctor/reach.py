@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-from hpc_train.doctor.finding import ERROR, OK, Finding
 from hpc_train.elastic.rendezvous import FIRST_PORT, PORTS, candidate_ports
+from hpc_train.health.finding import ERROR, OK, Finding
 
 SUBJECT = "TCP"
 TRIES = 3  # ports that a node tries to listen on

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hpc_train.doctor.finding import ERROR, NOT_KNOWN, OK, WARNING, Finding
 from hpc_train.fabric.decision import FabricDecision
 from hpc_train.fabric.facts import format_cpu_list
 from hpc_train.fabric.recording import FabricReport
+from hpc_train.health.finding import ERROR, NOT_KNOWN, OK, WARNING, Finding
 
 ALWAYS = ("GPUs", "job")  # what a run would use, shown also if it is ok
 Located = tuple[str, Finding]  # the node, or "" for what concerns no single node

@@ -25,8 +25,9 @@ from hpc_train.config.schema import Config
 from hpc_train.elastic.attempts import Attempts, run_attempt
 from hpc_train.elastic.client import RendezvousClient, ServerLost, requeue_after_server_loss, wait_for_server
 from hpc_train.elastic.coordinator import Coordinator, NodeReport
-from hpc_train.elastic.decision import OVER_BUDGET, Budget, History, over_budget
+from hpc_train.elastic.decision import OVER_BUDGET, Budget, History, WorkerFailure, over_budget
 from hpc_train.elastic.fabric import Fabric
+from hpc_train.elastic.gpu_errors import GpuErrors
 from hpc_train.elastic.hang_bounds import patience_s
 from hpc_train.elastic.logs import WorkerLog, nonfailing_streams
 from hpc_train.elastic.nodes import TOO_OFTEN, Node, NodeFailures, Unfit, check_health
@@ -150,7 +151,10 @@ def _run(
         node = replace(node, facts=facts if node.gpus else replace(facts, visible=()))
         watch = Watch.of(run, allocation.node_name, config)
         budget = Budget(run, config.run.max_gpu_hours, allocation.nodes * node.gpus)
-        agent = Agent(run, config, allocation, node, address, stores, stop, watch, budget, on_tick, entry, events)
+        gpu_errors = GpuErrors(node.facts, node.workers)
+        agent = Agent(
+            run, config, allocation, node, address, stores, stop, watch, gpu_errors, budget, on_tick, entry, events
+        )
         try:
             return agent.work()
         except ServerLost as lost:
@@ -206,7 +210,9 @@ def _start_server(
     coordinator = Coordinator(
         config,
         expected=allocation.nodes,
-        history=History(furthest=0 if newest is None else newest.step),
+        history=History(
+            furthest=0 if newest is None else newest.step, attempts=0 if attempts.end is None else attempts.end.restart
+        ),
         node_failures=NodeFailures(run, elastic.exclude_hours * 3600),
         join_until=time.monotonic() + elastic.join_timeout_s,
         refusal=lambda: attempts.superseded() or over_budget(run, config),
@@ -244,6 +250,7 @@ class Agent:
     stores: Stores | None  # only in the agent with the server
     stop: StopRequests
     watch: Watch
+    gpu_errors: GpuErrors
     budget: Budget
     on_tick: Callable[[], None]
     entry: str
@@ -307,16 +314,25 @@ class Agent:
                     self.watch.keep_stacks()
                 raise EndedByServer
 
-        log = WorkerLog(self.run.logs / f"{self.allocation.node_name}-{spec.attempt:03d}.log")
         self.watch.begin(self.events.of(spec.attempt), spec.layout, self._patience_s(spec))
         grace_s = stop_time(self.config, self.run, self.allocation.nodes).seconds
         specs = self._specs(spec, grace_s)
         try:
+            self.gpu_errors.wait_for_memory(self.events.of(spec.attempt), tick, self.stop)
+            log = WorkerLog(self.run.logs / f"{self.allocation.node_name}-{spec.attempt:03d}.log")
+            began = time.monotonic()
             outcome = run_attempt(specs, log, self.stop, grace_s, tick, self.entry, self.watch)
-            report = NodeReport(outcome.exit, outcome.failure, max(outcome.step, self._furthest_step(spec.attempt)))
+            failure = self._examined(outcome.failure, specs[0].rank, time.monotonic() - began)
+            report = NodeReport(outcome.exit, failure, max(outcome.step, self._furthest_step(spec.attempt)))
         except EndedByServer:
             report = NodeReport(Exit.FAILED, None, self._furthest_step(spec.attempt))
         client.send_attempt_end(spec.attempt, report)
+
+    def _examined(self, failure: WorkerFailure | None, first_rank: int, attempt_s: float) -> WorkerFailure | None:
+        """Returns ``failure`` with what the GPUs of this node, whose first rank is ``first_rank``, report about it."""
+        if failure is None:
+            return None
+        return self.gpu_errors.examine(failure, failure.rank - first_rank, attempt_s)
 
     def _patience_s(self, spec: AttemptSpec) -> float:
         set_already = {setting.name: setting.value for setting in self.node.facts.settings}

@@ -155,7 +155,8 @@ class Attempts:
         """Writes a failure to the event log and to standard error."""
         failure = cause.failure
         name = "node_lost" if failure.failure is Failure.NODE_LOST else "worker_failed"
-        events.write(name, traceback=failure.traceback, **_details(cause))
+        details = _details(cause) | ({"gpus": failure.gpus} if failure.gpus else {})
+        events.write(name, traceback=failure.traceback, **details)
         print(
             failure.message if refused else _failure_text(cause, self.run, events.attempt), file=sys.stderr, flush=True
         )
@@ -215,7 +216,8 @@ def _failure_text(cause: FailureReport, run: RunDirectory, attempt: int) -> str:
     if is_secondary(failure):
         head += " most likely secondary to a failure that left no trace"
     log = run.logs / f"{cause.node}-{attempt:03d}.log"
-    return f"{head}\n{failure.traceback.rstrip()}\nall output of this node: {log}"
+    lines = [head, failure.traceback.rstrip(), *failure.gpus, f"all output of this node: {log}"]
+    return "\n".join(lines)
 
 
 TICK_S = 0.25
@@ -242,13 +244,17 @@ def run_attempt(
     entry: str,
     watch: Watch,
 ) -> Outcome:
-    """Runs the workers ``specs`` to their end. No worker is alive when this returns or raises."""
+    """Runs the workers ``specs`` to their end. No worker is alive when this returns or raises, and unless all succeeded
+    no process that one forked.
+    """
     workers = Workers(log)
     try:
         _start(workers, specs, entry)
         _watch(workers, stop, stop_grace_s, on_tick, watch)
     finally:
         workers.kill()
+        if not workers.succeeded:
+            workers.end_children()
         log.close()
     return replace(_outcome(workers, stop_grace_s), step=max((worker.step for worker in workers), default=0))
 

@@ -34,7 +34,7 @@ from hpc_train.elastic.nodes import (
 from hpc_train.errors import UserError
 from hpc_train.fabric.rank_binding import refuse_slices_of_one_gpu
 from hpc_train.plan.layout import Layout, resolve_layout
-from hpc_train.run.exits import Action, Exit, Failure
+from hpc_train.run.exits import Action, Exit, Failure, concerns_gpu
 
 SECONDARY_WAIT_S = 2.0  # from a secondary failure until the attempt is ended, so that the primary cause can arrive
 NODE_LOSS_WAIT_S = 1.0  # from the loss of a node until the decision, since more nodes may be lost with it
@@ -251,20 +251,9 @@ class Coordinator:
 
     def _conclude(self) -> Order:
         cause = primary_cause(self._causes)
-        stopped = any(report.exit is Exit.STOPPED for report in self._reports)
-        exit_code = Exit.FAILED if cause else Exit.STOPPED if stopped else Exit.DONE
-        step = max((report.step for report in self._reports), default=0)
         failure = cause.failure.failure if cause else None
         seen_on = self._seen_on(failure)
-        ended = Ended(exit_code, failure, step, self.stop, first=failure is Failure.KERNEL and not seen_on)
-        decision, before = decide(self.history, ended), self.history
-        self.history = before.after(step)
-        self._has_stepped |= self.history.furthest > before.furthest
-        if cause is not None:
-            elsewhere = bool(seen_on - {cause.node})
-            self._blame_node(
-                cause, is_codes=failure is Failure.KERNEL and (elsewhere or decision.action is Action.FAIL)
-            )
+        decision = self._decide(cause, seen_on)
         if decision.action is Action.STOP:
             decision = self._stopped()
         if decision.action not in (Action.RESTART, Action.REPLACE):
@@ -284,17 +273,51 @@ class Coordinator:
             return Leave(RestartDecision(Action.REQUEUE, why), cause)
         return self._begin(replace(start, before=self._team, cause=cause))
 
+    def _decide(self, cause: FailureReport | None, seen_on: set[str]) -> RestartDecision:
+        """Returns the decision on the attempt that ended, which becomes part of the history."""
+        stopped = any(report.exit is Exit.STOPPED for report in self._reports)
+        exit_code = Exit.FAILED if cause else Exit.STOPPED if stopped else Exit.DONE
+        step = max((report.step for report in self._reports), default=0)
+        failure = cause.failure.failure if cause else None
+        first = failure is Failure.KERNEL and not seen_on
+        gpu_memory = failure is Failure.OUT_OF_MEMORY and cause is not None and concerns_gpu(cause.failure.message)
+        ended = Ended(exit_code, failure, step, self.stop, first, gpu_memory)
+        decision, before = decide(self.history, ended), self.history
+        self.history = before.after(step, gpu_memory)
+        self._has_stepped |= self.history.furthest > before.furthest
+        return decision if cause is None else self._blame(cause, decision, sorted(seen_on - {cause.node}))
+
     def _seen_on(self, failure: Failure | None) -> set[str]:
         """Returns the nodes on which a GPU error of this class recently ended an attempt of the run."""
         if failure not in (Failure.DEVICE, Failure.KERNEL):
             return set()
         return {line["node"] for line in self.node_failures.recent() if line["class"] == failure}
 
-    def _blame_node(self, cause: FailureReport, is_codes: bool) -> None:
-        """Counts a failure against its node, unless the code caused it, e.g. a kernel error on different nodes."""
+    def _blame(self, cause: FailureReport, decision: RestartDecision, elsewhere: Sequence[str]) -> RestartDecision:
+        """Counts a failure against its node, unless the code caused it; returns the decision.
+
+        A kernel error is the node's fault until it ends an attempt on another node, so the job tries another node if it
+        has one. ``elsewhere`` are the other nodes that failed alike.
+        """
         failure = cause.failure.failure
+        if failure is Failure.KERNEL and decision.action is Action.FAIL and not elsewhere and self.stop is None:
+            decision = RestartDecision(Action.REPLACE) if self._has_sound_nodes_without(cause.node) else decision
+        is_codes = failure is Failure.KERNEL and (bool(elsewhere) or decision.action is Action.FAIL)
         if failure in NODE_MAY_BE_TO_BLAME and not is_codes:
             self.node_failures.note(cause.node, failure, NODE_MAY_BE_TO_BLAME[failure])
+        if is_codes and elsewhere and decision.action is Action.FAIL:
+            where = f"the same error ended an attempt on {', '.join(elsewhere)}, so no GPU causes it"
+            return replace(decision, reason=f"{where}: {decision.reason}")
+        return decision
+
+    def _has_sound_nodes_without(self, name: str) -> bool:
+        failing = self.node_failures.failing_nodes() | {name}
+        return sum(node.name not in failing for node in self.present.values()) >= self._fewest_nodes
+
+    @property
+    def _fewest_nodes(self) -> int:
+        size = self.expected - self.config.elastic.spares
+        return min(self.config.elastic.min_nodes or size, size)
 
     def _nodes_left(self, cause: FailureReport | None) -> str:
         left = f"{len(self.present)} of {self.expected} nodes left"
@@ -338,7 +361,7 @@ class Coordinator:
             UserError: the run has no valid layout on them.
         """
         size = self.expected - self.config.elastic.spares
-        fewest = min(self.config.elastic.min_nodes or size, size)
+        fewest = self._fewest_nodes
         failing = self.node_failures.failing_nodes()
         nodes = sorted(self.present.values(), key=lambda node: (node.name in failing, node.number))
         sound = sum(node.name not in failing for node in nodes)
@@ -360,15 +383,23 @@ class Coordinator:
 
 
 def primary_cause(causes: Sequence[FailureReport]) -> FailureReport | None:
-    """Returns the primary cause: a lost node first, otherwise the earliest failure that is not secondary.
+    """Returns the primary cause: a lost node first, otherwise the earliest failure that is not secondary, and among
+    these an error of a GPU before its consequences on other nodes.
 
     For a hang the states of all nodes are combined to find the rank that the others wait for.
     """
     if len(causes) > 1 and all(cause.failure.states for cause in causes):
         hang = find_culprit([cause.failure for cause in causes])
         return next(replace(cause, failure=hang) for cause in causes if cause.failure.states == hang.states)
-    return min(
-        causes, key=lambda cause: (not _is_loss(cause), is_secondary(cause.failure), cause.noticed), default=None
+    return min(causes, key=_order, default=None)
+
+
+def _order(cause: FailureReport) -> tuple[bool, bool, bool, float]:
+    return (
+        not _is_loss(cause),
+        is_secondary(cause.failure),
+        cause.failure.failure is not Failure.DEVICE,
+        cause.noticed,
     )
 
 

@@ -15,6 +15,7 @@ from hpc_train.run.ledger import read_ledger
 
 ANNOUNCEMENT = "SIGUSR2"  # Slurm announces the time limit and preemptions with it; other signals come from a user
 ATTEMPTS_WITHOUT_A_STEP = 3
+GOOD_STEPS = 10  # the first two steps allocate all memory, an evaluation may need a little more
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Ended:
         step: the furthest step it reached.
         stop: the signal that asked the run to stop; None if there was none.
         first: whether the run has not failed like this before and the node may be to blame.
+        gpu_memory: whether it ended because the memory of a GPU was used up.
     """
 
     exit: Exit
@@ -33,18 +35,30 @@ class Ended:
     step: int
     stop: str | None = None
     first: bool = False
+    gpu_memory: bool = False
 
 
 @dataclass(frozen=True)
 class History:
-    """The attempts of this job so far: the furthest step, and how many in a row made no progress."""
+    """The attempts of this job so far.
+
+    Attributes:
+        furthest: the furthest step, also of earlier jobs of the run.
+        without_progress: how many attempts in a row made no progress.
+        attempts: how many there were, at least one per earlier start of a requeued job.
+        gpu_memory: whether one ended because the memory of a GPU was used up.
+    """
 
     furthest: int
     without_progress: int = 0
+    attempts: int = 0
+    gpu_memory: bool = False
 
-    def after(self, step: int) -> History:
+    def after(self, step: int, gpu_memory: bool = False) -> History:
         """Returns the history after one more attempt, which reached ``step``."""
-        return History(step) if step > self.furthest else History(self.furthest, self.without_progress + 1)
+        without_progress = 0 if step > self.furthest else self.without_progress + 1
+        gpu_memory = gpu_memory or self.gpu_memory
+        return History(max(step, self.furthest), without_progress, self.attempts + 1, gpu_memory)
 
 
 @dataclass(frozen=True)
@@ -64,6 +78,8 @@ def decide(history: History, ended: Ended) -> RestartDecision:
     action = response.action
     if action is Action.RESTART_IF_FURTHER:
         action = Action.FAIL if after.without_progress and not ended.first else Action.RESTART
+    if action is Action.RESTART_ONCE:
+        action = Action.RESTART if _may_come_free(history, ended) else Action.FAIL
     if action not in (Action.RESTART, Action.REPLACE):
         return RestartDecision(action, response.advice)
     if ended.stop is not None:
@@ -73,6 +89,12 @@ def decide(history: History, ended: Ended) -> RestartDecision:
             Action.GIVE_UP, f"no new step in {after.without_progress} attempts. {response.advice}".strip()
         )
     return RestartDecision(action)
+
+
+def _may_come_free(history: History, ended: Ended) -> bool:
+    """Returns whether the memory of a GPU was enough before, so that other processes may have held it this time."""
+    was_enough = history.attempts > 0 or history.furthest > 0 or ended.step >= GOOD_STEPS
+    return ended.gpu_memory and was_enough and not history.gpu_memory
 
 
 @dataclass(frozen=True)
@@ -87,6 +109,7 @@ class WorkerFailure:
         waits: in a hang, no rank of this node is behind, so all wait for another node. In a collective failure, another
             rank is the cause.
         states: in a hang, the state of each rank of this node (``hangs.RankState``) as plain data.
+        gpus: after an error of a GPU, what the GPUs of the node and the kernel log report, a line each.
     """
 
     rank: int
@@ -97,6 +120,7 @@ class WorkerFailure:
     exit_code: int | None = None
     waits: bool = False
     states: tuple[dict[str, Any], ...] = ()
+    gpus: tuple[str, ...] = ()
 
 
 def root_cause(failures: Iterable[WorkerFailure]) -> WorkerFailure:

@@ -275,7 +275,9 @@ def _failure(value: dict[str, Any]) -> WorkerFailure:
     _typed(value["exit_code"], int | None)
     for state in value["states"]:
         RankState.parse(state)
-    return WorkerFailure(**value | {"failure": Failure(value["failure"])})
+    gpus = tuple(_typed(line, str) for line in value["gpus"])
+    states = tuple(value["states"])
+    return WorkerFailure(**value | {"failure": Failure(value["failure"]), "states": states, "gpus": gpus})
 
 
 def _typed(value: Any, type_: Any) -> Any:

@@ -23,6 +23,8 @@ from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
 from hpc_train.run.exits import Failure, classify_message
 
 READ_BYTES = 1 << 16
+CHILDREN_S = 1.0  # for processes that a worker forked to end by themselves; loader processes die with their worker
+KILLED_S = 5.0  # for killed processes to end; the kernel may have to release much memory of a GPU
 
 
 @dataclass
@@ -112,6 +114,36 @@ class Workers:
         while self.alive:
             self.wait(1.0)
 
+    @property
+    def succeeded(self) -> bool:
+        """Returns whether all workers have reported that they finished or stopped."""
+        return not self._failures and all(worker.end is not None for worker in self._workers)
+
+    def end_children(self) -> None:
+        """Waits until the processes that the ended workers forked are gone, and kills those that stay.
+
+        A forked process inherits the GPU context of its worker, which keeps the memory of the GPU in use, and the
+        worker's end of the pipe for reports, which shows here that it lives.
+        """
+        if self._open_reports(CHILDREN_S):
+            for pid in _writers([worker.reports.fileno() for worker in self._open_reports(0.0)]):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        for worker in self._open_reports(KILLED_S):
+            print(f"processes that rank {worker.rank} forked do not end", flush=True)
+            worker.reports.close()
+
+    def _open_reports(self, limit_s: float) -> list[Worker]:
+        """Returns the ended workers whose pipe for reports is still open in a process after ``limit_s`` seconds."""
+        until = time.monotonic() + limit_s
+        while True:
+            for worker in self._workers:
+                self._read_reports(worker)
+            left = [worker for worker in self._workers if worker.gone and not worker.reports.closed]
+            if not left or time.monotonic() >= until:
+                return left
+            wait([worker.reports for worker in left], until - time.monotonic())
+
     def _read_output(self, worker: Worker) -> None:
         while not worker.output.closed:
             try:
@@ -144,10 +176,20 @@ class Workers:
             end = class_of_end(code, OomKills.now() - self._killed_before, died_with_warm_parent(code), output)
             self._failures[worker.rank] = ended_without_report(worker.rank, code, end, tail, time.time())
         worker.output.close()
-        worker.reports.close()
         worker.step = worker.block.beat().step
         worker.block.close()
         worker.gone = True
+
+
+def _writers(pipes: Sequence[int]) -> list[int]:
+    """Returns the processes of this user, other than this one, that hold an end of one of the ``pipes``."""
+    names = {f"pipe:[{os.fstat(pipe).st_ino}]" for pipe in pipes}
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            held = {str(descriptor.readlink()) for descriptor in (process / "fd").iterdir()}
+            found += [int(process.name)] if held & names and int(process.name) != os.getpid() else []
+    return found
 
 
 def _reported(rank: int, report: dict[str, Any]) -> WorkerFailure:

@@ -1,8 +1,8 @@
 """Reads the facts of this node for the agent and for ``doctor``, without privileges. Missing facts are not fatal.
 
-The facts include the network interface that leads to the rendezvous node and the one that gloo would select itself. If
-nvidia-ml-py is installed (the extra ``nvml``), NVIDIA's management library fills gaps where ``/sys`` is hidden. NVML
-respects the control group of the job and knows MIG slices.
+The facts include the network interface that leads to the rendezvous node and the one that gloo would select itself.
+NVIDIA's management library (NVML), a part of the driver, fills gaps where ``/sys`` is hidden. It respects the control
+group of the job and knows MIG slices.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -33,6 +32,8 @@ from hpc_train.fabric.nvidia_smi import (
 from hpc_train.fabric.rails import several_node_nvlink
 from hpc_train.fabric.rdma import read_text
 from hpc_train.fabric.versions import read_versions
+from hpc_train.health.gpu_health import GpuReading, problems
+from hpc_train.health.nvml import read_nvml
 
 # for the ND series, whose GPUs have NVLink; the images contain these files on every machine. Azure's health checks use
 # the file of the H100 for the H200 as well (azurehpc-health-checks, nd96isr_h200_v5). The H200 NVL is a PCIe card.
@@ -53,8 +54,8 @@ def this_node(name: str, rendezvous_host: str | None, environment: Mapping[str, 
     facts = _own(discover())
     if visible and (matrix := print_matrix()) is not None:  # it also shows only the job's own GPUs
         facts = merge(facts, parse_matrix(matrix))
-    if visible and (library := nvml()) is not None:
-        facts = replace(facts, gpus=filled(facts.gpus, gpus_of(library)))
+    if visible and (reading := read_nvml()) is not None:
+        facts = replace(facts, gpus=filled(facts.gpus, gpus_of(reading)))
     if any(name.startswith("MIG-") for name in visible) and not any(gpu.slices for gpu in facts.gpus):
         facts = replace(facts, gpus=with_slices(facts.gpus, print_listing()))
     return replace(
@@ -143,27 +144,11 @@ def interface_with(address: str) -> str | None:
     return None
 
 
-def nvml() -> Any | None:
-    """Returns the initialised library; None if it is not installed or finds no driver."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    return pynvml
-
-
-def gpus_of(library: Any) -> tuple[Gpu, ...]:
-    """Returns the GPUs in the order of CUDA_DEVICE_ORDER=PCI_BUS_ID, without those that do not respond."""
-    found = []
-    for number in range(library.nvmlDeviceGetCount()):
-        with suppress(library.NVMLError):
-            found.append(_gpu(library, library.nvmlDeviceGetHandleByIndex(number)))
-    ordered = sorted(found, key=lambda gpu: gpu.pci or "")
-    return tuple(replace(gpu, index=index) for index, gpu in enumerate(ordered))
+def gpus_of(reading: GpuReading) -> tuple[Gpu, ...]:
+    """Returns the GPUs that respond, in the order of CUDA_DEVICE_ORDER=PCI_BUS_ID."""
+    return tuple(
+        Gpu(gpu.index, gpu.pci, gpu.model, gpu.uuid, slices=gpu.slices, problems=problems(gpu)) for gpu in reading.gpus
+    )
 
 
 def filled(seen: Sequence[Gpu], nvml_facts: Sequence[Gpu]) -> tuple[Gpu, ...]:
@@ -181,79 +166,3 @@ def _filled(seen: Gpu, nvml_facts: Gpu | None) -> Gpu:
         return seen
     model, uuid = seen.model or nvml_facts.model, seen.uuid or nvml_facts.uuid
     return replace(seen, model=model, uuid=uuid, slices=nvml_facts.slices, problems=nvml_facts.problems)
-
-
-def _gpu(library: Any, handle: Any) -> Gpu:
-    address = _text(library.nvmlDeviceGetPciInfo(handle).busId).lower()  # 00000000:81:00.0, with 8 digits of domain
-    domain, _, rest = address.partition(":")
-    return Gpu(
-        index=0,
-        pci=f"{int(domain, 16):04x}:{rest}",
-        model=_text(library.nvmlDeviceGetName(handle)),
-        uuid=_text(library.nvmlDeviceGetUUID(handle)),
-        slices=tuple(_slices(library, handle)),
-        problems=gpu_problems(library, handle),
-    )
-
-
-def _slices(library: Any, handle: Any) -> list[str]:
-    found: list[str] = []
-    with suppress(library.NVMLError):  # no MIG on this model
-        for number in range(library.nvmlDeviceGetMaxMigDeviceCount(handle)):
-            with suppress(library.NVMLError):  # an empty slot
-                found.append(
-                    _text(library.nvmlDeviceGetUUID(library.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)))
-                )
-    return found
-
-
-def _text(value: bytes | str) -> str:
-    """Decodes bytes, which older versions of nvidia-ml-py return."""
-    return value.decode() if isinstance(value, bytes) else value
-
-
-# bits of nvmlClocksThrottleReasons that indicate a problem; power caps and application clocks are normal
-HELD_DOWN = {
-    0x08: "by the hardware",
-    0x20: "because it is too warm",
-    0x40: "because it is much too warm",
-    0x80: "by the power supply",
-}
-
-
-def gpu_problems(library: Any, handle: Any) -> tuple[str, ...]:
-    """Returns a line per problem; () if there is none or the model or driver does not report it."""
-    checks: tuple[Callable[[Any, Any], Iterator[str]], ...] = (_rows, _errors, _clocks, _width)
-    found: list[str] = []
-    for check in checks:
-        try:
-            found += check(library, handle)
-        except (library.NVMLError, AttributeError):  # AttributeError: an older nvidia-ml-py
-            continue
-    return tuple(found)
-
-
-def _rows(library: Any, handle: Any) -> Iterator[str]:
-    _, _, pending, failed = library.nvmlDeviceGetRemappedRows(handle)
-    if pending:
-        yield "memory rows are pending remapping: the GPU needs a reset"
-    if failed:
-        yield "memory rows could not be remapped: the GPU must be replaced"
-
-
-def _errors(library: Any, handle: Any) -> Iterator[str]:
-    kind, since = library.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, library.NVML_VOLATILE_ECC
-    if count := library.nvmlDeviceGetTotalEccErrors(handle, kind, since):
-        yield f"{count} uncorrected memory errors (ECC) since the driver was loaded"
-
-
-def _clocks(library: Any, handle: Any) -> Iterator[str]:
-    reasons = library.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-    if held := [words for bit, words in HELD_DOWN.items() if reasons & bit]:
-        yield f"its clocks are throttled {' and '.join(held)}"
-
-
-def _width(library: Any, handle: Any) -> Iterator[str]:
-    lanes, most = library.nvmlDeviceGetCurrPcieLinkWidth(handle), library.nvmlDeviceGetMaxPcieLinkWidth(handle)
-    if lanes < most:
-        yield f"its PCIe link has {lanes} of {most} lanes"

@@ -26,7 +26,7 @@ FAILURES = ("worker_failed", "hang_detected", "node_lost", "failed", "stopped_re
 STEPS = (  # reactions, besides the failures themselves
     "stop_requested", "restarted", "shrunk", "spare_used", "requeued", "requeued_by_slurm", "resumed", "rolled_back",
     "checkpoint_failed", "save_deferred", "checkpoint_set_aside", "slow_node", "slow_gpu",
-    "unfit_node",
+    "unfit_node", "gpu_memory_awaited",
 )  # fmt: skip
 LAST_STEPS = 15
 TAIL_LINES = 25
@@ -47,7 +47,7 @@ BY_STATE = {
 class FailureCause:
     """The failure that caused the others. ``rank`` is None if no rank is responsible; ``stacks`` is a path.
 
-    ``nccl`` has the last warnings that NCCL printed on that rank.
+    ``nccl`` has the last warnings that NCCL printed on that rank, ``gpus`` what the GPUs of its node reported.
     """
 
     kind: str
@@ -59,6 +59,7 @@ class FailureCause:
     traceback: str = ""
     stacks: str | None = None
     nccl: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
 
     @property
     def nccl_problem(self) -> NcclProblem | None:
@@ -157,6 +158,7 @@ def find_cause(events: Sequence[Event]) -> FailureCause | None:
         node=first.get("node"),
         traceback=first.get("traceback", ""),
         stacks=hang.get("stacks"),
+        gpus=tuple(first.get("gpus", ())),
     )
 
 

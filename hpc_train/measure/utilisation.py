@@ -8,10 +8,12 @@ Two other conventions are reported for comparison with other publications.
 
 from __future__ import annotations
 
+import os
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,8 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpc_train.cluster.amd_gpus import NODES, PCI, AmdNode
+from hpc_train.cluster.gpus import DEVICES
 from hpc_train.config.schema import TrainConfig
 from hpc_train.config.values import parse_recomputation
+from hpc_train.health.nvml import Nvml
 from hpc_train.models.model import Model
 
 FORMULA = (
@@ -96,52 +101,6 @@ def describe_utilisation(count: FlopCount, peak_flops: float, source: str) -> di
     }
 
 
-# Dense peak rates from NVIDIA's and AMD's data sheets: part of the device's name, FLOP/s on tensor cores in bf16 and
-# fp16, FLOP/s without tensor cores in fp32 and in fp64. The first match wins, so longer names come first. AMD's matrix
-# cores compute fp32 and fp64 in full precision and count there, too; one device is half of an MI250 or MI250X.
-_RATES: tuple[tuple[str, float, float, float], ...] = (
-    ("GB200", 2500e12, 80e12, 40e12),
-    ("B200", 2250e12, 80e12, 40e12),
-    ("GH200", 989.4e12, 66.9e12, 66.9e12),
-    ("H200", 989.4e12, 66.9e12, 66.9e12),
-    ("H100 NVL", 835.5e12, 60e12, 60e12),
-    ("H100 PCIe", 756e12, 51e12, 51e12),
-    ("H100", 989.4e12, 66.9e12, 66.9e12),
-    ("H800", 989.4e12, 66.9e12, 1e12),
-    ("A100", 312e12, 19.5e12, 19.5e12),
-    ("A800", 312e12, 19.5e12, 19.5e12),
-    ("A40", 149.7e12, 37.4e12, 0.58e12),
-    ("A30", 165e12, 10.3e12, 10.3e12),
-    ("A10G", 70e12, 35e12, 0.55e12),
-    ("A10", 125e12, 31.2e12, 0.49e12),
-    ("L40S", 362e12, 91.6e12, 1.43e12),
-    ("L40", 181e12, 90.5e12, 1.41e12),
-    ("L4", 121e12, 30.3e12, 0.47e12),
-    ("V100", 125e12, 15.7e12, 7.8e12),
-    ("T4", 65e12, 8.1e12, 0.25e12),
-    ("MI355X", 2516.6e12, 157.3e12, 78.6e12),
-    ("MI350X", 2306.9e12, 144.2e12, 72.1e12),
-    ("MI325X", 1307.4e12, 163.4e12, 163.4e12),
-    ("MI300X", 1307.4e12, 163.4e12, 163.4e12),
-    ("MI300A", 980.6e12, 122.6e12, 122.6e12),
-    ("MI250X", 191.5e12, 47.9e12, 47.9e12),
-    ("MI250", 181e12, 45.3e12, 45.3e12),
-    ("MI210", 181e12, 45.3e12, 45.3e12),
-)
-
-
-def peak_flops(device_name: str, precision: str) -> float | None:
-    """Returns the peak FLOP/s of one device under a precision of the config; None if unknown.
-
-    Args:
-        device_name: the name that ``torch.cuda.get_device_name`` returns.
-    """
-    for name, half, single, double in _RATES:
-        if name in device_name:
-            return {"bf16": half, "fp16": half, "fp32": single, "fp64": double}.get(precision)
-    return None
-
-
 def peak_host_memory() -> int:
     """Returns the peak resident set in bytes (VmHWM), which unlike ``ru_maxrss`` does not include the parent's."""
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
@@ -156,33 +115,54 @@ def peak_device_memory(device: torch.device) -> int | None:
 
 
 EVERY_S = 1.0  # seconds; NVML averages over up to a second
-LIBRARY = "pynvml" if torch.version.hip is None else "amdsmi"  # which torch uses
 
 
 class GpuUtilisation:
     """Samples the GPU utilisation, the share of time in which a kernel ran, at most once a second.
 
-    There are no samples without a GPU, without NVML (AMD: amdsmi), or on a MIG slice.
+    NVIDIA's driver reports it (NVML), or amdgpu in ``/sys``; there are no samples on the CPU or on a MIG slice.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" and find_spec(LIBRARY) is not None else None
+        self._read = _reader(device) if device.type == "cuda" else None
         self._shares: list[float] = []
         self._next = 0.0
 
     def look(self) -> None:
         """Takes a sample if one is due; cheap enough to be called in each step."""
-        if self._device is None or time.monotonic() < self._next:
+        if self._read is None or time.monotonic() < self._next:
             return
         self._next = time.monotonic() + EVERY_S
-        try:
-            self._shares.append(torch.cuda.utilization(self._device) / 100)
-        except Exception as error:  # NVML's errors have no common base class
-            print(f"cannot measure GPU utilisation: {type(error).__name__}: {error}")
-            self._device = None
+        share = self._read()
+        if share is None:
+            self._read = None
+        else:
+            self._shares.append(share)
 
     def take(self) -> float | None:
         """Returns the mean since the last ``take``, in [0, 1]; None without samples."""
         shares = self._shares
         self._shares = []
         return fmean(shares) if shares else None
+
+
+def _reader(device: torch.device) -> Callable[[], float | None] | None:
+    """Returns the function that reads the utilisation of ``device``; None if the driver does not report it."""
+    if torch.version.hip is not None:
+        node = AmdNode.read(NODES, PCI, DEVICES)
+        visible = () if node is None else node.visible(os.environ)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return partial(busy_share, PCI / visible[index].pci) if index < len(visible) else None
+    try:
+        library = Nvml()
+    except OSError:
+        return None
+    return partial(library.utilisation, f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+
+
+def busy_share(device: Path) -> float | None:
+    """Returns ``gpu_busy_percent`` of an AMD GPU's directory in ``/sys``, in [0, 1]; None if it is missing."""
+    try:
+        return int((device / "gpu_busy_percent").read_text()) / 100
+    except (OSError, ValueError):
+        return None

@@ -33,6 +33,7 @@ EVENTS = (
     "worker_failed",
     "node_lost",
     "hang_detected",
+    "gpu_memory_awaited",  # after an attempt that ran out of GPU memory
     "slow_step",  # a step so slow that its stacks were saved; nothing was killed
     "straggler",
     "preflight",

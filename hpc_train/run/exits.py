@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
@@ -43,6 +44,7 @@ class Action(StrEnum):
     REQUEUE = "requeue"  # time limit or preemption: ask Slurm to run the job again
     RESTART = "restart"  # on the same nodes, from the newest checkpoint
     RESTART_IF_FURTHER = "restart_if_further"  # restart only if the attempt got further than earlier ones
+    RESTART_ONCE = "restart_once"  # restart only if another process may have caused the failure, and once per job
     REPLACE = "replace"  # drop the node: use a spare, continue on fewer nodes, or requeue
     FAIL = "fail"  # a retry would fail the same way
     REFUSE = "refuse"  # the config is wrong
@@ -110,8 +112,9 @@ RESPONSES: dict[Failure, Response] = {
         "fix the error shown in the traceback, then rerun with the same run.name to resume from the last checkpoint",
     ),
     Failure.REFUSED: Response(Action.REFUSE, "change what the message names"),
+    # Processes of an earlier attempt or of another user may hold the memory of a GPU for a while.
     Failure.OUT_OF_MEMORY: Response(
-        Action.FAIL,
+        Action.RESTART_ONCE,
         "use a smaller batch.micro_size, train.activation_checkpointing=full, or sharded state (strategy=zero3)",
     ),
     Failure.DISK_FULL: Response(
@@ -161,6 +164,18 @@ def classify_message(text: str) -> Failure | None:
     return next((failure for failure, words in _WORDS.items() if any(word in text for word in words)), None)
 
 
+_GPU_ERROR = re.compile(
+    r"\b(cuda|hip|cudnn|miopen) (error|failure|driver|unknown|out of memory)|of GPU memory|by GPU|"
+    r"\b(CUBLAS|CUDNN|CUSOLVER|ROCBLAS|HSA)_STATUS|No (CUDA|HIP) GPUs",
+    re.IGNORECASE,
+)
+
+
+def concerns_gpu(text: str) -> bool:
+    """Returns whether ``text`` is the message of an error of CUDA, HIP or one of their libraries, or of GPU memory."""
+    return _GPU_ERROR.search(text) is not None
+
+
 def _by_cuda_code(error: BaseException) -> Failure | None:
     """Returns the class of a ``torch.AcceleratorError`` (torch 2.8) by the CUDA error code that it carries."""
     if not any(type_.__name__ == "AcceleratorError" for type_ in type(error).__mro__):
@@ -177,12 +192,12 @@ _TYPES: dict[type[BaseException], Failure] = {
 # cudaError_t. Code 3 (initialization error) is absent: it usually means a fork after CUDA was initialized.
 _CUDA_CODES: dict[Failure, frozenset[int]] = {
     Failure.OUT_OF_MEMORY: frozenset({2}),
-    # illegal address, assert, illegal instruction, misaligned address, invalid address space, invalid program counter,
-    # launch failure (by NVIDIA's reference mostly an invalid pointer or shared memory out of bounds)
-    Failure.KERNEL: frozenset({700, 710, 715, 716, 717, 718, 719}),
+    # launch timeout, illegal address, assert, illegal instruction, misaligned address, invalid address space, invalid
+    # program counter, launch failure (by NVIDIA's reference mostly an invalid pointer or shared memory out of bounds)
+    Failure.KERNEL: frozenset({702, 700, 710, 715, 716, 717, 718, 719}),
     # devices unavailable, no device, invalid device, ECC, NVLink, contained (peer memory over NVLink, or hardware),
-    # hardware stack error, system not ready, driver mismatch, unknown
-    Failure.DEVICE: frozenset({46, 100, 101, 214, 220, 226, 714, 802, 803, 999}),
+    # hardware stack error, system not ready, driver mismatch, MPS: no connection, no answer, not ready; unknown
+    Failure.DEVICE: frozenset({46, 100, 101, 214, 220, 226, 714, 802, 803, 805, 806, 807, 999}),
 }
 # Phrases of the operating system and of torch, also when another exception quotes them; the first match counts.
 _WORDS: dict[Failure, tuple[str, ...]] = {
@@ -192,6 +207,8 @@ _WORDS: dict[Failure, tuple[str, ...]] = {
         "can't allocate memory",  # torch's allocator on the CPU, after "[enforce fail at"
         "not enough memory",
         "Cannot allocate memory",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+        "CUDNN_STATUS_ALLOC_FAILED",
     ),
     Failure.DISK_FULL: (
         "No space left on device",
@@ -211,8 +228,13 @@ _WORDS: dict[Failure, tuple[str, ...]] = {
         "operation not supported on global/shared address space",
         "CUDA error: invalid program counter",
         "unspecified launch failure",
+        "the launch timed out and was terminated",
+        "CUBLAS_STATUS_EXECUTION_FAILED",
+        "CUDNN_STATUS_EXECUTION_FAILED",
         "Memory access fault by GPU",  # AMD's runtime, which then aborts
         "HSA_STATUS_ERROR_MEMORY_APERTURE_VIOLATION",
+        "HSA_STATUS_ERROR_ILLEGAL_INSTRUCTION",
+        "HSA_STATUS_ERROR_EXCEPTION",
     ),
     Failure.DEVICE: (
         "uncorrectable ECC error",
@@ -234,6 +256,8 @@ _WORDS: dict[Failure, tuple[str, ...]] = {
         "CUDA unknown error",
         "CUDA error: unknown error",
         "GPU is lost",
+        "MPS client failed to connect to the MPS control daemon",
+        "MPS server is not ready to accept new MPS client requests",
         "fallen off the bus",
         "watchdog thread terminated with exception: CUDA error",
         "watchdog thread terminated with exception: HIP error",

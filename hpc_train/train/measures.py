@@ -16,6 +16,7 @@ from hpc_train.cluster.allocation import current_allocation
 from hpc_train.cluster.kernel_counters import Traffic, read_traffic
 from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Dataset, StepBatch
+from hpc_train.measure.peak_rates import peak_flops
 from hpc_train.measure.step_clock import StepClock
 from hpc_train.measure.stragglers import RankTimes, SlowRankWatch, gather, over_ranks
 from hpc_train.measure.time_breakdown import timed_stages
@@ -24,7 +25,6 @@ from hpc_train.measure.utilisation import (
     GpuUtilisation,
     count_flops,
     peak_device_memory,
-    peak_flops,
     peak_host_memory,
 )
 from hpc_train.models.build import build_model

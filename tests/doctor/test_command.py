@@ -13,10 +13,10 @@ import pytest
 
 from hpc_train.cli import run
 from hpc_train.doctor import reach
-from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding
 from hpc_train.doctor.reach import check_reach, peers, ports_of
 from hpc_train.doctor.report import environment_lines, finding_lines, verdict
 from hpc_train.fabric.decision import FabricDecision, UnsetVariable, Variable
+from hpc_train.health.finding import ERROR, OK, WARNING, Finding
 from tests.cluster.fabric.machines import hgx
 
 FOUND = [

@@ -11,8 +11,8 @@ import pytest
 from hpc_train.commands import doctor
 from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.doctor import job
-from hpc_train.doctor.finding import ERROR, OK
 from hpc_train.doctor.job import check_slurm_and_job, composed, resources
+from hpc_train.health.finding import ERROR, OK
 from hpc_train.launch import command_job
 
 

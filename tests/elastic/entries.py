@@ -66,6 +66,28 @@ def _lose_connection() -> Exit:
     raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
 
 
+def one_leaves_children(spec: WorkerSpec, stop: StopFlag) -> Exit:
+    """Rank 1 forks two processes and is killed: one ends a moment later by itself, the other never ends. The next
+    attempt requires that both are gone, as they would hold the memory of its GPU.
+    """
+    children = Path(spec.run_dir, "children")
+    if spec.attempt > 0:
+        own = [Path(f"/proc/{pid}/stat") for pid in children.read_text().split()]
+        assert not [path for path in own if path.exists() and ") Z " not in path.read_text()]
+        return Exit.DONE
+    if spec.rank == 1:
+        pids = []
+        for seconds in (0.3, 120.0):
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                time.sleep(seconds)
+                Path(spec.run_dir, f"slept-{seconds}").touch()
+                os._exit(0)
+        children.write_text(" ".join(map(str, pids)))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _wait_for_stop(StopFlag())
+
+
 def one_raises(spec: WorkerSpec, stop: StopFlag) -> Exit:
     if spec.rank == 1:
         time.sleep(0.3)

@@ -159,6 +159,13 @@ def test_the_first_real_failure_is_reported_and_no_attempt_is_wasted(
     assert run.newest_attempt() == attempts - 1
 
 
+def test_a_restart_waits_for_the_processes_that_a_worker_forked(frozen: Freeze) -> None:
+    run = frozen()
+    code, _ = end(start_agent(run.path, "one_leaves_children"))
+    assert (code, run.newest_attempt()) == (0, 1)
+    assert [path.name for path in run.path.glob("slept-*")] == ["slept-0.3"], "it was given the time to end"
+
+
 def test_an_agent_that_nobody_listens_to_goes_on(frozen: Freeze) -> None:
     """What started it is gone, and so is the other end of its output."""
     run = frozen()

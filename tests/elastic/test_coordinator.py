@@ -22,8 +22,8 @@ DONE = NodeReport(Exit.DONE, None, 9)
 NO_DRIVER = Unfit("4 are allocated to the step, and the process sees none: no driver", "cluster.exclude=NODE")
 
 
-def failed(failure: Failure, step: int = 9, rank: int = 0) -> NodeReport:
-    return NodeReport(Exit.FAILED, WorkerFailure(rank, failure, "no", "no", 0.0), step)
+def failed(failure: Failure, step: int = 9, rank: int = 0, message: str = "no") -> NodeReport:
+    return NodeReport(Exit.FAILED, WorkerFailure(rank, failure, message, "no", 0.0), step)
 
 
 class Course:
@@ -323,10 +323,10 @@ def test_time_in_which_the_hub_stood_still_does_not_count(tmp_path: Path) -> Non
     assert course.started() == [0, 1]
 
 
-def fail_on(course: Course, nodes: list[int], number: int, failure: Failure, step: int) -> None:
+def fail_on(course: Course, nodes: list[int], number: int, failure: Failure, step: int, message: str = "no") -> None:
     """An attempt on ``nodes``, which a failure on ``number`` ends."""
     assert course.started() == nodes
-    course.report(failed(failure, step), number)
+    course.report(failed(failure, step, message=message), number)
     if len(nodes) > 1:
         assert isinstance(course.next(), End)
     course.report(NodeReport(Exit.FAILED, None, step), *(node for node in nodes if node != number))
@@ -390,8 +390,51 @@ def test_an_error_in_a_kernel_that_follows_to_another_node_is_the_codes(tmp_path
     fail_on(course, [0, 1], 1, Failure.KERNEL, step=9)
     fail_on(course, [0, 1], 1, Failure.KERNEL, step=20)
     fail_on(course, [0, 2], 2, Failure.KERNEL, step=20)
-    assert action(course.next()) is Action.FAIL
+    order = course.next()
+    assert action(order) is Action.FAIL
+    assert order.decision.reason.startswith("the same error ended an attempt on n1, so no GPU causes it: usually an ")
     assert course.head.node_failures.failing_nodes() == {"n1"}
+
+
+@pytest.mark.parametrize(("elastic", "team"), [({"spares": 1}, [0, 1]), ({"min_nodes": 2}, [0, 1, 2])])
+@pytest.mark.parametrize("follows", [True, False])
+def test_an_error_in_a_kernel_that_comes_again_is_tried_on_another_node_of_the_job(
+    tmp_path: Path, elastic: dict[str, int], team: list[int], follows: bool
+) -> None:
+    """Twice on one node without a new step: its GPU or the code, which a node of the job that is free decides."""
+    course = Course(tmp_path, 3, **elastic)
+    for _ in range(2):
+        fail_on(course, team, 1, Failure.KERNEL, step=9)
+    if follows:
+        fail_on(course, [0, 2], 2, Failure.KERNEL, step=9)
+        assert action(course.next()) is Action.FAIL
+    else:
+        assert course.started() == [0, 2]
+        course.report(DONE, 0, 2)
+        assert action(course.next()) is Action.FINISH
+    assert course.head.node_failures.failing_nodes() == {"n1"}
+
+
+def test_a_gpu_that_fails_is_the_cause_of_errors_on_other_nodes(tmp_path: Path) -> None:
+    course = Course(tmp_path, 3, spares=1)
+    assert course.started() == [0, 1]
+    course.report(failed(Failure.KILLED), 0)
+    course.next(1.0)
+    course.report(failed(Failure.DEVICE), 1)
+    assert course.started() == [0, 2]
+
+
+def test_out_of_gpu_memory_after_good_steps_restarts_once(tmp_path: Path) -> None:
+    gpu, host = "CUDA out of memory. Tried to allocate 2.00 GiB", "out of host memory according to the kernel"
+    course = Course(tmp_path / "gpu", 2)
+    fail_on(course, [0, 1], 1, Failure.OUT_OF_MEMORY, 30, gpu)
+    fail_on(course, [0, 1], 1, Failure.OUT_OF_MEMORY, 60, gpu)
+    assert action(course.next()) is Action.FAIL
+    assert course.head.node_failures.recent() == [], "it is not counted against the node"
+    for message, step in ((gpu, 0), (host, 30)):
+        course = Course(tmp_path / f"at-{step}", 2)
+        fail_on(course, [0, 1], 1, Failure.OUT_OF_MEMORY, step, message)
+        assert action(course.next()) is Action.FAIL
 
 
 @pytest.mark.parametrize(("step", "attempts", "expected"), [(0, 2, Action.REQUEUE), (3, 4, Action.GIVE_UP)])

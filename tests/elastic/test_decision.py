@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_train.elastic.decision import ATTEMPTS_WITHOUT_A_STEP, Ended, History, decide
+from hpc_train.elastic.decision import ATTEMPTS_WITHOUT_A_STEP, GOOD_STEPS, Ended, History, decide
 from hpc_train.run.exits import EXITS, RESPONSES, Action, Exit, Failure
 
+RESTARTING = {Action.RESTART, Action.RESTART_IF_FURTHER, Action.RESTART_ONCE, Action.REPLACE}
 RETRIED = (Failure.KILLED, Failure.EXITED, Failure.COMMUNICATION, Failure.HANG)
 
 
@@ -63,4 +64,36 @@ def test_three_attempts_without_a_new_step_give_the_run_up(failure: Failure) -> 
 
 
 def test_every_action_that_ends_a_run_has_an_exit_code() -> None:
-    assert set(EXITS) == set(Action) - {Action.RESTART, Action.RESTART_IF_FURTHER, Action.REPLACE}
+    assert set(EXITS) == set(Action) - RESTARTING
+
+
+OOM, KILLED = Failure.OUT_OF_MEMORY, Failure.KILLED
+
+
+@pytest.mark.parametrize(
+    ("restored", "failures", "expected"),
+    [
+        (0, [(OOM, 0)], Action.FAIL),  # the very first start
+        (0, [(OOM, 2)], Action.FAIL),  # before the first steps have allocated everything
+        (0, [(OOM, GOOD_STEPS)], Action.RESTART),
+        (40, [(OOM, 40)], Action.RESTART),  # a requeue, before its first step
+        (0, [(KILLED, 0), (OOM, 0)], Action.RESTART),  # the processes of the killed attempt may live
+        (0, [(KILLED, 30), (OOM, 30)], Action.RESTART),
+        (0, [(OOM, 30), (OOM, 30)], Action.FAIL),
+        (0, [(OOM, 30), (OOM, 60)], Action.FAIL),
+        (40, [(OOM, 40), (KILLED, 60), (OOM, 80)], Action.FAIL),
+    ],
+)
+def test_gpu_memory_that_was_enough_before_is_tried_once_more(
+    restored: int, failures: list[tuple[Failure, int]], expected: Action
+) -> None:
+    history, actions = History(furthest=restored), []
+    for failure, step in failures:
+        ended = replace(failed(failure, step), gpu_memory=failure is OOM)
+        actions.append(decide(history, ended).action)
+        history = history.after(step, ended.gpu_memory)
+    assert actions == [*[Action.RESTART] * (len(failures) - 1), expected]
+
+
+def test_host_memory_fails_at_once() -> None:
+    assert decide(History(furthest=40, attempts=1), failed(OOM, 60)).action is Action.FAIL

@@ -35,6 +35,9 @@ def test_exceptions(error: Exception, failure: Failure) -> None:
     assert classify(error) is failure
 
 
+DEVICE, KERNEL, OUT_OF_MEMORY = Failure.DEVICE, Failure.KERNEL, Failure.OUT_OF_MEMORY
+
+
 class AcceleratorError(RuntimeError):
     """As torch raises it on a GPU: from torch 2.8 on with the number of the CUDA error."""
 
@@ -95,6 +98,13 @@ WATCHDOG = (
         (DistBackendError(f"{UNHANDLED}Cuda failure 700 'an illegal memory access was encountered'"), Failure.KERNEL),
         (AcceleratorError("CUDA error: out of memory", 2), Failure.OUT_OF_MEMORY),
         (DistBackendError(f"{UNHANDLED}Cuda failure 2 'out of memory'"), Failure.OUT_OF_MEMORY),
+        (AcceleratorError("CUDA error: the launch timed out and was terminated", 702), Failure.KERNEL),
+        (AcceleratorError("CUDA error: some words of a later version", 805), Failure.DEVICE),  # MPS
+        (RuntimeError("CUDA error: MPS client failed to connect to the MPS control daemon or the MPS server"), DEVICE),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), OUT_OF_MEMORY),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`"), KERNEL),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), KERNEL),
+        (RuntimeError("HSA_STATUS_ERROR_EXCEPTION: An HSAIL operation resulted in a hardware exception."), KERNEL),
         (DistBackendError("NCCL error: remote process exited or there was a network error"), Failure.COMMUNICATION),
         (AcceleratorError("CUDA error: invalid argument", 1), Failure.USER_ERROR),
         (AcceleratorError("CUDA error: initialization error", 3), Failure.USER_ERROR),  # of a forked loader

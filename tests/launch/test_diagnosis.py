@@ -56,6 +56,14 @@ def page(run: RunDirectory, capsys: pytest.CaptureFixture[str], *options: str) -
     return capsys.readouterr().out
 
 
+def test_what_the_gpus_reported_is_told(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    evidence = ["GPU health: GPU1: 2 uncorrectable memory errors (ECC)", "kernel log: Xid 48 of the GPU at 0000:3a:00"]
+    fail(run, 1, 3, Failure.DEVICE, traceback="ECC", gpus=evidence)
+    text = page(run, capsys)
+    assert "\n".join(f"  after the failure: {line}" for line in evidence) in text
+    assert json.loads(page(run, capsys, "--json"))["cause"]["gpus"] == evidence
+
+
 def test_the_cause_is_told_and_not_its_echo(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     fail(run, 0, 1, Failure.COMMUNICATION, traceback="Connection closed by peer")
     fail(run, 1, 3, Failure.USER_ERROR, traceback=TRACEBACK)

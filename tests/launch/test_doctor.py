@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from hpc_train.doctor.disk import check_skew
-from hpc_train.doctor.finding import ERROR, OK, WARNING, worst
 from hpc_train.doctor.node import (
     NodeReport,
     _gpus_of_job,
@@ -27,6 +26,7 @@ from hpc_train.doctor.node import (
 from hpc_train.doctor.nodes import compare
 from hpc_train.fabric.facts import UNLIMITED, Gpu, Nic, NodeFacts, NodeLimits, Port
 from hpc_train.fabric.nccl_settings import Setting
+from hpc_train.health.finding import ERROR, OK, WARNING, worst
 from tests.doors.command import environment
 
 SMALL_AND_FULL = """

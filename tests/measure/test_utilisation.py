@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
 import pytest
 import torch
 
 from hpc_train.config.schema import GPTConfig, TrainConfig, ViTConfig
-from hpc_train.measure.utilisation import count_flops, peak_flops
+from hpc_train.health import nvml
+from hpc_train.measure import utilisation
+from hpc_train.measure.utilisation import GpuUtilisation, busy_share, count_flops
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 
@@ -48,16 +54,35 @@ def test_a_vision_transformer_has_neither_a_mask_nor_a_table() -> None:
     assert count.causal is None and count.with_embeddings == count.model == count.hardware
 
 
-@pytest.mark.parametrize(
-    ("name", "bf16"),
-    [
-        ("AMD Instinct MI250X", 191.5e12),  # half of a module
-        ("AMD Instinct MI250X / MI250", 191.5e12),
-        ("AMD Instinct MI300X VF", 1307.4e12),
-        ("AMD Instinct MI308X", None),
-        ("AMD gfx942", None),
-        ("NVIDIA A30", 165e12),
-    ],
-)
-def test_peaks_by_name(name: str, bf16: float | None) -> None:
-    assert peak_flops(name, "bf16") == bf16
+class Driver:
+    """NVML, whose driver reports the utilisation of the GPU a while longer."""
+
+    shares: ClassVar[list[float | None]] = [0.5, 1.0, None]
+
+    def utilisation(self, uuid: str) -> float | None:
+        assert uuid == "GPU-1a"
+        return self.shares.pop(0)
+
+
+def test_the_driver_is_sampled_until_it_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(utilisation, "Nvml", Driver)
+    monkeypatch.setattr(utilisation, "EVERY_S", 0.0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1a"))
+    gpu = GpuUtilisation(torch.device("cuda", 0))
+    for _ in range(5):
+        gpu.look()
+    assert (gpu.take(), gpu.take(), Driver.shares) == (0.75, None, [])
+
+
+def test_nothing_is_sampled_without_a_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(nvml, "LIBRARY", str(tmp_path / "missing.so"))
+    for device in (torch.device("cuda", 0), torch.device("cpu")):
+        gpu = GpuUtilisation(device)
+        gpu.look()
+        assert gpu.take() is None
+
+
+def test_amdgpu_shows_the_utilisation_in_sys(tmp_path: Path) -> None:
+    assert busy_share(tmp_path) is None
+    (tmp_path / "gpu_busy_percent").write_text("37\n")
+    assert busy_share(tmp_path) == 0.37

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.doctor.finding import ERROR, OK, WARNING
 from hpc_train.doctor.node import check_gpus, check_software
 from hpc_train.fabric.decision import FabricJob, decide
 from hpc_train.fabric.discovery import read_gpu_direct, read_tree
@@ -17,6 +16,7 @@ from hpc_train.fabric.rails import match
 from hpc_train.fabric.rank_binding import bindings, devices
 from hpc_train.fabric.recording import read_recording
 from hpc_train.fabric.rocm_smi import is_rocm_smi, parse_showtopo
+from hpc_train.health.finding import ERROR, OK, WARNING
 from tests.cluster.amd_nodes import MI300X, AmdMachine, lumi
 from tests.cluster.fabric.machines import Machine
 

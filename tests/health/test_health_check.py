@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -12,21 +14,23 @@ from typing import Any
 
 import pytest
 
-from hpc_train.doctor import health_check, nvml
-from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding
-from hpc_train.doctor.gpu_health import GpuReading, GpuState
-from hpc_train.doctor.health_check import (
+from hpc_train.health import health_check, nvml
+from hpc_train.health.finding import ERROR, OK, WARNING, Finding
+from hpc_train.health.gpu_health import GpuProcess, GpuReading, GpuState
+from hpc_train.health.health_check import (
     NodeHealth,
     check_count,
+    check_gpus,
     check_node,
     configured_gpus,
     fabric_manager_runs,
     metrics,
+    read_states,
 )
-from hpc_train.doctor.kernel_log import GpuError
-from hpc_train.doctor.nvml import read_nvml
-from hpc_train.doctor.port_health import PortState, judge_ports, read_ports
-from hpc_train.doctor.vendor import Paths
+from hpc_train.health.kernel_log import GpuError, Line
+from hpc_train.health.nvml import read_nvml
+from hpc_train.health.port_health import PortState, judge_ports, read_ports
+from hpc_train.health.vendor import Paths, read_in_child
 
 
 def fill(root: Path, files: dict[str, str]) -> None:
@@ -113,7 +117,12 @@ def test_the_library_is_called_as_its_header_declares(tmp_path: Path, monkeypatc
         pcie_max_width=16,
         fabric="In Progress",
         links=17,
+        memory_used=3 << 30,
+        processes=(GpuProcess(os.getpid(), found.gpus[0].processes[0].name, 1 << 30), GpuProcess(4194399, "?")),
+        slices=("GPU-700000000011", "GPU-700000000031"),
     )
+    assert found.gpus[0].processes[0].name != "?" and found.gpus[1].slices == ()
+    assert (nvml.Nvml().utilisation("GPU-1a"), nvml.Nvml().utilisation("GPU-1b")) == (0.97, None)
 
 
 def test_slurm_configures_as_many_gpus_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +167,14 @@ def test_gpus_that_are_missing_are_counted(tmp_path: Path, monkeypatch: pytest.M
     readings(*states[:2])
     assert errors(healthy, 3) == ["only 2 of 3 GPUs respond"]
     assert errors(machine(tmp_path / "b", 3, 2), 2) == ["the PCI bus shows 3 NVIDIA GPUs, but the driver manages 2"]
-    assert errors(machine(tmp_path / "c", 0, 0), 0) == []  # a node without GPUs
+    bare = machine(tmp_path / "c", 0, 0)
+    assert errors(bare, 0) == []  # a node without GPUs
+    readings(replace(states[0], uncorrected=3))
+    assert check_gpus("n1", bare).gpus == ()
+    (bare.devices / "nvidiactl").touch()  # a container that hides /proc and /sys
+    (found,) = check_gpus("n1", bare).gpus
+    assert found.uncorrected == 3 and "3 uncorrectable memory errors" in check_gpus("n1", bare).findings[0].text
+    assert read_states() == (found,)
 
 
 def test_the_fabric_manager_is_looked_for_where_processes_can_be_seen(tmp_path: Path) -> None:
@@ -196,3 +212,18 @@ def test_the_line_and_the_metrics() -> None:
         assert line in text.splitlines()
     assert text.endswith("# EOF\n") and "port_symbol_errors" not in text
     assert text.count("# TYPE") == len({line for line in text.splitlines() if line.startswith("# TYPE")})
+
+
+def test_errors_of_gpus_of_other_jobs_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = machine(tmp_path, 2, 2)
+    monkeypatch.setattr(health_check, "read_nvml", lambda: GpuReading((replace(STATE, pci="0000:01:00.0"),)))
+    monkeypatch.setattr(health_check, "own_gpus", lambda driver, devices: ("0000:01:00.0",))
+    xids = [Line(f"NVRM: Xid (PCI:0000:{bus:02x}:00): 79, GPU has fallen off the bus.", 1.0) for bus in (0, 1)]
+    monkeypatch.setattr(health_check, "read_kernel_log", lambda kmsg: tuple(xids))
+    assert [error.pci for error in check_gpus("n1", paths).errors] == ["0000:01:00"]
+
+
+def test_a_child_that_may_hang_holds_no_connection_open() -> None:
+    """The end of a connection shows its peer that this process is gone."""
+    with socket.socketpair()[0] as held:
+        assert read_in_child(lambda: Path(f"/proc/self/fd/{held.fileno()}").exists(), 5.0) is False

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
-from hpc_train.doctor.finding import ERROR, NOT_KNOWN, OK, WARNING, Finding
-from hpc_train.doctor.gpu_health import NoResponse, run_limited
+from hpc_train.health.finding import ERROR, NOT_KNOWN, OK, WARNING, Finding
+from hpc_train.health.gpu_health import NoResponse, run_limited
 from hpc_train.units import format_duration
 
 SUBJECT = "kernel log"

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from xml.etree import ElementTree
 
-from hpc_train.doctor.finding import ERROR, NOT_KNOWN, OK, WARNING, Finding
+from hpc_train.health.finding import ERROR, NOT_KNOWN, OK, WARNING, Finding
 from hpc_train.units import format_bytes
 
 LIMIT_S = 10.0
@@ -54,6 +54,8 @@ class GpuState:
         fabric: the registration with the fabric manager: ``Completed``, ``In Progress``, ``Not Started``.
         fabric_fault: what the driver reports about an unhealthy NVLink fabric.
         links: active NVLinks.
+        memory_used: bytes in use, without what the driver reserves.
+        slices: the UUIDs of its MIG slices.
     """
 
     index: int
@@ -79,6 +81,7 @@ class GpuState:
     links: int | None = None
     memory_used: int | None = None
     processes: tuple[GpuProcess, ...] = ()
+    slices: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -295,6 +298,12 @@ def judge(gpus: Sequence[GpuState], node: str, fabric_manager: bool | None = Non
         text = f"{len(gpus)} GPUs: memory, clocks and PCIe links are in order"
         found = [Finding(SUBJECT, OK, text + (f", {min(links)} NVLinks each" if links else ""))]
     yield from found
+
+
+def problems(gpu: GpuState) -> tuple[str, ...]:
+    """Returns what is wrong with one GPU, a line per problem."""
+    found = (*_memory(gpu, ""), *judge_speed(gpu, ""))
+    return tuple(finding.text.removeprefix(f"{gpu.name}: ") for finding in found)
 
 
 def out_of_service(node: str, action: str) -> str:

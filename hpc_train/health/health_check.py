@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.cluster.gpus import own_gpus
-from hpc_train.doctor.amd_health import amd_health
-from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding, worst
-from hpc_train.doctor.gpu_health import HANGS, SUBJECT, GpuReading, GpuState, judge, read_gpus
-from hpc_train.doctor.kernel_log import GpuError, find_errors, judge_log, read_kernel_log
-from hpc_train.doctor.nvml import read_nvml
-from hpc_train.doctor.port_health import PortState, judge_ports, read_ports
-from hpc_train.doctor.vendor import Paths, VendorHealth
+from hpc_train.health.amd_health import amd_health
+from hpc_train.health.finding import ERROR, OK, WARNING, Finding, worst
+from hpc_train.health.gpu_health import HANGS, SUBJECT, GpuReading, GpuState, judge, read_gpus
+from hpc_train.health.kernel_log import GpuError, find_errors, judge_log, read_kernel_log
+from hpc_train.health.nvml import read_nvml
+from hpc_train.health.port_health import PortState, judge_ports, read_ports
+from hpc_train.health.vendor import Paths, VendorHealth
 from hpc_train.slurm.client import show_nodes
 from hpc_train.slurm.site import gpus_of
 
@@ -69,7 +69,7 @@ def check_node(node: str, quick: bool = True, gpus: int | None = None, paths: Pa
     """Checks the GPUs, the kernel log and the RDMA ports of this node.
 
     Args:
-        quick: prefer NVIDIA's library to ``nvidia-smi``; it shows no processes.
+        quick: prefer NVIDIA's library to ``nvidia-smi``, which knows a little more.
         gpus: the GPUs that the node should have; None asks Slurm for its configuration of the node.
     """
     paths = paths or Paths()
@@ -85,25 +85,42 @@ def check_node(node: str, quick: bool = True, gpus: int | None = None, paths: Pa
     return NodeHealth(node, tuple(findings), states, errors, ports)
 
 
+def check_gpus(node: str, paths: Paths | None = None) -> NodeHealth:
+    """Checks the GPUs of this node with their processes, and the kernel log, e.g. after an error of a GPU."""
+    # NVML knows the processes, while others read them in the full check only
+    seen = [check(node, check is nvidia_health, paths or Paths()) for check in VENDORS]
+    findings = tuple(finding for vendor in seen for finding in vendor.findings)
+    states = tuple(state for vendor in seen for state in vendor.gpus)
+    return NodeHealth(node, findings, states, tuple(error for vendor in seen for error in vendor.errors))
+
+
+def read_states() -> tuple[GpuState, ...]:
+    """Returns the GPUs of this node that respond, without the checks around them."""
+    reading = read_nvml()
+    return amd_health(node_name(), True, Paths()).gpus if reading is None else reading.gpus
+
+
 def nvidia_health(node: str, quick: bool, paths: Paths) -> VendorHealth:
     """Checks the NVIDIA GPUs of this node and the kernel log."""
     on_bus = _on_bus(paths.pci)
     listed = {path.name for path in paths.driver.iterdir()} if paths.driver.is_dir() else set()
-    if not on_bus and not listed:
+    if not on_bus and not listed and not (paths.devices / "nvidiactl").exists():  # some containers hide the others
         return VendorHealth()
     reading = (read_nvml() if quick else None) or read_gpus(expected=True)
     own = own_gpus(paths.driver, paths.devices)
     lines = read_kernel_log(paths.kmsg)
+    foreign = sorted(listed.difference(own))  # of other jobs
+    errors = (one for one in find_errors(lines or ()) if not any(place.startswith(one.pci) for place in foreign))
     recovered = [gpu.pci for gpu in reading.gpus if gpu.pci and gpu.recovery == "None"]
     findings = (
         *reading.findings,
         *_missing(on_bus, len(listed), len(own), reading, node),
         *judge(reading.gpus, node, fabric_manager_runs(paths)),
-        *judge_log(lines, node, recovered, foreign=sorted(listed.difference(own))),
+        *judge_log(lines, node, recovered, foreign=foreign),
     )
     shared = any(gpu.mig for gpu in reading.gpus)
     present = max(len(listed), len(reading.gpus))
-    return VendorHealth(present, shared, reading.gpus, find_errors(lines or ()), findings)
+    return VendorHealth(present, shared, reading.gpus, tuple(errors), findings)
 
 
 VENDORS: tuple[Callable[[str, bool, Paths], VendorHealth], ...] = (nvidia_health, amd_health)

@@ -1,8 +1,9 @@
 """Reads the GPUs with NVIDIA's management library itself, which takes a fraction of the time of ``nvidia-smi``.
 
 The library is part of the driver (``libnvidia-ml.so.1``); no Python package is needed. A call may hang in the kernel
-where no signal ends it, so a forked child makes the calls. Names, values and structures are those of nvml.h
-(nvidia-ml-py 13.615).
+where no signal ends it, so a forked child makes the calls; only a worker samples the utilisation of its own GPU
+directly. In a container or a job's control group the library shows only the GPUs that the process may use. Names,
+values and structures are those of nvml.h (nvidia-ml-py 13.615).
 """
 
 from __future__ import annotations
@@ -10,14 +11,24 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
-from hpc_train.doctor.finding import ERROR, Finding
-from hpc_train.doctor.gpu_health import HANGS, LIMIT_S, SLOWDOWNS, SUBJECT, GpuReading, GpuState, NoResponse
-from hpc_train.doctor.vendor import read_in_child
+from hpc_train.health.finding import ERROR, Finding
+from hpc_train.health.gpu_health import (
+    HANGS,
+    LIMIT_S,
+    SLOWDOWNS,
+    SUBJECT,
+    GpuProcess,
+    GpuReading,
+    GpuState,
+    NoResponse,
+)
+from hpc_train.health.vendor import read_in_child
 
 LIBRARY = "libnvidia-ml.so.1"
-SUCCESS, LOST = 0, 15
+SUCCESS, INSUFFICIENT_SIZE, LOST = 0, 7, 15
 UNCORRECTED, VOLATILE = 1, 0  # nvmlMemoryErrorType_t, nvmlEccCounterType_t
 BITS = {"hw_slowdown": 0x08, "sw_thermal_slowdown": 0x20, "hw_thermal_slowdown": 0x40, "hw_power_brake_slowdown": 0x80}
 IDLE = 0x01
@@ -25,6 +36,8 @@ FABRIC_STATES = {1: "Not Started", 2: "In Progress", 3: "Completed"}
 RECOVERY_FIELD = 230  # NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
 RECOVERIES = {0: "None", 1: "Reset", 2: "Reboot", 3: "Drain P2P", 4: "Drain and Reset"}
 MAX_LINKS = 36
+MEMORY_VERSION = 2 << 24  # nvmlMemory_v2, added to the size of the structure
+NOT_AVAILABLE = (1 << 64) - 1  # NVML_VALUE_NOT_AVAILABLE
 
 
 class _Pci(ctypes.Structure):
@@ -60,8 +73,35 @@ class _Field(ctypes.Structure):
     )
 
 
-class _Library:
-    """The library, with calls that return None where the model or the driver does not support them."""
+class _Memory(ctypes.Structure):
+    _fields_ = (
+        ("version", ctypes.c_uint),
+        ("total", ctypes.c_ulonglong),
+        ("reserved", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
+
+
+class _Process(ctypes.Structure):
+    _fields_ = (
+        ("pid", ctypes.c_uint),
+        ("memory", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    )
+
+
+class _Utilisation(ctypes.Structure):
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+class Nvml:
+    """The initialized library, with calls that return None where the model or the driver does not support them.
+
+    Raises:
+        OSError: the library or the driver is missing.
+    """
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL(LIBRARY)
@@ -109,7 +149,49 @@ class _Library:
             pcie_max_gen=number("MaxPcieLinkGeneration"),
             fabric=self._fabric(device),
             links=self._links(device),
+            memory_used=self._memory_used(device),
+            processes=self._processes(device),
+            slices=self._slices(device),
         )
+
+    def utilisation(self, uuid: str) -> float | None:
+        """Returns the share of the last sampling period (1/6 to 1 s) in which a kernel ran on the GPU, in [0, 1]."""
+        device, found = ctypes.c_void_p(), _Utilisation()
+        if self.call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(device)) != SUCCESS:
+            return None
+        done = self.call("nvmlDeviceGetUtilizationRates", device, ctypes.byref(found)) == SUCCESS
+        return found.gpu / 100 if done else None
+
+    def _memory_used(self, device: ctypes.c_void_p) -> int | None:
+        """Returns the bytes in use, without those that the driver reserves."""
+        found = _Memory(version=MEMORY_VERSION | ctypes.sizeof(_Memory))
+        done = self.call("nvmlDeviceGetMemoryInfo_v2", device, ctypes.byref(found)) == SUCCESS
+        return int(found.used) if done else None
+
+    def _processes(self, device: ctypes.c_void_p) -> tuple[GpuProcess, ...]:
+        """Returns the processes with a compute context, also those of other users."""
+        count, room = ctypes.c_uint(), 0
+        while True:
+            found = (_Process * room)()
+            count.value = room
+            result = self.call("nvmlDeviceGetComputeRunningProcesses_v3", device, ctypes.byref(count), found)
+            if result != INSUFFICIENT_SIZE:
+                break
+            room = count.value + 8  # more may have started since
+        processes = found[: count.value] if result == SUCCESS else ()
+        return tuple(
+            GpuProcess(one.pid, _name(one.pid), 0 if one.memory == NOT_AVAILABLE else one.memory) for one in processes
+        )
+
+    def _slices(self, device: ctypes.c_void_p) -> tuple[str, ...]:
+        """Returns the UUIDs of the MIG slices."""
+        found = []
+        for number in range(self.number("nvmlDeviceGetMaxMigDeviceCount", device) or 0):
+            part = ctypes.c_void_p()
+            done = self.call("nvmlDeviceGetMigDeviceHandleByIndex", device, ctypes.c_uint(number), ctypes.byref(part))
+            if done == SUCCESS and (uuid := self.text("nvmlDeviceGetUUID", part)):  # a place may be empty
+                found.append(uuid)
+        return tuple(found)
 
     def _pci(self, device: ctypes.c_void_p) -> str | None:
         found = _Pci()
@@ -146,13 +228,21 @@ class _Library:
         return sum(state == 1 for state in known) if known else None
 
 
+def _name(pid: int) -> str:
+    """Returns the command of a process; ``?`` if it is hidden, e.g. outside of this container."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+    except OSError:
+        return "?"
+
+
 def _summary(held: set[str]) -> set[str]:
     return {"hw_slowdown"} if len(held) > 1 else set()
 
 
 def _read() -> dict[str, Any]:
     """Returns the states and the numbers of lost GPUs, as JSON. GPUs of other jobs are skipped."""
-    library = _Library()
+    library = Nvml()
     states, lost = [], []
     for number in range(library.number("nvmlDeviceGetCount_v2") or 0):
         device = ctypes.c_void_p()
@@ -167,7 +257,7 @@ def _read() -> dict[str, Any]:
 def read_nvml(limit_s: float = LIMIT_S, read: Callable[[], dict[str, Any]] = _read) -> GpuReading | None:
     """Reads the GPUs in a forked child; None without the library or a driver.
 
-    Processes are not read. A library that does not respond within ``limit_s`` seconds is a finding.
+    A library that does not respond within ``limit_s`` seconds is a finding.
     """
     try:
         found = read_in_child(read, limit_s)
@@ -178,12 +268,16 @@ def read_nvml(limit_s: float = LIMIT_S, read: Callable[[], dict[str, Any]] = _re
 
 
 def _parse(found: Mapping[str, Any]) -> GpuReading:
-    states = [
-        GpuState(**state | {"slowdowns": tuple(state["slowdowns"]), "processes": ()}) for state in found["states"]
-    ]
+    states = [_state(state) for state in found["states"]]
     ordered = [replace(state, index=index) for index, state in enumerate(sorted(states, key=lambda one: one.pci or ""))]
     lost = tuple(
         Finding(SUBJECT, ERROR, f"NVML's GPU {number} is lost", "reboot the node; check the PCIe link of the GPU")
         for number in found["lost"]
     )
     return GpuReading(tuple(ordered), lost)
+
+
+def _state(values: Mapping[str, Any]) -> GpuState:
+    processes = tuple(GpuProcess(**process) for process in values["processes"])
+    slowdowns, slices = tuple(values["slowdowns"]), tuple(values["slices"])
+    return GpuState(**{**values, "slowdowns": slowdowns, "slices": slices, "processes": processes})

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.doctor.finding import Finding
-from hpc_train.doctor.gpu_health import LIMIT_S, GpuState, NoResponse
-from hpc_train.doctor.kernel_log import GpuError
+from hpc_train.health.finding import Finding
+from hpc_train.health.gpu_health import LIMIT_S, GpuState, NoResponse
+from hpc_train.health.kernel_log import GpuError
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def read_in_child(read: Callable[[], Any], limit_s: float = LIMIT_S) -> Any | No
     child = os.fork()
     if child == 0:
         with suppress(BaseException):
-            os.close(source)
+            _close_all_but(target)  # a child that hangs must not hold the caller's connections open
             with os.fdopen(target, "w") as file:
                 json.dump(read(), file)
         os._exit(0)
@@ -74,6 +74,13 @@ def read_in_child(read: Callable[[], Any], limit_s: float = LIMIT_S) -> Any | No
         raise NoResponse(f"no response within {limit_s:g} s")
     os.waitpid(child, 0)
     return json.loads(text) if text else None
+
+
+def _close_all_but(descriptor: int) -> None:
+    for other in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+        if other > 2 and other != descriptor:
+            with suppress(OSError):
+                os.close(other)
 
 
 def _receive(source: int, until: float) -> str | None:

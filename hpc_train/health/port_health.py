@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding
+from hpc_train.health.finding import ERROR, OK, WARNING, Finding
 
 SUBJECT = "port health"
 FEWEST = 10

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.doctor import amd_health as module
-from hpc_train.doctor import health_check
-from hpc_train.doctor.amd_health import amd_health, judge_amd_log
-from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding
-from hpc_train.doctor.gpu_health import HANGS, judge_processes
-from hpc_train.doctor.health_check import check_node
-from hpc_train.doctor.kernel_log import Line
-from hpc_train.doctor.vendor import Paths, VendorHealth
+from hpc_train.health import amd_health as module
+from hpc_train.health import health_check
+from hpc_train.health.amd_health import amd_health, judge_amd_log
+from hpc_train.health.finding import ERROR, OK, WARNING, Finding
+from hpc_train.health.gpu_health import HANGS, judge_processes
+from hpc_train.health.health_check import check_node
+from hpc_train.health.kernel_log import Line
+from hpc_train.health.vendor import Paths, VendorHealth
 from tests.cluster.amd_nodes import LUMI, MI250X, MI300X, NAVI31, AmdMachine, lumi
 
 FILES = {

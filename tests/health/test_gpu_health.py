@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.doctor.finding import ERROR, OK, WARNING, Finding
-from hpc_train.doctor.gpu_health import (
+from hpc_train.health.finding import ERROR, OK, WARNING, Finding
+from hpc_train.health.gpu_health import (
     GpuState,
     NoResponse,
     judge,
@@ -19,8 +19,8 @@ from hpc_train.doctor.gpu_health import (
     run_limited,
     with_links,
 )
-from hpc_train.doctor.kernel_log import XIDS, Kind, Line, find_errors, judge_log, read_kernel_log
-from tests.doctor.recorded import KERNEL_LOG, V100, nvlink_status, query
+from hpc_train.health.kernel_log import XIDS, Kind, Line, find_errors, judge_log, read_kernel_log
+from tests.health.recorded import KERNEL_LOG, V100, nvlink_status, query
 
 STATE = "<state>Completed</state>"
 

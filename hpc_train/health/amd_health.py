@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_train.cluster.amd_gpus import VENDOR, AmdGpu, AmdNode, instinct_on_bus
-from hpc_train.doctor.finding import ERROR, NOT_KNOWN, OK, WARNING, Finding
-from hpc_train.doctor.gpu_health import (
+from hpc_train.health.finding import ERROR, NOT_KNOWN, OK, WARNING, Finding
+from hpc_train.health.gpu_health import (
     HANGS,
     LIMIT_S,
     SUBJECT,
@@ -25,9 +25,9 @@ from hpc_train.doctor.gpu_health import (
     judge_speed,
     out_of_service,
 )
-from hpc_train.doctor.kernel_log import SUBJECT as LOG
-from hpc_train.doctor.kernel_log import Kind, Line, occurrences, read_kernel_log
-from hpc_train.doctor.vendor import Paths, VendorHealth, read_in_child
+from hpc_train.health.kernel_log import SUBJECT as LOG
+from hpc_train.health.kernel_log import Kind, Line, occurrences, read_kernel_log
+from hpc_train.health.vendor import Paths, VendorHealth, read_in_child
 
 LINK = ("current_link_width", "max_link_width", "current_link_speed", "max_link_speed")
 COUNTS = "_err_count"

@@ -1,0 +1,125 @@
+"""What the GPUs of a node report after an error of a worker, and the wait until their memory is free.
+
+An error message of CUDA or HIP rarely shows whether the program or the GPU is at fault. The driver knows more: NVML
+counts memory errors, remapped rows and lost GPUs, and the kernel log, where it may be read, has Xid errors (AMD: the
+counters and the log of amdgpu). The agent reads both when the workers have ended, so that no process of its own uses a
+GPU any more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from hpc_train.elastic.decision import WorkerFailure
+from hpc_train.fabric.facts import NodeFacts
+from hpc_train.fabric.rank_binding import devices
+from hpc_train.health.finding import ERROR, OK, Finding
+from hpc_train.health.gpu_health import MEMORY_LEFT, SUBJECT, GpuState, judge_processes
+from hpc_train.health.health_check import NodeHealth, check_gpus, read_states
+from hpc_train.run.events import EventLog
+from hpc_train.run.exits import Failure, concerns_gpu
+from hpc_train.run.requests import StopRequests
+from hpc_train.units import format_bytes
+
+ALWAYS = (Failure.DEVICE, Failure.KERNEL, Failure.HANG)  # other classes only after an error of CUDA or HIP
+MEMORY_S = 30.0  # seconds; the kernel ends a process that has its memory on a GPU within a few
+POLL_S, TICKS = 1.0, 4  # between two readings
+
+
+@dataclass
+class GpuErrors:
+    """Examines the errors of the GPUs that the ranks of one node use.
+
+    Args:
+        facts: of the node.
+        ranks: the number of its ranks.
+        check: reads the health of the GPUs of the node with the given name.
+        states: reads the GPUs only.
+    """
+
+    facts: NodeFacts
+    ranks: int
+    check: Callable[[str], NodeHealth] = check_gpus
+    states: Callable[[], tuple[GpuState, ...]] = read_states
+    _memory_was_short: bool = field(default=False, init=False)
+
+    def examine(self, failure: WorkerFailure, local_rank: int, attempt_s: float) -> WorkerFailure:
+        """Returns ``failure`` with what the GPUs report; a defect that they report makes it a device error.
+
+        Args:
+            attempt_s: the duration of the attempt in seconds; older errors in the kernel log are history.
+        """
+        asked = failure.failure in ALWAYS or concerns_gpu(failure.message)
+        if not asked or not self.facts.visible:
+            return failure
+        health = self.check(self.facts.node or "?")
+        failure = replace(failure, gpus=tuple(f"{one.subject}: {one.text}" for one in self._findings(health)))
+        if failure.failure is Failure.OUT_OF_MEMORY:
+            self._memory_was_short = True
+            return _with_foreign_memory(failure, self._state_of(local_rank, health.gpus))
+        fault = next(self._faults(health, attempt_s), None)
+        if fault is None or failure.failure is Failure.DEVICE:
+            return failure
+        message = f"{failure.message} ({failure.failure}), and a GPU of the node is defective: {fault}"
+        return replace(failure, failure=Failure.DEVICE, message=message, waits=False, states=())
+
+    def wait_for_memory(self, events: EventLog, on_tick: Callable[[], None], stop: StopRequests) -> None:
+        """Waits after an attempt that ran out of GPU memory until the memory is free, at most ``MEMORY_S`` seconds."""
+        if not self._memory_was_short:
+            return
+        self._memory_was_short = False
+        began = time.monotonic()
+        while (held := self._held()) and not stop.requested and time.monotonic() - began < MEMORY_S:
+            for _ in range(TICKS):
+                on_tick()
+                time.sleep(POLL_S / TICKS)
+        seconds = time.monotonic() - began
+        state = "; ".join(_usage(gpu) for gpu in held) if held else "it is free"
+        message = f"waited {seconds:.1f} s for the memory of the GPUs: {state}"
+        events.write("gpu_memory_awaited", seconds=round(seconds, 1), free=not held, message=message)
+        print(message, flush=True)
+
+    def _addresses(self) -> tuple[str | None, ...]:
+        """Returns the PCI addresses of the GPUs in the order of local rank; None for a slice or if it is unknown."""
+        used = devices(self.facts)[: self.ranks]
+        return tuple(None if device.is_slice or device.gpu is None else device.gpu.pci for device in used)
+
+    def _state_of(self, local_rank: int, gpus: tuple[GpuState, ...]) -> GpuState | None:
+        address = dict(enumerate(self._addresses())).get(local_rank)
+        return next((gpu for gpu in gpus if gpu.pci is not None and gpu.pci == address), None)
+
+    def _held(self) -> list[GpuState]:
+        own = self._addresses()
+        return [gpu for gpu in self.states() if gpu.pci in own and (gpu.memory_used or 0) > MEMORY_LEFT]
+
+    def _foreign(self, health: NodeHealth) -> list[GpuState]:
+        """Returns the GPUs that no rank uses; none if those of the ranks are unknown."""
+        own = {device.gpu.pci for device in devices(self.facts)[: self.ranks] if device.gpu is not None}
+        return [gpu for gpu in health.gpus if own and gpu.pci not in own]
+
+    def _findings(self, health: NodeHealth) -> Iterator[Finding]:
+        foreign = tuple(f"{gpu.name}:" for gpu in self._foreign(health))
+        return (finding for finding in health.findings if not finding.text.startswith(foreign))
+
+    def _faults(self, health: NodeHealth, attempt_s: float) -> Iterator[str]:
+        """Yields defects of the GPUs in use: what the driver reports now, and Xid errors since the attempt began."""
+        for finding in self._findings(health):
+            if finding.level == ERROR and finding.subject == SUBJECT:
+                yield finding.text
+        foreign = [gpu.pci for gpu in self._foreign(health) if gpu.pci]
+        for error in health.errors:
+            recent = error.age is not None and error.age <= attempt_s
+            if recent and error.kind.level == ERROR and not any(address.startswith(error.pci) for address in foreign):
+                yield f"Xid {error.code} of the GPU at {error.pci}: {error.meaning}"
+
+
+def _with_foreign_memory(failure: WorkerFailure, gpu: GpuState | None) -> WorkerFailure:
+    """Returns ``failure`` with the memory that other processes use; the ranks' own are gone."""
+    used = [finding.text for finding in judge_processes([gpu] if gpu else [], frozenset()) if finding.level != OK]
+    return replace(failure, message="; ".join([failure.message, *used])) if used else failure
+
+
+def _usage(gpu: GpuState) -> str:
+    return f"{format_bytes(gpu.memory_used or 0)} of {gpu.name} are in use"
