@@ -85,18 +85,16 @@ def _axis_groups(
     """
     rank, world = dist.get_rank(), dist.group.WORLD
     assert world is not None, "init_process_group was called"
-    lines = {"dp": _lines(ranks.flatten(1, 2), 1)} | {axis: _lines(ranks, dim) for dim, axis in enumerate(AXES)}
+    partitions = {"dp": _lines(ranks.flatten(1, 2), 1)} | {axis: _lines(ranks, dim) for dim, axis in enumerate(AXES)}
+    silent = _silent_group(rank) if layout.world_size > 1 else world
     made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(layout.world_size)): world}
     groups: dict[str, dist.ProcessGroup] = {}
-    for axis, partition in lines.items():
+    for axis, partition in partitions.items():
         own = tuple(next(line for line in partition if rank in line))
-        # fully_shard communicates along an axis of one rank too
-        communicates = len(own) > 1 or (axis == "dp_shard" and layout.shards_state)
-        if own not in made and communicates:
+        is_used = len(own) > 1 or (axis == "dp_shard" and layout.shards_state)  # fully_shard uses an axis of one rank
+        if is_used and own not in made:
             made[own] = _split_world(partition, device, timeout, f"mesh_{axis}")
-        elif own not in made:
-            made[own] = _silent_group(rank)
-        groups[axis] = made[own]
+        groups[axis] = made[own] if is_used else silent
     return groups
 
 

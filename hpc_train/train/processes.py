@@ -61,8 +61,8 @@ def use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-# From this number of ranks on, gloo connects two ranks when they first communicate. Otherwise a group connects all pairs
-# at its start, with one query of the store per pair.
+# From this number of ranks on, gloo connects two ranks when they first communicate. In smaller worlds a group connects
+# all pairs when it starts, with one query of the store per pair and direction.
 ON_DEMAND_FROM = 512
 
 
