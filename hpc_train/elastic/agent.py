@@ -365,7 +365,7 @@ class Agent:
                 master_port=spec.port,
                 gpus_per_node=spec.gpus_per_node,
                 threads=threads_per_rank(self.config.train.threads, local_workers, bound[local_rank].cores),
-                **_device_and_environment(local_rank, visible, spec.environment),
+                **_device_and_environment(local_rank, visible, spec.environment, self.config.cluster.visible_gpus),
                 cpus=bound[local_rank].cpus,
                 stop_grace_s=stop_grace_s,
             )
@@ -374,14 +374,18 @@ class Agent:
 
 
 def _device_and_environment(
-    local_rank: int, visible: Sequence[Device], environment: Mapping[str, str]
+    local_rank: int, visible: Sequence[Device], environment: Mapping[str, str], visible_gpus: str
 ) -> dict[str, Any]:
-    """Returns the rank's device and its own variables. The user's settings take precedence, and CUDA shows a process
-    only one MIG slice.
+    """Returns the rank's device and its own variables. The user's settings take precedence.
+
+    Args:
+        visible: the devices that the agent sees, in the order of local rank.
+        visible_gpus: ``cluster.visible_gpus``. CUDA shows a process only one MIG slice in any case.
     """
     own = {name: value for name, value in environment.items() if name not in os.environ}
-    if local_rank < len(visible) and visible[local_rank].is_slice:
-        return {"cuda_device": 0, "environment": own | {"CUDA_VISIBLE_DEVICES": visible[local_rank].name}}
+    device = visible[local_rank] if local_rank < len(visible) else None
+    if device is not None and (device.is_slice or (visible_gpus == "own" and device.is_nvidia)):
+        return {"cuda_device": 0, "environment": own | {"CUDA_VISIBLE_DEVICES": device.name}}
     return {"cuda_device": local_rank, "environment": own}
 
 

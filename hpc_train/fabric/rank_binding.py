@@ -94,6 +94,10 @@ class Device:
     def is_slice(self) -> bool:
         return self.name.startswith(_SLICE)
 
+    @property
+    def is_nvidia(self) -> bool:
+        return self.gpu is not None and not self.gpu.amd
+
 
 def devices(facts: NodeFacts) -> tuple[Device, ...]:
     """Returns the visible devices of a node in the order of local rank."""

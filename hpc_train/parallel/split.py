@@ -130,6 +130,8 @@ def _group_across(pp_ranks: tuple[int, ...], mesh: Mesh) -> dist.ProcessGroup | 
     """Returns the group of ``pp_ranks`` in this rank's pipeline. Collective: all ranks create all groups."""
     if len(pp_ranks) == 1:
         return None
+    if len(pp_ranks) == mesh.layout.pp:
+        return mesh.group("pp")
     own = None
     pipelines = mesh.device_mesh.mesh.flatten(1).t()  # [pipelines, pp]
     for pipeline in pipelines.tolist():

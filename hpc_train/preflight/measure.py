@@ -153,7 +153,9 @@ def _over_all(crew: Crew, wanted: Effort, found: Bandwidths) -> Bandwidths:
 
 
 def _all_reduce_among(crew: Crew, ranks: Sequence[int], wanted: Effort) -> float:
-    """Measures an all-reduce in a temporary group."""
+    """Measures an all-reduce in a temporary group. All ranks call it at once, each with its group of a partition of all
+    ranks, since NCCL splits the communicator of all ranks for it.
+    """
     group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="preflight")
     bus = _all_reduce(Ranks(group, crew.mesh.device), wanted)
     dist.barrier(group=crew.mesh.control)  # no rank closes a connection that another still reads

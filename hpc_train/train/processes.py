@@ -30,7 +30,8 @@ def join(spec: WorkerSpec, config: Config) -> Mesh:
         _use_deterministic()
     if config.train.debug:
         dist.set_debug_level(dist.DebugLevel.DETAIL)  # checks each collective for consistency across ranks
-    device = _device(spec)
+    device = _own_device(spec)
+    use_device(device)
     timeout = timedelta(seconds=config.elastic.collective_timeout_s)
     _join(spec, device, timeout)
     return join_mesh(spec.layout, spec.rank, device, timeout)
@@ -47,12 +48,23 @@ def _use_deterministic() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def _device(spec: WorkerSpec) -> torch.device:
-    if spec.gpus_per_node == 0:
-        return torch.device("cpu")
-    device = torch.device("cuda", spec.cuda_device)
-    torch.cuda.set_device(device)
-    return device
+def _own_device(spec: WorkerSpec) -> torch.device:
+    return torch.device("cuda", spec.cuda_device) if spec.gpus_per_node else torch.device("cpu")
+
+
+def use_device(device: torch.device) -> None:
+    """Makes ``device`` the GPU of the calling thread.
+
+    A new thread uses GPU 0: its first CUDA call would take several hundred MB there from the rank that owns it, or fail
+    if the GPU admits only one process. Every thread that may call CUDA calls this first.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+# From this number of ranks on, gloo connects two ranks when they first communicate. In smaller worlds a group connects
+# all pairs when it starts, with one query of the store per pair and direction.
+ON_DEMAND_FROM = 512
 
 
 def _join(spec: WorkerSpec, device: torch.device, timeout: timedelta) -> None:
@@ -65,8 +77,10 @@ def _join(spec: WorkerSpec, device: torch.device, timeout: timedelta) -> None:
         wait_for_workers=False,
     )
     cuda = device.type == "cuda"
+    if world_size >= ON_DEMAND_FROM:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # read when a group is created
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        "nccl" if cuda else "gloo",
         store=dist.PrefixStore(f"attempt-{spec.attempt}", store),
         rank=spec.rank,
         world_size=world_size,
@@ -79,6 +93,7 @@ def leave(mesh: Mesh) -> None:
     """Destroys the process groups after a barrier; gives up after ``LEAVE_S``, since the process exits anyway."""
 
     def end() -> None:
+        use_device(mesh.device)
         dist.barrier(group=mesh.control)
         dist.destroy_process_group()
 
@@ -90,16 +105,17 @@ def leave(mesh: Mesh) -> None:
 POLL_S = 0.5
 
 
-def answer_requests(descriptor: int | None) -> None:
-    """Starts the thread that answers the agent's requests through the shared block ``descriptor``."""
-    if descriptor is not None:
-        block = SharedBlock(descriptor)
-        threading.Thread(target=_answer, args=(block,), name="flight recorder", daemon=True).start()
+def answer_requests(spec: WorkerSpec) -> None:
+    """Starts the thread that answers the agent's requests through the worker's shared block."""
+    if spec.heartbeat is not None:
+        block = SharedBlock(spec.heartbeat)
+        threading.Thread(target=_answer, args=(block, _own_device(spec)), name="flight recorder", daemon=True).start()
 
 
-def _answer(block: SharedBlock) -> None:
+def _answer(block: SharedBlock, device: torch.device) -> None:
     while True:
         if block.asked:
+            use_device(device)  # NCCL's recorder queries CUDA events
             block.answer(collectives())
         time.sleep(POLL_S)
 

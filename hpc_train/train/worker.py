@@ -66,7 +66,7 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
 def _train(spec: WorkerSpec, stop: StopFlag, run: RunDirectory, events: EventLog) -> Exit:
     config = load(run)
     heartbeat = Heartbeat.of(spec.heartbeat)
-    answer_requests(spec.heartbeat)
+    answer_requests(spec)
     with nccl_log(spec, config, run) as log:
         mesh = join(spec, config)
         preflight(spec, config, run, mesh, events, log)

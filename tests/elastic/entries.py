@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -32,6 +34,13 @@ def _wait_for_stop(stop: StopFlag, seconds: float = 30) -> Exit:
 def finish(spec: WorkerSpec, stop: StopFlag) -> Exit:
     print(f"hello from {spec.rank} of {spec.layout.world_size}")
     _mark(spec, f"{spec.master_port} {os.environ['OMP_NUM_THREADS']}")
+    return Exit.DONE
+
+
+def records_limits(spec: WorkerSpec, stop: StopFlag) -> Exit:
+    """Records which GPUs this worker sees, and its limits of open files."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _mark(spec, json.dumps({"visible": os.environ.get("CUDA_VISIBLE_DEVICES"), "files": files}))
     return Exit.DONE
 
 

@@ -52,6 +52,12 @@ class ClusterConfig:
         choices=("auto",),
         at_least=0,
     )
+    visible_gpus: str = key(
+        "own",
+        "Which of the job's GPUs a rank sees. own shows it only its own GPU, as cuda:0. all shows it every GPU of the "
+        "node, which torch's symmetric memory needs. It has no effect on AMD GPUs, which are all visible.",
+        choices=("own", "all"),
+    )
     cpu_workers: int = key(4, "Ranks per node on nodes without a GPU.", at_least=1)
     preflight: str = key(
         "quick",
