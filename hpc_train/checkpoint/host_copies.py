@@ -133,22 +133,18 @@ class SideStream:
         return self._cuda.current_stream(self._device)
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Snapshot:
-    """Holds host copies of a rank's tensors, which may still be under way.
+    """Holds host copies of a rank's tensors.
 
     Attributes:
-        hold: makes later work on the device wait for the copies, without blocking.
-        complete: blocks until the copies are complete; other threads may call it.
+        hold: makes later work on the device wait for the copies, without blocking; None if they are complete.
+        complete: blocks until the copies are complete, in any thread; None if they are.
     """
 
     tensors: Mapping[str, Tensor]
-    hold: Callable[[], None] = _nothing
-    complete: Callable[[], None] = _nothing
+    hold: Callable[[], None] | None = None
+    complete: Callable[[], None] | None = None
 
 
 class HostCopies:

@@ -108,6 +108,8 @@ class CheckpointManager:
     Attributes:
         ranks_of_node: the ranks that share the host memory of this rank's node.
         durable_s: seconds from the request of the last save to its commit; None before the first.
+        copied_s: seconds from the request of the last asynchronous save to the end of its copies from a GPU; the next
+            update of the optimizer may have waited that long.
     """
 
     run: RunDirectory
@@ -118,6 +120,7 @@ class CheckpointManager:
     events: EventLog
     ranks_of_node: int
     durable_s: float | None = field(default=None, init=False)
+    copied_s: float = field(default=0.0, init=False)
     _saved_step: int | None = field(default=None, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
     _error: Exception | None = field(default=None, init=False)
@@ -210,7 +213,8 @@ class CheckpointManager:
         if lacks:
             return None
         snapshot = self._copies.take(state, kept_until_update(self.engine, state))
-        self.optimizer.before_next_update(snapshot.hold)
+        if snapshot.hold is not None:
+            self.optimizer.before_next_update(snapshot.hold)
         return snapshot
 
     def _lack_of_memory(self, state: Mapping[str, Tensor]) -> str | None:
@@ -236,8 +240,8 @@ class CheckpointManager:
         if problems is not None:
             reason = next(found for found in problems if found is not None)
             message = (
-                f"{self._asked}: checkpoints are saved synchronously, because {reason}. Request more memory for the "
-                "job, or set checkpoint.asynchronous=false"
+                f"{self._asked}: checkpoints are saved synchronously, because {reason}. Request more memory "
+                "(cluster.mem), or set checkpoint.asynchronous=false"
             )
             self._event("warning", step=step, message=message)
             print(message, flush=True)
@@ -424,7 +428,9 @@ class CheckpointManager:
     def _host_tensors(self, save: _Save) -> Mapping[str, Tensor] | None:
         """Returns what to write instead of ``save.state``; None if that is in host memory."""
         if save.snapshot is not None:
-            save.snapshot.complete()
+            if save.snapshot.complete is not None:
+                save.snapshot.complete()
+                self.copied_s = time.monotonic() - save.began
             return save.snapshot.tensors
         return self._copies.streamed(save.state) if self.mesh.device.type == "cuda" else None
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,7 @@ def test_copies_run_on_a_side_stream_and_only_changes_wait_for_them() -> None:
     side, current = "side of cuda:3", "current of cuda:3"
     copy = [("record", current), (side, "waits for", current), ("enter", side), ("leave", side), ("record", side)]
     assert cuda.calls[1:] == [*copy, (current, "waits for", side), *copy]
+    assert snapshot.hold is not None and snapshot.complete is not None
     snapshot.hold()
     snapshot.complete()
     assert cuda.calls[12:] == [(current, "waits for", side), ("host waits for", side)]
@@ -217,6 +219,7 @@ def test_tensors_that_a_forward_changes_are_copied_first() -> None:
     state = {"buffer": torch.ones(2), "weight": torch.ones(3)}
     snapshot = planned(HostCopies(CPU, SlowStream()), state).take(state, until_update={"weight"})
     state["buffer"].fill_(2)
+    assert snapshot.hold is not None
     snapshot.hold()
     state["weight"].fill_(2)
     assert [tensor.tolist() for tensor in snapshot.tensors.values()] == [[1, 1], [1, 1, 1]]
@@ -246,32 +249,46 @@ def test_the_optimizer_waits_for_the_copies(tmp_path: Path) -> None:
     run_ranks(1, save_before_a_step, str(run.path))
 
 
-def pretend_gpu(calls: list[tuple[str, str]]) -> None:
-    """Makes torch believe in CUDA, and records which thread asks for what."""
+class ThreadRecord(list[tuple[Any, ...]]):
+    """Keeps the calls of the threads of saves only."""
 
-    def recorded(name: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: calls.append((threading.current_thread().name, f"{name}{args}"))
+    def append(self, call: tuple[Any, ...]) -> None:
+        if threading.current_thread().name.startswith("checkpoint"):
+            super().append(call)
 
+
+def save_on_a_gpu(rank: int, world_size: int, path: str) -> tuple[list[tuple[Any, ...]], str]:
+    """Saves twice as on a GPU, from tensors on the host.
+
+    Returns the CUDA calls of the first save's thread, and what was printed.
+    """
+    run = RunDirectory(Path(path))
+    config = load(run)
+    training = Training.of(run, config, join(config, rank, world_size))
+    cuda = FakeCuda()
+    cuda.calls = calls = ThreadRecord()
     torch.cuda.is_available = lambda: True
-    for name in ("set_device", "current_stream", "synchronize", "stream", "current_device"):
-        setattr(torch.cuda, name, recorded(name))
-
-
-def save_in_a_thread(rank: int, world_size: int, path: str) -> list[tuple[str, str]]:
-    manager = make_manager(rank, world_size, path)
-    manager.mesh = replace(manager.mesh, device=GPU)
-    calls: list[tuple[str, str]] = []
-    pretend_gpu(calls)
-    manager.save(1, {})
-    manager.wait()
-    assert manager._saved_step == 1
-    return calls
+    torch.cuda.set_device = lambda device: calls.append(("device", str(device)))  # type: ignore[assignment]
+    for name in ("cudart", "Stream", "current_stream", "Event", "stream"):
+        setattr(torch.cuda, name, getattr(cuda, name))
+    mesh = replace(training.mesh, device=GPU)
+    manager = CheckpointManager(run, training.engine, training.optimizer, mesh, config, training.manager.events, 1)
+    with redirect_stdout(StringIO()) as printed:
+        manager.save(1, {})
+        manager.wait()
+        found = list(calls)
+        manager.save(2, {})
+        manager.wait()
+    assert manager._saved_step == 2 and 0 < manager.copied_s <= (manager.durable_s or 0)
+    return found, printed.getvalue()
 
 
 def test_the_thread_of_a_save_sets_its_device_and_uses_no_stream(tmp_path: Path) -> None:
-    run = frozen(tmp_path / "run", "+strategy=single", "checkpoint.asynchronous=true")
-    (calls,) = run_ranks(1, save_in_a_thread, str(run.path))
-    assert calls == [("checkpoint-1", f"set_device({GPU!r},)")]
+    run = frozen(tmp_path / "run", "+strategy=single")
+    ((calls, printed),) = run_ranks(1, save_on_a_gpu, str(run.path))
+    assert calls == [("device", str(GPU)), ("host waits for", f"side of {GPU}")]
+    assert printed.startswith("checkpoint.asynchronous=auto: training continues during saves; rank 0 copies 136 KiB")
+    assert printed.count("\n") == 1
 
 
 def save_with_little_memory(rank: int, world_size: int, path: str) -> list[bool]:
@@ -298,7 +315,7 @@ def test_a_save_is_synchronous_where_host_memory_is_short(tmp_path: Path) -> Non
     assert warning["step"] == 1
     assert "checkpoint.asynchronous=true: checkpoints are saved synchronously" in warning["message"]
     assert "each of 2 ranks on the node of rank 1 needs" in warning["message"]
-    assert "2.44 KiB are free within the node's memory. Request more memory" in warning["message"]
+    assert "2.44 KiB are free within the node's memory. Request more memory (cluster.mem)" in warning["message"]
     assert [event["step"] for event in run.read_events() if event["event"] == "checkpoint_saved"] == [1, 2, 3, 4]
 
 
