@@ -187,12 +187,7 @@ class CheckpointManager:
             self._copies.release()
 
     def _start(self, save: _Save) -> None:
-        def perform() -> None:
-            if self.mesh.device.type == "cuda":  # a new thread starts on GPU 0, where it would create a context
-                torch.cuda.set_device(self.mesh.device)
-            self._perform(save)
-
-        self._thread = threading.Thread(target=perform, name=f"checkpoint-{save.step}", daemon=True)
+        self._thread = threading.Thread(target=self._perform, args=(save,), name=f"checkpoint-{save.step}", daemon=True)
         self._thread.start()
 
     def _snapshot(self, step: int, state: Mapping[str, Tensor]) -> Snapshot | None:
@@ -400,6 +395,8 @@ class CheckpointManager:
         """Writes and commits a checkpoint; stores an error for ``_surface``."""
         writing: Path | None = None
         try:
+            if self.mesh.device.type == "cuda":  # a new thread starts on GPU 0 and would create a context there
+                torch.cuda.set_device(self.mesh.device)
             writing = on_first(partial(self.store.begin, save.step, self.events.attempt), self._group)
             files = write_tensors(
                 save.state,

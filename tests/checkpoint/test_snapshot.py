@@ -19,10 +19,11 @@ from hpc_train.checkpoint.host_copies import HostArena, HostCopies, SideStream
 from hpc_train.checkpoint.manager import CheckpointManager
 from hpc_train.checkpoint.writer import write_tensors
 from hpc_train.cluster.host_memory import NODE, FreeMemory
+from hpc_train.config.compose import compose, typed
 from hpc_train.config.schema import CheckpointConfig
 from hpc_train.config.values import saves_asynchronously
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.freeze import load
+from hpc_train.run.freeze import freeze, load
 from tests.checkpoint.tensors import read_tensors
 from tests.checkpoint.training import Training, join, make_manager
 from tests.ranks import run_ranks
@@ -232,6 +233,7 @@ def save_before_a_step(rank: int, world_size: int, path: str) -> None:
     slow = SlowStream()
     training.manager._copies = HostCopies(CPU, slow)
     training.steps(0, 1)
+    assert training.engine.named_buffers()  # which a forward changes
     expected = {name: tensor.clone() for name, tensor in training.state().items()}
     training.manager.save(1, {})
     training.steps(1, 2)
@@ -244,8 +246,16 @@ def save_before_a_step(rank: int, world_size: int, path: str) -> None:
     assert not all(torch.equal(found[name], changed[name]) for name in found)
 
 
+IMAGES = [
+    *("model=custom", "model._target_=hpc_train.models.resnet.resnet18", "+model.args={n_classes: 10, width: 4}"),
+    *("data=synthetic", "data.task=images", "data.image_size=8", "batch.global_size=4", "train.steps=3"),
+    "telemetry.wandb.mode=disabled",
+]
+
+
 def test_the_optimizer_waits_for_the_copies(tmp_path: Path) -> None:
-    run = frozen(tmp_path / "run", "+strategy=single", "checkpoint.asynchronous=true")
+    run = RunDirectory(tmp_path / "run")
+    freeze(typed(compose(["+strategy=single", "checkpoint.asynchronous=true", *IMAGES])), run)
     run_ranks(1, save_before_a_step, str(run.path))
 
 
