@@ -27,6 +27,7 @@ from typing import Any
 from hpc_train.bench.measuring import check_plot, config_of, run_benchmark
 from hpc_train.bench.request import NoiseRequest, StepRequest
 from hpc_train.cluster.allocation import workers_per_node
+from hpc_train.cluster.host_memory import free_memory
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout
@@ -61,7 +62,8 @@ def main(arguments: list[str]) -> int:
             where="train.reproducible",
             fix="train.reproducible=null",
         )
-    limit = None if gpus else int(GIB * options.memory) if options.memory else _free_memory() // layout.world_size
+    free = int(HOST_SHARE * free_memory().size)
+    limit = None if gpus else int(GIB * options.memory) if options.memory else free // layout.world_size
     code, trials, unit = _trials(config, layout, options, limit)
     chosen = knee(trials)
     if chosen is None:
@@ -168,13 +170,6 @@ def _report(layout: Layout, trials: list[Trial], unit: str, noise: NoiseScale | 
             "falls. A much smaller global batch needs more steps, a much larger one more samples (arXiv:1812.06162)"
         )
     return "\n".join([*lines, f"suggested overrides: {' '.join(overrides)}"])
-
-
-def _free_memory() -> int:
-    """Returns the bytes that all ranks together may use, a share of the kernel's MemAvailable."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    kilobytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    return int(HOST_SHARE * 1024 * kilobytes)
 
 
 KNEE = 0.95  # share of the best speed beyond which a larger micro-batch is not worth its memory

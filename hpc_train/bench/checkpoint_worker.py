@@ -49,7 +49,7 @@ def measure(spec: WorkerSpec, stop: StopFlag) -> Exit:
     run = RunDirectory(Path(spec.run_dir))
     config, request = load(run), CheckpointRequest.read(run)
     mesh = join(spec, config)
-    bench = _CheckpointBench(config, run, mesh)
+    bench = _CheckpointBench(config, run, mesh, spec.local_world_size)
     rounds: list[Times] = []
     for number in range(request.rounds + 1):
         if mesh.rank == 0:
@@ -67,7 +67,7 @@ def measure(spec: WorkerSpec, stop: StopFlag) -> Exit:
 class _CheckpointBench:
     """Holds the state of a run and measures the ways to save and load it."""
 
-    def __init__(self, config: Config, run: RunDirectory, mesh: Mesh) -> None:
+    def __init__(self, config: Config, run: RunDirectory, mesh: Mesh, ranks_of_node: int) -> None:
         settings = replace(config.checkpoint, asynchronous=True, keep=1 << 30)
         self.config = replace(config, checkpoint=settings)
         self.run = run
@@ -76,7 +76,7 @@ class _CheckpointBench:
         engine = build_engine(config, mesh, None if plan is None else plan.layers)
         optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")
         events = EventLog.open(run, f"rank-{mesh.rank:04d}", run.newest_attempt(), mesh.rank)
-        self.manager = CheckpointManager(run, engine, optimizer, mesh, self.config, events)
+        self.manager = CheckpointManager(run, engine, optimizer, mesh, self.config, events, ranks_of_node)
         self.state = saved_state(engine, optimizer, mesh)
         self.copies = [torch.zeros_like(_local(tensor), device="cpu") for tensor in self.state.values()]
         self.group = dist.new_group(backend="gloo")  # async_save needs a group of its own

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from hpc_train.checkpoint import disk
 from hpc_train.checkpoint.archive import Archive, Archiver
+from hpc_train.checkpoint.host_copies import HostCopies, SideStream, Snapshot
 from hpc_train.checkpoint.manifest import BadCheckpoint, FileEntry, Manifest
 from hpc_train.checkpoint.reader import SafeReader
 from hpc_train.checkpoint.space import check_space
@@ -29,6 +30,7 @@ from hpc_train.checkpoint.state import (
     TensorShape,
     check_match,
     gather_shapes,
+    kept_until_update,
     model_part,
     optimizer_part,
     saved_state,
@@ -46,14 +48,19 @@ from hpc_train.checkpoint.store import (
     wait_for_checkpoint,
 )
 from hpc_train.checkpoint.verified import AllDamaged, VerifiedCheckpoint, VerifiedSearch, on_first, on_network
-from hpc_train.checkpoint.writer import HostCopies, SaveFailed, quiet, write_tensors
+from hpc_train.checkpoint.writer import SaveFailed, planned_names, quiet, write_tensors
+from hpc_train.cluster.host_memory import free_memory
 from hpc_train.cluster.storage import renames_by_copying
 from hpc_train.config.schema import Config
+from hpc_train.config.values import saves_asynchronously
 from hpc_train.errors import UserError
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
+from hpc_train.units import format_bytes
+
+HOST_SHARE = 0.9  # share of the free host memory that the copies of a save may take
 
 
 class Superseded(Exception):
@@ -85,7 +92,7 @@ class _Save:
     metrics: Mapping[str, float]
     began: float  # time.monotonic()
     state: Mapping[str, Tensor]
-    host: Mapping[str, Tensor] | None  # host copies; None writes directly from ``state``
+    snapshot: Snapshot | None  # host copies; None writes from ``state``
     final: bool = False
     again: bool = False
 
@@ -99,7 +106,10 @@ class CheckpointManager:
     process group.
 
     Attributes:
+        ranks_of_node: the ranks that share the host memory of this rank's node.
         durable_s: seconds from the request of the last save to its commit; None before the first.
+        copied_s: seconds from the request of the last asynchronous save to the end of its copies from a GPU; the next
+            update of the optimizer may have waited that long.
     """
 
     run: RunDirectory
@@ -108,19 +118,27 @@ class CheckpointManager:
     mesh: Mesh
     config: Config
     events: EventLog
+    ranks_of_node: int
     durable_s: float | None = field(default=None, init=False)
+    copied_s: float = field(default=0.0, init=False)
     _saved_step: int | None = field(default=None, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
     _error: Exception | None = field(default=None, init=False)
     _archiver: Archiver = field(init=False)
-    _copies: HostCopies = field(default_factory=HostCopies, init=False)
+    _asynchronous: bool = field(init=False)
+    _copies: HostCopies = field(init=False)
+    _lacked: bool | None = field(default=None, init=False)  # whether host memory was short at the last save
     _group: dist.ProcessGroup = field(init=False)
 
     def __post_init__(self) -> None:
         updates_archive = self.config.checkpoint.archive is not None and self.mesh.rank == 0
         self._archiver = Archiver(self.run, self.events.attempt, updates_archive)
         self._group = self.mesh.control
-        if self.config.checkpoint.asynchronous:
+        on_gpu = self.mesh.device.type == "cuda"
+        self._asynchronous = saves_asynchronously(self.config.checkpoint, on_gpu)
+        side = SideStream(self.mesh.device) if on_gpu and self._asynchronous else None
+        self._copies = HostCopies(self.mesh.device, side)
+        if self._asynchronous:
             timeout = timedelta(seconds=self.config.elastic.collective_timeout_s)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
 
@@ -155,17 +173,88 @@ class CheckpointManager:
             Superseded: a newer attempt works on the run.
         """
         self.wait()
-        if self._saved_step == step:
-            return
-        began = time.monotonic()
-        state = saved_state(self.engine, self.optimizer, self.mesh)
-        if not self.config.checkpoint.asynchronous or final:
-            self._perform(_Save(step, extra, metrics or {}, began, state, None, final, again))
+        if self._saved_step != step:
+            began = time.monotonic()
+            state = saved_state(self.engine, self.optimizer, self.mesh)
+            snapshot = self._snapshot(step, state) if self._asynchronous and not final else None
+            save = _Save(step, extra, metrics or {}, began, state, snapshot, final, again)
+            if snapshot is not None:
+                self._start(save)
+                return
+            self._perform(save)
             self._surface(final)
-            return
-        save = _Save(step, extra, metrics or {}, began, state, self._copies.take(state))
-        self._thread = threading.Thread(target=self._perform, args=(save,), name=f"checkpoint-{step}", daemon=True)
+        if final:
+            self._copies.release()
+
+    def _start(self, save: _Save) -> None:
+        self._thread = threading.Thread(target=self._perform, args=(save,), name=f"checkpoint-{save.step}", daemon=True)
         self._thread.start()
+
+    def _snapshot(self, step: int, state: Mapping[str, Tensor]) -> Snapshot | None:
+        """Starts the host copies of an asynchronous save; returns None if a node lacks memory for them. Collective."""
+        if self._anywhere(not self._copies.is_planned(state)):
+            try:
+                self._copies.plan(state, planned_names(state, self._group))
+            except SaveFailed:
+                return None  # the synchronous save reports what fails
+        problem = self._lack_of_memory(state)
+        lacks = self._anywhere(problem is not None)
+        if self._lacked is not lacks:
+            self._lacked = lacks
+            if lacks:
+                self._report_lack(step, problem)
+            else:
+                self._report_copies(state)
+        if lacks:
+            return None
+        snapshot = self._copies.take(state, kept_until_update(self.engine, state))
+        if snapshot.hold is not None:
+            self.optimizer.before_next_update(snapshot.hold)
+        return snapshot
+
+    def _lack_of_memory(self, state: Mapping[str, Tensor]) -> str | None:
+        """Returns why the host memory of this node does not suffice for the copies, or None."""
+        needed = self._copies.lacking(state)
+        free = free_memory()
+        if needed * self.ranks_of_node > HOST_SHARE * free.size:
+            ranks = "1 rank" if self.ranks_of_node == 1 else f"each of {self.ranks_of_node} ranks"
+            return (
+                f"{ranks} on the node of rank {self.mesh.rank} needs {format_bytes(needed)} of host memory for copies, "
+                f"and {format_bytes(free.size)} are free within {free.bound}"
+            )
+        try:
+            self._copies.reserve(state)
+        except OSError as error:
+            return f"rank {self.mesh.rank} cannot reserve {format_bytes(needed)} of host memory: {error}"
+        return None
+
+    def _report_lack(self, step: int, problem: str | None) -> None:
+        """Reports on rank 0 the first problem of a rank. Collective."""
+        problems: list[Any] | None = [None] * self.mesh.layout.world_size if self.mesh.rank == 0 else None
+        dist.gather_object(problem, problems, group=self._group)
+        if problems is not None:
+            reason = next(found for found in problems if found is not None)
+            message = (
+                f"{self._asked}: checkpoints are saved synchronously, because {reason}. Request more memory "
+                "(cluster.mem), or set checkpoint.asynchronous=false"
+            )
+            self._event("warning", step=step, message=message)
+            print(message, flush=True)
+
+    def _report_copies(self, state: Mapping[str, Tensor]) -> None:
+        if self.mesh.rank == 0 and self.config.checkpoint.asynchronous == "auto":
+            size = format_bytes(self._copies.bytes_of(state))
+            print(f"{self._asked}: training continues during saves; rank 0 copies {size} to host memory", flush=True)
+
+    @property
+    def _asked(self) -> str:
+        return f"checkpoint.asynchronous={str(self.config.checkpoint.asynchronous).lower()}"
+
+    def _anywhere(self, flag: bool) -> bool:
+        """Returns whether ``flag`` is true on any rank. Collective."""
+        found = torch.tensor(int(flag))
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return bool(found.item())
 
     def poll(self) -> None:
         """Reports a failed background save, without blocking; called at step boundaries."""
@@ -306,14 +395,15 @@ class CheckpointManager:
         """Writes and commits a checkpoint; stores an error for ``_surface``."""
         writing: Path | None = None
         try:
+            if self.mesh.device.type == "cuda":  # a new thread starts on GPU 0 and would create a context there
+                torch.cuda.set_device(self.mesh.device)
             writing = on_first(partial(self.store.begin, save.step, self.events.attempt), self._group)
             files = write_tensors(
                 save.state,
                 writing,
                 self._group,
                 partial(self._check_space, writing),
-                save.host,
-                on_plan=partial(self._copies.planned, save.state.keys()),
+                self._host_tensors(save),
             )
             on_first(partial(self._commit, writing, save, files), self._group)
         except (SaveFailed, OSError) as error:
@@ -331,6 +421,15 @@ class CheckpointManager:
             self._saved_step = save.step
             self._archiver.wake()
             self.durable_s = time.monotonic() - save.began
+
+    def _host_tensors(self, save: _Save) -> Mapping[str, Tensor] | None:
+        """Returns what to write instead of ``save.state``; None if that is in host memory."""
+        if save.snapshot is not None:
+            if save.snapshot.complete is not None:
+                save.snapshot.complete()
+                self.copied_s = time.monotonic() - save.began
+            return save.snapshot.tensors
+        return self._copies.streamed(save.state) if self.mesh.device.type == "cuda" else None
 
     def _surface(self, final: bool) -> None:
         error = self._error

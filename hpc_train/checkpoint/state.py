@@ -11,7 +11,7 @@ is lost or counted twice. ``compression.NAME.basis`` is shared by all replicas.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -36,6 +36,9 @@ class OptimizerState(Protocol):
     def loaded(self) -> None:
         """Takes over loaded values; called after a load into the parameters and possibly into ``named_state``."""
 
+    def before_next_update(self, action: Callable[[], None]) -> None:
+        """Calls ``action`` once, before the next update changes a parameter or the state."""
+
 
 def training_state(engine: Engine, optimizer: OptimizerState) -> dict[str, Tensor]:
     """Returns all tensors that this rank holds; loading into them restores the rank."""
@@ -53,6 +56,12 @@ def saved_state(engine: Engine, optimizer: OptimizerState, mesh: Mesh) -> dict[s
         return state
     buffers = {f"model.{name}" for name in engine.named_buffers()}
     return {name: tensor for name, tensor in state.items() if name not in buffers}
+
+
+def kept_until_update(engine: Engine, state: Iterable[str]) -> set[str]:
+    """Returns the names of the tensors that only the optimizer changes, and not a forward or a backward."""
+    parameters = {f"model.{name}" for name in engine.named_parameters()}
+    return {name for name in state if name in parameters or name.startswith("optim.")}
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,19 @@
 """Writes tensors with ``torch.distributed.checkpoint``, hashes each file, and checks that nothing is missing.
 
 The digests travel to rank 0 with DCP's own write results. Rank 0 fails the save unless each planned item was written
-exactly once. ``HostCopies`` holds host copies of a rank's tensors, so that training continues during the write.
+exactly once.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -22,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.futures import Future
 
 from hpc_train.checkpoint import disk
@@ -62,14 +61,13 @@ def write_tensors(
     check_space: Callable[[int, int], None],
     host: Mapping[str, Tensor] | None = None,
     one_file: bool = True,
-    on_plan: Callable[[set[str]], None] = lambda names: None,
 ) -> dict[str, FileEntry]:
     """Writes ``state`` into the new directory ``writing``, collectively over ``group``; None means one process.
 
     Args:
         check_space: called on the first rank with the total bytes and the number of files before the first write.
-        host: name -> host copy of what this rank holds; ``state`` then only provides names and shapes.
-        on_plan: called with the names that this rank will write.
+        host: name -> host copy of what this rank writes; ``state`` then only provides names and shapes. A copy is read
+            before the next one is asked for, so that all of them may use the same memory.
         one_file: write one file per rank; otherwise one per tensor. DCP keeps all tensors of a file in memory until
             the file is complete.
 
@@ -85,29 +83,51 @@ def write_tensors(
             dcp.save(
                 dict(state),
                 storage_writer=writer,
-                planner=SnapshotPlanner(host, on_plan),
+                planner=SnapshotPlanner(host),
                 process_group=group,
                 no_dist=group is None,
             )
     except CheckpointException as error:
-        failures = {rank: found[0] for rank, found in error.failures.items()}
-        expected = all(isinstance(failure, OSError) for failure in failures.values())  # these need no traceback
-        raise SaveFailed(_describe(failures), failures) from (None if expected else error)
+        _fail(error)
     return dict(writer.files)
+
+
+def planned_names(state: Mapping[str, Tensor], group: dist.ProcessGroup) -> set[str]:
+    """Returns the names of the tensors that this rank will write in a save of ``state``. Collective.
+
+    Ranks may hold the same tensor; the plan of a save chooses which of them writes it. It reads no values.
+
+    Raises:
+        SaveFailed: the plan failed on some rank; raised on all ranks.
+    """
+    planner = SnapshotPlanner(None)
+
+    def local_plan() -> SavePlan:
+        planner.set_up_planner(dict(state), is_coordinator=dist.get_rank(group) == 0)
+        return planner.create_local_plan()
+
+    def names_of_ranks(plans: list[SavePlan]) -> list[set[str]]:
+        return [{item.index.fqn for item in plan.items} for plan in planner.create_global_plan(plans)[0]]
+
+    try:
+        with quiet():
+            return _DistWrapper(group, True, 0).reduce_scatter("plan", local_plan, names_of_ranks)
+    except CheckpointException as error:
+        _fail(error)
+
+
+def _fail(error: CheckpointException) -> NoReturn:
+    failures = {rank: found[0] for rank, found in error.failures.items()}
+    expected = all(isinstance(failure, OSError) for failure in failures.values())  # these need no traceback
+    raise SaveFailed(_describe(failures), failures) from (None if expected else error)
 
 
 class SnapshotPlanner(dcp.DefaultSavePlanner):
     """Plans a save from the live tensors' names, shapes and shards; reads the values from ``host`` if given."""
 
-    def __init__(self, host: Mapping[str, Tensor] | None, on_plan: Callable[[set[str]], None]) -> None:
+    def __init__(self, host: Mapping[str, Tensor] | None) -> None:
         super().__init__()
         self._host = host
-        self._on_plan = on_plan
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        plan = super().finish_plan(new_plan)
-        self._on_plan({item.index.fqn for item in plan.items})
-        return plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         return super().lookup_object(index) if self._host is None else self._host[index.fqn]
@@ -117,8 +137,11 @@ class HashingWriter(dcp.FileSystemWriter):
     """Writes into an existing empty directory; ``files`` then lists all its files on rank 0."""
 
     def __init__(self, directory: Path, check_space: Callable[[int, int], None], one_file: bool = True) -> None:
-        # DCP would sync before the flush, so HashedFile syncs instead
-        super().__init__(directory, single_file_per_rank=one_file, sync_files=False, overwrite=False)
+        # DCP would sync before the flush, so HashedFile syncs instead. Where torch has CUDA, DCP copies ahead on the
+        # current stream of this thread, even if all tensors are on the host; without copies ahead it uses no device.
+        super().__init__(
+            directory, single_file_per_rank=one_file, sync_files=False, per_thread_copy_ahead=0, overwrite=False
+        )
         self.files: dict[str, FileEntry] = {}
         self.fs: HashingFileSystem = HashingFileSystem(self.files)
         self._check_space = check_space
@@ -212,51 +235,3 @@ def _bytes(item: WriteItem) -> int:
 
 def _describe(failures: Mapping[int, BaseException]) -> str:
     return "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, error in sorted(failures.items()))
-
-
-class HostCopies:
-    """Holds one snapshot of a rank's tensors in reused host buffers, which are pinned for tensors on a GPU.
-
-    The save's plan decides which of the ranks that hold a tensor writes it. The plan is made after the copies and does
-    not change for the same tensors, so from the second save on a rank copies only the tensors that it writes.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-        self._planned: tuple[frozenset[str], frozenset[str]] | None = None  # (all names, names that this rank writes)
-
-    @torch.no_grad()  # without it DTensors ask autograd for their shards
-    def take(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies the tensors (or local shards) that this rank will write; the copies are complete on return."""
-        devices = set()
-        names = self._names(state)
-        self._buffers = {name: buffer for name, buffer in self._buffers.items() if name in names}
-        for name in names:
-            tensor = state[name]
-            local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-            self._buffer(name, local).copy_(local, non_blocking=True)
-            if local.is_cuda:
-                devices.add(local.device)
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()
-        return dict(self._buffers)
-
-    def planned(self, state: Iterable[str], written: Iterable[str]) -> None:
-        """Records which of the tensors in ``state`` this rank writes."""
-        self._planned = frozenset(state), frozenset(written)
-
-    def forget_plan(self) -> None:
-        """Discards the plan after a failed save, since the tensors of the ranks may have changed."""
-        self._planned = None
-
-    def _names(self, state: Mapping[str, Tensor]) -> Collection[str]:
-        if self._planned is None or self._planned[0] != state.keys():
-            return state.keys()
-        return self._planned[1]
-
-    def _buffer(self, name: str, local: Tensor) -> Tensor:
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
-            buffer = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda)
-            self._buffers[name] = buffer
-        return buffer

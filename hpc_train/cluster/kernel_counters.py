@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_train.cluster.host_memory import CGROUPS, PROCESSES, MemoryGroup
+
 SYSFS = Path("/sys")
 LANES = 4  # port_xmit_data and port_rcv_data count in units of 4 bytes (InfiniBand spec, PortCounters)
 
@@ -65,7 +67,6 @@ def _difference(now: int | None, before: int | None) -> int | None:
     return None if now is None or before is None or now < before else now - before
 
 
-CGROUPS = Path("/sys/fs/cgroup")
 COUNTER = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
@@ -77,7 +78,7 @@ class OomKills:
     node: int = 0
 
     @classmethod
-    def now(cls, groups: Path = CGROUPS, processes: Path = Path("/proc")) -> OomKills:
+    def now(cls, groups: Path = CGROUPS, processes: Path = PROCESSES) -> OomKills:
         """Reads the counters; an unreadable counter counts as 0."""
         return cls(_counter(_events_file(groups, processes)), _counter(processes / "vmstat"))
 
@@ -86,15 +87,9 @@ class OomKills:
 
 
 def _events_file(groups: Path, processes: Path) -> Path:
-    """Returns the file of the counter: cgroup v1 has a hierarchy for memory, v2 one for all controllers."""
-    try:
-        lines = (processes / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        return groups / "unknown"
-    paths = {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines)}
-    if "memory" in paths:
-        return groups / "memory" / paths["memory"].lstrip("/") / "memory.oom_control"
-    return groups / paths.get("", "").lstrip("/") / "memory.events"
+    """Returns the file of the counter in this process's control group."""
+    own = MemoryGroup.own(groups, processes)
+    return own.path / ("memory.oom_control" if own.version == 1 else "memory.events")
 
 
 def _counter(path: Path) -> int:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hpc_train.config.schema import BatchConfig, ClusterConfig, Config, ProfileConfig, StrategyConfig
+from hpc_train.config.schema import BatchConfig, CheckpointConfig, ClusterConfig, Config, ProfileConfig, StrategyConfig
 from hpc_train.errors import UserError, nearest
 
 PREFLIGHT_ACTIONS = ("warn", "stop", "exclude")
@@ -40,6 +40,12 @@ def parse_save_every(text: str) -> SaveEvery:
         fix="a number of steps such as 500, a time such as 30m or 2h, auto, or 0 to save only on a stop request and at "
         "the end",
     )
+
+
+def saves_asynchronously(config: CheckpointConfig, on_gpus: bool) -> bool:
+    """Returns whether ``checkpoint.asynchronous`` asks for asynchronous saves, if host memory allows; auto asks for
+    them on GPUs."""
+    return on_gpus if isinstance(config.asynchronous, str) else config.asynchronous
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ from rich.console import Console
 from hpc_train.cluster.gpus import gpu_memory
 from hpc_train.config.arguments import CommandLine, expand
 from hpc_train.config.run_path import job_directory, run_directory
+from hpc_train.config.values import node_range, saves_asynchronously
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.submission import prepare
-from hpc_train.plan.memory import estimate
+from hpc_train.plan.memory import estimate, host_copy_bytes
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import check_freeze
@@ -85,6 +86,7 @@ def _plan(job: Job) -> str:
         f"  batch: {samples} samples per step = {layout.dp} replicas x {layout.micro_batches} micro-batches x "
         f"{layout.micro_size}{padding}",
         *_memory(job),
+        *_host_memory(job),
         *(f"  note: {note}" for note in layout.notes),
         "  verdict: can be submitted",
     ]
@@ -104,3 +106,13 @@ def _memory(job: Job) -> list[str]:
         "" if there is None else f", {'more than' if needed.total > there else 'of'} the {format_bytes(there)} of a GPU"
     )
     return [f"  memory: a rank needs about {needed}{fits}"]
+
+
+def _host_memory(job: Job) -> list[str]:
+    """Returns the estimated host memory of a node for asynchronous saves, if the job asks for them."""
+    config = job.config
+    if not saves_asynchronously(config.checkpoint, job.gpus > 0):
+        return []
+    needed = host_copy_bytes(config, job.layout.dp, node_range(config.cluster)[0])
+    asked = f"checkpoint.asynchronous={str(config.checkpoint.asynchronous).lower()}"
+    return [] if needed is None else [f"  host memory: saves copy about {format_bytes(needed)} per node ({asked})"]

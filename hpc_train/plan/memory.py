@@ -171,6 +171,15 @@ def state_bytes(config: Config, replicas: int = 1) -> int | None:
     return parameters * (values + width * _carried_per_parameter(config.strategy, replicas))
 
 
+def host_copy_bytes(config: Config, replicas: int, nodes: int) -> float | None:
+    """Returns the host memory of a node, in bytes, that the copies of an asynchronous save take; None if unknown.
+
+    Each byte of a checkpoint is copied on the one rank that writes it, and the plan of a save spreads them evenly.
+    """
+    size = state_bytes(config, replicas)
+    return None if size is None else size / nodes
+
+
 def values_per_parameter(optim: OptimConfig) -> int:
     """Returns the values that the optimizer keeps per parameter: two moments for AdamW, one for SGD with momentum."""
     return 2 if optim.name == "adamw" else int(optim.momentum > 0)

@@ -12,7 +12,7 @@ memory: gradients are copied to the host, which takes the step and copies the ne
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,12 +81,15 @@ class Optimizer:
         self._inner = _build(config, groups)
         self._named: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}  # (tensor of the optimizer, its DTensor view)
         self._widened: list[tuple[Tensor, Tensor]] = []  # (8-bit moment, its fp32 copy for a checkpoint)
+        self._before_update: list[Callable[[], None]] = []
         for held in self._held.values():
             self._inner.state[held.local] = _initial_state(self._inner, held.local)
 
     @torch.no_grad()
     def step(self, learning_rate: float, finite: Tensor) -> None:
         """Updates the parameters from their ``.grad`` unless ``finite`` (a scalar bool on the device) is false."""
+        while self._before_update:
+            self._before_update.pop()()
         for held in self._held.values():
             held.refresh()
         for group in self._inner.param_groups:
@@ -97,6 +100,10 @@ class Optimizer:
         self._inner.step()
         for held in self._held.values():
             held.write_back()
+
+    def before_next_update(self, action: Callable[[], None]) -> None:
+        """Calls ``action`` once, before the next update changes a parameter or the state."""
+        self._before_update.append(action)
 
     def named_state(self) -> dict[str, dict[str, Tensor]]:
         """Returns canonical name -> key -> tensor, sharded like the parameter.

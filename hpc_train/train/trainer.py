@@ -285,7 +285,7 @@ class Trainer:
                 self.last_save.run(lambda again: save(again=again), self.step)
             else:
                 self.checkpoints.save(self.step, extra, metrics)
-        self.schedule.saved(time.monotonic() - began, self.checkpoints.durable_s)
+        self.schedule.saved(max(time.monotonic() - began, self.checkpoints.copied_s), self.checkpoints.durable_s)
 
 
 def skipped_data(restored: RestoredState) -> Skipped:

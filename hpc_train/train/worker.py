@@ -117,7 +117,7 @@ def _build(
     validation = build_dataset(config.data, "validation", seed)
     engine = _build_engine(config, run, mesh, events, training)
     optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")
-    checkpoints = CheckpointManager(run, engine, optimizer, mesh, config, events)
+    checkpoints = CheckpointManager(run, engine, optimizer, mesh, config, events, local_ranks)
     restored = checkpoints.restore()
     start = 0 if restored is None else restored.step
     _check_agreement(mesh, {"config": _digest(run.config), "step": start, "samples": len(training)})

@@ -20,7 +20,7 @@ from hpc_train.checkpoint.manifest import METADATA, BadCheckpoint, read_manifest
 from hpc_train.checkpoint.reader import SafeReader
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
 from hpc_train.checkpoint.verified import VerifiedSearch, on_network
-from hpc_train.checkpoint.writer import HostCopies, quiet
+from hpc_train.checkpoint.writer import quiet
 from tests.checkpoint.tensors import read_tensors
 from tests.checkpoint.tiny import commit, state_of
 from tests.checkpoint.training import make_manager
@@ -187,13 +187,3 @@ def test_a_save_in_the_background_is_of_the_moment_of_its_request(tmp_path: Path
     for step, value in ((1, 1), (2, 2), (3, 3), (4, -1)):
         found = read_tensors(run.checkpoints / f"step-{step:08d}")
         assert all((tensor == value).all() for name, tensor in found.items() if name.startswith("model.")), step
-
-
-def test_host_copies_are_reused() -> None:
-    copies, state = HostCopies(), {"a": torch.ones(4), "b": torch.zeros(2, dtype=torch.int64)}
-    first = copies.take(state)
-    state["a"].fill_(5)
-    assert first["a"].tolist() == [1] * 4
-    second = copies.take(state)
-    assert second["a"].tolist() == [5] * 4
-    assert [second[name].data_ptr() for name in second] == [first[name].data_ptr() for name in second]

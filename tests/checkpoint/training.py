@@ -43,7 +43,9 @@ class Training:
         engine = build_engine(config, mesh)
         optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")
         events = EventLog.open(run, f"rank-{mesh.rank}", 0, mesh.rank)
-        return cls(config, mesh, engine, optimizer, CheckpointManager(run, engine, optimizer, mesh, config, events))
+        ranks = mesh.layout.world_size
+        manager = CheckpointManager(run, engine, optimizer, mesh, config, events, ranks)
+        return cls(config, mesh, engine, optimizer, manager)
 
     def steps(self, start: int, end: int) -> list[float]:
         """Takes the steps from ``start`` to ``end - 1`` and returns the loss of each."""

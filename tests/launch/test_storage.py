@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from hpc_train.cluster.storage import FileSystem, Room, file_system_of, is_exported, room_in
-from hpc_train.config.schema import CheckpointConfig, GPTConfig, OptimConfig, ViTConfig
+from hpc_train.config.schema import CheckpointConfig, ClusterConfig, GPTConfig, OptimConfig, ViTConfig
 from hpc_train.errors import UserError
-from hpc_train.launch import storage
+from hpc_train.launch import dry_run, storage
 from hpc_train.launch.storage import check_room, check_shared
 from hpc_train.models.build import build_model
 from hpc_train.plan.memory import parameter_count, state_bytes
+from hpc_train.units import format_bytes
 from tests.launch.jobs import make_job
 
 MOUNTS = """\
@@ -51,6 +52,19 @@ def test_the_optimizer_and_the_precision_count(tmp_path: Path) -> None:
     assert (state_bytes(config), state_bytes(config, replicas=4)) == (count * 4 * 3, count * 4 * (3 + 4 * 2))
     config.optim, config.precision.name = OptimConfig(name="sgd", momentum=0.0), "fp64"
     assert state_bytes(config) == count * 8
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "shown"), [("auto", 0, False), ("auto", 2, True), (True, 0, True), (False, 2, False)]
+)
+def test_a_dry_run_shows_the_host_memory_of_asynchronous_saves(
+    tmp_path: Path, asked: bool | str, gpus: int, shown: bool
+) -> None:
+    job = make_job(tmp_path / "sweep", cluster=ClusterConfig(kind="local", cpu_workers=2, nodes="2"), gpus=gpus)
+    job.config.checkpoint.asynchronous = asked
+    size = format_bytes((state_bytes(job.config, job.layout.dp) or 0) / 2)
+    line = f"  host memory: saves copy about {size} per node (checkpoint.asynchronous={str(asked).lower()})"
+    assert dry_run._host_memory(job) == ([line] if shown else [])
 
 
 @pytest.mark.parametrize(

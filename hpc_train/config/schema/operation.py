@@ -38,7 +38,12 @@ class CheckpointConfig:
         at_least=0,
         unit="seconds",
     )
-    asynchronous: bool = key(False, "Whether training continues while a copy in host memory is written.")
+    asynchronous: bool | str = key(
+        "auto",
+        "Whether training continues while a copy of the state in host memory is written. auto is true on GPUs and "
+        "false on CPUs. Where host memory is short, saves are synchronous.",
+        choices=("auto",),
+    )
     wait_for_room_s: float = key(
         600.0,
         "How long the last save of a run is retried while the disk is full or its server is unreachable.",

@@ -1,0 +1,105 @@
+"""Reads how much host memory this process may still use, on its node and in its control groups.
+
+Slurm's ``--mem`` and a container's limit are limits of control groups. A process that exceeds one is killed without a
+message, although the node has free memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+PROCESSES = Path("/proc")
+NODE = "the node's memory"
+GROUP = "the memory limit of the job or container"
+
+
+@dataclass(frozen=True)
+class FreeMemory:
+    """Holds the bytes that all processes under one bound may still allocate.
+
+    Attributes:
+        bound: what sets the bound, ``NODE`` or ``GROUP``.
+    """
+
+    size: int
+    bound: str
+
+
+def free_memory(groups: Path = CGROUPS, processes: Path = PROCESSES) -> FreeMemory:
+    """Returns the smallest of MemAvailable and what each control group above this process leaves.
+
+    The page cache of a group counts as free, since the kernel drops it before it kills a process.
+    """
+    found = [FreeMemory(1024 * _field(processes / "meminfo", "MemAvailable:"), NODE)]
+    found += [FreeMemory(size, GROUP) for size in _left_in_groups(groups, processes)]
+    return min(found, key=lambda each: each.size)
+
+
+@dataclass(frozen=True)
+class MemoryGroup:
+    """Names the control group that accounts the memory of this process.
+
+    Attributes:
+        root: the top of the hierarchy: cgroup v1 has a hierarchy for memory, v2 one for all controllers.
+        version: 1 or 2; 0 if the group cannot be read.
+    """
+
+    path: Path
+    root: Path
+    version: int
+
+    @classmethod
+    def own(cls, groups: Path = CGROUPS, processes: Path = PROCESSES) -> MemoryGroup:
+        try:
+            lines = (processes / "self" / "cgroup").read_text().splitlines()
+        except OSError:
+            return cls(groups / "unknown", groups, 0)
+        paths = {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines)}
+        if "memory" in paths:
+            root = groups / "memory"
+            return cls(root / paths["memory"].lstrip("/"), root, 1)
+        return cls(groups / paths.get("", "").lstrip("/"), groups, 2)
+
+
+def _left_in_groups(groups: Path, processes: Path) -> Iterator[int]:
+    """Yields the bytes left in the group of this process and in each group above it that has a limit."""
+    own = MemoryGroup.own(groups, processes)
+    for level in (own.path, *own.path.parents):
+        left = _left(level, own.version)
+        if left is not None:
+            yield left
+        if level == own.root:
+            return
+
+
+def _left(group: Path, version: int) -> int | None:
+    """Returns the bytes left in one group; None without a limit."""
+    old = version == 1
+    limits = ["memory.limit_in_bytes"] if old else ["memory.max", "memory.high"]
+    bounds = [bound for bound in (_number(group / name) for name in limits) if bound is not None]
+    usage = _number(group / ("memory.usage_in_bytes" if old else "memory.current"))
+    if not bounds or usage is None:
+        return None
+    names = ("total_active_file", "total_inactive_file") if old else ("active_file", "inactive_file")
+    cache = sum(_field(group / "memory.stat", name) for name in names)
+    return max(0, min(bounds) - usage + cache)
+
+
+def _number(file: Path) -> int | None:
+    """Returns the number in ``file``; None for ``max`` and for an unreadable file."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _field(file: Path, name: str) -> int:
+    """Returns the number after ``name`` at the beginning of a line of ``file``, or 0."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(words[1]) for words in map(str.split, lines) if len(words) > 1 and words[0] == name), 0)
