@@ -55,7 +55,7 @@ from hpc_train.config.schema import Config
 from hpc_train.config.values import saves_asynchronously
 from hpc_train.errors import UserError
 from hpc_train.parallel.engine import Engine
-from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.mesh import Mesh, use_device
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.units import format_bytes
@@ -395,8 +395,7 @@ class CheckpointManager:
         """Writes and commits a checkpoint; stores an error for ``_surface``."""
         writing: Path | None = None
         try:
-            if self.mesh.device.type == "cuda":  # a new thread starts on GPU 0 and would create a context there
-                torch.cuda.set_device(self.mesh.device)
+            use_device(self.mesh.device)
             writing = on_first(partial(self.store.begin, save.step, self.events.attempt), self._group)
             files = write_tensors(
                 save.state,

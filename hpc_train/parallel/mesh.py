@@ -122,6 +122,16 @@ def _silent_group(rank: int) -> dist.ProcessGroup:
     return dist.new_group([rank], backend="fake", use_local_synchronization=True, group_desc="mesh_alone")
 
 
+def use_device(device: torch.device) -> None:
+    """Makes ``device`` the GPU of the calling thread.
+
+    A new thread uses GPU 0: its first CUDA call would take several hundred MB there from the rank that owns it, or fail
+    if the GPU admits only one process. Every thread that may call CUDA calls this first.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 # torch 2.13 renamed these collectives.
 all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

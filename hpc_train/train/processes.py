@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as distributed_c10d
 
 from hpc_train.config.schema import Config, TrainConfig
-from hpc_train.parallel.mesh import Mesh, join_mesh
+from hpc_train.parallel.mesh import Mesh, join_mesh, use_device
 from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
 
 LEAVE_S = 10.0  # time limit for destroying the process groups, which can hang
@@ -50,16 +50,6 @@ def _use_deterministic() -> None:
 
 def _own_device(spec: WorkerSpec) -> torch.device:
     return torch.device("cuda", spec.cuda_device) if spec.gpus_per_node else torch.device("cpu")
-
-
-def use_device(device: torch.device) -> None:
-    """Makes ``device`` the GPU of the calling thread.
-
-    A new thread uses GPU 0: its first CUDA call would take several hundred MB there from the rank that owns it, or fail
-    if the GPU admits only one process. Every thread that may call CUDA calls this first.
-    """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
 
 
 # From this number of ranks on, gloo connects two ranks when they first communicate. In smaller worlds a group connects
@@ -126,7 +116,6 @@ RECORDERS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
 
 def collectives() -> bytes:
     """Returns a JSON object: name of a flight recorder -> its last TORCH_FR_BUFFER_SIZE collectives of all groups."""
-    _use_own_device()
     found = []
     for name, function in RECORDERS.items():
         dump = getattr(distributed_c10d, function, None)
@@ -135,10 +124,3 @@ def collectives() -> bytes:
                 text: bytes | str = dump(includeCollectives=True, onlyActive=False)
                 found.append(f'"{name}": {text if isinstance(text, str) else text.decode()}')
     return f"{{{', '.join(found)}}}".encode()
-
-
-def _use_own_device() -> None:
-    """Selects the GPU of this rank in the calling thread, since NCCL's recorder queries the events of that GPU."""
-    device = dist.group.WORLD.bound_device_id if dist.is_initialized() and dist.group.WORLD is not None else None
-    if device is not None:
-        torch.cuda.set_device(device)

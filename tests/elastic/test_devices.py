@@ -51,19 +51,7 @@ def specs_of(
     )
     nothing = cast(Any, None)
     agent = Agent(
-        RunDirectory(path), config, nothing, node, nothing, None, *[nothing] * 4, on_tick=print, entry="entry", events=nothing
-        config,
-        nothing,
-        node,
-        nothing,
-        None,
-        nothing,
-        nothing,
-        nothing,
-        nothing,
-        print,
-        "entry",
-        nothing,
+        RunDirectory(path), config, nothing, node, nothing, None, *[nothing] * 4, print, entry="entry", events=nothing
     )
     return agent._specs(attempt, 1.0)
 

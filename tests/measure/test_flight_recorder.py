@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch._C import _distributed_c10d as distributed_c10d
 from hpc_train.elastic.hangs import group_states
 from hpc_train.elastic.watch import arrivals_of, find_straggler
 from hpc_train.measure.flight_recorder import read_collectives
-from hpc_train.train import processes
 from hpc_train.train.processes import collectives
 
 
@@ -116,26 +114,6 @@ def test_what_one_recorder_has_is_kept_if_the_other_one_fails(torch_with: Callab
     assert [one.group for one in read_collectives(collectives())] == ["gloo 2"]
     torch_with(recorder(OF_NCCL), broken)
     assert [one.group for one in read_collectives(collectives())] == ["nccl 5"]
-
-
-def test_the_thread_that_asks_uses_the_gpu_of_its_rank(
-    torch_with: Callable[[Fake, Fake], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NCCL's recorder queries events; on a new thread that would begin with a context on the first GPU."""
-    called: list[object] = []
-
-    def nccl(includeCollectives: bool, onlyActive: bool) -> bytes:
-        called.append("dump")
-        return b"{}"
-
-    torch_with(nccl, recorder())
-    world = SimpleNamespace(bound_device_id=torch.device("cuda", 3))
-    monkeypatch.setattr(
-        processes, "dist", SimpleNamespace(is_initialized=lambda: True, group=SimpleNamespace(WORLD=world))
-    )
-    monkeypatch.setattr(torch.cuda, "set_device", called.append)
-    assert read_collectives(collectives()) == []
-    assert called == [torch.device("cuda", 3), "dump"]
 
 
 def test_empty_recorders_have_no_collectives(torch_with: Callable[[Fake, Fake], None]) -> None:
