@@ -76,6 +76,7 @@ class Model(nn.Module):
     tied: Mapping[str, str] = {}  # alias -> canonical name, both global; instances may override
     config: Any = None  # the config of a model that a family builds
     family: str | None = None  # the ``model.kind`` of the family; None for a custom model
+    hidden_dtype: torch.dtype | None = None  # of hidden states between layers; None keeps that of the stem's output
     sequence_shards: int = 1  # set by tensor parallelism: hidden states hold 1/sequence_shards of the sequence
 
     @property
@@ -100,6 +101,7 @@ class Model(nn.Module):
         context = self.prepare(hidden, context)
         if self.stem is not None:
             hidden = self.stem(hidden, context)
+            hidden = hidden if self.hidden_dtype is None else hidden.to(self.hidden_dtype)
         for layer in self.layers.values():
             hidden = layer(hidden, context)
         if self.head is None:

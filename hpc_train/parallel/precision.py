@@ -4,6 +4,11 @@ Parameters, gradients and optimizer state are fp32. ``bf16`` and ``fp16`` run th
 casts the inputs of matrix products and keeps norms, softmax and losses in fp32. ZeRO (``fsdp.py``) gathers the
 parameters in the compute dtype, which halves the traffic; gradients are always reduced in fp32. ``fp64`` is for exact
 comparisons.
+
+So that the strategies compute the same numbers, the hidden states between the layers of a model (its residual stream)
+have one dtype, ``precision.residual``, whether the parameters were cast or not; they also travel between pipeline
+stages in it. The norms of the built-in models round their weights to the compute dtype, as ZeRO does. A rank sums the
+gradient of an embedding in the dtype in which the parameter is used, the only difference that remains.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from hpc_train.plan.layout import Layout
+from hpc_train.config.schema import PrecisionConfig
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -33,7 +38,7 @@ def autocast(name: str, device: torch.device) -> AbstractContextManager[object]:
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
-def hidden_dtype(layout: Layout, precision: str) -> torch.dtype:
-    """Returns the dtype of hidden states between stages, which differs from the parameters' if the kind casts these."""
-    casts = layout.dp > 1 and layout.kind.casts_parameters
-    return (compute_dtype(precision) if casts else None) or parameter_dtype(precision)
+def hidden_dtype(precision: PrecisionConfig) -> torch.dtype:
+    """Returns the dtype of the hidden states between layers and between pipeline stages, under every strategy."""
+    narrow = compute_dtype(precision.name) if precision.residual == "compute" else None
+    return narrow or parameter_dtype(precision.name)

@@ -105,6 +105,12 @@ class PrecisionConfig:
     """Number formats. Parameters and optimizer state stay in fp32, or in fp64 under fp64."""
 
     name: str = key("fp32", "The format of matrix products.", choices=("fp64", "fp32", "bf16", "fp16"))
+    residual: str = key(
+        "compute",
+        "bf16, fp16: the format of the hidden states between layers and between pipeline stages, under every strategy: "
+        "compute is that of matrix products; fp32 needs more memory, traffic and time.",
+        choices=("compute", "fp32"),
+    )
     loss_scale_init: float = key(65536.0, "fp16: the first loss scale.", above=0)
     loss_scale_growth_interval: int = key(
         2000, "fp16: the number of finite steps after which the loss scale doubles.", at_least=1, unit="steps"
