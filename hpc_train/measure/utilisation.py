@@ -128,17 +128,20 @@ _RATES: tuple[tuple[str, float, float, float], ...] = (
     ("MI250", 181e12, 45.3e12, 45.3e12),
     ("MI210", 181e12, 45.3e12, 45.3e12),
 )
+_WITHOUT_TF32 = ("V100", "T4", "MI2")
 
 
-def peak_flops(device_name: str, precision: str) -> float | None:
+def peak_flops(device_name: str, precision: str, tf32: bool = False) -> float | None:
     """Returns the peak FLOP/s of one device under a precision of the config; None if unknown.
 
     Args:
         device_name: the name that ``torch.cuda.get_device_name`` returns.
+        tf32: whether fp32 uses TF32, whose rate is half that of bf16 where it exists.
     """
     for name, half, single, double in _RATES:
         if name in device_name:
-            return {"bf16": half, "fp16": half, "fp32": single, "fp64": double}.get(precision)
+            fp32 = half / 2 if tf32 and not name.startswith(_WITHOUT_TF32) else single
+            return {"bf16": half, "fp16": half, "fp32": fp32, "fp64": double}.get(precision)
     return None
 
 

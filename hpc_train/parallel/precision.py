@@ -38,6 +38,16 @@ def autocast(name: str, device: torch.device) -> AbstractContextManager[object]:
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
+def choose_tf32(precision: PrecisionConfig, device: torch.device) -> None:
+    """Sets for this process whether fp32 products on a GPU use TF32; torch's defaults differ for convolutions.
+
+    These are torch's older settings: the newer ones fail in releases whose compiler reads the older ones.
+    """
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = precision.tf32
+
+
 def hidden_dtype(precision: PrecisionConfig) -> torch.dtype:
     """Returns the dtype of the hidden states between layers and between pipeline stages, under every strategy."""
     narrow = compute_dtype(precision.name) if precision.residual == "compute" else None

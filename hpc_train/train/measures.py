@@ -226,7 +226,8 @@ def make_meter(config: Config, mesh: Mesh, dataset: Dataset) -> Meter:
     """Returns the meter of a run; it knows the FLOPs if the model and the devices are known."""
     if mesh.device.type != "cuda":
         return Meter()
-    per_device = peak_flops(torch.cuda.get_device_name(mesh.device), config.precision.name)
+    precision = config.precision
+    per_device = peak_flops(torch.cuda.get_device_name(mesh.device), precision.name, precision.tf32)
     if per_device is None or config.model.kind == "custom":
         return Meter()
     model = build_model(config.model, config.train.seed)  # on the meta device, which costs no memory or time

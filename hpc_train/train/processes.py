@@ -16,6 +16,7 @@ from torch._C import _distributed_c10d as distributed_c10d
 
 from hpc_train.config.schema import Config, TrainConfig
 from hpc_train.parallel.mesh import Mesh, join_mesh
+from hpc_train.parallel.precision import choose_tf32
 from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
 
 LEAVE_S = 10.0  # time limit for destroying the process groups, which can hang
@@ -30,6 +31,7 @@ def join(spec: WorkerSpec, config: Config) -> Mesh:
     if config.train.debug:
         dist.set_debug_level(dist.DebugLevel.DETAIL)  # checks each collective for consistency across ranks
     device = _device(spec)
+    choose_tf32(config.precision, device)
     timeout = timedelta(seconds=config.elastic.collective_timeout_s)
     _join(spec, device, timeout)
     return join_mesh(spec.layout, spec.rank, device, timeout)

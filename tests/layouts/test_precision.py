@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hpc_train.data.dataset import IGNORED
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.parallelise import materialise
-from hpc_train.parallel.precision import autocast, hidden_dtype
+from hpc_train.parallel.precision import autocast, choose_tf32, hidden_dtype
 from tests.layouts.cells import Cell
 from tests.layouts.oracle import error, global_batch, local_batch, mesh_of, whole
 from tests.ranks import run_on_world
@@ -86,3 +87,14 @@ def test_bf16_is_the_same_under_every_strategy(model: str, residual: str) -> Non
         for name, (of_loss, of_gradients, by_row) in zip(SPLITS, ranks, strict=True):
             assert max(of_loss, of_gradients) < 1e-6, name
             assert by_row < 0.01, name
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_tf32_is_set_for_products_and_convolutions_on_gpus_only(tf32: bool) -> None:
+    with mock.patch.object(torch, "set_float32_matmul_precision") as chosen, torch.backends.cudnn.flags():
+        torch.backends.cudnn.allow_tf32 = not tf32
+        choose_tf32(PrecisionConfig(tf32=tf32), torch.device("cpu"))
+        assert not chosen.called and torch.backends.cudnn.allow_tf32 is not tf32
+        choose_tf32(PrecisionConfig(tf32=tf32), torch.device("cuda", 0))
+        chosen.assert_called_once_with("high" if tf32 else "highest")
+        assert torch.backends.cudnn.allow_tf32 is tf32

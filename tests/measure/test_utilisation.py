@@ -61,3 +61,9 @@ def test_a_vision_transformer_has_neither_a_mask_nor_a_table() -> None:
 )
 def test_peaks_by_name(name: str, bf16: float | None) -> None:
     assert peak_flops(name, "bf16") == bf16
+
+
+def test_the_peak_of_fp32_is_that_of_tf32_where_it_is_chosen_and_exists() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3", "fp32") == 66.9e12
+    assert peak_flops("NVIDIA H100 80GB HBM3", "fp32", tf32=True) == 494.7e12
+    assert peak_flops("Tesla V100-SXM2-16GB", "fp32", tf32=True) == 15.7e12

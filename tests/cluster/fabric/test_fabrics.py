@@ -18,6 +18,7 @@ from tests.cluster.fabric.nodes import DOWN, H200, Card, Site, rails
 from tests.cluster.fabric.test_libfabric import ALPS, P5, POLARIS, PUBLISHED
 
 GENERAL = {"CUDA_DEVICE_ORDER", "NCCL_DEBUG", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"}
+GENERAL |= {"PYTORCH_CUDA_ALLOC_CONF"}
 GUARD = {"NCCL_NET": "AWS Libfabric"}
 STORAGE = {"NCCL_IB_HCA": "^=mlx5_1,mlx5_2"}
 PATIENCE = {"NCCL_IB_TIMEOUT": "22"}
