@@ -71,8 +71,12 @@ class Measures:
             yield
         self._gpu.look()
 
+    def cut(self) -> None:
+        """Ends the interval of the next ``over_ranks``, if that is called in a later step."""
+        self.clock.cut()
+
     def over_ranks(self, interval: Interval) -> dict[str, float]:
-        """Returns metric name -> value over all ranks since the last call. Collective."""
+        """Returns metric name -> value over all ranks since the last call, or until ``cut``. Collective."""
         rows = gather(self._own_times(interval), self._mesh)
         straggler = None if self._stragglers is None else self._stragglers.look(rows)
         if straggler is not None and self._events is not None:
