@@ -24,6 +24,7 @@ from torch.utils.data import Dataset as TorchDataset
 from hpc_train.config.schema import Config
 from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import IGNORED, Batch, Dataset, StepBatch
+from hpc_train.data.device_copy import DeviceCopy
 from hpc_train.data.feed import loader_workers
 from hpc_train.data.sampler import pad_or_truncate
 from hpc_train.models.build import build_model
@@ -91,12 +92,13 @@ def bare_batches(config: Config, mesh: Mesh) -> Iterator[StepBatch]:
         pin_memory=mesh.device.type == "cuda",
         drop_last=True,
     )
+    copy = DeviceCopy(mesh.device, samples.dataset.scale)
     micro_batches: list[Batch] = []
     count = 0
     while True:
         for inputs, targets, context in loader:
             count += int((targets != IGNORED).sum())
-            micro_batches.append(Batch(inputs, targets, context).to(mesh.device))
+            micro_batches += copy.send([Batch(inputs, targets, context)]).receive()
             if len(micro_batches) == layout.micro_batches:
                 yield StepBatch(tuple(micro_batches), count * layout.dp)
                 micro_batches = []
