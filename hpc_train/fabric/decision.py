@@ -24,6 +24,7 @@ from hpc_train.fabric.versions import Version
 LARGE_JOB_GPUS = 1000  # in larger jobs some link always flaps
 # All versions of torch read this name; torch 2.9 ignores expandable_segments under its new name (pytorch#183387).
 ALLOCATOR_SETTINGS = "PYTORCH_CUDA_ALLOC_CONF"
+GROWING_SEGMENTS = "expandable_segments:True"
 OTHER_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 GID_CHOSEN_BY_NCCL: Version = (2, 21)  # from this version on, the default -1 chooses per connection
 
@@ -118,7 +119,7 @@ def _general(nodes: Sequence[NodeFacts], job: FabricJob, found: Mapping[str, Set
             reason = (
                 "GPU memory is lost less between blocks that can grow; to share GPU tensors with processes, change it"
             )
-            yield Variable(ALLOCATOR_SETTINGS, "expandable_segments:True", reason)
+            yield Variable(ALLOCATOR_SETTINGS, GROWING_SEGMENTS, reason)
 
 
 def _interfaces(nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[Variable]:

@@ -100,8 +100,7 @@ class Model(nn.Module):
         """
         context = self.prepare(hidden, context)
         if self.stem is not None:
-            hidden = self.stem(hidden, context)
-            hidden = hidden if self.hidden_dtype is None else hidden.to(self.hidden_dtype)
+            hidden = self._begin_hidden(self.stem(hidden, context))
         for layer in self.layers.values():
             hidden = layer(hidden, context)
         if self.head is None:
@@ -109,6 +108,12 @@ class Model(nn.Module):
         if targets is None:
             return self.head(hidden)
         return self.head.loss(hidden, targets) if self.training else self.head.evaluate(hidden, targets)
+
+    def _begin_hidden(self, hidden: Tensor) -> Tensor:
+        """Returns the stem's output in ``hidden_dtype``; a stem may also return integers, or several tensors."""
+        if self.hidden_dtype is None or not isinstance(hidden, Tensor) or not hidden.is_floating_point():
+            return hidden
+        return hidden.to(self.hidden_dtype)
 
     def prepare(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Returns ``context`` with the tensors that all layers share, such as rotary tables."""

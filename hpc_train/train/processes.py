@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as distributed_c10d
 
 from hpc_train.config.schema import Config, TrainConfig
+from hpc_train.fabric.decision import ALLOCATOR_SETTINGS, GROWING_SEGMENTS
 from hpc_train.parallel.mesh import Mesh, join_mesh
 from hpc_train.parallel.precision import choose_tf32
 from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
@@ -51,9 +52,20 @@ def _use_deterministic() -> None:
 def _device(spec: WorkerSpec) -> torch.device:
     if spec.gpus_per_node == 0:
         return torch.device("cpu")
+    _grow_segments()
     device = torch.device("cuda", spec.cuda_device)
     torch.cuda.set_device(device)
     return device
+
+
+def _grow_segments() -> None:
+    """Applies our choice in the environment to the allocator of this process, before it has allocated anything.
+
+    Torch reads the variable when it is loaded, which the parent of this process has done before the choice was made.
+    """
+    if os.environ.get(ALLOCATOR_SETTINGS) == GROWING_SEGMENTS:
+        older = getattr(torch._C, "_cuda_cudaCachingAllocator_set_allocator_settings", None)  # until torch 2.9
+        (older or torch._C._accelerator_setAllocatorSettings)(GROWING_SEGMENTS)
 
 
 def _join(spec: WorkerSpec, device: torch.device, timeout: timedelta) -> None:
