@@ -16,8 +16,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import nn
 
 from hpc_train.config.schema import PrecisionConfig
+from hpc_train.models.model import Model
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -43,9 +45,16 @@ def choose_tf32(precision: PrecisionConfig, device: torch.device) -> None:
 
     These are torch's older settings: the newer ones fail in releases whose compiler reads the older ones.
     """
+    chosen = precision.tf32
     if device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
-        torch.backends.cudnn.allow_tf32 = precision.tf32
+        torch.set_float32_matmul_precision("high" if chosen else "highest")
+        torch.backends.cudnn.allow_tf32 = chosen
+
+
+def set_hidden_dtype(model: nn.Module, precision: PrecisionConfig) -> None:
+    """Makes ``model`` convert the output of its stem under autocast, if it has the parts of a ``Model``."""
+    if isinstance(model, Model) and compute_dtype(precision.name) is not None:
+        model.hidden_dtype = hidden_dtype(precision)
 
 
 def hidden_dtype(precision: PrecisionConfig) -> torch.dtype:

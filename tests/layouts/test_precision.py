@@ -15,7 +15,7 @@ from hpc_train.data.dataset import IGNORED
 from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.parallelise import materialise
-from hpc_train.parallel.precision import autocast, choose_tf32, hidden_dtype
+from hpc_train.parallel.precision import autocast, choose_tf32, set_hidden_dtype
 from tests.layouts.cells import Cell
 from tests.layouts.oracle import error, global_batch, local_batch, mesh_of, whole
 from tests.ranks import run_on_world
@@ -55,7 +55,7 @@ def alone(cell: Cell, residual: str) -> tuple[float, Gradients]:
     config = config_of(cell, residual)
     model: Any = build_model(config.model, config.train.seed)
     materialise(model, torch.device("cpu"), config.train.seed, torch.float32)
-    model.hidden_dtype = hidden_dtype(config.precision)
+    set_hidden_dtype(model, config.precision)
     inputs, targets = global_batch(cell, 0)
     count, total = int((targets != IGNORED).sum()), 0.0
     for part, wanted in zip(inputs.split(2), targets.split(2), strict=True):
