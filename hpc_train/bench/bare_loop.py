@@ -24,13 +24,14 @@ from torch.utils.data import Dataset as TorchDataset
 from hpc_train.config.schema import Config
 from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import IGNORED, Batch, Dataset, StepBatch
+from hpc_train.data.device_copy import DeviceCopy
 from hpc_train.data.feed import loader_workers
 from hpc_train.data.sampler import pad_or_truncate
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import apply_activation_checkpointing, compile_layers, is_meta, materialise
-from hpc_train.parallel.precision import autocast, compute_dtype, parameter_dtype
+from hpc_train.parallel.precision import autocast, compute_dtype, hidden_dtype, parameter_dtype, set_hidden_dtype
 from hpc_train.parallel.reduction import first_cap
 from hpc_train.parallel.split import cut, split_layers
 
@@ -57,6 +58,7 @@ def build_bare_loop(kind: str, config: Config, mesh: Mesh, layers: Sequence[rang
         assert isinstance(model, Model)
         layers = layers or split_layers(len(model.layers), mesh.layout.pp, config.strategy.pp_split)
         model = cut(model, mesh.pp_rank, layers)
+    set_hidden_dtype(model, config.precision)
     apply_activation_checkpointing(model, config.train.activation_checkpointing)
     if config.train.compile:
         compile_layers(model)
@@ -91,12 +93,13 @@ def bare_batches(config: Config, mesh: Mesh) -> Iterator[StepBatch]:
         pin_memory=mesh.device.type == "cuda",
         drop_last=True,
     )
+    copy = DeviceCopy(mesh.device, samples.dataset.scale)
     micro_batches: list[Batch] = []
     count = 0
     while True:
         for inputs, targets, context in loader:
             count += int((targets != IGNORED).sum())
-            micro_batches.append(Batch(inputs, targets, context).to(mesh.device))
+            micro_batches += copy.send([Batch(inputs, targets, context)]).receive()
             if len(micro_batches) == layout.micro_batches:
                 yield StepBatch(tuple(micro_batches), count * layout.dp)
                 micro_batches = []
@@ -176,7 +179,7 @@ class _StageModule(nn.Module):
         self.precision = config.precision.name
         self.device = mesh.device
         self.is_last = mesh.pp_rank == mesh.layout.pp - 1
-        self.dtype = parameter_dtype(self.precision)
+        self.dtype = hidden_dtype(config.precision)
 
     def forward(self, hidden: Tensor) -> Tensor:
         with autocast(self.precision, self.device):

@@ -246,7 +246,7 @@ def _utilisation(bench: _StepBench, samples_per_s: float) -> dict[str, Any] | No
     model = build_model(config.model, config.train.seed)
     precision = config.precision.name
     cuda = mesh.device.type == "cuda"
-    peak = peak_flops(torch.cuda.get_device_name(mesh.device), precision) if cuda else None
+    peak = peak_flops(torch.cuda.get_device_name(mesh.device), precision, config.precision.tf32) if cuda else None
     source = "data sheet"
     if peak is None:
         _synchronize(mesh)

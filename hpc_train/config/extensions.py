@@ -42,7 +42,7 @@ class Activations:
 
     Attributes:
         tokens: positions per sample, to which the other numbers refer.
-        norm_inputs: inputs of norms per token and layer, which stay in fp32.
+        norm_inputs: inputs of norms per token and layer, in the format of ``precision.residual``.
         layer: all other activations per token and layer.
         products: those of them that are results of matrix products or attention.
         layer_input: the width of the hidden states, which full activation checkpointing keeps.

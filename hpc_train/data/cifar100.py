@@ -17,7 +17,7 @@ import numpy as np
 
 from hpc_train.config.schema import CIFAR100DataConfig
 from hpc_train.data.dataset import Array, Dataset, Sample
-from hpc_train.data.images import flip, generator, resize, shifted_crop
+from hpc_train.data.images import flip, generator, pixel_scale, resize, shifted_crop
 from hpc_train.errors import UserError
 
 OFFICIAL_MD5 = {
@@ -73,8 +73,8 @@ def read_file(path: Path, md5: str) -> dict[str, Any]:
 class CIFAR100Dataset(Dataset):
     """Holds the 50,000 training or 10,000 test images with fine labels; the test images are the validation set.
 
-    Inputs are ``[3, image_size, image_size]`` float32, normalised per channel. Training images are shifted by up to
-    four pixels and randomly mirrored.
+    Inputs are ``[3, image_size, image_size]`` pixels, uint8 or if resized float32, which ``scale`` normalises per
+    channel. Training images are shifted by up to four pixels and randomly mirrored.
 
     Args:
         md5: the expected md5 of each file.
@@ -98,6 +98,7 @@ class CIFAR100Dataset(Dataset):
         content = read_file(self.path, md5[name])
         self._pixels: Array = content["data"].reshape(-1, 3, _SIZE, _SIZE)
         self._labels = np.array(content["fine_labels"], dtype=np.int64)
+        self.scale = pixel_scale(MEAN, STD)
         self._augment = config.augment and split == "train"
         self._image_size, self._seed = config.image_size, seed
 
@@ -109,8 +110,8 @@ class CIFAR100Dataset(Dataset):
         if self._augment:
             random = generator(self._seed, epoch, index)
             pixels = flip(shifted_crop(pixels, 4, random), random)
-        scaled = pixels.astype(np.float32) if self._image_size == _SIZE else resize(pixels, self._image_size)
-        return Sample(inputs=(scaled / np.float32(255) - MEAN) / STD, targets=self._labels[index])
+        scaled = pixels if self._image_size == _SIZE else resize(pixels, self._image_size)
+        return Sample(inputs=np.ascontiguousarray(scaled), targets=self._labels[index])
 
     def source(self, index: int) -> str:
         return str(self.path)

@@ -29,7 +29,8 @@ class Sample:
     """Holds one sample. All samples of a dataset have the same shapes unless the dataset defines ``lengths``.
 
     Attributes:
-        inputs: ``[seq]`` token ids (int64) or ``[channels, height, width]`` pixels (float32).
+        inputs: ``[seq]`` token ids (int64) or ``[channels, height, width]`` pixels (float32, or uint8 if the dataset
+            has a ``scale``).
         targets: ``[seq]`` or a scalar array, int64; ``IGNORED`` at positions without a target.
         context: arrays that every layer gets.
     """
@@ -39,16 +40,26 @@ class Sample:
     context: Mapping[str, Array] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class PixelScale:
+    """Normalises pixels in [0, 255] to ``(pixels / 255 - mean) / std`` in float32, per channel."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
 class Dataset(ABC):
     """A finite sequence of samples.
 
     Attributes:
         loads_cheaply: whether reading a sample takes so little time that loader processes do not help.
         lengths: the number of tokens of each sample if they differ; the rest of a sample is padding.
+        scale: normalises the inputs after their copy to the device; None leaves them unchanged.
     """
 
     loads_cheaply: ClassVar[bool] = False
     lengths: Indices | None = None
+    scale: PixelScale | None = None
 
     @abstractmethod
     def __len__(self) -> int: ...

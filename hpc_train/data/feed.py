@@ -12,6 +12,7 @@ import torch
 
 from hpc_train.config.schema import BatchConfig
 from hpc_train.data.dataset import Batch, Dataset, SampleError
+from hpc_train.data.device_copy import DeviceCopy, SentBatches
 from hpc_train.data.loader import LoadRequest, MicroBatchReader, Stacked
 from hpc_train.data.sampler import Order, Skipped, TokenBalance
 from hpc_train.errors import UserError
@@ -26,8 +27,7 @@ class LocalBatch:
     """Holds one rank's share of a step.
 
     Attributes:
-        micro_batches: the micro-batches on the device; a copy from page-locked memory may still run on the current
-            stream.
+        micro_batches: the micro-batches on the device, for use in the current stream.
         local_count: the number of targets that count in them, which the host knows without a synchronization.
     """
 
@@ -61,7 +61,8 @@ def example_micro_batch(dataset: Dataset, layout: Layout, device: torch.device) 
     balance = _balance(dataset, layout)
     request = LoadRequest(slots, 0, 0, None if balance is None else balance.widest)
     inputs, targets, context, _ = next(MicroBatchReader(dataset, [request], workers=0, ahead=1, pin=False))
-    return Batch(inputs, targets, context).to(device)
+    (batch,) = DeviceCopy(device, dataset.scale).send([Batch(inputs, targets, context)]).receive()
+    return batch
 
 
 class TrainFeed:
@@ -95,7 +96,7 @@ class TrainFeed:
         requests = _requests(self._order, layout, dp_rank, steps, _balance(dataset, layout))
         workers = loader_workers(batch, dataset, local_ranks)
         self._steps = _Steps(dataset, requests, layout.micro_batches, workers, device)
-        self._ahead: LocalBatch | Exception | None = None
+        self._ahead: _SentStep | Exception | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -113,13 +114,13 @@ class TrainFeed:
         if isinstance(current, Exception):
             raise current
         self._ahead = self._load()
-        return current
+        return current.receive()
 
     def close(self) -> None:
         """Stops the loader processes; further calls do nothing."""
         self._steps.close()
 
-    def _load(self) -> LocalBatch | Exception:
+    def _load(self) -> _SentStep | Exception:
         """Returns the next batch, or its error, which is raised one step later because the current batch is valid."""
         try:
             return next(self._steps)
@@ -157,11 +158,27 @@ class EvalFeed:
         try:
             ahead = next(steps)
             for following in steps:
-                yield ahead
+                yield ahead.receive()
                 ahead = following
-            yield ahead
+            yield ahead.receive()
         finally:
             steps.close()
+
+
+def _pins(device: torch.device) -> bool:
+    """Returns whether batches are read into page-locked memory, from which a copy to ``device`` is asynchronous."""
+    return device.type == "cuda"
+
+
+@dataclass(frozen=True)
+class _SentStep:
+    """Holds one rank's share of a step, which may still be on its way to the device."""
+
+    sent: SentBatches
+    local_count: int
+
+    def receive(self) -> LocalBatch:
+        return LocalBatch(self.sent.receive(), self.local_count)
 
 
 class _Steps:
@@ -170,21 +187,21 @@ class _Steps:
     def __init__(
         self, dataset: Dataset, requests: Iterator[LoadRequest], micro_batches: int, workers: int, device: torch.device
     ) -> None:
-        self._micro_batches, self._device = micro_batches, device
-        pin = device.type == "cuda"
-        self._reader = MicroBatchReader(dataset, requests, workers, ahead=2 * micro_batches, pin=pin)
+        self._micro_batches = micro_batches
+        self._copy = DeviceCopy(device, dataset.scale)
+        self._reader = MicroBatchReader(dataset, requests, workers, ahead=2 * micro_batches, pin=_pins(device))
         self._even = dataset.lengths is None
         self._shapes: tuple[torch.Size, ...] | None = None
 
-    def __iter__(self) -> Iterator[LocalBatch]:
+    def __iter__(self) -> Iterator[_SentStep]:
         return self
 
-    def __next__(self) -> LocalBatch:
+    def __next__(self) -> _SentStep:
         stacked = [next(self._reader) for _ in range(self._micro_batches)]
         for one in stacked if self._even else ():
             self._check_shapes(one)
-        batches = tuple(Batch(inputs, targets, context).to(self._device) for inputs, targets, context, _ in stacked)
-        return LocalBatch(batches, sum(number for *_, number in stacked))
+        sent = self._copy.send(Batch(inputs, targets, context) for inputs, targets, context, _ in stacked)
+        return _SentStep(sent, sum(number for *_, number in stacked))
 
     def close(self) -> None:
         self._reader.close()

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from hpc_train.config.schema import ImagesDataConfig, ShardsDataConfig
-from hpc_train.data.dataset import Array, Dataset, Sample
+from hpc_train.data.dataset import Array, Dataset, PixelScale, Sample
 from hpc_train.errors import UserError
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff"})
@@ -27,8 +27,8 @@ _FIX = "use PATH/train/CLASS/IMAGE and PATH/validation/CLASS/IMAGE with the same
 class DecodedImages(Dataset):
     """Decodes and augments images; subclasses define where their files are.
 
-    Inputs are ``[channels, image_size, image_size]`` float32, normalised per channel. A training image is a random crop
-    that is mirrored with probability 1/2; a validation image is the square in the middle.
+    Inputs are ``[channels, image_size, image_size]`` uint8, which ``scale`` normalises per channel. A training
+    image is a random crop that is mirrored with probability 1/2; a validation image is the square in the middle.
 
     Args:
         labels: the label of each image, int64.
@@ -53,6 +53,7 @@ class DecodedImages(Dataset):
             )
         self._labels = labels
         self._augment = config.augment and split == "train"
+        self.scale = pixel_scale(MEAN, STD) if config.channels == 3 else pixel_scale(MEAN.mean(), STD.mean())
         self._size, self._channels, self._seed = config.image_size, config.channels, seed
 
     def __len__(self) -> int:
@@ -67,10 +68,7 @@ class DecodedImages(Dataset):
         pixels = self._decode(self._file(index), random)
         if random is not None:
             pixels = flip(pixels, random)
-        grey = self._channels == 1
-        mean, std = (MEAN.mean(), STD.mean()) if grey else (MEAN, STD)
-        scaled = (pixels.astype(np.float32) / np.float32(255) - mean) / std
-        return Sample(inputs=np.ascontiguousarray(scaled, dtype=np.float32), targets=self._labels[index])
+        return Sample(inputs=np.ascontiguousarray(pixels), targets=self._labels[index])
 
     def _decode(self, file: str | BinaryIO, random: np.random.Generator | None) -> Array:
         """Returns a box of the image, scaled to ``[channels, size, size]`` uint8."""
@@ -149,6 +147,10 @@ def image_files(directory: Path) -> list[str]:
     return sorted(str(path) for path in directory.rglob("*") if path.suffix.lower() in SUFFIXES)
 
 
+def pixel_scale(mean: Array, std: Array) -> PixelScale:
+    return PixelScale(tuple(mean.ravel().tolist()), tuple(std.ravel().tolist()))
+
+
 Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
 
 
@@ -202,5 +204,5 @@ def _stretch(pixels: Array, size: int, axis: int) -> Array:
     centres = np.clip((np.arange(size, dtype=np.float32) + 0.5) * old / size - 0.5, 0, old - 1)
     lower = np.floor(centres).astype(np.int64)
     upper = np.minimum(lower + 1, old - 1)
-    share = (centres - lower).reshape(-1, *[1] * (pixels.ndim - 1 - axis))
+    share = (centres - lower).astype(np.float32).reshape(-1, *[1] * (pixels.ndim - 1 - axis))
     return pixels.take(lower, axis) * (1 - share) + pixels.take(upper, axis) * share

@@ -7,6 +7,7 @@ saving a checkpoint.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -205,6 +206,7 @@ def _identity(stacked: Any) -> Any:
 
 def _init_loader_process(parent: int, number: int) -> None:
     die_with_parent(parent)
+    gc.enable()  # the training process, from which this one is forked, collects at chosen steps
     Queue._on_queue_feeder_error = _send_error  # type: ignore[attr-defined]
     for name in _IGNORED_SIGNALS:
         signal.signal(name, signal.SIG_IGN)

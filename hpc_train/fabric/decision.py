@@ -22,6 +22,10 @@ from hpc_train.fabric.rails import FLAPS, beyond_gpu_direct, judge_ports, match,
 from hpc_train.fabric.versions import Version
 
 LARGE_JOB_GPUS = 1000  # in larger jobs some link always flaps
+# All versions of torch read this name; torch 2.9 ignores expandable_segments under its new name (pytorch#183387).
+ALLOCATOR_SETTINGS = "PYTORCH_CUDA_ALLOC_CONF"
+GROWING_SEGMENTS = "expandable_segments:True"
+OTHER_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 GID_CHOSEN_BY_NCCL: Version = (2, 21)  # from this version on, the default -1 chooses per connection
 
 
@@ -64,7 +68,7 @@ def decide(nodes: Sequence[NodeFacts], job: FabricJob, found: Mapping[str, Setti
     """
     fabric, amd = _fabric(nodes, job), rccl.on_amd(nodes)
     own = rccl.variables(found) if amd and fabric == "slingshot" else _of_fabric(fabric, nodes, job, found)
-    wanted = [*job.profile, *own, *_general(nodes, job)]
+    wanted = [*job.profile, *own, *_general(nodes, job, found)]
     variables: dict[str, Variable] = {}
     left: dict[str, UnsetVariable] = {}
     for variable in rccl.read_by_rccl(wanted) if amd else wanted:
@@ -104,7 +108,7 @@ def _between_nodes(nodes: Sequence[NodeFacts]) -> str:
     return next((name for name, there in found.items() if there), "unknown")
 
 
-def _general(nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[Variable]:
+def _general(nodes: Sequence[NodeFacts], job: FabricJob, found: Mapping[str, Setting]) -> Iterator[Variable]:
     yield from _interfaces(nodes, job)
     yield Variable("TORCH_FR_BUFFER_SIZE", "2000", "records the last collectives of each rank, for diagnosing hangs")
     if job.gpus_per_node:
@@ -114,6 +118,11 @@ def _general(nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[Variable]:
         )
         yield Variable("NCCL_DEBUG", "WARN", "makes NCCL report only the reason of a failure")
         yield Variable("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "dumps the flight recorder when a collective times out")
+        if not any(name in found for name in OTHER_ALLOCATOR_SETTINGS):
+            reason = (
+                "GPU memory is lost less between blocks that can grow; to share GPU tensors with processes, change it"
+            )
+            yield Variable(ALLOCATOR_SETTINGS, GROWING_SEGMENTS, reason)
 
 
 def _interfaces(nodes: Sequence[NodeFacts], job: FabricJob) -> Iterator[Variable]:

@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# variables that are sent to other nodes: communication and threads only, nothing that could be a secret
-_OF_COMMUNICATION = re.compile(r"(NCCL|TORCH_NCCL|TORCH_FR|GLOO|TP|FI|UCX|OMP|GOMP|KMP|MKL)_\w+|CUDA_DEVICE_ORDER")
+# variables that are sent to other nodes: communication, threads and allocator, nothing that could be a secret
+_OF_COMMUNICATION = re.compile(
+    r"(NCCL|TORCH_NCCL|TORCH_FR|GLOO|TP|FI|UCX|OMP|GOMP|KMP|MKL)_\w+|CUDA_DEVICE_ORDER|PYTORCH_(CUDA_|HIP_)?ALLOC_CONF"
+)
 
 SYSTEM_FILE = Path("/etc/nccl.conf")
 

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -53,6 +53,7 @@ class StepClock:
         self._communication, self._pass, self._work = (make_stopwatch(device) for _ in range(3))
         self._waiting = self._communication  # the stopwatch that currently counts waits
         self._counts = False
+        self._is_cut = False
         self._thread = threading.current_thread()
         self._stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
@@ -113,8 +114,17 @@ class StepClock:
         for watch in (self._communication, self._pass, self._work):
             watch.collect()
 
+    def cut(self) -> None:
+        """Ends the interval that the next ``read`` returns; steps until then belong to the interval after it."""
+        for watch in (self._communication, self._pass, self._work):
+            watch.cut()
+        self._is_cut = True
+
     def read(self) -> StepTimes:
-        """Returns the times since the last ``read``; waits for the device."""
+        """Returns the times since the last ``read``, up to ``cut`` if it was called since; waits for the device."""
+        if not self._is_cut:
+            self.cut()
+        self._is_cut = False
         communication, passed, work = (watch.take() for watch in (self._communication, self._pass, self._work))
         return StepTimes(communication, max(0.0, passed - work))
 
@@ -215,7 +225,7 @@ def _replaced(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callab
 
 
 class Stopwatch(Protocol):
-    """Sums the intervals between ``begin`` and ``end``.
+    """Sums the intervals between ``begin`` and ``end``, up to the last ``cut``.
 
     Attributes:
         stretches: number of intervals since the start.
@@ -231,8 +241,11 @@ class Stopwatch(Protocol):
     def collect(self) -> None:
         """Adds the intervals that the device has finished, without blocking; called after each step."""
 
+    def cut(self) -> None:
+        """Ends the period whose seconds the next ``take`` returns; called once before each ``take``."""
+
     def take(self) -> float:
-        """Returns the seconds since the last ``take``; waits for the device to finish all intervals."""
+        """Returns the seconds between the last two cuts; waits for the device to finish these intervals."""
 
 
 def make_stopwatch(device: torch.device) -> Stopwatch:
@@ -244,7 +257,7 @@ class HostStopwatch:
 
     def __init__(self) -> None:
         self.stretches = 0
-        self._seconds = 0.0
+        self._seconds = self._taken = 0.0
 
     def begin(self) -> float:
         return time.perf_counter()
@@ -256,10 +269,19 @@ class HostStopwatch:
     def collect(self) -> None:
         pass
 
+    def cut(self) -> None:
+        self._taken, self._seconds = self._seconds, 0.0
+
     def take(self) -> float:
-        seconds = self._seconds
-        self._seconds = 0.0
-        return seconds
+        return self._taken
+
+
+@dataclass
+class _Period:
+    """Holds the intervals between two cuts: the seconds of those that were collected, and the events of the others."""
+
+    seconds: float = 0.0
+    open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=deque)
 
 
 class DeviceStopwatch:
@@ -267,9 +289,8 @@ class DeviceStopwatch:
 
     def __init__(self) -> None:
         self.stretches = 0
-        self._seconds = 0.0
+        self._current, self._closed = _Period(), _Period()
         self._free: list[torch.cuda.Event] = []
-        self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def begin(self) -> torch.cuda.Event:
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
@@ -277,19 +298,24 @@ class DeviceStopwatch:
         return event
 
     def end(self, begun: torch.cuda.Event) -> None:
-        self._open.append((begun, self.begin()))
+        self._current.open.append((begun, self.begin()))
         self.stretches += 1
 
     def collect(self) -> None:
-        while self._open and self._open[0][1].query():
-            first, last = self._open.popleft()
-            self._seconds += first.elapsed_time(last) * 1e-3
-            self._free += (first, last)
+        self._collect(self._closed)
+        self._collect(self._current)
+
+    def cut(self) -> None:
+        self._closed, self._current = self._current, _Period()
 
     def take(self) -> float:
-        if self._open:
-            self._open[-1][1].synchronize()
-        self.collect()
-        seconds = self._seconds
-        self._seconds = 0.0
-        return seconds
+        if self._closed.open:
+            self._closed.open[-1][1].synchronize()
+        self._collect(self._closed)
+        return self._closed.seconds
+
+    def _collect(self, period: _Period) -> None:
+        while period.open and period.open[0][1].query():
+            first, last = period.open.popleft()
+            period.seconds += first.elapsed_time(last) * 1e-3
+            self._free += (first, last)

@@ -30,8 +30,10 @@ from hpc_train.models.transformer import (
     Attention,
     CrossEntropyHead,
     PreNormLayer,
+    RMSNorm,
     RotaryCache,
     RotaryScaling,
+    in_compute_dtype,
     rotary_tables,
 )
 
@@ -45,7 +47,7 @@ class GPTStem(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, inputs: Tensor, context: Mapping[str, Tensor]) -> Tensor:
-        return self.dropout(self.embedding(inputs))
+        return self.dropout(in_compute_dtype(self.embedding(inputs)))  # ZeRO has rounded the table
 
 
 class SwiGLU(nn.Module):
@@ -63,7 +65,7 @@ class SwiGLU(nn.Module):
 
 def gpt_layer(config: GPTConfig) -> PreNormLayer:
     attention = Attention(config.dim, config.n_heads, config.n_kv_heads, causal=True, bias=False)
-    norm = partial(nn.RMSNorm, config.dim, eps=config.norm_eps)
+    norm = partial(RMSNorm, config.dim, eps=config.norm_eps)
     return PreNormLayer(norm, attention, SwiGLU(config.dim, config.ffn_dim), config.dropout)
 
 
@@ -72,7 +74,7 @@ class GPTHead(CrossEntropyHead):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -76,6 +76,7 @@ class Model(nn.Module):
     tied: Mapping[str, str] = {}  # alias -> canonical name, both global; instances may override
     config: Any = None  # the config of a model that a family builds
     family: str | None = None  # the ``model.kind`` of the family; None for a custom model
+    hidden_dtype: torch.dtype | None = None  # of hidden states between layers; None keeps that of the stem's output
     sequence_shards: int = 1  # set by tensor parallelism: hidden states hold 1/sequence_shards of the sequence
 
     @property
@@ -99,7 +100,7 @@ class Model(nn.Module):
         """
         context = self.prepare(hidden, context)
         if self.stem is not None:
-            hidden = self.stem(hidden, context)
+            hidden = self._begin_hidden(self.stem(hidden, context))
         for layer in self.layers.values():
             hidden = layer(hidden, context)
         if self.head is None:
@@ -107,6 +108,12 @@ class Model(nn.Module):
         if targets is None:
             return self.head(hidden)
         return self.head.loss(hidden, targets) if self.training else self.head.evaluate(hidden, targets)
+
+    def _begin_hidden(self, hidden: Tensor) -> Tensor:
+        """Returns the stem's output in ``hidden_dtype``; a stem may also return integers, or several tensors."""
+        if self.hidden_dtype is None or not isinstance(hidden, Tensor) or not hidden.is_floating_point():
+            return hidden
+        return hidden.to(self.hidden_dtype)
 
     def prepare(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Returns ``context`` with the tensors that all layers share, such as rotary tables."""

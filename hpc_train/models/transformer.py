@@ -9,7 +9,7 @@ coordinate ``i`` of a head with ``i + head_dim / 2``, like Llama on Hugging Face
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,49 @@ from torch.utils.checkpoint import checkpoint
 
 from hpc_train.data.dataset import IGNORED
 from hpc_train.models.model import Head
+
+
+class RMSNorm(nn.RMSNorm):
+    """Normalises hidden states by their root mean square, under autocast as ``_normalised`` describes."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return _normalised(self, F.rms_norm, hidden, (self.weight,))
+
+
+class LayerNorm(nn.LayerNorm):
+    """Normalises hidden states by mean and variance, under autocast as ``_normalised`` describes."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return _normalised(self, F.layer_norm, hidden, (self.weight, self.bias))
+
+
+def _normalised(
+    norm: nn.RMSNorm | nn.LayerNorm, function: Callable[..., Tensor], hidden: Tensor, parameters: Iterable[Tensor]
+) -> Tensor:
+    """Returns ``function(hidden, shape, *parameters, eps)``; under autocast its result has the compute dtype.
+
+    The parameters are then rounded to the compute dtype, which ZeRO has already done, so that all strategies compute
+    the same. Autocast itself would convert to fp32 on GPUs, and every projection would convert the result back. The
+    kernels compute in fp32 internally.
+    """
+    dtype = _autocast_dtype(hidden.device)
+    if dtype is None:
+        return function(hidden, norm.normalized_shape, *parameters, norm.eps)
+    rounded = (parameter.to(dtype).to(hidden.dtype) for parameter in parameters)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return function(hidden, norm.normalized_shape, *rounded, norm.eps).to(dtype)
+
+
+def in_compute_dtype(values: Tensor) -> Tensor:
+    """Returns ``values`` in the dtype of matrix products under autocast, and unchanged without it."""
+    dtype = _autocast_dtype(values.device)
+    return values if dtype is None else values.to(dtype)
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
 
 
 class PreNormLayer(nn.Module):

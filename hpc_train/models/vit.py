@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Pr
 from hpc_train.config.schema import ViTConfig
 from hpc_train.models import families
 from hpc_train.models.model import FlopTerms, Model
-from hpc_train.models.transformer import Attention, CrossEntropyHead, PreNormLayer
+from hpc_train.models.transformer import Attention, CrossEntropyHead, LayerNorm, PreNormLayer
 
 
 class ViTStem(nn.Module):
@@ -33,8 +33,8 @@ class ViTStem(nn.Module):
 
     def forward(self, inputs: Tensor, context: Mapping[str, Tensor]) -> Tensor:
         patches = self.patch(inputs).flatten(2).transpose(1, 2)
-        first = self.class_token.to(patches.dtype).expand(patches.shape[0], -1, -1)
-        return self.dropout(torch.cat((first, patches), dim=1) + self.position_embedding)
+        first, positions = (value.to(patches.dtype) for value in (self.class_token, self.position_embedding))
+        return self.dropout(torch.cat((first.expand(patches.shape[0], -1, -1), patches), dim=1) + positions)
 
 
 class MLP(nn.Module):
@@ -51,7 +51,7 @@ class MLP(nn.Module):
 
 def vit_layer(config: ViTConfig) -> PreNormLayer:
     attention = Attention(config.dim, config.n_heads, config.n_heads, causal=False, bias=True)
-    norm = partial(nn.LayerNorm, config.dim, eps=config.norm_eps)
+    norm = partial(LayerNorm, config.dim, eps=config.norm_eps)
     return PreNormLayer(norm, attention, MLP(config.dim, config.mlp_dim), config.dropout)
 
 
@@ -60,7 +60,7 @@ class ViTHead(CrossEntropyHead):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.norm = LayerNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, config.n_classes)
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -264,7 +264,7 @@ def _visit(config: Config, mesh: Mesh, model: Model, block: int, example: Batch)
     if block > 0:
         micro, tokens, *rest = part.hidden_shape(example.inputs)
         shape = (micro, tokens // part.sequence_shards, *rest)
-        dtype = hidden_dtype(mesh.layout, config.precision.name)
+        dtype = hidden_dtype(config.precision)
         hidden = torch.randn(shape, dtype=dtype, device=mesh.device, requires_grad=True)
     kept = _pass(part, hidden, example, config.precision.name)  # also warms up the allocator and compiled code
     seconds, clock = [], time.perf_counter if mesh.device.type == "cuda" else time.process_time

@@ -162,9 +162,17 @@ class WrappedEngine:
 
 
 def reduce_result(result: StepResult, mesh: Mesh) -> StepNumbers:
-    """Adds up ``result`` over all ranks on the training backend. Collective.
+    """Adds up ``result`` over all ranks and waits for the numbers. Collective."""
+    return step_numbers(*add_up(result, mesh).tolist())
+
+
+def add_up(result: StepResult, mesh: Mesh) -> Tensor:
+    """Adds up ``result`` over all ranks on the training backend; a GPU's host does not wait for it. Collective.
 
     Ranks without the head hold zeros. Tensor-parallel ranks hold equal sums, so only those of the first are added.
+
+    Returns:
+        The arguments of ``step_numbers``, ``[4]`` fp64 on the device.
     """
     counts = mesh.tp_rank == 0
     correct = result.correct
@@ -173,7 +181,11 @@ def reduce_result(result: StepResult, mesh: Mesh) -> StepNumbers:
     sums = torch.stack([value.to(mesh.device, torch.float64) for value in values]) * counts
     if mesh.layout.world_size > 1:
         dist.all_reduce(sums)
-    loss_sum, target_count, correct_sum, reports = sums.tolist()
+    return sums
+
+
+def step_numbers(loss_sum: float, target_count: float, correct_sum: float, reports: float) -> StepNumbers:
+    """Returns the means; ``reports`` is the number of ranks that have counted correct predictions."""
     targets = target_count or 1.0
     return StepNumbers(loss_sum / targets, target_count, correct_sum / targets if reports else None)
 

@@ -37,7 +37,7 @@ from hpc_train.models.model import Model, canonical_name, keep_shared
 from hpc_train.models.transformer import CrossEntropyHead
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.precision import parameter_dtype
+from hpc_train.parallel.precision import parameter_dtype, set_hidden_dtype
 from hpc_train.parallel.tensor import apply_tensor_parallel
 
 AnyModel = TypeVar("AnyModel", bound=Model | WrappedModel)
@@ -68,7 +68,9 @@ def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
 
 
 def split_and_wrap(config: Config, mesh: Mesh, model: Model | WrappedModel) -> None:
-    """Applies tensor parallelism, chunked loss, activation checkpointing and compilation in place, without sharding."""
+    """Applies tensor parallelism, the dtype of hidden states, chunked loss, activation checkpointing and compilation
+    in place, without sharding."""
+    set_hidden_dtype(model, config.precision)
     if mesh.layout.tp > 1 and isinstance(model, Model):
         apply_tensor_parallel(model, mesh.device_mesh["tp"])
     apply_chunked_loss(model, config.train.loss_chunks)

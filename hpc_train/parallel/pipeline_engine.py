@@ -105,7 +105,7 @@ class PipelineEngine:
             )
             for stage in reversed(held)
         }
-        dtype = hidden_dtype(layout, self._precision)
+        dtype = hidden_dtype(config.precision)
         self._parts = [
             Part(stage, part, replicas.module, self._precision, dtype, replicas.backward_done)
             for stage, part in models.items()

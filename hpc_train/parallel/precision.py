@@ -4,6 +4,11 @@ Parameters, gradients and optimizer state are fp32. ``bf16`` and ``fp16`` run th
 casts the inputs of matrix products and keeps norms, softmax and losses in fp32. ZeRO (``fsdp.py``) gathers the
 parameters in the compute dtype, which halves the traffic; gradients are always reduced in fp32. ``fp64`` is for exact
 comparisons.
+
+So that the strategies compute the same numbers, the hidden states between the layers of a model (its residual stream)
+have one dtype, ``precision.residual``, whether the parameters were cast or not; they also travel between pipeline
+stages in it. The norms of the built-in models round their weights to the compute dtype, as ZeRO does. A rank sums the
+gradient of an embedding in the dtype in which the parameter is used, the only difference that remains.
 """
 
 from __future__ import annotations
@@ -11,8 +16,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import nn
 
-from hpc_train.plan.layout import Layout
+from hpc_train.config.schema import PrecisionConfig
+from hpc_train.models.model import Model
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -33,7 +40,24 @@ def autocast(name: str, device: torch.device) -> AbstractContextManager[object]:
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
-def hidden_dtype(layout: Layout, precision: str) -> torch.dtype:
-    """Returns the dtype of hidden states between stages, which differs from the parameters' if the kind casts these."""
-    casts = layout.dp > 1 and layout.kind.casts_parameters
-    return (compute_dtype(precision) if casts else None) or parameter_dtype(precision)
+def choose_tf32(precision: PrecisionConfig, device: torch.device) -> None:
+    """Sets for this process whether fp32 products on a GPU use TF32; torch's defaults differ for convolutions.
+
+    These are torch's older settings: the newer ones fail in releases whose compiler reads the older ones.
+    """
+    chosen = precision.tf32
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if chosen else "highest")
+        torch.backends.cudnn.allow_tf32 = chosen
+
+
+def set_hidden_dtype(model: nn.Module, precision: PrecisionConfig) -> None:
+    """Makes ``model`` convert the output of its stem under autocast, if it has the parts of a ``Model``."""
+    if isinstance(model, Model) and compute_dtype(precision.name) is not None:
+        model.hidden_dtype = hidden_dtype(precision)
+
+
+def hidden_dtype(precision: PrecisionConfig) -> torch.dtype:
+    """Returns the dtype of the hidden states between layers and between pipeline stages, under every strategy."""
+    narrow = compute_dtype(precision.name) if precision.residual == "compute" else None
+    return narrow or parameter_dtype(precision.name)

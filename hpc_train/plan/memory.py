@@ -21,8 +21,6 @@ from hpc_train.units import format_bytes
 if TYPE_CHECKING:
     from hpc_train.plan.layout import Layout  # which uses the estimate
 
-NORMED = 4  # bytes per element of the inputs of norms, which are always fp32
-
 
 @dataclass(frozen=True)
 class Memory:
@@ -134,9 +132,10 @@ def _activations(config: Config, layout: Layout, pp_rank: int, narrow: int) -> f
 
 def _layer_bytes(config: Config, kept: Activations, narrow: int) -> tuple[float, float]:
     """Returns the bytes kept for the backward per token and layer, without and with activation checkpointing."""
-    every = kept.norm_inputs * NORMED + kept.layer * narrow
+    normed = narrow if config.precision.residual == "compute" else max(4, narrow)  # bytes of the residual stream
+    every = kept.norm_inputs * normed + kept.layer * narrow
     keeps = parse_recomputation(config.train.activation_checkpointing).keep_products
-    return every, kept.layer_input * NORMED + (kept.products * narrow if keeps else 0)
+    return every, kept.layer_input * normed + (kept.products * narrow if keeps else 0)
 
 
 def _recomputed_layers(config: Config, layers: int) -> int:

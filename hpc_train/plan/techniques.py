@@ -115,7 +115,6 @@ class DataParallelKind:
         sharder: ``module:attribute`` of the function that shards the model before it gets its values, with the
             signature of ``hpc_train.parallel.fsdp.shard``; None where nothing is sharded.
         shards: which of ``parameters``, ``gradients`` and ``optimizer`` are sharded between two micro-batches.
-        casts_parameters: whether the forward uses parameters in the compute type, without the copies of autocast.
         schedules: pipeline schedules with which its gradients are correct, besides those whose rows name this kind.
         tensor_parallel: whether it reduces the gradients of tensor-parallel parameters.
         compressed_as: the kind that sums compressed gradients instead, possibly itself; None if it cannot compress.
@@ -131,7 +130,6 @@ class DataParallelKind:
     replicas: str
     sharder: str | None
     shards: frozenset[State]
-    casts_parameters: bool
     schedules: tuple[str, ...]
     tensor_parallel: bool
     compressed_as: str | None
@@ -280,7 +278,6 @@ _DDP = DataParallelKind(
     replicas=f"{_REPLICAS}:DDPReplicas",
     sharder=None,
     shards=frozenset(),
-    casts_parameters=False,
     schedules=(),
     tensor_parallel=False,
     compressed_as="allreduce",
@@ -307,7 +304,6 @@ _ZERO1 = replace(
     replicas=f"{_REPLICAS}:Sharded",
     sharder="hpc_train.parallel.fsdp:shard",
     shards=frozenset({"optimizer"}),
-    casts_parameters=True,
     compressed_as=None,
     reproducible=False,
     bucket_search="never",

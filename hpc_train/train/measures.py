@@ -71,8 +71,12 @@ class Measures:
             yield
         self._gpu.look()
 
+    def cut(self) -> None:
+        """Ends the interval of the next ``over_ranks``, if that is called in a later step."""
+        self.clock.cut()
+
     def over_ranks(self, interval: Interval) -> dict[str, float]:
-        """Returns metric name -> value over all ranks since the last call. Collective."""
+        """Returns metric name -> value over all ranks since the last call, or until ``cut``. Collective."""
         rows = gather(self._own_times(interval), self._mesh)
         straggler = None if self._stragglers is None else self._stragglers.look(rows)
         if straggler is not None and self._events is not None:
@@ -226,7 +230,8 @@ def make_meter(config: Config, mesh: Mesh, dataset: Dataset) -> Meter:
     """Returns the meter of a run; it knows the FLOPs if the model and the devices are known."""
     if mesh.device.type != "cuda":
         return Meter()
-    per_device = peak_flops(torch.cuda.get_device_name(mesh.device), config.precision.name)
+    precision = config.precision
+    per_device = peak_flops(torch.cuda.get_device_name(mesh.device), precision.name, precision.tf32)
     if per_device is None or config.model.kind == "custom":
         return Meter()
     model = build_model(config.model, config.train.seed)  # on the meta device, which costs no memory or time

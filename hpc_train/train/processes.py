@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as distributed_c10d
 
 from hpc_train.config.schema import Config, TrainConfig
+from hpc_train.fabric.decision import ALLOCATOR_SETTINGS, GROWING_SEGMENTS
 from hpc_train.parallel.mesh import Mesh, join_mesh, use_device
+from hpc_train.parallel.precision import choose_tf32
 from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
 
 LEAVE_S = 10.0  # time limit for destroying the process groups, which can hang
@@ -31,7 +33,10 @@ def join(spec: WorkerSpec, config: Config) -> Mesh:
     if config.train.debug:
         dist.set_debug_level(dist.DebugLevel.DETAIL)  # checks each collective for consistency across ranks
     device = _own_device(spec)
+    if device.type == "cuda":
+        _grow_segments()
     use_device(device)
+    choose_tf32(config.precision, device)
     timeout = timedelta(seconds=config.elastic.collective_timeout_s)
     _join(spec, device, timeout)
     return join_mesh(spec.layout, spec.rank, device, timeout)
@@ -50,6 +55,16 @@ def _use_deterministic() -> None:
 
 def _own_device(spec: WorkerSpec) -> torch.device:
     return torch.device("cuda", spec.cuda_device) if spec.gpus_per_node else torch.device("cpu")
+
+
+def _grow_segments() -> None:
+    """Applies our choice in the environment to the allocator of this process, before it has allocated anything.
+
+    Torch reads the variable when it is loaded, which the parent of this process has done before the choice was made.
+    """
+    if os.environ.get(ALLOCATOR_SETTINGS) == GROWING_SEGMENTS:
+        older = getattr(torch._C, "_cuda_cudaCachingAllocator_set_allocator_settings", None)  # until torch 2.9
+        (older or torch._C._accelerator_setAllocatorSettings)(GROWING_SEGMENTS)
 
 
 # From this number of ranks on, gloo connects two ranks when they first communicate. In smaller worlds a group connects

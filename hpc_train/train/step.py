@@ -44,8 +44,8 @@ class SkippedSteps:
     """Counts steps that were skipped because of non-finite gradients.
 
     Attributes:
-        in_a_row: consecutive skipped steps up to now.
-        since_last: skipped steps since the last call of ``TrainStep.skipped``.
+        in_a_row: consecutive skipped steps up to the logged one.
+        since_last: skipped steps since the previous call of ``TrainStep.take_skipped``.
     """
 
     in_a_row: int
@@ -86,9 +86,9 @@ class TrainStep:
         self._skipped[1] += ~finite
         return StepOutcome(result, norm, learning_rate)
 
-    def skipped(self) -> SkippedSteps:
-        """Returns the counts of skipped steps and resets ``since_last``; waits for the device."""
-        found = SkippedSteps(*self._skipped.tolist())
+    def take_skipped(self) -> Tensor:
+        """Returns the values of ``SkippedSteps``, ``[2]`` int64 on the device, and resets ``since_last``."""
+        found = self._skipped.clone()
         self._skipped[1] = 0
         return found
 

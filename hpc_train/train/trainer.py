@@ -2,12 +2,18 @@
 
 In each iteration the ranks read the agreement that they posted one step ago, post the one for the next step, and
 compute. They stop together at the same step, after a checkpoint.
+
+On GPUs the line of metrics of a step is completed after the next step was launched (``logs_late``), so that the device
+never waits for the host. A save, an evaluation, a stop and the end complete it first; hence every checkpoint includes
+what its line has changed, and after a failure no line is missing below the checkpoint. A divergence is found one step
+later, but the step taken meanwhile counts as not taken: the data that is skipped and the numbers are those of a CPU.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -20,18 +26,20 @@ from hpc_train.config.schema import Config
 from hpc_train.data.dataset import StepBatch
 from hpc_train.data.feed import NOTHING, LocalBatch, TrainFeed
 from hpc_train.data.sampler import Skipped
-from hpc_train.parallel.engine import Engine, StepNumbers, StepResult
+from hpc_train.parallel.engine import Engine, StepNumbers, StepResult, add_up, step_numbers
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.agent_worker import Heartbeat, Phase
 from hpc_train.run.exits import Diverged, Exit
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.divergence import Divergence, DivergenceWatch
+from hpc_train.train.garbage import GarbageCollection
 from hpc_train.train.measures import Measures, Meter
 from hpc_train.train.memory import report_memory
 from hpc_train.train.profiler import Profiler
+from hpc_train.train.readback import Readback
 from hpc_train.train.report import Report, weights_sha256
 from hpc_train.train.saving import LastSave, SaveSchedule
-from hpc_train.train.step import Control, StepOutcome, TrainStep
+from hpc_train.train.step import Agreement, Control, SkippedSteps, StepOutcome, TrainStep
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,31 @@ class Length:
 OpenFeed = Callable[[int, Skipped], TrainFeed]  # (first step, data to skip) -> feed
 
 
+def logs_late(device: torch.device) -> bool:
+    """Returns whether the line of metrics of a step is completed after the next step was launched."""
+    return device.type == "cuda"
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Holds a line of metrics whose numbers are still being computed.
+
+    Attributes:
+        totals: the samples and tokens of the run.
+        scalars: the arguments of ``step_numbers``, ``grad_norm``, those of ``SkippedSteps`` and perhaps ``loss_scale``.
+    """
+
+    step: int
+    epoch: int
+    learning_rate: float
+    totals: dict[str, int]
+    scalars: Readback
+
+
+_SUMS = ("loss_sum", "target_count", "correct_sum", "reports")
+_SKIPPED = ("in_a_row", "since_last")
+
+
 @dataclass
 class Trainer:
     """Trains from ``step`` (completed steps) to ``length.total_steps``. All methods are collective."""
@@ -76,6 +109,7 @@ class Trainer:
     schedule: SaveSchedule
     heartbeat: Heartbeat
     watch: DivergenceWatch
+    garbage: GarbageCollection
     last_save: LastSave
     open_feed: OpenFeed
     step: int = 0
@@ -83,7 +117,8 @@ class Trainer:
     skipped: Skipped = NOTHING  # data that is skipped after rollbacks
     rollbacks: int = 0
     _control: Control = field(init=False)
-    _divergence: Divergence | None = field(default=None, init=False)
+    _line: _Line | None = field(default=None, init=False)
+    _divergence: tuple[int, Divergence] | None = field(default=None, init=False)  # and the step at which it was found
     _bad_end: Divergence | None = field(default=None, init=False)
     _save_due: bool = field(default=False, init=False)
     # (step, metrics) of the last evaluation
@@ -115,8 +150,12 @@ class Trainer:
             self._fail_at_bad_end()
             self.report.nothing_to_do(self.step, self._weights_sha256())
             return Exit.DONE
-        with self.measures.watching(self.engine.parts):
-            return self._run()
+        with self.measures.watching(self.engine.parts), self.garbage.scheduled():
+            try:
+                return self._run()
+            except BaseException:
+                self._rescue_line()
+                raise
 
     def _run(self) -> Exit:
         phase = Phase.FIRST_STEP
@@ -129,17 +168,17 @@ class Trainer:
             self.profiler.begin(self.step + 1, self.meter.waited_s)
             agreement = self._control.read()
             self.checkpoints.poll()
+            self._save_due |= agreement.save
             if agreement.stop:
-                self.profiler.end(self.step, self.meter.waited_s, last=True)
-                self.stop.request("another rank was asked to stop")  # keeps an earlier request of this rank
-                self._save(final=True)
-                self.report.stopped(self.step, self.meter.read())
-                return Exit.STOPPED
+                self._complete_line()
+                if self._divergence is None:
+                    return self._stop()
+                self._announce(batch)
+                batch = self._roll_back() or batch
+                continue
             following = self._next_batch() if self.step + 1 < self.length.total_steps else None
             self._announce(following)
-            self._train(StepBatch(batch.micro_batches, agreement.target_count), agreement.save)
-            self.profiler.end(self.step, self.meter.waited_s)
-            batch = following if self._divergence is None else self._roll_back(self._divergence, following)
+            batch = self._train(batch, agreement) or following
         self.heartbeat.enter(Phase.STEP, self.step)
         self._control.read()  # completes the last all-reduce before any rank exits
         self.profiler.end(self.step, self.meter.waited_s, last=True)
@@ -150,6 +189,13 @@ class Trainer:
         rates = self.meter.read()
         self.report.finished(self.step, self.meter.mean_tokens_per_s, rates, self._weights_sha256(), memory)
         return Exit.DONE
+
+    def _stop(self) -> Exit:
+        self.profiler.end(self.step, self.meter.waited_s, last=True)
+        self.stop.request("another rank was asked to stop")  # keeps an earlier request of this rank
+        self._save(final=True)
+        self.report.stopped(self.step, self.meter.read())
+        return Exit.STOPPED
 
     @property
     def _has_diverged(self) -> bool:
@@ -179,33 +225,52 @@ class Trainer:
         with self.meter.waiting():
             return next(self.feed)
 
-    def _train(self, batch: StepBatch, save: bool) -> None:
+    def _train(self, batch: LocalBatch, agreement: Agreement) -> LocalBatch | None:
+        """Takes a step; returns the next batch after a rollback, else None."""
         with self.measures.step():
-            outcome = self.take_step(self.step, batch)
+            outcome = self.take_step(self.step, StepBatch(batch.micro_batches, agreement.target_count))
+        self.garbage.after(self.step + 1)
+        self._complete_line()
+        rolled_back = self._roll_back()
+        if rolled_back is not None:  # the step was taken with weights that had diverged
+            return rolled_back
+        self._count(outcome, agreement.target_count)
+        self.profiler.end(self.step, self.meter.waited_s)
+        return self._roll_back()
+
+    def _count(self, outcome: StepOutcome, target_count: int) -> None:
+        """Counts a step that was taken, and logs, evaluates and saves if it is due."""
         before = self.length.samples(self.step)
         self.step += 1
-        self.tokens += batch.target_count
-        self.meter.count(self.length.samples(self.step) - before, batch.target_count)
+        self.tokens += target_count
+        self.meter.count(self.length.samples(self.step) - before, target_count)
         evaluates = self.step == self.length.total_steps or _falls_on(self.step, self.config.train.eval_every)
         if evaluates or self.step == 1 or _falls_on(self.step, self.config.telemetry.log_every):
-            self._log(outcome, evaluates)
-        self._save_due |= save or self.schedule.falls_on(self.step)
-        good = self.watch.calm and self.take_step.skipped_in_a_row <= 1 and not self._has_diverged
-        if self._save_due and good:  # otherwise the save waits until the loss is stable
-            self._save()
+            self._begin_line(outcome)
+            if evaluates or not logs_late(self.mesh.device):
+                self._complete_line(evaluates)
+        self._save_due |= self.schedule.falls_on(self.step)
+        if not self._save_due:  # otherwise the host waits for the device
+            return
+        self._complete_line()
+        if self.watch.calm and self.take_step.skipped_in_a_row <= 1 and not self._has_diverged:
+            self._save()  # otherwise the save waits until the loss is stable
 
-    def _roll_back(self, divergence: Divergence, following: LocalBatch | None) -> LocalBatch | None:
-        """Rolls back to the newest checkpoint before the divergence and skips the batches since then.
+    def _roll_back(self) -> LocalBatch | None:
+        """Rolls back to the newest checkpoint before a divergence, if there was one, and skips the batches since then.
 
         Returns:
-            The batch of the next step. It is ``following`` if the loss has jumped and there is no such checkpoint.
+            The batch of the next step, or None if training goes on: without a divergence, or if the loss has jumped and
+            there is no such checkpoint.
 
         Raises:
             Diverged: the divergence is fatal and there is no such checkpoint, or ``train.max_rollbacks`` is exceeded;
                 raised on every rank.
         """
-        self._divergence = None
-        bad = range(divergence.since, self.step)
+        if self._divergence is None:
+            return None
+        (step, divergence), self._divergence = self._divergence, None
+        bad = range(divergence.since, step)
         rollbacks = self.rollbacks + 1
         if rollbacks > self.watch.max_rollbacks:
             self._fail(f"{divergence.reason} (after {self.rollbacks} rollbacks, the limit of train.max_rollbacks)")
@@ -214,8 +279,8 @@ class Trainer:
         if restored is None and divergence.fatal:
             self._fail(f"{divergence.reason} (and there is no checkpoint of step {bad.start} or earlier)")
         if restored is None:
-            self.report.warning(self.step, f"{divergence.reason}; continuing, as there is no earlier checkpoint")
-            return following
+            self.report.warning(step, f"{divergence.reason}; continuing, as there is no earlier checkpoint")
+            return None
         self._save_due |= self._control.read().save  # the agreement for a batch that is now dropped
         skipped = self.skipped.without(bad)
         self.resume(restored)
@@ -228,32 +293,46 @@ class Trainer:
         self._announce(batch)
         return batch
 
-    def _log(self, outcome: StepOutcome, evaluates: bool) -> None:
-        """Logs one line of metrics; the loss is that of this step only, so it is the same after any resume."""
-        numbers = self.engine.reduce(outcome.result)
-        line: dict[str, Any] = {
-            "step": self.step,
-            "epoch": self.feed.epoch_of(self.step - 1),
-            "loss": numbers.loss,
-            "lr": outcome.learning_rate,
-            "grad_norm": outcome.grad_norm.item(),
-            "samples": self.length.samples(self.step),
-            "tokens": self.tokens,
-        }
-        skipped = self.take_step.skipped()
-        self._divergence = self.watch.check(self.step, numbers.loss, skipped.in_a_row)
+    def _begin_line(self, outcome: StepOutcome) -> None:
+        """Begins the line of metrics of a step; the loss is that of this step only, so it is the same after any resume.
+
+        The host does not wait for a GPU.
+        """
+        scalars = dict(zip(_SUMS, add_up(outcome.result, self.mesh), strict=True)) | {"grad_norm": outcome.grad_norm}
+        scalars |= dict(zip(_SKIPPED, self.take_step.take_skipped(), strict=True))
         if self.take_step.loss_scale is not None:
-            line["loss_scale"] = self.take_step.loss_scale.value.item()
+            scalars["loss_scale"] = self.take_step.loss_scale.value
+        totals = {"samples": self.length.samples(self.step), "tokens": self.tokens}
+        epoch = self.feed.epoch_of(self.step - 1)
+        self.measures.cut()
+        self._line = _Line(self.step, epoch, outcome.learning_rate, totals, Readback(scalars, self.mesh.device))
+
+    def _complete_line(self, evaluates: bool = False) -> None:
+        """Completes and writes the line that was begun, if there is one, and looks for a divergence. Collective."""
+        if self._line is None:
+            return
+        begun, self._line = self._line, None
+        line, skipped = _content(begun)
+        step, loss = begun.step, line["loss"]
+        divergence = self.watch.check(step, loss, skipped.in_a_row)
+        self._divergence = None if divergence is None else (step, divergence)
         line |= self.meter.read()
         line |= self.measures.over_ranks(self.meter.interval)
         if evaluates:
             line |= self._evaluate()
         self.report.line(line, skipped)
         self._bad_end = None
-        if self.step == self.length.total_steps:
-            scaled = self.take_step.loss_scale is not None
-            validation = line["val_loss"]
-            self._bad_end = self.watch.at_end(self.step, numbers.loss, validation, skipped.in_a_row, scaled)
+        if step == self.length.total_steps:
+            self._bad_end = self.watch.at_end(step, loss, line["val_loss"], skipped.in_a_row, "loss_scale" in line)
+
+    def _rescue_line(self) -> None:
+        """Writes the line that was begun, after an error, without the metrics of other ranks, which may be gone."""
+        if self._line is not None:
+            begun, self._line = self._line, None
+            with suppress(Exception):  # the error of the training is the one to report
+                if begun.scalars.ready:
+                    line, skipped = _content(begun)
+                    self.report.line(line | self.meter.read(), skipped)
 
     def _evaluate(self) -> dict[str, float | None]:
         """Evaluates and returns metrics. A stop request interrupts it, except at the end of the run."""
@@ -291,6 +370,21 @@ class Trainer:
 def skipped_data(restored: RestoredState) -> Skipped:
     """Returns the data that a checkpoint says to skip."""
     return Skipped.parse(restored.extra.get("skipped_windows", ()))
+
+
+def _content(line: _Line) -> tuple[dict[str, Any], SkippedSteps]:
+    """Returns the metrics that the step itself has computed; waits for the device."""
+    values = line.scalars.read()
+    metrics = {
+        "step": line.step,
+        "epoch": line.epoch,
+        "loss": step_numbers(*(values[name] for name in _SUMS)).loss,
+        "lr": line.learning_rate,
+        "grad_norm": values["grad_norm"],
+        **line.totals,
+    }
+    metrics |= {name: values[name] for name in ("loss_scale",) if name in values}
+    return metrics, SkippedSteps(*(int(values[name]) for name in _SKIPPED))
 
 
 def _falls_on(step: int, every: int) -> bool:

@@ -38,6 +38,7 @@ from hpc_train.run.freeze import load
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.debug import DebuggedEngine
 from hpc_train.train.divergence import DivergenceWatch
+from hpc_train.train.garbage import GarbageCollection
 from hpc_train.train.measures import BalanceWatch, Measures, Meter, make_meter
 from hpc_train.train.memory import explained
 from hpc_train.train.optimizer import Optimizer, peak_rate
@@ -150,6 +151,7 @@ def _build(
         schedule=_save_schedule(config, run, mesh),
         heartbeat=heartbeat,
         watch=DivergenceWatch(config.train),
+        garbage=GarbageCollection(config.train.gc_every),
         last_save=LastSave(mesh, heartbeat, stop, report, config.checkpoint.wait_for_room_s, spec.stop_grace_s),
         open_feed=open_feed,
     )

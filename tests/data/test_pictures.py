@@ -14,7 +14,7 @@ from PIL import Image
 
 from hpc_train.config.schema import CIFAR100DataConfig, ImagesDataConfig
 from hpc_train.data.cifar100 import MEAN, OFFICIAL_MD5, STD, CIFAR100Dataset
-from hpc_train.data.images import ImagesDataset, generator, random_box, resize, shifted_crop
+from hpc_train.data.images import ImagesDataset, generator, pixel_scale, random_box, resize, shifted_crop
 from hpc_train.errors import UserError
 
 COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
@@ -49,8 +49,10 @@ def test_cifar100_in_the_official_format(cifar: tuple[Path, dict[str, str]]) -> 
     assert (len(train), len(validation)) == (20, 7)
     sample = validation.sample(3, 0)
     pixels = pickle.loads((cifar[0] / "cifar-100-python" / "test").read_bytes())["data"][3].reshape(3, 32, 32)
-    np.testing.assert_allclose(sample.inputs, (pixels / 255 - MEAN) / STD, rtol=1e-5, atol=1e-6)
-    assert sample.inputs.dtype == np.float32 and sample.targets == 3
+    assert np.array_equal(sample.inputs, pixels) and sample.inputs.dtype == np.uint8 and sample.targets == 3
+    resized = cifar_dataset(cifar, "validation", image_size=48)
+    assert resized.scale == validation.scale == pixel_scale(MEAN, STD)
+    assert resized.sample(3, 0).inputs.dtype == np.float32
     assert validation.class_names[99] == "class 99"
     assert cifar_dataset((cifar[0] / "cifar-100-python", cifar[1]), "train").sample(0, 0).inputs.shape == (3, 32, 32)
     assert cifar_dataset(cifar, "train", image_size=48).sample(0, 0).inputs.shape == (3, 48, 48)
@@ -122,7 +124,7 @@ def test_images(pictures: Path, split: str) -> None:
     for index in range(len(dataset)):
         sample = dataset.sample(index, 0)
         brightest = sample.inputs.mean(axis=(1, 2)).argmax()
-        assert sample.inputs.shape == (3, 16, 16) and sample.inputs.dtype == np.float32
+        assert sample.inputs.shape == (3, 16, 16) and sample.inputs.dtype == np.uint8
         assert sorted(COLOURS)[int(sample.targets)] == ("red", "green", "blue")[brightest]
     assert images(pictures, split, channels=1).sample(0, 0).inputs.shape == (1, 16, 16)
 

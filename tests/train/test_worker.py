@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from hpc_train.config.schema import Config
+from hpc_train.fabric.decision import ALLOCATOR_SETTINGS, GROWING_SEGMENTS
 from hpc_train.measure.suggestions import AdviceWatch, SuggestedSetting
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.run.agent_worker import WorkerSpec
@@ -15,6 +17,7 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
 from hpc_train.run.requests import StopFlag
 from hpc_train.telemetry.metrics import MetricsLog
+from hpc_train.train import processes
 from hpc_train.train.report import Report
 from hpc_train.train.step import SkippedSteps
 from tests.train.runs import frozen, run_attempt
@@ -92,3 +95,25 @@ def test_advice_goes_to_the_log_and_the_events(tmp_path: Path, capsys: pytest.Ca
     assert (event["event"], event["step"], event["limit"], event["value"]) == ("advice", 4, "data", 0.7)
     assert event["overrides"] == [["batch.loader_workers=1"]]
     assert event["message"] in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    "name", ["_cuda_cudaCachingAllocator_set_allocator_settings", "_accelerator_setAllocatorSettings"]
+)
+@pytest.mark.parametrize("value", [GROWING_SEGMENTS, "max_split_size_mb:64", None])
+def test_the_allocator_of_a_forked_worker_is_told_our_choice_and_no_other(
+    name: str, value: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch has read the variable before the worker was forked; this imitates the function of older and newer torch."""
+    done: list[str] = []
+    monkeypatch.setattr(torch._C, name, done.append, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(str(device)))
+    monkeypatch.delenv(ALLOCATOR_SETTINGS, raising=False)
+    if value is not None:
+        monkeypatch.setenv(ALLOCATOR_SETTINGS, value)
+    spec = WorkerSpec(
+        run_dir="", attempt=0, rank=0, local_rank=0, local_world_size=1, node_rank=0, nodes=1,
+        layout=resolve_layout(Config(), 1, 1), master_address="", master_port=0, gpus_per_node=1, threads=1,
+    )  # fmt: skip
+    processes._device(spec)
+    assert done == [GROWING_SEGMENTS] * (value == GROWING_SEGMENTS) + ["cuda:0"]

@@ -105,6 +105,17 @@ class PrecisionConfig:
     """Number formats. Parameters and optimizer state stay in fp32, or in fp64 under fp64."""
 
     name: str = key("fp32", "The format of matrix products.", choices=("fp64", "fp32", "bf16", "fp16"))
+    residual: str = key(
+        "compute",
+        "bf16, fp16: the format of the hidden states between layers and between pipeline stages, under every strategy: "
+        "compute is that of matrix products; fp32 needs more memory, traffic and time.",
+        choices=("compute", "fp32"),
+    )
+    tf32: bool = key(
+        False,
+        "Whether matrix products and convolutions of fp32 tensors use TF32 on GPUs, with 10 bits of precision instead "
+        "of 23. It is several times faster; without it, fp32 gives the same results as on a CPU up to rounding.",
+    )
     loss_scale_init: float = key(65536.0, "fp16: the first loss scale.", above=0)
     loss_scale_growth_interval: int = key(
         2000, "fp16: the number of finite steps after which the loss scale doubles.", at_least=1, unit="steps"
@@ -148,6 +159,13 @@ class TrainConfig:
     )
     max_rollbacks: int = key(
         3, "The number of rollbacks before the run fails. Each skips the samples of the bad steps.", at_least=0
+    )
+    gc_every: int = key(
+        100,
+        "Steps between Python's garbage collections, which run on all ranks at the same steps, so that no rank waits "
+        "for another's. 0 leaves them to Python.",
+        at_least=0,
+        unit="steps",
     )
     debug: bool = key(
         False,

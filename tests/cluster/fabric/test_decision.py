@@ -20,6 +20,7 @@ from tests.cluster.fabric.machines import Machine, hgx, switch
 GENERAL = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     "NCCL_DEBUG": "WARN",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     "TORCH_NCCL_ENABLE_TIMING": "1",
@@ -248,6 +249,7 @@ def test_the_user_wins_at_each_of_three_places(tmp_path: Path) -> None:
     assert "NCCL_ALGO" not in found
     decision = decide([facts], FabricJob(2, 8, (2, 26)), found)
     assert set(exported(decision)) == {
+        "PYTORCH_CUDA_ALLOC_CONF",
         "TORCH_FR_BUFFER_SIZE",
         "TORCH_NCCL_DUMP_ON_TIMEOUT",
         "TORCH_NCCL_ENABLE_TIMING",
@@ -260,6 +262,18 @@ def test_the_user_wins_at_each_of_three_places(tmp_path: Path) -> None:
     other.write_text("NCCL_IB_HCA=mlx5\n")
     chosen = settings({"NCCL_CONF_FILE": str(other)}, home, system)
     assert chosen["NCCL_IB_HCA"].value == "mlx5" and chosen["NCCL_DEBUG"].value == "TRACE"
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
+def test_a_setting_of_the_allocator_under_any_name_replaces_ours(name: str, tmp_path: Path) -> None:
+    found, _ = merged({"n1": settings_of_communication({name: "max_split_size_mb:64"}), "n2": ()})
+    decision = decide([facts_of(hgx, tmp_path)], FabricJob(1, 8, (2, 26)), found)
+    assert not any("ALLOC_CONF" in variable.name for variable in decision.variables)
+
+
+def test_a_job_without_gpus_leaves_the_allocator_alone(tmp_path: Path) -> None:
+    decision = decide([facts_of(hgx, tmp_path)], FabricJob(1, 0), {})
+    assert not any("ALLOC_CONF" in variable.name for variable in decision.variables)
 
 
 def test_what_is_set_on_any_node_counts_for_all(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hpc_train.fabric.port_filter import sick_lines
 from tests.cluster.fabric.nodes import DOWN, H200, Card, Site, rails
 from tests.cluster.fabric.test_libfabric import ALPS, P5, POLARIS, PUBLISHED
 
-GENERAL = {"CUDA_DEVICE_ORDER", "NCCL_DEBUG", "TORCH_FR_BUFFER_SIZE"}
+GENERAL = {"CUDA_DEVICE_ORDER", "NCCL_DEBUG", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_FR_BUFFER_SIZE"}
 GENERAL |= {"TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_TIMING"}
 GUARD = {"NCCL_NET": "AWS Libfabric"}
 STORAGE = {"NCCL_IB_HCA": "^=mlx5_1,mlx5_2"}

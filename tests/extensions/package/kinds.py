@@ -7,7 +7,6 @@ KIND = DataParallelKind(
     replicas="tests.extensions.package.replicas:SummedAfterwards",
     sharder=None,
     shards=frozenset(),
-    casts_parameters=False,
     schedules=("1f1b", "tests.extensions.package.dualpipev:SCHEDULE"),
     tensor_parallel=False,
     compressed_as=None,

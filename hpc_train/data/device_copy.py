@@ -1,0 +1,76 @@
+"""Copies micro-batches to a device and normalises their pixels there.
+
+On a GPU the copies run in a stream of their own, one step before they are used, so that they overlap with computation.
+Pixels travel as 8-bit integers where the dataset has them, a quarter of the bytes of float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hpc_train.data.dataset import Batch, PixelScale
+
+
+@dataclass(frozen=True)
+class SentBatches:
+    """Holds micro-batches whose copy may still run.
+
+    Attributes:
+        copied: marks the end of the copy in its stream; None if nothing is to be waited for.
+    """
+
+    micro_batches: tuple[Batch, ...]
+    copied: torch.cuda.Event | None = None
+
+    def receive(self) -> tuple[Batch, ...]:
+        """Returns the micro-batches for use in the current stream, which waits for the copy; the host does not."""
+        if self.copied is not None:
+            stream = torch.cuda.current_stream(self.micro_batches[0].inputs.device)
+            stream.wait_event(self.copied)
+            for batch in self.micro_batches:
+                for value in (batch.inputs, batch.targets, *batch.context.values()):
+                    value.record_stream(stream)  # its memory is not reused before this stream has used it
+        return self.micro_batches
+
+
+class DeviceCopy:
+    """Copies micro-batches to ``device``.
+
+    Args:
+        scale: normalises the inputs after the copy; None leaves them unchanged.
+    """
+
+    def __init__(self, device: torch.device, scale: PixelScale | None) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._scale = (
+            None if scale is None else [_channels(value, device) for value in ((255.0,), scale.mean, scale.std)]
+        )
+
+    def send(self, batches: Iterable[Batch]) -> SentBatches:
+        """Starts to copy ``batches``; the host does not wait if their memory is page-locked."""
+        if self._stream is None:
+            return SentBatches(tuple(map(self._copy, batches)))
+        with torch.cuda.stream(self._stream):
+            sent = tuple(map(self._copy, batches))
+            copied = torch.cuda.Event()
+            copied.record(self._stream)
+        return SentBatches(sent, copied)
+
+    def _copy(self, batch: Batch) -> Batch:
+        moved = batch.to(self._device)
+        return moved if self._scale is None else replace(moved, inputs=self._normalised(moved.inputs))
+
+    def _normalised(self, pixels: Tensor) -> Tensor:
+        assert self._scale is not None
+        largest, mean, std = self._scale
+        return (pixels.to(torch.float32) / largest - mean) / std
+
+
+def _channels(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Returns ``[channels, 1, 1]``. A tensor on the device, unlike a number, also divides with exact rounding there."""
+    return torch.tensor(values, dtype=torch.float32, device=device).reshape(-1, 1, 1)
