@@ -20,8 +20,10 @@ from hpc_train.config.schema import Config
 from hpc_train.data.dataset import StepBatch
 from hpc_train.data.feed import NOTHING, LocalBatch, TrainFeed
 from hpc_train.data.sampler import Skipped
+from hpc_train.models.transformer import attention_backend
 from hpc_train.parallel.engine import Engine, StepNumbers, StepResult
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.precision import compute_dtype, parameter_dtype
 from hpc_train.run.agent_worker import Heartbeat, Phase
 from hpc_train.run.exits import Diverged, Exit
 from hpc_train.run.requests import StopFlag
@@ -121,8 +123,10 @@ class Trainer:
     def _run(self) -> Exit:
         phase = Phase.FIRST_STEP
         self.heartbeat.enter(phase, self.step)
-        batch: LocalBatch | None = self._next_batch()
-        self._announce(batch)
+        first = self._next_batch()
+        self._announce(first)
+        self._name_attention(first)
+        batch: LocalBatch | None = first
         while batch is not None:
             self.heartbeat.enter(phase, self.step)
             phase = Phase.STEP
@@ -150,6 +154,16 @@ class Trainer:
         rates = self.meter.read()
         self.report.finished(self.step, self.meter.mean_tokens_per_s, rates, self._weights_sha256(), memory)
         return Exit.DONE
+
+    def _name_attention(self, batch: LocalBatch) -> None:
+        """Prints on rank 0 which implementation of attention torch chooses."""
+        if self.mesh.rank != 0:
+            return
+        precision = self.config.precision.name
+        dtype = compute_dtype(precision) or parameter_dtype(precision)
+        name = attention_backend(self.engine.parts, batch.micro_batches[0], dtype, self.mesh.device)
+        if name is not None:
+            print(f"attention: scaled_dot_product_attention uses its {name} implementation")
 
     @property
     def _has_diverged(self) -> bool:
