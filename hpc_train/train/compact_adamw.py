@@ -24,6 +24,7 @@ import torch._dynamo
 from torch import Tensor
 
 from hpc_train.errors import UserError
+from hpc_train.parallel.compile import compile_in_turns
 
 BLOCK = 256
 MIN_ELEMENTS = 4096  # elements; smaller tensors and those that are not a multiple of BLOCK keep fp32 moments
@@ -62,7 +63,7 @@ class CompactAdamW(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._zeros = _zeros_of(moments)
         on_gpu = any(parameter.is_cuda for group in groups for parameter in group["params"])
-        chosen = ("inductor" if on_gpu else None) if backend == "default" else backend
+        chosen = (compile_in_turns if on_gpu else None) if backend == "default" else backend
         self._compiled = chosen is not None
         self._update = _compiled(chosen) if self._compiled else _update
 

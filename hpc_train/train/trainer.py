@@ -21,6 +21,7 @@ from hpc_train.data.dataset import StepBatch
 from hpc_train.data.feed import NOTHING, LocalBatch, TrainFeed
 from hpc_train.data.sampler import Skipped
 from hpc_train.models.transformer import attention_backend
+from hpc_train.parallel.compile import KeptArtifacts
 from hpc_train.parallel.engine import Engine, StepNumbers, StepResult
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision import compute_dtype, parameter_dtype
@@ -80,6 +81,7 @@ class Trainer:
     watch: DivergenceWatch
     last_save: LastSave
     open_feed: OpenFeed
+    artifacts: KeptArtifacts | None = None  # of torch.compile
     step: int = 0
     tokens: int = 0  # targets that counted since step 0, over all ranks
     skipped: Skipped = NOTHING  # data that is skipped after rollbacks
@@ -88,6 +90,7 @@ class Trainer:
     _divergence: Divergence | None = field(default=None, init=False)
     _bad_end: Divergence | None = field(default=None, init=False)
     _save_due: bool = field(default=False, init=False)
+    _first: bool = field(default=True, init=False)  # whether the attempt has not completed a step
     # (step, metrics) of the last evaluation
     _evaluated: tuple[int, dict[str, float | None]] = field(default_factory=lambda: (-1, {}), init=False)
 
@@ -194,12 +197,15 @@ class Trainer:
             return next(self.feed)
 
     def _train(self, batch: StepBatch, save: bool) -> None:
+        began = time.monotonic()
         with self.measures.step():
             outcome = self.take_step(self.step, batch)
         before = self.length.samples(self.step)
         self.step += 1
         self.tokens += batch.target_count
         self.meter.count(self.length.samples(self.step) - before, batch.target_count)
+        if self._first:
+            self._finish_first_step(began)
         evaluates = self.step == self.length.total_steps or _falls_on(self.step, self.config.train.eval_every)
         if evaluates or self.step == 1 or _falls_on(self.step, self.config.telemetry.log_every):
             self._log(outcome, evaluates)
@@ -207,6 +213,21 @@ class Trainer:
         good = self.watch.calm and self.take_step.skipped_in_a_row <= 1 and not self._has_diverged
         if self._save_due and good:  # otherwise the save waits until the loss is stable
             self._save()
+
+    def _finish_first_step(self, began: float) -> None:
+        """Reports the seconds of the first step of a restarted attempt, or one that compiles, and keeps the graphs."""
+        self._first = False
+        if self.artifacts is None and self.report.events.attempt == 0:
+            return
+        if self.mesh.device.type != "cpu":
+            torch.accelerator.synchronize(self.mesh.device)
+        self.report.first_step(self.step, time.monotonic() - began, self.artifacts)
+        self._keep_artifacts()
+
+    def _keep_artifacts(self) -> None:
+        if self.artifacts is not None:
+            with self.meter.pausing():
+                self.artifacts.save()
 
     def _roll_back(self, divergence: Divergence, following: LocalBatch | None) -> LocalBatch | None:
         """Rolls back to the newest checkpoint before the divergence and skips the batches since then.
@@ -281,6 +302,7 @@ class Trainer:
         return numbers | {"eval_s": time.monotonic() - began}
 
     def _save(self, final: bool = False) -> None:
+        self._keep_artifacts()  # an evaluation may have compiled graphs of its own
         began = time.monotonic()
         self._save_due = False
         with self.meter.saving(), self.heartbeat.during(Phase.CHECKPOINT, self.step):
