@@ -29,6 +29,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.compiler._cache import CacheInfo
 
 from hpc_train.config.schema import Config
 from hpc_train.models.model import Model
@@ -105,14 +106,17 @@ class KeptArtifacts:
         self.loaded = False
         self._path = path
         self._writes = writes
-        self._saved = 0  # graphs compiled at the time of the last save
+        self._graphs = 0  # compiled or taken from the cache up to the last save
+        self._kept: set[tuple[str, str]] = set()  # kinds and keys of the artifacts in the file
 
     def load(self) -> None:
         """Loads the artifacts into the cache on disk."""
         try:
             content = self._path.read_bytes()
             with _one_line():
-                self.loaded = torch.compiler.load_cache_artifacts(content) is not None
+                info = torch.compiler.load_cache_artifacts(content)
+            self.loaded = info is not None
+            self._kept = set() if info is None else _keys(info)
             problem = None if self.loaded else "the file is damaged"
         except FileNotFoundError:
             return
@@ -122,18 +126,26 @@ class KeptArtifacts:
             print(f"the compiler's artifacts cannot be loaded from {self._path}, so it compiles again: {problem}")
 
     def save(self) -> None:
-        """Replaces the file atomically if this rank writes it and has compiled a graph since the last call."""
-        compiled, _ = compiled_graphs()
-        if not self._writes or compiled == self._saved:
+        """Replaces the file atomically if this rank writes it and has used artifacts that are not in it.
+
+        Another rank of the node may have compiled them.
+        """
+        graphs = sum(compiled_graphs())
+        if not self._writes or graphs == self._graphs:
             return
-        self._saved = compiled
+        self._graphs = graphs
         try:
             with _one_line():
                 artifacts = torch.compiler.save_cache_artifacts()
-            if artifacts is not None:
+            if artifacts is not None and not _keys(artifacts[1]) <= self._kept:
                 _replace(self._path, artifacts[0])
+                self._kept = _keys(artifacts[1])
         except Exception as error:
             print(f"the compiler's artifacts cannot be saved to {self._path}: {error!r}")
+
+
+def _keys(info: CacheInfo) -> set[tuple[str, str]]:
+    return {(kind, key) for kind, keys in info.artifacts.items() for key in keys}
 
 
 @contextmanager
