@@ -217,7 +217,8 @@ class Trainer:
     def _finish_first_step(self, began: float) -> None:
         """Reports the seconds of the first step of a restarted attempt, or one that compiles, and keeps the graphs."""
         self._first = False
-        if self.artifacts is None and self.report.events.attempt == 0:
+        restarted = self.report.events.attempt > 0 or self.step > 1
+        if self.artifacts is None and not restarted:
             return
         if self.mesh.device.type != "cpu":
             torch.accelerator.synchronize(self.mesh.device)
