@@ -11,14 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
-from hpc_train.data.dataset import IGNORED
-from hpc_train.models.model import Head
+from hpc_train.data.dataset import IGNORED, Batch
+from hpc_train.models.model import Head, Model
 
 
 class RMSNorm(nn.RMSNorm):
@@ -207,15 +209,59 @@ class Attention(nn.Module):
             query = rotate(query, context["rotary_cosine"], context["rotary_sine"])
             key = rotate(key, context["rotary_cosine"], context["rotary_sine"])
         mask = context.get("attention_mask")
-        mixed = F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=self.causal and mask is None,
-            enable_gqa=query.shape[2] != key.shape[2],
-        )
+        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
+        mixed = F.scaled_dot_product_attention(**_call(query, key, value, mask, self.causal))
         return self.wo(mixed.transpose(1, 2).flatten(2))
+
+    def backend(self, length: int, dtype: torch.dtype, device: torch.device, masked: bool) -> str:
+        """Returns the name of the implementation that torch chooses for sequences of ``length`` tokens.
+
+        Args:
+            dtype: the dtype of the projected tensors, which autocast may have chosen.
+            masked: whether there is an ``attention_mask``.
+        """
+        widths = (projection.out_features for projection in (self.wq, self.wk, self.wv))
+        query, key, value = (
+            torch.empty(
+                1, width // self.head_dim, length, self.head_dim, dtype=dtype, device=device, requires_grad=True
+            )
+            for width in widths
+        )
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device) if masked else None
+        call = _call(query, key, value, mask, self.causal)
+        return SDPBackend(torch._fused_sdp_choice(**call)).name.removesuffix("_ATTENTION").lower()
+
+
+def _call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> dict[str, Any]:
+    """Returns the arguments of ``scaled_dot_product_attention`` for heads ``[micro, heads, seq, head_dim]``.
+
+    On GPUs only flash attention has grouped queries everywhere, and it has neither masks nor fp32. The memory-efficient
+    kernel has both, but needs the keys and values of every query. Otherwise torch would fall back to its plain
+    implementation, which keeps scores of ``micro x heads x seq x seq`` for the backward pass.
+    """
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and query.is_cuda and (mask is not None or query.dtype not in (torch.float16, torch.bfloat16)):
+        times = query.shape[1] // key.shape[1]
+        key, value = (heads.repeat_interleave(times, dim=1) for heads in (key, value))
+        grouped = False
+    return {
+        "query": query,
+        "key": key,
+        "value": value,
+        "attn_mask": mask,
+        "is_causal": causal and mask is None,
+        "enable_gqa": grouped,
+    }
+
+
+def attention_backend(parts: Iterable[nn.Module], batch: Batch, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Returns the name of the implementation of attention in the layers of ``parts`` for ``batch``; None without."""
+    for part in parts:
+        attention = next((module for module in part.modules() if isinstance(module, Attention)), None)
+        if attention is not None and isinstance(part, Model):
+            length = part.hidden_shape(batch.inputs)[1]
+            return attention.backend(length, dtype, device, "document_ids" in batch.context)
+    return None
 
 
 @dataclass(frozen=True)

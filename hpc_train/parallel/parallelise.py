@@ -12,17 +12,13 @@ attention instead, but fused attention leaves little memory to save.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -36,6 +32,7 @@ from hpc_train.models import batch_norm
 from hpc_train.models.model import Model, canonical_name, keep_shared
 from hpc_train.models.transformer import CrossEntropyHead
 from hpc_train.models.wrapped import WrappedModel
+from hpc_train.parallel.compile import compile_layers
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision import parameter_dtype, set_hidden_dtype
 from hpc_train.parallel.tensor import apply_tensor_parallel
@@ -143,45 +140,6 @@ def apply_chunked_loss(model: nn.Module, chunks: int) -> None:
     head = model.head if isinstance(model, Model) else None
     if isinstance(model, Model) and isinstance(head, CrossEntropyHead):
         head.chunks, head.sequence_shards = chunks, model.sequence_shards
-
-
-def compile_layers(model: nn.Module) -> None:
-    """Compiles each layer of ``model`` in place, or the whole model if it has no ``layers``.
-
-    Call it after activation checkpointing is applied and before the model is sharded. Equal layers are compiled once.
-    The ranks of a node share the compiler's cache on disk (``TORCHINDUCTOR_CACHE_DIR``, node-local on Slurm) and
-    compile sequentially, so that the first one compiles a graph and the others load it. Graphs for GPUs contain their
-    device, so GPUs share only Triton's kernels.
-    """
-    for module in model.layers.values() if isinstance(model, Model) else (model,):
-        module.compile(backend=_compile_locked)
-
-
-def _compile_locked(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compiles with torch's backend. All layers use this function, since a new function would compile them again."""
-    from torch._inductor.compile_fx import (  # takes half a second, so only import it to compile
-        compile_fx,
-        compile_fx_inner,
-    )
-
-    def compile_inner(*args: Any, **kwargs: Any) -> Any:
-        with _compiler_lock():  # the compilation does not wait for other ranks
-            return compile_fx_inner(*args, **kwargs)
-
-    compiled: Any = compile_fx(graph, list(inputs), inner_compile=compile_inner)
-    return compiled
-
-
-@contextmanager
-def _compiler_lock() -> Iterator[None]:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    with Path(cache_dir(), "hpc_train.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # forked processes may still have the file open
 
 
 _NAMES = (

@@ -11,6 +11,7 @@ logs/nccl/NNN-rank-RRRR.log  NCCL's log of a rank while a preflight reads it; ke
 pp_split.json                cost of each block and the layers of each stage (strategy.pp_split=flops|measured)
 attempts/NNN.json            address, port and layout of an attempt; creating the file claims the number
 fabric.json                  hardware of the nodes of the newest attempt and the resulting environment
+compiled/                    artifacts of torch.compile, which the next attempt loads (see parallel/compile.py)
 profile/                     traces of chosen steps and ranks, and the time breakdown of a step (telemetry.profile)
 .locks/                      file locks: the run's lease and the lock on run.json (see file_lock.py)
 code/HASH/                   the frozen copy of the user's code; the runs of a sweep share one in the sweep's directory
@@ -71,6 +72,10 @@ class RunDirectory:
     @property
     def profile(self) -> Path:
         return self.path / "profile"
+
+    @property
+    def compiled(self) -> Path:
+        return self.path / "compiled"
 
     @property
     def attempts(self) -> Path:

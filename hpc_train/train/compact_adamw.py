@@ -1,25 +1,36 @@
 """Implements AdamW with compact moments: bf16 (4 bytes per parameter instead of 8) or block-wise 8 bits (2 bytes).
 
-The update is computed in fp32, in pieces of a few million elements. With round-to-nearest, a bf16 second moment would
-never change under a large beta2, because the additions are smaller than half a unit in the last place. Moments are
-therefore rounded stochastically. The random bits are a hash of the gradient and the step, so they are the same on
-replicas, under every layout, and after a resume. The 8-bit format is Dettmers et al.'s (2021, arXiv:2110.02861) as
-torchao implements it: blocks of 256 values with one scale each and 256 dynamic codes.
+The update is computed in fp32. With round-to-nearest, a bf16 second moment would never change under a large beta2,
+because the additions are smaller than half a unit in the last place. Moments are therefore rounded stochastically. The
+random bits are a hash of the gradient and the step, so they are the same on replicas, under every layout, and after a
+resume. The 8-bit format is Dettmers et al.'s (2021, arXiv:2110.02861) as torchao implements it: blocks of 256 values
+with one scale each and 256 dynamic codes.
+
+An update consists of about 40 elementwise operations. On GPUs torch.compile makes one kernel of them for each tensor.
+Elsewhere they run one by one, in pieces of a few million elements, which bounds the temporary memory. Small tensors are
+concatenated and updated together in both cases, which gives the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo
 from torch import Tensor
 
 from hpc_train.errors import UserError
+from hpc_train.parallel.compile import compile_in_turns
 
 BLOCK = 256
 MIN_ELEMENTS = 4096  # elements; smaller tensors and those that are not a multiple of BLOCK keep fp32 moments
 PIECE = 2**22  # elements; a multiple of BLOCK
+LARGE = 2**18  # elements; a compiled update of that size takes longer on a GPU than its launch
+MOST_GRAPHS = 64  # compiled updates, one for each size and format; dynamo's own limit is 8
 
 
 class CompactAdamW(torch.optim.Optimizer):
@@ -27,6 +38,8 @@ class CompactAdamW(torch.optim.Optimizer):
 
     Args:
         moments: ``bf16`` or ``8bit``.
+        backend: the backend with which torch.compile compiles the update of a tensor; None runs it eagerly. By default
+            the update of tensors on GPUs is compiled.
 
     Attributes:
         found_inf: a scalar on the parameters' device, set before each step.
@@ -38,10 +51,21 @@ class CompactAdamW(torch.optim.Optimizer):
     found_inf: Tensor
 
     def __init__(
-        self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, moments: str
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        moments: str,
+        backend: Any = "default",
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._zeros = _zeros_of(moments)
+        on_gpu = any(parameter.is_cuda for group in groups for parameter in group["params"])
+        chosen = (compile_in_turns if on_gpu else None) if backend == "default" else backend
+        self._compiled = chosen is not None
+        self._update = _compiled(chosen) if self._compiled else _update
 
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
         step = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -50,31 +74,175 @@ class CompactAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         finite = self.found_inf == 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    _update(parameter, self.state[parameter], group, finite)
+        with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS) if self._compiled else nullcontext():
+            for group in self.param_groups:
+                parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+                if parameters:
+                    self._step(group, parameters, finite)
+
+    def _step(self, group: Mapping[str, Any], parameters: Sequence[Tensor], finite: Tensor) -> None:
+        states = [self.state[parameter] for parameter in parameters]
+        terms = _terms([state["step"] for state in states], group, finite, parameters[0].dtype)
+        kept = torch.full((), 1 - group["lr"] * group["weight_decay"], dtype=terms[0].step.dtype, device=finite.device)
+        largest = None if self._compiled else PIECE
+        slices = [
+            piece
+            for parameter, state, term in zip(parameters, states, terms, strict=True)
+            for piece in _slices(parameter, state, term, largest)
+        ]
+        for batch in _batches(slices, LARGE if self._compiled else PIECE):
+            constants = (*group["betas"], group["eps"])
+            try:
+                _update_together(self._update, batch, finite, kept, constants)
+            except torch._dynamo.exc.TorchDynamoException as error:  # nothing of this batch has changed yet
+                self._compiled, self._update = False, _update
+                warnings.warn(
+                    f"the update of optim.moments runs without torch.compile, which failed: {error}", stacklevel=2
+                )
+                _update_together(self._update, batch, finite, kept, constants)
 
 
-def _update(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any], finite: Tensor) -> None:
-    """Updates one parameter and its moments unless ``finite`` is false."""
-    state["step"] += finite
-    step = state["step"].to(parameter.dtype)
-    beta1, beta2 = group["betas"]
-    rate = group["lr"]
-    root = (1 - beta2**step).sqrt()
-    pieces = zip(
-        _pieces(parameter.detach()), _pieces(parameter.grad), _pieces(state["exp_avg"]), _pieces(state["exp_avg_sq"]),
-        strict=True,
-    )  # fmt: skip
-    for value, gradient, first, second in pieces:
-        mean = wide(first, value.dtype).lerp_(gradient, 1 - beta1)
-        square = wide(second, value.dtype).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        change = mean / (square.sqrt() / root + group["eps"]) * (rate / (1 - beta1**step))
-        changed = value * (1 - rate * group["weight_decay"]) - change
-        value.copy_(torch.where(finite, changed, value))
-        _store(first, mean, finite, gradient, step)
-        _store(second, square, finite, gradient, -step)
+class _Terms(NamedTuple):
+    """The factors of an update that depend on the step: ``root`` is ``sqrt(1 - beta2^step)``, ``rate`` is
+    ``lr / (1 - beta1^step)``. Each is a scalar, or a tensor with a value for every element.
+    """
+
+    step: Tensor
+    root: Tensor
+    rate: Tensor
+
+
+def _terms(steps: list[Tensor], group: Mapping[str, Any], finite: Tensor, dtype: torch.dtype) -> list[_Terms]:
+    """Counts the step of each parameter and returns its terms."""
+    torch._foreach_add_(steps, [finite.to(steps[0].dtype)] * len(steps))
+    counts = [step.to(dtype) for step in steps]
+    first, second = (torch._foreach_pow(beta, counts) for beta in group["betas"])
+    for powers in (first, second):  # 1 - power, which is rounded in the same way
+        torch._foreach_neg_(powers)
+        torch._foreach_add_(powers, 1)
+    torch._foreach_sqrt_(second)
+    torch._foreach_reciprocal_(first)
+    torch._foreach_mul_(first, group["lr"])
+    return [_Terms(*terms) for terms in zip(counts, second, first, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """Flat views of a parameter or of a part of it.
+
+    Attributes:
+        moments: how the two moments are stored: one tensor each, or ``(codes, scale)`` each.
+        maps: the values of the 8-bit codes of both moments, else empty.
+    """
+
+    value: Tensor
+    gradient: Tensor
+    moments: tuple[Tensor, ...]
+    maps: tuple[Tensor, ...]
+    terms: _Terms
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that the update writes, and the gradient."""
+        return (self.value, *self.moments, self.gradient)
+
+    @property
+    def format(self) -> tuple[torch.dtype, ...]:
+        return tuple(tensor.dtype for tensor in self.tensors)
+
+
+def _slices(parameter: Tensor, state: Mapping[str, Any], terms: _Terms, largest: int | None) -> Iterator[_Slice]:
+    """Splits a parameter and its state into slices of at most ``largest`` elements, a multiple of BLOCK."""
+    assert parameter.grad is not None
+    both = state["exp_avg"], state["exp_avg_sq"]
+    coded = is_8bit(both[0])
+    stored = [tensor for moment in both for tensor in ((moment.codes, moment.scale) if coded else (moment,))]
+    maps = tuple(moment.qmap for moment in both) if coded else ()
+    flat = [tensor.view(-1) for tensor in (parameter.detach(), parameter.grad, *stored)]
+    if largest is None or parameter.numel() <= largest:
+        yield _Slice(flat[0], flat[1], tuple(flat[2:]), maps, terms)
+        return
+    sizes = [largest if tensor.numel() == parameter.numel() else largest // BLOCK for tensor in flat]
+    split = (tensor.split(size) for tensor, size in zip(flat, sizes, strict=True))
+    for value, gradient, *moments in zip(*split, strict=True):
+        yield _Slice(value, gradient, tuple(moments), maps, terms)
+
+
+def _batches(slices: Sequence[_Slice], most: int) -> Iterator[list[_Slice]]:
+    """Groups slices of one format into batches of at most ``most`` elements; a larger slice is a batch by itself."""
+    open_batches: dict[tuple[torch.dtype, ...], list[_Slice]] = {}
+    for piece in slices:
+        batch = open_batches.setdefault(piece.format, [])
+        if batch and sum(other.value.numel() for other in batch) + piece.value.numel() > most:
+            yield open_batches.pop(piece.format)
+            batch = open_batches.setdefault(piece.format, [])
+        batch.append(piece)
+    yield from open_batches.values()
+
+
+Update = Callable[..., None]
+
+
+def _update_together(
+    update: Update, batch: Sequence[_Slice], finite: Tensor, kept: Tensor, constants: tuple[float, float, float]
+) -> None:
+    """Updates the slices of ``batch`` at once, through copies if there are several."""
+    first = batch[0]
+    if len(batch) == 1:
+        update(first.tensors, first.maps, first.terms, finite, kept, constants)
+        return
+    together = tuple(torch.cat(column) for column in zip(*(piece.tensors for piece in batch), strict=True))
+    update(together, first.maps, _per_element(batch), finite, kept, constants)
+    written = [piece.tensors[:-1] for piece in batch]
+    for number, updated in enumerate(together[:-1]):
+        targets = [tensors[number] for tensors in written]
+        torch._foreach_copy_(targets, updated.split([target.numel() for target in targets]))
+
+
+def _per_element(batch: Sequence[_Slice]) -> _Terms:
+    return _Terms(*(
+        torch.cat([getattr(piece.terms, name).expand(piece.value.numel()) for piece in batch])
+        for name in ("step", "root", "rate")
+    ))  # fmt: skip
+
+
+def _update(
+    tensors: Sequence[Tensor],
+    maps: Sequence[Tensor],
+    terms: _Terms,
+    finite: Tensor,
+    kept: Tensor,
+    constants: tuple[float, float, float],
+) -> None:
+    """Updates a flat tensor and its moments in place unless ``finite`` is false.
+
+    Args:
+        tensors: see ``_Slice.tensors``.
+        kept: the factor of weight decay, ``1 - lr x weight_decay``.
+        constants: beta1, beta2 and epsilon.
+    """
+    value, *moments, gradient = tensors
+    beta1, beta2, eps = constants
+    half = len(moments) // 2
+    first, second = moments[:half], moments[half:]
+    mean = _widened(first, maps[:1], value.dtype).lerp_(gradient, 1 - beta1)
+    square = _widened(second, maps[1:], value.dtype).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    change = square.sqrt().div_(terms.root).add_(eps)
+    change = torch.div(mean, change).mul_(terms.rate)
+    if maps:
+        results = [*_encoded(mean.float(), maps[0]), *_encoded(square.float(), maps[1])]
+    elif first[0].dtype is torch.bfloat16:
+        noise = gradient.float().view(torch.int32)
+        results = [_rounded(mean.float(), noise, terms.step), _rounded(square.float(), noise, -terms.step)]
+    else:
+        results = [mean, square]
+    for tensor, result in zip((value, *moments), ((value * kept).sub_(change), *results), strict=True):
+        tensor.copy_(torch.where(finite, result, tensor))
+
+
+def _compiled(backend: Any) -> Update:
+    """Compiles ``_update`` for each size and format. It has no temporary tensors then, so tensors stay whole."""
+    return torch.compile(_update, backend=backend, dynamic=False, fullgraph=True)
 
 
 def wide(moment: Tensor, dtype: torch.dtype) -> Tensor:
@@ -86,32 +254,36 @@ def is_8bit(moment: Tensor) -> bool:
     return hasattr(moment, "codes")
 
 
-def _store(moment: Any, value: Tensor, finite: Tensor, gradient: Tensor, salt: Tensor) -> None:
-    if is_8bit(moment):
-        fresh = type(moment)(torch.empty_like(moment.codes), torch.empty_like(moment.scale), moment.qmap, moment.signed)
-        fresh.copy_(value.float())
-        moment.codes.copy_(torch.where(finite, fresh.codes, moment.codes))
-        moment.scale.copy_(torch.where(finite, fresh.scale, moment.scale))
-        return
-    rounded = _bf16(value.float(), gradient.float(), salt) if moment.dtype is torch.bfloat16 else value
-    moment.copy_(torch.where(finite, rounded, moment))
+def _widened(stored: Sequence[Tensor], maps: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Returns a copy in ``dtype`` of a moment that is stored as one tensor or as ``(codes, scale)``."""
+    if not maps:
+        return stored[0].to(dtype, copy=True)
+    codes, scale = stored
+    return (maps[0][codes.int()].view(-1, BLOCK) * scale.view(-1, 1)).view(-1).to(dtype)
 
 
-def _bf16(value: Tensor, gradient: Tensor, salt: Tensor) -> Tensor:
-    """Rounds stochastically to bf16 with a hash of ``gradient`` and ``salt``; the expected result is ``value``."""
-    mixed = gradient.view(torch.int32) ^ (salt.to(torch.int32) * 0x165667B1)
+def _encoded(value: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns codes and scales such that a block of 256 has its largest magnitude as scale.
+
+    The codes are those of torchao, which searches the sorted ``codebook`` with seven comparisons. A value that is not
+    finite gets any code.
+    """
+    blocks = value.view(-1, BLOCK)
+    scale = blocks.abs().amax(-1).clip(1e-12)
+    scaled = (blocks / scale.view(-1, 1)).view(-1)
+    below = (torch.bucketize(scaled, codebook, right=True) - 1).clip_(0)
+    above = (below + 1).clip_(max=255)
+    low = codebook[below]
+    nearer_above = scaled - low >= (codebook[above] - low) * 0.5
+    return torch.where(nearer_above, above, below).to(torch.uint8), scale
+
+
+def _rounded(value: Tensor, noise: Tensor, salt: Tensor) -> Tensor:
+    """Rounds ``value`` stochastically to bf16 with a hash of ``noise`` (int32) and ``salt``; its mean is ``value``."""
+    mixed = noise ^ (salt.to(torch.int32) * 0x165667B1)
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):  # the finaliser of a 32-bit hash
         mixed = (mixed ^ ((mixed >> shift) & (2 ** (32 - shift) - 1))) * factor
-    noise = (mixed >> 15) & 0xFFFF
-    return ((value.view(torch.int32) + noise) & ~0xFFFF).view(torch.float32).bfloat16()
-
-
-def _pieces(tensor: Any) -> Sequence[Any]:
-    """Splits a tensor into flat views of at most ``PIECE`` elements."""
-    if not is_8bit(tensor):
-        return tensor.view(-1).split(PIECE)
-    codes, scales = tensor.codes.view(-1).split(PIECE), tensor.scale.split(PIECE // BLOCK)
-    return [type(tensor)(code, scale, tensor.qmap, tensor.signed) for code, scale in zip(codes, scales, strict=True)]
+    return ((value.view(torch.int32) + ((mixed >> 15) & 0xFFFF)) & ~0xFFFF).view(torch.float32).bfloat16()
 
 
 def _zeros_of(moments: str) -> Callable[[Tensor, bool], Tensor]:

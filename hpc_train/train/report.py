@@ -14,6 +14,7 @@ from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.config.schema import Config
 from hpc_train.data.sampler import Skipped
 from hpc_train.measure.suggestions import AdviceWatch
+from hpc_train.parallel.compile import KeptArtifacts, compiled_graphs
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.directory import RunDirectory
@@ -74,6 +75,18 @@ class Report:
         print(f"{reason}\nrolled back to step {to_step}; skipping the samples of steps {bad.start + 1} to {bad.stop}")
         details = {"to_step": to_step, "bad_steps": [bad.start, bad.stop], "skipped_windows": skipped.windows}
         self.events.write("rolled_back", step=bad.stop, reason=reason, **details)
+
+    def first_step(self, step: int, seconds: float, artifacts: KeptArtifacts | None) -> None:
+        """Reports the duration of the first step of an attempt, and what it has compiled."""
+        if self.metrics is None:
+            return
+        compiled, reused = (0, 0) if artifacts is None else compiled_graphs()
+        loaded = artifacts is not None and artifacts.loaded
+        details = "" if artifacts is None else f"; {compiled} graphs compiled, {reused} taken from the cache"
+        source = ", which earlier attempts have filled" if loaded else ""
+        print(f"the first step took {seconds:.2f} s{details}{source}")
+        found = {"seconds": round(seconds, 3), "compiled": compiled, "reused": reused, "cache_loaded": loaded}
+        self.events.write("first_step", step=step, **found)
 
     def warning(self, step: int, message: str) -> None:
         if self.metrics is not None:

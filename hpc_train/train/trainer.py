@@ -26,8 +26,11 @@ from hpc_train.config.schema import Config
 from hpc_train.data.dataset import StepBatch
 from hpc_train.data.feed import NOTHING, LocalBatch, TrainFeed
 from hpc_train.data.sampler import Skipped
+from hpc_train.models.transformer import attention_backend
+from hpc_train.parallel.compile import KeptArtifacts
 from hpc_train.parallel.engine import Engine, StepNumbers, StepResult, add_up, step_numbers
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.precision import compute_dtype, parameter_dtype
 from hpc_train.run.agent_worker import Heartbeat, Phase
 from hpc_train.run.exits import Diverged, Exit
 from hpc_train.run.requests import StopFlag
@@ -112,6 +115,7 @@ class Trainer:
     garbage: GarbageCollection
     last_save: LastSave
     open_feed: OpenFeed
+    artifacts: KeptArtifacts | None = None  # of torch.compile
     step: int = 0
     tokens: int = 0  # targets that counted since step 0, over all ranks
     skipped: Skipped = NOTHING  # data that is skipped after rollbacks
@@ -121,6 +125,7 @@ class Trainer:
     _divergence: tuple[int, Divergence] | None = field(default=None, init=False)  # and the step at which it was found
     _bad_end: Divergence | None = field(default=None, init=False)
     _save_due: bool = field(default=False, init=False)
+    _first: bool = field(default=True, init=False)  # whether the attempt has not completed a step
     # (step, metrics) of the last evaluation
     _evaluated: tuple[int, dict[str, float | None]] = field(default_factory=lambda: (-1, {}), init=False)
 
@@ -160,8 +165,10 @@ class Trainer:
     def _run(self) -> Exit:
         phase = Phase.FIRST_STEP
         self.heartbeat.enter(phase, self.step)
-        batch: LocalBatch | None = self._next_batch()
-        self._announce(batch)
+        first = self._next_batch()
+        self._announce(first)
+        self._name_attention(first)
+        batch: LocalBatch | None = first
         while batch is not None:
             self.heartbeat.enter(phase, self.step)
             phase = Phase.STEP
@@ -197,6 +204,16 @@ class Trainer:
         self.report.stopped(self.step, self.meter.read())
         return Exit.STOPPED
 
+    def _name_attention(self, batch: LocalBatch) -> None:
+        """Prints on rank 0 which implementation of attention torch chooses."""
+        if self.mesh.rank != 0:
+            return
+        precision = self.config.precision.name
+        dtype = compute_dtype(precision) or parameter_dtype(precision)
+        name = attention_backend(self.engine.parts, batch.micro_batches[0], dtype, self.mesh.device)
+        if name is not None:
+            print(f"attention: scaled_dot_product_attention uses its {name} implementation")
+
     @property
     def _has_diverged(self) -> bool:
         """Returns whether the run has diverged at its end."""
@@ -227,8 +244,11 @@ class Trainer:
 
     def _train(self, batch: LocalBatch, agreement: Agreement) -> LocalBatch | None:
         """Takes a step; returns the next batch after a rollback, else None."""
+        began = time.monotonic()
         with self.measures.step():
             outcome = self.take_step(self.step, StepBatch(batch.micro_batches, agreement.target_count))
+        if self._first:
+            self._finish_first_step(self.step + 1, began)
         self.garbage.after(self.step + 1)
         self._complete_line()
         rolled_back = self._roll_back()
@@ -255,6 +275,22 @@ class Trainer:
         self._complete_line()
         if self.watch.calm and self.take_step.skipped_in_a_row <= 1 and not self._has_diverged:
             self._save()  # otherwise the save waits until the loss is stable
+
+    def _finish_first_step(self, step: int, began: float) -> None:
+        """Reports the seconds of the first step of a restarted attempt, or one that compiles, and keeps the graphs."""
+        self._first = False
+        restarted = self.report.events.attempt > 0 or step > 1
+        if self.artifacts is None and not restarted:
+            return
+        if self.mesh.device.type != "cpu":
+            torch.accelerator.synchronize(self.mesh.device)
+        self.report.first_step(step, time.monotonic() - began, self.artifacts)
+        self._keep_artifacts()
+
+    def _keep_artifacts(self) -> None:
+        if self.artifacts is not None:
+            with self.meter.pausing():
+                self.artifacts.save()
 
     def _roll_back(self) -> LocalBatch | None:
         """Rolls back to the newest checkpoint before a divergence, if there was one, and skips the batches since then.
@@ -346,6 +382,7 @@ class Trainer:
         return numbers | {"eval_s": time.monotonic() - began}
 
     def _save(self, final: bool = False) -> None:
+        self._keep_artifacts()  # an evaluation may have compiled graphs of its own
         began = time.monotonic()
         self._save_due = False
         with self.meter.saving(), self.heartbeat.during(Phase.CHECKPOINT, self.step):

@@ -25,6 +25,7 @@ from hpc_train.measure.utilisation import FORMULA, describe_utilisation
 from hpc_train.parallel.balance import SplitPlan, plan_split
 from hpc_train.parallel.bucket_search import bucket_choice_recorder, with_known_buckets
 from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.compile import kept_artifacts
 from hpc_train.parallel.compression.build import with_chosen_compression
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
@@ -116,6 +117,9 @@ def _build(
     local_ranks = spec.local_world_size
     training = build_dataset(config.data, "train", seed)
     validation = build_dataset(config.data, "validation", seed)
+    artifacts = kept_artifacts(config, mesh, run.compiled)
+    if artifacts is not None:
+        artifacts.load()
     engine = _build_engine(config, run, mesh, events, training)
     optimizer = Optimizer(config.optim, engine.named_parameters(), config.strategy.offload == "optimizer")
     checkpoints = CheckpointManager(run, engine, optimizer, mesh, config, events, local_ranks)
@@ -154,6 +158,7 @@ def _build(
         garbage=GarbageCollection(config.train.gc_every),
         last_save=LastSave(mesh, heartbeat, stop, report, config.checkpoint.wait_for_room_s, spec.stop_grace_s),
         open_feed=open_feed,
+        artifacts=artifacts,
     )
     if spec.nodes > 1:
         trainer.measures.watch_nodes(events)  # the agent watches the ranks of a single node

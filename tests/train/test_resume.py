@@ -63,7 +63,10 @@ def test_six_steps_are_three_and_three(tmp_path: Path, workers: int, overrides: 
     half = frozen(tmp_path / "half", *overrides)
     shutil.copytree(whole.checkpoints / "step-00000003", half.checkpoints / "step-00000003")
     assert run_attempt(half, workers) == [0] * workers
-    assert [event["step"] for event in half.read_events() if event["event"] == "resumed"] == [3]
+    events = {event["event"]: event for event in half.read_events()}
+    assert events["resumed"]["step"] == 3
+    assert events["first_step"]["step"] == 4 and events["first_step"]["seconds"] > 0
+    assert "the first step took" in (half.logs / "rank-0-000.log").read_text()
     assert_same_bits(whole.checkpoints / "step-00000006", half.checkpoints / "step-00000006")
     assert losses_and_norms(half) == losses_and_norms(whole)[3:]
 

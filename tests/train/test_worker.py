@@ -65,6 +65,7 @@ def test_epochs_and_padded_batches_count_samples_once(tmp_path: Path) -> None:
     assert [line["tokens"] for line in lines] == [8 * line["samples"] for line in lines]
     assert [line["epoch"] for line in lines] == [0, 0, 0, 1, 1, 1]
     log = (run.logs / "rank-0-000.log").read_text()
+    assert log.count("attention: scaled_dot_product_attention uses its flash implementation") == 1
     assert f"learning rate: {0.003 * (24 / 256) ** 0.5:g} (0.003 x sqrt 24/256)" in log
 
 

@@ -1,0 +1,206 @@
+"""Compiles the layers of a model, once per node, and keeps the results for the next attempt of the run.
+
+The compiler (TorchInductor) has a cache on disk (``TORCHINDUCTOR_CACHE_DIR``), which is node-local on Slurm and removed
+with the job. The ranks of a node share it, and take turns where they would compile the same graph, so that the first
+one compiles it and the others load it. A graph contains the index of its device, so ranks with different indices
+compile at the same time: they could only share Triton's kernels.
+
+The artifacts of the cache are also kept in the run directory (``torch.compiler.save_cache_artifacts``), one file for
+each environment, device index, model, strategy and pipeline stage. One rank writes each file, after the first step and
+with later checkpoints, and all ranks load theirs before the first step. The compiler takes an artifact only if its own
+key of the graph, the versions and the device agrees. Artifacts are pickled code, like the run's own code directory.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.compiler._cache import CacheInfo
+
+from hpc_train.config.schema import Config
+from hpc_train.models.model import Model
+from hpc_train.parallel.mesh import Mesh
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Compiles each layer of ``model`` in place, or the whole model if it has no ``layers``.
+
+    Call it after activation checkpointing is applied and before the model is sharded. Equal layers are compiled once.
+    Under DDP torch would cut each layer where a bucket of gradients ends, so that the backward pass can reduce a bucket
+    before the graph ends. Gradients are final after each layer anyway, so a layer stays one graph.
+    """
+    if not isinstance(model, Model):
+        model.compile(backend=compile_in_turns)
+        return
+    torch._dynamo.config.optimize_ddp = False
+    for layer in model.layers.values():
+        layer.compile(backend=compile_in_turns)
+
+
+def compile_in_turns(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compiles with torch's backend. All layers use this function, since a new function would compile them again."""
+    from torch._inductor.compile_fx import (  # takes half a second, so only import it to compile
+        compile_fx,
+        compile_fx_inner,
+    )
+
+    def compile_inner(graph: fx.GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        with _turn(_device(inputs)):  # the compilation does not wait for other ranks
+            return compile_fx_inner(graph, inputs, *args, **kwargs)
+
+    compiled: Any = compile_fx(graph, list(inputs), inner_compile=compile_inner)
+    return compiled
+
+
+def _device(inputs: Sequence[Any]) -> torch.device:
+    devices = [value.device for value in inputs if isinstance(value, Tensor)]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+@contextmanager
+def _turn(device: torch.device) -> Iterator[None]:
+    """Waits for the other ranks of the node that compile for a device of the same index."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    with Path(cache_dir(), f"hpc_train-{device.type}-{device.index or 0}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # forked processes may still have the file open
+
+
+def compiled_graphs() -> tuple[int, int]:
+    """Returns how many graphs this process has compiled, and how many it has loaded from a cache."""
+    from torch._dynamo.utils import counters
+
+    found = counters["inductor"]
+    return found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"], found["fxgraph_cache_hit"]
+
+
+class KeptArtifacts:
+    """Keeps the artifacts of the compiler in ``path``. A failure is one line in the log and nothing else.
+
+    Args:
+        writes: whether this rank writes the file.
+
+    Attributes:
+        loaded: whether ``load`` found artifacts.
+    """
+
+    def __init__(self, path: Path, writes: bool) -> None:
+        self.loaded = False
+        self._path = path
+        self._writes = writes
+        self._graphs = 0  # compiled or taken from the cache up to the last save
+        self._kept: set[tuple[str, str]] = set()  # kinds and keys of the artifacts in the file
+
+    def load(self) -> None:
+        """Loads the artifacts into the cache on disk."""
+        try:
+            content = self._path.read_bytes()
+            with _one_line():
+                info = torch.compiler.load_cache_artifacts(content)
+            self.loaded = info is not None
+            self._kept = set() if info is None else _keys(info)
+            problem = None if self.loaded else "the file is damaged"
+        except FileNotFoundError:
+            return
+        except Exception as error:  # unpickling a damaged file may raise anything
+            problem = repr(error)
+        if problem is not None:
+            print(f"the compiler's artifacts cannot be loaded from {self._path}, so it compiles again: {problem}")
+
+    def save(self) -> None:
+        """Replaces the file atomically if this rank writes it and has used artifacts that are not in it.
+
+        Another rank of the node may have compiled them.
+        """
+        graphs = sum(compiled_graphs())
+        if not self._writes or graphs == self._graphs:
+            return
+        self._graphs = graphs
+        try:
+            with _one_line():
+                artifacts = torch.compiler.save_cache_artifacts()
+            if artifacts is not None and not _keys(artifacts[1]) <= self._kept:
+                _replace(self._path, artifacts[0])
+                self._kept = _keys(artifacts[1])
+        except Exception as error:
+            print(f"the compiler's artifacts cannot be saved to {self._path}: {error!r}")
+
+
+def _keys(info: CacheInfo) -> set[tuple[str, str]]:
+    return {(kind, key) for kind, keys in info.artifacts.items() for key in keys}
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """Keeps torch from writing the traceback of a damaged file to the log."""
+    log = logging.getLogger("torch.compiler._cache")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def kept_artifacts(config: Config, mesh: Mesh, folder: Path) -> KeptArtifacts | None:
+    """Returns the artifacts of this rank in ``folder``, or None if the run compiles nothing. Collective."""
+    on_gpu = mesh.device.type == "cuda"
+    if not config.train.compile and not (on_gpu and config.optim.moments != "fp32"):
+        return None
+    name = artifacts_name(config, mesh.device, mesh.pp_rank)
+    names: list[str | None] = [None] * mesh.layout.world_size
+    dist.all_gather_object(names, name, group=mesh.control)
+    return KeptArtifacts(folder / name, writes=names.index(name) == mesh.rank)
+
+
+def artifacts_name(config: Config, device: torch.device, stage: int) -> str:
+    """Returns the name of the file for this environment, device index, model, strategy and pipeline stage."""
+    facts = {
+        "torch": torch.__version__,
+        "triton": _triton_version(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "model": asdict(config.model),
+        "strategy": asdict(config.strategy),
+        "precision": asdict(config.precision),
+        "stage": stage,
+    }
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+    return f"{device.type}-{device.index or 0}-{digest[:16]}.bin"
+
+
+def _triton_version() -> str | None:
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,133 @@
+"""Compiled layers: one graph each under DDP, compiled by one rank per node, and kept in the run directory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from hpc_train.config.schema import GPTConfig
+from hpc_train.parallel.build import build_engine
+from hpc_train.parallel.compile import KeptArtifacts, _turn, artifacts_name, compile_in_turns, compiled_graphs
+from tests.layouts.cells import VOCABULARY, Cell
+from tests.layouts.oracle import local_batch, mesh_of
+from tests.ranks import run_ranks
+
+
+def graphs(rank: int, world_size: int, cell: Cell) -> int:
+    """The graphs that torch.compile passes to the compiler in two steps; they run as they are."""
+    import torch._inductor.compile_fx as inductor
+
+    found = 0
+
+    def count(graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        nonlocal found
+        found += 1
+        return graph.forward
+
+    inductor.compile_fx = count  # type: ignore[assignment]
+    mesh, config = mesh_of(cell, rank), cell.config()
+    config.model = GPTConfig(vocab_size=VOCABULARY, n_layers=2, dim=256, n_heads=4, n_kv_heads=4, ffn_dim=512)
+    engine = build_engine(config, mesh)
+    for step in range(2):
+        engine.train_step(step, local_batch(cell, mesh.layout, mesh.dp_rank, step))
+    return found
+
+
+def test_a_layer_is_one_graph_under_ddp() -> None:
+    """A layer has 2.5 MiB of parameters, which torch would cut at buckets of 1 MiB."""
+    ddp = {"dp": 2, "data_parallel": "ddp", "bucket_cap_mb": 1.0}
+    cell = Cell(2, precision="fp32", strategy=ddp, train={"compile": True})
+    assert run_ranks(2, graphs, cell) == [1, 1]  # all layers are equal
+
+
+def attempt(cache: Path, kept: Path) -> tuple[bool, int, int, list[str]]:
+    """A product of matrices, which needs no C++ compiler, with an empty cache on disk and the artifacts in ``kept``.
+
+    Returns:
+        Whether artifacts were loaded, the graphs that were compiled and reused, and the lines of the log.
+    """
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+    torch.compiler.reset()
+    with redirect_stdout(StringIO()) as told:
+        artifacts = KeptArtifacts(kept, writes=True)
+        artifacts.load()
+        one, other = torch.ones(4, 4), torch.full((4, 4), 2.0)
+        assert torch.compile(torch.mm, backend=compile_in_turns)(one, other).sum() == 128
+        artifacts.save()
+    found = artifacts.loaded, *compiled_graphs(), told.getvalue().splitlines()
+    torch._dynamo.utils.counters.clear()
+    return found
+
+
+def attempts(rank: int, world_size: int, folder: Path) -> None:
+    kept = folder / "run" / "compiled" / "name.bin"
+    assert attempt(folder / "first", kept) == (False, 1, 0, [])
+    content = kept.read_bytes()
+    assert attempt(folder / "second", kept) == (True, 0, 1, [])
+    assert kept.read_bytes() == content and list(kept.parent.iterdir()) == [kept]
+    other = folder / "run" / "other.bin"
+    assert attempt(folder / "first", other) == (False, 0, 1, [])  # as on a rank whose neighbour has compiled the graph
+    assert other.stat().st_size > 0
+    kept.write_bytes(b"damaged")
+    loaded, compiled, _, (line,) = attempt(folder / "third", kept)
+    assert (loaded, compiled) == (False, 1) and f"cannot be loaded from {kept}" in line
+    assert kept.read_bytes() != b"damaged"
+    kept.unlink()
+    kept.mkdir()
+    loaded, compiled, _, lines = attempt(folder / "fourth", kept)
+    assert (loaded, compiled) == (False, 1)
+    assert ["loaded from" in lines[0], "saved to" in lines[1]] == [True, True] and len(lines) == 2
+    assert list(kept.parent.iterdir()) == [kept]
+
+
+def test_the_next_attempt_compiles_nothing_and_a_damaged_file_is_no_failure(tmp_path: Path) -> None:
+    run_ranks(1, attempts, tmp_path)
+
+
+def test_artifacts_are_kept_for_each_device_model_strategy_and_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, config = torch.device("cpu"), Cell(2).config()
+    names = {
+        artifacts_name(config, cpu, 0),
+        artifacts_name(config, cpu, 1),
+        artifacts_name(Cell(2, "gpt-tied").config(), cpu, 0),
+        artifacts_name(Cell(2, strategy={"dp": 2, "data_parallel": "zero3"}).config(), cpu, 0),
+        artifacts_name(Cell(2, precision="fp32").config(), cpu, 0),
+    }
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    names |= {artifacts_name(config, torch.device("cuda", index), 0) for index in (0, 1)}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA B200")
+    names.add(artifacts_name(config, torch.device("cuda", 0), 0))
+    monkeypatch.setattr(torch, "__version__", "2.99")
+    names.add(artifacts_name(config, torch.device("cuda", 0), 0))
+    assert len(names) == 9
+    assert artifacts_name(Cell(2).config(), torch.device("cuda", 0), 0) in names
+
+
+def turns(rank: int, world_size: int, cache: Path, devices: list[str], seen: Path) -> bool:
+    """Whether another rank was inside its turn at the same time; each waits a while for the other."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+    with _turn(torch.device(devices[rank])):
+        (seen / str(rank)).touch()
+        until = time.monotonic() + (20 if len(set(devices)) > 1 else 1)
+        while time.monotonic() < until and len(list(seen.iterdir())) < world_size:
+            time.sleep(0.01)
+        together = len(list(seen.iterdir())) == world_size
+        (seen / str(rank)).unlink() if len(set(devices)) == 1 else None
+    return together
+
+
+@pytest.mark.parametrize(("devices", "together"), [(["cuda:0", "cuda:0"], False), (["cuda:0", "cuda:1"], True)])
+def test_only_ranks_with_the_same_device_index_take_turns(tmp_path: Path, devices: list[str], together: bool) -> None:
+    """A graph for cuda:1 is another one than that for cuda:0, so it need not wait."""
+    (tmp_path / "seen").mkdir()
+    found = run_ranks(2, turns, tmp_path / "cache", devices, tmp_path / "seen")
+    assert found == [together, together]

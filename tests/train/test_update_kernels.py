@@ -1,0 +1,205 @@
+"""The kernels that a step of the optimizer with compact moments launches, and that fewer of them compute the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hpc_train.train.compact_adamw import LARGE, CompactAdamW
+from tests.checkpoint.progress import IN_LONG_FORM
+from tests.ranks import run_on_world, run_ranks
+
+LAYER = [(64, 64), (32, 64), (32, 64), (64, 64), (128, 64), (64, 128), (128, 64), (64,), (64,)]
+LAYERS = 12
+# For matrices and norms together, as weight decay makes two groups of them. One by one they need 6,000 kernels.
+MOST_KERNELS = {"bf16": 160, "8bit": 160}
+VIEWS = {"view", "split", "split_with_sizes", "expand", "unbind", "select", "slice", "detach", "alias", "unsqueeze"}
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operations that are no views; a GPU launches at least one kernel for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "aten" and func.overloadpacket.__name__ not in VIEWS
+        return func(*args, **(kwargs or {}))
+
+
+class Graphs:
+    """A backend of torch.compile that runs graphs as they are and counts them, and how often they are called."""
+
+    def __init__(self) -> None:
+        self.compiled = 0
+        self.called = 0
+
+    def __call__(self, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        self.compiled += 1
+
+        def call(*args: Any) -> Any:
+            self.called += 1
+            return graph.forward(*args)
+
+        return call
+
+
+def parameters(shapes: Sequence[tuple[int, ...]]) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(shape)) for shape in shapes]
+
+
+def optimizer_of(members: Sequence[nn.Parameter], moments: str, **backend: Any) -> CompactAdamW:
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in members if (p.ndim >= 2) == decays], "weight_decay": 0.1 if decays else 0.0}
+        for decays in (True, False)
+    ]
+    groups = [group for group in groups if group["params"]]
+    optimizer = CompactAdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, moments=moments, **backend)
+    for parameter in members:
+        optimizer.state[parameter] = optimizer.initial_state(parameter)
+    return optimizer
+
+
+def steps(optimizer: CompactAdamW, members: Sequence[nn.Parameter], first: int = 0, number: int = 4) -> None:
+    """Runs steps with another learning rate each; the gradients depend on the shape and the step only."""
+    for step in range(first, first + number):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (1 + step)
+        for parameter in members:
+            generator = torch.Generator().manual_seed(step)
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.found_inf = torch.tensor(float(step == 2))
+        optimizer.step()
+
+
+def bits(optimizer: CompactAdamW, parameter: nn.Parameter) -> list[Tensor]:
+    state = optimizer.state[parameter]
+    moments = [state["exp_avg"], state["exp_avg_sq"]]
+    stored = [
+        t for moment in moments for t in ((moment.codes, moment.scale) if hasattr(moment, "codes") else (moment,))
+    ]
+    return [parameter.detach(), state["step"], *stored]
+
+
+def kernels(rank: int, world_size: int, moments: str) -> int:
+    members = parameters(LAYER * LAYERS)
+    optimizer = optimizer_of(members, moments)
+    steps(optimizer, members)
+    with Kernels() as counted:
+        optimizer.step()
+    return counted.count
+
+
+@pytest.mark.parametrize("moments", MOST_KERNELS)
+def test_small_tensors_are_updated_together(moments: str) -> None:
+    (found,) = run_on_world(1, kernels, moments)
+    assert 0 < found <= MOST_KERNELS[moments]
+
+
+def alone_and_together(rank: int, world_size: int, moments: str) -> None:
+    shapes = [*LAYER, (7,), (3, 5), (), (0,), (100, 128)]
+    members, single = parameters(shapes), parameters(shapes)
+    together = optimizer_of(members, moments)
+    steps(together, members)
+    for parameter, own in zip(members, single, strict=True):
+        alone = optimizer_of([own], moments)
+        steps(alone, [own])
+        for one, other in zip(bits(together, parameter), bits(alone, own), strict=True):
+            assert torch.equal(one, other), parameter.shape
+
+
+@pytest.mark.parametrize("moments", MOST_KERNELS)
+def test_tensors_that_are_updated_together_get_the_same_bits(moments: str) -> None:
+    run_on_world(1, alone_and_together, moments)
+
+
+def assert_close(ours: Sequence[nn.Parameter], theirs: Sequence[nn.Parameter]) -> None:
+    """The parameters have moved by 0.01; torch.compile makes a fused multiply-add of ``addcmul``, and a moment that is
+    rounded the other way differs by 1 %."""
+    for own, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own, other, rtol=0, atol=2e-4)
+
+
+def compiled(rank: int, world_size: int, moments: str) -> tuple[int, int]:
+    shapes = [(LARGE // 64, 64)] * 3 + [(LARGE // 32, 64)] * 2 + LAYER
+    members, eager = parameters(shapes), parameters(shapes)
+    graphs = Graphs()
+    optimizer, plain = optimizer_of(members, moments, backend=graphs), optimizer_of(eager, moments)
+    for one, its in ((optimizer, members), (plain, eager)):
+        steps(one, its)
+    assert_close(members, eager)
+    before = graphs.called
+    steps(optimizer, members, first=4, number=1)
+    return graphs.compiled, graphs.called - before
+
+
+@pytest.mark.parametrize("moments", MOST_KERNELS)
+def test_a_compiled_update_is_one_graph_for_each_size_and_survives_a_new_learning_rate(moments: str) -> None:
+    ((graphs, calls),) = run_ranks(1, compiled, moments)
+    batches = {"bf16": 2, "8bit": 3}[moments]  # the small matrices, the norms, and the matrices that keep fp32 moments
+    assert graphs == 2 + batches
+    assert calls == 3 + 2 + batches
+
+
+def failing_backend(rank: int, world_size: int) -> None:
+    def fail(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        raise RuntimeError("no compiler here")
+
+    members, eager = parameters(LAYER), parameters(LAYER)
+    optimizer, plain = optimizer_of(members, "bf16", backend=fail), optimizer_of(eager, "bf16")
+    with pytest.warns(UserWarning, match="no compiler here"):
+        steps(optimizer, members)
+    steps(plain, eager)
+    for own, other in zip(members, eager, strict=True):
+        assert all(torch.equal(*both) for both in zip(bits(optimizer, own), bits(plain, other), strict=True))
+
+
+def test_a_compiler_that_fails_leaves_the_eager_update() -> None:
+    run_ranks(1, failing_backend)
+
+
+def codes_of_torchao(rank: int, world_size: int) -> None:
+    from hpc_train.train.compact_adamw import _encoded
+
+    for signed in (True, False):
+        state: Any = optimizer_of(parameters([(64, 64)]), "8bit").initial_state(nn.Parameter(torch.zeros(64, 64)))
+        moment = state["exp_avg" if signed else "exp_avg_sq"]
+        value = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)) ** 3
+        value[0, :8] = torch.tensor([0.0, 1.0, -1.0, 1e-20, 1e20, -1e20, 1e-7, -1e-7])
+        value[8:12] = 0
+        value = value if signed else value.abs()
+        moment.copy_(value)
+        codes, scale = _encoded(value.flatten(), moment.qmap)
+        assert torch.equal(codes, moment.codes.flatten()) and torch.equal(scale, moment.scale)
+
+
+def test_codes_are_those_of_torchao() -> None:
+    run_on_world(1, codes_of_torchao)
+
+
+def by_inductor(rank: int, world_size: int, moments: str) -> int:
+    from torch._inductor import metrics
+
+    shapes = [(LARGE // 64, 64), (64, 64), (32,)]
+    members, eager = parameters(shapes), parameters(shapes)
+    optimizer, plain = optimizer_of(members, moments, backend="inductor"), optimizer_of(eager, moments)
+    for one, its in ((optimizer, members), (plain, eager)):
+        steps(one, its)
+    assert optimizer._compiled
+    assert_close(members, eager)
+    return metrics.generated_kernel_count
+
+
+@IN_LONG_FORM  # a minute of the C++ compiler
+@pytest.mark.parametrize("moments", MOST_KERNELS)
+def test_inductor_computes_the_update_up_to_rounding(moments: str) -> None:
+    (kernels,) = run_ranks(1, by_inductor, moments, timeout=300)
+    # a large matrix, the small one, and the norm, which keeps fp32 moments under 8 bits
+    assert 0 < kernels <= {"bf16": 3, "8bit": 2 * 6 + 1}[moments]
