@@ -1,0 +1,138 @@
+"""Checks of what a run does when a worker dies, a kernel never ends, or a GPU reports an error."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from hpc_train.run.exits import Failure
+from tests.gpu.check import Probe
+from tests.gpu.commands import TINY, Run, largest_difference, train
+from tests.gpu.models import disturbed
+from tests.gpu.steps import World
+
+SAVES = ("checkpoint.every=2", "train.steps=8")
+
+
+def killed_worker(probe: Probe) -> None:
+    """A worker that is killed restarts from its checkpoint, and the losses are those of a run that nobody disturbs."""
+    once = probe.folder / "killed"
+    killed = train(probe, "killed", *disturbed("kill", once, call=6), *SAVES)
+    once_more = train(probe, "undisturbed", *disturbed("kill", once, call=6), *SAVES)
+    probe.equal("failures", [event["class"] for event in killed.events("worker_failed")], [Failure.KILLED.value])
+    probe.within("losses, killed against undisturbed", largest_difference(killed.losses(), once_more.losses()), high=0)
+    resumed = killed.events("resumed")
+    probe.equal("step that it resumes from", [event["step"] for event in resumed], [4])
+    moment = float(once.read_text())
+    seconds = (resumed[0]["time"] if resumed else float("nan")) - moment
+    probe.within("from the kill to the restored checkpoint", seconds, high=30, unit="s")
+    probe.note("from the kill to the next step, s", _next_step(killed, moment) - moment)
+
+
+def _next_step(run: Run, moment: float) -> float:
+    return float(min(line["time"] for line in run.metrics() if line["time"] > moment))
+
+
+def stall(probe: Probe) -> None:
+    """A step of seconds is survived: on GPUs the network and the file systems stall for longer."""
+    seconds = 6.0 if probe.on_gpu else 1.0
+    run = train(probe, "run", *disturbed("stall", probe.folder / "once", call=8, seconds=seconds), "train.steps=12")
+    probe.within("the longest step", max(line["step_s"] for line in run.metrics()), low=seconds / 2, unit="s")
+    probe.equal("attempts that failed", len(run.events("worker_failed", "hang_detected")), 0)
+    probe.note("slow steps", len(run.events("slow_step")))
+
+
+def hang(probe: Probe) -> None:
+    """A kernel that never ends is found, its evidence is kept, and the run goes on."""
+    # the bound with `auto` is at least 30 s on GPUs; a step takes milliseconds here
+    bound = 12 if probe.on_gpu else 4
+    run = train(
+        probe, "run", *disturbed("stall", probe.folder / "once", call=8), "train.steps=12", "checkpoint.every=2",
+        f"elastic.hang_timeout_s={bound}",
+    )  # fmt: skip
+    found = run.events("hang_detected")
+    probe.equal("hangs found", len(found), 1)
+    probe.equal("last step", max(run.losses()), 12)
+    if not found:
+        return
+    probe.within("seconds without a sign of life", float(found[0]["seconds"]), bound, 2 * bound + 10, "s")
+    stacks = sorted((run.path / "logs" / "stacks").glob("hang-*.txt"))
+    text = "".join(path.read_text() for path in stacks)
+    probe.expect("the stack names the model's line", "models.py" in text, "models.py or torch's loop", "File " in text)
+    probe.note("answers of the flight recorder", _entries(run))
+
+
+def _entries(run: Run) -> list[int]:
+    files = sorted((run.path / "logs" / "stacks").glob("collectives-*.json"))
+    return [len(json.loads(file.read_bytes() or b"{}").get("entries", [])) for file in files]
+
+
+def device_errors(probe: Probe) -> None:
+    """An assertion in a kernel and an uncorrectable memory error each have a class of their own, and are told."""
+    cases: dict[str, tuple[str, set[str], str]] = {
+        "lose memory": ("uncorrectable ECC", {Failure.DEVICE.value}, "device"),
+    }
+    if probe.on_gpu:
+        cases["read out of bounds"] = ("device-side assert", {Failure.KERNEL.value}, "kernel")
+    for how, (words, classes, name) in cases.items():
+        once = probe.folder / name
+        run = train(probe, name.replace(" ", "-"), *disturbed(how, once), "train.steps=6", ends=None, timeout=120)
+        failed: list[dict[str, Any]] = run.events("worker_failed")
+        probe.expect(f"{how}: class", [event["class"] for event in failed][:1], shown_set(classes), _first(failed) in classes)
+        told = run.output + run.logs()
+        probe.expect(f"{how}: what is told", words in told, f"names {words!r}", words in told)
+        probe.note(f"{how}: exit code, attempts that failed", [run.code, len(failed)])
+
+
+def shown_set(classes: set[str]) -> str:
+    return " or ".join(sorted(classes))
+
+
+def _first(failed: list[dict[str, Any]]) -> str:
+    return str(failed[0]["class"]) if failed else "none"
+
+
+def out_of_memory(probe: Probe) -> None:
+    """Too large a micro-batch ends the run with a message that names the largest part and what would help."""
+    huge = ["model=gpt_124m", "data.vocab_size=50257", "data.sequence_length=2048", "batch.global_size=4096"]
+    run = train(probe, "run", *huge, "batch.micro_size=4096", "data.samples=8192", ends=None, timeout=100)
+    failed = run.events("worker_failed", "failed")
+    classes = [event["class"] for event in failed if "class" in event]
+    probe.equal("class", classes[:1], [Failure.OUT_OF_MEMORY.value])
+    told = run.output + run.logs()
+    for words in ("out of memory on rank 0", "mostly", "batch.micro_size=2048"):
+        probe.expect("the message", words in told, f"has {words!r}", words in told)
+    probe.expect("exit code", run.code, "not 0", run.code != 0)
+
+
+def flight_recorder(probe: Probe) -> None:
+    """The recorder that the agent asks holds the collectives of the training's own backend."""
+    import torch.distributed as dist
+
+    World(probe).steps(*TINY, "model=gpt_tiny").close()
+    tensor = torch.ones(4, device=probe.device)
+    for _ in range(8):
+        dist.all_reduce(tensor)
+    if probe.on_gpu:
+        torch.cuda.synchronize()
+    entries = json.loads(_collectives()).get("entries", [])
+    reduced = [entry for entry in entries if "all_reduce" in entry["profiling_name"]]
+    probe.within("all-reduces in the dump, of 8", len(reduced), low=8)
+    backend = "nccl:" if probe.on_gpu else "gloo:"
+    own = [entry for entry in reduced if entry["profiling_name"].startswith(backend)]
+    probe.within(f"of them {backend.rstrip(':')}'s", len(own), low=8)
+    if probe.on_gpu:
+        last = own[-1] if own else {}
+        probe.note("times of the last one", {key: value for key, value in last.items() if key.startswith("time_")})
+
+
+def _collectives() -> bytes:
+    """Returns what a worker answers to its agent."""
+    try:
+        from hpc_train.train.flight_recorder import collectives
+    except ImportError:
+        from hpc_train.train.processes import collectives
+    found: bytes = collectives()
+    return found
