@@ -20,7 +20,6 @@ ALONE = (
     Check("flight_recorder", "tests.gpu.faults:flight_recorder", 40, gpus=0),
     Check("collectives_alone", "tests.gpu.kernels:collectives_alone", 40),
     Check("overflow", "tests.gpu.training:overflow", 40, gpus=0),
-    Check("same_residuals", "tests.gpu.training:same_residuals", 60, gpus=0),
     Check("copies", "tests.gpu.kernels:copies", 60),
     Check("clocks", "tests.gpu.kernels:clocks", 40),
     Check("kernels", "tests.gpu.kernels:kernels", 90, least_s=40),

@@ -13,9 +13,8 @@ from typing import Any
 from tests.gpu.check import Probe
 
 ROOT = Path(__file__).parents[2]
+SYNTHETIC = ["data=synthetic", "data.validation_samples=8"]
 SMALL = [
-    "data=synthetic",
-    "data.validation_samples=8",
     "batch.global_size=8",
     "train.steps=10",
     "telemetry.log_every=1",
@@ -107,7 +106,7 @@ def train(
     gpus = ranks if (probe.on_gpu if on_gpu is None else on_gpu) else 0
     place = [f"cluster.gpus_per_node={gpus}", *([] if gpus else [f"cluster.cpu_workers={ranks}"])]
     where = [f"run.root={probe.folder}", f"run.name={name}"]
-    done = hpc_train(*SMALL, *place, *where, *overrides, timeout=timeout, **environment)
+    done = hpc_train(*SYNTHETIC, *SMALL, *place, *where, *overrides, timeout=timeout, **environment)
     run = Run(probe.folder / name, done.code, done.output)
     if ends is not None and done.code != ends:
         raise RuntimeError(f"{name} ended with {done.code}, not {ends}\n{run.logs()}")

@@ -73,7 +73,7 @@ def copies(probe: Probe) -> None:
 
 def clocks(probe: Probe) -> None:
     """The times of waiting that a step reports are those of the device, to within a tenth."""
-    steps = World(probe).steps("model=gpt_tiny", "data=synthetic")
+    steps = World(probe).tiny_gpt()
     device, side = steps.mesh.device, torch.cuda.Stream()
     _spin(0.01)
     torch.cuda.synchronize()
@@ -148,7 +148,7 @@ def collectives_alone(probe: Probe) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    World(probe).steps("model=gpt_tiny", "data=synthetic").close()
+    World(probe).tiny_gpt().close()
     tensor = torch.arange(8.0, device="cuda")
     dist.all_reduce(tensor)
     probe.equal("all-reduce of one rank", tensor.tolist(), [float(value) for value in range(8)])
@@ -175,7 +175,7 @@ def _gradient(module: Any, inputs: Tensor) -> Tensor:
 
 def kernels(probe: Probe) -> None:
     """In steps of 1.2 billion parameters the GPU is never idle, and nothing but products and attention takes long."""
-    steps = World(probe).steps("+experiment=gpt1b_h200", "cluster=local", *_fitting(), "telemetry.log_every=100")
+    steps = World(probe).steps("+experiment=gpt1b_h200", "batch.global_size=16", *_fitting())
     for _ in range(3):
         steps.step()
     with profiled(steps) as profiler:

@@ -112,6 +112,6 @@ DISTURBANCES: dict[str, Callable[[Disturbed, Tensor], None]] = {
 
 def disturbed(how: str, once: Path, **arguments: float) -> list[str]:
     """Returns the overrides of a training with this model."""
-    keys = {"how": f"'{how}'", "once": str(once), **arguments}
-    given = ",".join(f"{name}:{value}" for name, value in keys.items())
-    return ["model=custom", "model._target_=tests.gpu.models.Disturbed", f"model.args={{{given}}}"]
+    given = {"how": f"'{how}'", "once": str(once), **arguments}
+    target = ["model=custom", "model._target_=tests.gpu.models.Disturbed"]
+    return [*target, *(f"+model.args.{name}={value}" for name, value in given.items())]

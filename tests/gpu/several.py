@@ -13,11 +13,12 @@ from typing import Any
 
 from hpc_train.run.exits import Failure
 from tests.gpu.check import Place, Probe
-from tests.gpu.commands import ROOT, TINY, SMALL, Run, clean_environment, hpc_train, largest_difference, train
+from tests.gpu.commands import ROOT, SMALL, SYNTHETIC, TINY, Run, clean_environment, hpc_train, largest_difference, train
 from tests.gpu.environment import contexts
 from tests.gpu.models import disturbed
 
 SAME = 1e-4  # relative difference of losses and gradient norms in fp32
+SAME_BF16 = 1e-3  # the same rounding in the same places; sums in another order
 COLLECTIVE = "nccl"
 
 
@@ -30,6 +31,9 @@ def layouts(probe: Probe) -> None:
         worst = max(largest_difference(_series(run, key), _series(reference, key)) for key in ("loss", "grad_norm"))
         probe.within(f"{name}: losses and gradient norms", worst, high=SAME)
         probe.within(f"{name}: validation loss", _validation(run) / _validation(reference), 1 - SAME, 1 + SAME)
+    found = [train(probe, f"bf16-{name}", *shape, "precision=bf16", *overrides, ranks=probe.place.ranks).losses()
+             for name, overrides in splits(probe.place.ranks).items() if name in ("ddp", "zero2")]  # fmt: skip
+    probe.within("bf16: losses of zero2 against ddp", largest_difference(found[1], found[0]), high=SAME_BF16)
 
 
 def splits(ranks: int) -> dict[str, list[str]]:
@@ -97,7 +101,7 @@ def _start(probe: Probe, name: str, *overrides: str) -> subprocess.Popen[str]:
     ranks, gpus = probe.place.ranks, probe.place.gpus
     place = [f"cluster.gpus_per_node={gpus}", *([] if gpus else [f"cluster.cpu_workers={ranks}"])]
     where = [f"run.root={probe.folder}", f"run.name={name}"]
-    command = [sys.executable, "-m", "hpc_train", *SMALL, *place, *where, *overrides]
+    command = [sys.executable, "-m", "hpc_train", *SYNTHETIC, *SMALL, *place, *where, *overrides]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=clean_environment()
     )

@@ -15,13 +15,13 @@ from tests.gpu.commands import TINY, train
 
 WANTED = (AS_IT_STANDS, "logits whole", "twice the micro-batch", "not compiled")
 EXPERIMENT = ["+experiment=gpt1b_h200", "cluster.preflight=off"]
-SMALL = ["model=gpt_tiny", *TINY, "data=synthetic", "cluster=local", "cluster.gpus_per_node=0", "cluster.cpu_workers=1"]
+SMALL = ["model=gpt_tiny", *TINY, "data=synthetic", "model.dim=32", "cluster=local", "cluster.gpus_per_node=0", "cluster.cpu_workers=1"]
 MFU, RATIO = 0.6, 0.98  # of the best row; ours / the bare loop
 
 
 def steps(probe: Probe) -> None:
     """Steps of 1.2 billion parameters as fast as a bare loop, and at 60 % of the peak with the best options."""
-    names = WANTED if probe.on_gpu else WANTED[:2]
+    names = WANTED if probe.on_gpu else WANTED[:1]
     given, amount = (_for_this_gpu(), ["--pairs", "3", "--steps", "3"]) if probe.on_gpu else (SMALL, ["--pairs", "2"])
     amount = amount if probe.on_gpu else [*amount, "--steps", "2"]
     begin = time.monotonic()
@@ -62,7 +62,7 @@ def _compare(probe: Probe, done: Sequence[Row]) -> None:
     if probe.on_gpu:
         probe.within("MFU of the best row", best, low=MFU)
     else:
-        probe.within("rows with a speed", sum(speed(result) > 0 for result in results), low=1)
+        probe.within("rows with a speed", sum(speed(result) > 0 for result in results), 1, 1)
         probe.expect("the bare loop", against is not None, "measured", against is not None)
 
 

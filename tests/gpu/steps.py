@@ -31,10 +31,11 @@ from hpc_train.train.optimizer import Optimizer
 from hpc_train.train.processes import join
 from hpc_train.train.step import StepOutcome, TrainStep
 from tests.gpu.check import Probe
-from tests.gpu.commands import SMALL
+from tests.gpu.commands import SMALL, SYNTHETIC
 
 HORIZON = 1000  # steps of the learning rate's schedule
 TINY_GPT = ["model=gpt_tiny", "data.vocab_size=256", "data.sequence_length=64"]
+TINIER = ["model.dim=32", "model.ffn_dim=64"]  # on the CPU
 
 
 class World:
@@ -52,9 +53,15 @@ class World:
             self._mesh = join(self._spec(layout), config)
         return replace(self._mesh, layout=layout)
 
+    def tiny_gpt(self, *overrides: str) -> Steps:
+        """Returns the training of a GPT with four layers."""
+        return self.steps(*TINY_GPT, *([] if self.probe.on_gpu else TINIER), *overrides)
+
     def steps(self, *overrides: str) -> Steps:
         """Returns a training that ``overrides`` change."""
-        config = typed(compose([*SMALL, f"cluster.gpus_per_node={int(self.probe.on_gpu)}", *overrides]))
+        data = [] if any(each.startswith(("data=", "+experiment=")) for each in overrides) else SYNTHETIC
+        place = f"cluster.gpus_per_node={int(self.probe.on_gpu)}"
+        config = typed(compose([*data, *SMALL, place, *overrides]))
         return Steps(config, self.mesh(config))
 
     def _spec(self, layout: Layout) -> WorkerSpec:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from tests.gpu.check import Probe
 from tests.gpu.commands import TINY, largest_difference, train
-from tests.gpu.steps import TINY_GPT, Steps, World
+from tests.gpu.steps import Steps, World
 
 LOSSES = 4
 SAME, SAME_BF16 = 1e-4, 2e-2  # relative differences of losses: other kernels in fp32; bf16 against fp32
@@ -21,7 +20,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "moments in bf16": ("optim.moments=bf16",),
     "moments in 8 bits": ("optim.moments=8bit",),
 }
-COMPILED = {"compiled": ("train.compile=true",)}
+IMAGES = "micro-batches of images"
 APPROXIMATE = {"moments in bf16": 2e-2, "moments in 8 bits": 5e-2}
 
 
@@ -74,11 +73,11 @@ def no_synchronization(probe: Probe) -> None:
         "bf16, checkpointing of ops, loss in chunks": [
             "precision=bf16", "train.activation_checkpointing=ops", "train.loss_chunks=4",
         ],
-        "micro-batches of images": ["model=vit_tiny", "data.task=images", "batch.micro_size=4"],
+        IMAGES: ["model=vit_tiny", "data.task=images", "batch.micro_size=4"],
         "moments in bf16": ["optim.moments=bf16"],
     }  # fmt: skip
     for name, overrides in cases.items():
-        steps = world.steps(*(overrides if "model=vit_tiny" in overrides else [*TINY_GPT, *overrides]))
+        steps = (world.steps if name == IMAGES else world.tiny_gpt)(*overrides)
         steps.step()  # the first step allocates and loads kernels
         probe.equal(name, _raised_in(steps), "")
         steps.close()
@@ -103,7 +102,7 @@ def _raised_in(steps: Steps) -> str:
 
 def overflow(probe: Probe) -> None:
     """A step of fp16 whose gradients overflow changes no weight, halves the scale, and is counted."""
-    steps = World(probe).steps(*TINY_GPT, "precision=fp16", "precision.loss_scale_init=16777216")
+    steps = World(probe).tiny_gpt("precision=fp16", "precision.loss_scale_init=16777216")
     scale = steps.take.loss_scale
     assert scale is not None
     scale.value.fill_(1e30)
@@ -136,30 +135,8 @@ def pictures(probe: Probe) -> None:
         steps.close()
 
 
-def same_residuals(probe: Probe) -> None:
-    """What the layers hand on has one type, whatever saves memory: the first layer's input and output under bf16."""
-    world = World(probe)
-    kinds = {name: _residual_types(world, *overrides) for name, overrides in ({"plain": ()} | VARIANTS).items()}
-    for name, found in kinds.items():
-        probe.equal(f"{name}: types between layers", found, kinds["plain"])
-
-
-def _residual_types(world: World, *overrides: str) -> str:
-    steps = world.steps(*TINY_GPT, "precision=bf16", *overrides)
-    seen: list[str] = []
-
-    def note(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        seen.append(f"{inputs[0].dtype} to {output.dtype}")
-
-    layers = steps.engine.parts[0].layers
-    next(iter(layers.values())).register_forward_hook(note)  # type: ignore[operator, union-attr]
-    steps.step()
-    steps.close()
-    return ", ".join(dict.fromkeys(seen))
-
-
 def _losses(world: World, *overrides: str) -> list[float]:
-    steps = world.steps(*TINY_GPT, *overrides)
+    steps = world.tiny_gpt(*overrides)
     try:
         return steps.losses(LOSSES)
     finally:
