@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -21,15 +22,15 @@ def main() -> int:
         "--cpu-ranks", type=int, default=0, metavar="N", help="on the CPU, run the checks for several GPUs on N ranks"
     )
     options = parser.parse_args()
-    machine = find_machine()
     if options.cpu:
-        machine |= {"gpus": 0, "devices": []}
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    machine = find_machine()
     checks = checks_for(machine["gpus"], options.cpu_ranks)
     if options.only:
         unknown = set(options.only) - {check.name for check in checks}
         if unknown:
             parser.error(f"no such check: {', '.join(unknown)}; there are {', '.join(c.name for c in checks)}")
-        checks = [check for check in checks if check.name in options.only]
+        checks = tuple(check for check in checks if check.name in options.only)
     with scratch_folder() as scratch:
         place = Place(options.out.resolve(), scratch, machine["gpus"], options.cpu_ranks)
         return 0 if Runner(place, machine, options.budget).run(checks) else 1

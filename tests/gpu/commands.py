@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -118,4 +119,4 @@ def largest_difference(found: dict[int, float], wanted: dict[int, float]) -> flo
     if found.keys() != wanted.keys() or not found:
         return float("inf")
     differences = [abs(found[step] - wanted[step]) / abs(wanted[step]) for step in wanted]
-    return next((value for value in differences if value != value), max(differences))
+    return max(differences, key=lambda value: math.inf if math.isnan(value) else value)

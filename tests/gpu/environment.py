@@ -109,8 +109,8 @@ def worker(probe: Probe) -> None:
     probe.note("sockets of a worker", facts["sockets"])
     probe.note("variables of a worker", " ".join(f"{n}={v}" for n, v in sorted(facts["environment"].items())))
     probe.note("Python's garbage collector is on", facts["collector"])
-    exact = not facts["tf32"]
-    probe.within(f"error of an fp32 product, TF32 {'off' if exact else 'on'}", facts["error"], high=1e-5 if exact else 3e-3)
+    mode, most = ("on", 3e-3) if facts["tf32"] else ("off", 1e-5)
+    probe.within(f"error of an fp32 product, TF32 {mode}", facts["error"], high=most)
     probe.within("from the command to the first step", run.metrics()[0]["time"] - begin, high=60, unit="s")
     if probe.on_gpu:
         conf = facts["environment"].get("PYTORCH_CUDA_ALLOC_CONF", facts["environment"].get("PYTORCH_ALLOC_CONF", ""))

@@ -89,7 +89,7 @@ def _tell(model: Disturbed, inputs: Tensor) -> None:
 
 def _link(path: Path) -> str:
     try:
-        return os.readlink(path)
+        return str(path.readlink())
     except OSError:
         return ""
 

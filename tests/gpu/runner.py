@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import json
 import multiprocessing as mp
 import os
 import platform
@@ -22,7 +23,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -49,11 +50,10 @@ def find_machine(timeout_s: float = 90) -> dict[str, Any]:
     Raises:
         RuntimeError: torch cannot be imported, or CUDA does not start.
     """
-    done = subprocess.run([sys.executable, "-c", _MACHINE], capture_output=True, text=True, timeout=timeout_s)
+    command = [sys.executable, "-c", _MACHINE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"torch does not start on this machine:\n{done.stderr}")
-    import json
-
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return {**found, "python": platform.python_version()}
 
@@ -79,7 +79,8 @@ class Runner:
         passed = self._passed_before()
         append(self.place.out, {"kind": "machine", **self.machine})
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload([*self.preload])
+        if self.preload:  # a test keeps those of its own process
+            context.set_forkserver_preload([*self.preload])
         for check in checks:
             if check.name not in passed:
                 self._run(check, context)

@@ -1,5 +1,4 @@
-"""Checks that need several GPUs: NCCL between ranks, overlap, one context per GPU. Without GPUs they run on CPU ranks.
-"""
+"""Checks that need several GPUs: NCCL between ranks, overlap, one context per GPU. CPU ranks can run them as well."""
 
 from __future__ import annotations
 
@@ -13,7 +12,17 @@ from typing import Any
 
 from hpc_train.run.exits import Failure
 from tests.gpu.check import Place, Probe
-from tests.gpu.commands import ROOT, SMALL, SYNTHETIC, TINY, Run, clean_environment, hpc_train, largest_difference, train
+from tests.gpu.commands import (
+    ROOT,
+    SMALL,
+    SYNTHETIC,
+    TINY,
+    Run,
+    clean_environment,
+    hpc_train,
+    largest_difference,
+    train,
+)
 from tests.gpu.environment import contexts
 from tests.gpu.models import disturbed
 
@@ -72,7 +81,8 @@ def killed_in_a_collective(probe: Probe) -> None:
     run = train(probe, "run", *disturbed("kill", once, call=6, rank=last), *saves, ranks=probe.place.ranks)
     undisturbed = train(probe, "again", *disturbed("kill", once, call=6), *saves, ranks=probe.place.ranks)
     failed = run.events("worker_failed")
-    probe.equal("the first failure", [(event["class"], event["rank"]) for event in failed[:1]], [(Failure.KILLED, last)])
+    probe.equal("the first failure", [event["class"] for event in failed[:1]], [Failure.KILLED.value])
+    probe.equal("its rank", [event["rank"] for event in failed[:1]], [last])
     probe.within("losses, killed against undisturbed", largest_difference(run.losses(), undisturbed.losses()), high=0)
     moment = float(once.read_text())
     resumed = [event["time"] - moment for event in run.events("resumed")]
@@ -81,19 +91,21 @@ def killed_in_a_collective(probe: Probe) -> None:
 
 def background_saves(probe: Probe) -> None:
     """All ranks save in the background, and none opens a context on the GPU of another."""
-    model = ["+strategy=zero2", *TINY, "checkpoint.every=2", "checkpoint.asynchronous=true", "train.steps=400"]
+    steps, every = (400, 20) if probe.on_gpu else (40, 4)
+    model = ["+strategy=zero2", *TINY, f"train.steps={steps}"]
+    model += ["checkpoint.asynchronous=true", f"checkpoint.every={every}"]
     process = _start(probe, "run", *model)
     most = _watch_contexts(process, probe.place)
     output = process.communicate(timeout=200)[0]
-    probe.expect("exit code", process.returncode, "0", process.returncode == 0)
+    probe.equal("exit code", process.returncode, 0)
     if process.returncode:
         raise RuntimeError(output)
     verified = hpc_train("checkpoint", "verify", str(probe.folder / "run"))
     probe.equal("bytes and checksums of the checkpoints", verified.code, 0)
     saved = Run(probe.folder / "run", 0, output).events("checkpoint_saved")
-    probe.within("checkpoints", len(saved), low=10)
+    probe.within("checkpoints", len(saved), low=5)
     if probe.on_gpu:
-        probe.expect("GPUs that nvidia-smi shows in use", len(most), str(probe.place.gpus), len(most) == probe.place.gpus)
+        probe.equal("GPUs that nvidia-smi shows in use", len(most), probe.place.gpus)
         probe.within("most contexts on one GPU", max(most.values(), default=0), 1, 1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -15,7 +14,8 @@ from tests.gpu.commands import TINY, train
 
 WANTED = (AS_IT_STANDS, "logits whole", "twice the micro-batch", "not compiled")
 EXPERIMENT = ["+experiment=gpt1b_h200", "cluster.preflight=off"]
-SMALL = ["model=gpt_tiny", *TINY, "data=synthetic", "model.dim=32", "cluster=local", "cluster.gpus_per_node=0", "cluster.cpu_workers=1"]
+SMALL = ["model=gpt_tiny", *TINY, "data=synthetic", "model.dim=32"]
+SMALL += ["cluster=local", "cluster.gpus_per_node=0", "cluster.cpu_workers=1"]
 MFU, RATIO = 0.6, 0.98  # of the best row; ours / the bare loop
 
 
@@ -77,4 +77,4 @@ def compile_cache(probe: Probe) -> None:
         seconds.append(first - begin)
     probe.note("seconds to the first step: at first, again", seconds)
     probe.within("again / at first", seconds[1] / seconds[0], high=0.75)
-    probe.note("events", json.dumps([event for event in run.events("compile_cache", "compiled", "first_step")])[:300])
+    probe.note("first steps", [f"{event}" for event in run.events("first_step")])

@@ -15,7 +15,7 @@ def table(lines: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
         lines: the lines of ``results.jsonl``.
         names: the checks in their order; others in ``lines`` follow.
     """
-    machine = next((line for line in reversed(lines) if line["kind"] == "machine"), {})
+    machine: dict[str, Any] = next((line for line in reversed(lines) if line["kind"] == "machine"), {})
     devices = machine.get("devices") or []
     rows = [f"{len(devices)} x {devices[0]}" if devices else "no GPU", f"torch {machine.get('torch')}"]
     heading = ", ".join([*rows, f"Python {machine.get('python')}"])

@@ -33,11 +33,9 @@ TARGET = {"python_version": PYTHON, "python_full_version": f"{PYTHON}.3", "imple
 TARGET |= {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64", "os_name": "posix"}
 TARGET |= {"platform_python_implementation": "CPython"}
 EXTRAS = ("8bit", "nvml")
-WITH_TORCH = frozenset(
-    ("torch", "numpy", "typing-extensions", "filelock", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "fsspec")
-    + ("setuptools", "triton")
-)
-UNNEEDED = frozenset(("wandb",))
+WITH_TORCH = frozenset(("torch", "numpy", "typing-extensions", "filelock", "sympy", "mpmath", "networkx", "jinja2"))
+WITH_TORCH |= frozenset(("markupsafe", "fsspec", "setuptools", "triton"))
+UNNEEDED = frozenset(["wandb"])
 MOST_BYTES = 64 << 20
 
 
@@ -59,8 +57,8 @@ class Wheel:
         with zipfile.ZipFile(path) as archive:
             name = next(each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
             metadata = Parser().parsestr(archive.read(name).decode())
-        requirements = map(Requirement, metadata.get_all("Requires-Dist", []))
-        return cls(path, canonicalize_name(metadata["Name"]), metadata["Version"], tuple(filter(_applies, requirements)))
+        requires = filter(_applies, map(Requirement, metadata.get_all("Requires-Dist", [])))
+        return cls(path, canonicalize_name(metadata["Name"]), metadata["Version"], tuple(requires))
 
 
 def main() -> None:
