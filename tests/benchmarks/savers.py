@@ -56,6 +56,7 @@ class Row:
         result: that of ``bench step``; None if it failed.
         error: its whole output if it failed.
         gpu: medians of what nvidia-smi showed meanwhile, by name.
+        late: whether it was stopped at the end of the budget.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Row:
     result: dict[str, Any] | None
     error: str = ""
     gpu: Mapping[str, float] = field(default_factory=dict)
+    late: bool = False
 
 
 def main() -> None:
@@ -105,11 +107,11 @@ def measured(
 def measure(name: str, changes: tuple[str, ...], arguments: Sequence[str], limit_s: float, cache: Path) -> Row:
     """Runs ``bench step`` once; what exceeds ``limit_s`` is stopped and counts as failed."""
     begin = time.monotonic()
-    kept = {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
+    own = {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "hpc_train", "bench", "step", *arguments, "--json"],
-            stdout=output, stderr=errors, env=os.environ | kept, start_new_session=True, cwd=ROOT,
+            stdout=output, stderr=errors, env=own | os.environ, start_new_session=True, cwd=ROOT,
         )  # fmt: skip
         with ended(process):
             gpu = watched(process, begin + limit_s)
@@ -119,7 +121,7 @@ def measure(name: str, changes: tuple[str, ...], arguments: Sequence[str], limit
     if process.returncode == 0 and not late:
         return Row(name, changes, seconds, json.loads(texts[0].strip().splitlines()[-1]), gpu=gpu)
     end = f"stopped after {seconds:.0f} s, at the end of the budget" if late else f"exit code {process.returncode}"
-    return Row(name, changes, seconds, None, "".join([*texts, f"\n{end}"]).strip(), gpu)
+    return Row(name, changes, seconds, None, "".join([*texts, f"\n{end}"]).strip(), gpu, late)
 
 
 def _text(file: Any) -> str:

@@ -32,6 +32,8 @@ def main() -> int:
             parser.error(f"no such check: {', '.join(unknown)}; there are {', '.join(c.name for c in checks)}")
         checks = tuple(check for check in checks if check.name in options.only)
     with scratch_folder() as scratch:
+        for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):  # a later check finds what an earlier one compiled
+            os.environ.setdefault(name, str(scratch / name.lower()))
         place = Place(options.out.resolve(), scratch, machine["gpus"], options.cpu_ranks)
         return 0 if Runner(place, machine, options.budget).run(checks) else 1
 

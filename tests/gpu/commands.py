@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,13 +94,14 @@ def clean_environment() -> dict[str, str]:
 
 def train(
     probe: Probe, name: str, *overrides: str, ranks: int = 1, on_gpu: bool | None = None, ends: int | None = 0,
-    timeout: float = 300, **environment: str,
+    timeout: float = 300, environment: Mapping[str, str] | None = None,
 ) -> Run:  # fmt: skip
     """Trains in ``probe.folder`` on ``ranks`` GPUs, or CPU ranks.
 
     Args:
         on_gpu: None takes GPUs if there are any.
         ends: the expected exit code; None for any.
+        environment: variables to set.
 
     Raises:
         RuntimeError: the command ended with another exit code; the message has the end of the logs.
@@ -107,7 +109,7 @@ def train(
     gpus = ranks if (probe.on_gpu if on_gpu is None else on_gpu) else 0
     place = [f"cluster.gpus_per_node={gpus}", *([] if gpus else [f"cluster.cpu_workers={ranks}"])]
     where = [f"run.root={probe.folder}", f"run.name={name}"]
-    done = hpc_train(*SYNTHETIC, *SMALL, *place, *where, *overrides, timeout=timeout, **environment)
+    done = hpc_train(*SYNTHETIC, *SMALL, *place, *where, *overrides, timeout=timeout, **(environment or {}))
     run = Run(probe.folder / name, done.code, done.output)
     if ends is not None and done.code != ends:
         raise RuntimeError(f"{name} ended with {done.code}, not {ends}\n{run.logs()}")

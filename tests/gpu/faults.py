@@ -12,6 +12,7 @@ from tests.gpu.commands import Run, largest_difference, train
 from tests.gpu.models import disturbed
 from tests.gpu.steps import World
 
+SAME = 1e-5  # on a GPU, where sums by atomic additions differ from run to run
 SAVES = ("checkpoint.every=2", "train.steps=8")
 
 
@@ -21,7 +22,8 @@ def killed_worker(probe: Probe) -> None:
     killed = train(probe, "killed", *disturbed("kill", once, call=6), *SAVES)
     once_more = train(probe, "undisturbed", *disturbed("kill", once, call=6), *SAVES)
     probe.equal("failures", [event["class"] for event in killed.events("worker_failed")], [Failure.KILLED.value])
-    probe.within("losses, killed against undisturbed", largest_difference(killed.losses(), once_more.losses()), high=0)
+    difference = largest_difference(killed.losses(), once_more.losses())
+    probe.within("losses, killed against undisturbed", difference, high=SAME if probe.on_gpu else 0)
     resumed = killed.events("resumed")
     probe.equal("step that it resumes from", [event["step"] for event in resumed], [4])
     moment = float(once.read_text())

@@ -81,7 +81,6 @@ def _tell(model: Disturbed, inputs: Tensor) -> None:
         "collector": gc.isenabled(),
         "environment": {name: value for name, value in os.environ.items() if name.startswith(("CUDA", "NCCL", "TORCH"))}
         | {name: os.environ[name] for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF") if name in os.environ},
-        "tf32": torch.backends.cuda.matmul.allow_tf32,
         "error": _product_error(inputs.device),
     }
     model.once.write_text(json.dumps(facts))

@@ -83,7 +83,8 @@ def killed_in_a_collective(probe: Probe) -> None:
     failed = run.events("worker_failed")
     probe.equal("the first failure", [event["class"] for event in failed[:1]], [Failure.KILLED.value])
     probe.equal("its rank", [event["rank"] for event in failed[:1]], [last])
-    probe.within("losses, killed against undisturbed", largest_difference(run.losses(), undisturbed.losses()), high=0)
+    difference = largest_difference(run.losses(), undisturbed.losses())
+    probe.within("losses, killed against undisturbed", difference, high=1e-5 if probe.on_gpu else 0)
     moment = float(once.read_text())
     resumed = [event["time"] - moment for event in run.events("resumed")]
     probe.within("from the kill to the restored checkpoint", min(resumed, default=float("nan")), high=30, unit="s")
@@ -192,11 +193,15 @@ def _shards(ranks: int) -> list[str]:
 def compiled_replicas(probe: Probe) -> None:
     """DDP does not cut compiled layers: as many graphs as without it, and the same losses."""
     shape = [*TINY, "train.steps=4", "batch.global_size=8", "model.dim=256", "strategy.bucket_cap_mb=0.1"]
-    both = [
-        train(probe, name, "+strategy=dp", *shape, f"train.compile={name == 'compiled'}".lower(),
-              ranks=probe.place.ranks, TORCH_LOGS="graph_code" if name == "compiled" else "")
-        for name in ("plain", "compiled")
-    ]  # fmt: skip
+    both = [_of_replicas(probe, name, *shape) for name in ("plain", "compiled")]
     probe.within("losses, compiled against not", largest_difference(both[1].losses(), both[0].losses()), high=SAME)
     graphs = both[1].logs().count("TRACED GRAPH")
     probe.within("graphs of four equal layers, per rank", graphs / probe.place.ranks, 1, 2)
+
+
+def _of_replicas(probe: Probe, name: str, *shape: str) -> Run:
+    """Trains, compiled or not; a compiled run writes each graph to its logs."""
+    compiled = name == "compiled"
+    logs = {"TORCH_LOGS": "graph_code"} if compiled else {}
+    given = ["+strategy=dp", *shape, f"train.compile={str(compiled).lower()}"]
+    return train(probe, name, *given, ranks=probe.place.ranks, environment=logs)

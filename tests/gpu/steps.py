@@ -59,7 +59,7 @@ class World:
 
     def steps(self, *overrides: str) -> Steps:
         """Returns a training that ``overrides`` change."""
-        data = [] if any(each.startswith(("data=", "+experiment=")) for each in overrides) else SYNTHETIC
+        data = [] if any(each.startswith(("data=", "experiment=")) for each in overrides) else SYNTHETIC
         place = f"cluster.gpus_per_node={int(self.probe.on_gpu)}"
         config = typed(compose([*data, *SMALL, place, *overrides]))
         return Steps(config, self.mesh(config))

@@ -121,9 +121,9 @@ def overflow(probe: Probe) -> None:
 
 def pictures(probe: Probe) -> None:
     """Vision models train: a ViT and a ResNet, whose batch normalisation is not part of the optimizer."""
-    big = probe.on_gpu
+    large = ["model=vit_large", "data.image_size=224", "batch.global_size=32", "optim.lr=1e-4"]
     cases = {
-        "ViT": ["model=vit_large", "data.image_size=224", "batch.global_size=32"] if big else ["model=vit_tiny"],
+        "ViT": large if probe.on_gpu else ["model=vit_tiny"],
         "ResNet-18": ["model=custom", "model._target_=hpc_train.models.resnet.resnet18", "optim=sgd", "optim.lr=0.01"],
     }
     world = World(probe)
