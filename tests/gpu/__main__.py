@@ -16,7 +16,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description="Checks what only a GPU can show.")
     parser.add_argument("--budget", type=float, default=560, metavar="S", help="seconds in all (default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the results")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="the checks to run")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="run these checks, also if they have passed")
     parser.add_argument("--cpu", action="store_true", help="do not use the GPUs")
     parser.add_argument(
         "--cpu-ranks", type=int, default=0, metavar="N", help="on the CPU, run the checks for several GPUs on N ranks"
@@ -35,7 +35,7 @@ def main() -> int:
         for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):  # a later check finds what an earlier one compiled
             os.environ.setdefault(name, str(scratch / name.lower()))
         place = Place(options.out.resolve(), scratch, machine["gpus"], options.cpu_ranks)
-        return 0 if Runner(place, machine, options.budget).run(checks) else 1
+        return 0 if Runner(place, machine, options.budget, again=bool(options.only)).run(checks) else 1
 
 
 if __name__ == "__main__":

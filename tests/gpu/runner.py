@@ -31,7 +31,7 @@ from typing import Any
 import psutil
 
 from tests.gpu.check import Check, Place, Probe, Verdict, append, read
-from tests.gpu.table import table
+from tests.gpu.table import last_run, table
 
 RESERVE_S = 5.0  # kept of the budget for the end
 STACKS_S = 3.0  # before its limit a check writes its stacks
@@ -65,18 +65,20 @@ class Runner:
     Args:
         machine: what results are valid for (``find_machine``); the checks that have passed on another run again.
         preload: the modules that the checks' processes find imported.
+        again: whether what has passed before runs again.
     """
 
     place: Place
     machine: dict[str, Any]
     budget_s: float
     preload: Sequence[str] = tuple(PRELOAD)
+    again: bool = False
     _began: float = field(default_factory=time.monotonic, init=False)
 
     def run(self, checks: Sequence[Check]) -> bool:
         """Runs what has not passed yet; returns whether no check has failed."""
         self.place.out.mkdir(parents=True, exist_ok=True)
-        passed = self._passed_before()
+        passed = set() if self.again else self._passed_before()
         append(self.place.out, {"kind": "machine", **self.machine})
         context = mp.get_context("forkserver")
         if self.preload:  # a test keeps those of its own process
@@ -99,11 +101,16 @@ class Runner:
             self._end(check, Verdict.NOT_RUN, 0.0, reason)
             return
         print(f"{check.name} …", flush=True)
+        append(self.place.out, {"kind": "begin", "check": check.name})
         begin = time.monotonic()
         limit = min(check.limit_s, self.left_s())
         log = Path(self.place.scratch) / f"{check.name}.log"
         process = context.Process(target=run_check, args=(check, self.place, log, limit), name=check.name)
-        process.start()
+        try:
+            process.start()
+        except (OSError, EOFError) as error:
+            self._end(check, Verdict.CRASHED, 0.0, f"its process cannot be started: {error!r}", log)
+            return
         process.join(limit)
         slow = process.is_alive()
         kill_all(process)
@@ -146,12 +153,8 @@ class Runner:
         return text.rpartition("\n")[2][:300]
 
     def _findings(self, check: Check) -> list[dict[str, Any]]:
-        """Returns the findings since the last verdict on ``check``, i.e. of its present run."""
-        found: list[dict[str, Any]] = []
-        for line in read(self.place.out):
-            if line.get("check") == check.name:
-                found = [] if line["kind"] == "verdict" else [*found, line]
-        return found
+        """Returns the findings of the present run of ``check``."""
+        return last_run([line for line in read(self.place.out) if line.get("check") == check.name])[0]
 
     def _verdicts(self) -> dict[str, Verdict]:
         lines = read(self.place.out)

@@ -192,7 +192,7 @@ def _shards(ranks: int) -> list[str]:
 
 def compiled_replicas(probe: Probe) -> None:
     """DDP does not cut compiled layers: as many graphs as without it, and the same losses."""
-    shape = [*TINY, "train.steps=4", "batch.global_size=8", "model.dim=256", "strategy.bucket_cap_mb=0.1"]
+    shape = [*TINY, "train.steps=4", "batch.global_size=8", "model.dim=256", "strategy.bucket_cap_mb=1"]
     both = [_of_replicas(probe, name, *shape) for name in ("plain", "compiled")]
     probe.within("losses, compiled against not", largest_difference(both[1].losses(), both[0].losses()), high=SAME)
     graphs = both[1].logs().count("TRACED GRAPH")

@@ -25,7 +25,7 @@ def table(lines: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
 
 
 def _rows(name: str, lines: Sequence[dict[str, Any]]) -> list[str]:
-    findings, verdict = _last_run(lines)
+    findings, verdict = last_run(lines)
     if verdict is None:
         return [_row(name, "no verdict", "", "", ""), *map(_finding, findings)]
     ran = verdict["verdict"] != Verdict.NOT_RUN
@@ -33,16 +33,18 @@ def _rows(name: str, lines: Sequence[dict[str, Any]]) -> list[str]:
     return [first, *map(_finding, findings)]
 
 
-def _last_run(lines: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+def last_run(lines: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """Returns the findings and the verdict of the last run of one check; of one that was killed no verdict."""
     findings: list[dict[str, Any]] = []
     verdict = None
     for line in lines:
-        if verdict is not None and line["kind"] == "finding":
-            findings, verdict = [], None
-        if line["kind"] == "finding":
-            findings.append(line)
-        else:
-            verdict = line
+        match line["kind"]:
+            case "begin":
+                findings, verdict = [], None
+            case "finding":
+                findings.append(line)
+            case "verdict":
+                verdict = line
     return findings, verdict
 
 

@@ -97,6 +97,17 @@ def test_a_second_run_repeats_what_has_not_passed_on_this_machine(run: Run, tmp_
     assert (tmp_path / "out" / "count").read_text() == "2"
 
 
+def test_what_a_killed_runner_left_does_not_count_in_the_next_run(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    left = [
+        {"kind": "begin", "check": "good"},
+        {"kind": "finding", "check": "good", "what": "left", "measured": "", "expected": "", "ok": False},
+    ]
+    (tmp_path / "out" / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in left))
+    assert verdicts(run(check("good"))) == {"good": "passed"}
+    assert "| left |" not in (tmp_path / "out" / "table.md").read_text()
+
+
 def test_a_line_that_was_cut_off_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text(json.dumps({"kind": "machine"}) + '\n{"kind": "find')
     assert read(tmp_path) == [{"kind": "machine"}]
