@@ -42,7 +42,7 @@ class Check:
 
     Attributes:
         entry: its function, as "module:function".
-        limit_s: seconds after which its processes are killed.
+        limit_s: seconds on a GPU after which its processes are killed.
         gpus: the number of GPUs without which it says nothing; 0 runs on the CPU as well.
         least_s: with less of the budget left it is not started.
     """

@@ -107,13 +107,18 @@ def train(
         RuntimeError: the command ended with another exit code; the message has the end of the logs.
     """
     gpus = ranks if (probe.on_gpu if on_gpu is None else on_gpu) else 0
-    place = [f"cluster.gpus_per_node={gpus}", *([] if gpus else [f"cluster.cpu_workers={ranks}"])]
+    place = [f"cluster.gpus_per_node={gpus}", *([] if gpus else cpu_ranks(ranks))]
     where = [f"run.root={probe.folder}", f"run.name={name}"]
     done = hpc_train(*SYNTHETIC, *SMALL, *place, *where, *overrides, timeout=timeout, **(environment or {}))
     run = Run(probe.folder / name, done.code, done.output)
     if ends is not None and done.code != ends:
         raise RuntimeError(f"{name} ended with {done.code}, not {ends}\n{run.logs()}")
     return run
+
+
+def cpu_ranks(ranks: int) -> list[str]:
+    """Returns the overrides of ranks without GPUs. The threads of tiny models would wait for each other's cores."""
+    return [f"cluster.cpu_workers={ranks}", "train.threads=1"]
 
 
 def largest_difference(found: dict[int, float], wanted: dict[int, float]) -> float:

@@ -34,6 +34,7 @@ from tests.gpu.check import Check, Place, Probe, Verdict, append, read
 from tests.gpu.table import last_run, table
 
 RESERVE_S = 5.0  # kept of the budget for the end
+CPU_SLACK = 3  # a check may take so many times its limit without a GPU, on cores that others use as well
 STACKS_S = 3.0  # before its limit a check writes its stacks
 FAILURES = "failures.log"
 HEAD_BYTES, TAIL_BYTES, MOST_BYTES = 20_000, 200_000, 12 << 20  # of one failure's output; of FAILURES
@@ -103,7 +104,7 @@ class Runner:
         print(f"{check.name} …", flush=True)
         append(self.place.out, {"kind": "begin", "check": check.name})
         begin = time.monotonic()
-        limit = min(check.limit_s, self.left_s())
+        limit = min(self._limit_s(check), self.left_s())
         log = Path(self.place.scratch) / f"{check.name}.log"
         process = context.Process(target=run_check, args=(check, self.place, log, limit), name=check.name)
         try:
@@ -117,6 +118,9 @@ class Runner:
         verdict, reason = self._verdict(check, process, slow, limit)
         self._end(check, verdict, time.monotonic() - begin, reason, log)
 
+    def _limit_s(self, check: Check) -> float:
+        return check.limit_s * (1 if self.place.gpus else CPU_SLACK)
+
     def _why_not(self, check: Check) -> str:
         if check.gpus > 1 and self.place.ranks < check.gpus:
             return f"it needs {check.gpus} GPUs" if self.place.gpus else f"no GPU (it needs {check.gpus})"
@@ -127,7 +131,7 @@ class Runner:
         return ""
 
     def _verdict(self, check: Check, process: BaseProcess, slow: bool, limit: float) -> tuple[Verdict, str]:
-        if slow and limit < check.limit_s:
+        if slow and limit < self._limit_s(check):
             return Verdict.CUT_OFF, f"the budget ended after {limit:.0f} s of it"
         if slow:
             return Verdict.TOO_SLOW, f"it took more than {limit:g} s"

@@ -19,6 +19,7 @@ from tests.gpu.commands import (
     TINY,
     Run,
     clean_environment,
+    cpu_ranks,
     hpc_train,
     largest_difference,
     train,
@@ -112,7 +113,7 @@ def background_saves(probe: Probe) -> None:
 
 def _start(probe: Probe, name: str, *overrides: str) -> subprocess.Popen[str]:
     ranks, gpus = probe.place.ranks, probe.place.gpus
-    place = [f"cluster.gpus_per_node={gpus}", *([] if gpus else [f"cluster.cpu_workers={ranks}"])]
+    place = [f"cluster.gpus_per_node={gpus}", *([] if gpus else cpu_ranks(ranks))]
     where = [f"run.root={probe.folder}", f"run.name={name}"]
     command = [sys.executable, "-m", "hpc_train", *SYNTHETIC, *SMALL, *place, *where, *overrides]
     return subprocess.Popen(

@@ -9,13 +9,13 @@ import torch
 
 from tests.benchmarks.savers import AS_IT_STANDS, ROWS, Row, measured, speed, text_of
 from tests.gpu.check import Probe
-from tests.gpu.commands import TINY, train
+from tests.gpu.commands import TINY, cpu_ranks, train
 
 LARGER = "twice the micro-batch"
 WANTED = (AS_IT_STANDS, "logits whole", LARGER, "not compiled")
 EXPERIMENT = ["+experiment=gpt1b_h200", "cluster.preflight=off", "batch.global_size=16"]
 SMALL = ["model=gpt_tiny", *TINY, "data=synthetic", "model.dim=32"]
-SMALL += ["cluster=local", "cluster.gpus_per_node=0", "cluster.cpu_workers=1"]
+SMALL += ["cluster=local", "cluster.gpus_per_node=0", *cpu_ranks(1)]
 MFU, RATIO = 0.6, 0.98  # of the best row; ours / the bare loop
 
 

@@ -77,7 +77,7 @@ class World:
             master_address="127.0.0.1",
             master_port=self._store.port,
             gpus_per_node=int(self.probe.on_gpu),
-            threads=torch.get_num_threads(),
+            threads=torch.get_num_threads() if self.probe.on_gpu else 1,
         )
 
 
