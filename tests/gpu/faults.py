@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import torch
 
@@ -103,6 +104,7 @@ def flight_recorder(probe: Probe) -> None:
     """The recorder that the agent asks holds the collectives of the training's own backend."""
     import torch.distributed as dist
 
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"  # as in a worker
     World(probe).tiny_gpt().close()
     tensor = torch.ones(4, device=probe.device)
     for _ in range(8):

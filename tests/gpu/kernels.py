@@ -184,7 +184,7 @@ def kernels(probe: Probe) -> None:
     events = [event for event in trace_of(profiler, probe.folder) if event.get("cat") in ("kernel", "gpu_memcpy")]
     begin = min(event["ts"] for event in events)
     end = max(event["ts"] + event["dur"] for event in events)
-    probe.within("share of the time in which a kernel runs", _covered(events) / (end - begin), low=0.97)
+    probe.within("share of the time in which a kernel runs", covered(events) / (end - begin), low=0.97)
     _write_kernels(probe, events, end - begin)
     steps.close()
 
@@ -209,7 +209,7 @@ def _write_kernels(probe: Probe, events: Sequence[dict[str, Any]], elapsed: floa
     probe.note("share of products and attention", 1 - sum(value for _, value in other) / sum(times.values()))
 
 
-def _covered(events: Sequence[dict[str, Any]]) -> float:
+def covered(events: Sequence[dict[str, Any]]) -> float:
     """Returns the microseconds in which at least one of ``events`` runs."""
     total, until = 0.0, float("-inf")
     for begin, end in sorted((event["ts"], event["ts"] + event["dur"]) for event in events):

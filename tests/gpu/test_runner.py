@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ import pytest
 
 from tests.gpu.check import Check, Place, Verdict, read
 from tests.gpu.checks import ALONE, TOGETHER, checks_for
+from tests.gpu.commands import largest_difference
+from tests.gpu.kernels import covered
 from tests.gpu.runner import FAILURES, HEAD_BYTES, MOST_BYTES, RESERVE_S, TAIL_BYTES, Runner, keep_output
+from tests.gpu.several import hidden_share
 
 MACHINE = {"gpus": 0, "devices": [], "torch": "0"}
 Run = Callable[..., dict[str, dict[str, Any]]]
@@ -133,3 +137,17 @@ def test_every_check_can_be_found_and_has_one_name() -> None:
         assert callable(each.function())
     assert checks_for(1)[0] == ALONE[0]
     assert checks_for(4)[0] == TOGETHER[0]
+
+
+def test_what_cannot_be_compared_differs() -> None:
+    assert largest_difference({1: 2.0, 2: 4.4}, {1: 2.0, 2: 4.0}) == pytest.approx(0.1)
+    assert largest_difference({1: 2.0}, {1: 2.0, 2: 4.0}) == float("inf")
+    assert largest_difference({}, {}) == float("inf")
+    assert math.isnan(largest_difference({1: 9.0, 2: math.nan, 3: 1.0}, {1: 1.0, 2: 1.0, 3: 1.0}))
+
+
+def test_times_that_overlap_count_once() -> None:
+    events = [{"ts": 0.0, "dur": 4.0}, {"ts": 2.0, "dur": 4.0}, {"ts": 10.0, "dur": 1.0}]
+    assert covered(events) == 7.0
+    assert hidden_share([(0.0, 10.0)], [(-5.0, 1.0), (0.5, 3.0), (8.0, 20.0)]) == pytest.approx(0.5)
+    assert hidden_share([], [(0.0, 1.0)]) == 0.0
