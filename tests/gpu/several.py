@@ -192,17 +192,12 @@ def _shards(ranks: int) -> list[str]:
 
 
 def compiled_replicas(probe: Probe) -> None:
-    """DDP does not cut compiled layers: as many graphs as without it, and the same losses."""
-    shape = [*TINY, "train.steps=4", "batch.global_size=8", "model.dim=256", "strategy.bucket_cap_mb=1"]
-    both = [_of_replicas(probe, name, *shape) for name in ("plain", "compiled")]
-    probe.within("losses, compiled against not", largest_difference(both[1].losses(), both[0].losses()), high=SAME)
-    graphs = both[1].logs().count("TRACED GRAPH")
-    probe.within("graphs of four equal layers, per rank", graphs / probe.place.ranks, 1, 2)
-
-
-def _of_replicas(probe: Probe, name: str, *shape: str) -> Run:
-    """Trains, compiled or not; a compiled run writes each graph to its logs."""
-    compiled = name == "compiled"
-    logs = {"TORCH_LOGS": "graph_code"} if compiled else {}
-    given = ["+strategy=dp", *shape, f"train.compile={str(compiled).lower()}"]
-    return train(probe, name, *given, ranks=probe.place.ranks, environment=logs)
+    """Compiled layers under DDP and under ZeRO compute the losses of layers that are not compiled."""
+    shape = [*TINY, "train.steps=4", "model.dim=256", "strategy.bucket_cap_mb=1"]
+    for strategy in ("dp", "zero3"):
+        losses = [
+            train(probe, f"{strategy}-{value}", f"+strategy={strategy}", *shape, f"train.compile={value}",
+                  ranks=probe.place.ranks).losses()
+            for value in ("false", "true")
+        ]  # fmt: skip
+        probe.within(f"{strategy}: losses, compiled against not", largest_difference(losses[1], losses[0]), high=SAME)
