@@ -30,7 +30,13 @@ from hpc_train.data.sampler import pad_or_truncate
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.parallelise import apply_activation_checkpointing, compile_layers, is_meta, materialise
+from hpc_train.parallel.parallelise import (
+    apply_activation_checkpointing,
+    apply_chunked_loss,
+    compile_layers,
+    is_meta,
+    materialise,
+)
 from hpc_train.parallel.precision import autocast, compute_dtype, hidden_dtype, parameter_dtype, set_hidden_dtype
 from hpc_train.parallel.reduction import first_cap
 from hpc_train.parallel.split import cut, split_layers
@@ -59,6 +65,7 @@ def build_bare_loop(kind: str, config: Config, mesh: Mesh, layers: Sequence[rang
         layers = layers or split_layers(len(model.layers), mesh.layout.pp, config.strategy.pp_split)
         model = cut(model, mesh.pp_rank, layers)
     set_hidden_dtype(model, config.precision)
+    apply_chunked_loss(model, config.train.loss_chunks)  # or the loops would compute different products
     apply_activation_checkpointing(model, config.train.activation_checkpointing)
     if config.train.compile:
         compile_layers(model)

@@ -122,6 +122,12 @@ def bare_loop(config: Config, layout: Layout) -> str:
             where="data.packing, --against",
             fix="data.packing=false, or drop --against",
         )
+    if layout.pp > 1 and config.train.loss_chunks > 1:
+        raise UserError(
+            "the bare pipeline loop computes the loss in one piece",
+            where="train.loss_chunks, --against",
+            fix="train.loss_chunks=1, or drop --against",
+        )
     if layout.world_size == 1:
         return "single"
     if layout.dp == layout.world_size and layout.shard in (1, layout.dp) and layout.data_parallel in BARE_REPLICAS:

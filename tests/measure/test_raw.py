@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,3 +102,41 @@ def test_what_has_no_bare_loop_is_said_before_anything_starts(
     config = config_of(strategy, precision)
     with pytest.raises(UserError, match=words):
         bare_loop(config, validate(config, 1, 4))
+
+
+def test_a_bare_pipeline_has_no_loss_in_chunks() -> None:
+    config = config_of({"pp": 2})
+    config = replace(config, train=replace(config.train, loss_chunks=2))
+    with pytest.raises(UserError, match="computes the loss in one piece"):
+        bare_loop(config, validate(config, 1, 2))
+
+
+def products(rank: int, world_size: int, chunks: int) -> list[int]:
+    """Floating-point operations of one step of the engine and of the bare loop."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from hpc_train.bench.bare_loop import build_bare_loop
+    from hpc_train.data.dataset import Batch, StepBatch
+    from hpc_train.parallel.build import build_engine
+    from hpc_train.parallel.mesh import join_mesh
+
+    config = config_of({})
+    config = replace(config, train=replace(config.train, loss_chunks=chunks))
+    mesh = join_mesh(validate(config, 1, world_size), rank, torch.device("cpu"))
+    engine, bare = build_engine(config, mesh), build_bare_loop("single", config, mesh)
+    tokens = torch.arange(16).view(2, 8)
+    batches = (Batch(tokens, tokens),)
+    found = []
+    for step in (lambda: engine.train_step(0, StepBatch(batches, 16)), lambda: bare.step(batches, 16)):
+        with FlopCounterMode(display=False) as counter:
+            step()
+        found.append(counter.get_total_flops())
+    return found
+
+
+def test_the_bare_loop_computes_the_products_of_the_engine_also_with_a_loss_in_chunks() -> None:
+    ((ours, theirs),) = run_ranks(1, products, 1)
+    ((chunked, theirs_chunked),) = run_ranks(1, products, 4)
+    assert ours == theirs
+    assert chunked == theirs_chunked

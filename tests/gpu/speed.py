@@ -1,0 +1,81 @@
+"""Checks of the speed of training steps, by the benchmarks that users run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from tests.benchmarks.savers import AS_IT_STANDS, ROWS, Row, measured, speed, text_of
+from tests.gpu.check import Probe
+from tests.gpu.commands import TINY, cpu_ranks, train
+
+LARGER = "twice the micro-batch"
+WANTED = (AS_IT_STANDS, "logits whole", LARGER, "not compiled")
+EXPERIMENT = ["+experiment=gpt1b_h200", "cluster.preflight=off", "batch.global_size=16"]
+SMALL = ["model=gpt_tiny", *TINY, "data=synthetic", "model.dim=32"]
+SMALL += ["cluster=local", "cluster.gpus_per_node=0", *cpu_ranks(1)]
+MFU, RATIO = 0.6, 0.98  # of the best row; ours / the bare loop
+
+
+def steps(probe: Probe) -> None:
+    """Steps of 1.2 billion parameters as fast as a bare loop, and at 60 % of the peak with the best options."""
+    names = [name for name in WANTED if name != LARGER or _is_large()] if probe.on_gpu else WANTED[:1]
+    given, count = (_for_this_gpu(), "3") if probe.on_gpu else (SMALL, "2")
+    amount = ["--pairs", count, "--steps", count]
+    begin = time.monotonic()
+    rows: list[Row] = []
+    for row in measured({name: ROWS[name] for name in names}, given, amount, probe.check.limit_s - 10):
+        probe.note(str(row)[:34].strip() if isinstance(row, str) else row.name, _told(row))
+        rows += [] if isinstance(row, str) else [row]
+    probe.note("seconds for all rows", time.monotonic() - begin)
+    done = [row for row in rows if row.result is not None]
+    probe.equal("rows that failed", [row.name for row in rows if row.result is None and not row.late], [])
+    _compare(probe, done)
+    for row in rows:
+        if row.result is None:
+            print(row.error)
+
+
+def _for_this_gpu() -> list[str]:
+    """Returns the experiment of an H200, with smaller micro-batches for a smaller GPU."""
+    return EXPERIMENT if _is_large() else [*EXPERIMENT, "batch.micro_size=4"]
+
+
+def _is_large() -> bool:
+    return torch.cuda.get_device_properties(0).total_memory > 120e9
+
+
+def _told(row: Row | str) -> str:
+    return row if isinstance(row, str) else " ".join(text_of(row, None).split()[len(row.name.split()) :])[:300]
+
+
+def _compare(probe: Probe, done: Sequence[Row]) -> None:
+    """Expects ``RATIO`` and ``MFU``; on the CPU only that speeds were measured."""
+    results = [row.result for row in done if row.result is not None]
+    against = next((result["against"] for result in results if result["against"]), None)
+    if against is not None and probe.on_gpu:
+        probe.within("ours / the bare loop with the same products", against["ratio"], low=RATIO)
+    best = max((result["mfu"]["value"] for result in results if result["mfu"]), default=0.0)
+    if probe.on_gpu:
+        probe.within("MFU of the best row", best, low=MFU)
+    else:
+        probe.within("rows with a speed", sum(speed(result) > 0 for result in results), 1, 1)
+        probe.expect("the bare loop", against is not None, "measured", against is not None)
+
+
+def compile_cache(probe: Probe) -> None:
+    """A run that is submitted again does not compile again, although the caches of the first node are gone."""
+    model = ["model=gpt_tiny", *TINY, "train.compile=true", "precision=bf16"]
+    seconds = []
+    for steps in (4, 8):
+        begin = time.time()
+        cache = probe.folder / f"caches-{steps}"
+        variables = {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
+        run = train(probe, "run", *model, f"train.steps={steps}", environment=variables)
+        first = min(line["time"] for line in run.metrics() if line["time"] > begin)
+        seconds.append(first - begin)
+    probe.note("seconds to the first step: at first, again", seconds)
+    probe.within("again / at first", seconds[1] / seconds[0], high=0.75)
+    probe.note("first steps", [f"{event}" for event in run.events("first_step")])

@@ -1,0 +1,147 @@
+"""Checks that training on a GPU computes what it computes on the CPU, under every option that changes the kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.gpu.check import Probe
+from tests.gpu.commands import TINY, largest_difference, train
+from tests.gpu.steps import Steps, World
+
+LOSSES = 4
+SAME, SAME_BF16 = 1e-4, 2e-2  # relative differences of losses: other kernels in fp32; bf16 against fp32
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "checkpointing: ops": ("train.activation_checkpointing=ops",),
+    "checkpointing: full": ("train.activation_checkpointing=full",),
+    "checkpointing: every second layer": ("train.activation_checkpointing=selective",),
+    "loss in chunks": ("train.loss_chunks=4",),
+    "two micro-batches": ("batch.micro_size=4",),
+    "optimizer on the host": ("strategy.offload=optimizer",),
+    "moments in bf16": ("optim.moments=bf16",),
+    "moments in 8 bits": ("optim.moments=8bit",),
+}
+IMAGES = "micro-batches of images"
+APPROXIMATE = {"moments in bf16": 2e-2, "moments in 8 bits": 5e-2}
+
+
+def numbers(probe: Probe) -> None:
+    """The losses of 10 steps: on the GPU those of the CPU; in bf16 nearly those in fp32."""
+    reference = train(probe, "cpu", *TINY, on_gpu=False).losses()
+    probe.note("losses on the CPU", [reference[min(reference)], reference[max(reference)]])
+    if probe.on_gpu:
+        found = train(probe, "gpu", *TINY).losses()
+        probe.within("fp32, GPU against CPU", largest_difference(found, reference), high=SAME)
+    found = train(probe, "bf16", *TINY, "precision=bf16").losses()
+    probe.within("bf16 against fp32", largest_difference(found, reference), high=SAME_BF16)
+    probe.expect("the loss falls", [reference[1], reference[10]], "the last is lower", reference[10] < reference[1])
+
+
+def options(probe: Probe) -> None:
+    """What saves memory or time changes no loss by more than its arithmetic does."""
+    world = World(probe)
+    reference = _losses(world)
+    for name, overrides in VARIANTS.items():
+        found = _losses(world, *overrides)
+        probe.within(name, _difference(found, reference), high=APPROXIMATE.get(name, SAME))
+
+
+def compiled(probe: Probe) -> None:
+    """Compiled layers compute the same losses, in whole graphs, and one graph serves all layers."""
+    from torch._dynamo.utils import counters
+
+    world = World(probe)
+    for precision, tolerance in (("fp32", SAME), ("bf16", SAME_BF16)):
+        given = [f"precision={precision}"]
+        reference = _losses(world, *given)
+        torch._dynamo.reset()
+        counters.clear()
+        found = _losses(world, *given, "train.compile=true")
+        probe.within(f"{precision}: compiled against not", _difference(found, reference), high=tolerance)
+        breaks = {reason.partition("\n")[0]: count for reason, count in counters["graph_break"].items()}
+        probe.equal(f"{precision}: graph breaks", breaks, {})
+        graphs = counters["stats"]["unique_graphs"]
+        probe.within(f"{precision}: graphs of four equal layers", graphs, low=1, high=2)
+
+
+def no_synchronization(probe: Probe) -> None:
+    """A step makes the host wait for the device nowhere: torch raises at each call that would."""
+    world = World(probe)
+    cases = {
+        "fp32": ["precision=fp32"],
+        "bf16": ["precision=bf16"],
+        "fp16 with its loss scale": ["precision=fp16"],
+        "bf16, checkpointing of ops, loss in chunks": [
+            "precision=bf16", "train.activation_checkpointing=ops", "train.loss_chunks=4",
+        ],
+        IMAGES: ["model=vit_tiny", "data.task=images", "batch.micro_size=4"],
+        "moments in bf16": ["optim.moments=bf16"],
+    }  # fmt: skip
+    for name, overrides in cases.items():
+        steps = (world.steps if name == IMAGES else world.tiny_gpt)(*overrides)
+        steps.step()  # the first step allocates and loads kernels
+        probe.equal(name, _raised_in(steps), "")
+        steps.close()
+
+
+def _raised_in(steps: Steps) -> str:
+    """Runs five steps in which a synchronization raises; returns its message."""
+    batches = [steps.batch() for _ in range(5)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in batches:
+            steps.step(batch)
+    except RuntimeError as error:
+        import traceback
+
+        traceback.print_exc()
+        return str(error).partition("\n")[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return ""
+
+
+def overflow(probe: Probe) -> None:
+    """A step of fp16 whose gradients overflow changes no weight, halves the scale, and is counted."""
+    steps = World(probe).tiny_gpt("precision=fp16", "precision.loss_scale_init=16777216")
+    scale = steps.take.loss_scale
+    assert scale is not None
+    scale.value.fill_(1e30)
+    before = steps.parameters()
+    steps.step()
+    changed = [name for name, value in steps.parameters().items() if not torch.equal(value, before[name])]
+    probe.equal("weights that a skipped step changes", changed, [])
+    probe.equal("skipped steps", steps.take.skipped_in_a_row, 1)
+    probe.within("loss scale after it (1e30 before)", float(scale.value), high=2.0**24)
+    scale.value.fill_(1024.0)
+    steps.step()
+    probe.equal("skipped steps after a good one", steps.take.skipped_in_a_row, 0)
+    changed = [name for name, value in steps.parameters().items() if not torch.equal(value, before[name])]
+    probe.equal("weights that it changes", len(changed), len(before))
+
+
+def pictures(probe: Probe) -> None:
+    """Vision models train: a ViT and a ResNet, whose batch normalisation is not part of the optimizer."""
+    large = ["model=vit_large", "data.image_size=224", "batch.global_size=32", "optim.lr=1e-4"]
+    cases = {
+        "ViT": large if probe.on_gpu else ["model=vit_tiny"],
+        "ResNet-18": ["model=custom", "model._target_=hpc_train.models.resnet.resnet18", "optim=sgd", "optim.lr=0.01"],
+    }
+    world = World(probe)
+    for name, overrides in cases.items():
+        steps = world.steps("data.task=images", "precision=bf16", *overrides)
+        batch = steps.batch()
+        losses = [steps.engine.reduce(steps.step(batch).result).loss for _ in range(5)]
+        probe.expect(f"{name}: losses of one batch", losses, "the last is lower", losses[-1] < losses[0])
+        steps.close()
+
+
+def _losses(world: World, *overrides: str) -> list[float]:
+    steps = world.tiny_gpt(*overrides)
+    try:
+        return steps.losses(LOSSES)
+    finally:
+        steps.close()
+
+
+def _difference(found: list[float], wanted: list[float]) -> float:
+    return largest_difference(dict(enumerate(found)), dict(enumerate(wanted)))
