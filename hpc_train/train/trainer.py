@@ -1,12 +1,9 @@
-"""Implements the training loop and the evaluation; the engine hides how the model is distributed.
+"""Implements the training loop; the engine hides how the model is distributed.
 
 In each iteration the ranks read the agreement that they posted one step ago, post the one for the next step, and
 compute. They stop together at the same step, after a checkpoint.
 
-On GPUs the line of metrics of a step is completed after the next step was launched (``logs_late``), so that the device
-never waits for the host. A save, an evaluation, a stop and the end complete it first; hence every checkpoint includes
-what its line has changed, and after a failure no line is missing below the checkpoint. A divergence is found one step
-later, but the step taken meanwhile counts as not taken: the data that is skipped and the numbers are those of a CPU.
+On GPUs the line of metrics of a step is completed after the next step was launched (``late_line``).
 """
 
 from __future__ import annotations
@@ -16,10 +13,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
-from torch import Tensor
 
 from hpc_train.checkpoint.manager import CheckpointManager, RestoredState
 from hpc_train.config.schema import Config
@@ -28,21 +24,22 @@ from hpc_train.data.feed import NOTHING, LocalBatch, TrainFeed
 from hpc_train.data.sampler import Skipped
 from hpc_train.models.transformer import attention_backend
 from hpc_train.parallel.compile import KeptArtifacts
-from hpc_train.parallel.engine import Engine, StepNumbers, StepResult, add_up, step_numbers
+from hpc_train.parallel.engine import Engine, add_up
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.precision import compute_dtype, parameter_dtype
 from hpc_train.run.agent_worker import Heartbeat, Phase
 from hpc_train.run.exits import Diverged, Exit
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.divergence import Divergence, DivergenceWatch
+from hpc_train.train.evaluation import evaluate
 from hpc_train.train.garbage import GarbageCollection
+from hpc_train.train.late_line import SKIPPED, SUMS, Line, Readback, logs_late
 from hpc_train.train.measures import Measures, Meter
 from hpc_train.train.memory import report_memory
 from hpc_train.train.profiler import Profiler
-from hpc_train.train.readback import Readback
 from hpc_train.train.report import Report, weights_sha256
 from hpc_train.train.saving import LastSave, SaveSchedule
-from hpc_train.train.step import Agreement, Control, SkippedSteps, StepOutcome, TrainStep
+from hpc_train.train.step import Agreement, Control, StepOutcome, TrainStep
 
 
 @dataclass(frozen=True)
@@ -65,31 +62,6 @@ class Length:
 
 
 OpenFeed = Callable[[int, Skipped], TrainFeed]  # (first step, data to skip) -> feed
-
-
-def logs_late(device: torch.device) -> bool:
-    """Returns whether the line of metrics of a step is completed after the next step was launched."""
-    return device.type == "cuda"
-
-
-@dataclass(frozen=True)
-class _Line:
-    """Holds a line of metrics whose numbers are still being computed.
-
-    Attributes:
-        totals: the samples and tokens of the run.
-        scalars: the arguments of ``step_numbers``, ``grad_norm``, those of ``SkippedSteps`` and perhaps ``loss_scale``.
-    """
-
-    step: int
-    epoch: int
-    learning_rate: float
-    totals: dict[str, int]
-    scalars: Readback
-
-
-_SUMS = ("loss_sum", "target_count", "correct_sum", "reports")
-_SKIPPED = ("in_a_row", "since_last")
 
 
 @dataclass
@@ -121,7 +93,7 @@ class Trainer:
     skipped: Skipped = NOTHING  # data that is skipped after rollbacks
     rollbacks: int = 0
     _control: Control = field(init=False)
-    _line: _Line | None = field(default=None, init=False)
+    _line: Line | None = field(default=None, init=False)
     _divergence: tuple[int, Divergence] | None = field(default=None, init=False)  # and the step at which it was found
     _bad_end: Divergence | None = field(default=None, init=False)
     _save_due: bool = field(default=False, init=False)
@@ -334,21 +306,21 @@ class Trainer:
 
         The host does not wait for a GPU.
         """
-        scalars = dict(zip(_SUMS, add_up(outcome.result, self.mesh), strict=True)) | {"grad_norm": outcome.grad_norm}
-        scalars |= dict(zip(_SKIPPED, self.take_step.take_skipped(), strict=True))
+        scalars = dict(zip(SUMS, add_up(outcome.result, self.mesh), strict=True)) | {"grad_norm": outcome.grad_norm}
+        scalars |= dict(zip(SKIPPED, self.take_step.take_skipped(), strict=True))
         if self.take_step.loss_scale is not None:
             scalars["loss_scale"] = self.take_step.loss_scale.value
         totals = {"samples": self.length.samples(self.step), "tokens": self.tokens}
         epoch = self.feed.epoch_of(self.step - 1)
         self.measures.cut()
-        self._line = _Line(self.step, epoch, outcome.learning_rate, totals, Readback(scalars, self.mesh.device))
+        self._line = Line(self.step, epoch, outcome.learning_rate, totals, Readback(scalars, self.mesh.device))
 
     def _complete_line(self, evaluates: bool = False) -> None:
         """Completes and writes the line that was begun, if there is one, and looks for a divergence. Collective."""
         if self._line is None:
             return
         begun, self._line = self._line, None
-        line, skipped = _content(begun)
+        line, skipped = begun.content()
         step, loss = begun.step, line["loss"]
         divergence = self.watch.check(step, loss, skipped.in_a_row)
         self._divergence = None if divergence is None else (step, divergence)
@@ -367,7 +339,7 @@ class Trainer:
             begun, self._line = self._line, None
             with suppress(Exception):  # the error of the training is the one to report
                 if begun.scalars.ready:
-                    line, skipped = _content(begun)
+                    line, skipped = begun.content()
                     self.report.line(line | self.meter.read(), skipped)
 
     def _evaluate(self) -> dict[str, float | None]:
@@ -409,58 +381,5 @@ def skipped_data(restored: RestoredState) -> Skipped:
     return Skipped.parse(restored.extra.get("skipped_windows", ()))
 
 
-def _content(line: _Line) -> tuple[dict[str, Any], SkippedSteps]:
-    """Returns the metrics that the step itself has computed; waits for the device."""
-    values = line.scalars.read()
-    metrics = {
-        "step": line.step,
-        "epoch": line.epoch,
-        "loss": step_numbers(*(values[name] for name in _SUMS)).loss,
-        "lr": line.learning_rate,
-        "grad_norm": values["grad_norm"],
-        **line.totals,
-    }
-    metrics |= {name: values[name] for name in ("loss_scale",) if name in values}
-    return metrics, SkippedSteps(*(int(values[name]) for name in _SKIPPED))
-
-
 def _falls_on(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def evaluate(
-    engine: Engine, feed: Iterable[LocalBatch], control: Control | None = None, stop: StopFlag | None = None
-) -> StepNumbers | None:
-    """Computes the exact mean loss (and accuracy) over all targets of ``feed`` on all ranks. Collective.
-
-    It sums over batches and ranks in fp64 and divides once, so padding and short batches do not distort the mean.
-
-    Args:
-        control: lets the ranks agree on a stop request after each batch; None ignores stop requests.
-        stop: the stop flag of this rank.
-
-    Returns:
-        The means, or None if a stop request interrupted the evaluation.
-    """
-    total: StepResult | None = None
-    for batch in feed:
-        if control is not None:
-            control.post(stop is not None and stop.requested, 0)
-        result = engine.eval_step(StepBatch(batch.micro_batches, max(1, batch.local_count)))
-        result = StepResult(_wide(result.loss_sum), _wide(result.target_count), result.correct)
-        total = result if total is None else _add(total, result)
-        if control is not None and control.read().stop:
-            return None
-    if total is None:
-        raise ValueError("the validation set has no batches")
-    return engine.reduce(total)
-
-
-def _wide(value: Tensor) -> Tensor:
-    return value.to(torch.float64)
-
-
-def _add(one: StepResult, other: StepResult) -> StepResult:
-    both = one.correct is not None and other.correct is not None
-    correct = one.correct + other.correct if both else None  # type: ignore[operator]
-    return StepResult(one.loss_sum + other.loss_sum, one.target_count + other.target_count, correct)

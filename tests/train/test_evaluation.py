@@ -17,7 +17,7 @@ from hpc_train.parallel.parallelise import materialise
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
-from hpc_train.train.trainer import evaluate
+from hpc_train.train.evaluation import evaluate
 from tests.ranks import run_ranks
 from tests.train.runs import frozen
 
