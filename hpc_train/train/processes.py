@@ -32,10 +32,7 @@ def join(spec: WorkerSpec, config: Config) -> Mesh:
         _use_deterministic()
     if config.train.debug:
         dist.set_debug_level(dist.DebugLevel.DETAIL)  # checks each collective for consistency across ranks
-    device = _own_device(spec)
-    if device.type == "cuda":
-        _grow_segments()
-    use_device(device)
+    device = _prepare_device(spec)
     choose_tf32(config.precision, device)
     timeout = timedelta(seconds=config.elastic.collective_timeout_s)
     _join(spec, device, timeout)
@@ -55,6 +52,14 @@ def _use_deterministic() -> None:
 
 def _own_device(spec: WorkerSpec) -> torch.device:
     return torch.device("cuda", spec.cuda_device) if spec.gpus_per_node else torch.device("cpu")
+
+
+def _prepare_device(spec: WorkerSpec) -> torch.device:
+    device = _own_device(spec)
+    if device.type == "cuda":
+        _grow_segments()
+    use_device(device)
+    return device
 
 
 def _grow_segments() -> None:

@@ -116,5 +116,5 @@ def test_the_allocator_of_a_forked_worker_is_told_our_choice_and_no_other(
         run_dir="", attempt=0, rank=0, local_rank=0, local_world_size=1, node_rank=0, nodes=1,
         layout=resolve_layout(Config(), 1, 1), master_address="", master_port=0, gpus_per_node=1, threads=1,
     )  # fmt: skip
-    processes._device(spec)
+    processes._prepare_device(spec)
     assert done == [GROWING_SEGMENTS] * (value == GROWING_SEGMENTS) + ["cuda:0"]
