@@ -58,9 +58,6 @@ class FakePlace:
         for job_id in list(ids):
             self.end(job_id, "stopped", 75)
 
-    def stop_command(self, ids: Collection[str]) -> str:
-        return f"stop {' '.join(ids)}"
-
     def output(self, job: Job, job_id: str) -> Path:
         return job.run.path / "agent.err"
 
