@@ -39,9 +39,10 @@ def own_files_checked(line: CommandLine) -> Iterator[None]:
         yield
     except Exception as error:
         mistake = translate(error)
-        if mistake is None:
+        located = None if mistake is None else with_file(mistake, line)
+        if located is None or located is mistake:
             raise
-        raise with_file(mistake, line) from error
+        raise located from error
 
 
 def with_file(mistake: UserError, line: CommandLine) -> UserError:

@@ -117,7 +117,7 @@ def test_one_interrupt_leaves_the_jobs_running(
     assert left.value.code == 130
     assert place.order == [0, 1, 2, 3], "what still waited was handed over"
     assert place.stopped == []
-    assert "stop 0 1 2 3" in printed(queue)
+    assert "to save and stop:  python -m hpc_train cancel " in printed(queue)
 
 
 def test_two_interrupts_without_a_terminal_leave_too(
