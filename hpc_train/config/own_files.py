@@ -49,7 +49,7 @@ def with_file(mistake: UserError, line: CommandLine) -> UserError:
     """Returns ``mistake`` with the chosen file that sets its key, if there is one."""
     group, _, key = mistake.where.partition(".")
     path = _chosen(line).get(group)
-    if path is None or not re.fullmatch(r"[\w.]+", key) or _is_overridden(mistake.where, line):
+    if path is None or path.is_relative_to(config_directory()) or _is_overridden(mistake.where, line):
         return mistake
     try:
         nested = not GLOBAL.search(path.read_text(encoding="utf-8"))
