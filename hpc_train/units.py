@@ -20,3 +20,8 @@ def format_duration(seconds: float) -> str:
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def counted(number: int | str, one: str, several: str) -> str:
+    """Returns ``1 job`` or ``2 jobs``."""
+    return f"{number} {one if str(number) == '1' else several}"

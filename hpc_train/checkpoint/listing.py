@@ -11,7 +11,7 @@ from hpc_train.checkpoint.archive import Archive
 from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest, read_manifest, verify
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
 from hpc_train.errors import UserError
-from hpc_train.run.directory import RunDirectory
+from hpc_train.run.directory import RunDirectory, sweep_given
 from hpc_train.run.freeze import load
 
 
@@ -108,15 +108,20 @@ def verified_manifest(found: Checkpoint, on_bytes: Callable[[int], None] | None 
     return listed.manifest
 
 
-def find_run(target: str, root: Path) -> RunDirectory:
+def find_run(target: str, root: Path, action: str = "list") -> RunDirectory:
     """Returns the run, or the imported weights, in the directory ``target`` or ``root``/``target``.
 
+    Args:
+        action: the action of ``checkpoint`` that the message suggests for one run of a sweep.
+
     Raises:
-        UserError: neither directory has checkpoints.
+        UserError: neither directory has checkpoints, or ``target`` is a sweep.
     """
     for path in (Path(target), root / target):
         if (path / "checkpoints").is_dir():
             return RunDirectory(path.absolute())
+        if path.is_dir() and (runs := list(path.glob("*/config.yaml"))):
+            raise sweep_given(target, len(runs), f"checkpoint {action}")
     raise UserError(
         f"no run with checkpoints in {target}",
         where="RUN",

@@ -19,6 +19,7 @@ from hpc_train.cluster.allocation import refuse_misplaced, workers_per_node
 from hpc_train.cluster.gpus import gpu_memory, visible_gpus
 from hpc_train.config.arguments import CommandLine, expand, with_right_plus
 from hpc_train.config.compose import typed
+from hpc_train.config.own_files import own_files_checked
 from hpc_train.config.run_path import job_directory, run_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.values import fewest_nodes, node_range
@@ -59,7 +60,7 @@ def freeze_run(arguments: list[str]) -> int:
     line = CommandLine.parse(with_right_plus(rest))
     jobs = expand(line.overrides)
     overrides = _overrides_of_task(jobs, options.task, line.multirun)
-    with line.composer() as compose:
+    with own_files_checked(line), line.composer() as compose:
         config = typed(compose(overrides))
     job_id = os.environ.get("SLURM_JOB_ID")
     if config.run.name is None and job_id is not None:

@@ -101,7 +101,7 @@ def _submit(arguments: list[str], options: argparse.Namespace) -> int:
     for index in [index for index, word in enumerate(words) if word == "--sbatch"]:
         words[index : index + 2] = []
     words = [word for word in words if not word.startswith("--sbatch=")]
-    run = None if options.action == "import" else find_run(options.run, _root())
+    run = None if options.action == "import" else find_run(options.run, _root(), options.action)
     config = load(run) if run is not None and run.config.exists() else typed(compose([]))
     folder = _root() if run is None else run.logs
     return follow(submit(["checkpoint", *words], config, folder / "slurm", shlex.split(options.sbatch)))
@@ -112,13 +112,13 @@ def _root() -> Path:
 
 
 def _list(options: argparse.Namespace) -> int:
-    run = find_run(options.run, _root())
+    run = find_run(options.run, _root(), options.action)
     _show(list_checkpoints(run) + list_set_aside(run) + list_archived(run), "sizes", options.json)
     return Exit.DONE
 
 
 def _verify(options: argparse.Namespace) -> int:
-    run = find_run(options.run, _root())
+    run = find_run(options.run, _root(), options.action)
     listed = list_checkpoints(run)
     if options.step is not None:
         wanted = choose(run, options.step)
@@ -133,7 +133,9 @@ def _verify(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     from hpc_train.checkpoint.transfer import export
 
-    result = export(find_run(options.run, _root()), options.step, options.to, options.format, options.dtype, _bar)
+    result = export(
+        find_run(options.run, _root(), options.action), options.step, options.to, options.format, options.dtype, _bar
+    )
     hint = f"transformers.AutoModelForCausalLM.from_pretrained({str(options.to)!r})"
     if options.format == "pt":
         hint = f"torch.load({str(options.to)!r}, mmap=True)"

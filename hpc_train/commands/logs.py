@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.rank != "all" and not options.rank.isdigit():
         raise UserError(f"--rank must be a number or all, got {options.rank!r}", where="--rank", fix="--rank 0")
-    found = find_run(options.target)
+    found = find_run(options.target, "logs")
     rank = None if options.rank == "all" else int(options.rank)
     attempt = found.run.newest_attempt() if options.attempt is None else options.attempt
     if not options.follow:

@@ -22,6 +22,8 @@ from hpc_train.run.files import read_json
 from hpc_train.run.lease import is_live
 from hpc_train.run.requests import request_stacks, stacks_answers
 from hpc_train.slurm.client import cancel as cancel_jobs
+from hpc_train.telemetry.progress import is_done
+from hpc_train.units import counted
 
 
 def resume(arguments: list[str]) -> int:
@@ -34,7 +36,11 @@ def resume(arguments: list[str]) -> int:
     parser.add_argument("target", metavar="RUN", help="a run directory, or its name")
     parser.add_argument("--detach", action="store_true", help="return after submission")
     options = parser.parse_args(arguments)
-    found = find_run(options.target)
+    found = find_run(options.target, "resume")
+    if is_done(found.run):
+        done, total = found.run.record()["result"]["steps"], found.run.record().get("total_steps")
+        print(f"already done: {done} of {total or done} steps; to train longer, increase train.steps")
+        return Exit.DONE
     return resubmit([found], found.run.path, detach=options.detach)
 
 
@@ -66,7 +72,9 @@ def cancel(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     found = find_runs(options.target)
     count = cancel_runs(found, save=options.save)
-    print(f"cancelling {count} of {len(found)} jobs; the others have already ended")
+    ended = len(found) - count
+    rest = f"; {counted(ended, 'has', 'have')} already ended" if ended else ""
+    print(f"cancelling {count} of {counted(len(found), 'job', 'jobs')}{rest}")
     return Exit.DONE
 
 
@@ -140,7 +148,7 @@ def stacks(arguments: list[str]) -> int:
         "--wait", type=float, default=30, metavar="SECONDS", help="wait this long for the answers (default: 30)"
     )
     options = parser.parse_args(arguments)
-    run = find_run(options.target).run
+    run = find_run(options.target, "stacks").run
     nodes = _live_nodes(run)
     number = request_stacks(run)
     until = time.monotonic() + options.wait

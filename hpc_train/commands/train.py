@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from hpc_train.cluster.allocation import refuse_misplaced, refuse_several_nodes
 from hpc_train.config.arguments import CommandLine, wants_dry_run, with_right_plus
 from hpc_train.config.compose import PRIMARY, config_directory, typed, version_base
+from hpc_train.config.own_files import own_files_checked, with_file
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import local_shape
@@ -46,16 +47,17 @@ def main(arguments: list[str]) -> int:
     line = CommandLine.parse(arguments)
     if line.runs:
         refuse_several_nodes()
-    if line.runs and wants_dry_run(line.overrides):
-        from hpc_train.launch.dry_run import dry_run
+    with own_files_checked(line):
+        if line.runs and wants_dry_run(line.overrides):
+            from hpc_train.launch.dry_run import dry_run
 
-        return dry_run(line)
-    before = sys.argv
-    sys.argv = [before[0], *arguments]
-    try:
-        hydra.main(config_path=str(config_directory()), config_name=PRIMARY, **version_base())(task)()
-    finally:
-        sys.argv = before
+            return dry_run(line)
+        before = sys.argv
+        sys.argv = [before[0], *arguments]
+        try:
+            hydra.main(config_path=str(config_directory()), config_name=PRIMARY, **version_base())(task)()
+        finally:
+            sys.argv = before
     return 0
 
 
@@ -70,7 +72,8 @@ def task(node: DictConfig) -> None:
         freeze(config, run, claim=True, code=snapshot_code([config], run.code))
     except UserError as error:
         _remove_empty(run.path, Path(node.run.root).expanduser().absolute())
-        print(error, file=sys.stderr)  # Hydra would wrap a raised error into its own message
+        mistake = with_file(error, CommandLine.parse(sys.argv[1:]))
+        print(mistake, file=sys.stderr)  # Hydra would wrap a raised error into its own message
         sys.exit(Exit.REFUSED)
     from hpc_train.launch.executors.allocation import run_in_foreground  # other commands do not need this import
 

@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("target", metavar="RUN", help="a run directory, or its name")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
-    found = diagnose(find_run(options.target))
+    found = diagnose(find_run(options.target, "why"))
     if options.json:
         print(json.dumps(asdict(found) | {"ledger": found.ledger.as_json()}))
         return Exit.DONE

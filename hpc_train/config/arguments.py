@@ -66,6 +66,14 @@ class CommandLine:
     def primary_directory(self) -> Path | None:
         return Path(self.config_path).absolute() if self.config_path else None
 
+    @property
+    def directories(self) -> list[Path]:
+        """Returns the directories of the user's own config groups, in the order in which Hydra searches them."""
+        given = [_search_directories(override) for override in self.overrides if _is_search_path(override)]
+        listed = [Path(part.removeprefix("file://")) for parts in given for part in parts]
+        own = (self.primary_directory, self.config_directory)
+        return [*(directory for directory in own if directory is not None), *listed]
+
     @contextmanager
     def composer(self) -> Iterator[JobComposer]:
         """Yields a composer for the jobs of this command line. It writes nothing."""

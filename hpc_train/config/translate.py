@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 
+import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
@@ -29,11 +32,27 @@ def translate(error: BaseException) -> UserError | None:
         if isinstance(link, MissingConfigException) and link.options:
             return _unknown_option(link)
         if isinstance(link, OmegaConfBaseException):
-            return _of_omegaconf(link)
+            return _of_omegaconf(link, str(error))
     if isinstance(error, OverrideParseException):
         return _of_override(error)
-    fix = "python -m hpc_train --help lists groups and keys"
-    return UserError(str(error).strip(), where="the command line or conf/", fix=fix)
+    return _of_hydra(str(error).strip())
+
+
+def _of_hydra(text: str) -> UserError:
+    where = "the command line or conf/"
+    if found := re.match(r"Multiple values for (\S+)\. To override a value use 'override (\S+): (\S+)'", text):
+        what = f"{found[1]} is chosen twice: the config already chooses a file of this group"
+        group, name = found[2], found[3]
+        fix = f"{group}={name} without +; in the defaults of a file: override {group}: {name}"
+        return UserError(what, where=where, fix=fix)
+    if found := re.match(r"Ambiguous value for argument '(.*)'", text):
+        key, _, values = found[1].partition("=")
+        fix = f"add -m for a sweep, or give one value; a list is {key}=[{values}]"
+        return UserError(f"{found[1]} lists several values", where=key, fix=fix)
+    if found := re.search(r"Either remove \+ prefix: '(.*)'", text):
+        key = found[1].partition("=")[0]
+        return UserError(f"+{key} adds a key that exists already", where=key, fix=f"{found[1]} without +")
+    return UserError(text, where=where, fix="python -m hpc_train --help lists groups and keys")
 
 
 def _of_override(error: OverrideParseException) -> UserError:
@@ -47,6 +66,8 @@ def _of_override(error: OverrideParseException) -> UserError:
 
 
 def _of_python(error: BaseException) -> UserError | None:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return _of_yaml(error)
     if isinstance(error, ValueError) and str(error).startswith(
         "Config group override"
     ):  # Hydra raises it for group=null
@@ -62,12 +83,38 @@ def _of_python(error: BaseException) -> UserError | None:
     return None
 
 
-def _of_omegaconf(error: OmegaConfBaseException) -> UserError:
+def _of_yaml(error: yaml.MarkedYAMLError) -> UserError:
+    scanned = error.context_mark if (error.context or "").startswith("while scanning") else None
+    mark = scanned or error.problem_mark  # what was begun there has no end, or else the place of the problem
+    assert mark is not None
+    where = relative(Path(mark.name))
+    problem = (error.problem or "invalid YAML").replace("could not find expected", "expected")
+    fix = "write each line as KEY: VALUE, with spaces for indentation, and put text with special characters in quotes"
+    return UserError(f"{where}:{mark.line + 1}: {problem}", where=where, fix=fix)
+
+
+def relative(path: Path) -> str:
+    """Returns ``path`` relative to the working directory if it is below it."""
+    shown = os.path.relpath(path)
+    return str(path) if shown.startswith("..") else shown
+
+
+KINDS_OF_NODES: dict[type, tuple[str, str]] = {  # what such a value must be, and how to write it in a file
+    yaml.MappingNode: ("NAME: VALUE pairs", "one line NAME: VALUE for each, indented below the key"),
+    yaml.SequenceNode: ("a list of lines", "one line `- TEXT` for each, indented below the key"),
+}
+
+
+def _of_omegaconf(error: OmegaConfBaseException, text: str) -> UserError:
+    """
+    Args:
+        text: the message of Hydra's error around it.
+    """
     key = str(error.full_key or "")
+    if isinstance(error, ConfigAttributeError | ConfigKeyError) and (fix := _fix_of_unknown(error, key, text)):
+        return UserError(f"{key} is not a config key", where=key, fix=fix)
     if isinstance(error, MissingMandatoryValue):
         return UserError(f"{key} has no value", where=key, fix=f"{key}=VALUE on the command line")
-    if isinstance(error, ConfigAttributeError | ConfigKeyError) and (names := _names_beside(error)):
-        return UserError(f"{key} is not a config key", where=key, fix=nearest(error.key, names))
     group = key.split(".", maxsplit=1)[0]
     first = (error.msg or str(error)).strip().splitlines()[0]
     wrong = re.match(r"Value '(.*)' (?:of type '.*' could not be converted to|is not a valid) (\w+)", first)
@@ -75,8 +122,29 @@ def _of_omegaconf(error: OmegaConfBaseException) -> UserError:
         return UserError(f"{key} is {wrong[1]!r}, but must be {_KINDS[wrong[2]]}", where=key, fix=f"{key}=VALUE")
     if "is not Optional" in first:
         return UserError(f"{key} is null, but must have a value", where=key, fix=f"{key}=VALUE, or remove the override")
+    if "Cannot merge DictConfig with ListConfig" in first or "is not a ListConfig" in first:
+        return _of_node(key, yaml.SequenceNode if "is not a ListConfig" in first else yaml.MappingNode)
     shows = f"python -m hpc_train --cfg job{f' --package {group}' if group else ''} shows the current values"
     return UserError(first, where=key or "the config", fix=shows)
+
+
+def _of_node(key: str, kind: type) -> UserError:
+    written = f"+{key or 'KEY'}.NAME=VALUE" if kind is yaml.MappingNode else f"'{key}=[\"TEXT\"]'"
+    must, in_file = KINDS_OF_NODES[kind]
+    fix = f"{written}, or in a file {in_file}"
+    return UserError(f"{key or 'a key'} must be {must}", where=key or "the config", fix=fix)
+
+
+def _fix_of_unknown(error: OmegaConfBaseException, key: str, text: str) -> str:
+    """Returns the fix for a key that does not exist; empty if the keys beside it are not known."""
+    group, _, rest = key.partition(".")
+    if group in ("model", "data") and rest.split(".")[0] in ("_target_", "args"):
+        if is_dataclass(error.object_type):
+            return f"add {group}=custom, to which {key} belongs"
+        added = re.search(r"To append to your config use (\+.*)", text)
+        return added[1].strip().rstrip("'") if added else f"+{key}=VALUE"
+    names = _names_beside(error)
+    return nearest(error.key, names) if names else ""
 
 
 def _names_beside(error: OmegaConfBaseException) -> list[str]:
@@ -92,9 +160,9 @@ _KINDS = {"Float": "a number", "Integer": "an integer", "bool": "true or false",
 def _unknown_option(error: MissingConfigException) -> UserError:
     name = str(error.missing_cfg_file or "")
     group, _, option = name.rpartition("/")
-    return UserError(
-        f"{name} does not exist", where=group or "the defaults", fix=nearest(option, list(error.options or ()))
-    )
+    fix = nearest(option, list(error.options or ()))
+    own = f"; a file of your own, DIR/{name}.yaml, needs -cd DIR" if group else ""
+    return UserError(f"{name} does not exist", where=group or "the defaults", fix=fix + own)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

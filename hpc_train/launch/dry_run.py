@@ -9,6 +9,7 @@ from rich.console import Console
 
 from hpc_train.cluster.gpus import gpu_memory
 from hpc_train.config.arguments import CommandLine, expand
+from hpc_train.config.own_files import with_file
 from hpc_train.config.run_path import job_directory, run_directory
 from hpc_train.config.values import node_range, saves_asynchronously
 from hpc_train.errors import UserError
@@ -19,7 +20,7 @@ from hpc_train.plan.memory import estimate, host_copy_bytes
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import check_freeze
-from hpc_train.units import format_bytes
+from hpc_train.units import counted, format_bytes
 
 
 def dry_run(line: CommandLine) -> int:
@@ -43,15 +44,12 @@ def dry_run(line: CommandLine) -> int:
             accepted.append(job)
         except UserError as error:
             refused += 1
-            text = f"job {number}: {' '.join(overrides)}\n  verdict: refused: {error}"
+            text = f"job {number}: {' '.join(overrides)}\n  refused: {with_file(error, line)}"
         console.print(text, markup=False, highlight=False)
-    try:
-        _show_submissions(accepted, directory, console)
-    except UserError as error:
-        refused += 1
-        console.print(f"verdict: refused: {error}", markup=False, highlight=False)
-    total = f"{len(jobs)} job{'s' if len(jobs) > 1 else ''}, {refused} refused" if refused else "nothing was written"
-    console.print(f"dry run: {total}", highlight=False)
+    if not refused:
+        refused = _show_submissions(accepted, directory, console, line)
+    total = f"{counted(len(jobs), 'job', 'jobs')}, {refused} refused" if refused else "nothing was written"
+    console.print(f"verdict: {'refused' if refused else 'can be submitted'}\ndry run: {total}", highlight=False)
     return Exit.REFUSED if refused else Exit.DONE
 
 
@@ -60,15 +58,22 @@ def _directory(config: DictConfig) -> Path:
     return Path(run_directory(run.root, run.name, run.fork))
 
 
-def _show_submissions(jobs: list[Job], directory: Path, console: Console) -> None:
-    """Prints commands and scripts as they would be submitted, the maximum cost, and the verdict of the site."""
-    if not jobs:
-        return
+def _show_submissions(jobs: list[Job], directory: Path, console: Console, line: CommandLine) -> int:
+    """Prints commands and scripts as they would be submitted and the maximum cost, or why the site refuses the jobs.
+
+    All jobs are submitted or none: returns how many are refused.
+    """
     executor = select_executor(jobs[0].config.cluster)
+    try:
+        found = executor.check(jobs)
+    except UserError as error:
+        console.print(f"refused: {with_file(error, line)}", markup=False, highlight=False)
+        return len(jobs)
     for command, script in executor.plan(jobs, directory):
         console.print(f"\n{command}\n\njob.sbatch:\n{script}", markup=False, highlight=False)
-    for line in executor.check(jobs):
-        console.print(line, markup=False, highlight=False)
+    for text in found:
+        console.print(text, markup=False, highlight=False)
+    return 0
 
 
 def _plan(job: Job) -> str:
@@ -77,18 +82,18 @@ def _plan(job: Job) -> str:
     samples, places = config.batch.global_size, layout.dp * layout.micro_batches * layout.micro_size
     padding = f" ({places - samples} of them padding)" if places > samples else ""
     nodes = config.cluster.nodes
-    device = f"{job.gpus} GPUs per node" if job.gpus else "CPU"
+    device = f"{counted(job.gpus, 'GPU', 'GPUs')} per node" if job.gpus else "CPU"
     lines = [
         f"job {job.number} to {executor.name}: {config.strategy.name}: {' '.join(job.overrides)}",
         f"  run directory: {job.run.path}{' (resumes)' if job.run.config.exists() else ''}",
         f"  layout: {layout}",
-        f"  world: {layout.world_size} workers on {nodes} node{'' if nodes in (1, '1') else 's'} ({device})",
-        f"  batch: {samples} samples per step = {layout.dp} replicas x {layout.micro_batches} micro-batches x "
+        f"  world: {counted(layout.world_size, 'worker', 'workers')} on {counted(nodes, 'node', 'nodes')} ({device})",
+        f"  batch: {samples} samples per step = {counted(layout.dp, 'replica', 'replicas')} x "
+        f"{counted(layout.micro_batches, 'micro-batch', 'micro-batches')} x "
         f"{layout.micro_size}{padding}",
         *_memory(job),
         *_host_memory(job),
         *(f"  note: {note}" for note in layout.notes),
-        "  verdict: can be submitted",
     ]
     return "\n".join(lines)
 

@@ -19,7 +19,7 @@ from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
 from hpc_train.launch.job_status import PRESENT, JobStatus, SlurmStatuses, View, ask, folded, status_of, view_of
 from hpc_train.plan.layout import resolve_layout
-from hpc_train.run.directory import RunDirectory
+from hpc_train.run.directory import RunDirectory, sweep_given
 from hpc_train.run.freeze import load
 from hpc_train.run.lease import job_ids
 from hpc_train.run.processes import is_alive
@@ -109,15 +109,18 @@ def find_runs(target: str, *, unreadable: bool = False) -> list[RunHandle]:
     )
 
 
-def find_run(target: str) -> RunHandle:
+def find_run(target: str, command: str = "status") -> RunHandle:
     """Returns the one run in ``target``.
+
+    Args:
+        command: the command that the message suggests for one run of a sweep.
 
     Raises:
         UserError: there is no run, or several.
     """
     found = find_runs(target)
     if len(found) > 1:
-        raise UserError(f"{target} is a sweep of {len(found)} runs", where="the command line", fix=f"{target}/0, …")
+        raise sweep_given(target, len(found), command)
     return found[0]
 
 

@@ -143,9 +143,9 @@ def hand_over(queue: JobQueue, console: Console) -> None:
     queue.submit_all()
     where = _common_directory([job.run.path for job in queue.jobs])
     lines = [
-        f"to save and stop them: {queue.executor.stop_command(queue.open_ids)}",
-        f"to cancel them:        python -m hpc_train cancel {where}",
-        f"to follow them again:  python -m hpc_train status {where}   (or wait, logs -f)",
+        f"to save and stop:  python -m hpc_train cancel {where} --save",
+        f"to cancel:         python -m hpc_train cancel {where}",
+        f"to follow:         python -m hpc_train {'logs -f' if len(queue.jobs) == 1 else 'wait'} {where}",
     ]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 

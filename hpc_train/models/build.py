@@ -14,6 +14,7 @@ from hpc_train.config.schema import CustomModelConfig, ModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.batch_norm import convert
 from hpc_train.models.model import Model
+from hpc_train.models.parts import check_parts
 from hpc_train.models.wrapped import WrappedModel
 
 
@@ -25,11 +26,14 @@ def build_model(config: ModelConfig, seed: int) -> Model | WrappedModel:
     on every rank. The random state of the process does not change.
 
     Raises:
-        UserError: the sizes do not fit together, or ``_target_`` cannot be imported or called.
+        UserError: the sizes do not fit together, ``_target_`` cannot be imported or called, or a ``Model`` is not
+            complete.
     """
     build = imported(family_of(config).builder)
     if isinstance(config, CustomModelConfig):
         built: Model | WrappedModel = build(config, seed)
+        if isinstance(built, Model):
+            check_parts(built, "model._target_")
         return built
     with torch.device("meta"):
         model = build(config)
@@ -39,6 +43,7 @@ def build_model(config: ModelConfig, seed: int) -> Model | WrappedModel:
             where=family_of(config).builder,
             fix="a class derived from hpc_train.models.model.Model, or a function that returns one",
         )
+    check_parts(model, family_of(config).builder)
     model.family, model.config = config.kind, config
     return model
 

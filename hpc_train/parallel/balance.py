@@ -34,11 +34,10 @@ from hpc_train.parallel.split import cut, split_layers
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.memory import values_per_parameter
 from hpc_train.plan.partition import Prediction, blocks_of, layers_of, partition, predict
-from hpc_train.run.directory import RunDirectory
+from hpc_train.run.directory import PIPELINE_SPLIT, RunDirectory
 from hpc_train.run.files import read_json, write_json
 from hpc_train.units import format_bytes
 
-FILE = "pp_split.json"
 USABLE = 0.9  # of a GPU's memory; the rest is for workspaces and fragmentation
 _WHERE = "strategy.pp_split"
 
@@ -105,7 +104,7 @@ def plan_split(config: Config, mesh: Mesh, dataset: Dataset, run: RunDirectory |
     blocks = _measured(config, mesh, model, example) if how == "measured" else _counted(model, example)
     plan = _plan(how, _partition(config, mesh, blocks), blocks, mesh.layout)
     if run is not None and mesh.rank == 0:
-        write_json(run.path / FILE, {"stages": mesh.layout.stages} | plan.as_json())
+        write_json(run.path / PIPELINE_SPLIT, {"stages": mesh.layout.stages} | plan.as_json())
     return plan
 
 
@@ -184,8 +183,8 @@ def _read(
 ) -> tuple[tuple[range, ...], tuple[BlockCost, ...]] | None:
     """Returns the layers and blocks that rank 0 reads from an earlier attempt; None if they do not match this one."""
     found: list[dict[str, Any] | None] = [None]
-    if run is not None and mesh.rank == 0 and (run.path / FILE).exists():
-        found = [read_json(run.path / FILE)]
+    if run is not None and mesh.rank == 0 and (run.path / PIPELINE_SPLIT).exists():
+        found = [read_json(run.path / PIPELINE_SPLIT)]
     dist.broadcast_object_list(found, src=0, group=mesh.control)
     plan, wanted = found[0], (config.strategy.pp_split, mesh.layout.stages, n_layers)
     if plan is None or (plan["how"], plan["stages"], sum(plan["layers"])) != wanted:

@@ -23,6 +23,7 @@ from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.models import batch_norm
 from hpc_train.models.model import Model, named_buffers, named_parameters
+from hpc_train.models.parts import check_hidden_shape
 from hpc_train.parallel import gradient_norm
 from hpc_train.parallel.bucket_search import ReportBuckets
 from hpc_train.parallel.compression.build import Compression
@@ -83,7 +84,7 @@ class PipelineEngine:
     ) -> None:
         layout = mesh.layout
         check_extension(layout)
-        self._mesh, self._precision = mesh, config.precision.name
+        self._mesh, self._precision, self._whole = mesh, config.precision.name, model
         layers = layers or split_layers(len(model.layers), layout.stages, config.strategy.pp_split)
         placement = layout.placement
         held = [stage for stage in range(layout.stages) if placement[stage] == mesh.pp_rank]
@@ -186,6 +187,8 @@ class PipelineEngine:
         example = micro_batches[0]
         shape = (len(micro_batches), example.inputs.shape)
         if self._schedule is None or shape != self._schedule_shape:
+            if self._schedule is None:
+                check_hidden_shape(self._whole, example.inputs, example.context)
             if self._parts[0].model.sequence_shards > 1:
                 check_sequence(self._parts[0].model, example.inputs)
             layout, group = self._mesh.layout, self._mesh.group("pp")

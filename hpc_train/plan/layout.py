@@ -21,6 +21,7 @@ from hpc_train.plan.techniques import (
     find_schedule,
     kinds_where,
 )
+from hpc_train.units import counted
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ class Layout:
         split = f"dp {self.dp} x pp {self.pp} x tp {self.tp}"
         kind = self.data_parallel if self.dp > 1 else "no replicas"
         schedule = f", {self.schedule}" if self.pp > 1 else ""
-        return f"{split} ({kind}{schedule}), {self.micro_batches} micro-batches of {self.micro_size}"
+        batches = counted(self.micro_batches, "micro-batch", "micro-batches")
+        return f"{split} ({kind}{schedule}), {batches} of {self.micro_size}"
 
 
 def resolve_layout(config: Config, nodes: int, workers_per_node: int, device_bytes: float | None = None) -> Layout:

@@ -32,6 +32,7 @@ from hpc_train.run.file_lock import LockOwner, exclusive, superseded
 from hpc_train.run.files import read_json, read_lines, write_json
 from hpc_train.version import __version__
 
+PIPELINE_SPLIT = "pp_split.json"
 FORMAT = 1  # of the directory, in run.json; directories without a number have this format
 
 
@@ -175,6 +176,15 @@ class RunDirectory:
     def _events(self) -> Iterator[dict[str, Any]]:
         for path in self.events.glob("*.jsonl"):
             yield from read_lines(path)
+
+
+def sweep_given(target: str, count: int, command: str) -> UserError:
+    """Returns the error for a sweep of ``count`` runs that is given to a command for one run."""
+    return UserError(
+        f"{target} is a sweep of {count} runs",
+        where="the command line",
+        fix=f"name one run: python -m hpc_train {command} {target.rstrip('/')}/0",
+    )
 
 
 def lease_folder(path: Path) -> Path:

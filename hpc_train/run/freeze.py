@@ -1,7 +1,8 @@
 """Freezing writes the resolved config to the run directory once; agents and workers read only that file.
 
 Freezing again is idempotent. Free keys (layout, steps, telemetry) may change, and the previous config is kept as
-``config-NNN.yaml``; identity keys, which define what makes a run the same run, may not change. ``run.json`` records
+``config-NNN.yaml``; identity keys, which define what makes a run the same run, may not change after the first step that
+is recorded. ``run.json`` records
 which code and which package versions a run was started with. A run may start from another run or from imported
 weights, a directory beside the runs that holds one checkpoint and no optimizer state (``run.fork``).
 """
@@ -31,7 +32,7 @@ from hpc_train.config.run_path import fork_source
 from hpc_train.config.schema import Config, GPTConfig
 from hpc_train.errors import UserError
 from hpc_train.run.code import FrozenCode
-from hpc_train.run.directory import RunDirectory
+from hpc_train.run.directory import PIPELINE_SPLIT, RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.file_lock import exclusive
 from hpc_train.run.files import (
@@ -164,7 +165,18 @@ def _check_can_freeze(config: Config, run: RunDirectory, source: RunDirectory | 
         raise UserError(
             f"{run.path} exists and was not forked from {source.path}", where="run.fork", fix="set another run.fork"
         )
-    check_identity(load(run), config)
+    if has_begun(run):
+        check_identity(load(run), config)
+
+
+def has_begun(run: RunDirectory) -> bool:
+    """Returns whether a checkpoint or the metrics of a step exist, which only a config of equal identity continues.
+
+    Otherwise a first start that was refused may be corrected under the same name. A run with an archive counts as
+    begun, since its checkpoints may be only there.
+    """
+    saved = run.checkpoints.is_dir() and any(run.checkpoints.iterdir())
+    return saved or any(True for _ in run.read_all_metrics()) or load(run).checkpoint.archive is not None
 
 
 def _share_with_group(group: str, root: Path, run: RunDirectory, code: FrozenCode | None) -> None:
@@ -185,6 +197,8 @@ def _write_config(config: Config, run: RunDirectory) -> None:
             return
         number = len(list(run.path.glob("config-*.yaml")))
         different = changes(flat(load(run)), flat(config))
+        if not has_begun(run):
+            (run.path / PIPELINE_SPLIT).unlink(missing_ok=True)  # that of another model
         shutil.copyfile(run.config, run.path / f"config-{number:03d}.yaml")
         # the file name holds host and pid, so that two submitters never append to one file
         EventLog.open(run, f"submitter-{os.uname().nodename}-{os.getpid()}", number).write(

@@ -30,6 +30,12 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["hydra/launcher=nope"], "hydra/launcher/nope does not exist"),
     (["-cn", "nope"], "nope"),
     (["-cd", "nope"], "does not exist"),
+    (["cluster=here"], "a file of your own, DIR/cluster/here.yaml, needs -cd DIR"),
+    (["model=custom", "model._target_=a.B", "model.args.n_classes=4"], "fix:    +model.args.n_classes=4"),
+    (["model._target_=a.B"], "add model=custom"),
+    (["data.args.digits=3"], "add data=custom"),
+    (["+cluster=local"], "cluster=local without +"),
+    (["+optim.lr=1"], "optim.lr=1 without +"),
     (["optim.name=adam"], "did you mean adamw?"),
     (["precision.name=fp61"], "fp64"),
     (["strategy=pp", "strategy.schedule=1f2b"], "did you mean 1f1b?"),
@@ -121,10 +127,31 @@ MISTAKES: list[tuple[list[str], str]] = [  # arguments, and what the message mus
     (["run.name=none", "run.fork=x"], "the run to fork does not exist"),
     (["run.name=a,b", "-m"], "one value"),
     (["optim.lr=1,2"], "-m for a sweep"),
+    (["cluster.env=[A]"], "cluster.env must be NAME: VALUE pairs"),
+    (["cluster.setup=module"], "cluster.setup must be a list of lines"),
+    (["-cd", "site", "cluster=time"], "site/cluster/time.yaml:2"),
+    (["-cd", "site", "cluster=broken"], "site/cluster/broken.yaml:2: expected ':'"),
+    (["-cd", "site", "cluster=env"], "env must be NAME: VALUE pairs"),
+    (["-cd", "site", "cluster=setup"], "setup must be a list of lines"),
+    (["-cd", "site", "cluster=typo"], "set in: cluster.partion in site/cluster/typo.yaml:2"),
+    (["-cd", "site", "cluster=cores"], "set in: cluster.cpus_per_gpu in site/cluster/cores.yaml:2"),
+    (["-cd", "site", "cluster=nested"], "start the file with `# @package _global_`"),
+    (["freeze", "-cd", "site", "cluster=typo"], "site/cluster/typo.yaml:2"),
     (["optim.lr=interval(0,1)", "-m"], "commas"),
     (["freeze", "optim.lr=1,2"], "one run"),
     (["freeze", "data.path=nope"], "does not exist"),
 ]  # fmt: skip
+
+
+SITES = {  # lines after the defaults
+    "time": "time: 24:00:00",
+    "broken": "partition gpu\naccount: x",
+    "env": "env: [A=1]",
+    "setup": "setup: module load cuda",
+    "typo": "partion: gpu",
+    "cores": "cpus_per_gpu: 0",
+    "nested": "run:\n  root: /scratch",
+}
 
 
 @pytest.fixture
@@ -136,6 +163,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for split in ("train", "validation"):
         for label in ("cat", "dog"):
             (tmp_path / "pictures" / split / label).mkdir(parents=True)
+    (tmp_path / "site" / "cluster").mkdir(parents=True)
+    for name, lines in SITES.items():
+        (tmp_path / "site" / "cluster" / f"{name}.yaml").write_text(f"defaults: [local, _self_]\n{lines}\n")
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs" / "taken").touch()
     monkeypatch.chdir(tmp_path)
@@ -180,6 +210,7 @@ def test_a_live_run_and_changed_identity_keys_are_told(place: Path, capsys: pyte
     with lease.hold_lease(live):
         assert run(["run.name=live", "launch.dry_run=true"]) == 2
     assert "is live" in "".join(capsys.readouterr())
+    live.metrics_file(0).write_text('{"step": 1}\n')
     assert run(["run.name=live", "model.dim=64", "launch.dry_run=true"]) == 2
     assert "run.fork=" in "".join(capsys.readouterr())
 
@@ -191,6 +222,7 @@ def test_a_live_run_and_changed_identity_keys_are_told(place: Path, capsys: pyte
         ["model=vit_tiny", "-m"],
         ["+strategy=dp,hybird", "-m"],
         ["optim.lr=1,-1", "-m"],
+        ["-cd", "site", "cluster=broken", "-m"],
         ["run.name=taken"],
         ["--cfg", "job", "optim.lrr=1"],
         ["data.path=nope", "cluster=slurm"],

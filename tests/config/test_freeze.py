@@ -14,7 +14,7 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.freeze import config_hash, freeze, load
+from hpc_train.run.freeze import check_freeze, config_hash, freeze, load
 from tests.config.composing import config_of
 
 
@@ -67,11 +67,29 @@ def test_free_keys_may_change_and_the_config_before_is_kept(run: RunDirectory) -
 )
 def test_identity_keys_may_not_change(run: RunDirectory, change: str) -> None:
     freeze(config(run), run)
+    run.metrics_file(0).write_text('{"step": 1}\n')
     before = run.config.read_bytes()
     with pytest.raises(UserError, match=change.split("=", maxsplit=1)[0]) as refused:
         freeze(config(run, change), run)
     assert "run.fork=" in refused.value.fix
     assert run.config.read_bytes() == before
+
+
+def test_a_run_that_never_took_a_step_accepts_another_config(run: RunDirectory) -> None:
+    freeze(config(run, "model.dim=32"), run)
+    first, run_id = run.config.read_text(), run.record()["run_id"]
+    (run.path / "pp_split.json").write_text("{}")
+    with lease.hold_lease(run), pytest.raises(UserError, match="live"):
+        freeze(config(run, "model.dim=64"), run)
+    assert run.config.read_text() == first
+    check_freeze(config(run, "model.dim=64"), run)
+    freeze(config(run, "model.dim=64"), run)
+    assert load(run).model.dim == 64  # type: ignore[union-attr]
+    assert (run.path / "config-000.yaml").read_text() == first
+    assert run.record()["run_id"] == run_id and not (run.path / "pp_split.json").exists()
+    (run.checkpoints / "step-00000010").mkdir()
+    with pytest.raises(UserError, match="different configuration"):
+        freeze(config(run, "model.dim=32"), run)
 
 
 def test_a_fork_starts_from_the_newest_checkpoint_under_its_own_name(run: RunDirectory) -> None:

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hpc_train.commands import COMMANDS
 from hpc_train.run.exits import Exit, Failure
@@ -24,6 +25,11 @@ def page(name: str) -> str:
 def test_every_command_has_a_section() -> None:
     sections = set(re.findall(r"^## (\w+)$", page("commands.md"), flags=re.MULTILINE))
     assert sections == set(COMMANDS)
+
+
+def test_the_help_lists_every_command() -> None:
+    words = yaml.safe_load((REPOSITORY / "conf" / "config.yaml").read_text())["hydra"]["help"]["header"].split()
+    assert {word.strip(",") for word in words} >= set(COMMANDS)
 
 
 def test_every_exit_code_and_class_of_failure_is_explained() -> None:

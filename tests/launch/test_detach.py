@@ -16,7 +16,7 @@ def test_a_detached_job_finishes_alone(tmp_path: Path) -> None:
     assert left.returncode == 0, left.stdout + left.stderr
     run = RunDirectory(tmp_path / "outputs" / "run")
     assert f"{run.path}" in left.stdout
-    assert "kill -TERM" in left.stdout
+    assert "hpc_train cancel outputs/" in left.stdout
     refused = hpc_train(*arguments, "-m", cwd=tmp_path)
     assert refused.returncode == 2, refused.stdout + refused.stderr
     assert "is live" in refused.stderr

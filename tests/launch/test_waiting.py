@@ -58,9 +58,6 @@ class FakePlace:
         for job_id in list(ids):
             self.end(job_id, "stopped", 75)
 
-    def stop_command(self, ids: Collection[str]) -> str:
-        return f"stop {' '.join(ids)}"
-
     def output(self, job: Job, job_id: str) -> Path:
         return job.run.path / "agent.err"
 
@@ -120,7 +117,7 @@ def test_one_interrupt_leaves_the_jobs_running(
     assert left.value.code == 130
     assert place.order == [0, 1, 2, 3], "what still waited was handed over"
     assert place.stopped == []
-    assert "stop 0 1 2 3" in printed(queue)
+    assert "to save and stop:  python -m hpc_train cancel " in printed(queue)
 
 
 def test_two_interrupts_without_a_terminal_leave_too(

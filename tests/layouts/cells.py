@@ -38,7 +38,7 @@ class Cell:
 
     Attributes:
         model: ``gpt``, ``gpt-tied``, ``vit`` or ``custom`` (a module without parts); ``gpt-weighted`` and
-            ``custom-weighted`` have a loss that returns its own count.
+            ``custom-weighted`` have a loss that returns its own count; ``own`` is the example of a model with parts.
         strategy, batch, train: the fields of the config's groups that differ from their defaults.
         loss_scale: the loss scale that ``train_step`` and ``clip_grad_norm_`` receive.
     """
@@ -81,6 +81,9 @@ class Cell:
         if self.model.startswith("custom"):
             name = "WeightedTiny" if self.model == "custom-weighted" else "Tiny"
             return CustomModelConfig(_target_=f"tests.layouts.module.{name}", args={"classes": CLASSES})
+        if self.model == "own":
+            sizes = {"width": 16, "image_size": IMAGE, "n_classes": CLASSES}
+            return CustomModelConfig(_target_="examples.own_pipeline_model.ResidualNet", args=sizes)
         stages = self.strategy.get("pp", 1) * self.strategy.get("stages_per_rank", 1)
         several = self.strategy.get("pp", 1) > 1 or self.train.get("activation_checkpointing") == "selective:3"
         layers = max(3 if several else 2, stages)

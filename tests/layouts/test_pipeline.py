@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from examples.own_pipeline_model import ResidualNet
+from hpc_train.config.schema import CustomModelConfig
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
@@ -73,6 +75,33 @@ def test_a_given_split_and_more_stages_and_micro_batches(record: Callable[..., N
         Cell(2, "gpt", strategy=pipeline("gpipe"), batch={"micro_batches": 10}),
     ]
     record(check_cells(chosen), [])
+
+
+def test_the_example_of_an_own_model_trains_in_a_pipeline() -> None:
+    check_cells([Cell(2, "own", strategy={"dp": 2}), Cell(2, "own", strategy={"pp": 2})])
+
+
+class WrongShape(ResidualNet):
+    def hidden_shape(self, inputs: Tensor) -> tuple[int, ...]:
+        return (len(inputs), self.width + 1)
+
+
+def first_step(rank: int, world_size: int) -> str:
+    cell = Cell(2, "own", strategy={"pp": 2})
+    config, mesh = cell.config(), mesh_of(cell, rank)
+    config.model = CustomModelConfig(_target_=f"{__name__}.WrongShape", args={"image_size": 8})
+    engine = build_engine(config, mesh)
+    try:
+        engine.train_step(0, local_batch(cell, mesh.layout, mesh.dp_rank, 0))
+    except UserError as error:
+        return error.what
+    return ""
+
+
+def test_hidden_states_of_another_shape_are_an_error_before_the_first_message() -> None:
+    for message in run_on_world(2, first_step):
+        assert "stem of the model WrongShape returns hidden states of shape (2, 32)" in message
+        assert "hidden_shape returns (2, 33)" in message
 
 
 @pytest.mark.parametrize("mode", ["full", "selective", "ops"])

@@ -10,12 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from examples.own_pipeline_model import ResidualNet
 from hpc_train.config.schema import CustomModelConfig, GPTConfig
 from hpc_train.data.dataset import IGNORED
 from hpc_train.errors import UserError
 from hpc_train.models.batch_norm import SyncBatchNorm, convert
 from hpc_train.models.build import build_model
 from hpc_train.models.gpt import GPT, GPTHead
+from hpc_train.models.model import Head, Model
+from hpc_train.models.parts import check_hidden_shape
 from hpc_train.models.resnet import resnet18
 from hpc_train.models.wrapped import WrappedModel
 from tests.models.models import TINY_GPT
@@ -195,6 +198,62 @@ def test_models_with_the_three_parts_come_on_meta() -> None:
 def test_what_cannot_be_built_is_said(target: str, args: dict[str, int], words: str) -> None:
     with pytest.raises(UserError, match=words):
         build_model(CustomModelConfig(_target_=target, args=args), seed=0)
+
+
+class Unfinished(Model):
+    def __init__(self, **parts: object) -> None:
+        super().__init__()
+        complete = ResidualNet()
+        self.stem, self.layers, self.head = complete.stem, complete.layers, complete.head
+        for name, part in parts.items():
+            delattr(self, name)
+            setattr(self, name, PARTS[str(part)])
+
+
+PARTS = {"list": nn.ModuleList([nn.Linear(3, 3)]), "one": nn.ModuleDict({"1": nn.Linear(3, 3)}), "none": None}
+PARTS |= {"linear": nn.Linear(3, 3), "no loss": Head()}
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({}, "hidden_shape is not implemented; init_parameter is not implemented; init_buffers is not implemented"),
+        ({"layers": "list"}, 'layers is a ModuleList, but must be an nn.ModuleDict with the keys "0", "1"'),
+        ({"layers": "one"}, "the keys of layers are 1, but"),
+        ({"head": "linear"}, "head is a Linear, but must derive from"),
+        ({"head": "no loss"}, "the head Head does not implement loss"),
+        ({"stem": "none"}, "stem is not set"),
+    ],
+)
+def test_a_model_that_is_not_complete_is_an_error_of_the_build(parts: dict[str, str], words: str) -> None:
+    with pytest.raises(UserError, match=words) as error:
+        build_model(CustomModelConfig(_target_=f"{HERE}.Unfinished", args=parts), seed=0)
+    assert "examples/own_pipeline_model.py" in error.value.fix
+
+
+class Unannounced(ResidualNet):
+    def hidden_shape(self, inputs: Tensor) -> tuple[int, ...]:
+        return (len(inputs),)
+
+
+class Shrinking(ResidualNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers["2"] = nn.Flatten(0)  # type: ignore[assignment]
+        self.layers["2"].forward = lambda hidden, context: hidden[:, :3]  # type: ignore[method-assign]
+
+
+def test_hidden_states_have_the_announced_shape() -> None:
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    for target, words in (("Unannounced", r"returns \(2,\)"), ("Shrinking", r"layers.2 .* of shape \(2, 3\)")):
+        model = build_model(CustomModelConfig(_target_=f"{HERE}.{target}"), seed=0)
+        assert isinstance(model, Model)
+        with pytest.raises(UserError, match=words):
+            check_hidden_shape(model, images, {})
+    for complete in (build_model(CustomModelConfig(_target_=f"{HERE}.a_gpt"), 0), build_model(TINY_GPT, 0)):
+        assert isinstance(complete, Model)
+        check_hidden_shape(complete, torch.zeros(2, 7, dtype=torch.int64), {})
+        assert complete.training
 
 
 def test_wrong_losses_and_shapes_are_said() -> None:

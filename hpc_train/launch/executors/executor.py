@@ -91,9 +91,6 @@ class Executor(Protocol):
     def cancel(self, ids: Collection[str]) -> None:
         """Cancels jobs; on this machine they save a checkpoint first."""
 
-    def stop_command(self, ids: Collection[str]) -> str:
-        """Returns the shell command that does the same as ``stop``."""
-
     def output(self, job: Job, job_id: str) -> Path:
         """Returns the file with the output of the agent of the job."""
 

@@ -54,10 +54,6 @@ class ProcessExecutor:
     def cancel(self, ids: Collection[str]) -> None:
         self.stop(ids)
 
-    def stop_command(self, ids: Collection[str]) -> str:
-        name = self.stop_signal.name.removeprefix("SIG")
-        return f"kill -{name} " + " ".join(sorted(self.statuses(ids), key=int))
-
 
 TEN_YEARS_S = 10 * 365 * 24 * 3600
 

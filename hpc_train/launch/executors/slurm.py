@@ -42,9 +42,10 @@ from hpc_train.launch.storage import check_room, check_shared
 from hpc_train.run.code import frozen_code
 from hpc_train.run.files import write_text
 from hpc_train.slurm import client
-from hpc_train.slurm.client import Problem, SlurmError, inherited_variables, on_clusters
+from hpc_train.slurm.client import UNREACHABLE, Problem, SlurmError, inherited_variables, on_clusters
 from hpc_train.slurm.site import Site, read_site
 
+NO_CONFIGURATION = "Could not establish a configuration source"  # sbatch finds neither slurm.conf nor a controller
 TOO_FEW_NOW = "Requested node configuration is not available"  # also for impossible requests
 # prefixes of node states; a suffix * means that a node does not respond
 AWAY = ("down", "drain", "fail", "maint", "reboot", "unknown", "inval")
@@ -149,10 +150,6 @@ class SlurmJobExecutor:
 
     def cancel(self, ids: Collection[str]) -> None:
         self._cancel(self._all(ids))
-
-    def stop_command(self, ids: Collection[str]) -> str:
-        jobs = sorted({job_id.partition("_")[0] for job_id in self._all(ids)})
-        return " ".join(["scancel", *on_clusters(self._clusters), "--signal=USR1", *jobs])
 
     def output(self, job: Job, job_id: str) -> Path:
         return self._outputs[job_id]
@@ -288,6 +285,12 @@ def _away(cluster: ClusterConfig) -> set[str]:
 
 def _refusal(said: str) -> UserError:
     words = said.strip().splitlines()[-1] if said.strip() else "no reason given"
+    if any(text in said for text in (*UNREACHABLE, NO_CONFIGURATION)):
+        return UserError(
+            f"no Slurm controller answers: {words}",
+            where="cluster.kind",
+            fix="submit from a login node, when `scontrol ping` says that the controller is up; or cluster=local",
+        )
     return UserError(
         f"sbatch refused the job: {words}",
         where="cluster",

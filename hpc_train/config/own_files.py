@@ -1,0 +1,145 @@
+"""Finds mistakes in the YAML files that the command line chooses, and names the file that sets a wrong key.
+
+Hydra merges all files before values are checked: an error then has a key but no file, a list in place of a table does
+not even have a key, and a time without quotes has become a number. The files are therefore read here as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, get_origin, get_type_hints
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from hpc_train.config.arguments import CommandLine
+from hpc_train.config.compose import config_directory
+from hpc_train.config.schema import Config
+from hpc_train.config.translate import KINDS_OF_NODES, relative, translate
+from hpc_train.errors import UserError
+
+GLOBAL = re.compile(r"^#\s*@package\s+_global_\s*$", re.MULTILINE)
+GROUPS = get_type_hints(Config)
+
+
+@contextmanager
+def own_files_checked(line: CommandLine) -> Iterator[None]:
+    """Checks the chosen files, then adds the file to the user's mistakes that the body raises.
+
+    Raises:
+        UserError: a file is not valid YAML, or has a value of the wrong kind.
+    """
+    for group, path in _chosen(line).items():
+        _check(group, path)
+    try:
+        yield
+    except Exception as error:
+        mistake = translate(error)
+        located = None if mistake is None else with_file(mistake, line)
+        if located is None or located is mistake:
+            raise
+        raise located from error
+
+
+def with_file(mistake: UserError, line: CommandLine) -> UserError:
+    """Returns ``mistake`` with the chosen file that sets its key, if there is one."""
+    group, _, key = mistake.where.partition(".")
+    path = _chosen(line).get(group)
+    if path is None or path.is_relative_to(config_directory()) or _is_overridden(mistake.where, line):
+        return mistake
+    try:
+        nested = not GLOBAL.search(path.read_text(encoding="utf-8"))
+        node = _find(_read(path), key if nested else mistake.where)
+    except (OSError, yaml.YAMLError):
+        return mistake
+    if node is None:
+        return mistake
+    fix = mistake.fix
+    if nested and key in GROUPS:
+        fix = "start the file with `# @package _global_` and put the keys of each group below its name, as in "
+        fix += "conf/cluster/roihu.yaml"
+    where = f"{mistake.where} in {relative(path)}:{node.start_mark.line + 1}"
+    return UserError(mistake.what, where=where, fix=fix)
+
+
+def _chosen(line: CommandLine) -> dict[str, Path]:
+    """Returns the files that overrides such as ``cluster=here`` choose, by group."""
+    found = {}
+    for override in OverridesParser.create().parse_overrides(list(line.overrides)):
+        group, value = override.key_or_group, override.value()
+        for directory in (*line.directories, config_directory()):
+            path = directory / group / f"{value}.yaml"
+            if isinstance(value, str) and "." not in group and path.is_file():
+                found[group] = path
+                break
+    return found
+
+
+def _is_overridden(key: str, line: CommandLine) -> bool:
+    parsed = OverridesParser.create().parse_overrides(list(line.overrides))
+    return any(key == override.key_or_group for override in parsed)
+
+
+def _check(group: str, path: Path) -> None:
+    root = _read(path)
+    for key, node in _leaves(root):
+        if isinstance(node, yaml.ScalarNode) and node.tag.endswith(":int") and ":" in node.value:
+            number = yaml.safe_load(node.value)
+            raise UserError(
+                f"{key} is {node.value} without quotes, which YAML reads as the number {number}",
+                where=f"{relative(path)}:{node.start_mark.line + 1}",
+                fix=f'{key}: "{node.value}"',
+            )
+    in_groups = GLOBAL.search(path.read_text(encoding="utf-8")) is not None
+    for key, kind in _tables_and_lists(Config if in_groups else GROUPS.get(group)):
+        node = _find(root, key)
+        if node is not None and not isinstance(node, kind) and not _is_null_or_interpolation(node):
+            raise UserError(
+                f"{key} must be {KINDS_OF_NODES[kind][0]}",
+                where=f"{relative(path)}:{node.start_mark.line + 1}",
+                fix=KINDS_OF_NODES[kind][1],
+            )
+
+
+def _read(path: Path) -> Any:
+    with path.open(encoding="utf-8") as file:
+        return yaml.compose(file, Loader=yaml.SafeLoader)
+
+
+def _leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, yaml.MappingNode):
+        for name, value in node.value:
+            yield from _leaves(value, f"{key}.{name.value}".lstrip("."))
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            yield from _leaves(value, key)
+    elif node is not None:
+        yield key, node
+
+
+def _find(node: Any, key: str) -> Any:
+    """Returns the node of the value of ``key`` (dotted); None if it is not set."""
+    for name in key.split("."):
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        node = next((value for known, value in pairs if known.value == name), None)
+    return node
+
+
+def _is_null_or_interpolation(node: Any) -> bool:
+    return isinstance(node, yaml.ScalarNode) and (node.tag.endswith(":null") or "${" in node.value)
+
+
+def _tables_and_lists(schema: Any) -> Iterator[tuple[str, type]]:
+    """Yields the keys of ``schema`` whose values are tables or lists, with the kind of their YAML node."""
+    if not is_dataclass(schema):
+        return
+    kinds: Mapping[Any, type] = {dict: yaml.MappingNode, list: yaml.SequenceNode}
+    for name, kind in get_type_hints(schema).items():
+        if get_origin(kind) in kinds:
+            yield name, kinds[get_origin(kind)]
+        elif is_dataclass(kind):
+            yield from ((f"{name}.{key}", each) for key, each in _tables_and_lists(kind))
