@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hpc_train.checkpoint import disk
-from hpc_train.checkpoint.archive import Archive, Archiver
+from hpc_train.checkpoint.archive import Archiver
+from hpc_train.checkpoint.choice import CheckpointChoice
 from hpc_train.checkpoint.host_copies import HostCopies, SideStream, Snapshot
 from hpc_train.checkpoint.manifest import BadCheckpoint, FileEntry, Manifest
 from hpc_train.checkpoint.reader import SafeReader
@@ -40,14 +41,10 @@ from hpc_train.checkpoint.state import (
     without_compression,
 )
 from hpc_train.checkpoint.store import (
-    Checkpoint,
     CheckpointStore,
     Retention,
-    furthest_saved,
-    purged_error,
-    wait_for_checkpoint,
 )
-from hpc_train.checkpoint.verified import AllDamaged, VerifiedCheckpoint, VerifiedSearch, on_first, on_network
+from hpc_train.checkpoint.verified import on_first
 from hpc_train.checkpoint.writer import SaveFailed, planned_names, quiet, write_tensors
 from hpc_train.cluster.host_memory import free_memory
 from hpc_train.cluster.storage import renames_by_copying
@@ -277,24 +274,11 @@ class CheckpointManager:
         """Loads the newest valid checkpoint of this run or of the run it was forked from; returns None without any.
 
         Raises:
-            UserError: the checkpoint does not match the model or optimizer, all checkpoints are damaged, or the saved
-                checkpoints have disappeared.
+            UserError: the checkpoint does not match the model or optimizer, or a reason of ``CheckpointChoice``.
         """
         on_first(partial(self.store.revoke, self.events.attempt), self._group)
-        found = self._newest()
-        if found is None and on_first(self._is_late, self._group):
-            found = self._newest()
-        source = self.run.record().get("forked_from")
-        forked = False
-        if found is None and source is not None:
-            forked = True
-            found = self._search(CheckpointStore(RunDirectory(Path(source)).checkpoints), own=False)
-        if found is None and source is not None:
-            raise UserError(
-                f"the run was forked from {source}, which no longer has a checkpoint",
-                where=str(source),
-                fix="restore a checkpoint there, or choose another run.name to start at step 0",
-            )
+        choice = CheckpointChoice(self.run, self.config, self.store, self._group, self.mesh.rank, self.events)
+        found, forked = choice.newest()
         if found is None:
             return None
         path = found.checkpoint.path
@@ -338,58 +322,6 @@ class CheckpointManager:
                 message = f"rolling back to a checkpoint of step {step} or earlier"
                 self._event("checkpoint_set_aside", step=checkpoint.step, path=moved, message=message)
         return True
-
-    def _newest(self) -> VerifiedCheckpoint | None:
-        """Returns the run's newest valid checkpoint, or that of the archive if the run has none."""
-        archive = Archive.of(self.run, self.config)
-        archived = archive is not None and on_first(lambda: bool(archive.store.committed()), self._group)
-        try:
-            found = self._search(self.store, own=True)
-        except AllDamaged as error:
-            if not archived:
-                raise
-            found = None
-            if self.mesh.rank == 0:
-                print(error, flush=True)
-        if found is not None or archive is None or not archived:
-            return found
-        found = self._search(archive.store, own=False)
-        if self.mesh.rank == 0 and found is not None:
-            message = f"the run directory has no valid checkpoint; loading the archived one: {found.checkpoint.path}"
-            print(message, flush=True)
-            self._event("warning", step=found.checkpoint.step, message=message)
-            archive.adopt()
-        return found
-
-    def _is_late(self) -> bool:
-        """Returns whether a checkpoint has become visible since the search; called on rank 0 if none was found.
-
-        Raises:
-            Purged: the run has saved a checkpoint and none becomes visible.
-        """
-        saved = furthest_saved(self.run)
-        if saved == 0:
-            return False
-        if wait_for_checkpoint(
-            self.store, self.config.checkpoint.visibility_timeout_s if on_network(self.store.root) else 0.0
-        ):
-            return True
-        archive = Archive.of(self.run, self.config)
-        raise purged_error(self.run, saved, None if archive is None else archive.copy.checkpoints)
-
-    def _search(self, store: CheckpointStore, own: bool) -> VerifiedCheckpoint | None:
-        settings = self.config.checkpoint
-        on_bad = partial(self._report_damaged, store, own)
-        search = VerifiedSearch(
-            store, self._group, settings.verify == "full", settings.visibility_timeout_s, on_bad, own
-        )
-        return search.newest()
-
-    def _report_damaged(self, store: CheckpointStore, own: bool, checkpoint: Checkpoint, problem: str) -> None:
-        """Reports a damaged checkpoint on rank 0 and sets it aside if it belongs to this run."""
-        moved = store.set_aside(checkpoint, self.events.attempt) if own else checkpoint.path
-        print(f"skipping the damaged checkpoint of step {checkpoint.step} in {moved}: {problem}", flush=True)
-        self._event("checkpoint_set_aside", step=checkpoint.step, path=str(moved), message=problem)
 
     def _perform(self, save: _Save) -> None:
         """Writes and commits a checkpoint; stores an error for ``_surface``."""

@@ -1,0 +1,107 @@
+"""Chooses the checkpoint that a run loads: its newest valid one, or that of its archive, or that of the forked run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from hpc_train.checkpoint.archive import Archive
+from hpc_train.checkpoint.store import Checkpoint, CheckpointStore, furthest_saved, purged_error, wait_for_checkpoint
+from hpc_train.checkpoint.verified import AllDamaged, VerifiedCheckpoint, VerifiedSearch, on_first, on_network
+from hpc_train.config.schema import Config
+from hpc_train.errors import UserError
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+
+
+@dataclass(frozen=True)
+class CheckpointChoice:
+    """Searches on rank 0 and tells the others. All ranks call the methods collectively.
+
+    Args:
+        store: the run's own checkpoints.
+        group: a group of all ranks for the CPU.
+    """
+
+    run: RunDirectory
+    config: Config
+    store: CheckpointStore
+    group: dist.ProcessGroup
+    rank: int
+    events: EventLog
+
+    def newest(self) -> tuple[VerifiedCheckpoint | None, bool]:
+        """Returns the checkpoint to load, or None for a new run, and whether it is that of the run's source.
+
+        Raises:
+            UserError: all checkpoints are damaged, the saved ones have disappeared, or the source has none.
+        """
+        found = self._newest_of_run()
+        if found is None and on_first(self._is_late, self.group):
+            found = self._newest_of_run()
+        source = self.run.record().get("forked_from")
+        if found is not None or source is None:
+            return found, False
+        found = self._search(CheckpointStore(RunDirectory(Path(source)).checkpoints), own=False)
+        if found is None:
+            raise UserError(
+                f"the run was forked from {source}, which no longer has a checkpoint",
+                where=str(source),
+                fix="restore a checkpoint there, or choose another run.name to start at step 0",
+            )
+        return found, True
+
+    def _newest_of_run(self) -> VerifiedCheckpoint | None:
+        """Returns the run's newest valid checkpoint, or that of the archive if the run has none."""
+        archive = Archive.of(self.run, self.config)
+        archived = archive is not None and on_first(lambda: bool(archive.store.committed()), self.group)
+        try:
+            found = self._search(self.store, own=True)
+        except AllDamaged as error:
+            if not archived:
+                raise
+            found = None
+            if self.rank == 0:
+                print(error, flush=True)
+        if found is not None or archive is None or not archived:
+            return found
+        found = self._search(archive.store, own=False)
+        if self.rank == 0 and found is not None:
+            message = f"the run directory has no valid checkpoint; loading the archived one: {found.checkpoint.path}"
+            print(message, flush=True)
+            self.events.write("warning", step=found.checkpoint.step, message=message)
+            archive.adopt()
+        return found
+
+    def _is_late(self) -> bool:
+        """Returns whether a checkpoint has become visible since the search; called on rank 0 if none was found.
+
+        Raises:
+            Purged: the run has saved a checkpoint and none becomes visible.
+        """
+        saved = furthest_saved(self.run)
+        if saved == 0:
+            return False
+        if wait_for_checkpoint(
+            self.store, self.config.checkpoint.visibility_timeout_s if on_network(self.store.root) else 0.0
+        ):
+            return True
+        archive = Archive.of(self.run, self.config)
+        raise purged_error(self.run, saved, None if archive is None else archive.copy.checkpoints)
+
+    def _search(self, store: CheckpointStore, own: bool) -> VerifiedCheckpoint | None:
+        settings = self.config.checkpoint
+        on_bad = partial(self._report_damaged, store, own)
+        search = VerifiedSearch(
+            store, self.group, settings.verify == "full", settings.visibility_timeout_s, on_bad, own
+        )
+        return search.newest()
+
+    def _report_damaged(self, store: CheckpointStore, own: bool, checkpoint: Checkpoint, problem: str) -> None:
+        """Reports a damaged checkpoint on rank 0 and sets it aside if it belongs to this run."""
+        moved = store.set_aside(checkpoint, self.events.attempt) if own else checkpoint.path
+        print(f"skipping the damaged checkpoint of step {checkpoint.step} in {moved}: {problem}", flush=True)
+        self.events.write("checkpoint_set_aside", step=checkpoint.step, path=str(moved), message=problem)
