@@ -38,10 +38,10 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
     divergence.LEAST = 4
     take = Trainer._train
 
-    def faulty(self: Trainer, batch: Any, save: bool) -> None:
+    def faulty(self: Trainer, *arguments: Any) -> Any:
         _inject(plan, spec, self.step, stop)
         with _Bad(self, plan, spec):
-            take(self, batch, save)
+            return take(self, *arguments)
 
     Trainer._train = faulty  # type: ignore[method-assign]
     return worker.train(spec, stop)
