@@ -27,8 +27,8 @@ STAMPS := .venv
 endif
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test test-share test-all test-torch bench-peers bench-compression lint docs slurm-up slurm-down slurm-env install \
-        install-dev clean
+.PHONY: train test test-share test-all test-torch bench-peers bench-compression lint docs slurm-up slurm-down slurm-env \
+        install install-dev clean
 
 train: install
 	$(PY) -m hpc_train +strategy=hybrid -m
