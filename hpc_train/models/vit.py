@@ -29,8 +29,9 @@ class PatchProjection(nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
         if not isinstance(input, DTensor):
             return super().forward(input)
-        weight, bias = (value.to_local() if isinstance(value, DTensor) else value for value in (self.weight, self.bias))
-        patches = self._conv_forward(input.to_local(), weight, bias)
+        weight: Any = self.weight
+        bias: Any = self.bias
+        patches = self._conv_forward(input.to_local(), weight.to_local(), bias.to_local())
         return DTensor.from_local(patches, input.device_mesh, input.placements, run_check=False)
 
 
