@@ -4,6 +4,8 @@
 # make test-all  the long forms as well: 500 kills in saves, 20 faults of each kind and 200 drawn at random, 5,000
 #                damaged checkpoints, all pairs of layouts; hours. Cut short, it goes on behind the cases that have
 #                passed with this code (noted in .pytest_cache/long)
+# make test-torch TORCH=2.15.0  the layouts, checkpoints, faults, doors and resumption on another version of torch, in an
+#                environment of its own that replaces that of the version before; TESTS=... runs others
 # make lint    ruff, mypy, import-linter
 # make docs    the documentation as web pages, in build/site
 # make bench-peers  our step against Lightning Fabric, Accelerate and a bare loop, in an environment of their own
@@ -25,8 +27,8 @@ STAMPS := .venv
 endif
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test test-share test-all bench-peers bench-compression lint docs slurm-up slurm-down slurm-env install \
-        install-dev clean
+.PHONY: train test test-share test-all test-torch bench-peers bench-compression lint docs slurm-up slurm-down slurm-env \
+        install install-dev clean
 
 train: install
 	$(PY) -m hpc_train +strategy=hybrid -m
@@ -39,6 +41,23 @@ test-share: install-dev
 
 test-all: install-dev
 	HPC_TRAIN_LONG=1 $(PY) -m pytest
+
+TESTS ?= tests/layouts tests/checkpoint tests/faults tests/doors tests/train/test_resume.py
+
+test-torch: .venv-torch/.torch-$(TORCH)
+	.venv-torch/bin/python -m pytest -n 3 $(TESTS)
+
+# torch==2.13.0 takes 2.13.0+cpu where an index offers it; PyPI has only the build for CUDA (some GB with its libraries).
+.venv-torch/.torch-$(TORCH): pyproject.toml constraints.txt
+	$(if $(TORCH),,$(error make test-torch needs a version of torch, e.g. make test-torch TORCH=2.15.0))
+	rm -rf .venv-torch
+	$(PYTHON) -m venv .venv-torch
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt >.venv-torch/constraints.txt
+ifneq ($(TORCH_INDEX),)
+	.venv-torch/bin/python -m pip install --quiet --index-url $(TORCH_INDEX) torch==$(TORCH)
+endif
+	.venv-torch/bin/python -m pip install --quiet -c .venv-torch/constraints.txt -e '.[dev]'
+	@touch $@
 
 bench-peers: .venv-peers/.installed
 	.venv-peers/bin/python -m tests.benchmarks.peers $(PEERS)
@@ -92,4 +111,4 @@ slurm-env:
 	@$(PYTHON) slurm/devcluster/devcluster.py env $(DEVCLUSTER)
 
 clean:
-	rm -rf .venv .venv-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-peers .venv-torch build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -19,6 +19,22 @@ from hpc_train.models.model import FlopTerms, Model
 from hpc_train.models.transformer import Attention, CrossEntropyHead, LayerNorm, PreNormLayer
 
 
+class PatchProjection(nn.Conv2d):
+    """Computes a convolution. With tensor parallelism each rank computes it whole, on replicated tensors.
+
+    The convolution gets the local tensors: torch 2.11 returns wrong gradients for the weight and bias of a convolution
+    of replicated DTensors.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not isinstance(input, DTensor):
+            return super().forward(input)
+        weight: Any = self.weight
+        bias: Any = self.bias
+        patches = self._conv_forward(input.to_local(), weight.to_local(), bias.to_local())
+        return DTensor.from_local(patches, input.device_mesh, input.placements, run_check=False)
+
+
 class ViTStem(nn.Module):
     """Embeds pixels ``[micro, channels, height, width]`` as hidden states ``[micro, 1 + patches, dim]``, class token
     first."""
@@ -26,7 +42,7 @@ class ViTStem(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         patches = (config.image_size // config.patch_size) ** 2
-        self.patch = nn.Conv2d(config.channels, config.dim, config.patch_size, stride=config.patch_size)
+        self.patch = PatchProjection(config.channels, config.dim, config.patch_size, stride=config.patch_size)
         self.class_token = nn.Parameter(torch.empty(1, 1, config.dim))
         self.position_embedding = nn.Parameter(torch.empty(1, 1 + patches, config.dim))
         self.dropout = nn.Dropout(config.dropout)

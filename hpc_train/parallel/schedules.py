@@ -21,7 +21,7 @@ from hpc_train.config.description_file import import_attribute, is_import_path
 from hpc_train.data.dataset import Batch
 from hpc_train.errors import UserError
 from hpc_train.models.model import Model
-from hpc_train.parallel.precision import autocast
+from hpc_train.parallel.precision import autocast, parameter_dtype
 from hpc_train.plan.layout import Layout
 
 Loss = Callable[[tuple[Tensor, Tensor], Tensor], Tensor]
@@ -74,7 +74,7 @@ class _Stage(PipelineStage):
             stages,
             example.inputs.device,
             input_args=(inputs if part.stage == 0 else hidden,),
-            output_args=_sums_on_meta() if part.stage == stages - 1 else (hidden,),
+            output_args=_sums_on_meta(part.precision) if part.stage == stages - 1 else (hidden,),
             group=group,
         )
         self._part = part
@@ -98,9 +98,13 @@ class _Stage(PipelineStage):
         self._part.backward_done()
 
 
-def _sums_on_meta() -> tuple[Tensor, Tensor]:
-    """Returns the shapes of the last stage's output: the sum of losses and the number of targets."""
-    return torch.empty(1, device="meta", requires_grad=True), torch.empty(1, device="meta", dtype=torch.int64)
+def _sums_on_meta(precision: str) -> tuple[Tensor, Tensor]:
+    """Returns the shapes and types of the last stage's output: the sum of losses and the number of targets.
+
+    Torch 2.11 raises an error in the first step if a type differs from that of the output.
+    """
+    loss = torch.empty(1, device="meta", dtype=parameter_dtype(precision), requires_grad=True)
+    return loss, torch.empty(1, device="meta", dtype=torch.int64)
 
 
 class Schedule:
