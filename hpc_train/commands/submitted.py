@@ -37,7 +37,7 @@ def resume(arguments: list[str]) -> int:
     parser.add_argument("--detach", action="store_true", help="return after submission")
     options = parser.parse_args(arguments)
     found = find_run(options.target, "resume")
-    if is_done(found.run):
+    if is_done(found.run) and any(found.run.checkpoints.glob("step-*")):
         done, total = found.run.record()["result"]["steps"], found.run.record().get("total_steps")
         print(f"already done: {done} of {total or done} steps; to train longer, increase train.steps")
         return Exit.DONE

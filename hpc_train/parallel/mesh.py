@@ -119,7 +119,12 @@ def _split_world(
 
 def _silent_group(rank: int) -> dist.ProcessGroup:
     """Returns a group of this rank alone, without connections. Other ranks need not call it."""
-    return dist.new_group([rank], backend="fake", use_local_synchronization=True, group_desc="mesh_alone")
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.OFF)  # DETAIL adds checks to each group, which this backend does not support
+    try:
+        return dist.new_group([rank], backend="fake", use_local_synchronization=True, group_desc="mesh_alone")
+    finally:
+        dist.set_debug_level(level)
 
 
 def use_device(device: torch.device) -> None:

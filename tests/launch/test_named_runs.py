@@ -31,6 +31,7 @@ def test_a_sweep_is_refused_with_the_command_for_one_run(
 
 
 def test_a_finished_run_is_not_resumed(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (sweep / "0" / "checkpoints" / "step-00000008").mkdir(parents=True)
     assert run(["resume", str(sweep / "0")]) == 0
     assert "already done: 8 of 8 steps" in capsys.readouterr().out
 

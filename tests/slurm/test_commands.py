@@ -74,7 +74,7 @@ def test_who_leaves_a_waiting_submission_leaves_the_job_alone(
     os.killpg(process.pid, how)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 130, output
-    assert "hpc_train status outputs/run" in output
+    assert "hpc_train logs -f outputs/run" in output
     waited = cluster.hpc_train("wait", "run", cwd=tmp_path)
     assert waited.returncode == 0, waited.stdout + waited.stderr
     assert every_step(run) == list(range(1, 26))

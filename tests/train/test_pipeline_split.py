@@ -13,11 +13,11 @@ from hpc_train.config.schema import Config, OptimConfig
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
-from hpc_train.parallel.balance import FILE, BlockCost, stage_bytes
+from hpc_train.parallel.balance import BlockCost, stage_bytes
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.partition import layers_of, partition
-from hpc_train.run.directory import RunDirectory
+from hpc_train.run.directory import PIPELINE_SPLIT, RunDirectory
 from hpc_train.run.files import read_lines
 from tests.layouts.cells import Cell
 from tests.ranks import run_ranks
@@ -35,7 +35,7 @@ def test_a_measured_split_is_written_told_and_taken_again(tmp_path: Path) -> Non
     overrides = [*LOPSIDED, "strategy.pp_split=measured"]
     run = frozen(tmp_path / "run", *overrides, "train.steps=6")
     assert run_attempt(run, 2) == [0, 0]
-    written = json.loads((run.path / FILE).read_text())
+    written = json.loads((run.path / PIPELINE_SPLIT).read_text())
     assert written["how"] == "measured" and written["stages"] == 2 and sum(written["layers"]) == 4
     assert [block["name"] for block in written["blocks"]] == ["stem", *(f"layers.{n}" for n in range(4)), "head"]
     costs = [block["seconds"] for block in written["blocks"]]
@@ -50,11 +50,11 @@ def test_a_measured_split_is_written_told_and_taken_again(tmp_path: Path) -> Non
     assert run_attempt(run, 2) == [0, 0]
     log = (run.logs / "rank-0-001.log").read_text()
     assert "resumed from" in log and "reused from an earlier attempt" in log
-    assert json.loads((run.path / FILE).read_text()) == written
+    assert json.loads((run.path / PIPELINE_SPLIT).read_text()) == written
 
     frozen(run.path, *LOPSIDED, "strategy.pp_split=flops", "train.steps=8")  # any split loads any checkpoint
     assert run_attempt(run, 2) == [0, 0]
-    counted = json.loads((run.path / FILE).read_text())
+    counted = json.loads((run.path / PIPELINE_SPLIT).read_text())
     assert counted["how"] == "flops" and counted["layers"] == [4, 0]
     assert "resumed from" in (run.logs / "rank-0-002.log").read_text()
 
