@@ -34,11 +34,11 @@ def in_step(step: int, kill: bool, spec: WorkerSpec, stop: StopFlag) -> None:
     TrainStep.__call__ = faulty_step  # type: ignore[method-assign]
 
 
-def test_kills_stops_and_4_2_1_3_4_ranks_leave_no_bit_changed(tmp_path: Path) -> None:
+def test_kills_a_stop_and_4_1_3_4_ranks_leave_no_bit_changed(tmp_path: Path) -> None:
     whole = frozen(tmp_path / "whole", *REPRODUCIBLE)
     assert run_attempt(whole, 2) == [0, 0]
     run = frozen(tmp_path / "run", *REPRODUCIBLE)
-    for ranks, step, kill in ((4, 3, True), (2, 4, False), (1, 7, True), (3, 8, False)):
+    for ranks, step, kill in ((4, 3, True), (1, 7, True), (3, 8, False)):
         inject = partial(in_step, step, kill)
         if kill:
             with pytest.raises(AssertionError, match="died without a word"):
@@ -46,7 +46,7 @@ def test_kills_stops_and_4_2_1_3_4_ranks_leave_no_bit_changed(tmp_path: Path) ->
         else:
             assert run_attempt(run, ranks, inject) == [75] * ranks
     assert run_attempt(run, 4) == [0] * 4
-    assert [event["step"] for event in run.read_events() if event["event"] == "resumed"] == [2, 6, 6, 10]
+    assert [event["step"] for event in run.read_events() if event["event"] == "resumed"] == [2, 6, 10]
     assert run.record()["result"]["weights_sha256"] == whole.record()["result"]["weights_sha256"]
     assert_same_bits(run.checkpoints / "step-00000012", whole.checkpoints / "step-00000012")
     losses = [(line["step"], line["loss"], line["grad_norm"]) for line in run.read_metrics()]

@@ -33,7 +33,7 @@ class FindCarried(PathFinder):
         return super().find_spec(name, path, target)
 sys.meta_path[sys.meta_path.index(PathFinder)] = FindCarried
 """
-QUICK = ("facts", "flight_recorder", "overflow")
+QUICK = ("facts", "overflow")
 
 
 @pytest.fixture
