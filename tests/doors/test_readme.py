@@ -87,6 +87,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_a_command_of_the_pages(folders: dict[str, Path], number: int) -> None:
     page, line = commands()[number]
     arguments = shortened(line, [earlier for other, earlier in commands()[:number] if other == page])
+    if arguments[0] == "bench" and page not in TRAINED and not LONG:
+        pytest.skip("tests/measure runs each benchmark; this one: HPC_TRAIN_LONG=1")
     if only_checked(page, arguments):
         arguments += ["launch.dry_run=true", "-m"]
     done = hpc_train(*arguments, cwd=folders[page], timeout=3500 if LONG else 240)

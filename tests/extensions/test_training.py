@@ -45,7 +45,9 @@ def test_the_dry_run_shows_an_estimate_of_memory(place: Path) -> None:
     assert "iB (parameters" in shown
 
 
-def test_tensor_parallelism_has_the_losses_of_one_process_and_the_export_uses_the_names_of_the_family(place: Path) -> None:
+def test_tensor_parallelism_has_the_losses_of_one_process_and_the_export_uses_the_names_of_the_family(
+    place: Path,
+) -> None:
     alone = losses(place, "single")
     assert len(alone) == 4 and alone[-1] < alone[0]
     assert losses(place, "tp") == pytest.approx(alone, rel=1e-4)

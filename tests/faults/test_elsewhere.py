@@ -44,6 +44,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return undisturbed(tmp_path_factory.mktemp("runs") / "whole", STEPS, EVERY).checkpoints / LAST
 
 
+@IN_LONG_FORM  # tests/telemetry has a W&B that fails, hangs or is absent
 def test_training_goes_on_without_wandb(tmp_path: Path, whole: Path) -> None:
     nobody = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "WANDB_INIT_TIMEOUT": "2"}
     trial = run_with_faults(

@@ -65,6 +65,7 @@ def until(found: Callable[[], object], seconds: float = 240) -> None:
         time.sleep(0.2)
 
 
+@IN_LONG_FORM  # the decision and the agent have tests of it
 def test_three_attempts_without_a_step_are_enough(tmp_path: Path) -> None:
     plan = [Fault("kill", 1, 0)] * 4
     trial = run_with_faults(tmp_path / "run", STEPS, plan, EVERY)

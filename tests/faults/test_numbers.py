@@ -140,7 +140,7 @@ def test_gradients_that_stay_nan_take_the_run_back_past_the_samples(tmp_path: Pa
     ("kind", "batches", "steps"),
     [
         pytest.param("nan", range(5, 8), (8, 4), marks=IN_LONG_FORM),
-        ("spike", range(10, 13), (13, 8)),
+        pytest.param("spike", range(10, 13), (13, 8), marks=IN_LONG_FORM),
     ],
 )
 def test_a_pipeline_goes_back_too(tmp_path: Path, kind: str, batches: range, steps: tuple[int, int]) -> None:

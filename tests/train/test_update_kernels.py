@@ -140,7 +140,9 @@ def compiled(rank: int, world_size: int, moments: str) -> tuple[int, int]:
     return graphs.compiled, graphs.called - before
 
 
-@pytest.mark.parametrize("moments", MOST_KERNELS)
+@pytest.mark.parametrize(
+    "moments", [pytest.param(one, marks=IN_LONG_FORM if one == "8bit" else ()) for one in MOST_KERNELS]
+)
 def test_a_compiled_update_is_one_graph_for_each_size_and_survives_a_new_learning_rate(moments: str) -> None:
     ((graphs, calls),) = run_ranks(1, compiled, moments)
     batches = {"bf16": 2, "8bit": 3}[moments]  # the small matrices, the norms, and the matrices that keep fp32 moments
