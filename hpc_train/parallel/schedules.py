@@ -86,6 +86,14 @@ class _Stage(PipelineStage):
             return tuple(value.reshape(1) for value in output)
         return self._part.cast_output(output)
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Returns the messages that connect the ranks of neighbouring stages before the first step.
+
+        In a V, two neighbours are on one rank. Torch 2.11 would send these messages from the rank to itself, which
+        gloo refuses; torch 2.13 does not call this method.
+        """
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
