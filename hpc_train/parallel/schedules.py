@@ -5,7 +5,6 @@ Without these shapes torch would run an extra forward and backward pass, which c
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -139,9 +138,6 @@ class Schedule:
         held = built[0] if issubclass(kind, PipelineScheduleSingle) else built
         self._schedule = kind(held, micro_batches, loss_fn=loss, scale_grads=False)
         self._is_first = parts[0].stage == 0
-        # without this argument, which some releases lack, torch concatenates the outputs of the last stage
-        known = inspect.signature(self._schedule.step).parameters
-        self._quiet = {"return_outputs": False} if "return_outputs" in known else {}
 
     def step(self, micro_batches: Sequence[Batch]) -> None:
         """Runs forward and backward pass over all micro-batches; gradients accumulate in ``.grad``."""
@@ -149,7 +145,7 @@ class Schedule:
         context = _join_context([batch.context for batch in micro_batches])
         targets = _join([batch.targets for batch in micro_batches])
         # torch cannot split keywords without a tensor, so every stage gets the targets; only the head uses them
-        self._schedule.step(*inputs, target=targets, context=context, targets=targets, **self._quiet)
+        self._schedule.step(*inputs, target=targets, context=context, targets=targets, return_outputs=False)
 
 
 def _join(values: list[Tensor]) -> Tensor:
