@@ -54,7 +54,7 @@ class Mesh:
         """Returns the process group of this rank along ``pp``, ``dp``, ``dp_replicate``, ``dp_shard`` or ``tp``.
 
         The group of an axis of one rank does not communicate. Do not call reduce_scatter on it, which leaves the
-        output unset in torch 2.9.
+        output unset before torch 2.13.
         """
         return self.dp if axis == "dp" else self.device_mesh.get_group(axis)
 

@@ -5,7 +5,6 @@ Without these shapes torch would run an extra forward and backward pass, which c
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from hpc_train.config.description_file import import_attribute, is_import_path
 from hpc_train.data.dataset import Batch
 from hpc_train.errors import UserError
 from hpc_train.models.model import Model
-from hpc_train.parallel.precision import autocast, parameter_dtype
+from hpc_train.parallel.precision import autocast
 from hpc_train.plan.layout import Layout
 
 Loss = Callable[[tuple[Tensor, Tensor], Tensor], Tensor]
@@ -74,7 +73,7 @@ class _Stage(PipelineStage):
             stages,
             example.inputs.device,
             input_args=(inputs if part.stage == 0 else hidden,),
-            output_args=_sums_on_meta(part.precision) if part.stage == stages - 1 else (hidden,),
+            output_args=_sums_on_meta() if part.stage == stages - 1 else (hidden,),
             group=group,
         )
         self._part = part
@@ -85,6 +84,22 @@ class _Stage(PipelineStage):
         if self.is_last:  # torch concatenates these over micro-batches, which scalars do not allow
             return tuple(value.reshape(1) for value in output)
         return self._part.cast_output(output)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Returns the messages that connect the ranks of neighbouring stages before the first step.
+
+        In a V, two neighbours are on one rank. Torch 2.11 would send these messages from the rank to itself, which
+        gloo refuses; later versions do not call this method.
+        """
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+    def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
+        """Compares the outputs with those announced, except on the last stage, which sends nothing.
+
+        A model chooses the types of its sums; torch 2.11 would raise an error, and later versions do not call this.
+        """
+        if not self.is_last:
+            super()._validate_fwd_outputs(outputs)  # type: ignore[misc]
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -98,13 +113,9 @@ class _Stage(PipelineStage):
         self._part.backward_done()
 
 
-def _sums_on_meta(precision: str) -> tuple[Tensor, Tensor]:
-    """Returns the shapes and types of the last stage's output: the sum of losses and the number of targets.
-
-    Torch 2.11 raises an error in the first step if a type differs from that of the output.
-    """
-    loss = torch.empty(1, device="meta", dtype=parameter_dtype(precision), requires_grad=True)
-    return loss, torch.empty(1, device="meta", dtype=torch.int64)
+def _sums_on_meta() -> tuple[Tensor, Tensor]:
+    """Returns the shapes of the last stage's output: the sum of losses and the number of targets."""
+    return torch.empty(1, device="meta", requires_grad=True), torch.empty(1, device="meta", dtype=torch.int64)
 
 
 class Schedule:
@@ -131,9 +142,6 @@ class Schedule:
         held = built[0] if issubclass(kind, PipelineScheduleSingle) else built
         self._schedule = kind(held, micro_batches, loss_fn=loss, scale_grads=False)
         self._is_first = parts[0].stage == 0
-        # without this argument, which some releases lack, torch concatenates the outputs of the last stage
-        known = inspect.signature(self._schedule.step).parameters
-        self._quiet = {"return_outputs": False} if "return_outputs" in known else {}
 
     def step(self, micro_batches: Sequence[Batch]) -> None:
         """Runs forward and backward pass over all micro-batches; gradients accumulate in ``.grad``."""
@@ -141,7 +149,7 @@ class Schedule:
         context = _join_context([batch.context for batch in micro_batches])
         targets = _join([batch.targets for batch in micro_batches])
         # torch cannot split keywords without a tensor, so every stage gets the targets; only the head uses them
-        self._schedule.step(*inputs, target=targets, context=context, targets=targets, **self._quiet)
+        self._schedule.step(*inputs, target=targets, context=context, targets=targets, return_outputs=False)
 
 
 def _join(values: list[Tensor]) -> Tensor:

@@ -68,8 +68,7 @@ def _grow_segments() -> None:
     Torch reads the variable when it is loaded, which the parent of this process has done before the choice was made.
     """
     if os.environ.get(ALLOCATOR_SETTINGS) == GROWING_SEGMENTS:
-        older = getattr(torch._C, "_cuda_cudaCachingAllocator_set_allocator_settings", None)  # until torch 2.9
-        (older or torch._C._accelerator_setAllocatorSettings)(GROWING_SEGMENTS)
+        torch._C._accelerator_setAllocatorSettings(GROWING_SEGMENTS)
 
 
 # From this number of ranks on, gloo connects two ranks when they first communicate. In smaller worlds a group connects

@@ -180,6 +180,20 @@ def test_compiled_layers_in_a_pipeline(record: Callable[..., None]) -> None:
     record(check_cells([Cell(2, strategy=pipeline("1f1b"), train={"compile": True})], timeout=250), [])
 
 
+def test_a_rank_with_neighbouring_stages_sends_itself_nothing() -> None:
+    """Torch 2.11 connects the ranks with these messages, and gloo refuses those to the rank itself."""
+    assert run_on_world(2, _first_messages, Cell(2, "gpt", strategy=pipeline("zbv"))) == [{1}, {0}]
+
+
+def _first_messages(rank: int, _: int, cell: Cell) -> set[int]:
+    """The ranks with which the stages of this rank exchange the messages before the first step."""
+    mesh = mesh_of(cell, rank)
+    engine = build_engine(cell.config(), mesh)
+    assert isinstance(engine, PipelineEngine)
+    schedule: Any = engine._schedule_for(local_batch(cell, mesh.layout, mesh.dp_rank, 0).micro_batches)._schedule
+    return {op.group_peer for stage in schedule._stages for op in stage._get_init_p2p_neighbors_ops()}
+
+
 def test_evaluation_leaves_the_training_alone_and_takes_other_shapes() -> None:
     chosen = [Cell(2, "gpt-tied", strategy=pipeline(schedule)) for schedule in SCHEDULES]
     splits = (("1f1b", "zero2"), ("1f1b", "zero3"), ("1f1b", "ddp"), ("zbv", "zero2"))

@@ -24,7 +24,7 @@ def entry(
     name: str = "gloo:all_reduce",
     **known: Any,
 ) -> dict[str, Any]:
-    """As torch 2.9 to 2.13 write it; a JSON dump has 0 for a time that is not known, and no duration without timing."""
+    """As torch writes it; a JSON dump has 0 for a time that is not known, and no duration without timing."""
     plain = {
         "record_id": number, "pg_id": 3, "process_group": list(group), "collective_seq_id": number, "p2p_seq_id": 0,
         "op_id": number, "profiling_name": name, "time_created_ns": int(created_s * 1e9), "input_sizes": [[3]],

@@ -98,16 +98,13 @@ def test_advice_goes_to_the_log_and_the_events(tmp_path: Path, capsys: pytest.Ca
     assert event["message"] in capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.parametrize(
-    "name", ["_cuda_cudaCachingAllocator_set_allocator_settings", "_accelerator_setAllocatorSettings"]
-)
 @pytest.mark.parametrize("value", [GROWING_SEGMENTS, "max_split_size_mb:64", None])
 def test_the_allocator_of_a_forked_worker_is_told_our_choice_and_no_other(
-    name: str, value: str | None, monkeypatch: pytest.MonkeyPatch
+    value: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch has read the variable before the worker was forked; this imitates the function of older and newer torch."""
+    """Torch has read the variable before the worker was forked."""
     done: list[str] = []
-    monkeypatch.setattr(torch._C, name, done.append, raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", done.append)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(str(device)))
     monkeypatch.delenv(ALLOCATOR_SETTINGS, raising=False)
     if value is not None:
