@@ -11,7 +11,9 @@ from tests.doors.command import TINY, hpc_train
 
 
 def test_a_detached_job_finishes_alone(tmp_path: Path) -> None:
-    arguments = ["+strategy=dp", "cluster.cpu_workers=2", *TINY, "run.name=run"]
+    slow = ["model=custom", "model._target_=tests.doors.faulty.Slow", "+model.args.seconds=1.5"]  # live for 10 s
+    small = [part for part in TINY if not part.startswith("model.")]
+    arguments = ["+strategy=dp", "cluster.cpu_workers=2", *small, *slow, "run.name=run"]
     left = hpc_train(*arguments, "launch.detach=true", "-m", cwd=tmp_path)
     assert left.returncode == 0, left.stdout + left.stderr
     run = RunDirectory(tmp_path / "outputs" / "run")
