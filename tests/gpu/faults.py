@@ -48,7 +48,7 @@ def stall(probe: Probe) -> None:
 
 def hang(probe: Probe) -> None:
     """A kernel that never ends is found, its evidence is kept, and the run goes on."""
-    # the bound with `auto` is at least 30 s on GPUs; a step takes milliseconds here
+    # the bound with `auto` is 120 s on GPUs; a step takes milliseconds here
     bound = 12 if probe.on_gpu else 4
     run = train(
         probe, "run", *disturbed("stall", probe.folder / "once", call=8), "train.steps=12", "checkpoint.every=2",
