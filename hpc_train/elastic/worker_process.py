@@ -26,6 +26,7 @@ from dataclasses import replace
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import SemLock
 from typing import Any
 
 from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
@@ -60,7 +61,17 @@ def main(
     code = _run(entry, spec, stop, report)
     sys.stdout.flush()
     sys.stderr.flush()
+    _remove_semaphores()
     os._exit(code)  # skip exit handlers: after a failure they may wait for peers that are gone
+
+
+def _remove_semaphores() -> None:
+    """Removes the named semaphores of this process, such as the lock of tqdm, which torch.compile uses. An exit handler
+    would remove them; without it, multiprocessing's resource tracker warns on the console.
+    """
+    for finalizer in list(util._finalizer_registry.values()):  # type: ignore[attr-defined]
+        if finalizer._callback is SemLock._cleanup:  # type: ignore[attr-defined]
+            finalizer()
 
 
 def _prepare_process(spec: WorkerSpec) -> None:

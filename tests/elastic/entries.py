@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import resource
 import signal
@@ -31,7 +32,11 @@ def _wait_for_stop(stop: StopFlag, seconds: float = 30) -> Exit:
     return Exit.STOPPED if stop.requested else Exit.DONE
 
 
+_kept: list[object] = []
+
+
 def finish(spec: WorkerSpec, stop: StopFlag) -> Exit:
+    _kept.append(multiprocessing.Lock())  # a library's global lock, such as that of tqdm
     print(f"hello from {spec.rank} of {spec.layout.world_size}")
     _mark(spec, f"{spec.master_port} {os.environ['OMP_NUM_THREADS']}")
     return Exit.DONE
