@@ -1,54 +1,41 @@
 """Injects each kind of fault into runs on one machine. Each run must end like the undisturbed run and report
 every fault.
 
-The short form injects a few kinds into one run. The long form (``HPC_TRAIN_LONG=1``) runs a soak of 200 faults of all
-kinds and 20 trials of each kind (200 of ``kill``). It prints its measurements, and resumes after an interruption
-(``tests/checkpoint/progress.py``).
+The short form injects a few kinds into one run. The long form (``HPC_TRAIN_LONG=1``) runs a soak of 1,000 faults of
+all kinds (``soak.py``) and 20 trials of each kind (200 of ``kill``). It prints its measurements, and resumes after an
+interruption (``tests/checkpoint/progress.py``).
 """
 
 from __future__ import annotations
 
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from hpc_train.elastic.rendezvous import candidate_ports
 from tests.checkpoint.progress import IN_LONG_FORM, LONG, Progress
 from tests.faults.measured import trials
-from tests.faults.plan import CRASHES, ENDS, HANGS, IN_SURROUNDINGS, KINDS, PASSING, SPECIAL, Fault, draw
+from tests.faults.plan import IN_SURROUNDINGS, KINDS, SPECIAL, Fault, draw
+from tests.faults.soak import FIRST_STEP, SPACING, Record, soak, upper_bound
 from tests.faults.surroundings import Surroundings, surroundings
 from tests.faults.trial import (
-    Trial,
+    EVERY,
     assert_nothing_left,
-    assert_survived,
+    assert_survives,
     finish,
     freeze,
     run_with_faults,
     start,
-    undisturbed,
 )
 from tests.run.outage import detachable
 
 STEPS = 12
-EVERY = "checkpoint.every=4"
 SHORT = ("kill", "warm_parent", "storage_in_save", "request", "nan")
-COMMON = [
-    EVERY,
-    "batch.loader_workers=1",
-    "elastic.stop_grace_s=6",
-    "train.nonfinite_limit=1",
-    "train.spike_mads=1000",
-    "train.max_rollbacks=1000",
-]
-
 pytestmark = pytest.mark.timeout(6 * 3600 if LONG else 900)
 
 
@@ -116,47 +103,22 @@ def test_a_slow_rank_is_named_and_a_live_run_shows_its_stacks(tmp_path: Path) ->
     assert trial.events("worker_failed", "restarted") == []
 
 
+def test_the_bound_of_the_soak_is_that_of_clopper_and_pearson() -> None:
+    assert upper_bound(0, 1000) == pytest.approx(1 - 0.05 ** (1 / 1000))
+    assert upper_bound(2, 20) == pytest.approx(0.2826, abs=1e-4)  # one-sided, from tables of the binomial distribution
+
+
 def test_faults_of_all_kinds_drawn_at_random(tmp_path: Path, around: Surroundings) -> None:
     """The first port that each attempt would use is taken."""
-    kinds = [*CRASHES, *HANGS, *ENDS, *PASSING, *around.kinds] if LONG else SHORT
-    runs, faults = (20, 10) if LONG else (1, len(SHORT))
+    if not LONG:
+        assert_survives(tmp_path / "run", draw(0, len(SHORT), SHORT, FIRST_STEP, SPACING), around)
+        return
     progress = Progress.of("soak")
-    for seed in map(int, progress.open(range(runs))):
-        plan = draw(seed, faults, kinds, first_step=7, spacing=4)
-        assert_survives(tmp_path / f"run-{seed}", plan, around)
-        progress.passed(seed)
-
-
-def assert_survives(path: Path, plan: Sequence[Fault], around: Surroundings, *overrides: str) -> Trial:
-    steps = max(fault.step for fault in plan) + 9  # the last fault may occur in a recovery
-    whole = undisturbed(path.with_name(f"{path.name}-undisturbed"), steps, *COMMON, *overrides, plan=plan)
-    with ports_taken(path, attempts=4 * len(plan)):
-        trial = run_with_faults(path, steps, plan, *COMMON, *overrides, around=around)
-    assert_survived(trial, whole)
-    assert_hangs_are_reported(trial)
-    return trial
-
-
-def assert_hangs_are_reported(trial: Trial) -> None:
-    """Checks that each hang was reported with its rank, its phase, and the stacks of all ranks."""
-    expected = [fault for fault in trial.plan if fault.kind in HANGS]
-    hangs = trial.events("hang_detected")
-    reported = [(hang["rank"], hang["phase"]) for hang in hangs]
-    assert reported == [(one.rank, "checkpoint" if one.kind == "storage_in_save" else "step") for one in expected]
-    for hang in hangs:
-        stacks = Path(hang["stacks"]).read_text()
-        assert "--- rank 0 on" in stacks
-        assert "trainer.py" in stacks
-
-
-@contextmanager
-def ports_taken(run: Path, attempts: int) -> Iterator[None]:
-    """Listens on the first port of each of the first ``attempts`` attempts of ``run``."""
-    with ExitStack() as listening:
-        for attempt in range(attempts):
-            with suppress(OSError):  # two attempts of the same port
-                listening.enter_context(socket.create_server(("127.0.0.1", next(candidate_ports(f"{run}:{attempt}")))))
-        yield
+    assert progress.file is not None
+    record = Record(progress.file.with_suffix(".jsonl"))
+    soak(tmp_path, record, around)
+    print(f"\n{record.table()}")
+    assert [run.failure for run in record.runs() if run.failure is not None] == []
 
 
 @pytest.mark.skipif(not LONG, reason="20 trials of each kind: HPC_TRAIN_LONG=1")

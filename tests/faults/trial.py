@@ -7,17 +7,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hpc_train.elastic.rendezvous import candidate_ports
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json, read_lines
 from tests.checkpoint.tensors import assert_same_bits
-from tests.faults.plan import PASSING, Fault, bad_windows, happened, variables
+from tests.faults.plan import HANGS, PASSING, Fault, bad_windows, happened, variables
 from tests.faults.surroundings import Surroundings
 from tests.train.runs import frozen
 
@@ -30,6 +32,15 @@ TWO_REPLICAS = [
     "train.eval_every=0",
     "optim.schedule=constant",
     "elastic.hang_timeout_s=4",
+]
+EVERY = "checkpoint.every=4"
+COMMON = [
+    EVERY,
+    "batch.loader_workers=1",
+    "elastic.stop_grace_s=6",
+    "train.nonfinite_limit=1",
+    "train.spike_mads=1000",
+    "train.max_rollbacks=1000",
 ]
 NONE = Surroundings()
 MARK = "HPC_TRAIN_TEST_TRIAL"  # an environment variable of every process of a trial
@@ -56,12 +67,30 @@ class Trial:
         """Returns the class and rank of each failure that the event log names, in order."""
         return [(event["class"], event["rank"]) for event in self.events("worker_failed")]
 
+    @property
+    def steps_lost(self) -> int:
+        """Returns how many steps that a checkpoint contained were trained again by a later attempt."""
+        begun: dict[int, dict[str, Any]] = {}
+        for line in sorted(self._lines, key=lambda line: line["time"]):
+            begun.setdefault(line["attempt"], line)
+        saved, lost = 0, 0
+        events = self.events("checkpoint_saved", "rolled_back")
+        for entry in sorted([*events, *begun.values()], key=lambda entry: entry["time"]):
+            if "event" in entry:
+                saved = entry.get("to_step", entry["step"])
+            else:
+                lost += max(0, saved + 1 - entry["step"])
+        return lost
+
+    @property
+    def _lines(self) -> list[dict[str, Any]]:
+        return [line for path in self.run.metrics.glob("*.jsonl") for line in read_lines(path)]
+
     def recoveries(self) -> list[float]:
         """Returns seconds from each fault that ended an attempt to the end of the first step of the next attempt."""
-        lines = [line for path in self.run.metrics.glob("*.jsonl") for line in _lines(path)]
         ended = [number for number, fault in enumerate(self.plan) if fault.kind not in PASSING]
         injected = [float(happened(self.run.path, number).read_text()) for number in ended]
-        firsts = sorted(min(times) for times in _by_attempt(lines).values())
+        firsts = sorted(min(times) for times in _by_attempt(self._lines).values())
         return [min(first for first in firsts if first > at) - at for at in injected]
 
 
@@ -127,9 +156,42 @@ def assert_survived(trial: Trial, reference: RunDirectory) -> None:
     assert len(trial.events("checkpoint_failed")) == sum(fault.kind == "disk" for fault in trial.plan)
     if windows := sorted(bad_windows(trial.plan)):
         assert trial.events("rolled_back")[-1]["skipped_windows"] == [list(window) for window in windows]
+    assert trial.steps_lost == 0, trial.error
     last = sorted(reference.checkpoints.glob("step-*"))[-1].name
     assert_same_bits(trial.run.checkpoints / last, reference.checkpoints / last)
     assert_nothing_left(trial.run)
+
+
+def assert_survives(path: Path, plan: Sequence[Fault], around: Surroundings, *overrides: str) -> Trial:
+    steps = max(fault.step for fault in plan) + 9  # the last fault may occur in a recovery
+    whole = undisturbed(path.with_name(f"{path.name}-undisturbed"), steps, *COMMON, *overrides, plan=plan)
+    with ports_taken(path, attempts=4 * len(plan)):
+        trial = run_with_faults(path, steps, plan, *COMMON, *overrides, around=around)
+    assert_survived(trial, whole)
+    assert_hangs_are_reported(trial)
+    return trial
+
+
+def assert_hangs_are_reported(trial: Trial) -> None:
+    """Checks that each hang was reported with its rank, its phase, and the stacks of all ranks."""
+    expected = [fault for fault in trial.plan if fault.kind in HANGS]
+    hangs = trial.events("hang_detected")
+    reported = [(hang["rank"], hang["phase"]) for hang in hangs]
+    assert reported == [(one.rank, "checkpoint" if one.kind == "storage_in_save" else "step") for one in expected]
+    for hang in hangs:
+        stacks = Path(hang["stacks"]).read_text()
+        assert "--- rank 0 on" in stacks
+        assert "trainer.py" in stacks
+
+
+@contextmanager
+def ports_taken(run: Path, attempts: int) -> Iterator[None]:
+    """Listens on the first port of each of the first ``attempts`` attempts of ``run``."""
+    with ExitStack() as listening:
+        for attempt in range(attempts):
+            with suppress(OSError):  # two attempts of the same port
+                listening.enter_context(socket.create_server(("127.0.0.1", next(candidate_ports(f"{run}:{attempt}")))))
+        yield
 
 
 def assert_nothing_left(run: RunDirectory) -> None:
@@ -156,10 +218,6 @@ def processes(run: RunDirectory) -> list[int]:
         if marked and int(path.parent.name) != os.getpid():
             found.append(int(path.parent.name))
     return found
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return list(read_lines(path))
 
 
 def _by_attempt(lines: list[dict[str, Any]]) -> dict[int, list[float]]:
