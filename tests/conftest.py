@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +18,7 @@ from unittest import mock
 import pytest
 
 from hpc_train import cli
-from tests.doors.command import environment
+from tests.doors.command import TEMPORARY, environment
 
 # The tests of these folders run first, in this order.
 HEAVY = ("tests/slurm/", "tests/faults/", "tests/layouts/", "tests/doors/", "tests/checkpoint/")
@@ -53,8 +56,8 @@ def called(
     return call
 
 
-def pytest_configure() -> None:
-    """Ensures that started processes receive SIGINT and SIGHUP.
+def pytest_configure(config: pytest.Config) -> None:
+    """Creates a temporary directory for this session, and ensures that started processes receive SIGINT and SIGHUP.
 
     A shell starts background jobs with SIGINT ignored, and nohup ignores SIGHUP. Child processes inherit ignored
     signals, but not handlers, so this hook installs handlers.
@@ -63,6 +66,10 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda number, frame: None)
+    if TEMPORARY not in os.environ:  # the processes of -n inherit it
+        os.environ[TEMPORARY] = tempfile.mkdtemp(prefix="hpc_train-")
+        Path(os.environ[TEMPORARY]).chmod(0o1777)
+        config.add_cleanup(partial(shutil.rmtree, os.environ[TEMPORARY], ignore_errors=True))
 
 
 @pytest.hookimpl(trylast=True)

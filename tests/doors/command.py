@@ -11,6 +11,7 @@ from pathlib import Path
 from hpc_train.config.run_path import SCRATCH
 from tests import warm_parents
 
+TEMPORARY = "TESTS_TMPDIR"  # names the directory for temporary files of this test session
 REPOSITORY = Path(__file__).parents[2]
 TINY = [
     "model.dim=16",
@@ -43,13 +44,18 @@ def lines_of_pages(language: str) -> list[tuple[str, str]]:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Returns the environment of a fresh shell, without Slurm variables, a W&B account or a GPU."""
+    """Returns the environment of a fresh shell, without Slurm variables, a W&B account or a GPU.
+
+    Local runs wait for free cores in a directory below TMPDIR: with one for this session, they do not wait for others.
+    """
     keep = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("WANDB_", "SLURM_", "HPC_TRAIN_")) and name not in SCRATCH
     }
     own = {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "160", "CUDA_VISIBLE_DEVICES": ""}
+    if TEMPORARY in os.environ:
+        own["TMPDIR"] = os.environ[TEMPORARY]
     return warm_parents.with_server(keep | own | extra)
 
 
