@@ -127,7 +127,7 @@ def _seconds(attend: Attend, heads: Heads) -> float:
 
 
 def _check_training(probe: Probe) -> None:
-    """Compares losses of a training, also compiled, with those with a mask, and expects the kernels' operators."""
+    """Compares losses of a training, also compiled, with those with a mask; expects the kernels and no waiting."""
     world = World(probe)
     sizes = ["data.sequence_length=1024"] if probe.on_gpu else ["data.sequence_length=64", "model.dim=32"]
     given = ["model=gpt_tiny", "data=text", "data.packing=true", "batch.global_size=4", "model.n_kv_heads=2", *sizes]
@@ -159,9 +159,13 @@ def _losses(world: World, overrides: list[str]) -> dict[int, float]:
 
 
 def _operators(world: World, overrides: list[str]) -> set[str]:
+    """Returns the operators of a step, in which torch raises an error if the host waits for the device."""
     steps = world.steps(*overrides)
     steps.step()
+    batch = steps.batch()
     with profiled(steps) as profiler:
-        steps.step()
+        torch.cuda.set_sync_debug_mode("error")
+        steps.step(batch)
+        torch.cuda.set_sync_debug_mode("default")
     steps.close()
     return {event.key for event in profiler.key_averages()}
