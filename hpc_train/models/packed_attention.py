@@ -1,18 +1,20 @@
 """Computes attention inside packed documents without scores between documents.
 
-On NVIDIA GPUs kernels take the boundaries of the documents instead of a mask, so that memory grows with the number of
-tokens and time with the sum of the squared lengths of the documents.
+On NVIDIA GPUs kernels take the boundaries of the documents instead of a mask, so that no tensor has an element for each
+pair of tokens, and time grows with the sum of the squared lengths of the documents.
 
 - ``torch.nn.attention.varlen.varlen_attn`` is used where it can be: half precision on compute capability 8.0 or higher,
   and heads of at most 256 elements in multiples of 8 (``mha_varlen_fwd`` in PyTorch's ``flash_api.cpp``). It takes
   grouped queries, is one operator in a compiled graph, and needs no compilation.
 - Elsewhere, thus in fp32, the memory-efficient kernel computes with the same boundaries. Nested tensors use it in the
-  same way. FlexAttention is the alternative in PyTorch: Triton compiles its kernels for each shape at the first step,
-  its block mask is computed anew for each batch, and heads of some widths do not fit into the shared memory of some
-  GPUs (pytorch/pytorch issues 133254 and 180278).
+  same way. It keeps a number for each document, head and token of a sequence.
 
-Neither has fp64, and on AMD GPUs documents without tokens are not tested. There, as on CPUs, attention has a mask of
-``seq x seq`` elements per sequence.
+FlexAttention is the alternative in PyTorch: Triton compiles its kernels for each shape at the first step, its block
+mask is computed anew for each batch, and heads of some widths do not fit into the shared memory of some GPUs
+(pytorch/pytorch issues 133254 and 180278).
+
+Neither kernel has fp64, and on AMD GPUs documents without tokens are not tested. There, as on CPUs, attention has a
+mask of ``seq x seq`` elements per sequence.
 """
 
 from __future__ import annotations
