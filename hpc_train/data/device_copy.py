@@ -1,4 +1,4 @@
-"""Copies micro-batches to a device and normalises their pixels there.
+"""Copies micro-batches, with the ends of packed documents, to a device and normalises their pixels there.
 
 On a GPU the copies run in a stream of their own, one step before they are used, so that they overlap with computation.
 Pixels travel as 8-bit integers where the dataset has them, a quarter of the bytes of float32.
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.data.dataset import Batch, PixelScale
+from hpc_train.data.document_ends import with_document_ends
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class DeviceCopy:
         return SentBatches(sent, copied)
 
     def _copy(self, batch: Batch) -> Batch:
-        moved = batch.to(self._device)
+        moved = with_document_ends(batch, pin=self._stream is not None).to(self._device)
         return moved if self._scale is None else replace(moved, inputs=self._normalised(moved.inputs))
 
     def _normalised(self, pixels: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 from hpc_train.config.schema import GPTConfig
 from hpc_train.models import families
 from hpc_train.models.model import FlopTerms, Model
+from hpc_train.models.packed_attention import document_context
 from hpc_train.models.transformer import (
     Attention,
     CrossEntropyHead,
@@ -102,7 +103,7 @@ class GPT(Model):
         self._rotary = RotaryCache(config.dim // config.n_heads, config.rope_theta, self._scaling)
 
     def prepare(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Adds the rotary tables and, for packed documents, the attention mask.
+        """Adds the rotary tables and, for packed documents, their boundaries or the attention mask.
 
         ``context["positions"]`` ``[micro, seq]`` replaces positions counted from 0. ``context["document_ids"]``
         ``[micro, seq]`` limits attention to tokens of the same document.
@@ -115,7 +116,7 @@ class GPT(Model):
             cosine, sine = self._rotary.tables(hidden.shape[1] * shards, hidden.device)
         added = {"rotary_cosine": cosine, "rotary_sine": sine}
         if "document_ids" in context:
-            added["attention_mask"] = _document_mask(context["document_ids"])
+            added |= document_context(context)
         return {**context, **added}
 
     def hidden_shape(self, inputs: Tensor) -> tuple[int, ...]:
@@ -154,13 +155,6 @@ class GPT(Model):
         head = 6.0 * length * (config.dim + config.vocab_size * config.dim)
         layer = (self.flops_per_sample(inputs) - head) / config.n_layers
         return (0.0, *[layer] * config.n_layers, head)
-
-
-def _document_mask(document_ids: Tensor) -> Tensor:
-    """Returns a mask ``[micro, 1, seq, seq]``: true for keys in the same document that are not later than the query."""
-    length = document_ids.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
-    return ((document_ids.unsqueeze(2) == document_ids.unsqueeze(1)) & causal).unsqueeze(1)
 
 
 def tensor_parallel_plan(model: GPT) -> dict[str, ParallelStyle]:

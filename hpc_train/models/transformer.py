@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
 from hpc_train.data.dataset import IGNORED, Batch
+from hpc_train.models import packed_attention as packed
 from hpc_train.models.model import Head, Model
 
 
@@ -199,8 +200,9 @@ class Attention(nn.Module):
         """Returns the output for ``hidden`` ``[micro, seq, dim]`` in the same shape.
 
         Args:
-            context: may hold ``rotary_cosine`` and ``rotary_sine`` (see ``rotate``), and ``attention_mask``, a bool
-                tensor that broadcasts to ``[micro, heads, seq, seq]`` and replaces the causal mask.
+            context: may hold ``rotary_cosine`` and ``rotary_sine`` (see ``rotate``), and either ``attention_mask``, a
+                bool tensor that broadcasts to ``[micro, heads, seq, seq]`` and replaces the causal mask, or
+                ``packed_attention.BOUNDARIES`` of documents, inside which attention is causal.
         """
         query, key, value = (
             projection(hidden).unflatten(-1, (-1, self.head_dim)) for projection in (self.wq, self.wk, self.wv)
@@ -208,18 +210,36 @@ class Attention(nn.Module):
         if "rotary_cosine" in context:
             query = rotate(query, context["rotary_cosine"], context["rotary_sine"])
             key = rotate(key, context["rotary_cosine"], context["rotary_sine"])
-        mask = context.get("attention_mask")
-        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
-        mixed = F.scaled_dot_product_attention(**_call(query, key, value, mask, self.causal))
-        return self.wo(mixed.transpose(1, 2).flatten(2))
+        return self.wo(self._attend(query, key, value, context).flatten(2))
 
-    def backend(self, length: int, dtype: torch.dtype, device: torch.device, masked: bool) -> str:
-        """Returns the name of the implementation that torch chooses for sequences of ``length`` tokens.
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        """Returns ``[micro, seq, heads, head_dim]``, the shape of ``query``."""
+        mask = context.get("attention_mask")
+        if packed.BOUNDARIES in context:
+            kernel = packed.kernel_for(query.device, query.dtype, self.head_dim)
+            if kernel != packed.MASK:
+                return packed.attend_inside_documents(kernel, query, key, value, context[packed.BOUNDARIES])
+            mask = packed.document_mask(context["document_ids"])
+        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
+        return F.scaled_dot_product_attention(**_call(query, key, value, mask, self.causal)).transpose(1, 2)
+
+    def backend(self, length: int, dtype: torch.dtype, device: torch.device, context: Mapping[str, Tensor]) -> str:
+        """Returns which implementation computes the attention of sequences of ``length`` tokens, for the log.
 
         Args:
             dtype: the dtype of the projected tensors, which autocast may have chosen.
-            masked: whether there is an ``attention_mask``.
+            context: that of a batch.
         """
+        if "document_ids" not in context:
+            return self._choice(length, dtype, device, masked=False)
+        missing = packed.without_kernel(context, device, dtype, self.head_dim)
+        if not missing:
+            return packed.description(packed.kernel_for(device, dtype, self.head_dim))
+        choice = self._choice(length, dtype, device, masked=True)
+        return f"{choice} with a mask of {length} x {length} elements, because {missing}"
+
+    def _choice(self, length: int, dtype: torch.dtype, device: torch.device, masked: bool) -> str:
+        """Returns which implementation ``scaled_dot_product_attention`` chooses."""
         widths = (projection.out_features for projection in (self.wq, self.wk, self.wv))
         query, key, value = (
             torch.empty(
@@ -229,7 +249,8 @@ class Attention(nn.Module):
         )
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device) if masked else None
         call = _call(query, key, value, mask, self.causal)
-        return SDPBackend(torch._fused_sdp_choice(**call)).name.removesuffix("_ATTENTION").lower()
+        name = SDPBackend(torch._fused_sdp_choice(**call)).name.removesuffix("_ATTENTION").lower()
+        return f"scaled_dot_product_attention uses its {name} implementation"
 
 
 def _call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> dict[str, Any]:
@@ -255,12 +276,12 @@ def _call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal
 
 
 def attention_backend(parts: Iterable[nn.Module], batch: Batch, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Returns the name of the implementation of attention in the layers of ``parts`` for ``batch``; None without."""
+    """Returns which implementation computes the attention in the layers of ``parts`` for ``batch``, None without."""
     for part in parts:
         attention = next((module for module in part.modules() if isinstance(module, Attention)), None)
         if attention is not None and isinstance(part, Model):
             length = part.hidden_shape(batch.inputs)[1]
-            return attention.backend(length, dtype, device, "document_ids" in batch.context)
+            return attention.backend(length, dtype, device, batch.context)
     return None
 
 

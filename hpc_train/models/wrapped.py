@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hpc_train.data.document_ends import DOCUMENT_ENDS
 from hpc_train.errors import UserError
 from hpc_train.models.batch_norm import SyncBatchNorm
 from hpc_train.models.transformer import count_correct, cross_entropy, squared_error
@@ -72,8 +73,8 @@ class WrappedModel(nn.Module):
     def forward(
         self, inputs: Tensor, context: Mapping[str, Tensor], targets: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]:
-        """Runs the module like ``Model.forward`` with all parts; passes ``context`` as keyword arguments."""
-        outputs = self._module[0](inputs, **context)
+        """Runs the module like ``Model.forward`` with all parts; ``context`` becomes keyword arguments."""
+        outputs = self._module[0](inputs, **{name: context[name] for name in context if name != DOCUMENT_ENDS})
         if targets is None:
             return outputs
         if self._classifies:

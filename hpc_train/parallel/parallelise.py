@@ -28,7 +28,7 @@ from hpc_train.config.description_file import import_attribute
 from hpc_train.config.schema import Config
 from hpc_train.config.values import parse_recomputation
 from hpc_train.errors import UserError
-from hpc_train.models import batch_norm
+from hpc_train.models import batch_norm, packed_attention
 from hpc_train.models.model import Model, canonical_name, keep_shared
 from hpc_train.models.transformer import CrossEntropyHead
 from hpc_train.models.wrapped import WrappedModel
@@ -148,6 +148,7 @@ _NAMES = (
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable",
 )  # fmt: skip
 PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in _NAMES if hasattr(torch.ops.aten, name))
+PRODUCTS |= frozenset(packed_attention.OPERATORS)
 
 
 def apply_activation_checkpointing(model: nn.Module, mode: str) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from hpc_train.config.description_file import import_attribute, is_import_path
 from hpc_train.data.dataset import Batch
+from hpc_train.data.document_ends import with_equal_numbers
 from hpc_train.errors import UserError
 from hpc_train.models.model import Model
 from hpc_train.parallel.precision import autocast
@@ -157,7 +158,8 @@ def _join(values: list[Tensor]) -> Tensor:
 
 
 def _join_context(contexts: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: _join([context[name] for context in contexts]) for name in contexts[0]}
+    equal = with_equal_numbers(contexts)
+    return {name: _join([context[name] for context in equal]) for name in equal[0]}
 
 
 def schedule_class(layout: Layout) -> Any:

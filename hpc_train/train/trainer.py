@@ -177,14 +177,14 @@ class Trainer:
         return Exit.STOPPED
 
     def _name_attention(self, batch: LocalBatch) -> None:
-        """Prints on rank 0 which implementation of attention torch chooses."""
+        """Prints on rank 0 which implementation computes the attention."""
         if self.mesh.rank != 0:
             return
         precision = self.config.precision.name
         dtype = compute_dtype(precision) or parameter_dtype(precision)
-        name = attention_backend(self.engine.parts, batch.micro_batches[0], dtype, self.mesh.device)
-        if name is not None:
-            print(f"attention: scaled_dot_product_attention uses its {name} implementation")
+        choice = attention_backend(self.engine.parts, batch.micro_batches[0], dtype, self.mesh.device)
+        if choice is not None:
+            print(f"attention: {choice}")
 
     @property
     def _has_diverged(self) -> bool:

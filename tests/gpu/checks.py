@@ -16,6 +16,7 @@ ALONE = (
     Check("collectives_alone", "tests.gpu.kernels:collectives_alone", 40),
     Check("overflow", "tests.gpu.training:overflow", 40, gpus=0),
     Check("attention", "tests.gpu.kernels:attention", 60, gpus=0),
+    Check("packed_documents", "tests.gpu.packing:packed_documents", 150, gpus=0),
     Check("products", "tests.gpu.kernels:products", 30),
     Check("speed", "tests.gpu.speed:steps", 210, gpus=0, least_s=60),
     Check("killed_worker", "tests.gpu.faults:killed_worker", 90, gpus=0),

@@ -11,14 +11,17 @@ import torch
 
 from hpc_train.config.schema import BatchConfig
 from hpc_train.data.dataset import IGNORED, Batch, Dataset, Sample, StepBatch
+from hpc_train.data.document_ends import with_document_ends
 from hpc_train.data.feed import TrainFeed
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
+from hpc_train.models.packed_attention import VARLEN
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import materialise
 from tests.layouts.cells import SEQUENCE, VOCABULARY, Cell
 from tests.layouts.oracle import error, mesh_of, whole
+from tests.models.varlen import kernels_in_plain_torch
 from tests.ranks import run_on_world, run_ranks
 
 LENGTHS = [[3, 5], [8], [2, 2, 3], [1, 6]]  # of the documents in each sequence of 8; what is left is padding
@@ -59,6 +62,15 @@ def _compare(rank: int, _: int, cells: list[Cell]) -> None:
         packed = {name: whole(parameter.grad) for name, parameter in engine.named_parameters().items()}
         assert error(packed, gradients) < 1e-10, cell
         assert engine.reduce(engine.eval_step(batch)).loss == pytest.approx(loss, rel=1e-12), cell
+        with kernels_in_plain_torch(VARLEN) as chosen:  # with the boundaries of the documents in place of a mask
+            ends = tuple(with_document_ends(micro, pin=False) for micro in batch.micro_batches)
+            found = engine.reduce(engine.train_step(1, replace(batch, micro_batches=ends)))
+            assert found.loss == pytest.approx(loss, rel=1e-12), cell
+            packed = {name: whole(parameter.grad) for name, parameter in engine.named_parameters().items()}
+            assert error(packed, gradients) < 1e-10, cell
+            assert len(chosen) >= len(ends), cell
+            evaluated = engine.eval_step(replace(batch, micro_batches=ends))
+            assert engine.reduce(evaluated).loss == pytest.approx(loss, rel=1e-12), cell
 
 
 class _Documents(Dataset):

@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from hpc_train.data.dataset import Batch
-from hpc_train.models.transformer import Attention, attention_backend
-from tests.models.models import TINY_GPT, TINY_VIT, with_values
+from hpc_train.models.transformer import Attention
 
 
 class Calls(TorchFunctionMode):
@@ -67,15 +65,3 @@ def test_repeated_keys_and_values_are_those_of_grouped_queries() -> None:
 
 def _gradients(output: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(output.square().sum(), inputs)
-
-
-def test_the_implementation_is_named() -> None:
-    tokens, images = torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 3, 16, 16)
-    packed = {"document_ids": tokens, "positions": tokens}
-    cpu = torch.device("cpu")
-    for batch in (Batch(tokens, tokens, {}), Batch(tokens, tokens, packed)):
-        assert attention_backend([with_values(TINY_GPT)], batch, torch.bfloat16, cpu) == "flash"
-    assert attention_backend([with_values(TINY_VIT)], Batch(images, tokens, {}), torch.float32, cpu) == "flash"
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        assert attention_backend([with_values(TINY_GPT)], Batch(tokens, tokens, {}), torch.float32, cpu) == "math"
-    assert attention_backend([nn.Linear(2, 2)], Batch(tokens, tokens, {}), torch.float32, cpu) is None
