@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import time
+from collections.abc import Callable
 
+import psutil
 import torch
 
-from hpc_train.plan.memory import estimate
+from hpc_train.checkpoint.manager import CheckpointManager
+from hpc_train.checkpoint.state import saved_state
+from hpc_train.plan.memory import estimate, host_copy_bytes
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
 from tests.gpu.check import Probe
 from tests.gpu.commands import TINY, Run, hpc_train, train
 from tests.gpu.steps import Steps, World
 
 NOISE = 1e-3  # of two runs on a GPU after three steps; a step changes the momentum by far more
 STALL_S = 0.5  # the most that a background save may hold up a step
+LARGE = ["model=llama_1b", "data.vocab_size=128256", "data.sequence_length=256", "precision=bf16"]  # 14.9 GB of state
 
 
 def background_saves(probe: Probe) -> None:
@@ -70,6 +79,69 @@ def _flatten(value: object, name: str, found: dict[str, torch.Tensor]) -> None:
     elif isinstance(value, dict):
         for key, inner in value.items():
             _flatten(inner, f"{name}.{key}", found)
+
+
+def large_save(probe: Probe) -> None:
+    """A save of 14 GB holds up a step for half a second at most, and takes its own size of pinned host memory."""
+    model = LARGE if probe.on_gpu else ["model=gpt_tiny", *TINY]
+    steps = World(probe).steps(*model, "batch.global_size=1", "batch.micro_size=1", "checkpoint.asynchronous=true")
+    run = RunDirectory(probe.folder / "run")
+    run.create()
+    manager = CheckpointManager(
+        run, steps.engine, steps.optimizer, steps.mesh, steps.config, EventLog.open(run, "rank-0000", 0), 1
+    )
+    usual = min(_elapsed(steps) for _ in range(4))
+    before, pinned_before = _resident_bytes(), _pinned_by_torch()
+    probe.note("a step, s", usual)
+    probe.note(
+        "the first save holds up a step, which includes pinning, s", _elapsed(steps, manager.save, 4, {}) - usual
+    )
+    _check_host_memory(probe, manager, steps, _resident_bytes() - before, _pinned_by_torch() - pinned_before)
+    manager.wait()
+    probe.note("seconds until it was committed", manager.durable_s)
+    state = saved_state(steps.engine, steps.optimizer, steps.mesh)
+    stall = _elapsed(steps, manager._snapshot, 5, state) - usual  # as in a later save, without writing it
+    if probe.on_gpu:
+        probe.within("a later save holds up a step", stall, high=STALL_S, unit="s")
+    else:
+        probe.note("a later save holds up a step, s", stall)
+    manager._copies.release()
+    steps.close()
+
+
+def _elapsed(steps: Steps, save: Callable[..., object] | None = None, *arguments: object) -> float:
+    """Returns the seconds of a step, and of ``save`` before it, until the GPU has ended both."""
+    batch = steps.batch()
+    steps.wait()
+    begin = time.perf_counter()
+    if save is not None:
+        save(*arguments)
+    steps.step(batch)
+    steps.wait()
+    return time.perf_counter() - begin
+
+
+def _check_host_memory(probe: Probe, manager: CheckpointManager, steps: Steps, grown: int, pinned: int) -> None:
+    copies = manager._copies
+    size = copies.bytes_of(saved_state(steps.engine, steps.optimizer, steps.mesh))
+    estimated = host_copy_bytes(steps.config, 1, 1)
+    assert estimated is not None
+    probe.note("bytes of the copies", size)
+    probe.within("their estimate / bytes", estimated / size, 0.9, 1.1)
+    probe.within("bytes of the arena / bytes", copies._arena.size / size, 1.0, 1.0 + mmap.PAGESIZE / size)
+    probe.equal("the arena is pinned", bool(copies._arena._pinned), probe.on_gpu)
+    if probe.on_gpu:  # the arena of a tiny model is lost in what else the process allocates
+        probe.within("growth of the resident memory / bytes", grown / size, 0.9, 1.1)
+        probe.within("bytes that torch's allocator has pinned besides, / bytes", pinned / size, high=0.01)
+
+
+def _resident_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def _pinned_by_torch() -> int:
+    found: int = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    return found
 
 
 def memory_estimate(probe: Probe) -> None:

@@ -27,10 +27,21 @@ def killed_worker(probe: Probe) -> None:
     probe.within("losses, killed against undisturbed", difference, high=SAME if probe.on_gpu else 0)
     resumed = killed.events("resumed")
     probe.equal("step that it resumes from", [event["step"] for event in resumed], [4])
+    _check_first_step(probe, killed)
     moment = float(once.read_text())
     seconds = (resumed[0]["time"] if resumed else float("nan")) - moment
     probe.within("from the kill to the restored checkpoint", seconds, high=30, unit="s")
     probe.note("from the kill to the next step, s", _next_step(killed, moment) - moment)
+
+
+def _check_first_step(probe: Probe, run: Run) -> None:
+    """The event of the first step after a restart, in a run that compiles nothing."""
+    events = run.events("first_step")
+    probe.equal("steps of the events first_step", [event["step"] for event in events], [5])
+    for event in events:
+        content = {name: event[name] for name in ("compiled", "reused", "cache_loaded")}
+        probe.equal("what it has compiled", content, {"compiled": 0, "reused": 0, "cache_loaded": False})
+        probe.within("seconds of the first step", float(event["seconds"]), 0.0, 30, unit="s")
 
 
 def _next_step(run: Run, moment: float) -> float:
@@ -50,9 +61,11 @@ def hang(probe: Probe) -> None:
     """A kernel that never ends is found, its evidence is kept, and the run goes on."""
     # the bound with `auto` is 120 s on GPUs; a step takes milliseconds here
     bound = 12 if probe.on_gpu else 4
+    # one rank waits in a collective behind the kernel; on the CPU a second rank does
+    ranks = [] if probe.on_gpu else ["+strategy=dp"]
     run = train(
-        probe, "run", *disturbed("stall", probe.folder / "once", call=8), "train.steps=12", "checkpoint.every=2",
-        f"elastic.hang_timeout_s={bound}",
+        probe, "run", *disturbed("wait in a collective", probe.folder / "once", call=8), "train.steps=12",
+        "checkpoint.every=2", f"elastic.hang_timeout_s={bound}", *ranks, ranks=1 + len(ranks),
     )  # fmt: skip
     found = run.events("hang_detected")
     probe.equal("hangs found", len(found), 1)
@@ -64,12 +77,15 @@ def hang(probe: Probe) -> None:
     text = "".join(path.read_text() for path in stacks)
     where = "trainer.py" if probe.on_gpu else "models.py"  # the host is ahead of the GPU, and waits for a result
     probe.expect("the stacks show where it waits", where in text, f"a line of {where}", where in text)
-    probe.note("answers of the flight recorder", _entries(run))
-
-
-def _entries(run: Run) -> list[int]:
     files = sorted((run.path / "logs" / "stacks").glob("collectives-*.json"))
-    return [len(read_collectives(file.read_bytes())) for file in files]
+    probe.within("dumps of the flight recorder in the run directory", len(files), low=1)
+    waiting = [name for file in files for name in _waiting(file.read_bytes(), on_host=not probe.on_gpu)]
+    probe.expect("the collectives in them that wait", waiting, "all_reduce", "all_reduce" in waiting)
+
+
+def _waiting(dump: bytes, on_host: bool) -> list[str]:
+    """Returns the operations that have not ended, of gloo or of the device."""
+    return [one.operation for one in read_collectives(dump) if not one.is_finished and one.is_on_host == on_host]
 
 
 def device_errors(probe: Probe) -> None:

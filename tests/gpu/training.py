@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from hpc_train.data.dataset import Batch
+from hpc_train.data.device_copy import DeviceCopy
+from hpc_train.data.images import MEAN, STD, pixel_scale
+from hpc_train.parallel.replicas import DDPReplicas
 from tests.gpu.check import Probe
 from tests.gpu.commands import TINY, largest_difference, train
 from tests.gpu.steps import Steps, World
@@ -42,7 +48,7 @@ def options(probe: Probe) -> None:
     reference = _losses(world)
     for name, overrides in VARIANTS.items():
         found = _losses(world, *overrides)
-        probe.within(name, _difference(found, reference), high=APPROXIMATE.get(name, SAME))
+        probe.within(name, differing(found, reference), high=APPROXIMATE.get(name, SAME))
 
 
 def compiled(probe: Probe) -> None:
@@ -56,11 +62,27 @@ def compiled(probe: Probe) -> None:
         torch._dynamo.reset()
         counters.clear()
         found = _losses(world, *given, "train.compile=true")
-        probe.within(f"{precision}: compiled against not", _difference(found, reference), high=tolerance)
+        probe.within(f"{precision}: compiled against not", differing(found, reference), high=tolerance)
         breaks = {reason.partition("\n")[0]: count for reason, count in counters["graph_break"].items()}
         probe.equal(f"{precision}: graph breaks", breaks, {})
         graphs = counters["stats"]["unique_graphs"]
         probe.within(f"{precision}: graphs of four equal layers", graphs, low=1, high=2)
+    torch._dynamo.reset()
+    counters.clear()
+    probe.within("under DDP: compiled against not", differing(_replicated(world), _losses(world)), high=SAME)
+    graphs = counters["stats"]["unique_graphs"]
+    probe.within("under DDP with buckets smaller than a layer: graphs of four equal layers", graphs, low=1, high=2)
+
+
+def _replicated(world: World) -> list[float]:
+    """Returns the losses of compiled layers under DDP, which a run of one rank would not use."""
+    steps = world.tiny_gpt("train.compile=true", "strategy.bucket_cap_mb=0.02")
+    engine: Any = steps.engine
+    engine._replicas = DDPReplicas(engine.parts[0], steps.mesh, steps.config.strategy)
+    try:
+        return steps.losses(LOSSES)
+    finally:
+        steps.close()
 
 
 def no_synchronization(probe: Probe) -> None:
@@ -126,6 +148,7 @@ def pictures(probe: Probe) -> None:
         "ViT": large if probe.on_gpu else ["model=vit_tiny"],
         "ResNet-18": ["model=custom", "model._target_=hpc_train.models.resnet.resnet18", "optim=sgd", "optim.lr=0.01"],
     }
+    _check_pixels(probe)
     world = World(probe)
     for name, overrides in cases.items():
         steps = world.steps("data.task=images", "precision=bf16", *overrides)
@@ -133,6 +156,20 @@ def pictures(probe: Probe) -> None:
         losses = [steps.engine.reduce(steps.step(batch).result).loss for _ in range(5)]
         probe.expect(f"{name}: losses of one batch", losses, "the last is lower", losses[-1] < losses[0])
         steps.close()
+
+
+def _check_pixels(probe: Probe) -> None:
+    """Every value of a pixel is normalised on the device to the number that the CPU computes."""
+    pixels = torch.arange(256, dtype=torch.uint8).expand(2, 3, 256).reshape(2, 3, 16, 16)
+    batch = Batch(pixels, torch.zeros(2, dtype=torch.int64))
+    scale = pixel_scale(MEAN, STD)
+    (found,), (wanted,) = (
+        DeviceCopy(torch.device(name), scale).send([batch]).receive() for name in (probe.device, "cpu")
+    )
+    probe.equal("device of the normalised pixels", found.inputs.device.type, probe.device)
+    probe.equal("of 1536 normalised pixels, those that differ", int((found.inputs.cpu() != wanted.inputs).sum()), 0)
+    exact = (pixels.numpy().astype("f8") / 255 - MEAN) / STD
+    probe.within("largest error of a normalised pixel", float(abs(found.inputs.cpu().numpy() - exact).max()), high=1e-6)
 
 
 def _losses(world: World, *overrides: str) -> list[float]:
@@ -143,5 +180,6 @@ def _losses(world: World, *overrides: str) -> list[float]:
         steps.close()
 
 
-def _difference(found: list[float], wanted: list[float]) -> float:
+def differing(found: list[float], wanted: list[float]) -> float:
+    """Returns the largest relative difference of two lists of losses."""
     return largest_difference(dict(enumerate(found)), dict(enumerate(wanted)))
