@@ -6,6 +6,7 @@ import gc
 import mmap
 import time
 from collections.abc import Callable
+from functools import partial
 
 import psutil
 import torch
@@ -16,7 +17,7 @@ from hpc_train.plan.memory import estimate, host_copy_bytes
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from tests.gpu.check import Probe
-from tests.gpu.commands import TINY, Run, hpc_train, train
+from tests.gpu.commands import TINY, Run, at_once, hpc_train, train
 from tests.gpu.steps import Steps, World
 
 NOISE = 1e-3  # of two runs on a GPU after three steps; a step changes the momentum by far more
@@ -30,10 +31,10 @@ def background_saves(probe: Probe) -> None:
     # AdamW would turn the noise of atomic additions in tiny gradients into steps of full size
     model += ["optim=sgd", "optim.lr=0.1"]
     saves = ["checkpoint.every=3", "checkpoint.keep=10", "train.steps=6", "batch.micro_size=4"]
-    runs = {
-        name: train(probe, name, *model, *saves, f"checkpoint.asynchronous={name == 'background'}".lower())
-        for name in ("foreground", "background")
-    }
+    names = ("foreground", "background")
+    given = ([*model, *saves, f"checkpoint.asynchronous={name == 'background'}".lower()] for name in names)
+    started = (partial(train, probe, name, *overrides) for name, overrides in zip(names, given, strict=True))
+    runs = dict(zip(names, at_once(*started), strict=True))
     weights = {name: _weights(probe, run) for name, run in runs.items()}
     wanted, found = weights["foreground"], weights["background"]
     differing = [name for name, value in wanted.items() if not _alike(found[name], value, NOISE * probe.on_gpu)]
@@ -41,23 +42,14 @@ def background_saves(probe: Probe) -> None:
     for name, run in runs.items():
         verified = hpc_train("checkpoint", "verify", str(run.path))
         probe.equal(f"{name}: bytes and checksums", verified.code, 0)
-    _report_stalls(probe, runs)
+    for name, run in runs.items():
+        saved = run.events("checkpoint_saved")
+        probe.note(f"{name}: bytes, seconds until committed", [saved[0]["bytes"], float(saved[0]["seconds"])])
 
 
 def _alike(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> bool:
     """Returns whether the largest difference is at most ``tolerance`` times the largest element."""
     return bool((found - wanted).abs().max() <= tolerance * wanted.abs().max())
-
-
-def _report_stalls(probe: Probe, runs: dict[str, Run]) -> None:
-    for name, run in runs.items():
-        saved = run.events("checkpoint_saved")
-        probe.note(f"{name}: bytes, seconds until committed", [saved[0]["bytes"], float(saved[0]["seconds"])])
-        stalls = [float(line["save_s"]) for line in run.metrics() if line.get("save_s")]
-        if name == "background" and probe.on_gpu:
-            probe.within("background: longest stall of a step", max(stalls, default=0.0), high=STALL_S, unit="s")
-        else:
-            probe.note(f"{name}: stalls", stalls)
 
 
 def _weights(probe: Probe, run: Run) -> dict[str, torch.Tensor]:
@@ -84,7 +76,8 @@ def _flatten(value: object, name: str, found: dict[str, torch.Tensor]) -> None:
 def large_save(probe: Probe) -> None:
     """A save of 14 GB holds up a step for half a second at most, and takes its own size of pinned host memory."""
     model = LARGE if probe.on_gpu else ["model=gpt_tiny", *TINY]
-    steps = World(probe).steps(*model, "batch.global_size=1", "batch.micro_size=1", "checkpoint.asynchronous=true")
+    world = World(probe)  # its store serves the group of the saves
+    steps = world.steps(*model, "batch.global_size=1", "batch.micro_size=1", "checkpoint.asynchronous=true")
     run = RunDirectory(probe.folder / "run")
     run.create()
     manager = CheckpointManager(

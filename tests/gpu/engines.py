@@ -8,6 +8,7 @@ rank without its communication.
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpc_train.config.compose import compose, typed
 from hpc_train.config.schema import Config
+from hpc_train.measure.flight_recorder import read_collectives
 from hpc_train.measure.step_clock import StepClock
 from hpc_train.models.model import Model
 from hpc_train.parallel import fsdp, replica_engine
@@ -74,9 +76,9 @@ class FakeWorld:
             torch.set_num_threads(1)
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
 
-    def steps(self, *overrides: str) -> Steps:
-        """Returns the training of this rank under the layout of ``overrides``."""
-        model = LARGE if self.probe.on_gpu else [*TINY_GPT, *TINIER]
+    def steps(self, *overrides: str, large: bool = False) -> Steps:
+        """Returns the training of this rank under the layout of ``overrides``, of a large model or a tiny one."""
+        model = LARGE if large else [*TINY_GPT, *TINIER]
         place = [f"cluster.gpus_per_node={RANKS if self.probe.on_gpu else 0}", f"cluster.cpu_workers={RANKS}"]
         batch = ["batch.global_size=16", "batch.micro_size=1"]
         config = typed(compose([*SYNTHETIC, *SMALL, *place, *model, *batch, *overrides]))
@@ -108,13 +110,13 @@ def _agreeing_neighbours() -> Iterator[None]:
 
 
 def one_rank(probe: Probe) -> None:
-    """One rank of each layout takes its steps, in the memory that the estimate says."""
+    """One rank of each layout takes its steps in the memory that the estimate says, and its clock counts the waits."""
     world = FakeWorld(probe)
     for name, overrides in LAYOUTS.items():
         _free_memory(probe)
         held = torch.cuda.memory_allocated() if probe.on_gpu else 0
         with _agreeing_neighbours():
-            steps = world.steps(*overrides)
+            steps = world.steps(*overrides, large=probe.on_gpu)
             seconds = [_seconds(steps) for _ in range(3)]
         layout = steps.mesh.layout
         probe.equal(f"{name}: ranks of the layout", layout.world_size, RANKS)
@@ -124,6 +126,7 @@ def one_rank(probe: Probe) -> None:
             probe.within(f"{name}: measured / estimated memory", ratio, 0.8, 1.2)
         steps.close()
         del steps
+    _check_clock(probe, world)
 
 
 def _free_memory(probe: Probe) -> None:
@@ -162,10 +165,9 @@ class LateGather:
         return all_gather_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-def sharded_clock(probe: Probe) -> None:
+def _check_clock(probe: Probe, world: FakeWorld) -> None:
     """The communication that a step under zero3 reports is the time for which computation waited for all-gathers."""
-    world = FakeWorld(probe)
-    steps = world.steps("+strategy=zero3", *TINY_GPT, *TINIER)
+    steps = world.steps("+strategy=zero3")
     gather, clock = LateGather(world.device), StepClock(world.device)
     layers = [module for module in steps.engine.parts[0].modules() if isinstance(module, FSDPModule)]
     for layer in layers:
@@ -181,7 +183,7 @@ def sharded_clock(probe: Probe) -> None:
     probe.within("all-gathers of a step with two micro-batches", gather.calls, low=2 * len(layers))
     probe.within("waits that are counted", clock.stretches - before, low=gather.calls if probe.on_gpu else 1)
     if probe.on_gpu:
-        exact = gather.calls * timed(lambda: spin(LATE_S))
+        exact = gather.calls * timed(lambda: spin(LATE_S))  # at the clock rate that the step has reached
         probe.within("reported / exact", waited / exact, 0.9, 1.1)
     steps.close()
 
@@ -220,7 +222,10 @@ def _shard_over_one(config: Config, mesh: Mesh, model: Model) -> Model:
 
 
 def collectives_alone(probe: Probe) -> None:
-    """The backend works on this device under each wrapper of torch, with one rank."""
+    """The backend works on this device under each wrapper of torch with one rank, and its recorder lists it all."""
+    from hpc_train.train.processes import collectives  # what a worker answers to its agent
+
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"  # as in a worker
     World(probe).tiny_gpt().close()
     device = probe.device
     tensor = torch.arange(8.0, device=device)
@@ -234,6 +239,15 @@ def collectives_alone(probe: Probe) -> None:
     for name, wrap in (("DDP", DistributedDataParallel), ("fully_shard", _sharded)):
         found = _gradient(wrap(torch.nn.Linear(8, 8).to(device)), inputs)
         probe.within(f"gradient under {name}, difference", float((found - plain).abs().max()), high=1e-5)
+    for _ in range(8):
+        dist.all_reduce(tensor)
+    if probe.on_gpu:
+        torch.cuda.synchronize()
+    recorded = [one for one in read_collectives(collectives()) if "all_reduce" in one.operation]
+    own = [one for one in recorded if one.is_on_host != probe.on_gpu]
+    probe.within(f"all-reduces in the dump of {'NCCL' if probe.on_gpu else 'gloo'}'s recorder", len(own), low=8)
+    if probe.on_gpu:
+        probe.note("seconds of the last one on the GPU", own[-1].duration_s if own else None)
 
 
 def _sharded(module: Any) -> Any:

@@ -76,8 +76,16 @@ def _stall(model: Disturbed, inputs: Tensor) -> None:
         time.sleep(model.seconds)
 
 
-def _wait_in_a_collective(model: Disturbed, inputs: Tensor) -> None:
-    """Stalls, and queues a collective behind the kernel that spins. The other ranks of the CPU wait for this one."""
+def _stall_then_hang(model: Disturbed, inputs: Tensor) -> None:
+    """Stalls, and four forward passes later for ever, with a collective queued behind the kernel that spins.
+
+    On the CPU the other ranks wait for this one in a collective.
+    """
+    if model.seconds < FOR_EVER_S:
+        _stall(model, inputs)
+        model.call, model.seconds = model.call + 4, FOR_EVER_S
+        model.file.unlink()
+        return
     _stall(model, inputs)
     dist.all_reduce(torch.ones(1, device=inputs.device))
 
@@ -128,8 +136,7 @@ def _product_error(device: torch.device) -> float:
 
 DISTURBANCES: dict[str, Callable[[Disturbed, Tensor], None]] = {
     "kill": _kill,
-    "stall": _stall,
-    "wait in a collective": _wait_in_a_collective,
+    "stall, then hang": _stall_then_hang,
     "read out of bounds": _read_out_of_bounds,
     "lose memory": _lose_memory,
     "tell": _tell,

@@ -13,7 +13,7 @@ from tests.gpu.check import Probe
 from tests.gpu.commands import TINY, cpu_ranks, train
 
 LARGER = "twice the micro-batch"
-WANTED = (AS_IT_STANDS, "logits whole", LARGER, "not compiled")
+WANTED = (AS_IT_STANDS, "logits whole", LARGER)
 EXPERIMENT = ["+experiment=gpt1b_h200", "cluster.preflight=off", "batch.global_size=16"]
 SMALL = ["model=gpt_tiny", *TINY, "data=synthetic", "model.dim=32"]
 SMALL += ["cluster=local", "cluster.gpus_per_node=0", *cpu_ranks(1)]
@@ -86,7 +86,5 @@ def compile_cache(probe: Probe) -> None:
         probe.equal(f"{name}: the caches were filled from the run directory", event["cache_loaded"], again)
         probe.within(f"{name}: graphs compiled", event["compiled"], 0 if again else 1, 0 if again else math.inf)
         probe.within(f"{name}: graphs taken from the cache", event["reused"], low=1 if again else 0)
-    if len(found) == 2:
+    if len(found) == 2 and probe.on_gpu:  # kernels for the CPU are kept as source code
         probe.within("first step again / at first", found[1]["seconds"] / found[0]["seconds"], high=0.75)
-    else:
-        print(run.logs())

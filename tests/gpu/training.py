@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from hpc_train.data.device_copy import DeviceCopy
 from hpc_train.data.images import MEAN, STD, pixel_scale
 from hpc_train.parallel.replicas import DDPReplicas
 from tests.gpu.check import Probe
-from tests.gpu.commands import TINY, largest_difference, train
+from tests.gpu.commands import TINY, at_once, largest_difference, train
 from tests.gpu.steps import Steps, World
 
 LOSSES = 4
@@ -32,13 +33,17 @@ APPROXIMATE = {"moments in bf16": 2e-2, "moments in 8 bits": 5e-2}
 
 def numbers(probe: Probe) -> None:
     """The losses of 10 steps: on the GPU those of the CPU; in bf16 nearly those in fp32."""
-    reference = train(probe, "cpu", *TINY, on_gpu=False).losses()
+    runs = {
+        "cpu": partial(train, probe, "cpu", *TINY, on_gpu=False),
+        "bf16": partial(train, probe, "bf16", *TINY, "precision=bf16"),
+        **({"gpu": partial(train, probe, "gpu", *TINY)} if probe.on_gpu else {}),
+    }
+    losses = dict(zip(runs, (run.losses() for run in at_once(*runs.values())), strict=True))
+    reference = losses["cpu"]
     probe.note("losses on the CPU", [reference[min(reference)], reference[max(reference)]])
     if probe.on_gpu:
-        found = train(probe, "gpu", *TINY).losses()
-        probe.within("fp32, GPU against CPU", largest_difference(found, reference), high=SAME)
-    found = train(probe, "bf16", *TINY, "precision=bf16").losses()
-    probe.within("bf16 against fp32", largest_difference(found, reference), high=SAME_BF16)
+        probe.within("fp32, GPU against CPU", largest_difference(losses["gpu"], reference), high=SAME)
+    probe.within("bf16 against fp32", largest_difference(losses["bf16"], reference), high=SAME_BF16)
     probe.expect("the loss falls", [reference[1], reference[10]], "the last is lower", reference[10] < reference[1])
 
 
@@ -56,27 +61,25 @@ def compiled(probe: Probe) -> None:
     from torch._dynamo.utils import counters
 
     world = World(probe)
-    for precision, tolerance in (("fp32", SAME), ("bf16", SAME_BF16)):
-        given = [f"precision={precision}"]
+    cases = {
+        "fp32": (SAME, _losses, ["precision=fp32"]),
+        "bf16 under DDP": (SAME_BF16, _replicated_losses, ["precision=bf16"]),
+    }
+    for name, (tolerance, losses, given) in cases.items():
         reference = _losses(world, *given)
         torch._dynamo.reset()
         counters.clear()
-        found = _losses(world, *given, "train.compile=true")
-        probe.within(f"{precision}: compiled against not", differing(found, reference), high=tolerance)
+        found = losses(world, *given, "train.compile=true")
+        probe.within(f"{name}: compiled against not", differing(found, reference), high=tolerance)
         breaks = {reason.partition("\n")[0]: count for reason, count in counters["graph_break"].items()}
-        probe.equal(f"{precision}: graph breaks", breaks, {})
+        probe.equal(f"{name}: graph breaks", breaks, {})
         graphs = counters["stats"]["unique_graphs"]
-        probe.within(f"{precision}: graphs of four equal layers", graphs, low=1, high=2)
-    torch._dynamo.reset()
-    counters.clear()
-    probe.within("under DDP: compiled against not", differing(_replicated(world), _losses(world)), high=SAME)
-    graphs = counters["stats"]["unique_graphs"]
-    probe.within("under DDP with buckets smaller than a layer: graphs of four equal layers", graphs, low=1, high=2)
+        probe.within(f"{name}: graphs of four equal layers", graphs, low=1, high=2)
 
 
-def _replicated(world: World) -> list[float]:
-    """Returns the losses of compiled layers under DDP, which a run of one rank would not use."""
-    steps = world.tiny_gpt("train.compile=true", "strategy.bucket_cap_mb=0.02")
+def _replicated_losses(world: World, *overrides: str) -> list[float]:
+    """Returns the losses under DDP, which a run of one rank would not use, with buckets smaller than a layer."""
+    steps = world.tiny_gpt("strategy.bucket_cap_mb=0.02", *overrides)
     engine: Any = steps.engine
     engine._replicas = DDPReplicas(engine.parts[0], steps.mesh, steps.config.strategy)
     try:
