@@ -21,11 +21,11 @@ from hpc_train.config.schema import Config
 from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import Batch, StepBatch
 from hpc_train.data.feed import LocalBatch, TrainFeed
-from hpc_train.measure.peak_rates import peak_flops
 from hpc_train.measure.time_breakdown import bubble_share, communication_share
 from hpc_train.measure.utilisation import (
     count_flops,
     describe_utilisation,
+    device_peak,
     peak_device_memory,
     peak_host_memory,
 )
@@ -246,7 +246,7 @@ def _utilisation(bench: _StepBench, samples_per_s: float) -> dict[str, Any] | No
     model = build_model(config.model, config.train.seed)
     precision = config.precision.name
     cuda = mesh.device.type == "cuda"
-    peak = peak_flops(torch.cuda.get_device_name(mesh.device), precision, config.precision.tf32) if cuda else None
+    peak = device_peak(mesh.device, precision, config.precision.tf32) if cuda else None
     source = "data sheet"
     if peak is None:
         _synchronize(mesh)

@@ -9,7 +9,7 @@ GPU any more.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from hpc_train.elastic.decision import WorkerFailure
@@ -18,6 +18,7 @@ from hpc_train.fabric.rank_binding import devices
 from hpc_train.health.finding import ERROR, OK, Finding
 from hpc_train.health.gpu_health import MEMORY_LEFT, SUBJECT, GpuState, judge_processes
 from hpc_train.health.health_check import NodeHealth, check_gpus, read_states
+from hpc_train.health.kernel_log import Defect
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Failure, concerns_gpu
 from hpc_train.run.requests import StopRequests
@@ -71,12 +72,12 @@ class GpuErrors:
             return
         self._memory_was_short = False
         began = time.monotonic()
-        while (held := self._held()) and not stop.requested and time.monotonic() - began < MEMORY_S:
+        while (held := list(self._held())) and not stop.requested and time.monotonic() - began < MEMORY_S:
             for _ in range(TICKS):
                 on_tick()
                 time.sleep(POLL_S / TICKS)
         seconds = time.monotonic() - began
-        state = "; ".join(_usage(gpu) for gpu in held) if held else "it is free"
+        state = "; ".join(held) if held else "it is free"
         message = f"waited {seconds:.1f} s for the memory of the GPUs: {state}"
         events.write("gpu_memory_awaited", seconds=round(seconds, 1), free=not held, message=message)
         print(message, flush=True)
@@ -90,9 +91,16 @@ class GpuErrors:
         address = dict(enumerate(self._addresses())).get(local_rank)
         return next((gpu for gpu in gpus if gpu.pci is not None and gpu.pci == address), None)
 
-    def _held(self) -> list[GpuState]:
+    def _held(self) -> Iterator[str]:
+        """Yields how much memory of the ranks' GPUs, or of their slices of GPUs, is in use, if it is much."""
         own = self._addresses()
-        return [gpu for gpu in self.states() if gpu.pci in own and (gpu.memory_used or 0) > MEMORY_LEFT]
+        slices = {device.name for device in devices(self.facts)[: self.ranks] if device.is_slice}
+        for gpu in self.states():
+            used = {gpu.name: gpu.memory_used} if gpu.pci in own else {}
+            used |= {name: size for name, size in zip(gpu.slices, gpu.slices_used, strict=True) if name in slices}
+            for name, size in used.items():
+                if size is not None and size > MEMORY_LEFT:
+                    yield f"{format_bytes(size)} of {name} are in use"
 
     def _foreign(self, health: NodeHealth) -> list[GpuState]:
         """Returns the GPUs that no rank uses; none if those of the ranks are unknown."""
@@ -104,22 +112,23 @@ class GpuErrors:
         return (finding for finding in health.findings if not finding.text.startswith(foreign))
 
     def _faults(self, health: NodeHealth, attempt_s: float) -> Iterator[str]:
-        """Yields defects of the GPUs in use: what the driver reports now, and Xid errors since the attempt began."""
+        """Yields defects of the GPUs in use: what the driver reports now, and those logged since the attempt began."""
         for finding in self._findings(health):
             if finding.level == ERROR and finding.subject == SUBJECT:
                 yield finding.text
         foreign = [gpu.pci for gpu in self._foreign(health) if gpu.pci]
-        for error in health.errors:
-            recent = error.age is not None and error.age <= attempt_s
-            if recent and error.kind.level == ERROR and not any(address.startswith(error.pci) for address in foreign):
-                yield f"Xid {error.code} of the GPU at {error.pci}: {error.meaning}"
+        for defect in health.defects:
+            recent = defect.age is not None and defect.age <= attempt_s
+            if recent and not _concerns(defect, foreign):
+                yield defect.text
+
+
+def _concerns(defect: Defect, addresses: Sequence[str]) -> bool:
+    """Returns whether the defect is, or may be, of a GPU at one of ``addresses``."""
+    return any(address.startswith(defect.pci or "") for address in addresses)
 
 
 def _with_foreign_memory(failure: WorkerFailure, gpu: GpuState | None) -> WorkerFailure:
     """Returns ``failure`` with the memory that other processes use; the ranks' own are gone."""
     used = [finding.text for finding in judge_processes([gpu] if gpu else [], frozenset()) if finding.level != OK]
     return replace(failure, message="; ".join([failure.message, *used])) if used else failure
-
-
-def _usage(gpu: GpuState) -> str:
-    return f"{format_bytes(gpu.memory_used or 0)} of {gpu.name} are in use"

@@ -26,7 +26,7 @@ from hpc_train.health.gpu_health import (
     out_of_service,
 )
 from hpc_train.health.kernel_log import SUBJECT as LOG
-from hpc_train.health.kernel_log import Kind, Line, occurrences, read_kernel_log
+from hpc_train.health.kernel_log import Defect, Kind, Line, occurrences, read_kernel_log
 from hpc_train.health.vendor import Paths, VendorHealth, read_in_child
 
 LINK = ("current_link_width", "max_link_width", "current_link_speed", "max_link_speed")
@@ -62,13 +62,15 @@ def amd_health(node: str, quick: bool, paths: Paths) -> VendorHealth:
         for place, parts in places.items()
         if place in texts
     ]
+    lines = read_kernel_log(paths.kmsg)
     findings = (
         *_missing(len(on_bus), found.managed, node),
         *hangs,
         *judge_amd([(gpu, texts[gpu.pci or ""]) for gpu in gpus], node),
-        *judge_amd_log(read_kernel_log(paths.kmsg), node, foreign),
+        *judge_amd_log(lines, node, foreign),
     )
-    return VendorHealth(found.managed, 0 < len(on_bus) < found.managed, tuple(gpus), findings=findings)
+    shared = 0 < len(on_bus) < found.managed
+    return VendorHealth(found.managed, shared, tuple(gpus), (), defects_in(lines or (), foreign), findings)
 
 
 def _read(places: Iterable[str], pci: Path, node: str) -> tuple[dict[str, Texts], list[Finding]]:
@@ -234,7 +236,7 @@ class AmdEvent:
     """An error of the GPU at ``pci`` (None: the line does not contain it) in the kernel log.
 
     Attributes:
-        lasting: a successful reset does not repair it.
+        lasting: it is an error of the hardware, which a successful reset does not repair.
         count: how often it was logged; ``age`` is that of the last time in seconds.
         reset: the driver has reset the GPU since.
     """
@@ -246,6 +248,10 @@ class AmdEvent:
     count: int = 1
     age: float | None = None
     reset: bool = False
+
+    @property
+    def where(self) -> str:
+        return f"the GPU at {self.pci}" if self.pci else "a GPU"
 
 
 # the beginning or a characteristic part of the line, its meaning, what it requires, and whether it outlasts a reset
@@ -327,8 +333,7 @@ def judge_amd_log(lines: Sequence[Line] | None, node: str, foreign: Sequence[str
         return
     events = [event for event in find_events(lines) if event.pci not in foreign]
     for event in events:
-        where = f"the GPU at {event.pci}" if event.pci else "a GPU"
-        text = f"{where}: {event.meaning}{occurrences(event.count, event.age)}"
+        text = f"{event.where}: {event.meaning}{occurrences(event.count, event.age)}"
         if event.kind.level == OK:
             yield Finding(LOG, OK, text)
             continue
@@ -339,3 +344,15 @@ def judge_amd_log(lines: Sequence[Line] | None, node: str, foreign: Sequence[str
             yield Finding(LOG, event.kind.level, text, fix)
     if not events:
         yield Finding(LOG, OK, "no error of amdgpu since the driver was loaded")
+
+
+def defects_in(lines: Iterable[Line], foreign: Sequence[str] = ()) -> tuple[Defect, ...]:
+    """Returns the errors of the log that prove a defect of a GPU of this job.
+
+    These are the driver's messages about uncorrectable errors, poison that a program has used, too many bad pages, and
+    a GPU that left the bus. A hang, its reset and a reset that fails may follow from an error of the program. A line
+    without an address counts only if no GPU of the node is ``foreign``.
+    """
+    events = (event for event in find_events(lines) if event.lasting and event.kind.level == ERROR)
+    own = (event for event in events if (event.pci not in foreign if event.pci else not foreign))
+    return tuple(Defect(event.pci, f"{event.where}: {event.meaning}", event.age) for event in own)

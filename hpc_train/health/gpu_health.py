@@ -56,6 +56,7 @@ class GpuState:
         links: active NVLinks.
         memory_used: bytes in use, without what the driver reserves.
         slices: the UUIDs of its MIG slices.
+        slices_used: bytes in use of each of ``slices``.
     """
 
     index: int
@@ -82,6 +83,7 @@ class GpuState:
     memory_used: int | None = None
     processes: tuple[GpuProcess, ...] = ()
     slices: tuple[str, ...] = ()
+    slices_used: tuple[int | None, ...] = ()
 
     @property
     def name(self) -> str:

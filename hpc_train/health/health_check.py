@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from hpc_train.cluster.gpus import own_gpus
 from hpc_train.health.amd_health import amd_health
 from hpc_train.health.finding import ERROR, OK, WARNING, Finding, worst
 from hpc_train.health.gpu_health import HANGS, SUBJECT, GpuReading, GpuState, judge, read_gpus
-from hpc_train.health.kernel_log import GpuError, find_errors, judge_log, read_kernel_log
+from hpc_train.health.kernel_log import Defect, GpuError, find_errors, judge_log, read_kernel_log
 from hpc_train.health.nvml import read_nvml
 from hpc_train.health.port_health import PortState, judge_ports, read_ports
 from hpc_train.health.vendor import Paths, VendorHealth
@@ -39,6 +39,7 @@ class NodeHealth:
     gpus: tuple[GpuState, ...] = ()
     errors: tuple[GpuError, ...] = ()
     ports: tuple[PortState, ...] = ()
+    defects: tuple[Defect, ...] = ()
 
     @property
     def healthy(self) -> bool:
@@ -82,7 +83,7 @@ def check_node(node: str, quick: bool = True, gpus: int | None = None, paths: Pa
     findings += judge_ports(ports, node, uptime(paths.proc))
     states = tuple(state for vendor in seen for state in vendor.gpus)
     errors = tuple(error for vendor in seen for error in vendor.errors)
-    return NodeHealth(node, tuple(findings), states, errors, ports)
+    return NodeHealth(node, tuple(findings), states, errors, ports, _defects(seen))
 
 
 def check_gpus(node: str, paths: Paths | None = None) -> NodeHealth:
@@ -91,7 +92,12 @@ def check_gpus(node: str, paths: Paths | None = None) -> NodeHealth:
     seen = [check(node, check is nvidia_health, paths or Paths()) for check in VENDORS]
     findings = tuple(finding for vendor in seen for finding in vendor.findings)
     states = tuple(state for vendor in seen for state in vendor.gpus)
-    return NodeHealth(node, findings, states, tuple(error for vendor in seen for error in vendor.errors))
+    errors = tuple(error for vendor in seen for error in vendor.errors)
+    return NodeHealth(node, findings, states, errors, defects=_defects(seen))
+
+
+def _defects(seen: Sequence[VendorHealth]) -> tuple[Defect, ...]:
+    return tuple(defect for vendor in seen for defect in vendor.defects)
 
 
 def read_states() -> tuple[GpuState, ...]:
@@ -110,7 +116,9 @@ def nvidia_health(node: str, quick: bool, paths: Paths) -> VendorHealth:
     own = own_gpus(paths.driver, paths.devices)
     lines = read_kernel_log(paths.kmsg)
     foreign = sorted(listed.difference(own))  # of other jobs
-    errors = (one for one in find_errors(lines or ()) if not any(place.startswith(one.pci) for place in foreign))
+    found = find_errors(lines or ())
+    errors = tuple(one for one in found if not any(place.startswith(one.pci) for place in foreign))
+    defects = tuple(one.defect for one in errors if one.defect is not None)
     recovered = [gpu.pci for gpu in reading.gpus if gpu.pci and gpu.recovery == "None"]
     findings = (
         *reading.findings,
@@ -120,7 +128,7 @@ def nvidia_health(node: str, quick: bool, paths: Paths) -> VendorHealth:
     )
     shared = any(gpu.mig for gpu in reading.gpus)
     present = max(len(listed), len(reading.gpus))
-    return VendorHealth(present, shared, reading.gpus, tuple(errors), findings)
+    return VendorHealth(present, shared, reading.gpus, errors, defects, findings)
 
 
 VENDORS: tuple[Callable[[str, bool, Paths], VendorHealth], ...] = (nvidia_health, amd_health)

@@ -28,6 +28,21 @@ CATALOG = "see the code in NVIDIA's Xid catalog"
 LOST = 79
 
 
+@dataclass(frozen=True)
+class Defect:
+    """An error in the kernel log that proves a defect of the hardware.
+
+    Attributes:
+        pci: the address of the GPU, perhaps without the function; None if the line does not contain it.
+        text: what it is.
+        age: seconds since the last time; None if unknown.
+    """
+
+    pci: str | None
+    text: str
+    age: float | None
+
+
 class Kind(Enum):
     """What an error requires: the level of its finding, and what the staff should do."""
 
@@ -132,6 +147,16 @@ class GpuError:
             return _recovery(self.text)
         kind = XIDS.get(self.code, ("", Kind.LOOK_UP))[1]
         return Kind.WATCH if self.code in NVLINK_5 and re.search(r"non-?fatal", self.text, re.IGNORECASE) else kind
+
+    @property
+    def name(self) -> str:
+        return f"SXid {self.code} of the NVSwitch" if self.switch else f"Xid {self.code} of the GPU"
+
+    @property
+    def defect(self) -> Defect | None:
+        if self.kind.level != ERROR:
+            return None
+        return Defect(self.pci, f"{self.name} at {self.pci}: {self.meaning}", self.age)
 
 
 def _recovery(text: str) -> Kind:
@@ -246,8 +271,7 @@ def occurrences(count: int, age: float | None) -> str:
 
 def _judge(error: GpuError, node: str, recovered: bool) -> Iterator[Finding]:
     kind = error.kind
-    name = f"SXid {error.code} of the NVSwitch" if error.switch else f"Xid {error.code} of the GPU"
-    text = f"{name} at {error.pci}: {error.meaning}{occurrences(error.count, error.age)}"
+    text = f"{error.name} at {error.pci}: {error.meaning}{occurrences(error.count, error.age)}"
     if kind.level == OK:
         yield Finding(SUBJECT, OK, text)
         return

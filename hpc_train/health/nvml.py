@@ -128,6 +128,7 @@ class Nvml:
         reasons = self.number("nvmlDeviceGetCurrentClocksThrottleReasons", device, kind=ctypes.c_ulonglong) or 0
         held = {name for name, bit in BITS.items() if reasons & bit}
         pending, failed = self._rows(device)
+        slices = self._slices(device)
         return GpuState(
             index=index,
             pci=self._pci(device),
@@ -151,7 +152,8 @@ class Nvml:
             links=self._links(device),
             memory_used=self._memory_used(device),
             processes=self._processes(device),
-            slices=self._slices(device),
+            slices=tuple(slices),
+            slices_used=tuple(slices.values()),
         )
 
     def utilisation(self, uuid: str) -> float | None:
@@ -183,15 +185,15 @@ class Nvml:
             GpuProcess(one.pid, _name(one.pid), 0 if one.memory == NOT_AVAILABLE else one.memory) for one in processes
         )
 
-    def _slices(self, device: ctypes.c_void_p) -> tuple[str, ...]:
-        """Returns the UUIDs of the MIG slices."""
-        found = []
+    def _slices(self, device: ctypes.c_void_p) -> dict[str, int | None]:
+        """Returns the UUID of each MIG slice and the bytes in use of it."""
+        found = {}
         for number in range(self.number("nvmlDeviceGetMaxMigDeviceCount", device) or 0):
             part = ctypes.c_void_p()
             done = self.call("nvmlDeviceGetMigDeviceHandleByIndex", device, ctypes.c_uint(number), ctypes.byref(part))
             if done == SUCCESS and (uuid := self.text("nvmlDeviceGetUUID", part)):  # a place may be empty
-                found.append(uuid)
-        return tuple(found)
+                found[uuid] = self._memory_used(part)
+        return found
 
     def _pci(self, device: ctypes.c_void_p) -> str | None:
         found = _Pci()
@@ -279,5 +281,5 @@ def _parse(found: Mapping[str, Any]) -> GpuReading:
 
 def _state(values: Mapping[str, Any]) -> GpuState:
     processes = tuple(GpuProcess(**process) for process in values["processes"])
-    slowdowns, slices = tuple(values["slowdowns"]), tuple(values["slices"])
-    return GpuState(**{**values, "slowdowns": slowdowns, "slices": slices, "processes": processes})
+    tuples = {name: tuple(values[name]) for name in ("slowdowns", "slices", "slices_used")}
+    return GpuState(**{**values, **tuples, "processes": processes})

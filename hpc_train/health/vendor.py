@@ -15,7 +15,7 @@ from typing import Any
 
 from hpc_train.health.finding import Finding
 from hpc_train.health.gpu_health import LIMIT_S, GpuState, NoResponse
-from hpc_train.health.kernel_log import GpuError
+from hpc_train.health.kernel_log import Defect, GpuError
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,15 @@ class VendorHealth:
     Attributes:
         present: GPUs of the node, also those of other jobs.
         shared: the GPUs are cut into slices, so that Slurm counts something else.
+        errors: Xid and SXid errors in the kernel log.
+        defects: the errors in the kernel log that prove a defect of a GPU.
     """
 
     present: int = 0
     shared: bool = False
     gpus: tuple[GpuState, ...] = ()
     errors: tuple[GpuError, ...] = ()
+    defects: tuple[Defect, ...] = ()
     findings: tuple[Finding, ...] = ()
 
 

@@ -4,7 +4,8 @@ A rate is that of the vendor's data sheet without sparsity: for bf16 and fp16 of
 accumulate in fp32, as torch's products do; for fp32 without TF32, whose rate is half that of bf16; for fp64 of the
 fastest units. Where a sheet gives rates with sparsity only, half of them is used. A name that is not in the table has
 no rate: variants with the same number differ by up to half (``H100 PCIe``, ``RTX 4090 Laptop GPU``), and a MIG slice or
-a vGPU is a part of a card.
+a vGPU is a part of a card. A partition of an MI300 (DPX, TPX, QPX or CPX mode) has the name of the whole GPU; its share
+of the compute units shows what it is.
 """
 
 from __future__ import annotations
@@ -108,29 +109,34 @@ RATES: dict[str, PeakRates | None] = {
     "MI210": _without_tf32(181, 45.3, 45.3),
     "MI100": PeakRates(92.3, 184.6, 46.1, 11.5, has_tf32=False),
 }
+# compute units of the GPUs that can be partitioned, by the same data sheets
+UNITS = {"MI300A": 228, "MI300X": 304, "MI325X": 304, "MI350X": 256, "MI355X": 256}
 # vendor and family, the socket, the kind of memory, the air-cooled and the virtual variant of the same chip
 _SAME = re.compile(r"NVIDIA|AMD|INSTINCT|TESLA|GEFORCE|SXM\d?|HBM\d\w?|AC|VF|GENERATION")
 _SIZE = re.compile(r"\d+GB?")
 
 
-def peak_flops(device_name: str, precision: str, tf32: bool = False) -> float | None:
+def peak_flops(device_name: str, precision: str, tf32: bool = False, units: int | None = None) -> float | None:
     """Returns the peak FLOP/s of one device under a precision of the config; None if unknown.
 
     Args:
         device_name: the name that ``torch.cuda.get_device_name`` returns.
         precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``.
         tf32: whether products in fp32 use TF32 where the device has it.
+        units: the compute units or multiprocessors of the device; None assumes that it is a whole GPU.
     """
     words = _words(device_name)
     chip = " ".join(word for word in words if not _SIZE.fullmatch(word))
     rates = RATES.get(" ".join(words), RATES.get(chip))
+    whole = UNITS.get(chip)
     if rates is None:
         return None
     by_precision = {"bf16": rates.bf16, "fp16": rates.fp16, "fp32": rates.fp32, "fp64": rates.fp64}
     found = by_precision.get(precision)
     if tf32 and precision == "fp32" and rates.has_tf32 and rates.bf16 is not None:
         found = rates.bf16 / 2
-    return None if found is None else found * 1e12
+    share = 1.0 if whole is None or units is None else min(1.0, units / whole)
+    return None if found is None else found * share * 1e12
 
 
 def _words(device_name: str) -> list[str]:

@@ -26,6 +26,7 @@ from hpc_train.cluster.gpus import DEVICES
 from hpc_train.config.schema import TrainConfig
 from hpc_train.config.values import parse_recomputation
 from hpc_train.health.nvml import Nvml
+from hpc_train.measure.peak_rates import peak_flops
 from hpc_train.models.model import Model
 
 FORMULA = (
@@ -99,6 +100,12 @@ def describe_utilisation(count: FlopCount, peak_flops: float, source: str) -> di
         "peak_source": source,
         "formula": FORMULA,
     }
+
+
+def device_peak(device: torch.device, precision: str, tf32: bool) -> float | None:
+    """Returns the peak FLOP/s of a GPU according to its data sheet, of a partition its share; None if unknown."""
+    found = torch.cuda.get_device_properties(device)
+    return peak_flops(found.name, precision, tf32, found.multi_processor_count)
 
 
 def peak_host_memory() -> int:

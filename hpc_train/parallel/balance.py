@@ -27,6 +27,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.batch_norm import has_batch_statistics
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
+from hpc_train.models.parts import check_hidden_shape
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import materialise, split_and_wrap
 from hpc_train.parallel.precision import autocast, hidden_dtype, parameter_dtype
@@ -89,7 +90,8 @@ def plan_split(config: Config, mesh: Mesh, dataset: Dataset, run: RunDirectory |
         run: the run directory, from which a split is read and to which it is written; None always computes it.
 
     Raises:
-        UserError: the model does not define the costs of its blocks, or no split fits into memory.
+        UserError: the model does not define the costs of its blocks, its ``hidden_shape`` is wrong, or no split fits
+            into memory.
     """
     how = config.strategy.pp_split
     if mesh.layout.pp == 1 or how not in ("flops", "measured"):
@@ -126,6 +128,7 @@ def _measured(config: Config, mesh: Mesh, model: Model, example: Batch) -> tuple
             where=_WHERE,
             fix="strategy.pp_split=even, or a list with the number of layers of each stage",
         )
+    check_hidden_shape(model, example.inputs, example.context)  # the shape of the blocks' inputs
     return measure_blocks(config, mesh, model, example)
 
 

@@ -16,7 +16,6 @@ from hpc_train.cluster.allocation import current_allocation
 from hpc_train.cluster.kernel_counters import Traffic, read_traffic
 from hpc_train.config.schema import Config
 from hpc_train.data.dataset import Dataset, StepBatch
-from hpc_train.measure.peak_rates import peak_flops
 from hpc_train.measure.step_clock import StepClock
 from hpc_train.measure.stragglers import RankTimes, SlowRankWatch, gather, over_ranks
 from hpc_train.measure.time_breakdown import timed_stages
@@ -24,6 +23,7 @@ from hpc_train.measure.utilisation import (
     FlopCount,
     GpuUtilisation,
     count_flops,
+    device_peak,
     peak_device_memory,
     peak_host_memory,
 )
@@ -231,7 +231,7 @@ def make_meter(config: Config, mesh: Mesh, dataset: Dataset) -> Meter:
     if mesh.device.type != "cuda":
         return Meter()
     precision = config.precision
-    per_device = peak_flops(torch.cuda.get_device_name(mesh.device), precision.name, precision.tf32)
+    per_device = device_peak(mesh.device, precision.name, precision.tf32)
     if per_device is None or config.model.kind == "custom":
         return Meter()
     model = build_model(config.model, config.train.seed)  # on the meta device, which costs no memory or time

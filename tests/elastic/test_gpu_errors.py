@@ -41,7 +41,8 @@ def states(**second: object) -> tuple[GpuState, ...]:
 
 
 def health(gpus: tuple[GpuState, ...], *errors: GpuError) -> NodeHealth:
-    return NodeHealth("n1", (*judge(gpus, "n1"), UNREAD), gpus, errors)
+    defects = tuple(error.defect for error in errors if error.defect is not None)
+    return NodeHealth("n1", (*judge(gpus, "n1"), UNREAD), gpus, errors, defects=defects)
 
 
 def examined(failed: WorkerFailure, found: NodeHealth, facts: NodeFacts = FACTS) -> WorkerFailure:
@@ -168,9 +169,24 @@ def test_the_wait_is_bounded_and_ends_with_a_stop(tmp_path: Path, fast: None, mo
     assert case.wait() == [False]
 
 
-def test_a_slice_is_not_waited_for(tmp_path: Path, fast: None) -> None:
-    """Other jobs use the memory of the GPU that it is a part of."""
-    gpu = Gpu(0, SECOND, uuid="GPU-1", slices=("MIG-1",))
-    case = Waiting(tmp_path, iter([states(memory_used=40 * GIB)]), NodeFacts("n1", (gpu,), visible=("MIG-1",)))
+def test_a_slice_is_waited_for_and_not_its_gpu(tmp_path: Path, fast: None) -> None:
+    """Other jobs use the rest of the GPU, and its other slices."""
+    gpu = Gpu(0, SECOND, uuid="GPU-1", slices=("MIG-1", "MIG-2"))
+    held, free = (
+        states(memory_used=40 * GIB, slices=("MIG-1", "MIG-2"), slices_used=(own, 9 * GIB)) for own in (8 * GIB, GIB)
+    )
+    case = Waiting(tmp_path, iter([held, held, free]), NodeFacts("n1", (gpu,), visible=("MIG-1",)))
     case.fail()
     assert case.wait() == [True]
+    assert case.ticks == 2 * gpu_errors.TICKS
+
+
+def test_a_slice_that_stays_in_use_is_named(tmp_path: Path, fast: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_errors, "MEMORY_S", 0.05)
+    gpu = Gpu(0, SECOND, uuid="GPU-1", slices=("MIG-1",))
+    held = states(slices=("MIG-1",), slices_used=(8 * GIB,))
+    case = Waiting(tmp_path, iter(lambda: held, None), NodeFacts("n1", (gpu,), visible=("MIG-1",)))
+    case.fail()
+    assert case.wait() == [False]
+    (event,) = case.run.read_events()
+    assert event["message"].endswith("8 GiB of MIG-1 are in use")

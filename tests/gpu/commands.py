@@ -7,7 +7,8 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,12 @@ def train(
     if ends is not None and done.code != ends:
         raise RuntimeError(f"{name} ended with {done.code}, not {ends}\n{run.logs()}")
     return run
+
+
+def at_once(*runs: Callable[[], Run]) -> list[Run]:
+    """Makes trainings at the same time, whose speed is not measured: most of their seconds are those of a start."""
+    with ThreadPoolExecutor(len(runs)) as pool:
+        return [started.result() for started in [pool.submit(run) for run in runs]]
 
 
 def cpu_ranks(ranks: int) -> list[str]:

@@ -20,6 +20,7 @@ from tests.gpu.commands import ROOT, clean_environment, train
 from tests.gpu.models import disturbed
 
 PACKAGES = ("numpy", "hydra-core", "omegaconf", "submitit", "psutil", "xxhash", "torchao", "wandb", "triton")
+COLLECTIONS = [1, 2, 4, 6, 8]  # in nine steps with train.gc_every=2: once after the first, then after every second
 QUERY = "name,uuid,driver_version,memory.total,clocks.sm,clocks.max.sm,power.limit,temperature.gpu,ecc.mode.current"
 
 
@@ -99,21 +100,24 @@ def warm_parent(probe: Probe) -> None:
 
 
 def worker(probe: Probe) -> None:
-    """What is set in a worker: its device, the allocator, TF32, descriptors; and how long a training takes to start."""
+    """What is set in a worker (device, allocator, TF32, files, garbage collection), and how long its start takes."""
     once, begin = probe.folder / "facts.json", time.time()
-    run = train(probe, "run", *disturbed("tell", once, call=3), "precision=fp32")
+    run = train(probe, "run", *disturbed("tell", once, call=9), "precision=fp32", "train.gc_every=2")
     facts: dict[str, Any] = json.loads(once.read_text())
     probe.equal("device", facts["device"].partition(":")[0], probe.device)
     soft, hard = facts["descriptors"]
     probe.equal("descriptors that a worker may open", soft, hard)
     probe.note("sockets of a worker", facts["sockets"])
     probe.note("variables of a worker", " ".join(f"{n}={v}" for n, v in sorted(facts["environment"].items())))
-    probe.note("Python's garbage collector is on", facts["collector"])
+    probe.equal("Python collects garbage by itself", facts["collector"], False)
+    probe.equal("steps after which it is collected", facts["collections"], COLLECTIONS)
     probe.within("error of an fp32 product, which TF32 makes 1000 times larger", facts["error"], high=1e-5)
     probe.within("from the command to the first step", run.metrics()[0]["time"] - begin, high=60, unit="s")
     if probe.on_gpu:
         conf = facts["environment"].get("PYTORCH_CUDA_ALLOC_CONF", facts["environment"].get("PYTORCH_ALLOC_CONF", ""))
         probe.expect("allocator", conf or "default", "expandable_segments:True", "expandable_segments:True" in conf)
+        grows = facts["expandable"]
+        probe.expect("segments that can grow", f"{sum(grows)} of {len(grows)}", "all", bool(grows) and all(grows))
 
 
 def _version(package: str) -> str:

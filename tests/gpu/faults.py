@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
-import torch
+from functools import partial
 
 from hpc_train.measure.flight_recorder import read_collectives
 from hpc_train.run.exits import Failure
 from tests.gpu.check import Probe
-from tests.gpu.commands import Run, largest_difference, train
+from tests.gpu.commands import Run, at_once, largest_difference, train
 from tests.gpu.models import disturbed
-from tests.gpu.steps import World
 
 SAME = 1e-5  # on a GPU, where sums by atomic additions differ from run to run
 SAVES = ("checkpoint.every=2", "train.steps=8")
@@ -19,44 +16,54 @@ SAVES = ("checkpoint.every=2", "train.steps=8")
 
 def killed_worker(probe: Probe) -> None:
     """A worker that is killed restarts from its checkpoint, and the losses are those of a run that nobody disturbs."""
-    once = probe.folder / "once"
-    killed = train(probe, "killed", *disturbed("kill", once, call=6), *SAVES)
-    once_more = train(probe, "undisturbed", *disturbed("kill", once, call=6), *SAVES)
+    once, never = probe.folder / "once", probe.folder / "never"
+    never.touch()
+    killed, undisturbed = at_once(
+        partial(train, probe, "killed", *disturbed("kill", once, call=6), *SAVES),
+        partial(train, probe, "undisturbed", *disturbed("kill", never, call=6), *SAVES),
+    )
     probe.equal("failures", [event["class"] for event in killed.events("worker_failed")], [Failure.KILLED.value])
-    difference = largest_difference(killed.losses(), once_more.losses())
+    difference = largest_difference(killed.losses(), undisturbed.losses())
     probe.within("losses, killed against undisturbed", difference, high=SAME if probe.on_gpu else 0)
     resumed = killed.events("resumed")
     probe.equal("step that it resumes from", [event["step"] for event in resumed], [4])
+    _check_first_step(probe, killed)
     moment = float(once.read_text())
     seconds = (resumed[0]["time"] if resumed else float("nan")) - moment
     probe.within("from the kill to the restored checkpoint", seconds, high=30, unit="s")
     probe.note("from the kill to the next step, s", _next_step(killed, moment) - moment)
 
 
+def _check_first_step(probe: Probe, run: Run) -> None:
+    """The event of the first step after a restart, in a run that compiles nothing."""
+    events = run.events("first_step")
+    probe.equal("steps of the events first_step", [event["step"] for event in events], [5])
+    for event in events:
+        content = {name: event[name] for name in ("compiled", "reused", "cache_loaded")}
+        probe.equal("what it has compiled", content, {"compiled": 0, "reused": 0, "cache_loaded": False})
+        probe.within("seconds of the first step", float(event["seconds"]), 0.0, 30, unit="s")
+
+
 def _next_step(run: Run, moment: float) -> float:
     return float(min(line["time"] for line in run.metrics() if line["time"] > moment))
 
 
-def stall(probe: Probe) -> None:
-    """A step of seconds is survived: on GPUs the network and the file systems stall for longer."""
-    seconds = 6.0 if probe.on_gpu else 1.0
-    run = train(probe, "run", *disturbed("stall", probe.folder / "once", call=8, seconds=seconds), "train.steps=12")
-    probe.within("the longest step", max(line["step_s"] for line in run.metrics()), low=seconds / 2, unit="s")
-    probe.equal("attempts that failed", len(run.events("worker_failed", "hang_detected")), 0)
-    probe.note("slow steps", len(run.events("slow_step")))
-
-
 def hang(probe: Probe) -> None:
-    """A kernel that never ends is found, its evidence is kept, and the run goes on."""
+    """A step of seconds is survived. A kernel that never ends is found, its evidence is kept, and the run goes on."""
     # the bound with `auto` is 120 s on GPUs; a step takes milliseconds here
-    bound = 12 if probe.on_gpu else 4
+    bound, seconds = (12, 6.0) if probe.on_gpu else (4, 1.0)
+    # one rank waits in a collective behind the kernel; on the CPU a second rank does
+    ranks = [] if probe.on_gpu else ["+strategy=dp"]
     run = train(
-        probe, "run", *disturbed("stall", probe.folder / "once", call=8), "train.steps=12", "checkpoint.every=2",
-        f"elastic.hang_timeout_s={bound}",
+        probe, "run", *disturbed("stall, then hang", probe.folder / "once", call=8, seconds=seconds),
+        "train.steps=16", "checkpoint.every=2", f"elastic.hang_timeout_s={bound}", *ranks, ranks=1 + len(ranks),
     )  # fmt: skip
+    probe.within("the longest step", max(line["step_s"] for line in run.metrics()), low=seconds / 2, unit="s")
+    probe.note("slow steps", len(run.events("slow_step")))
     found = run.events("hang_detected")
     probe.equal("hangs found", len(found), 1)
-    probe.equal("last step", max(run.losses()), 12)
+    probe.equal("attempts that failed", len(run.events("worker_failed")), 1)
+    probe.equal("last step", max(run.losses()), 16)
     if not found:
         return
     probe.within("seconds without a sign of life", float(found[0]["seconds"]), high=2 * bound + 10, unit="s")
@@ -64,12 +71,15 @@ def hang(probe: Probe) -> None:
     text = "".join(path.read_text() for path in stacks)
     where = "trainer.py" if probe.on_gpu else "models.py"  # the host is ahead of the GPU, and waits for a result
     probe.expect("the stacks show where it waits", where in text, f"a line of {where}", where in text)
-    probe.note("answers of the flight recorder", _entries(run))
-
-
-def _entries(run: Run) -> list[int]:
     files = sorted((run.path / "logs" / "stacks").glob("collectives-*.json"))
-    return [len(read_collectives(file.read_bytes())) for file in files]
+    probe.within("dumps of the flight recorder in the run directory", len(files), low=1)
+    waiting = [name for file in files for name in _waiting(file.read_bytes(), on_host=not probe.on_gpu)]
+    probe.expect("the collectives in them that wait", waiting, "all_reduce", "all_reduce" in waiting)
+
+
+def _waiting(dump: bytes, on_host: bool) -> list[str]:
+    """Returns the operations that have not ended, of gloo or of the device."""
+    return [one.operation for one in read_collectives(dump) if not one.is_finished and one.is_on_host == on_host]
 
 
 def device_errors(probe: Probe) -> None:
@@ -77,9 +87,11 @@ def device_errors(probe: Probe) -> None:
     cases = {"lose memory": ("uncorrectable ECC", Failure.DEVICE, "device")}
     if probe.on_gpu:
         cases["read out of bounds"] = ("device-side assert", Failure.KERNEL, "kernel")
-    for how, (words, wanted, name) in cases.items():
-        once = probe.folder / f"{name}-once"
-        run = train(probe, name, *disturbed(how, once), "train.steps=6", ends=None, timeout=120)
+    started = [
+        partial(train, probe, name, *disturbed(how, probe.folder / f"{name}-once"), "train.steps=6", ends=None)
+        for how, (_, _, name) in cases.items()
+    ]
+    for (how, (words, wanted, _)), run in zip(cases.items(), at_once(*started), strict=True):
         found = [event["class"] for event in run.events("worker_failed")]
         probe.equal(f"{how}: class", found[:1], [wanted.value])
         printed = run.output + run.logs()
@@ -98,24 +110,3 @@ def out_of_memory(probe: Probe) -> None:
     for words in ("out of memory on rank 0", "mostly", "batch.micro_size=2048"):
         probe.expect("the message", words in printed, f"has {words!r}", words in printed)
     probe.expect("exit code", run.code, "not 0", run.code != 0)
-
-
-def flight_recorder(probe: Probe) -> None:
-    """The recorder that the agent asks holds the collectives of the training's own backend."""
-    import torch.distributed as dist
-
-    from hpc_train.train.processes import collectives  # what a worker answers to its agent
-
-    os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"  # as in a worker
-    World(probe).tiny_gpt().close()
-    tensor = torch.ones(4, device=probe.device)
-    for _ in range(8):
-        dist.all_reduce(tensor)
-    if probe.on_gpu:
-        torch.cuda.synchronize()
-    reduced = [one for one in read_collectives(collectives()) if "all_reduce" in one.operation]
-    probe.within("all-reduces in the dump, of 8", len(reduced), low=8)
-    own = [one for one in reduced if one.is_on_host != probe.on_gpu]
-    probe.within(f"of them {'nccl' if probe.on_gpu else 'gloo'}'s", len(own), low=8)
-    if probe.on_gpu:
-        probe.note("seconds of the last one on the GPU", own[-1].duration_s if own else None)

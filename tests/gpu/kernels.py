@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hpc_train.measure.peak_rates import peak_flops
 from hpc_train.measure.step_clock import StepClock, make_stopwatch
@@ -75,18 +74,18 @@ def clocks(probe: Probe) -> None:
     """The times of waiting that a step reports are those of the device, to within a tenth."""
     steps = World(probe).tiny_gpt()
     device, side = steps.mesh.device, torch.cuda.Stream()
-    _spin(0.5)  # until the clock has its full speed
+    spin(0.5)  # until the clock has its full speed
     torch.cuda.synchronize()
-    exact = _timed(lambda: _spin(0.2))
+    exact = timed(lambda: spin(0.2))
     watch = make_stopwatch(device)
     begun = watch.begin()
-    _spin(0.2)
+    spin(0.2)
     watch.end(begun)
     probe.within("a kernel, measured / exact", watch.take() / exact, 0.95, 1.05)
     clock = StepClock(device)
     with clock.watching(), clock.step():
         with torch.cuda.stream(side):
-            _spin(0.2)
+            spin(0.2)
             event = torch.cuda.Event()
             event.record()
         torch.cuda.current_stream().wait_event(event)
@@ -95,11 +94,13 @@ def clocks(probe: Probe) -> None:
     steps.close()
 
 
-def _spin(seconds: float) -> None:
+def spin(seconds: float) -> None:
+    """Occupies the current stream of the GPU for about ``seconds``."""
     torch.cuda._sleep(int(seconds * CYCLES_PER_S))
 
 
-def _timed(work: Any) -> float:
+def timed(work: Any) -> float:
+    """Returns the seconds that what ``work`` starts takes on the GPU."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     first.record()
     work()
@@ -135,42 +136,11 @@ def products(probe: Probe) -> None:
     left, right = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     for _ in range(5):
         left @ right
-    seconds = _timed(lambda: [left @ right for _ in range(20)]) / 20
+    seconds = timed(lambda: [left @ right for _ in range(20)]) / 20
     rate = 2 * size**3 / seconds
     peak = peak_flops(torch.cuda.get_device_name(0), "bf16") or rate
     probe.note("TFLOP/s", rate / 1e12)
     probe.within("share of the data sheet", rate / peak, 0.6, 1.0)
-
-
-def collectives_alone(probe: Probe) -> None:
-    """NCCL works on this GPU under each wrapper of torch, with one rank."""
-    import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
-    World(probe).tiny_gpt().close()
-    tensor = torch.arange(8.0, device="cuda")
-    dist.all_reduce(tensor)
-    probe.equal("all-reduce of one rank", tensor.tolist(), [float(value) for value in range(8)])
-    gathered = [torch.empty_like(tensor)]
-    dist.all_gather(gathered, tensor)
-    probe.equal("all-gather of one rank", gathered[0].tolist(), tensor.tolist())
-    inputs = torch.randn(4, 8, device="cuda")
-    plain = _gradient(torch.nn.Linear(8, 8).cuda(), inputs)
-    for name, wrap in (("DDP", DistributedDataParallel), ("fully_shard", fully_shard)):
-        found = _gradient(wrap(torch.nn.Linear(8, 8).cuda()), inputs)
-        probe.within(f"gradient under {name}, difference", float((found - plain).abs().max()), high=1e-5)
-
-
-def _gradient(module: Any, inputs: Tensor) -> Tensor:
-    """Returns the gradient of the weights, which are the same in each call."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.fill_(0.1)
-    module(inputs).square().sum().backward()
-    gradient = next(module.parameters()).grad
-    full: Tensor = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-    return full
 
 
 def kernels(probe: Probe) -> None:

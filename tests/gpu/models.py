@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -23,8 +24,9 @@ class Disturbed(nn.Module):
 
     Args:
         how: a name of ``DISTURBANCES``.
+        rank: the rank that is disturbed; -1 for every rank.
         once: a file that exists afterwards, so that a restarted run is not disturbed again; what the disturbance has
-            to tell goes into it.
+            to tell goes into it. With every rank, the name of each file ends with the rank.
     """
 
     def __init__(
@@ -35,18 +37,34 @@ class Disturbed(nn.Module):
         self.output = nn.Linear(64, vocab_size)
         self.how, self.once, self.call, self.rank, self.seconds = how, Path(once), call, rank, seconds
         self.calls = 0
+        self.collections: list[int] = []  # the number of forward passes before each full garbage collection
+        if how == "tell":
+            gc.callbacks.append(self._note_collection)
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.calls += 1
-        if self.calls == self.call and dist.get_rank() == self.rank and not self.once.exists():
-            self.once.touch()
+        if self.calls == self.call and self.rank in (-1, dist.get_rank()) and not self.file.exists():
+            self.file.touch()
             DISTURBANCES[self.how](self, inputs)
         logits: Tensor = self.output(self.table(inputs))
         return logits
 
+    @property
+    def file(self) -> Path:
+        return told_by(self.once, dist.get_rank()) if self.rank == -1 else self.once
+
+    def _note_collection(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2 and self.calls:
+            self.collections.append(self.calls)
+
+
+def told_by(once: Path, rank: int) -> Path:
+    """Returns the file of one of all ranks."""
+    return once.with_name(f"{once.name}-{rank}")
+
 
 def _kill(model: Disturbed, inputs: Tensor) -> None:
-    model.once.write_text(str(time.time()))
+    model.file.write_text(str(time.time()))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -56,6 +74,20 @@ def _stall(model: Disturbed, inputs: Tensor) -> None:
         torch.cuda._sleep(int(model.seconds * CYCLES_PER_S))
     else:
         time.sleep(model.seconds)
+
+
+def _stall_then_hang(model: Disturbed, inputs: Tensor) -> None:
+    """Stalls, and four forward passes later for ever, with a collective queued behind the kernel that spins.
+
+    On the CPU the other ranks wait for this one in a collective.
+    """
+    if model.seconds < FOR_EVER_S:
+        _stall(model, inputs)
+        model.call, model.seconds = model.call + 4, FOR_EVER_S
+        model.file.unlink()
+        return
+    _stall(model, inputs)
+    dist.all_reduce(torch.ones(1, device=inputs.device))
 
 
 def _read_out_of_bounds(model: Disturbed, inputs: Tensor) -> None:
@@ -70,7 +102,6 @@ def _lose_memory(model: Disturbed, inputs: Tensor) -> None:
 
 def _tell(model: Disturbed, inputs: Tensor) -> None:
     """Writes what is set in the process of a worker."""
-    import gc
     import resource
 
     facts: dict[str, Any] = {
@@ -79,11 +110,14 @@ def _tell(model: Disturbed, inputs: Tensor) -> None:
         "descriptors": resource.getrlimit(resource.RLIMIT_NOFILE),
         "sockets": sum(_link(entry).startswith("socket:") for entry in Path("/proc/self/fd").iterdir()),
         "collector": gc.isenabled(),
+        "collections": model.collections,
+        "gpu": f"GPU-{torch.cuda.get_device_properties(inputs.device).uuid}" if inputs.is_cuda else "",
+        "expandable": [segment["is_expandable"] for segment in torch.cuda.memory_snapshot()] if inputs.is_cuda else [],
         "environment": {name: value for name, value in os.environ.items() if name.startswith(("CUDA", "NCCL", "TORCH"))}
         | {name: os.environ[name] for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF") if name in os.environ},
         "error": _product_error(inputs.device),
     }
-    model.once.write_text(json.dumps(facts))
+    model.file.write_text(json.dumps(facts))
 
 
 def _link(path: Path) -> str:
@@ -102,7 +136,7 @@ def _product_error(device: torch.device) -> float:
 
 DISTURBANCES: dict[str, Callable[[Disturbed, Tensor], None]] = {
     "kill": _kill,
-    "stall": _stall,
+    "stall, then hang": _stall_then_hang,
     "read out of bounds": _read_out_of_bounds,
     "lose memory": _lose_memory,
     "tell": _tell,

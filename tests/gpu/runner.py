@@ -30,8 +30,7 @@ from typing import Any
 
 import psutil
 
-from tests.gpu.check import Check, Place, Probe, Verdict, append, read
-from tests.gpu.table import last_run, table
+from tests.gpu.check import Check, Place, Probe, Verdict, append, last_run, read, table
 
 RESERVE_S = 5.0  # kept of the budget for the end
 CPU_SLACK = 3  # a check may take so many times its limit without a GPU, on cores that others use as well

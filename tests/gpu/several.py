@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from hpc_train.run.exits import Failure
@@ -24,8 +27,8 @@ from tests.gpu.commands import (
     largest_difference,
     train,
 )
-from tests.gpu.environment import contexts
-from tests.gpu.models import disturbed
+from tests.gpu.environment import COLLECTIONS, contexts
+from tests.gpu.models import disturbed, told_by
 
 SAME = 1e-4  # relative difference of losses and gradient norms in fp32
 SAME_BF16 = 1e-3  # the same rounding in the same places; sums in another order
@@ -92,12 +95,13 @@ def killed_in_a_collective(probe: Probe) -> None:
 
 
 def background_saves(probe: Probe) -> None:
-    """All ranks save in the background, and none opens a context on the GPU of another."""
+    """All ranks save in the background, and each has a context on its own GPU only."""
     steps, every = (400, 20) if probe.on_gpu else (40, 4)
-    model = ["+strategy=zero2", *TINY, f"train.steps={steps}"]
+    once = probe.folder / "facts"
+    model = [*disturbed("tell", once, call=3, rank=-1), "+strategy=zero2", f"train.steps={steps}"]
     model += ["checkpoint.asynchronous=true", f"checkpoint.every={every}"]
     process = _start(probe, "run", *model)
-    most = _watch_contexts(process, probe.place)
+    seen = _watch_contexts(process, probe.place)
     output = process.communicate(timeout=200)[0]
     probe.equal("exit code", process.returncode, 0)
     if process.returncode:
@@ -106,9 +110,27 @@ def background_saves(probe: Probe) -> None:
     probe.equal("bytes and checksums of the checkpoints", verified.code, 0)
     saved = Run(probe.folder / "run", 0, output).events("checkpoint_saved")
     probe.within("checkpoints", len(saved), low=5)
-    if probe.on_gpu:
-        probe.equal("GPUs that nvidia-smi shows in use", len(most), probe.place.gpus)
-        probe.within("most contexts on one GPU", max(most.values(), default=0), 1, 1)
+    _check_contexts(probe, seen, _told(probe, once))
+
+
+def _told(probe: Probe, once: Path) -> list[dict[str, Any]]:
+    """Returns what each rank has told."""
+    return [json.loads(told_by(once, rank).read_text()) for rank in range(probe.place.ranks)]
+
+
+def _check_contexts(probe: Probe, seen: set[tuple[str, str]], facts: Sequence[dict[str, Any]]) -> None:
+    """Compares the contexts that were seen, as (UUID of the GPU, pid), with the ranks' own GPUs and pids."""
+    own = {(fact["gpu"], str(fact["pid"])) for fact in facts}
+    probe.equal("processes of ranks", len({pid for _, pid in own}), probe.place.ranks)
+    if not probe.on_gpu:
+        return
+    probe.equal("GPUs of ranks", len({uuid for uuid, _ in own}), probe.place.gpus)
+    probe.equal("GPUs that nvidia-smi shows in use", len({uuid for uuid, _ in seen}), probe.place.gpus)
+    if {pid for _, pid in own}.isdisjoint(pid for _, pid in seen):  # nvidia-smi shows the pids of the host
+        probe.equal("contexts of another namespace of pids", len(seen), probe.place.gpus)
+    else:
+        probe.equal("contexts that are not of a rank on its own GPU", sorted(seen - own), [])
+        probe.equal("ranks without a context on their own GPU", sorted(own - seen), [])
 
 
 def _start(probe: Probe, name: str, *overrides: str) -> subprocess.Popen[str]:
@@ -121,16 +143,45 @@ def _start(probe: Probe, name: str, *overrides: str) -> subprocess.Popen[str]:
     )
 
 
-def _watch_contexts(process: subprocess.Popen[str], place: Place) -> dict[str, int]:
-    """Returns the largest number of contexts that each GPU had until ``process`` ended."""
-    most: dict[str, int] = {}
+def _watch_contexts(process: subprocess.Popen[str], place: Place) -> set[tuple[str, str]]:
+    """Returns (UUID of the GPU, pid) of all contexts that there were until ``process`` ended."""
+    seen: set[tuple[str, str]] = set()
     until = time.monotonic() + 150
     while process.poll() is None and time.monotonic() < until:
-        shown = contexts() if place.gpus else []
-        for uuid, _ in shown:
-            most[uuid] = max(most.get(uuid, 0), sum(uuid == other for other, _ in shown))
+        seen.update(contexts() if place.gpus else ())
         time.sleep(0.5)
-    return most
+    return seen
+
+
+LEVEL = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,P2P,SHM,NET"}
+_CHANNEL = re.compile(r" via (\S+)")
+_NVLS = re.compile(r"NVLS multicast support is available")
+
+
+def transports(probe: Probe) -> None:
+    """NCCL connects the GPUs in the same way whether each rank sees all GPUs of the node or only its own."""
+    found = {}
+    for visible in ("all", "own"):
+        folder = probe.folder / visible
+        folder.mkdir()
+        run = train(
+            probe, f"run-{visible}", "+strategy=dp", *TINY, "train.steps=3", f"cluster.visible_gpus={visible}",
+            ranks=probe.place.ranks, environment=LEVEL | {"NCCL_DEBUG_FILE": str(folder / "nccl-%h-%p.log")},
+        )  # fmt: skip
+        probe.equal(f"{visible}: steps", len(run.losses()), 3)
+        found[visible] = count_transports(path.read_text(errors="replace") for path in folder.glob("nccl-*"))
+    if probe.on_gpu:
+        probe.within("channels between GPUs", sum(found["all"].values()), low=1)
+    probe.equal("channels by transport with cluster.visible_gpus=own", found["own"], found["all"])
+
+
+def count_transports(logs: Iterable[str]) -> dict[str, int]:
+    """Counts the channels of NCCL's logs by transport (P2P/CUMEM, SHM/direct/direct …), and the ranks with NVLS."""
+    counts: Counter[str] = Counter()
+    for log in logs:
+        counts.update(name for name in _CHANNEL.findall(log) if name.startswith(("P2P", "SHM", "NET")))
+        counts["NVLS"] += bool(_NVLS.search(log))
+    return dict(sorted((name, count) for name, count in counts.items() if count))
 
 
 def overlap(probe: Probe) -> None:
@@ -178,10 +229,12 @@ def hidden_share(spans: Sequence[tuple[float, float]], others: Sequence[tuple[fl
 
 def start_up(probe: Probe) -> None:
     """The groups of a mesh with several axes are made in seconds, and without a socket to each rank in each group."""
-    once, begin = probe.folder / "facts.json", time.time()
-    arguments = disturbed("tell", once, call=3)
+    once, begin = probe.folder / "facts", time.time()
+    arguments = [*disturbed("tell", once, call=9, rank=-1), "train.gc_every=2"]
     run = train(probe, "run", *arguments, "+strategy=zero2", *_shards(probe.place.ranks), ranks=probe.place.ranks)
-    facts = json.loads(once.read_text())
+    facts, *others = _told(probe, once)
+    collections = {tuple(each["collections"]) for each in (facts, *others)}
+    probe.equal("steps after which the ranks collect garbage", collections, {tuple(COLLECTIONS)})
     probe.within("from the command to the first step", run.metrics()[0]["time"] - begin, high=60, unit="s")
     probe.within("sockets of a rank", facts["sockets"], high=20 + 8 * probe.place.ranks)
     probe.equal("descriptors that a rank may open", *facts["descriptors"])
@@ -195,9 +248,13 @@ def compiled_replicas(probe: Probe) -> None:
     """Compiled layers under DDP and under ZeRO compute the losses of layers that are not compiled."""
     shape = [*TINY, "train.steps=4", "model.dim=256", "strategy.bucket_cap_mb=1"]
     for strategy in ("dp", "zero3"):
-        losses = [
+        runs = [
             train(probe, f"{strategy}-{value}", f"+strategy={strategy}", *shape, f"train.compile={value}",
-                  ranks=probe.place.ranks).losses()
+                  ranks=probe.place.ranks)
             for value in ("false", "true")
         ]  # fmt: skip
+        losses = [run.losses() for run in runs]
         probe.within(f"{strategy}: losses, compiled against not", largest_difference(losses[1], losses[0]), high=SAME)
+        for event in runs[1].events("first_step"):  # the forward and the backward of all equal layers
+            graphs = event["compiled"] + event["reused"]
+            probe.within(f"{strategy}: graphs that rank 0 has compiled or loaded", graphs, 1, 4)

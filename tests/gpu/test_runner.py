@@ -11,12 +11,13 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.gpu.check import Check, Place, Verdict, read
-from tests.gpu.checks import ALONE, TOGETHER, checks_for
+from tests.gpu.check import Check, Place, Probe, Verdict, read
+from tests.gpu.checks import ALONE, TOGETHER, VISIT_S, checks_for
 from tests.gpu.commands import largest_difference
+from tests.gpu.faults import _waiting
 from tests.gpu.kernels import covered
 from tests.gpu.runner import FAILURES, HEAD_BYTES, MOST_BYTES, RESERVE_S, TAIL_BYTES, Runner, keep_output
-from tests.gpu.several import hidden_share
+from tests.gpu.several import _check_contexts, count_transports, hidden_share
 
 MACHINE = {"gpus": 0, "devices": [], "torch": "0"}
 Run = Callable[..., dict[str, dict[str, Any]]]
@@ -137,6 +138,74 @@ def test_every_check_can_be_found_and_has_one_name() -> None:
         assert callable(each.function())
     assert checks_for(1)[0] == ALONE[0]
     assert checks_for(4)[0] == TOGETHER[0]
+
+
+def test_the_checks_of_one_gpu_fit_into_a_visit() -> None:
+    assert sum(each.expected_s for each in ALONE) <= VISIT_S
+    for each in (*ALONE, *TOGETHER):
+        assert each.least_s <= each.limit_s
+        assert each.expected_s < each.limit_s
+
+
+def test_transports_are_counted_in_the_log_of_nccl() -> None:
+    first = """\
+n1:7:19 [0] NCCL INFO NVLS multicast support is available on dev 0 (NVLS_NCHANNELS 24)
+n1:7:19 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM
+n1:7:19 [0] NCCL INFO Channel 01/0 : 0[0] -> 1[1] via P2P/CUMEM/read
+n1:7:19 [0] NCCL INFO Connected all rings, use ring PXN 0 GDR 1
+"""
+    second = """\
+n1:8:21 [1] NCCL INFO NVLS multicast support is not available on dev 1 (NVLS_NCHANNELS 0)
+n1:8:21 [1] NCCL INFO Channel 00 : 1[1] -> 0[0] via SHM/direct/direct
+n1:8:21 [1] NCCL INFO Channel 00/0 : 1[1] -> 2[0] [send] via NET/IB/0/GDRDMA
+"""
+    assert count_transports([first, second]) == {
+        "NET/IB/0/GDRDMA": 1,
+        "NVLS": 1,
+        "P2P/CUMEM": 1,
+        "P2P/CUMEM/read": 1,
+        "SHM/direct/direct": 1,
+    }
+    assert count_transports([first]) != count_transports([second])
+    assert count_transports([]) == {}
+
+
+def test_a_dump_names_the_collectives_that_wait() -> None:
+    """The form of NCCL's recorder: a kernel that never ends is in front of the third collective."""
+    entry = {
+        "process_group": ["0", "default_pg"], "collective_seq_id": 1, "record_id": 1, "is_p2p": False,
+        "profiling_name": "nccl:all_reduce", "input_sizes": [[1]], "time_created_ns": 10, "duration_ms": 0.1,
+        "time_discovered_started_ns": 11, "time_discovered_completed_ns": 12, "state": "completed", "retired": True,
+    }  # fmt: skip
+    waiting = {
+        "record_id": 3, "profiling_name": "nccl:all_gather", "state": "scheduled", "retired": False,
+        "time_discovered_started_ns": None, "time_discovered_completed_ns": None,
+    }  # fmt: skip
+    dump = json.dumps({"nccl": {"entries": [entry, entry | {"record_id": 2}, entry | waiting]}}).encode()
+    assert _waiting(dump, on_host=False) == ["all_gather"]
+    assert _waiting(dump, on_host=True) == []
+
+
+def context_probe(folder: Path) -> Probe:
+    (folder / "out").mkdir(exist_ok=True)
+    return Probe(check("good"), Place(folder / "out", folder, gpus=2))
+
+
+@pytest.mark.parametrize(
+    ("seen", "failed"),
+    [
+        ({("GPU-a", "7"), ("GPU-b", "8")}, 0),
+        ({("GPU-a", "7"), ("GPU-b", "8"), ("GPU-a", "8")}, 1),  # a second context on another rank's GPU
+        ({("GPU-a", "7"), ("GPU-a", "8")}, 3),  # both ranks on one GPU
+        ({("GPU-a", "7")}, 2),
+        ({("GPU-a", "70"), ("GPU-b", "80")}, 0),  # the pids of the host
+        ({("GPU-a", "70"), ("GPU-b", "80"), ("GPU-a", "80")}, 1),
+    ],
+)
+def test_each_rank_has_a_context_on_its_own_gpu_only(tmp_path: Path, seen: set[tuple[str, str]], failed: int) -> None:
+    facts = [{"gpu": "GPU-a", "pid": 7}, {"gpu": "GPU-b", "pid": 8}]
+    _check_contexts(context_probe(tmp_path), seen, facts)
+    assert [line["ok"] for line in read(tmp_path / "out")].count(False) == failed
 
 
 def test_what_cannot_be_compared_differs() -> None:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 
+from hpc_train.data.dataset import Batch
+from hpc_train.data.device_copy import DeviceCopy
+from hpc_train.data.images import MEAN, STD, pixel_scale
+from hpc_train.parallel.replicas import DDPReplicas
 from tests.gpu.check import Probe
-from tests.gpu.commands import TINY, largest_difference, train
+from tests.gpu.commands import TINY, at_once, largest_difference, train
 from tests.gpu.steps import Steps, World
 
 LOSSES = 4
@@ -26,13 +33,17 @@ APPROXIMATE = {"moments in bf16": 2e-2, "moments in 8 bits": 5e-2}
 
 def numbers(probe: Probe) -> None:
     """The losses of 10 steps: on the GPU those of the CPU; in bf16 nearly those in fp32."""
-    reference = train(probe, "cpu", *TINY, on_gpu=False).losses()
+    runs = {
+        "cpu": partial(train, probe, "cpu", *TINY, on_gpu=False),
+        "bf16": partial(train, probe, "bf16", *TINY, "precision=bf16"),
+        **({"gpu": partial(train, probe, "gpu", *TINY)} if probe.on_gpu else {}),
+    }
+    losses = dict(zip(runs, (run.losses() for run in at_once(*runs.values())), strict=True))
+    reference = losses["cpu"]
     probe.note("losses on the CPU", [reference[min(reference)], reference[max(reference)]])
     if probe.on_gpu:
-        found = train(probe, "gpu", *TINY).losses()
-        probe.within("fp32, GPU against CPU", largest_difference(found, reference), high=SAME)
-    found = train(probe, "bf16", *TINY, "precision=bf16").losses()
-    probe.within("bf16 against fp32", largest_difference(found, reference), high=SAME_BF16)
+        probe.within("fp32, GPU against CPU", largest_difference(losses["gpu"], reference), high=SAME)
+    probe.within("bf16 against fp32", largest_difference(losses["bf16"], reference), high=SAME_BF16)
     probe.expect("the loss falls", [reference[1], reference[10]], "the last is lower", reference[10] < reference[1])
 
 
@@ -42,7 +53,7 @@ def options(probe: Probe) -> None:
     reference = _losses(world)
     for name, overrides in VARIANTS.items():
         found = _losses(world, *overrides)
-        probe.within(name, _difference(found, reference), high=APPROXIMATE.get(name, SAME))
+        probe.within(name, differing(found, reference), high=APPROXIMATE.get(name, SAME))
 
 
 def compiled(probe: Probe) -> None:
@@ -50,17 +61,31 @@ def compiled(probe: Probe) -> None:
     from torch._dynamo.utils import counters
 
     world = World(probe)
-    for precision, tolerance in (("fp32", SAME), ("bf16", SAME_BF16)):
-        given = [f"precision={precision}"]
+    cases = {
+        "fp32": (SAME, _losses, ["precision=fp32"]),
+        "bf16 under DDP": (SAME_BF16, _replicated_losses, ["precision=bf16"]),
+    }
+    for name, (tolerance, losses, given) in cases.items():
         reference = _losses(world, *given)
         torch._dynamo.reset()
         counters.clear()
-        found = _losses(world, *given, "train.compile=true")
-        probe.within(f"{precision}: compiled against not", _difference(found, reference), high=tolerance)
+        found = losses(world, *given, "train.compile=true")
+        probe.within(f"{name}: compiled against not", differing(found, reference), high=tolerance)
         breaks = {reason.partition("\n")[0]: count for reason, count in counters["graph_break"].items()}
-        probe.equal(f"{precision}: graph breaks", breaks, {})
+        probe.equal(f"{name}: graph breaks", breaks, {})
         graphs = counters["stats"]["unique_graphs"]
-        probe.within(f"{precision}: graphs of four equal layers", graphs, low=1, high=2)
+        probe.within(f"{name}: graphs of four equal layers", graphs, low=1, high=2)
+
+
+def _replicated_losses(world: World, *overrides: str) -> list[float]:
+    """Returns the losses under DDP, which a run of one rank would not use, with buckets smaller than a layer."""
+    steps = world.tiny_gpt("strategy.bucket_cap_mb=0.02", *overrides)
+    engine: Any = steps.engine
+    engine._replicas = DDPReplicas(engine.parts[0], steps.mesh, steps.config.strategy)
+    try:
+        return steps.losses(LOSSES)
+    finally:
+        steps.close()
 
 
 def no_synchronization(probe: Probe) -> None:
@@ -126,6 +151,7 @@ def pictures(probe: Probe) -> None:
         "ViT": large if probe.on_gpu else ["model=vit_tiny"],
         "ResNet-18": ["model=custom", "model._target_=hpc_train.models.resnet.resnet18", "optim=sgd", "optim.lr=0.01"],
     }
+    _check_pixels(probe)
     world = World(probe)
     for name, overrides in cases.items():
         steps = world.steps("data.task=images", "precision=bf16", *overrides)
@@ -133,6 +159,20 @@ def pictures(probe: Probe) -> None:
         losses = [steps.engine.reduce(steps.step(batch).result).loss for _ in range(5)]
         probe.expect(f"{name}: losses of one batch", losses, "the last is lower", losses[-1] < losses[0])
         steps.close()
+
+
+def _check_pixels(probe: Probe) -> None:
+    """Every value of a pixel is normalised on the device to the number that the CPU computes."""
+    pixels = torch.arange(256, dtype=torch.uint8).expand(2, 3, 256).reshape(2, 3, 16, 16)
+    batch = Batch(pixels, torch.zeros(2, dtype=torch.int64))
+    scale = pixel_scale(MEAN, STD)
+    (found,), (wanted,) = (
+        DeviceCopy(torch.device(name), scale).send([batch]).receive() for name in (probe.device, "cpu")
+    )
+    probe.equal("device of the normalised pixels", found.inputs.device.type, probe.device)
+    probe.equal("of 1536 normalised pixels, those that differ", int((found.inputs.cpu() != wanted.inputs).sum()), 0)
+    exact = (pixels.numpy().astype("f8") / 255 - MEAN) / STD
+    probe.within("largest error of a normalised pixel", float(abs(found.inputs.cpu().numpy() - exact).max()), high=1e-6)
 
 
 def _losses(world: World, *overrides: str) -> list[float]:
@@ -143,5 +183,6 @@ def _losses(world: World, *overrides: str) -> list[float]:
         steps.close()
 
 
-def _difference(found: list[float], wanted: list[float]) -> float:
+def differing(found: list[float], wanted: list[float]) -> float:
+    """Returns the largest relative difference of two lists of losses."""
     return largest_difference(dict(enumerate(found)), dict(enumerate(wanted)))

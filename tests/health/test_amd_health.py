@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
+from hpc_train.elastic.decision import WorkerFailure
+from hpc_train.elastic.gpu_errors import GpuErrors
+from hpc_train.fabric.facts import Gpu, NodeFacts
 from hpc_train.health import amd_health as module
 from hpc_train.health import health_check
-from hpc_train.health.amd_health import amd_health, judge_amd_log
+from hpc_train.health.amd_health import amd_health, defects_in, judge_amd_log
 from hpc_train.health.finding import ERROR, OK, WARNING, Finding
 from hpc_train.health.gpu_health import HANGS, judge_processes
-from hpc_train.health.health_check import check_node
+from hpc_train.health.health_check import check_gpus, check_node
 from hpc_train.health.kernel_log import Line
 from hpc_train.health.vendor import Paths, VendorHealth
+from hpc_train.run.exits import Failure
 from tests.cluster.amd_nodes import LUMI, MI250X, MI300X, NAVI31, AmdMachine, lumi
 
 FILES = {
@@ -248,6 +253,48 @@ def test_the_kernel_log_is_judged_by_what_the_lines_mean() -> None:
     assert all(one.fix.startswith("cluster.exclude=n1; ") for one in found.values() if one.level != OK)
     bad_pages = "the GPU at 0000:ce:00.0: its memory has more bad pages than the driver's threshold"
     assert "replace the GPU" in found[bad_pages].fix
+
+
+def test_only_errors_of_the_hardware_prove_a_defect() -> None:
+    lines = [Line(text, age=9.0) for text in LOG.splitlines()]
+    assert [(one.text, one.age) for one in defects_in(lines)] == [
+        ("the GPU at 0000:c6:00.0: a program used memory with an uncorrectable error (poison)", 9.0),
+        ("the GPU at 0000:c6:00.0: uncorrectable error in the block umc", 9.0),
+        ("the GPU at 0000:c9:00.0: fatal hardware error (ERREVENT_ATHUB_INTERRUPT)", 9.0),
+        ("the GPU at 0000:ce:00.0: its memory has more bad pages than the driver's threshold", 9.0),
+        ("the GPU at 0000:d6:00.0: it has fallen off the bus", 9.0),
+        ("the GPU at 0000:d9:00.0: the driver could not initialize it", 9.0),
+    ]
+    assert {one.pci for one in defects_in(lines, foreign=("0000:c6:00.0", "0000:d6:00.0"))} == {
+        "0000:c9:00.0",
+        "0000:ce:00.0",
+        "0000:d9:00.0",
+    }
+    unnamed = Line("[drm:amdgpu_ras_poison [amdgpu]] *ERROR* RAS poison consumption", age=9.0)
+    assert len(defects_in([unnamed])) == 1
+    assert not defects_in([unnamed], foreign=("0000:c6:00.0",)), "it may be the GPU of another job"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("poison is consumed by client 27, kick off gpu reset flow", Failure.DEVICE),
+        ("socket: 1, die: 0, 2 new uncorrectable hardware errors detected in umc block", Failure.DEVICE),
+        ("socket: 0, die: 0, 7 new correctable hardware errors detected in umc block", Failure.KERNEL),
+        ("[gfxhub0] no-retry page fault (src_id:0 ring:24 vmid:8 pasid:32769)", Failure.KERNEL),
+        ("ring sdma0 timeout, signaled seq=75, emitted seq=77", Failure.KERNEL),
+    ],
+)
+def test_a_logged_defect_makes_an_error_of_hip_the_nodes_fault(tmp_path: Path, line: str, expected: Failure) -> None:
+    machine = node(tmp_path)
+    places = paths(machine)
+    places.kmsg.write_text(f"3,1,{int((time.monotonic() - 5) * 1e6)},-;amdgpu 0000:c9:00.0: amdgpu: {line}\n")
+    gpus = tuple(Gpu(number, f"0000:{bus:02x}:00.0", "AMD Instinct MI250X") for number, (bus, _) in enumerate(LUMI))
+    facts = NodeFacts("n1", gpus, visible=tuple(str(number) for number in range(8)))
+    failed = WorkerFailure(2, Failure.KERNEL, "HIP error: an illegal memory access was encountered", "", 0.0)
+    errors = GpuErrors(facts, 8, check=lambda name: check_gpus(name, places))
+    assert errors.examine(failed, 2, attempt_s=60.0).failure is expected
+    assert errors.examine(failed, 2, attempt_s=1.0).failure is Failure.KERNEL, "older than the attempt"
 
 
 def test_a_hang_after_a_reset_counts_again() -> None:

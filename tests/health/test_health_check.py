@@ -120,6 +120,7 @@ def test_the_library_is_called_as_its_header_declares(tmp_path: Path, monkeypatc
         memory_used=3 << 30,
         processes=(GpuProcess(os.getpid(), found.gpus[0].processes[0].name, 1 << 30), GpuProcess(4194399, "?")),
         slices=("GPU-700000000011", "GPU-700000000031"),
+        slices_used=(3 << 30, 3 << 30),
     )
     assert found.gpus[0].processes[0].name != "?" and found.gpus[1].slices == ()
     assert (nvml.Nvml().utilisation("GPU-1a"), nvml.Nvml().utilisation("GPU-1b")) == (0.97, None)

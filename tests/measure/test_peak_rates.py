@@ -106,6 +106,22 @@ def test_cards_before_ampere_do_not_compute_in_bf16(name: str, fp16: float) -> N
     assert (peak_flops(name, "bf16"), peak_flops(name, "fp16")) == (None, fp16 * 1e12)
 
 
+@pytest.mark.parametrize(
+    ("name", "units", "bf16"),
+    [
+        ("AMD Instinct MI300X", 304, 1307.4),  # SPX
+        ("AMD Instinct MI300X", 152, 653.7),  # DPX
+        ("AMD Instinct MI300X", 38, 163.425),  # CPX
+        ("AMD Instinct MI300A", 76, 326.866667),  # TPX
+        ("AMD Instinct MI355X", 32, 314.575),
+        ("AMD Instinct MI250X", 110, 191.5),
+        ("NVIDIA H100 80GB HBM3", 132, 989.4),
+    ],
+)
+def test_a_partition_has_its_share(name: str, units: int, bf16: float) -> None:
+    assert peak_flops(name, "bf16", units=units) == pytest.approx(bf16 * 1e12)
+
+
 def test_precisions() -> None:
     rates = [peak_flops("NVIDIA B300 SXM6 AC", precision) for precision in ("bf16", "fp16", "fp32", "fp64", "int8")]
     assert rates == [2250e12, 2250e12, 75e12, 1.25e12, None]

@@ -12,7 +12,7 @@ import torch
 from hpc_train.config.schema import GPTConfig, TrainConfig, ViTConfig
 from hpc_train.health import nvml
 from hpc_train.measure import utilisation
-from hpc_train.measure.utilisation import GpuUtilisation, busy_share, count_flops
+from hpc_train.measure.utilisation import GpuUtilisation, busy_share, count_flops, device_peak
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
 
@@ -86,3 +86,9 @@ def test_amdgpu_shows_the_utilisation_in_sys(tmp_path: Path) -> None:
     assert busy_share(tmp_path) is None
     (tmp_path / "gpu_busy_percent").write_text("37\n")
     assert busy_share(tmp_path) == 0.37
+
+
+def test_the_peak_of_a_device_counts_its_compute_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    partition = SimpleNamespace(name="AMD Instinct MI300X", multi_processor_count=38)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: partition)
+    assert device_peak(torch.device("cuda", 0), "bf16", False) == pytest.approx(1307.4e12 / 8)

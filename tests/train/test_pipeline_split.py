@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from hpc_train.config.schema import Config, OptimConfig
+from hpc_train.data.build import build_dataset
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
-from hpc_train.parallel.balance import BlockCost, stage_bytes
+from hpc_train.parallel import balance
+from hpc_train.parallel.balance import BlockCost, plan_split, stage_bytes
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.plan.layout import Layout
 from hpc_train.plan.partition import layers_of, partition
 from hpc_train.run.directory import PIPELINE_SPLIT, RunDirectory
 from hpc_train.run.files import read_lines
+from hpc_train.run.freeze import load
 from tests.layouts.cells import Cell
 from tests.ranks import run_ranks
 from tests.train.runs import frozen, run_attempt
@@ -129,6 +133,25 @@ def uncounted() -> Model:
 
     model = GPT(GPTConfig("gpt", 32, 4, 16, 2, 2, 32))
     model.block_flops = lambda _: None  # type: ignore[method-assign]
+    return model
+
+
+def test_a_wrong_shape_is_reported_before_the_blocks_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was unpacked first: ``not enough values to unpack``."""
+    custom = ["model=custom", "model._target_=tests.train.test_pipeline_split.misstated", "strategy.pp_split=measured"]
+    config = load(_custom(tmp_path, ["+strategy=pp", *custom]))
+    layout = Cell(2, strategy={"pp": 2, "schedule": "1f1b"}).layout()
+    mesh: Any = SimpleNamespace(layout=layout, device=torch.device("cpu"))
+    monkeypatch.setattr(balance, "_read", lambda *_: None)  # no earlier attempt
+    with pytest.raises(UserError, match=r"hidden_shape of the model GPT returns \(2,\)"):
+        plan_split(config, mesh, build_dataset(config.data, "train", 0))
+
+
+def misstated() -> Model:
+    model = uncounted()
+    model.hidden_shape = lambda inputs: (len(inputs),)  # type: ignore[method-assign]
     return model
 
 
