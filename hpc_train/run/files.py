@@ -45,6 +45,22 @@ def patiently(operation: Callable[[], Result]) -> Result:
         time.sleep(RETRY_S)
 
 
+def is_present(path: Path) -> bool:
+    """Returns whether ``path`` exists.
+
+    ``Path.exists`` and ``Path.is_dir`` of newer Python versions return False for any error, so that a stale handle of
+    a network file system would look like an empty run.
+
+    Raises:
+        OSError: it cannot be known, e.g. for want of permission or because the server does not answer.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def write_text(path: Path, text: str) -> None:
     """Replaces the content of ``path`` by ``text`` atomically; a reader sees the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
