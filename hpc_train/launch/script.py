@@ -14,7 +14,6 @@ and exits.
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from hpc_train.config.schema import ClusterConfig
 from hpc_train.launch.container import IN_SHELL, Container, quoted
 from hpc_train.launch.gpus import gpu_export_lines
 from hpc_train.launch.sbatch import Options, arguments
+from hpc_train.launch.shell import comment, exports, own_lines, shell_word
 from hpc_train.run.code import FrozenCode
 from hpc_train.run.directory import RunDirectory
 
@@ -100,16 +100,16 @@ def render(script: Script) -> str:
     """Returns the text of a batch script."""
     cluster = script.cluster
     blocks = [
-        ["#!/bin/bash", f"# {script.title}", *(f"# {note}" for note in script.notes), *_header(script.header)],
+        ["#!/bin/bash", *map(comment, [script.title, *script.notes]), *_header(script.header)],
         [*_environment(cluster), *_frozen(script.code)],
-        ["# setup", *cluster.setup] if cluster.setup else [],
+        ["# setup", *own_lines(cluster.setup, "cluster.setup")] if cluster.setup else [],
         [] if script.container is None else script.container.lines(),
         gpu_export_lines(),
         script.run,
         requeue_lines_before(),
         [] if script.chain is None else chain_lines_before(script.chain),
         _step(_agent(cluster, script.container), script.survives_node_loss),
-        ["# teardown", *cluster.teardown] if cluster.teardown else [],
+        ["# teardown", *own_lines(cluster.teardown, "cluster.teardown")] if cluster.teardown else [],
         requeue_script_lines() if script.chain is None else [*requeue_end_lines(), *chain_script_lines()],
     ]
     return _text(blocks)
@@ -134,14 +134,14 @@ def _text(blocks: Iterable[Sequence[str]]) -> str:
 
 def one_run(run: Path) -> list[str]:
     """Returns bash lines that set RUN to a single frozen run."""
-    return [f"RUN={shlex.quote(str(run))}"]
+    return [f"RUN={shell_word(str(run))}"]
 
 
 def run_of_task(listing: Path) -> list[str]:
     """Returns bash lines that set RUN in an array; ``listing`` has one run directory per task and line."""
     return [
         "# each task of the array trains one run: line SLURM_ARRAY_TASK_ID + 1 of this list",
-        f'RUN=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(listing))})',
+        f'RUN=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shell_word(str(listing))})',
     ]
 
 
@@ -174,11 +174,11 @@ def _header(options: Options) -> list[str]:
 
 def _quoted(argument: str) -> str:
     name, equals, value = argument.partition("=")
-    return f"{name}{equals}{shlex.quote(value)}" if equals else name
+    return f"{name}{equals}{shell_word(value)}" if equals else name
 
 
 def _environment(cluster: ClusterConfig) -> list[str]:
-    return [*ENVIRONMENT.splitlines(), *(f"export {name}={shlex.quote(value)}" for name, value in cluster.env.items())]
+    return [*ENVIRONMENT.splitlines(), *exports(cluster.env)]
 
 
 def _frozen(code: FrozenCode | None) -> list[str]:
@@ -186,7 +186,7 @@ def _frozen(code: FrozenCode | None) -> list[str]:
         return []
     return [
         "# the code as it was at submission",
-        f"export PYTHONSAFEPATH=1 PYTHONPATH={shlex.quote(os.pathsep.join(code.paths))}${{PYTHONPATH:+:$PYTHONPATH}}",
+        f"export PYTHONSAFEPATH=1 PYTHONPATH={shell_word(os.pathsep.join(code.paths))}${{PYTHONPATH:+:$PYTHONPATH}}",
     ]
 
 
@@ -200,7 +200,7 @@ def _agent(cluster: ClusterConfig, container: Container | None) -> list[str]:
     options = [] if container is None else container.srun_options(IN_SHELL)
     command = [] if container is None else container.command(IN_SHELL)
     around = [f"{quoted(parts)} \\" for parts in (options, command) if parts]
-    return [*around, f'{shlex.quote(python(cluster, container))} -m hpc_train agent "$RUN"']
+    return [*around, f'{shell_word(python(cluster, container))} -m hpc_train agent "$RUN"']
 
 
 def _step(agent: Sequence[str], survives: bool) -> list[str]:
@@ -323,7 +323,7 @@ def chain_file(run: RunDirectory) -> Path:
 
 
 def chain_lines_before(file: Path) -> list[str]:
-    return [f"CHAIN={shlex.quote(str(file))}", *CHAIN_BEFORE.splitlines()]
+    return [f"CHAIN={shell_word(str(file))}", *CHAIN_BEFORE.splitlines()]
 
 
 def chain_script_lines() -> list[str]:
