@@ -1,7 +1,8 @@
 """Small files on shared file systems: atomic JSON writes, appended lines, and group permissions for ``run.group``.
 
 With ``run.group`` all members of a Unix group may read, resume and remove a run. Directories pass the group on (setgid)
-and the processes of the run write for the group whatever the umask; without it the user's umask applies.
+and the processes of the run write for the group whatever the umask; without it the user's umask applies. Under a umask
+that lets everybody write, such as 000, files are written as under 022.
 """
 
 from __future__ import annotations
@@ -61,10 +62,15 @@ def is_present(path: Path) -> bool:
     return True
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replaces the content of ``path`` by ``text`` atomically; a reader sees the old file or the new one."""
+def write_text(path: Path, text: str, mode: int = 0o666) -> None:
+    """Replaces the content of ``path`` by ``text`` atomically; a reader sees the old file or the new one.
+
+    Args:
+        mode: the permissions of the file, which the umask reduces.
+    """
     temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
+    temporary.unlink(missing_ok=True)  # left by a process that was killed; it may have other permissions
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -148,9 +154,15 @@ def group_id(name: str) -> int:
 
 
 def write_for_group() -> None:
-    """Sets the umask so that the group can read and write what this process and its children write."""
-    before = os.umask(0)
-    os.umask(before & ~GROUP_BITS)
+    """Sets the umask so that the group, and nobody else, can write what this process and its children write."""
+    before = os.umask(0o077)
+    os.umask(before & ~GROUP_BITS | stat.S_IWOTH)
+
+
+def keep_others_from_writing() -> None:
+    """Sets the umask so that nobody else can write the files of this process and its children, if all users could."""
+    before = os.umask(0o077)
+    os.umask(before if before & stat.S_IWOTH else before | stat.S_IWGRP | stat.S_IWOTH)
 
 
 def share(directory: Path, name: str) -> None:

@@ -31,6 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hpc_train.config.compose import converted, escaped
 from hpc_train.config.run_path import fork_source
 from hpc_train.config.schema import Config, GPTConfig
+from hpc_train.config.secrets import file_mode, shown
 from hpc_train.errors import UserError
 from hpc_train.run.code import FrozenCode
 from hpc_train.run.directory import PIPELINE_SPLIT, RunDirectory
@@ -39,6 +40,7 @@ from hpc_train.run.file_lock import exclusive
 from hpc_train.run.files import (
     group_id,
     is_present,
+    keep_others_from_writing,
     patiently,
     read_json,
     share,
@@ -72,6 +74,8 @@ def freeze(config: Config, run: RunDirectory, *, claim: bool = False, code: Froz
     if config.run.group is not None:
         group_id(config.run.group)
         write_for_group()
+    else:
+        keep_others_from_writing()
     try:
         run.create()
     except OSError as error:
@@ -235,15 +239,15 @@ def _write(config: Config, run: RunDirectory, record: dict[str, Any]) -> None:
     """
     text = text_of(config)
     after = _hash(text.encode())
-    before = config_hash(run) if is_present(run.config) else after
-    if before == after:
-        run.update_record(**record, config_hash=after, next_config_hash=None)
-    else:
+    present = is_present(run.config)
+    before = config_hash(run) if present else after
+    if before != after:
         _keep_previous(config, run)
         run.update_record(config_hash=before, next_config_hash=after)
-    if not is_present(run.config) or before != after:
-        write_text(run.config, text)
-        run.update_record(**record, config_hash=after, next_config_hash=None)
+        write_text(run.config, text, file_mode(config))
+    run.update_record(**record, config_hash=after, next_config_hash=None)
+    if not present:
+        write_text(run.config, text, file_mode(config))
 
 
 def _keep_previous(config: Config, run: RunDirectory) -> None:
@@ -252,7 +256,7 @@ def _keep_previous(config: Config, run: RunDirectory) -> None:
     different = changes(flat(load(run)), flat(config))
     if not has_begun(run):
         (run.path / PIPELINE_SPLIT).unlink(missing_ok=True)  # that of another model
-    shutil.copyfile(run.config, run.path / f"config-{number:03d}.yaml")
+    shutil.copy(run.config, run.path / f"config-{number:03d}.yaml")
     # the file name holds host and pid, so that two submitters never append to one file
     EventLog.open(run, f"submitter-{os.uname().nodename}-{os.getpid()}", number).write(
         "warning", message="continues with changed settings: " + "; ".join(different)
@@ -300,10 +304,10 @@ def identity(config: Config) -> dict[str, Any]:
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Returns ``key: old -> new`` for each key that differs."""
+    """Returns ``key: old -> new`` for each key that differs, without the values of ``cluster.env``."""
     keys = [*before, *(key for key in after if key not in before)]
     return [
-        f"{key}: {before.get(key, 'absent')} -> {after.get(key, 'absent')}"
+        f"{key}: {shown(key, before.get(key, 'absent'))} -> {shown(key, after.get(key, 'absent'))}"
         for key in keys
         if before.get(key, "absent") != after.get(key, "absent")
     ]
