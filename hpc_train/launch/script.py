@@ -83,6 +83,7 @@ class Script:
         chain: the file with the ids of the jobs of the chain; None for a job that may be requeued.
         notes: further comment lines below the title.
         survives_node_loss: whether the agents of the other nodes survive the loss of a node.
+        agent_options: the options of ``python -m hpc_train agent``.
     """
 
     title: str
@@ -94,6 +95,7 @@ class Script:
     container: Container | None = None
     notes: Sequence[str] = ()
     survives_node_loss: bool = False
+    agent_options: Sequence[str] = ()
 
 
 def render(script: Script) -> str:
@@ -108,7 +110,7 @@ def render(script: Script) -> str:
         script.run,
         requeue_lines_before(),
         [] if script.chain is None else chain_lines_before(script.chain),
-        _step(_agent(cluster, script.container), script.survives_node_loss),
+        _step(_agent(cluster, script.container, script.agent_options), script.survives_node_loss),
         ["# teardown", *own_lines(cluster.teardown, "cluster.teardown")] if cluster.teardown else [],
         requeue_script_lines() if script.chain is None else [*requeue_end_lines(), *chain_script_lines()],
     ]
@@ -195,12 +197,13 @@ def node_loss_options(survives: bool) -> tuple[str, ...]:
     return (*(["--no-kill"] if survives else []), "--kill-on-bad-exit=0", "--wait=0")
 
 
-def _agent(cluster: ClusterConfig, container: Container | None) -> list[str]:
+def _agent(cluster: ClusterConfig, container: Container | None, options: Sequence[str]) -> list[str]:
     """Returns the last lines of the ``srun`` command."""
-    options = [] if container is None else container.srun_options(IN_SHELL)
+    outer = [] if container is None else container.srun_options(IN_SHELL)
     command = [] if container is None else container.command(IN_SHELL)
-    around = [f"{quoted(parts)} \\" for parts in (options, command) if parts]
-    return [*around, f'{shell_word(python(cluster, container))} -m hpc_train agent "$RUN"']
+    around = [f"{quoted(parts)} \\" for parts in (outer, command) if parts]
+    agent = " ".join(["-m hpc_train agent", *options])
+    return [*around, f'{shell_word(python(cluster, container))} {agent} "$RUN"']
 
 
 def _step(agent: Sequence[str], survives: bool) -> list[str]:

@@ -33,6 +33,7 @@ from hpc_train.launch.job_status import JobStatus, View, view_of
 from hpc_train.plan.layout import Layout
 from hpc_train.run.code import reexec_from_snapshot
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.owner import TRUST
 from hpc_train.run.requests import StopRequests
 
 
@@ -113,7 +114,10 @@ def local_shape(cluster: ClusterConfig) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Job:
-    """A validated job. ``overrides`` come from its command line; ``gpus`` and ``workers`` are per node."""
+    """A validated job. ``overrides`` come from its command line; ``gpus`` and ``workers`` are per node.
+
+    ``trust_owner``: its agents continue the run although it belongs to another user.
+    """
 
     number: int
     overrides: tuple[str, ...]
@@ -122,6 +126,12 @@ class Job:
     gpus: int
     workers: int
     run: RunDirectory
+    trust_owner: bool = False
+
+    @property
+    def agent_options(self) -> tuple[str, ...]:
+        """The options of ``python -m hpc_train agent``."""
+        return (TRUST,) if self.trust_owner else ()
 
     @property
     def submitit_folder(self) -> Path:

@@ -226,6 +226,7 @@ class SlurmJobExecutor:
             container=container_of(same[0].config, same[0].gpus),
             notes=[stop_note(same[0])],
             survives_node_loss=survives_node_loss(same[0].config.elastic),
+            agent_options=same[0].agent_options,
         )
         return " \\\n    ".join(["sbatch", *arguments(asked), "job.sbatch"]), render(script), asked
 
