@@ -157,7 +157,7 @@ class RunDirectory:
     def read_all_metrics(self) -> Iterator[dict[str, Any]]:
         """Yields the lines of all attempts, including steps that a later attempt repeated."""
         for path in sorted(self.metrics.glob("attempt-*.jsonl"), key=_attempt_of):
-            yield from read_lines(path)
+            yield from (line for line in read_lines(path) if type(line.get("step")) is int)
 
     def read_events(self) -> list[dict[str, Any]]:
         """Returns all events of all writers, merged by time."""
@@ -165,7 +165,7 @@ class RunDirectory:
 
     def _events(self) -> Iterator[dict[str, Any]]:
         for path in self.events.glob("*.jsonl"):
-            yield from read_lines(path)
+            yield from filter(_is_event, read_lines(path))
 
 
 def sweep_given(target: str, count: int, command: str) -> UserError:
@@ -180,6 +180,12 @@ def sweep_given(target: str, count: int, command: str) -> UserError:
 def lease_folder(path: Path) -> Path:
     """Returns the folder with the lock files of a run's lease (see ``run.lease``)."""
     return path / ".locks" / "lease"
+
+
+def _is_event(line: dict[str, Any]) -> bool:
+    """Returns whether a line of the event log has what all events have; a damaged one may not."""
+    numbers = isinstance(line.get("time"), int | float) and isinstance(line.get("attempt"), int)
+    return numbers and isinstance(line.get("event"), str)
 
 
 def _attempt_of(path: Path) -> int:

@@ -81,8 +81,22 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, sort_keys=False) + "\n")
 
 
+class DamagedFile(UserError, ValueError):
+    """Reports that a file is not what was written; all small files are replaced atomically."""
+
+
 def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+    """Reads a JSON file.
+
+    Raises:
+        DamagedFile: the content is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DamagedFile(
+            f"{path} is damaged: {error}", where=str(path), fix="restore the file from a backup"
+        ) from error
 
 
 def append_line(path: Path, value: dict[str, Any]) -> None:
@@ -106,16 +120,15 @@ def line_end(path: Path) -> str:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects of a file; skips a last line that is still being written."""
+    """Yields the JSON objects of a file; skips damaged lines and a last line that is still being written."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             if line.endswith("\n"):
-                try:
-                    yield json.loads(line)
-                except ValueError:
-                    continue
+                value = _object(line)
+                if value:
+                    yield value
 
 
 def last_line(path: Path) -> dict[str, Any]:
@@ -126,10 +139,16 @@ def last_line(path: Path) -> dict[str, Any]:
             whole = file.read().rpartition(b"\n")[0]
     except FileNotFoundError:
         return {}
+    return _object(whole.rpartition(b"\n")[2])
+
+
+def _object(line: str | bytes) -> dict[str, Any]:
+    """Returns the JSON object of a line; empty if it is damaged."""
     try:
-        return json.loads(whole.rpartition(b"\n")[2])
-    except ValueError:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
         return {}
+    return value if isinstance(value, dict) else {}
 
 
 GROUP_BITS = 0o070
