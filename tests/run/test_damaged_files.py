@@ -62,11 +62,13 @@ def test_a_freeze_that_was_interrupted_leaves_a_config_that_loads(
 
     writes = []
 
-    def counted(path: Path, content: object, write=freezing.write_text) -> None:  # type: ignore[no-untyped-def]
+    write = freezing.write_text
+
+    def counted(path: Path, content: str, mode: int) -> None:
         writes.append(path)
         if len(writes) == stops_at:
             raise Killed
-        write(path, content)
+        write(path, content, mode)
 
     record = RunDirectory.update_record
 
