@@ -17,12 +17,14 @@ from hpc_train.commands import COMMANDS
 from hpc_train.config.translate import translate
 from hpc_train.errors import UserError, nearest
 from hpc_train.run.exits import Exit
+from hpc_train.run.files import keep_others_from_writing
 
 COMMAND = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def main() -> None:
     """Runs the command line of the process and exits; the entry point of ``python -m hpc_train`` and ``hpc-train``."""
+    keep_others_from_writing()
     try:
         here = str(Path.cwd())
     except FileNotFoundError:

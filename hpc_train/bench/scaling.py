@@ -12,7 +12,6 @@ import csv
 import json
 import os
 import secrets
-import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -29,6 +28,7 @@ from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.slurm import SlurmJobExecutor
 from hpc_train.launch.sbatch import arguments, options
 from hpc_train.launch.script import ENVIRONMENT, python
+from hpc_train.launch.shell import exports, own_lines, shell_word
 from hpc_train.launch.submission import prepare
 from hpc_train.plan.validate import validate
 from hpc_train.run.directory import RunDirectory
@@ -348,12 +348,12 @@ def _script(job: Job, words: Sequence[str], result: Path) -> str:
     outer = [] if container is None else container.srun_options(IN_SHELL)
     inner = [] if container is None else container.command(IN_SHELL)
     step = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=1", *outer, *inner, python(cluster, container)]
-    unfinished, there = (shlex.quote(str(path)) for path in (result.with_suffix(".part"), result))
+    unfinished, there = (shell_word(str(path)) for path in (result.with_suffix(".part"), result))
     lines = [
         "#!/bin/bash",
         ENVIRONMENT,
-        *(f"export {name}={shlex.quote(value)}" for name, value in cluster.env.items()),
-        *cluster.setup,
+        *exports(cluster.env),
+        *own_lines(cluster.setup, "cluster.setup"),
         *([] if container is None else container.lines()),
         f"{quoted([*step, '-m', 'hpc_train', 'bench', 'step', *words])} > {unfinished} && mv {unfinished} {there}",
         'status=$?; echo "exit code $status"; exit "$status"',

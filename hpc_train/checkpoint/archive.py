@@ -110,7 +110,7 @@ class Archive:
         self.copy.create()
         if archived_id != own_id:
             self._sign()
-        shutil.copyfile(self.run.config, self.copy.config)
+        shutil.copy(self.run.config, self.copy.config)
 
     def _missing(self) -> Checkpoint | None:
         """Returns the newest checkpoint that the archive should keep and does not have."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_train.checkpoint.archive import Archive
-from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest, read_manifest, verify
+from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest, foreign_files, read_manifest, verify
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory, sweep_given
@@ -23,17 +23,33 @@ class Listed:
         manifest: None if it could not be read.
         problem: what is wrong with the checkpoint; None if no problem was found.
         archived: whether it is a copy in ``checkpoint.archive``.
+        foreign: files in its directory that do not belong to it and are never read.
     """
 
     checkpoint: Checkpoint
     manifest: Manifest | None
     problem: str | None
     archived: bool = False
+    foreign: tuple[str, ...] = ()
 
 
 def list_checkpoints(run: RunDirectory) -> list[Listed]:
     """Returns all checkpoints of ``run``, oldest first, after a check of file names and sizes."""
-    return [inspect_checkpoint(found, full=False) for found in CheckpointStore(run.checkpoints).committed()]
+    store = CheckpointStore(run.checkpoints)
+    return [item for found in store.committed() if (item := inspect_present(store, found, full=False)) is not None]
+
+
+def inspect_present(
+    store: CheckpointStore, found: Checkpoint, *, full: bool, on_bytes: Callable[[int], None] | None = None
+) -> Listed | None:
+    """Returns what ``inspect_checkpoint`` finds; None if the run has removed the checkpoint meanwhile."""
+    listed = inspect_checkpoint(found, full=full, on_bytes=on_bytes)
+    return listed if listed.problem is None or was_kept(store, found) else None
+
+
+def was_kept(store: CheckpointStore, found: Checkpoint) -> bool:
+    """Returns whether a checkpoint is still committed; a run that prunes or sets it aside takes away that first."""
+    return found in store.committed()
 
 
 def list_set_aside(run: RunDirectory) -> list[Listed]:
@@ -65,11 +81,11 @@ def inspect_checkpoint(found: Checkpoint, *, full: bool, on_bytes: Callable[[int
     try:
         manifest = read_manifest(found.path)
         verify(found.path, manifest, full=full, on_bytes=on_bytes)
+        return Listed(found, manifest, None, foreign=tuple(foreign_files(found.path, manifest)))
     except (BadCheckpoint, OSError) as error:
         return Listed(found, manifest, str(error).removeprefix(f"{found.path}/"))
     except UserError as error:  # another version of hpc_train wrote it
         return Listed(found, manifest, error.what)
-    return Listed(found, manifest, None)
 
 
 def choose(run: RunDirectory, step: int | None) -> Checkpoint:

@@ -43,6 +43,7 @@ from hpc_train.checkpoint.state import (
 from hpc_train.checkpoint.store import (
     CheckpointStore,
     Retention,
+    record_save,
 )
 from hpc_train.checkpoint.verified import on_first
 from hpc_train.checkpoint.writer import SaveFailed, planned_names, quiet, write_tensors
@@ -387,6 +388,7 @@ class CheckpointManager:
         path = str(store.commit(writing, manifest).path)
         seconds = round(time.monotonic() - save.began, 3)
         self._event("checkpoint_saved", step=save.step, path=path, bytes=manifest.size, seconds=seconds)
+        record_save(self.run, save.step)
         settings = self.config.checkpoint
         try:
             store.prune(Retention(settings.keep, settings.keep_every, settings.keep_best), self.events.attempt)

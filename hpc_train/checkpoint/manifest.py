@@ -187,8 +187,10 @@ def verify(
 ) -> None:
     """Compares files with the manifest.
 
+    Files that are not in the manifest are no damage, since no reader opens them (see ``foreign_files``).
+
     Args:
-        names: the files to compare; None compares all and also rejects files that are not in the manifest.
+        names: the files to compare; None compares all.
         full: whether to compare the content as well as the sizes.
         on_bytes: called with the number of bytes read since the last call.
 
@@ -196,8 +198,6 @@ def verify(
         BadCheckpoint: a file differs; the message describes the first difference.
         OSError: this process cannot read a file, so nothing is known about the file.
     """
-    if names is None:
-        wait_until_visible(lambda: _check_listing(checkpoint, manifest), visibility_timeout_s, str(checkpoint))
     for name in manifest.files if names is None else names:
         entry = manifest.files[name]
 
@@ -234,11 +234,10 @@ def wait_until_visible(action: Callable[[], T], timeout_s: float, what: str) -> 
         pause = min(2 * pause, 5.0)
 
 
-def _check_listing(checkpoint: Path, manifest: Manifest) -> None:
+def foreign_files(checkpoint: Path, manifest: Manifest) -> list[str]:
+    """Returns the names of files in the directory of the checkpoint that do not belong to it."""
     found = {path.name for path in checkpoint.iterdir() if not path.name.startswith(".nfs")}  # removed, still open
-    foreign = sorted(found - {*manifest.files, NAME, COMMITTED})
-    if foreign:
-        raise BadCheckpoint(f"{foreign[0]}: the file is not in the manifest")
+    return sorted(found - {*manifest.files, NAME, COMMITTED})
 
 
 def _check_file(

@@ -78,9 +78,7 @@ class CheckpointStore:
 
     def committed(self) -> list[Checkpoint]:
         """Returns all committed checkpoints, oldest first."""
-        if not self.root.is_dir():
-            return []
-        found = ((_COMMITTED.fullmatch(path.name), path) for path in sorted(self.root.iterdir()))
+        found = ((_COMMITTED.fullmatch(path.name), path) for path in sorted(self._entries()))
         steps = {int(match[1]): path for match, path in found if match and (match[2] is None or has_marker(path))}
         return [Checkpoint(step, path) for step, path in sorted(steps.items())]
 
@@ -89,9 +87,18 @@ class CheckpointStore:
 
     def bad(self) -> list[Path]:
         """Returns the checkpoints that were set aside, lowest step first."""
-        if not self.root.is_dir():
+        return sorted(path for path in self._entries() if _BAD.fullmatch(path.name))
+
+    def _entries(self) -> list[Path]:
+        """Returns what is in the directory; nothing if it does not exist.
+
+        Raises:
+            OSError: it cannot be listed, so that nothing is known about its checkpoints.
+        """
+        try:
+            return list(self.root.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(path for path in self.root.iterdir() if _BAD.fullmatch(path.name))
 
     def begin(self, step: int, attempt: int) -> Path:
         """Creates the directory into which ``attempt`` writes the checkpoint of ``step``.
@@ -191,9 +198,7 @@ class CheckpointStore:
 
     def _unfinished_before(self, attempt: int) -> list[Path]:
         """Returns unfinished saves of earlier attempts and unfinished removals."""
-        if not self.root.is_dir():
-            return []
-        found = ((path, _UNFINISHED.fullmatch(path.name)) for path in self.root.iterdir())
+        found = ((path, _UNFINISHED.fullmatch(path.name)) for path in self._entries())
         old = (path for path, match in found if match and (match[1] is None or int(match[1]) < attempt))
         return [path for path in old if not has_marker(path)]
 
@@ -319,8 +324,20 @@ class Purged(UserError):
 
 def furthest_saved(run: RunDirectory) -> int:
     """Returns the highest step with a committed checkpoint according to events and ``run.json``; 0 without any."""
-    saved = [event["step"] for event in run.read_events() if _proves_checkpoint(event, run)]
-    return max(*saved, int(run.record().get("result", {}).get("steps", 0)), 0)
+    record = run.record()
+    proofs = [event for event in run.read_events() if _proves_checkpoint(event, run)]
+    saved = [*(event.get("step") for event in proofs), record.get("saved_step"), record.get("result", {}).get("steps")]
+    return max((step for step in saved if isinstance(step, int)), default=0)
+
+
+def record_save(run: RunDirectory, step: int) -> None:
+    """Records in ``run.json`` that the run has saved a checkpoint, which its events may lose to a purge of old files.
+
+    Only the first save is recorded, so that saves do not write ``run.json``.
+    """
+    with suppress(OSError, UserError):  # the checkpoint is committed in any case
+        if "saved_step" not in run.record():
+            run.update_record(saved_step=step)
 
 
 def _proves_checkpoint(event: Mapping[str, Any], run: RunDirectory) -> bool:

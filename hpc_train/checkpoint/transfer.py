@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -10,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from hpc_train.checkpoint import disk
 from hpc_train.checkpoint.export import LlamaFiles, export_bytes, export_hf, export_pt
-from hpc_train.checkpoint.listing import choose, verified_manifest
-from hpc_train.checkpoint.manifest import Manifest
+from hpc_train.checkpoint.listing import choose, verified_manifest, was_kept
+from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest
 from hpc_train.checkpoint.reader import MODEL, StoredTensors
 from hpc_train.checkpoint.space import check_space
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
@@ -25,12 +27,15 @@ from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import imported_model, load, model_overrides, write_imported
 
+TRIES = 5  # of an export from a run that prunes
 POSITIONS = 2048  # assumed longest sequence where the run does not define one; Llama's value
 Bar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]  # (label, total bytes) -> advance(bytes)
 
 
 def export(run: RunDirectory, step: int | None, to: Path, format: str, dtype: str | None, bar: Bar) -> dict[str, Any]:
     """Verifies every byte of a checkpoint and writes its model to ``to``.
+
+    If a live run removes the checkpoint meanwhile, the newest one is exported instead, unless ``step`` names it.
 
     Args:
         step: the step of the checkpoint; None selects the newest.
@@ -41,10 +46,29 @@ def export(run: RunDirectory, step: int | None, to: Path, format: str, dtype: st
         A dict of ``step``, ``path`` and ``bytes``, the bytes of the model in the checkpoint.
 
     Raises:
-        UserError: there is no such checkpoint, it is damaged, or ``format`` does not support its model.
+        UserError: there is no such checkpoint, it is damaged or removed meanwhile, or ``format`` does not support its
+            model.
     """
-    found = choose(run, step)
     model, positions = _model(run)
+    store = CheckpointStore(run.checkpoints)
+    for _ in range(TRIES):
+        found = choose(run, step)
+        try:
+            return _export(found, model, positions, to, format, dtype, bar)
+        except (UserError, BadCheckpoint, CheckpointException, OSError):
+            if was_kept(store, found):
+                raise
+        print(f"the run has removed its checkpoint of step {found.step} meanwhile", file=sys.stderr)
+    raise UserError(
+        f"the run removes its checkpoints faster than they can be exported ({TRIES} tries)",
+        where=str(run.checkpoints),
+        fix="raise checkpoint.keep or checkpoint.keep_every, or export when the run has ended",
+    )
+
+
+def _export(
+    found: Checkpoint, model: ModelConfig, positions: int, to: Path, format: str, dtype: str | None, bar: Bar
+) -> dict[str, Any]:
     with bar("verifying", sum(file.stat().st_size for file in found.path.iterdir())) as advance:
         manifest = verified_manifest(found, advance)
     stored = StoredTensors(found.path, manifest)

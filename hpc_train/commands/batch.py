@@ -38,6 +38,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import write_text
 from hpc_train.run.freeze import check_freeze, freeze, load
 from hpc_train.run.lease import add_submission
+from hpc_train.run.owner import TRUST, refuse_foreign
 from hpc_train.slurm.site import read_site
 
 SPOOLED = "slurm_script"  # slurmd's copy of a batch script
@@ -216,7 +217,11 @@ def start_agent(arguments: list[str]) -> int:
         prog="python -m hpc_train agent", description="Runs the agent of this node for a frozen run."
     )
     parser.add_argument("run_dir", type=Path, help="the run directory that `python -m hpc_train freeze …` printed")
-    run = RunDirectory(parser.parse_args(arguments).run_dir.absolute())
-    load(run)
+    parser.add_argument(TRUST, action="store_true", help="continue the run although it belongs to another user")
+    options = parser.parse_args(arguments)
+    run = RunDirectory(options.run_dir.absolute())
+    config = load(run)
+    if not options.trust_owner:
+        refuse_foreign(run, config)
     reexec_from_snapshot(run)
     return run_agent(run)

@@ -21,13 +21,15 @@ from hpc_train.checkpoint.listing import (
     Listed,
     choose,
     find_run,
-    inspect_checkpoint,
+    inspect_present,
     list_archived,
     list_checkpoints,
     list_set_aside,
 )
+from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.config.run_path import default_root
 from hpc_train.plan.layout import Layout
+from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import load
 from hpc_train.units import format_bytes, format_duration
@@ -41,6 +43,7 @@ examples:
   python -m hpc_train checkpoint import Llama-2-7b-hf --to llama2
   python -m hpc_train checkpoint export mine --to llama --submit --sbatch='--partition=cpu --time=2:00:00'
 """
+TRIES = 5  # with a run that prunes
 DTYPES = ["float64", "float32", "bfloat16", "float16"]
 
 
@@ -119,15 +122,32 @@ def _list(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     run = find_run(options.run, _root(), options.action)
-    listed = list_checkpoints(run)
-    if options.step is not None:
-        wanted = choose(run, options.step)
-        listed = [item for item in listed if item.checkpoint == wanted]
-    total = sum(item.manifest.size for item in listed if item.manifest is not None)
-    with _bar("verifying", total) as advance:
-        verified = [inspect_checkpoint(item.checkpoint, full=True, on_bytes=advance) for item in listed]
+    verified: list[Listed] = []
+    for _ in range(TRIES):
+        listed = list_checkpoints(run)
+        if options.step is not None:
+            wanted = choose(run, options.step)
+            listed = [item for item in listed if item.checkpoint == wanted]
+        verified = _verified(run, listed)
+        if verified or not listed:  # otherwise the run has replaced all of them meanwhile
+            break
     _show(verified, "all bytes", options.json)
     return Exit.FAILED if any(item.problem for item in verified) else Exit.DONE
+
+
+def _verified(run: RunDirectory, listed: list[Listed]) -> list[Listed]:
+    """Returns the state of those checkpoints that the run has not removed meanwhile, after a check of every byte."""
+    store, verified = CheckpointStore(run.checkpoints), []
+    total = sum(item.manifest.size for item in listed if item.manifest is not None)
+    with _bar("verifying", total) as advance:
+        for item in listed:
+            found = inspect_present(store, item.checkpoint, full=True, on_bytes=advance)
+            if found is None:
+                step = item.checkpoint.step
+                print(f"the run has removed its checkpoint of step {step} meanwhile", file=sys.stderr)
+            else:
+                verified.append(found)
+    return verified
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -207,6 +227,7 @@ def _as_json(item: Listed, compared: str) -> dict[str, Any]:
         "compared": compared,
         "problem": item.problem,
         "archived": item.archived,
+        "foreign": list(item.foreign),
     }
 
 
@@ -220,6 +241,7 @@ def _table(found: list[Listed], compared: str) -> Table:
         manifest = item.manifest
         state = f"intact ({compared} checked)" if item.problem is None else item.problem
         state = f"in the archive, {state}" if item.archived else state
+        state += f"; files that do not belong to it: {', '.join(item.foreign)}" if item.foreign else ""
         if manifest is None:
             table.add_row(str(item.checkpoint.step), "", "", "", state)
         else:

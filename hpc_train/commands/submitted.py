@@ -20,6 +20,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import read_json
 from hpc_train.run.lease import is_live
+from hpc_train.run.owner import TRUST
 from hpc_train.run.requests import request_stacks, stacks_answers
 from hpc_train.slurm.client import cancel as cancel_jobs
 from hpc_train.telemetry.progress import is_done
@@ -35,13 +36,14 @@ def resume(arguments: list[str]) -> int:
     parser = _parser(resume)
     parser.add_argument("target", metavar="RUN", help="a run directory, or its name")
     parser.add_argument("--detach", action="store_true", help="return after submission")
+    parser.add_argument(TRUST, action="store_true", help="continue the run although it belongs to another user")
     options = parser.parse_args(arguments)
     found = find_run(options.target, "resume")
     if is_done(found.run) and any(found.run.checkpoints.glob("step-*")):
         done, total = found.run.record()["result"]["steps"], found.run.record().get("total_steps")
         print(f"already done: {done} of {total or done} steps; to train longer, increase train.steps")
         return Exit.DONE
-    return resubmit([found], found.run.path, detach=options.detach)
+    return resubmit([found], found.run.path, detach=options.detach, trust_owner=options.trust_owner)
 
 
 def retry(arguments: list[str]) -> int:
@@ -51,6 +53,7 @@ def retry(arguments: list[str]) -> int:
         "--failed", required=True, metavar="SWEEP", help="resubmit the failed, stopped and cancelled runs"
     )
     parser.add_argument("--detach", action="store_true", help="return after submission")
+    parser.add_argument(TRUST, action="store_true", help="continue the runs although they belong to another user")
     options = parser.parse_args(arguments)
     found = find_runs(options.failed)
     statuses = statuses_of(found, SlurmStatuses())
@@ -59,7 +62,7 @@ def retry(arguments: list[str]) -> int:
     if not unfinished:
         return Exit.DONE
     sweep: Path = unfinished[0].run.path if len(found) == 1 else unfinished[0].run.path.parent
-    return resubmit(unfinished, sweep, detach=options.detach)
+    return resubmit(unfinished, sweep, detach=options.detach, trust_owner=options.trust_owner)
 
 
 def cancel(arguments: list[str]) -> int:

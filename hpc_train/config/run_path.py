@@ -47,8 +47,14 @@ def run_directory(root: str, name: str | None = None, fork: str | None = None) -
     same second.
 
     Raises:
-        UserError: the name is not valid, the path is a file, or the directory cannot be written.
+        UserError: the name or the root is not valid, the path is a file, or the directory cannot be written.
     """
+    if not root.isprintable():
+        raise UserError(
+            f"run.root is {root!r}, which has a line break or another control character",
+            where="run.root",
+            fix="run.root=DIR with a path of printable characters",
+        )
     base = Path(root).expanduser().absolute()
     if fork is not None and name is None:
         raise UserError(

@@ -1,7 +1,11 @@
-"""Keeps keys and tokens out of run directories.
+"""Keeps keys and tokens out of run directories, logs and trackers.
 
-A config that contains a secret is refused, and files with secrets are not copied with the code. Workers inherit the
-environment, so no config needs ``${oc.env:WANDB_API_KEY}``, which would be frozen in clear text.
+A config that contains a secret of the environment is refused, and files with secrets are not copied with the code.
+Workers inherit the environment, so no config needs ``${oc.env:WANDB_API_KEY}``, which would be frozen in clear text.
+
+The values of ``cluster.env``, and tokens that lines of ``cluster.setup`` export, may be secrets that are set nowhere
+else. They are only in the frozen config and in batch scripts, which their owner alone can then read (with ``run.group``
+the group, too).
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import PurePath
 from typing import Any
@@ -16,12 +21,15 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 
 SECRET_NAME = re.compile(
     r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?)(_|$|\d)", re.IGNORECASE
 )
 FROM_ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*([^,}\s]+)")
+ASSIGNMENT = re.compile(r"""\b(\w+)=('[^']*'|"[^"]*"|[^\s;&|]+)""")
+HIDDEN = "(hidden)"
 SHORTEST = 8  # characters; a shorter value would also occur in harmless text
 # Names of files in which tools keep keys, tokens and passwords, in lower case. Python modules are always copied.
 SECRET_DIRECTORIES = frozenset({".aws", ".azure", ".gcloud", ".gnupg", ".kube", ".ssh"})
@@ -63,6 +71,38 @@ def is_secret_file(name: str) -> bool:
     return any(fnmatchcase(path.name, pattern) for pattern in SECRET_FILES) or not SECRET_DIRECTORIES.isdisjoint(
         path.parts[:-1]
     )
+
+
+def file_mode(config: Config) -> int:
+    """Returns the permissions of files that hold the whole config; the umask reduces them."""
+    if without_secrets(config) == asdict(config):
+        return 0o666
+    return 0o600 if config.run.group is None else 0o660
+
+
+def without_secrets(config: Config) -> dict[str, Any]:
+    """Returns the config as nested dicts for trackers and logs, without the values of ``cluster.env``."""
+    nested = asdict(config)
+    for key in ("env", "setup", "teardown"):
+        nested["cluster"][key] = shown(f"cluster.{key}", nested["cluster"][key])
+    return nested
+
+
+def shown(key: str, value: Any) -> Any:
+    """Returns a value of the config as messages may show it.
+
+    The values of ``cluster.env`` are hidden, and so are assignments to variables with the name of a secret in
+    ``cluster.setup`` and ``cluster.teardown``.
+    """
+    if key == "cluster.env" or key.startswith("cluster.env."):
+        return dict.fromkeys(value, HIDDEN) if isinstance(value, dict) else HIDDEN
+    if key in ("cluster.setup", "cluster.teardown") and isinstance(value, list):
+        return [ASSIGNMENT.sub(_hidden, line) for line in value]
+    return value
+
+
+def _hidden(assignment: re.Match[str]) -> str:
+    return f"{assignment[1]}={HIDDEN}" if SECRET_NAME.search(assignment[1]) else assignment[0]
 
 
 def _secrets(environment: Mapping[str, str]) -> dict[str, str]:

@@ -76,6 +76,7 @@ def _remove_semaphores() -> None:
 
 def _prepare_process(spec: WorkerSpec) -> None:
     """Sets environment and CPU affinity before CUDA, threads and loaders start, which inherit both."""
+    sys.argv[1:] = [spec.run_dir]  # W&B records it, and the command line of the run may hold values of cluster.env
     os.environ.update(spec.environment)
     if spec.cpus is not None:
         with contextlib.suppress(OSError):  # the job may have lost these CPUs: stay unbound

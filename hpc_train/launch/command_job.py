@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.launch.container import IN_SHELL, container_of, quoted
 from hpc_train.launch.script import python
+from hpc_train.launch.shell import exports, own_lines, shell_word
 from hpc_train.run.exits import Exit
 from hpc_train.slurm import client
 from hpc_train.slurm.client import Problem, SlurmError
@@ -135,12 +135,12 @@ def _script(words: Sequence[str], config: Config, code: Path) -> str:
     lines = [
         "#!/bin/bash",
         "export SLURM_EXPORT_ENV=ALL",
-        *(f"export {name}={shlex.quote(value)}" for name, value in cluster.env.items()),
-        *cluster.setup,
+        *exports(cluster.env),
+        *own_lines(cluster.setup, "cluster.setup"),
         *([] if container is None else container.lines()),
         quoted([*command, *words]),
         "status=$?",
-        f'echo "$status" > {shlex.quote(str(code))}',
+        f'echo "$status" > {shell_word(str(code))}',
         'exit "$status"',
     ]
     return "\n".join(lines) + "\n"

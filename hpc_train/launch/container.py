@@ -7,7 +7,6 @@ root of all runs (with the frozen code), the data and node-local space are mount
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +16,7 @@ from hpc_train.cluster.amd_gpus import amd_memory
 from hpc_train.cluster.gpus import Machine
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
+from hpc_train.launch.shell import shell_command, shell_word
 from hpc_train.slurm.client import query
 
 LOCAL = ("SLURM_TMPDIR", "TMPDIR")  # node-local space, for caches
@@ -56,7 +56,7 @@ class Container:
         names = " ".join(f'"${{{name}:-}}"' for name in LOCAL)
         return [
             "# what the container sees of a node: the runs with their code, data, and node-local space",
-            f"BINDS={shlex.quote(','.join(self.binds))}",
+            f"BINDS={shell_word(','.join(self.binds))}",
             f'for local in {names}; do [ ! -d "$local" ] || BINDS="$BINDS,$local:$local"; done',
             *([_ROCM] if self.gpus and not self.pyxis and not self.rocm else []),
         ]
@@ -98,7 +98,7 @@ def container_of(config: Config, gpus: int) -> Container | None:
 
 def quoted(parts: Sequence[str]) -> str:
     """Returns the command ``parts`` as bash text, in which ``IN_SHELL`` is replaced by the variable BINDS."""
-    return shlex.join(parts).replace(IN_SHELL, '"$BINDS"')
+    return shell_command(parts).replace(IN_SHELL, '"$BINDS"')
 
 
 def _same(bind: str) -> str:

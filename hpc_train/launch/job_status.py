@@ -15,7 +15,7 @@ from typing import Any
 
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
-from hpc_train.run.files import last_line, read_json, read_lines
+from hpc_train.run.files import DamagedFile, last_line, read_json, read_lines
 from hpc_train.run.requests import stop_was_requested
 from hpc_train.slurm.client import list_jobs, on_clusters
 from hpc_train.slurm.states import Phase, state_of
@@ -240,7 +240,11 @@ def attempt_end(run: RunDirectory, attempt: int) -> AttemptEnd | None:
 
 def _attempt_record(run: RunDirectory, attempt: int) -> dict[str, Any]:
     path = run.attempts / f"{attempt:03d}.json"
-    return read_json(path) if path.exists() and path.stat().st_size else {}
+    try:
+        found = read_json(path)
+    except (FileNotFoundError, DamagedFile):  # empty until the attempt has started
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _cancelled(status: JobStatus | None) -> bool:

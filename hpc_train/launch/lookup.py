@@ -72,8 +72,11 @@ class RunHandle:
         first = self.submission.get("first_attempt", 0)
         return view_of(self.run, first, status, output, self.run.record().get("total_steps"))
 
-    def job(self) -> Job:
+    def job(self, trust_owner: bool = False) -> Job:
         """Returns the frozen job, for submitting it again.
+
+        Args:
+            trust_owner: whether its agents continue a run of another user.
 
         Raises:
             UserError: the cluster or machine here cannot run it.
@@ -82,7 +85,7 @@ class RunHandle:
         executor = select_executor(config.cluster)
         nodes, gpus, workers = executor.shape(config.cluster)
         layout = resolve_layout(config, nodes, workers, executor.device_bytes(config.cluster))
-        return Job(self.number, (), config, layout, gpus, workers, self.run)
+        return Job(self.number, (), config, layout, gpus, workers, self.run, trust_owner)
 
 
 def find_runs(target: str, *, unreadable: bool = False) -> list[RunHandle]:

@@ -26,6 +26,7 @@ from hpc_train.launch.lookup import RunHandle
 from hpc_train.launch.submission import JobQueue
 from hpc_train.run.exits import Exit
 from hpc_train.run.lease import find_live, refuse_live
+from hpc_train.run.owner import refuse_foreign
 from hpc_train.run.processes import this_process
 from hpc_train.telemetry.progress import Progress
 from hpc_train.units import format_duration
@@ -276,19 +277,24 @@ LEAVING_S = 30.0  # a job stays in Slurm for a few seconds after its agents have
 POLL_LIVE_S = 3.0
 
 
-def resubmit(found: Sequence[RunHandle], sweep: Path, *, detach: bool) -> int:
+def resubmit(found: Sequence[RunHandle], sweep: Path, *, detach: bool, trust_owner: bool = False) -> int:
     """Submits frozen runs again, which resume from their newest checkpoints; returns their exit code, 0 when detached.
 
+    Args:
+        trust_owner: whether runs of other users may be continued.
+
     Raises:
-        UserError: a run is live, or its executor refuses it. Nothing was submitted.
+        UserError: a run is live or another user's, or its executor refuses it. Nothing was submitted.
     """
+    for item in found if not trust_owner else ():
+        refuse_foreign(item.run, item.config)
     console = Console()
     until = time.monotonic() + LEAVING_S
     for item in found:
         while time.monotonic() < until and find_live(item.run) and _has_ended(item):
             time.sleep(POLL_LIVE_S)
         refuse_live(item.run)
-    jobs = [item.job() for item in found]
+    jobs = [item.job(trust_owner) for item in found]
     executor = select_executor(jobs[0].config.cluster)
     for line in executor.check(jobs):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -89,8 +89,28 @@ def array(count: int, cap: int | str) -> dict[str, str | None]:
     return {"array": f"0-{count - 1}" + (f"%{cap}" if isinstance(cap, int) else "")}
 
 
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+
+
 def arguments(asked: Options) -> list[str]:
-    """Returns ``asked`` as command-line arguments."""
+    """Returns ``asked`` as command-line arguments, each of which may also be a ``#SBATCH`` line.
+
+    Raises:
+        UserError: a name is not that of an option, or a value is more than one line.
+    """
+    for name, value in asked.items():
+        if not _NAME.fullmatch(name):
+            raise UserError(
+                f"cluster.extra has {name!r}, which is not the long name of an sbatch option",
+                where="cluster.extra",
+                fix="a name without dashes in front, such as hint: nomultithread",
+            )
+        if value is not None and not value.isprintable():
+            raise UserError(
+                f"the sbatch option --{name} is {value!r}, which has a line break or another control character",
+                where=_key(name),
+                fix="write it as one line of printable characters",
+            )
     return [f"--{name}" if value is None else f"--{name}={value}" for name, value in asked.items()]
 
 
@@ -193,6 +213,13 @@ def _check_extra(cluster: ClusterConfig, asked: Mapping[str, Any]) -> None:
                 where="cluster.extra",
                 fix=f"remove it from cluster.extra and use {own}",
             )
+
+
+def _key(option: str) -> str:
+    """Returns the config keys that may set an option of sbatch."""
+    own = {"comment": "cluster.comment or run.root", "output": "run.root", "gpus-per-node": "cluster.gpu_type"}
+    key = option.replace("-", "_")
+    return own.get(option) or (f"cluster.{key}" if hasattr(ClusterConfig(), key) else "cluster.extra")
 
 
 def _text(value: Any) -> str | None:

@@ -14,7 +14,6 @@ and exits.
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from hpc_train.config.schema import ClusterConfig
 from hpc_train.launch.container import IN_SHELL, Container, quoted
 from hpc_train.launch.gpus import gpu_export_lines
 from hpc_train.launch.sbatch import Options, arguments
+from hpc_train.launch.shell import comment, exports, own_lines, shell_word
 from hpc_train.run.code import FrozenCode
 from hpc_train.run.directory import RunDirectory
 
@@ -83,6 +83,7 @@ class Script:
         chain: the file with the ids of the jobs of the chain; None for a job that may be requeued.
         notes: further comment lines below the title.
         survives_node_loss: whether the agents of the other nodes survive the loss of a node.
+        agent_options: the options of ``python -m hpc_train agent``.
     """
 
     title: str
@@ -94,22 +95,23 @@ class Script:
     container: Container | None = None
     notes: Sequence[str] = ()
     survives_node_loss: bool = False
+    agent_options: Sequence[str] = ()
 
 
 def render(script: Script) -> str:
     """Returns the text of a batch script."""
     cluster = script.cluster
     blocks = [
-        ["#!/bin/bash", f"# {script.title}", *(f"# {note}" for note in script.notes), *_header(script.header)],
+        ["#!/bin/bash", *map(comment, [script.title, *script.notes]), *_header(script.header)],
         [*_environment(cluster), *_frozen(script.code)],
-        ["# setup", *cluster.setup] if cluster.setup else [],
+        ["# setup", *own_lines(cluster.setup, "cluster.setup")] if cluster.setup else [],
         [] if script.container is None else script.container.lines(),
         gpu_export_lines(),
         script.run,
         requeue_lines_before(),
         [] if script.chain is None else chain_lines_before(script.chain),
-        _step(_agent(cluster, script.container), script.survives_node_loss),
-        ["# teardown", *cluster.teardown] if cluster.teardown else [],
+        _step(_agent(cluster, script.container, script.agent_options), script.survives_node_loss),
+        ["# teardown", *own_lines(cluster.teardown, "cluster.teardown")] if cluster.teardown else [],
         requeue_script_lines() if script.chain is None else [*requeue_end_lines(), *chain_script_lines()],
     ]
     return _text(blocks)
@@ -134,14 +136,14 @@ def _text(blocks: Iterable[Sequence[str]]) -> str:
 
 def one_run(run: Path) -> list[str]:
     """Returns bash lines that set RUN to a single frozen run."""
-    return [f"RUN={shlex.quote(str(run))}"]
+    return [f"RUN={shell_word(str(run))}"]
 
 
 def run_of_task(listing: Path) -> list[str]:
     """Returns bash lines that set RUN in an array; ``listing`` has one run directory per task and line."""
     return [
         "# each task of the array trains one run: line SLURM_ARRAY_TASK_ID + 1 of this list",
-        f'RUN=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(listing))})',
+        f'RUN=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shell_word(str(listing))})',
     ]
 
 
@@ -174,11 +176,11 @@ def _header(options: Options) -> list[str]:
 
 def _quoted(argument: str) -> str:
     name, equals, value = argument.partition("=")
-    return f"{name}{equals}{shlex.quote(value)}" if equals else name
+    return f"{name}{equals}{shell_word(value)}" if equals else name
 
 
 def _environment(cluster: ClusterConfig) -> list[str]:
-    return [*ENVIRONMENT.splitlines(), *(f"export {name}={shlex.quote(value)}" for name, value in cluster.env.items())]
+    return [*ENVIRONMENT.splitlines(), *exports(cluster.env)]
 
 
 def _frozen(code: FrozenCode | None) -> list[str]:
@@ -186,7 +188,7 @@ def _frozen(code: FrozenCode | None) -> list[str]:
         return []
     return [
         "# the code as it was at submission",
-        f"export PYTHONSAFEPATH=1 PYTHONPATH={shlex.quote(os.pathsep.join(code.paths))}${{PYTHONPATH:+:$PYTHONPATH}}",
+        f"export PYTHONSAFEPATH=1 PYTHONPATH={shell_word(os.pathsep.join(code.paths))}${{PYTHONPATH:+:$PYTHONPATH}}",
     ]
 
 
@@ -195,12 +197,13 @@ def node_loss_options(survives: bool) -> tuple[str, ...]:
     return (*(["--no-kill"] if survives else []), "--kill-on-bad-exit=0", "--wait=0")
 
 
-def _agent(cluster: ClusterConfig, container: Container | None) -> list[str]:
+def _agent(cluster: ClusterConfig, container: Container | None, options: Sequence[str]) -> list[str]:
     """Returns the last lines of the ``srun`` command."""
-    options = [] if container is None else container.srun_options(IN_SHELL)
+    outer = [] if container is None else container.srun_options(IN_SHELL)
     command = [] if container is None else container.command(IN_SHELL)
-    around = [f"{quoted(parts)} \\" for parts in (options, command) if parts]
-    return [*around, f'{shlex.quote(python(cluster, container))} -m hpc_train agent "$RUN"']
+    around = [f"{quoted(parts)} \\" for parts in (outer, command) if parts]
+    agent = " ".join(["-m hpc_train agent", *options])
+    return [*around, f'{shell_word(python(cluster, container))} {agent} "$RUN"']
 
 
 def _step(agent: Sequence[str], survives: bool) -> list[str]:
@@ -323,7 +326,7 @@ def chain_file(run: RunDirectory) -> Path:
 
 
 def chain_lines_before(file: Path) -> list[str]:
-    return [f"CHAIN={shlex.quote(str(file))}", *CHAIN_BEFORE.splitlines()]
+    return [f"CHAIN={shell_word(str(file))}", *CHAIN_BEFORE.splitlines()]
 
 
 def chain_script_lines() -> list[str]:

@@ -231,7 +231,7 @@ def _check_fabric_variables(fabric: FabricConfig) -> None:
             raise UserError(
                 f"{name} is not a variable of NCCL, libfabric, UCX or gloo",
                 where=where,
-                fix=f"correct the name, or set any other variable by +cluster.env.{name}={value}",
+                fix=f"correct the name, or set any other variable by +cluster.env.{name}=VALUE",
             )
         if not value or not value.isprintable():
             raise UserError(f"{name} is {value!r}", where=where, fix=f"{where}=VALUE, or remove the key")

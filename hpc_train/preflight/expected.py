@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from hpc_train.fabric.facts import NodeFacts
 from hpc_train.fabric.rails import match, usable_nics
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.files import read_json
+from hpc_train.run.files import DamagedFile, read_json
 
 # Minimum NVLinks per pair, and bus bandwidth in bytes/s of large messages over all 8 GPUs of an NVSwitch node, as
 # required by the acceptance tests of GPU clouds
@@ -55,11 +55,12 @@ def expected_bandwidths(nodes: Sequence[NodeFacts], gpus_per_node: int) -> Expec
 
 
 def read_fabric(run: RunDirectory) -> tuple[NodeFacts, ...]:
-    """Returns the facts of the run's nodes; empty if they were not recorded."""
-    if not run.fabric.exists():
+    """Returns the facts of the run's nodes; empty if they were not recorded, or the record is damaged."""
+    try:
+        nodes = read_json(run.fabric)["nodes"]
+        return tuple(replace(NodeFacts.from_json(node["facts"]), node=node["name"]) for node in nodes)
+    except (FileNotFoundError, DamagedFile, LookupError, TypeError, AttributeError, ValueError):
         return ()
-    nodes = read_json(run.fabric)["nodes"]
-    return tuple(replace(NodeFacts.from_json(node["facts"]), node=node["name"]) for node in nodes)
 
 
 def _in_node(facts: NodeFacts) -> Expected | None:

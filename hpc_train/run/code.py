@@ -1,8 +1,8 @@
 """Frozen code: a copy of the user's git work tree, taken when a run is frozen, from which agents and workers start.
 
 The copy holds all files that git tracks or does not ignore, except files that hold secrets, with the modes of the work
-tree (``run.group`` lets the group read them). Copies are named by their content, so the runs of a sweep share one and
-an unchanged tree is copied once. Outside a work tree nothing is copied.
+tree, in a directory that only its owner can enter (``run.group`` lets the group in). Copies are named by their content,
+so the runs of a sweep share one and an unchanged tree is copied once. Outside a work tree nothing is copied.
 
 Agents and workers import from the copy that ``run.json`` names: its directories come first on ``sys.path`` and
 PYTHONSAFEPATH keeps the current directory off it. Modules that were still imported from the work tree are detected.
@@ -66,6 +66,7 @@ def snapshot_code(configs: Sequence[Config], into: Path, directory: Path | None 
     contents = {name: _file_content(root / name) for name in names}
     modes = _modes(root, names)
     digest = _digest(contents, modes)
+    _make_private(into, config.run.group)
     snapshot = into / digest
     if not snapshot.exists():
         _write(contents, modes, snapshot)
@@ -77,6 +78,14 @@ def snapshot_code(configs: Sequence[Config], into: Path, directory: Path | None 
     code = FrozenCode(str(root), str(snapshot), (), commit, diff)
     copies = [code.copied_path(path) for path in _import_paths(here, root)]
     return replace(code, paths=tuple(dict.fromkeys(str(copy) for copy in copies if copy is not None)))
+
+
+def _make_private(directory: Path, group: str | None) -> None:
+    """Creates the directory of the copies, which only its owner can enter; ``freeze`` gives it to ``run.group``."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(mode=0o700, exist_ok=True)
+    if group is None and directory.stat().st_uid == os.geteuid():
+        directory.chmod(0o700)  # that of an earlier version
 
 
 def _work_tree(directory: Path) -> Path | None:
@@ -140,7 +149,6 @@ def _digest(contents: dict[str, bytes], modes: dict[str, int]) -> str:
 
 def _write(contents: dict[str, bytes], modes: dict[str, int], snapshot: Path) -> None:
     """Writes the snapshot atomically, because jobs of another submission may be reading."""
-    snapshot.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=".", dir=snapshot.parent))  # not readable by others yet
     try:
         for name, mode in modes.items():

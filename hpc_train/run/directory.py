@@ -2,7 +2,8 @@
 
 config.yaml                  the current frozen config; earlier ones are config-NNN.yaml
 job.sh                       commands that a batch script written by hand sources
-run.json                     run id, config hash, code version, W&B id, every submission
+run.json                     run id, config hash, code version, W&B id, every submission (see record.py)
+run.copy.json                its copy, which replaces it if it is damaged
 metrics/attempt-NNN.jsonl    one object per logged step
 events/<writer>-NNN.jsonl    the event log, one file per writing process and attempt
 checkpoints/step-00000100/   committed by rename
@@ -29,11 +30,10 @@ from typing import Any
 
 from hpc_train.errors import UserError
 from hpc_train.run.file_lock import LockOwner, exclusive, superseded
-from hpc_train.run.files import read_json, read_lines, write_json
-from hpc_train.version import __version__
+from hpc_train.run.files import read_lines
+from hpc_train.run.record import FORMAT, read_record, write_record
 
 PIPELINE_SPLIT = "pp_split.json"
-FORMAT = 1  # of the directory, in run.json; directories without a number have this format
 
 
 @dataclass(frozen=True)
@@ -100,28 +100,18 @@ class RunDirectory:
             folder.mkdir(parents=True, exist_ok=True)
 
     def record(self) -> dict[str, Any]:
-        """Returns the content of ``run.json``; empty if it does not exist.
+        """Returns the content of ``run.json``, or of its copy if it is missing or damaged; empty without both.
 
         Raises:
-            UserError: another version of hpc_train wrote it in another format.
+            UserError: it is damaged and has no intact copy, or another version of hpc_train wrote it in another format.
         """
-        path = self.path / "run.json"
-        record: dict[str, Any] = read_json(path) if path.exists() else {}
-        version = record.get("format", FORMAT)
-        if version != FORMAT:
-            newer = isinstance(version, int) and version > FORMAT
-            raise UserError(
-                f"the run directory has format {version}, but hpc_train {__version__} reads format {FORMAT}",
-                where=str(path),
-                fix=f"{'a newer' if newer else 'an older'} hpc_train, which reads format {version}, or a new run.name",
-            )
-        return record
+        return read_record(self.path)
 
     def update_record(self, **fields: Any) -> dict[str, Any]:
         """Merges ``fields`` into ``run.json``. Submitter, agent and rank 0 may call it concurrently."""
         with exclusive(self.path / ".locks" / "record"):
             record = self.record() | {"format": FORMAT} | fields
-            write_json(self.path / "run.json", record)
+            write_record(self.path, record)
             return record
 
     def newest_attempt(self) -> int:
@@ -167,7 +157,7 @@ class RunDirectory:
     def read_all_metrics(self) -> Iterator[dict[str, Any]]:
         """Yields the lines of all attempts, including steps that a later attempt repeated."""
         for path in sorted(self.metrics.glob("attempt-*.jsonl"), key=_attempt_of):
-            yield from read_lines(path)
+            yield from (line for line in read_lines(path) if type(line.get("step")) is int)
 
     def read_events(self) -> list[dict[str, Any]]:
         """Returns all events of all writers, merged by time."""
@@ -175,7 +165,7 @@ class RunDirectory:
 
     def _events(self) -> Iterator[dict[str, Any]]:
         for path in self.events.glob("*.jsonl"):
-            yield from read_lines(path)
+            yield from filter(_is_event, read_lines(path))
 
 
 def sweep_given(target: str, count: int, command: str) -> UserError:
@@ -190,6 +180,12 @@ def sweep_given(target: str, count: int, command: str) -> UserError:
 def lease_folder(path: Path) -> Path:
     """Returns the folder with the lock files of a run's lease (see ``run.lease``)."""
     return path / ".locks" / "lease"
+
+
+def _is_event(line: dict[str, Any]) -> bool:
+    """Returns whether a line of the event log has what all events have; a damaged one may not."""
+    numbers = isinstance(line.get("time"), int | float) and isinstance(line.get("attempt"), int)
+    return numbers and isinstance(line.get("event"), str)
 
 
 def _attempt_of(path: Path) -> int:

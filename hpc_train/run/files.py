@@ -1,7 +1,8 @@
 """Small files on shared file systems: atomic JSON writes, appended lines, and group permissions for ``run.group``.
 
 With ``run.group`` all members of a Unix group may read, resume and remove a run. Directories pass the group on (setgid)
-and the processes of the run write for the group whatever the umask; without it the user's umask applies.
+and the processes of the run write for the group whatever the umask; without it the user's umask applies. Under a umask
+that lets everybody write, such as 000, files are written as under 022.
 """
 
 from __future__ import annotations
@@ -45,10 +46,31 @@ def patiently(operation: Callable[[], Result]) -> Result:
         time.sleep(RETRY_S)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replaces the content of ``path`` by ``text`` atomically; a reader sees the old file or the new one."""
+def is_present(path: Path) -> bool:
+    """Returns whether ``path`` exists.
+
+    ``Path.exists`` and ``Path.is_dir`` of newer Python versions return False for any error, so that a stale handle of
+    a network file system would look like an empty run.
+
+    Raises:
+        OSError: it cannot be known, e.g. for want of permission or because the server does not answer.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def write_text(path: Path, text: str, mode: int = 0o666) -> None:
+    """Replaces the content of ``path`` by ``text`` atomically; a reader sees the old file or the new one.
+
+    Args:
+        mode: the permissions of the file, which the umask reduces.
+    """
     temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
+    temporary.unlink(missing_ok=True)  # left by a process that was killed; it may have other permissions
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -59,8 +81,22 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, sort_keys=False) + "\n")
 
 
+class DamagedFile(UserError, ValueError):
+    """Reports that a file is not what was written; all small files are replaced atomically."""
+
+
 def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+    """Reads a JSON file.
+
+    Raises:
+        DamagedFile: the content is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DamagedFile(
+            f"{path} is damaged: {error}", where=str(path), fix="restore the file from a backup"
+        ) from error
 
 
 def append_line(path: Path, value: dict[str, Any]) -> None:
@@ -84,16 +120,15 @@ def line_end(path: Path) -> str:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects of a file; skips a last line that is still being written."""
+    """Yields the JSON objects of a file; skips damaged lines and a last line that is still being written."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             if line.endswith("\n"):
-                try:
-                    yield json.loads(line)
-                except ValueError:
-                    continue
+                value = _object(line)
+                if value:
+                    yield value
 
 
 def last_line(path: Path) -> dict[str, Any]:
@@ -104,10 +139,16 @@ def last_line(path: Path) -> dict[str, Any]:
             whole = file.read().rpartition(b"\n")[0]
     except FileNotFoundError:
         return {}
+    return _object(whole.rpartition(b"\n")[2])
+
+
+def _object(line: str | bytes) -> dict[str, Any]:
+    """Returns the JSON object of a line; empty if it is damaged."""
     try:
-        return json.loads(whole.rpartition(b"\n")[2])
-    except ValueError:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
         return {}
+    return value if isinstance(value, dict) else {}
 
 
 GROUP_BITS = 0o070
@@ -132,9 +173,15 @@ def group_id(name: str) -> int:
 
 
 def write_for_group() -> None:
-    """Sets the umask so that the group can read and write what this process and its children write."""
-    before = os.umask(0)
-    os.umask(before & ~GROUP_BITS)
+    """Sets the umask so that the group, and nobody else, can write what this process and its children write."""
+    before = os.umask(0o077)
+    os.umask(before & ~GROUP_BITS | stat.S_IWOTH)
+
+
+def keep_others_from_writing() -> None:
+    """Sets the umask so that nobody else can write the files of this process and its children, if all users could."""
+    before = os.umask(0o077)
+    os.umask(before if before & stat.S_IWOTH else before | stat.S_IWGRP | stat.S_IWOTH)
 
 
 def share(directory: Path, name: str) -> None:

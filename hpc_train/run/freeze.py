@@ -26,10 +26,12 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train.config.compose import converted, escaped
 from hpc_train.config.run_path import fork_source
 from hpc_train.config.schema import Config, GPTConfig
+from hpc_train.config.secrets import file_mode, shown
 from hpc_train.errors import UserError
 from hpc_train.run.code import FrozenCode
 from hpc_train.run.directory import PIPELINE_SPLIT, RunDirectory
@@ -37,6 +39,8 @@ from hpc_train.run.events import EventLog
 from hpc_train.run.file_lock import exclusive
 from hpc_train.run.files import (
     group_id,
+    is_present,
+    keep_others_from_writing,
     patiently,
     read_json,
     share,
@@ -47,6 +51,7 @@ from hpc_train.run.files import (
 )
 from hpc_train.run.lease import refuse_live
 from hpc_train.run.processes import this_process
+from hpc_train.run.record import RECORD
 
 
 def freeze(config: Config, run: RunDirectory, *, claim: bool = False, code: FrozenCode | None = None) -> None:
@@ -69,6 +74,8 @@ def freeze(config: Config, run: RunDirectory, *, claim: bool = False, code: Froz
     if config.run.group is not None:
         group_id(config.run.group)
         write_for_group()
+    else:
+        keep_others_from_writing()
     try:
         run.create()
     except OSError as error:
@@ -77,8 +84,7 @@ def freeze(config: Config, run: RunDirectory, *, claim: bool = False, code: Froz
         ) from error
     with _exclusive_freeze(run):
         _check_can_freeze(config, run, source)
-        _write_config(config, run)
-        _write_record(run, source, claim, code)
+        _write(config, run, _facts(run.record(), source, claim, code))
         if config.run.group is not None:
             _share_with_group(config.run.group, Path(config.run.root), run, code)
 
@@ -95,26 +101,54 @@ def load(run: RunDirectory) -> Config:
     """Returns the frozen config of ``run``.
 
     Raises:
-        UserError: the config does not exist or is damaged.
+        UserError: the config does not exist, is damaged, or was changed after the run was frozen.
     """
-    if not run.config.exists():
+    if not is_present(run.config):
         raise UserError(
             f"{run.path} is not a run directory: it has no config.yaml",
             where="the run directory",
             fix="create one with `python -m hpc_train freeze …`, which prints its path",
         )
-    return _read_config(run.config)
-
-
-def _read_config(path: Path) -> Config:
+    data = _unchanged(run)
     try:
-        values = yaml.safe_load(patiently(lambda: path.read_text(encoding="utf-8")))
-        node = OmegaConf.create(escaped(values))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read: {error}", where=str(path), fix="restore the file") from error
+        node = OmegaConf.create(escaped(yaml.safe_load(data.decode())))
+    except (ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise _damaged(run, f"{run.config} cannot be read: {error}") from error
     if not isinstance(node, DictConfig) or not node:
-        raise UserError(f"{path} is not a config", where=str(path), fix="restore the file")
+        raise _damaged(run, f"{run.config} is not a config")
     return converted(node)
+
+
+SETTLE_S = 2.0  # a reader may see the config before a freeze and the record after it
+
+
+def _unchanged(run: RunDirectory) -> bytes:
+    """Returns the bytes of ``config.yaml``, which are those that ``run.json`` has recorded.
+
+    Raises:
+        UserError: they differ, or there is no record.
+    """
+    until = time.monotonic() + SETTLE_S
+    while True:
+        record = run.record()
+        data = patiently(run.config.read_bytes)
+        if not record:
+            raise _damaged(run, f"{run.path} has a config.yaml but no {RECORD}, which identifies the run")
+        frozen = {record.get("config_hash"), record.get("next_config_hash")} - {None}
+        if not frozen or _hash(data) in frozen:
+            return data
+        if time.monotonic() >= until:
+            raise _damaged(run, f"{run.config} was changed after the run was frozen (its SHA-256 differs)")
+        time.sleep(0.1)
+
+
+def _damaged(run: RunDirectory, what: str) -> UserError:
+    return UserError(
+        what,
+        where=str(run.path),
+        fix="restore the file, or start a new run with another run.name (run.fork=NEW continues from the newest "
+        "checkpoint). Settings are changed on the command line, with the same run.name",
+    )
 
 
 def text_of(config: Config) -> str:
@@ -159,7 +193,10 @@ def _check_can_freeze(config: Config, run: RunDirectory, source: RunDirectory | 
             where="run.name",
             fix=f"start a run from them with run.name={config.run.name} run.fork=NEW",
         )
-    if not run.config.exists():
+    if not is_present(run.config):
+        recorded = run.record().get("config_hash")
+        if _has_trained(run) and recorded is not None and recorded != _hash(text_of(config).encode()):
+            raise _damaged(run, f"{run.config} is missing, and the run was started with another config than this one")
         return
     if source is not None and run.record().get("forked_from") != str(source.path):
         raise UserError(
@@ -175,8 +212,12 @@ def has_begun(run: RunDirectory) -> bool:
     Otherwise a first start that was refused may be corrected under the same name. A run with an archive counts as
     begun, since its checkpoints may be only there.
     """
-    saved = run.checkpoints.is_dir() and any(run.checkpoints.iterdir())
-    return saved or any(True for _ in run.read_all_metrics()) or load(run).checkpoint.archive is not None
+    return _has_trained(run) or load(run).checkpoint.archive is not None
+
+
+def _has_trained(run: RunDirectory) -> bool:
+    saved = is_present(run.checkpoints) and any(run.checkpoints.iterdir())
+    return saved or any(True for _ in run.read_all_metrics())
 
 
 def _share_with_group(group: str, root: Path, run: RunDirectory, code: FrozenCode | None) -> None:
@@ -190,43 +231,59 @@ def _share_with_group(group: str, root: Path, run: RunDirectory, code: FrozenCod
         share_one(parent, group)
 
 
-def _write_config(config: Config, run: RunDirectory) -> None:
+def _write(config: Config, run: RunDirectory, record: dict[str, Any]) -> None:
+    """Writes ``config.yaml`` and ``run.json``.
+
+    The record comes first and names both configs until the new one is written, so that ``load`` accepts what an
+    interrupted freeze leaves.
+    """
     text = text_of(config)
-    if run.config.exists():
-        if run.config.read_text(encoding="utf-8") == text:
-            return
-        number = len(list(run.path.glob("config-*.yaml")))
-        different = changes(flat(load(run)), flat(config))
-        if not has_begun(run):
-            (run.path / PIPELINE_SPLIT).unlink(missing_ok=True)  # that of another model
-        shutil.copyfile(run.config, run.path / f"config-{number:03d}.yaml")
-        # the file name holds host and pid, so that two submitters never append to one file
-        EventLog.open(run, f"submitter-{os.uname().nodename}-{os.getpid()}", number).write(
-            "warning", message="continues with changed settings: " + "; ".join(different)
-        )
-    write_text(run.config, text)
+    after = _hash(text.encode())
+    present = is_present(run.config)
+    before = config_hash(run) if present else after
+    if before != after:
+        _keep_previous(config, run)
+        run.update_record(config_hash=before, next_config_hash=after)
+        write_text(run.config, text, file_mode(config))
+    run.update_record(**record, config_hash=after, next_config_hash=None)
+    if not present:
+        write_text(run.config, text, file_mode(config))
 
 
-def _write_record(run: RunDirectory, source: RunDirectory | None, claim: bool, code: FrozenCode | None) -> None:
-    record = run.record()
+def _keep_previous(config: Config, run: RunDirectory) -> None:
+    """Keeps the config that another one replaces, and reports what differs."""
+    number = len(list(run.path.glob("config-*.yaml")))
+    different = changes(flat(load(run)), flat(config))
+    if not has_begun(run):
+        (run.path / PIPELINE_SPLIT).unlink(missing_ok=True)  # that of another model
+    shutil.copy(run.config, run.path / f"config-{number:03d}.yaml")
+    # the file name holds host and pid, so that two submitters never append to one file
+    EventLog.open(run, f"submitter-{os.uname().nodename}-{os.getpid()}", number).write(
+        "warning", message="continues with changed settings: " + "; ".join(different)
+    )
+
+
+def _facts(record: dict[str, Any], source: RunDirectory | None, claim: bool, code: FrozenCode | None) -> dict[str, Any]:
+    """Returns what a freeze adds to the ``record`` of the run, besides the hash of the config."""
     fields: dict[str, Any] = {
         "run_id": record.get("run_id") or secrets.token_hex(4),
         "created": record.get("created") or time.time(),
-        "config_hash": config_hash(run),
         "code": code_version(),
         "snapshot": None if code is None else asdict(code),
         "versions": environment_versions(),
         "claimed_by": this_process() if claim else {},
         "submissions": record.get("submissions", []),
     }
-    if source is not None:
-        fields["forked_from"] = str(source.path)
-    run.update_record(**fields)
+    return fields if source is None else fields | {"forked_from": str(source.path)}
 
 
 def config_hash(run: RunDirectory) -> str:
     """Returns the SHA-256 of the frozen config, which ranks compare and which names a configuration."""
-    return hashlib.sha256(run.config.read_bytes()).hexdigest()
+    return _hash(run.config.read_bytes())
+
+
+def _hash(config: bytes) -> str:
+    return hashlib.sha256(config).hexdigest()
 
 
 def identity(config: Config) -> dict[str, Any]:
@@ -247,10 +304,10 @@ def identity(config: Config) -> dict[str, Any]:
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Returns ``key: old -> new`` for each key that differs."""
+    """Returns ``key: old -> new`` for each key that differs, without the values of ``cluster.env``."""
     keys = [*before, *(key for key in after if key not in before)]
     return [
-        f"{key}: {before.get(key, 'absent')} -> {after.get(key, 'absent')}"
+        f"{key}: {shown(key, before.get(key, 'absent'))} -> {shown(key, after.get(key, 'absent'))}"
         for key in keys
         if before.get(key, "absent") != after.get(key, "absent")
     ]
@@ -320,18 +377,18 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-_RECORD = "imported.json"
+_IMPORTED = "imported.json"
 _FREE = ("dropout",)  # affects training, not what the weights compute
 
 
 def write_imported(directory: RunDirectory, model: GPTConfig, source: str) -> None:
     """Records the model that ``directory`` holds and the source of its weights."""
-    write_json(directory.path / _RECORD, {"model": asdict(model), "source": source, "time": time.time()})
+    write_json(directory.path / _IMPORTED, {"model": asdict(model), "source": source, "time": time.time()})
 
 
 def imported_model(directory: RunDirectory) -> GPTConfig | None:
     """Returns the model whose weights ``directory`` holds; None if it is not an import."""
-    path = directory.path / _RECORD
+    path = directory.path / _IMPORTED
     return GPTConfig(**read_json(path)["model"]) if path.exists() else None
 
 

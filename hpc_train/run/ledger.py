@@ -243,10 +243,17 @@ class _Attempt:
 def _attempts(events: Iterable[Event], metrics: Iterable[Event]) -> list[_Attempt]:
     by_attempt: dict[int, tuple[list[Event], list[Event]]] = {}
     for index, points in enumerate((events, metrics)):
-        for point in points:
+        for point in filter(_is_whole, points):
             by_attempt.setdefault(point["attempt"], ([], []))[index].append(point)
     attempts = [_Attempt.of(number, *by_attempt[number]) for number in sorted(by_attempt)]
     return [attempt for attempt in attempts if attempt.start is not None]
+
+
+def _is_whole(point: Event) -> bool:
+    """Returns whether an event or a line of metrics has the numbers that the ledger needs; a damaged one may not."""
+    event = point.get("event")
+    step = BEGINNINGS.get(str(event), "step" if event in (None, "checkpoint_saved", *CLOSING) else "attempt")
+    return all(isinstance(point.get(name), int | float) for name in ("attempt", "time", step))
 
 
 def _kept_at_end(attempts: Sequence[_Attempt], now: float | None) -> float:

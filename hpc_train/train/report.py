@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.config.schema import Config
+from hpc_train.config.secrets import without_secrets
 from hpc_train.data.sampler import Skipped
 from hpc_train.measure.suggestions import AdviceWatch
 from hpc_train.parallel.compile import KeptArtifacts, compiled_graphs
@@ -195,7 +196,7 @@ def _identity(config: Config, run: RunDirectory) -> WandbIdentity:
         name=name,
         group=None if sweep is None else sweep.name,
         directory=run.path,
-        config=asdict(config) | about,
+        config=without_secrets(config) | about,
     )
 
 

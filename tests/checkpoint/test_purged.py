@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -81,6 +84,37 @@ def test_a_purge_that_took_the_first_events_too_is_noticed_by_a_later_attempt(tm
     assert furthest_saved(run) == 4
     EventLog.open(run, "rank-0000", 2, 0).write("resumed", step=9, path=str(tmp_path / "source/checkpoints/step-9"))
     assert furthest_saved(run) == 4, "the checkpoint of a fork's source is not its own"
+
+
+def test_a_purge_that_took_all_events_is_noticed_by_the_record(tmp_path: Path) -> None:
+    run = frozen(tmp_path / "run", *SHORT)
+    with pytest.raises(AssertionError, match="on purpose"):
+        run_attempt(run, 2, fails_in_step_three)
+    assert "result" not in run.record()
+    shutil.rmtree(run.checkpoints)
+    shutil.rmtree(run.events)
+    with pytest.raises(AssertionError, match="had saved a checkpoint of step 2"):
+        run_attempt(run, 2)
+
+
+@pytest.mark.parametrize("problem", [errno.ESTALE, errno.EIO, errno.EACCES])
+def test_a_listing_that_fails_is_not_an_empty_one(
+    tmp_path: Path, problem: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Python 3.14 sees a stale handle: is_dir and exists are False for any error."""
+    store = CheckpointStore(tmp_path / "checkpoints")
+    assert store.committed() == store.bad() == []
+    (store.root / "step-00000002").mkdir(parents=True)
+
+    def fails(self: Path) -> Iterator[Path]:
+        raise OSError(problem, os.strerror(problem))
+
+    monkeypatch.setattr(Path, "is_dir", lambda self: False)
+    monkeypatch.setattr(Path, "exists", lambda self: False)
+    monkeypatch.setattr(Path, "iterdir", fails)
+    for look in (store.committed, store.bad, store.newest, lambda: wait_for_checkpoint(store, 0)):
+        with pytest.raises(OSError, match=os.strerror(problem)):
+            look()
 
 
 def test_a_fork_starts_from_its_source_once_and_not_again_after_a_purge(tmp_path: Path) -> None:

@@ -153,7 +153,8 @@ def test_a_private_file_stays_private(tree: Path) -> None:
     code = taken(tree)
     kept = modes(code.snapshot)
     assert (kept["untracked.py"], kept["package"], kept["tool.sh"]) == ("600", "700", "755")
-    assert Path(code.snapshot).stat().st_mode & 0o777 == tree.stat().st_mode & 0o777
+    for path in (Path(code.snapshot), Path(code.snapshot).parent):
+        assert path.stat().st_mode & 0o777 == 0o700, "others cannot even list the copies"
     assert code.diff is not None
     assert Path(code.diff).stat().st_mode & 0o777 == 0o600
     (tree / "untracked.py").chmod(0o644)

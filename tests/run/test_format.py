@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
@@ -24,7 +25,7 @@ MANIFEST = Manifest(step=3, files={METADATA: FileEntry(1, "0")})
 def test_a_run_directory_records_its_format(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.update_record(run_id="a")
-    assert json.loads((tmp_path / "run.json").read_text()) == {"format": 1, "run_id": "a"}
+    assert json.loads((tmp_path / "run.json").read_text()) == {"format": 1, "run_id": "a", "digest": ANY}
 
 
 def test_a_run_directory_without_a_number_is_read(tmp_path: Path) -> None:

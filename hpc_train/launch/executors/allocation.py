@@ -99,7 +99,7 @@ class AllocationExecutor(ProcessExecutor):
         container = container_of(job.config, job.gpus)
         if container is not None:
             own += [*container.srun_options(container.seen()), *container.command(container.seen())]
-        agent = [python(cluster, container), "-m", "hpc_train", "agent", str(job.run.path)]
+        agent = [python(cluster, container), "-m", "hpc_train", "agent", *job.agent_options, str(job.run.path)]
         return ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", *own, *agent]
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from hpc_train.launch.job_status import JobStatus, View, view_of
 from hpc_train.plan.layout import Layout
 from hpc_train.run.code import reexec_from_snapshot
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.owner import TRUST
 from hpc_train.run.requests import StopRequests
 
 
@@ -112,7 +114,10 @@ def local_shape(cluster: ClusterConfig) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Job:
-    """A validated job. ``overrides`` come from its command line; ``gpus`` and ``workers`` are per node."""
+    """A validated job. ``overrides`` come from its command line; ``gpus`` and ``workers`` are per node.
+
+    ``trust_owner``: its agents continue the run although it belongs to another user.
+    """
 
     number: int
     overrides: tuple[str, ...]
@@ -121,6 +126,12 @@ class Job:
     gpus: int
     workers: int
     run: RunDirectory
+    trust_owner: bool = False
+
+    @property
+    def agent_options(self) -> tuple[str, ...]:
+        """The options of ``python -m hpc_train agent``."""
+        return (TRUST,) if self.trust_owner else ()
 
     @property
     def submitit_folder(self) -> Path:
@@ -178,12 +189,23 @@ class Share:
     at_once: int
 
 
+GATE_S = 30.0  # a holder of the gate takes what is free within POLL_S
+
+
+class UnusableSlots(Exception):
+    """Reports that lock files cannot be used, because another user has made them unreadable or something else."""
+
+
 def shared_directory() -> Path:
     """Returns the directory of the lock files, the same for all users of this machine."""
     path = Path(tempfile.gettempdir()) / "hpc_train-slots"
-    if not path.exists():
-        path.mkdir(exist_ok=True)
-        path.chmod(0o1777)
+    if not os.path.lexists(path):
+        new = Path(tempfile.mkdtemp(prefix="hpc_train-slots-", dir=path.parent))
+        new.chmod(0o1777)
+        try:
+            new.rename(path)  # so that nobody sees it before it is open to all
+        except OSError:  # another process was first
+            new.rmdir()
     return path
 
 
@@ -191,72 +213,158 @@ def shared_directory() -> Path:
 def reserve(share: Share, waiting_is_over: Callable[[], bool], machine: Path | None = None) -> Iterator[None]:
     """Reserves the share of a job inside the ``with`` block, and restricts this process to it.
 
-    Waits until the share is free, or until ``waiting_is_over`` returns True; then nothing is reserved.
+    Waits until the share is free, or until ``waiting_is_over`` returns True; then nothing is reserved. If other users
+    have made the lock files of the machine unusable, the jobs of the sweep reserve their shares among themselves.
     """
-    machine = machine or shared_directory()
     slots = [f"slot-{number}" for number in range(share.at_once)]
-    folder = Path(share.sweep) / ".slots"
-    folder.mkdir(exist_ok=True)
-    with take(folder, slots, 1, waiting_is_over):
-        if share.gpus:
-            devices = visible_devices()
-            with take(machine, [f"gpu-{device}" for device in devices], share.gpus, waiting_is_over) as held:
-                if held:
-                    names = [name.removeprefix("gpu-") for name in held]
-                    if Machine.this().amd() is not None:
-                        restrict_to(names)
-                    else:
-                        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
-                yield
-        else:
-            cores = [f"core-{core}" for core in sorted(os.sched_getaffinity(0))]
-            with take(machine, cores, share.cores, waiting_is_over) as held:
-                if held:
-                    os.sched_setaffinity(0, {int(name.removeprefix("core-")) for name in held})
-                yield
+    own = Path(share.sweep) / ".slots"
+    own.mkdir(exist_ok=True)
+    with take(own, slots, 1, waiting_is_over), ExitStack() as stack:
+        machine = machine or shared_directory()
+        names = _devices_or_cores(share)
+        count = share.gpus or share.cores
+        try:
+            _check_directory(machine)
+            held = stack.enter_context(take(machine, names, count, waiting_is_over))
+        except UnusableSlots as error:
+            _warn_of_others(machine, error)
+            held = stack.enter_context(take(own, names, count, waiting_is_over))
+        if held:
+            _restrict([name.partition("-")[2] for name in held], share)
+        yield
+
+
+def _check_directory(machine: Path) -> None:
+    """Raises UnusableSlots if other users may remove the lock files of this one."""
+    try:
+        status = machine.lstat()
+    except OSError as error:
+        raise UnusableSlots(f"{machine} cannot be used: {error.strerror}") from error
+    if not stat.S_ISDIR(status.st_mode):
+        raise UnusableSlots(f"{machine} is not a directory")
+    if status.st_uid not in (0, os.geteuid()) and not status.st_mode & stat.S_ISVTX:
+        raise UnusableSlots(f"{machine} belongs to another user and has no sticky bit")
+
+
+def _devices_or_cores(share: Share) -> list[str]:
+    if share.gpus:
+        return [f"gpu-{device}" for device in visible_devices()]
+    return [f"core-{core}" for core in sorted(os.sched_getaffinity(0))]
+
+
+def _restrict(names: Sequence[str], share: Share) -> None:
+    if not share.gpus:
+        os.sched_setaffinity(0, {int(name) for name in names})
+    elif Machine.this().amd() is not None:
+        restrict_to(list(names))
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+
+
+def _warn_of_others(machine: Path, error: UnusableSlots) -> None:
+    print(
+        f"warning: {error}. Only the jobs of this sweep are kept apart; others may use the same GPUs and cores\n"
+        f"  fix:    its owner or root removes it: rm -r {machine}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 @contextmanager
 def take(folder: Path, names: Sequence[str], count: int, waiting_is_over: Callable[[], bool]) -> Iterator[list[str]]:
-    """Holds ``count`` of the locks ``names`` in ``folder``; none if ``waiting_is_over`` before they are free."""
+    """Holds ``count`` of the locks ``names`` in ``folder``; none if ``waiting_is_over`` before they are free.
+
+    Raises:
+        UnusableSlots: the locks cannot be used by this user.
+    """
     locks: dict[str, int] = {}
+    gate = None
     try:
-        gate = _wait_for_gate(folder, names, waiting_is_over)
-        try:
-            while len(locks) < count and not waiting_is_over():
-                for name in names:
-                    if name not in locks and len(locks) < count and (lock := _try_lock(folder / name)) is not None:
-                        locks[name] = lock
-                if len(locks) < count:
-                    time.sleep(POLL_S)
-        finally:
-            if gate is not None:
-                os.close(gate)
+        gate = _wait_for_gate(folder, names, count, waiting_is_over)
+        while len(locks) < count and not waiting_is_over():
+            _lock_free(folder, names, count, locks)
+            if len(locks) < count:
+                time.sleep(POLL_S)
+        _close(gate)
+        gate = None
         yield list(locks) if len(locks) == count else []
     finally:
-        for lock in locks.values():
-            os.close(lock)
+        _close(gate, *locks.values())
 
 
-def _wait_for_gate(folder: Path, names: Sequence[str], waiting_is_over: Callable[[], bool]) -> int | None:
-    """Waits at the gate of one kind of lock, so that jobs waiting for GPUs do not block jobs waiting for cores."""
+def _lock_free(folder: Path, names: Sequence[str], count: int, locks: dict[str, int]) -> None:
+    """Adds free locks to ``locks``, up to ``count`` in all."""
+    for name in names:
+        if name not in locks and len(locks) < count and (lock := _try_lock(folder / name)) is not None:
+            locks[name] = lock
+
+
+def _close(*descriptors: int | None) -> None:
+    for descriptor in descriptors:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _wait_for_gate(folder: Path, names: Sequence[str], count: int, waiting_is_over: Callable[[], bool]) -> int | None:
+    """Waits at the gate of one kind of lock, so that jobs waiting for GPUs do not block jobs waiting for cores.
+
+    Passes a gate that is held although ``count`` locks have been free for ``GATE_S`` seconds: a job that holds it would
+    have taken them.
+    """
     path = folder / f"gate-{names[0].partition('-')[0]}"
+    free_since: float | None = None
     while not waiting_is_over():
         if (gate := _try_lock(path)) is not None:
             return gate
+        if not _are_free(folder, names, count):
+            free_since = None
+        elif free_since is None:
+            free_since = time.monotonic()
+        elif time.monotonic() - free_since >= GATE_S:
+            print(f"warning: a process holds {path} and takes nothing; continuing without it", file=sys.stderr)
+            return None
         time.sleep(POLL_S)
     return None
 
 
-def _try_lock(path: Path) -> int | None:
+def _are_free(folder: Path, names: Sequence[str], count: int) -> bool:
+    locks: dict[str, int] = {}
     try:
-        # without O_CREAT first: in a shared directory, kernels refuse it for another user's file
-        descriptor = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
+        _lock_free(folder, names, count, locks)
+        return len(locks) == count
+    finally:
+        _close(*locks.values())
+
+
+def _try_lock(path: Path) -> int | None:
+    """Returns the descriptor of the lock file, or None if another process holds the lock.
+
+    Raises:
+        UnusableSlots: this user cannot open it, or it is not a file.
+    """
+    try:
+        descriptor = _open_lock(path)
+    except OSError as error:
+        raise UnusableSlots(f"the lock file {path} cannot be opened: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UnusableSlots(f"{path} is not a lock file")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         return None
     return descriptor
+
+
+def _open_lock(path: Path) -> int:
+    """Opens a lock file, or creates it so that all users can lock it; follows no link and waits for no pipe."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    while True:
+        with suppress(FileNotFoundError):
+            # without O_CREAT first: in a shared directory, kernels refuse it for another user's file
+            return os.open(path, flags)
+        with suppress(FileExistsError):
+            descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644)
+            os.fchmod(descriptor, 0o644)  # whatever the umask
+            return descriptor

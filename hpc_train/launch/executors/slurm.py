@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import sys
 from collections.abc import Collection, Sequence
 from functools import cache
@@ -19,6 +20,7 @@ from submitit.slurm.slurm import SlurmExecutor
 
 from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.config.schema import ClusterConfig
+from hpc_train.config.secrets import file_mode
 from hpc_train.config.values import node_range
 from hpc_train.errors import UserError
 from hpc_train.launch.container import container_of
@@ -52,12 +54,17 @@ AWAY = ("down", "drain", "fail", "maint", "reboot", "unknown", "inval")
 
 
 class ScriptExecutor(SlurmExecutor):
-    """submitit's executor with our script and options."""
+    """submitit's executor with our script and options.
 
-    def __init__(self, folder: Path, text: str, asked: Options) -> None:
+    Args:
+        mode: the permissions of the file with the script.
+    """
+
+    def __init__(self, folder: Path, text: str, asked: Options, mode: int) -> None:
         super().__init__(folder)
         self._text = text
         self._asked = asked
+        self._mode = mode
 
     def submit_script(self) -> str:
         """Submits the script; returns the id of the job or the array."""
@@ -65,6 +72,9 @@ class ScriptExecutor(SlurmExecutor):
         return str(self._submit_command("").job_id)
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
+        # submitit has created the file and writes this text; a umask would become that of the job
+        file = JobPaths.get_first_id_independent_folder(self.folder) / f".submission_file_{uid}.sh"
+        file.chmod(stat.S_IMODE(file.stat().st_mode) & self._mode)
         return self._text
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
@@ -130,7 +140,7 @@ class SlurmJobExecutor:
                 write_text(folder / _listing(same), "".join(f"{job.run.path}\n" for job in same))
             main = self._submit_chain(same[0], folder, text, asked)
             for index, job in enumerate(same):
-                (job.run.path / "job.sbatch").write_text(text, encoding="utf-8")
+                write_text(job.run.path / "job.sbatch", text, file_mode(job.config))
                 ids[job.number] = job_id = f"{main}_{index}" if len(same) > 1 else main
                 self._outputs[job_id] = Path(str(asked["output"]).replace("%j", job_id).replace("%A_%a", job_id))
         return [ids[job.number] for job in jobs]
@@ -170,7 +180,7 @@ class SlurmJobExecutor:
 
         def one(dependency: str | None) -> str:
             more = {} if dependency is None else {"dependency": dependency}
-            ids.append(_submit(ScriptExecutor(folder, text, {**asked, **more})))
+            ids.append(_submit(ScriptExecutor(folder, text, {**asked, **more}, file_mode(job.config))))
             return ids[-1]
 
         try:
@@ -216,6 +226,7 @@ class SlurmJobExecutor:
             container=container_of(same[0].config, same[0].gpus),
             notes=[stop_note(same[0])],
             survives_node_loss=survives_node_loss(same[0].config.elastic),
+            agent_options=same[0].agent_options,
         )
         return " \\\n    ".join(["sbatch", *arguments(asked), "job.sbatch"]), render(script), asked
 

@@ -1,0 +1,78 @@
+"""Text of bash in which a value of the config is always one word, and never a line or a command of its own.
+
+A batch script is text, and ``sbatch`` and bash read it by lines. So a value may not contain a line break as such:
+``shell_word`` writes it as an escape, and comments lose it. An option of sbatch with a line break is refused (see
+``launch.sbatch.arguments``).
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+
+from hpc_train.errors import UserError
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def shell_word(value: str) -> str:
+    """Returns ``value`` as one word of bash on one line.
+
+    Raises:
+        UserError: it contains a NUL character, which no argument or variable can hold.
+    """
+    if "\0" in value:
+        raise UserError(
+            f"{value!r} contains a NUL character", where="the config", fix="remove it; programs cannot receive it"
+        )
+    return shlex.quote(value) if value.isprintable() else f"$'{''.join(map(_escaped, value))}'"
+
+
+def shell_command(parts: Sequence[str]) -> str:
+    """Returns ``parts`` as a command of bash on one line."""
+    return " ".join(map(shell_word, parts))
+
+
+def exports(variables: Mapping[str, str]) -> list[str]:
+    """Returns the lines that export ``cluster.env``.
+
+    Raises:
+        UserError: a name is not that of a variable, or a value contains a NUL character.
+    """
+    for name in variables:
+        if not _VARIABLE.fullmatch(name):
+            raise UserError(
+                f"{name!r} is not the name of an environment variable",
+                where="cluster.env",
+                fix="use letters, digits and _, and no digit at the beginning",
+            )
+    return [f"export {name}={shell_word(value)}" for name, value in variables.items()]
+
+
+def comment(text: str) -> str:
+    """Returns a line with ``text`` as a comment."""
+    return f"# {''.join(char if char.isprintable() else ' ' for char in text)}"
+
+
+def own_lines(lines: Iterable[str], key: str) -> list[str]:
+    """Returns the lines of bash that the user has set as ``key``, of which each may have several lines.
+
+    Raises:
+        UserError: they contain a character with which sbatch refuses a script.
+    """
+    text = list(lines)
+    for line in text:
+        if "\0" in line or "\r" in line:
+            raise UserError(
+                f"{key} has a carriage return or NUL character: {line!r}",
+                where=key,
+                fix="remove it; a file with Windows line ends is converted by dos2unix",
+            )
+    return text
+
+
+def _escaped(char: str) -> str:
+    if char.isprintable() and char not in "'\\":
+        return char
+    return "".join(f"\\x{byte:02x}" for byte in char.encode("utf-8", "surrogateescape"))

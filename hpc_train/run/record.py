@@ -1,0 +1,126 @@
+"""The record of a run, ``run.json``, with a checksum of itself and a copy, from which a damaged one is restored.
+
+``run.json`` says which run this is (its id, the run it was forked from, the SHA-256 of its config), so a record that is
+wrong, or silently empty, would continue another run or begin at step 0. A record is therefore used only if its checksum
+matches. ``run.copy.json`` is written before ``run.json`` and has the same content. Records of earlier versions have
+neither checksum nor copy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hpc_train.errors import UserError
+from hpc_train.run.files import is_present, patiently, write_json
+from hpc_train.version import __version__
+
+FORMAT = 1  # of the run directory; directories without a number have this format
+RECORD = "run.json"
+COPY = "run.copy.json"
+_DIGEST = "digest"
+
+
+class _Unusable(Exception):
+    """Reports that a file with a record is missing or damaged; the message says which of the two."""
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Returns the record of the run in ``folder``; empty if there is none.
+
+    If ``run.json`` is missing or damaged, this returns its copy and prints a note on standard error.
+
+    Raises:
+        UserError: ``run.json`` is damaged and has no intact copy, or another version of hpc_train wrote it in another
+            format.
+    """
+    try:
+        return _read(folder / RECORD)
+    except _Unusable as error:
+        problem = str(error)
+    if not is_present(folder / COPY):
+        if not is_present(folder / RECORD):
+            return {}
+        raise _no_record(folder, f"{RECORD} is {problem}, and it has no copy")
+    try:
+        found = _read(folder / COPY)
+    except _Unusable as error:
+        raise _no_record(folder, f"{RECORD} is {problem}, and its copy {COPY} is {error}") from None
+    _tell_once(f"note: {folder / RECORD} is {problem}; its copy {COPY} is used and restores it")
+    return found
+
+
+def write_record(folder: Path, content: dict[str, Any]) -> None:
+    """Replaces the record; the caller holds the lock of the record. A damaged ``run.json`` is kept beside it."""
+    record = json.loads(json.dumps(content))  # as it will be read
+    record[_DIGEST] = _digest(record)
+    try:
+        _read(folder / RECORD)
+    except _Unusable:
+        if is_present(folder / RECORD):
+            (folder / RECORD).rename(folder / f"{RECORD}.damaged")
+    write_json(folder / COPY, record)
+    write_json(folder / RECORD, record)
+
+
+@cache
+def _tell_once(note: str) -> None:
+    print(note, file=sys.stderr)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = _bytes(path)
+        content = json.loads(data)
+    except FileNotFoundError:
+        raise _Unusable("missing") from None
+    except PermissionError:
+        raise
+    except OSError as error:
+        raise _Unusable(f"not readable ({error.strerror})") from error
+    except (ValueError, RecursionError):
+        raise _Unusable("empty" if not data.strip() else "damaged (not JSON)") from None
+    if not isinstance(content, dict):
+        raise _Unusable("damaged (not a record)")
+    found = content.pop(_DIGEST, None)
+    if found is not None and found != _digest(content):
+        raise _Unusable("damaged (its checksum does not match)")
+    _check_format(content, path)
+    return content
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, PermissionError):
+        raise
+    except OSError:
+        return patiently(path.read_bytes)
+
+
+def _check_format(content: dict[str, Any], path: Path) -> None:
+    version = content.get("format", FORMAT)
+    if version != FORMAT:
+        newer = isinstance(version, int) and version > FORMAT
+        raise UserError(
+            f"the run directory has format {version}, but hpc_train {__version__} reads format {FORMAT}",
+            where=str(path),
+            fix=f"{'a newer' if newer else 'an older'} hpc_train, which reads format {version}, or a new run.name",
+        )
+
+
+def _no_record(folder: Path, what: str) -> UserError:
+    return UserError(
+        f"the record of the run in {folder} cannot be used: {what}",
+        where=str(folder / RECORD),
+        fix=f"restore {RECORD} or {COPY} from a backup, or start a new run with another run.name (run.fork=NEW "
+        "continues from the newest checkpoint of this one)",
+    )
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

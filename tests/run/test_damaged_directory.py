@@ -1,0 +1,160 @@
+"""Seeded damage of every small file of a run directory: it is the right run, or one clear message and exit code 2.
+
+Each case flips a bit of one file, truncates it, empties it, fills it with zeros or removes it, and then calls the
+commands that read the directory and what an agent does before it trains.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hpc_train import cli
+from hpc_train.checkpoint.store import furthest_saved
+from hpc_train.commands import batch
+from hpc_train.config.schema import Config
+from hpc_train.elastic.nodes import NodeFailures
+from hpc_train.errors import UserError
+from hpc_train.preflight.expected import read_fabric
+from hpc_train.run import freeze as freezing
+from hpc_train.run.code import frozen_code
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.freeze import load
+from tests.doors.command import TINY, hpc_train
+
+CASES = 4 if "HPC_TRAIN_LONG" not in os.environ else 400  # per file
+COMMANDS = (["status"], ["why"], ["checkpoint", "list", "--json"], ["agent"])
+HERE = (
+    "cluster=local",
+    "cluster.cpu_workers=2",
+    "cluster.gpus_per_node=0",
+    "run.name=one",
+    "checkpoint.every=2",
+    *TINY,
+)
+
+
+def flip(data: bytes, choose: random.Random) -> bytes:
+    at = choose.randrange(8 * len(data))
+    return data[: at // 8] + bytes([data[at // 8] ^ 1 << at % 8]) + data[at // 8 + 1 :]
+
+
+def truncate(data: bytes, choose: random.Random) -> bytes:
+    return data[: choose.randrange(len(data))]
+
+
+def empty(data: bytes, choose: random.Random) -> bytes:
+    return b""
+
+
+def zeros(data: bytes, choose: random.Random) -> bytes:
+    start = choose.randrange(len(data))
+    return data[:start] + bytes(len(data) - start)
+
+
+def remove(data: bytes, choose: random.Random) -> None:
+    return None
+
+
+DAMAGES: tuple[Callable[[bytes, random.Random], bytes | None], ...] = (
+    (flip,) * 8 + (truncate,) * 3 + (empty, zeros, remove)
+)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """A run of one attempt, whose checkpoint of step 4 continues with another number of steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    for steps in (4, 6):
+        done = hpc_train("+strategy=dp", *HERE, f"train.steps={steps}", f"run.root={folder}", cwd=folder)
+        assert done.returncode == 0, done.stderr
+    return RunDirectory(folder / "one")
+
+
+def small_files(run: RunDirectory) -> list[Path]:
+    found = (path for path in run.path.rglob("*") if path.is_file() and path.stat().st_size)
+    left_out = (run.checkpoints, run.logs, run.wandb, run.code, run.compiled)
+    return sorted(path for path in found if not any(path.is_relative_to(folder) for folder in left_out))
+
+
+class Truth:
+    """What identifies the run, before any damage."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.config: Config = load(run)
+        record = run.record()
+        self.identity = [record.get(key) for key in ("run_id", "forked_from", "created")]
+        self.code = frozen_code(run)
+
+    def check(self, run: RunDirectory) -> None:
+        """Does what an agent does before it trains; raises UserError where it would refuse the run."""
+        assert load(run) == self.config, "another config"
+        record = run.record()
+        assert [record.get(key) for key in ("run_id", "forked_from", "created")] == self.identity, "another run"
+        assert frozen_code(run) == self.code, "other code"
+        assert furthest_saved(run) > 0, "would begin at step 0 if its checkpoints disappeared"
+        NodeFailures(run, 3600.0)
+        read_fabric(run)
+        run.newest_attempt()
+
+
+@pytest.fixture
+def agents(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RunDirectory]]:
+    """The runs for which an agent was started."""
+    started: list[RunDirectory] = []
+    monkeypatch.setattr(freezing, "SETTLE_S", 0.0)
+    monkeypatch.setattr(batch, "reexec_from_snapshot", lambda run: None)
+    monkeypatch.setattr(batch, "run_agent", lambda run: started.append(run) or 0)
+    yield started
+
+
+def test_damage_is_the_right_run_or_one_message(
+    trained: RunDirectory, tmp_path: Path, agents: list[RunDirectory], capfd: pytest.CaptureFixture[str]
+) -> None:
+    truth = Truth(trained)
+    names = [path.relative_to(trained.path) for path in small_files(trained)]
+    assert {"config.yaml", "run.json", "run.copy.json", "fabric.json"} <= {str(name) for name in names}
+    assert {"attempts", "events", "metrics"} <= {name.parts[0] for name in names}
+    run = RunDirectory(tmp_path / "one")
+    shutil.copytree(trained.path, run.path, symlinks=True)
+    wrong: dict[str, str] = {}
+    refused = 0
+    for name in names:
+        data = (trained.path / name).read_bytes()
+        for seed in range(CASES):
+            choose = random.Random(f"{name.parts[0]} {seed}")
+            damage = choose.choice(DAMAGES)
+            damaged = damage(data, choose)
+            (run.path / name).unlink()
+            if damaged is not None:
+                (run.path / name).write_bytes(damaged)
+            case = f"{damage.__name__} of {name}, seed {seed}"
+            try:
+                truth.check(run)
+            except UserError as error:
+                refused += 1
+                if not (error.where and error.fix):
+                    wrong[case] = f"a message without advice: {error}"
+            except Exception:
+                wrong[case] = traceback.format_exc(limit=-3)
+            for command in COMMANDS:
+                try:
+                    code = cli.run([*command, str(run.path)])
+                except Exception:
+                    wrong[f"{' '.join(command)} after {case}"] = traceback.format_exc(limit=-3)
+                    continue
+                said = capfd.readouterr().err
+                if code not in (0, 1, 2) or "Traceback" in said or (code == 2 and not said.strip()):
+                    wrong[f"{' '.join(command)} after {case}"] = f"exit code {code}: {said}"
+            (run.path / name).write_bytes(data)
+    truth.check(run)
+    kinds = sorted({text.strip().splitlines()[-1] for text in wrong.values()})
+    shown = "\n".join(f"{case}: {text}" for case, text in list(wrong.items())[:8])
+    assert not wrong, f"{len(wrong)} of {len(names) * CASES} cases, {kinds}\n{shown}"
+    assert refused, "a changed config is among the cases"
