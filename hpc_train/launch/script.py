@@ -63,8 +63,9 @@ WAIT = """\
     echo "the agents have ended but their step has not (a node may be frozen): asking Slurm to kill the step" >&2
     number=$(sed -n 's/^step //p' "$end".node-* | tail -n 1)
     [ -z "$number" ] || timeout 15 scancel --signal=KILL "$job.$number" || true
+    srun_ends 10 || kill -KILL "$srun" || true
+    date +%s > "$end.frozen" || true # the frozen node held the job until now
   fi
-  srun_ends 10 || kill -KILL "$srun" || true
   status=0
   wait "$srun" || status=$?
 """.rstrip()

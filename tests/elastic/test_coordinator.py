@@ -280,6 +280,17 @@ def test_a_run_that_is_not_elastic_is_requeued_node_loss_options(tmp_path: Path)
     assert action(course.next(NODE_LOSS_WAIT_S)) is Action.REQUEUE
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_frozen_node_is_avoided_at_once_and_another_lost_node_is_not(tmp_path: Path, frozen: bool) -> None:
+    course = Course(tmp_path, 2)
+    course.started()
+    course.head.left(1, "gone", course.now, frozen)
+    course.next()
+    course.report(failed(Failure.COMMUNICATION), 0)
+    assert action(course.next(NODE_LOSS_WAIT_S)) is Action.REQUEUE
+    assert course.head.node_failures.failing_nodes() == ({"n1"} if frozen else set())
+
+
 def test_a_lost_node_that_comes_back_is_a_spare(tmp_path: Path) -> None:
     course = Course(tmp_path, 2, min_nodes=1)
     course.started()

@@ -6,17 +6,18 @@ import os
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from hpc_train.cluster.allocation import Allocation
-from hpc_train.config.schema import Config, ElasticConfig, RunConfig
+from hpc_train.config.schema import ClusterConfig, Config, ElasticConfig, RunConfig
 from hpc_train.elastic.attempts import Attempts
 from hpc_train.elastic.coordinator import Leave
 from hpc_train.elastic.decision import Budget, RestartDecision, over_budget
 from hpc_train.elastic.fabric import Fabric
-from hpc_train.elastic.nodes import NodeFailures
+from hpc_train.elastic.nodes import TOO_OFTEN, NodeFailures
 from hpc_train.elastic.requeue import JobEnd, request
 from hpc_train.elastic.store import Stores
 from hpc_train.launch.script import by_hand, requeue_lines_before, requeue_script_lines
@@ -145,6 +146,7 @@ def test_a_step_that_does_not_end_does_not_hold_the_job(
     assert done.returncode == code
     assert (calls.read_text().splitlines() if calls.exists() else []) == asked
     assert not psutil.pid_exists(int(pid.read_text())), "nothing is left of the step"
+    assert [path.name for path in run.attempts.glob("*.frozen")] == ([] if reported is None else ["end-7.0.frozen"])
 
 
 def test_a_hub_that_wakes_up_when_another_agent_acts_for_the_job_says_nothing(run: RunDirectory) -> None:
@@ -172,6 +174,35 @@ def test_a_node_that_failed_twice_is_excluded_at_the_requeue_and_only_for_a_time
     assert JobEnd(run, "7", 0, 0).exclude_file.read_text() == "n3"
     assert start(run, 1, 2, exclude_hours=0) == Exit.STOPPED
     assert JobEnd(run, "7", 1, 0).exclude_file.read_text() == "", "the list is lifted"
+
+
+@pytest.mark.parametrize(
+    ("states", "cluster", "excluded"),
+    [
+        ("n1 mixed\nn2 allocated\nn3 idle", {"nodes": 2}, "n2"),
+        ("n1 mixed\nn2 allocated\nn3 drained*", {"nodes": 2}, ""),  # Slurm would hold the job: BadConstraints
+        ("n1 mixed\nn2 allocated\nn3 idle", {"nodes": 2, "exclude": "n[3-4]"}, "n[3-4]"),
+        ("n1 mixed\nn2 allocated\nn3 idle", {"nodes": 2, "nodelist": "n[1-2]"}, ""),
+        ("n1 mixed\nn2 allocated", {"nodes": "1-2"}, "n2"),
+        ("", {"nodes": 2}, "n2"),  # Slurm does not respond
+    ],
+)
+def test_a_node_without_which_the_job_could_not_start_is_not_excluded(
+    run: RunDirectory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    states: str,
+    cluster: dict[str, Any],
+    excluded: str,
+) -> None:
+    stand_in(tmp_path, sinfo=f"echo '{states}'" if states else "exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_PARTITION", "cpu")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    NodeFailures(run, expiry_s=3600).note("n2", "node_lost", TOO_OFTEN)
+    config, end = Config(cluster=ClusterConfig(**cluster)), JobEnd(run, "7", 0, 0)
+    assert request(end, config, EventLog.open(run, "agent-n0", 0), "") == Exit.STOPPED
+    assert (end.exclude_file.read_text() if end.exclude_file.exists() else "") == excluded
 
 
 def test_a_run_has_a_ceiling_of_gpu_hours_over_all_of_its_jobs(run: RunDirectory) -> None:

@@ -60,8 +60,9 @@ for step in 1 2 3; do
     echo "the agents have ended but their step has not (a node may be frozen): asking Slurm to kill the step" >&2
     number=$(sed -n 's/^step //p' "$end".node-* | tail -n 1)
     [ -z "$number" ] || timeout 15 scancel --signal=KILL "$job.$number" || true
+    srun_ends 10 || kill -KILL "$srun" || true
+    date +%s > "$end.frozen" || true # the frozen node held the job until now
   fi
-  srun_ends 10 || kill -KILL "$srun" || true
   status=0
   wait "$srun" || status=$?
   if [ "$status" -le 128 ] || [ -n "$recorded$cancelled" ]; then break; fi
