@@ -334,6 +334,22 @@ def test_time_in_which_the_hub_stood_still_does_not_count(tmp_path: Path) -> Non
     assert course.started() == [0, 1]
 
 
+def test_a_hub_that_slurm_replaced_while_it_stood_still_blames_no_node(tmp_path: Path) -> None:
+    course = Course(tmp_path, 2)
+    course.started()
+    course.head.superseded = lambda: "Slurm has requeued the job"
+    course.head.stop = "SIGTERM"
+    course.lose(1)
+    course.head.postpone(160.0)
+    order = course.next()
+    assert (action(order), order.decision.reason) == (Action.STOP, "Slurm has requeued the job")
+    assert course.head.node_failures.recent() == []
+    other = Course(tmp_path / "other", 2)
+    other.head.superseded = lambda: "Slurm has requeued the job"
+    other.head.postpone(3.0)
+    assert other.started() == [0, 1], "a short stall is no reason to ask"
+
+
 def fail_on(course: Course, nodes: list[int], number: int, failure: Failure, step: int, message: str = "no") -> None:
     """An attempt on ``nodes``, which a failure on ``number`` ends."""
     assert course.started() == nodes

@@ -166,6 +166,34 @@ def test_a_hub_that_wakes_up_when_another_agent_acts_for_the_job_says_nothing(ru
     assert attempts.superseded() is None, "another step of the same job"
 
 
+@pytest.mark.parametrize(
+    ("shown", "replaced"),
+    [
+        ("JobState=RUNNING Restarts=0", False),
+        ("JobState=SUSPENDED Restarts=0", False),
+        ("JobState=PENDING Restarts=0", True),
+        ("JobState=RUNNING Restarts=1", True),
+        ("", False),  # Slurm does not respond
+    ],
+)
+def test_a_hub_that_wakes_up_after_slurm_has_requeued_the_job_says_nothing(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: str, replaced: bool
+) -> None:
+    stand_in(tmp_path, scontrol=f"echo {shown}")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    end = JobEnd(run, "7", 0, 0)
+    here = Allocation(2, 0, "n1", "7", "7.0.0", "n1", ("n1", "n2"))
+    config, events = Config(), EventLog.open(run, "agent-n1", 0)
+    attempts = Attempts(run, config, here, end, Stores("tests.elastic.entries:serve"), Fabric(run, config, []), events)
+    why = attempts.replaced_by_slurm()
+    assert (why is not None) == replaced
+    if why is not None:
+        assert attempts.leave(Leave(RestartDecision(Action.STOP, why))) == Exit.STOPPED
+        assert not end.is_recorded()
+        assert list(run.read_events()) == []
+
+
 def test_a_node_that_failed_twice_is_excluded_at_the_requeue_and_only_for_a_time(run: RunDirectory) -> None:
     failures = NodeFailures(run, expiry_s=3600)
     for node in ("n2", "n3", "n3"):

@@ -149,3 +149,13 @@ def test_whether_slurm_suspended_the_job(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     command(tools, "scontrol", f"echo '{shown}'")
     assert client.was_suspended(time.mktime(time.strptime(since, "%Y-%m-%dT%H:%M:%S"))) == expected
+
+
+def test_nodes_that_are_down_or_cannot_be_used(tools: Path) -> None:
+    command(tools, "sinfo", "echo 'n1|down*|Not responding'; echo 'n2|idle|none'; echo 'n3|drained|bad dimm'")
+    assert client.unavailable_nodes(["n1", "n2", "n3"]) == {"n1": "down (Not responding)"}
+    command(tools, "sinfo", "echo 'n1 down*'; echo 'n2 idle'; echo 'n3 drained'; echo 'n4 mixed'")
+    assert client.usable_nodes("cpu") == {"n2", "n4"}
+    command(tools, "sinfo", "exit 1")
+    assert client.unavailable_nodes(["n1"]) == {}
+    assert client.usable_nodes("cpu") is None
