@@ -248,7 +248,7 @@ REQUEUE_AFTER = """\
 # The job stopped before its time limit or because of a preemption: this script asks Slurm once to requeue it, unless
 # the job is cancelled (`incomplete` also checks that), is held (priority 0), or is already being requeued by Slurm.
 if [ "$status" -eq 75 ] && [ -e "$end.requeue" ] && [ -z "$cancelled" ]; then
-  for wait in 0 5 10 20; do
+  for wait in 0 5 10 20 40 60 60 60 60 120 120; do
     sleep "$wait"
     state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format='%T %Q') && break
   done

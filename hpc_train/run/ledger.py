@@ -24,6 +24,8 @@ FAILURES = ("worker_failed", "hang_detected", "node_lost", "failed")
 CLOSING = ("training_finished", "training_stopped")
 ENDS = (*CLOSING, "finished", "stopped")  # the last two are the agent's
 STOPS = {"suspended": "suspended_s", "paused": "frozen_s"}  # the account of the seconds of each event
+# written by an agent that was frozen, when it wakes up; Slurm may have requeued its job meanwhile
+ECHOES = ("stop_requested", *STOPS)
 BEGINNINGS = {"resumed": "step", "rolled_back": "to_step"}  # the key with the step that training continues from
 
 
@@ -242,7 +244,7 @@ class _Attempt:
     @cached_property
     def last_sign(self) -> float:
         intervals = [interval.time for stretch in self.stretches for interval in stretch.intervals]
-        return max([event["time"] for event in self.events] + intervals)
+        return max([event["time"] for event in self.events if event["event"] not in ECHOES] + intervals)
 
     @cached_property
     def released(self) -> float:

@@ -121,12 +121,12 @@ class OnSlurm:
             output, _ = self.submitter.communicate(timeout=PATIENCE_S)
             assert self.submitter.returncode == 0, output
         assert self.ended() == "COMPLETED"
+        assert weights(self.run) == whole
         losses = defaultdict(set)
         for line in RunDirectory(self.run).read_all_metrics():
             losses[line["step"]].add(line["loss"])
-        assert sorted(losses) == list(range(1, STEPS + 1))
+        assert sorted(losses) == list(range(1, STEPS + 1)), "the metrics lack steps"
         assert max(map(len, losses.values())) == 1, "a repeated step has a different loss"
-        assert weights(self.run) == whole
         self.nothing_left()
         self.last_failure_told()
 

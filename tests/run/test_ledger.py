@@ -195,6 +195,7 @@ def test_time_in_which_a_frozen_node_held_the_job_is_no_queue() -> None:
     log.line(111.0, 1)
     log.event(112.0, "node_lost")
     log.event(114.0, "requeued", step=1)
+    log.event(240.5, "stop_requested", reason="lease lost")  # by the frozen node, when it wakes up
     assert seconds(log.ledger(now=200.0, frozen={"7.0": 150.0}).total)["queue_s"] == 50.0
     log.started(240.0, attempt=1, launch="7.0.1", began=236.0)
     log.line(246.0, 10, attempt=1)
