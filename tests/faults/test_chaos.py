@@ -1,4 +1,4 @@
-"""Runs the kinds of ``tests.faults.chaos`` one by one, on one cluster; those that have passed with this code are skipped."""
+"""Runs the kinds of ``tests.faults.chaos`` one by one on one cluster, except those that have passed with this code."""
 
 from __future__ import annotations
 
