@@ -236,6 +236,14 @@ def _has_ended(end: JobEnd | None) -> bool:
     return end is not None and end.is_recorded()
 
 
+def write_pause(pause: Pause, events: EventLog, in_job: bool) -> None:
+    """Writes an event about a time in which the batch host did not execute; asks Slurm whether it suspended the job."""
+    by_slurm = in_job and was_suspended(pause.until - pause.seconds)
+    reason = "Slurm suspended the job" if by_slurm else "the processes of the batch host did not execute"
+    event, seconds = "suspended" if by_slurm else "paused", round(pause.seconds, 3)
+    events.write(event, seconds=seconds, until=pause.until, reason=f"{reason} for {seconds:.0f} s")
+
+
 class EndedByServer(Exception):
     """Raised when the server ends the attempt because of a failure on another node."""
 
@@ -296,17 +304,14 @@ class Agent:
             self._events().write("stop_requested", reason=self.stop.reason)
 
     def _report_pause(self, pause: Pause) -> None:
-        """Writes that this node did not execute for some seconds, and whether Slurm had suspended the job."""
+        """Writes an event about the pause, unless Slurm has requeued the job meanwhile."""
         if pause.seconds < MIN_PAUSE_S:
             return
         end = JobEnd.of_this_process(self.run)
         if end is not None and is_current_start(end.restart) is False:
             self._replaced = True  # the next start of the job writes the events from now on
             return
-        by_slurm = end is not None and was_suspended(pause.until - pause.seconds)
-        reason = "Slurm suspended the job" if by_slurm else "the processes of the batch host did not execute"
-        seconds, event = round(pause.seconds, 3), "suspended" if by_slurm else "paused"
-        self._events().write(event, seconds=seconds, until=pause.until, reason=f"{reason} for {seconds:.0f} s")
+        write_pause(pause, self._events(), in_job=end is not None)
 
     def _events(self) -> EventLog:
         return self.events.of(max(0, self.run.newest_attempt()) if self._attempt is None else self._attempt)

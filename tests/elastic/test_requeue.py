@@ -13,7 +13,9 @@ import pytest
 
 from hpc_train.cluster.allocation import Allocation
 from hpc_train.config.schema import ClusterConfig, Config, ElasticConfig, RunConfig
+from hpc_train.elastic.agent import write_pause
 from hpc_train.elastic.attempts import Attempts
+from hpc_train.elastic.client import Pause
 from hpc_train.elastic.coordinator import Leave
 from hpc_train.elastic.decision import Budget, RestartDecision, over_budget
 from hpc_train.elastic.fabric import Fabric
@@ -192,6 +194,20 @@ def test_a_hub_that_wakes_up_after_slurm_has_requeued_the_job_says_nothing(
         assert attempts.leave(Leave(RestartDecision(Action.STOP, why))) == Exit.STOPPED
         assert not end.is_recorded()
         assert list(run.read_events()) == []
+
+
+@pytest.mark.parametrize(("in_job", "event"), [(True, "suspended"), (False, "paused")])
+def test_a_pause_is_a_suspension_if_slurm_has_just_resumed_the_job(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_job: bool, event: str
+) -> None:
+    now = time.time()
+    stand_in(tmp_path, scontrol=f"date --date=@{now:.0f} +SuspendTime=%Y-%m-%dT%H:%M:%S")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    write_pause(Pause(25.0, now), EventLog.open(run, "agent-n1", 0), in_job)
+    (written,) = run.read_events()
+    assert (written["event"], written["seconds"], written["until"]) == (event, 25.0, now)
+    assert written["reason"].endswith("for 25 s")
 
 
 def test_a_node_that_failed_twice_is_excluded_at_the_requeue_and_only_for_a_time(run: RunDirectory) -> None:

@@ -17,6 +17,7 @@ import errno
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -44,6 +45,7 @@ from tests.faults.on_slurm import (
     processes,
     signal_all,
     undisturbed,
+    weights,
 )
 from tests.slurm.cluster import DEVCLUSTER, Cluster, running, wait_for
 from tests.slurm.runs import events, status
@@ -91,7 +93,7 @@ class Kind:
         fails: whether an attempt fails, so that ``why`` names a failure; otherwise it says that nothing failed.
         overrides: the nodes and other keys of the run.
         own_file_system: whether the run directory is on the file system of the scene.
-        whole: whether the run completes with its directory intact.
+        whole: whether the run directory is still there after the run, with all records.
     """
 
     inject: Callable[[Scene], None]
@@ -431,6 +433,7 @@ def perform(name: str, stage: Stage, seed: int, folder: Path) -> dict[str, objec
             on.finished(stage.whole)
         else:
             on.nothing_left()
+            assert weights(on.run) == stage.whole, "the weights differ"
         check_told(kind, on)
         for node in NODES:
             assert listening(stage.cluster, node) == 1, f"a port is left open on {node}"
@@ -449,8 +452,8 @@ def check_told(kind: Kind, on: OnSlurm) -> None:
     if not kind.whole:
         assert on.submitter is not None
         output, _ = on.submitter.communicate()
-        assert on.submitter.returncode not in (0, None), output
-        assert "deleted" in output, output
+        told = output.replace(str(on.run), "RUN")
+        assert re.search(r"deleted|removed|is gone", told), f"the submitter does not say what happened:\n{told}"
         return
     told = on.why()
     for words in kind.says:
