@@ -213,10 +213,10 @@ def view_of(
 
 def _between_starts(end: AttemptEnd, status: JobStatus | None) -> str:
     """Returns the state of a job that may be started again without the user."""
+    if status is not None and status.is_pending:  # also after a requeue that the agents did not ask for
+        return f"{end.state}, {status.words}" if end.state == "requeued" else status.words
     if end.state != "requeued" or status is None:
         return end.state
-    if status.is_pending:
-        return f"{end.state}, {status.words}"
     return TO_BE_REQUEUED if status.is_running else end.state
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import groupby
 from operator import add
@@ -178,6 +178,12 @@ class _Interval:
     @property
     def began(self) -> float:
         return self.time - self.steps_s - self.evaluation_s - self.checkpoint_s
+
+    def without(self, seconds: float) -> _Interval:
+        """Returns the interval without a time in which nothing executed, which made one of its parts so long."""
+        parts = {name: getattr(self, name) for name in ("steps_s", "evaluation_s", "checkpoint_s")}
+        longest = max(parts, key=lambda name: parts[name])
+        return replace(self, **{longest: max(0.0, parts[longest] - seconds)})
 
     def kept_share(self, kept: float) -> float:
         """Returns the share of its steps that is kept if work up to the step ``kept`` is kept."""
@@ -379,10 +385,10 @@ class _Accounting:
         share = interval.kept_share(kept)
         evaluation_kept = interval.last <= kept
         stopped = interval.time - interval.began - self._executed(interval.began, interval.time)
-        steps_s = max(0.0, interval.steps_s - stopped)
-        self._add("steps_s", share * steps_s)
+        interval = interval.without(stopped)
+        self._add("steps_s", share * interval.steps_s)
         self._add("evaluation_s", interval.evaluation_s if evaluation_kept else 0.0)
-        self._add("lost_s", (1 - share) * steps_s + (0.0 if evaluation_kept else interval.evaluation_s))
+        self._add("lost_s", (1 - share) * interval.steps_s + (0.0 if evaluation_kept else interval.evaluation_s))
         self._add("checkpoint_s", interval.checkpoint_s)
 
     def _account_tail(self, kept: float) -> None:

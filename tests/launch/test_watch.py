@@ -71,6 +71,14 @@ def test_a_job_that_slurm_has_suspended_is_not_running(tmp_path: Path) -> None:
     assert [item.view(JobStatus(state)).state for state in ("RUNNING", "SUSPENDED")] == ["running", "suspended"]
 
 
+def test_a_job_that_a_person_has_requeued_and_held_is_not_stopping(tmp_path: Path) -> None:
+    item = submitted(tmp_path)
+    item.job.run.claim_attempt()
+    EventLog.open(item.job.run, "agent-n0", 0).write("stopped", exit_code=75, reason="SIGTERM")
+    states = [item.view(JobStatus(state, "JobHeldUser")).state for state in ("COMPLETING", "PENDING")]
+    assert states == ["stopping", "pending (JobHeldUser)"]
+
+
 def test_an_earlier_attempt_does_not_count(tmp_path: Path) -> None:
     item = submitted(tmp_path, first_attempt=1)
     item.job.run.claim_attempt()

@@ -189,6 +189,17 @@ def test_time_in_which_the_job_did_not_execute_is_no_step(event: str, account: s
     assert found.held_s == (23.0 if event == "suspended" else 57.0), "a suspended job holds no device"
 
 
+def test_a_suspension_during_a_save_is_no_save() -> None:
+    log = Log()
+    log.started(100.0)
+    log.line(111.0, 1)
+    log.event(152.5, "suspended", seconds=37.0, until=152.0)
+    log.line(153.0, 3, save_s=40.0)
+    log.event(153.0, "training_finished", step=3, step_s=0.1, save_s=0.0)
+    expected = {"start_up_s": 10.0, "steps_s": 3.0, "checkpoint_s": 3.0, "suspended_s": 37.0}
+    assert seconds(log.ledger().total) == expected
+
+
 def test_time_in_which_a_frozen_node_held_the_job_is_no_queue() -> None:
     log = Log()
     log.started(100.0)
