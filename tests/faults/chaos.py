@@ -206,7 +206,7 @@ def drained(scene: Scene) -> None:
     scene.cluster.call("scontrol", "update", f"nodename={node}", "state=drain", "reason=bad dimm")
     scene.wait_until_over()
     told = scene.on.why()
-    assert re.search(rf"{node} drain(ed|ing) \(bad dimm\)", told), told
+    assert re.search(rf"{node} drain(ed|ing)\S* \(bad dimm\)", told), told
 
 
 def slurmd_killed(scene: Scene) -> None:
