@@ -392,6 +392,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="the directory of results and runs")
     parser.add_argument("--only", action="append", choices=KINDS, help="only this kind; may be repeated")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # undoes the fault and ends the cluster
     results, seed = options.out.resolve() / "results.jsonl", options.seed
     passed = {line["case"] for line in read_lines(results) if line["seed"] == seed and line["passed"]}
     left = [name for name in options.only or KINDS if name not in passed]
