@@ -282,8 +282,15 @@ KINDS: dict[str, Kind] = {
     "munge_away": Kind(munge_away, overrides=(*TWO, "model.args.seconds=1")),
     "file_system_frozen": Kind(file_system_frozen, own_file_system=True),
     "directory_deleted": Kind(directory_deleted, own_file_system=True, whole=False, overrides=(*TWO, LONGER)),
-    "directory_read_only": Kind(directory_read_only, own_file_system=True, overrides=(*TWO, LONGER)),
-    "file_system_full": Kind(file_system_full, own_file_system=True, overrides=(*TWO, LONGER)),
+    "directory_read_only": Kind(
+        directory_read_only, ("Read-only file system",), overrides=(*TWO, LONGER), own_file_system=True
+    ),
+    "file_system_full": Kind(
+        file_system_full,
+        ("checkpoint_failed", "No space left on device"),
+        overrides=(*TWO, LONGER),
+        own_file_system=True,
+    ),
     "nodes_apart": Kind(nodes_apart, overrides=("cluster.nodes=3", ASKED)),
     "batch_host_apart": Kind(
         batch_host_apart, ("silent for",), fails=True, overrides=(*TWO, "elastic.heartbeat_timeout_s=5")
