@@ -23,14 +23,14 @@ from hpc_train.cluster.gpus import UnusableGpus, gpu_memory
 from hpc_train.cluster.placement import switch_address
 from hpc_train.config.schema import Config
 from hpc_train.elastic.attempts import Attempts, run_attempt
-from hpc_train.elastic.client import RendezvousClient, ServerLost, requeue_after_server_loss, wait_for_server
+from hpc_train.elastic.client import Pause, RendezvousClient, ServerLost, requeue_after_server_loss, wait_for_server
 from hpc_train.elastic.coordinator import Coordinator, NodeReport
 from hpc_train.elastic.decision import OVER_BUDGET, Budget, History, WorkerFailure, over_budget
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.gpu_errors import GpuErrors
 from hpc_train.elastic.hang_bounds import patience_s
 from hpc_train.elastic.logs import WorkerLog, nonfailing_streams
-from hpc_train.elastic.nodes import TOO_OFTEN, Node, NodeFailures, Unfit, check_health
+from hpc_train.elastic.nodes import Node, NodeFailures, Unfit, check_health
 from hpc_train.elastic.rendezvous import AttemptSpec, ServerAddress, bind
 from hpc_train.elastic.requeue import JobEnd
 from hpc_train.elastic.server import RendezvousServer
@@ -51,11 +51,12 @@ from hpc_train.run.freeze import load
 from hpc_train.run.lease import hold_lease
 from hpc_train.run.processes import raise_descriptor_limit
 from hpc_train.run.requests import StopRequests, watch_signals
-from hpc_train.slurm.client import is_suspended
+from hpc_train.slurm.client import is_current_start, is_suspended, was_suspended
 
 ENTRY = "hpc_train.train.worker:train"
 STORE = "hpc_train.elastic.store:serve"
 TICK_S = 0.25
+MIN_PAUSE_S = 5.0  # on a busy machine, a process may wait seconds for a core
 LEAVE_S = 15.0  # wait at most this long for the server to release all agents
 
 Reserve = Callable[[StopRequests], AbstractContextManager[None]]
@@ -142,7 +143,7 @@ def _run(
                     run, allocation.launch_id, lambda: stop.requested or _has_ended(end), config.elastic.join_timeout_s
                 )
             except ServerLost as lost:
-                return requeue_after_server_loss(run, config, allocation, end, lost, TOO_OFTEN)
+                return requeue_after_server_loss(run, config, allocation, end, lost)
             if found is None:
                 return Exit.STOPPED
             address = found
@@ -216,6 +217,7 @@ def _start_server(
         node_failures=NodeFailures(run, elastic.exclude_hours * 3600),
         join_until=time.monotonic() + elastic.join_timeout_s,
         refusal=lambda: attempts.superseded() or over_budget(run, config),
+        superseded=lambda: attempts.superseded() or attempts.replaced_by_slurm(),
         names=allocation.node_names,
         elsewhere=attempts.end is not None,
     )
@@ -232,6 +234,14 @@ def _start_server(
 def _has_ended(end: JobEnd | None) -> bool:
     """Returns whether the agent of node 0 ended before it had a rendezvous server."""
     return end is not None and end.is_recorded()
+
+
+def write_pause(pause: Pause, events: EventLog, in_job: bool) -> None:
+    """Writes an event about a time in which the batch host did not execute; asks Slurm whether it suspended the job."""
+    by_slurm = in_job and was_suspended(pause.until - pause.seconds)
+    reason = "Slurm suspended the job" if by_slurm else "the processes of the batch host did not execute"
+    event, seconds = "suspended" if by_slurm else "paused", round(pause.seconds, 3)
+    events.write(event, seconds=seconds, until=pause.until, reason=f"{reason} for {seconds:.0f} s")
 
 
 class EndedByServer(Exception):
@@ -256,6 +266,7 @@ class Agent:
     entry: str
     events: EventLog  # of this agent, in any attempt
     _attempt: int | None = field(default=None, init=False)  # the newest attempt it knows of
+    _replaced: bool = field(default=False, init=False)  # Slurm ended this start of the job while the node was frozen
 
     def work(self) -> int:
         """Follows the server's orders until it releases the agent; returns the exit code.
@@ -287,9 +298,23 @@ class Agent:
         self.on_tick()
         if self.stores is not None and self.budget.is_used_up:
             self.stop.request(OVER_BUDGET)
-        if self.stop.reason is not None and client.send_stop(self.stop.reason):
-            attempt = max(0, self.run.newest_attempt()) if self._attempt is None else self._attempt
-            self.events.of(attempt).write("stop_requested", reason=self.stop.reason)
+        while self.stores is not None and not client.pauses.empty():  # the other nodes stopped with this one
+            self._report_pause(client.pauses.get())
+        if self.stop.reason is not None and client.send_stop(self.stop.reason) and not self._replaced:
+            self._events().write("stop_requested", reason=self.stop.reason)
+
+    def _report_pause(self, pause: Pause) -> None:
+        """Writes an event about the pause, unless Slurm has requeued the job meanwhile."""
+        if pause.seconds < MIN_PAUSE_S:
+            return
+        end = JobEnd.of_this_process(self.run)
+        if end is not None and is_current_start(end.restart) is False:
+            self._replaced = True  # the next start of the job writes the events from now on
+            return
+        write_pause(pause, self._events(), in_job=end is not None)
+
+    def _events(self) -> EventLog:
+        return self.events.of(max(0, self.run.newest_attempt()) if self._attempt is None else self._attempt)
 
     def _check_store(self, client: RendezvousClient, attempt: int) -> None:
         if self.stores is not None and self.stores.lost:

@@ -34,7 +34,9 @@ from hpc_train.run.events import EventLog
 from hpc_train.run.exits import EXITS, Action, Exit, Failure
 from hpc_train.run.files import patiently
 from hpc_train.run.requests import StopRequests
-from hpc_train.slurm.client import show_topology
+from hpc_train.slurm.client import is_current_start, show_topology, unavailable_nodes
+
+REPLACED = "Slurm has ended or requeued the job"
 
 
 @dataclass
@@ -66,7 +68,7 @@ class Attempts:
 
     def leave(self, leave: Leave) -> int:
         """Records how the job ended; returns the exit code of its agents."""
-        if self.superseded() is not None:
+        if self.superseded() is not None or leave.decision.reason == REPLACED:
             return Exit.STOPPED
         if self._newest is None and leave.decision.action in (Action.REFUSE, Action.FAIL, Action.STOP):
             # commands that wait for the job look for its end in a new attempt
@@ -89,6 +91,11 @@ class Attempts:
     def superseded(self) -> str | None:
         """Returns why this server must not decide any more: its agent was frozen and another agent has taken over."""
         return "another agent has taken over the job" if self.end is not None and self.end.has_successor() else None
+
+    def replaced_by_slurm(self) -> str | None:
+        """Returns why this server must not decide any more: its node was frozen until Slurm gave it up."""
+        current = None if self.end is None else is_current_start(self.end.restart)
+        return REPLACED if current is False else None
 
     def _ask_for_requeue(self, leave: Leave, events: EventLog) -> tuple[Leave, Exit]:
         """Returns the exit code, and the decision, which changes to a failure if the job cannot ask for the requeue."""
@@ -133,9 +140,19 @@ class Attempts:
         if start.before:
             self._report_change(start, events)
         elif self.end is not None and self.end.was_requeued_externally():
-            reason = "requeued by a person (scontrol requeue) or by Slurm (a preemption or lost nodes)"
-            events.write("requeued_by_slurm", reason=reason)
+            events.write("requeued_by_slurm", **self._why_requeued(spec.attempt))
         report_placement(start, self.config.cluster.switches, events)
+
+    def _why_requeued(self, attempt: int) -> dict[str, Any]:
+        """Returns the details of a requeue that the job did not ask for: the nodes that Slurm has lost, if any."""
+        started = [event for event in self.run.read_events() if event["event"] == "started"]
+        before = [event for event in started if event["attempt"] < attempt]
+        lost = unavailable_nodes(max(before, key=lambda event: event["attempt"])["nodes"]) if before else {}
+        if not lost:
+            return {"reason": "requeued by a person (scontrol requeue) or by Slurm (a preemption)"}
+        words = ", ".join(f"node {node} is {state}" for node, state in lost.items())
+        details = {"class": Failure.NODE_LOST, "rank": None, "node": next(iter(lost))}
+        return details | {"message": f"Slurm requeued the job: {words}"}
 
     def _report_change(self, start: Start, events: EventLog) -> None:
         assert start.cause is not None

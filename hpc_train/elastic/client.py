@@ -16,13 +16,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from hpc_train.cluster.allocation import Allocation
 from hpc_train.config.schema import Config
 from hpc_train.elastic.channel import Channel, Message
 from hpc_train.elastic.coordinator import NodeReport
-from hpc_train.elastic.nodes import Node, NodeFailures
+from hpc_train.elastic.nodes import TOO_OFTEN, Node, NodeFailures
 from hpc_train.elastic.rendezvous import ServerAddress
 from hpc_train.elastic.requeue import JobEnd, request
 from hpc_train.elastic.server import beat_s, has_stalled, report_message
@@ -41,7 +42,23 @@ RETRY_S = 0.2
 
 
 class ServerLost(ConnectionError):
-    """Raised when the rendezvous server is gone: its node or its agent."""
+    """Raised when the rendezvous server is gone: its node or its agent.
+
+    Args:
+        frozen: its connection lived, or its agent never started, so that its node must be avoided.
+    """
+
+    def __init__(self, message: str, frozen: bool = False) -> None:
+        super().__init__(message)
+        self.frozen = frozen
+
+
+@dataclass(frozen=True)
+class Pause:
+    """A time in which this process did not execute: its seconds, and its end in seconds since 1970."""
+
+    seconds: float
+    until: float
 
 
 class RendezvousClient:
@@ -53,6 +70,7 @@ class RendezvousClient:
         self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._ended = -1  # the newest attempt that the server has ended
         self._stop_sent = False
+        self.pauses: queue.SimpleQueue[Pause] = queue.SimpleQueue()
         self.lost = False
         self.silent = False  # lost without a closed connection: its agent is frozen or its node is cut off
         self.hung = False  # the attempt was ended because of a hang
@@ -94,7 +112,7 @@ class RendezvousClient:
         except queue.Empty:
             if self.lost:
                 silent = f"the rendezvous server was silent for {self._silent_node_s + SERVER_BUSY_S:g} s"
-                raise ServerLost(silent if self.silent else "the rendezvous server is gone") from None
+                raise ServerLost(silent if self.silent else "the rendezvous server is gone", self.silent) from None
             return None
 
     def is_to_end(self, attempt: int) -> bool:
@@ -135,6 +153,7 @@ class RendezvousClient:
                 now = time.monotonic()
                 if has_stalled(now - looked, self._silent_node_s):  # e.g. a suspended job: the server stalled too
                     heard = now
+                    self.pauses.put(Pause(now - looked, time.time()))
                 looked = now
                 if now >= next_beat:
                     next_beat = now + beat_s(self._silent_node_s)
@@ -170,7 +189,8 @@ def wait_for_server(
         if give_up():
             return None
         if time.monotonic() > until:
-            raise ServerLost(f"the agent of node 0 published no rendezvous address within {timeout:.0f} s")
+            message = f"the agent of node 0 published no rendezvous address within {timeout:.0f} s"
+            raise ServerLost(message, frozen=True)
         time.sleep(RETRY_S)
     return found
 
@@ -181,13 +201,9 @@ PATIENCE_S = 600.0  # how long a Slurm controller may be unavailable
 
 
 def requeue_after_server_loss(
-    run: RunDirectory, config: Config, allocation: Allocation, end: JobEnd | None, lost: ServerLost, times: int = 1
+    run: RunDirectory, config: Config, allocation: Allocation, end: JobEnd | None, lost: ServerLost
 ) -> Exit:
-    """Requeues or ends the job after its workers are dead; every remaining agent calls it. Returns the exit code.
-
-    Args:
-        times: the number of failures of the batch host that this counts as.
-    """
+    """Requeues or ends the job after its workers are dead; every remaining agent calls it. Returns the exit code."""
     if end is not None and end.is_recorded():  # node 0 has decided and considers this node lost
         return Exit.STOPPED
     print(f"{lost}; requesting a requeue of the job", file=sys.stderr)
@@ -202,6 +218,7 @@ def requeue_after_server_loss(
     events.write("node_lost", **details)
     code = Exit.STOPPED
     try:
+        times = TOO_OFTEN if lost.frozen else 1
         NodeFailures(run, config.elastic.exclude_hours * 3600).note(host, Failure.NODE_LOST, times)
         code = patiently(lambda: request(end, config, events, "the batch host is lost"))
     except OSError as error:  # no other agent asks Slurm, and the job would keep running without workers

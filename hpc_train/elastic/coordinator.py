@@ -105,6 +105,7 @@ class Coordinator:
     node_failures: NodeFailures
     join_until: float
     refusal: Callable[[], str | None] = lambda: None  # why the run must not restart after any failure
+    superseded: Callable[[], str | None] = lambda: None  # why this server must not decide any more, asked after a stall
     names: Sequence[str] = ()  # names of all nodes, by node number
     elsewhere: bool = False  # whether a requeue may get other nodes
     stop: str | None = None  # the signal that asked the run to stop
@@ -116,12 +117,15 @@ class Coordinator:
     _reports: list[NodeReport] = field(default_factory=list, init=False)
     _causes: list[FailureReport] = field(default_factory=list, init=False)
     _has_stepped: bool = field(default=False, init=False)  # whether an attempt made progress
+    _frozen: set[str] = field(default_factory=set, init=False)  # names of nodes that were lost by doing nothing
     _end_ordered_at: float | None = field(default=None, init=False)  # time at which End was ordered
 
     def postpone(self, seconds: float) -> None:
         """Extends all timeouts by ``seconds`` during which this process stalled."""
         self.join_until += seconds
         self._end_ordered_at = None if self._end_ordered_at is None else self._end_ordered_at + seconds
+        if seconds > self.config.elastic.heartbeat_timeout_s and (why := self.superseded()) is not None:
+            self._verdict = RestartDecision(Action.STOP, why)
 
     def joined(self, node: Node) -> None:
         """Notes that an agent has joined and described its node, or why the node cannot take part."""
@@ -132,9 +136,11 @@ class Coordinator:
         else:
             self.present[node.number] = node
 
-    def left(self, number: int, why: str, now: float) -> None:
-        """Notes that the agent of a node is gone."""
+    def left(self, number: int, why: str, now: float, frozen: bool = False) -> None:
+        """Notes that the agent of a node is gone. ``frozen``: it exists and does nothing, so its node is avoided."""
         node = self.present.pop(number, None)
+        if node is not None and frozen:
+            self._frozen.add(node.name)
         if node is not None and number in self._working:
             message = f"node {node.name} is lost: {why}"
             rank = self._team.index(node) * node.workers
@@ -178,7 +184,7 @@ class Coordinator:
             return End(any(cause.failure.failure is Failure.HANG for cause in self._causes))
         if self._end_ordered_at is not None and now - self._end_ordered_at > END_TIMEOUT_S:
             for number in tuple(self._working):
-                self.left(number, "its agent cannot end its workers", now)
+                self.left(number, "its agent cannot end its workers", now, frozen=True)
         lost_at = max((cause.noticed for cause in self._causes if _is_loss(cause)), default=None)
         if self._working or (lost_at is not None and now - lost_at < NODE_LOSS_WAIT_S):
             return None
@@ -304,7 +310,8 @@ class Coordinator:
             decision = RestartDecision(Action.REPLACE) if self._has_sound_nodes_without(cause.node) else decision
         is_codes = failure is Failure.KERNEL and (bool(elsewhere) or decision.action is Action.FAIL)
         if failure in NODE_MAY_BE_TO_BLAME and not is_codes:
-            self.node_failures.note(cause.node, failure, NODE_MAY_BE_TO_BLAME[failure])
+            frozen = failure is Failure.NODE_LOST and cause.node in self._frozen
+            self.node_failures.note(cause.node, failure, TOO_OFTEN if frozen else NODE_MAY_BE_TO_BLAME[failure])
         if is_codes and elsewhere and decision.action is Action.FAIL:
             where = f"the same error ended an attempt on {', '.join(elsewhere)}, so no GPU causes it"
             return replace(decision, reason=f"{where}: {decision.reason}")

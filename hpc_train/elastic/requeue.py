@@ -10,6 +10,7 @@ names a shell can compute from ``SLURM_JOB_ID`` and ``SLURM_RESTART_COUNT``:
     end-<job>.<restart>.node-<N>    the exit code of all agents, written by node 0 or its successor; a second line has
                                     their step ("step 0"), which the script kills if it does not end
     end-<job>.<restart>.succession  node 0 is lost and another agent acts for it
+    end-<job>.<restart>.frozen      written by the batch script if it had to have the step killed: when that was over
     end-<job>.<restart>.exclude     nodes on which the job must not run again
     end-<job>.<restart>.requeue     the job must run again; the progress it made, as JSON
 """
@@ -19,13 +20,15 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpc_train.checkpoint.store import CheckpointStore
-from hpc_train.config.schema import Config
+from hpc_train.cluster.allocation import expand
+from hpc_train.config.schema import ClusterConfig, Config
+from hpc_train.config.values import node_range
 from hpc_train.elastic.decision import over_budget
 from hpc_train.elastic.nodes import NodeFailures
 from hpc_train.run.directory import RunDirectory
@@ -33,7 +36,7 @@ from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import patiently, read_json, write_json, write_text
 from hpc_train.run.ledger import read_ledger
-from hpc_train.slurm.client import may_requeue
+from hpc_train.slurm.client import may_requeue, usable_nodes
 
 MIN_USEFUL_SHARE = 0.2
 MIN_JOB_S = 600.0  # shorter jobs spend most of their time starting
@@ -82,11 +85,27 @@ def _once(end: JobEnd, config: Config) -> str | None:
 
 
 def _excluded(run: RunDirectory, config: Config) -> list[str]:
-    """Returns the nodes that the user excludes plus those that failed too often recently; [] if there are none of the
-    latter.
+    """Returns the nodes that the user excludes plus those that failed too often recently."""
+    failing = NodeFailures(run, config.elastic.exclude_hours * 3600).failing_nodes()
+    if failing and not _has_enough_without(failing, config.cluster):
+        names = ", ".join(sorted(failing))
+        print(f"{names} failed too often but is not excluded: the job needs the node to start", file=sys.stderr)
+        failing = frozenset()
+    return [*filter(None, [config.cluster.exclude]), *sorted(failing)]
+
+
+def _has_enough_without(failing: Collection[str], cluster: ClusterConfig) -> bool:
+    """Returns whether the job can start without some nodes. Slurm holds a job for ever that excludes too many nodes
+    (BadConstraints).
     """
-    failing = sorted(NodeFailures(run, config.elastic.exclude_hours * 3600).failing_nodes())
-    return [*filter(None, [config.cluster.exclude]), *failing]
+    required = set(expand(cluster.nodelist)) if cluster.nodelist else set()
+    usable = usable_nodes(os.environ["SLURM_JOB_PARTITION"]) if "SLURM_JOB_PARTITION" in os.environ else None
+    if usable is None:
+        return not required & set(failing)
+    fewest, most = node_range(cluster)
+    needed = fewest if fewest < most else int(os.environ.get("SLURM_JOB_NUM_NODES", most))
+    excluded = {*failing, *(expand(cluster.exclude) if cluster.exclude else [])}
+    return not required & excluded and len(usable - excluded) >= needed
 
 
 @dataclass(frozen=True)

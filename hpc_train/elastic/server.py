@@ -192,21 +192,21 @@ class RendezvousServer:
                 self._reset_silence(now)
                 return
         for member in silent:
-            self._drop(member, f"silent for {self._silent_node_s:g} s (elastic.heartbeat_timeout_s)")
+            self._drop(member, f"silent for {self._silent_node_s:g} s (elastic.heartbeat_timeout_s)", frozen=True)
 
     def _reset_silence(self, now: float) -> None:
         """Restarts the silence timers of all nodes."""
         for member in self._members.values():
             member.heard = now
 
-    def _drop(self, member: Member, why: str) -> None:
+    def _drop(self, member: Member, why: str, frozen: bool = False) -> None:
         if self._members.pop(member.channel.fileno(), None) is None:
             return
         with suppress(KeyError, ValueError):
             self._selector.unregister(member.channel)
         member.channel.close()
         if member.node is not None:
-            self._coordinator.left(member.node.number, why, time.monotonic())
+            self._coordinator.left(member.node.number, why, time.monotonic(), frozen)
 
     def _execute(self, order: Order) -> None:
         if isinstance(order, Start):

@@ -24,7 +24,8 @@ Event = dict[str, Any]
 
 FAILURES = ("worker_failed", "hang_detected", "node_lost", "failed", "stopped_retrying")
 STEPS = (  # reactions, besides the failures themselves
-    "stop_requested", "restarted", "shrunk", "spare_used", "requeued", "requeued_by_slurm", "resumed", "rolled_back",
+    "suspended", "paused", "stop_requested", "restarted", "shrunk", "spare_used", "requeued", "requeued_by_slurm",
+    "resumed", "rolled_back",
     "checkpoint_failed", "save_deferred", "checkpoint_set_aside", "slow_node", "slow_gpu",
     "unfit_node", "gpu_memory_awaited",
 )  # fmt: skip
@@ -143,6 +144,9 @@ def diagnose(found: RunHandle) -> Diagnosis:
 def find_cause(events: Sequence[Event]) -> FailureCause | None:
     """Returns the first failure of the newest failed attempt, leaving out the secondary failures that it caused."""
     failed = [event for event in events if event["event"] in FAILURES]
+    # the attempt after a node loss that only Slurm noticed reports it
+    lost = [event for event in events if event["event"] == "requeued_by_slurm" and "class" in event]
+    failed += [event | {"attempt": event["attempt"] - 1} for event in lost]
     if not failed:
         return None
     newest = max(event["attempt"] for event in failed)

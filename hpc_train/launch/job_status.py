@@ -51,6 +51,11 @@ class JobStatus:
         return bool(self.state) and state_of(self.state).phase is Phase.RUNNING
 
     @property
+    def is_suspended(self) -> bool:
+        """Returns whether the processes of the job are stopped (scontrol suspend, gang scheduling)."""
+        return bool(self.state) and state_of(self.state).phase is Phase.STOPPED
+
+    @property
     def words(self) -> str:
         """One phrase for users: "pending (Priority), starts about 01-31 12:00"."""
         text = self.state.lower() or "waiting"
@@ -194,6 +199,8 @@ def view_of(
         known = replace(known, metrics=last_line(run.metrics_file(attempt - 1)))
     end = attempt_end(run, attempt)
     if end is None:
+        if status is not None and status.is_suspended:
+            return replace(known, state=status.words)
         return known if present else _lost(run, known, status, output)
     if present and not end.final:
         return replace(known, state=_between_starts(end, status))
@@ -206,10 +213,10 @@ def view_of(
 
 def _between_starts(end: AttemptEnd, status: JobStatus | None) -> str:
     """Returns the state of a job that may be started again without the user."""
+    if status is not None and status.is_pending:  # also after a requeue that the agents did not ask for
+        return f"{end.state}, {status.words}" if end.state == "requeued" else status.words
     if end.state != "requeued" or status is None:
         return end.state
-    if status.is_pending:
-        return f"{end.state}, {status.words}"
     return TO_BE_REQUEUED if status.is_running else end.state
 
 

@@ -63,8 +63,9 @@ WAIT = """\
     echo "the agents have ended but their step has not (a node may be frozen): asking Slurm to kill the step" >&2
     number=$(sed -n 's/^step //p' "$end".node-* | tail -n 1)
     [ -z "$number" ] || timeout 15 scancel --signal=KILL "$job.$number" || true
+    srun_ends 10 || kill -KILL "$srun" || true
+    date +%s > "$end.frozen" || true # the frozen node held the job until now
   fi
-  srun_ends 10 || kill -KILL "$srun" || true
   status=0
   wait "$srun" || status=$?
 """.rstrip()
@@ -250,7 +251,7 @@ REQUEUE_AFTER = """\
 # The job stopped before its time limit or because of a preemption: this script asks Slurm once to requeue it, unless
 # the job is cancelled (`incomplete` also checks that), is held (priority 0), or is already being requeued by Slurm.
 if [ "$status" -eq 75 ] && [ -e "$end.requeue" ] && [ -z "$cancelled" ]; then
-  for wait in 0 5 10 20; do
+  for wait in 0 5 10 20 40 60 60 60 60 120 120; do
     sleep "$wait"
     state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format='%T %Q') && break
   done

@@ -33,6 +33,8 @@ EVENTS = (
     "worker_failed",
     "node_lost",
     "hang_detected",
+    "suspended",  # after Slurm has resumed the job: the seconds during which its processes were stopped
+    "paused",  # the batch host did not execute for some seconds, although the job was not suspended
     "gpu_memory_awaited",  # after an attempt that ran out of GPU memory
     "slow_step",  # a step so slow that its stacks were saved; nothing was killed
     "straggler",

@@ -235,17 +235,25 @@ class LockOwner:
             silent_s: returns the seconds since the owner's last heartbeat.
             ask_slurm: allows one call of ``squeue`` if nothing else decides.
         """
+        if self._is_of_earlier_start(seen_by):
+            return False
         if self.machine == seen_by.machine:
             return self.started == started(self.pid)
         known = self._known_to_slurm(seen_by) if ask_slurm and self.job_id is not None else None
         return silent_s() < STALE_S if known is None else known
 
+    def _is_of_earlier_start(self, seen_by: LockOwner) -> bool:
+        """Returns whether Slurm has requeued the owner's job since. Its process may still exist on a frozen node."""
+        same_job = self.job_id is not None and self.job_id == seen_by.job_id
+        return same_job and seen_by.restart > self.restart and not self._is_on_another_cluster(seen_by)
+
+    def _is_on_another_cluster(self, seen_by: LockOwner) -> bool:
+        return None not in (self.cluster, seen_by.cluster) and self.cluster != seen_by.cluster
+
     def _known_to_slurm(self, seen_by: LockOwner) -> bool | None:
         """Returns whether the owner's start of the job still runs according to Slurm; None if unknown."""
-        if None not in (self.cluster, seen_by.cluster) and self.cluster != seen_by.cluster:
+        if self._is_on_another_cluster(seen_by) or self.job_id == seen_by.job_id:
             return None
-        if self.job_id == seen_by.job_id:
-            return False if seen_by.restart > self.restart else None
         assert self.job_id is not None
         state = client.job_state(self.job_id)
         if state is None or state.may_execute:

@@ -6,11 +6,13 @@ It is derived from events, metrics and submissions in the run directory, so noth
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import groupby
 from operator import add
+from types import MappingProxyType
 from typing import Any
 
 from hpc_train.run.directory import RunDirectory
@@ -21,6 +23,9 @@ FAILURES = ("worker_failed", "hang_detected", "node_lost", "failed")
 # rank 0 writes these, with the keys of a metrics line for the steps since the last line
 CLOSING = ("training_finished", "training_stopped")
 ENDS = (*CLOSING, "finished", "stopped")  # the last two are the agent's
+STOPS = {"suspended": "suspended_s", "paused": "frozen_s"}  # the account of the seconds of each event
+# written by an agent that was frozen, when it wakes up; Slurm may have requeued its job meanwhile
+ECHOES = ("stop_requested", *STOPS)
 BEGINNINGS = {"resumed": "step", "rolled_back": "to_step"}  # the key with the step that training continues from
 
 
@@ -36,8 +41,10 @@ class Account:
         checkpoint_s: during which saves blocked training.
         lost_s: in steps that were or will be repeated, and until their failure was noticed.
         restart_s: from a failure to the first step of the next attempt in the same start of a job.
+        frozen_s: in which the batch host did not execute, or a frozen node held the job after its last attempt.
         other_s: the remainder, mostly shutdown.
-        gpu_s: the seconds above except the queue, times the GPUs that were held; 0 without GPUs.
+        suspended_s: in which Slurm had suspended the job and may have given its devices to other jobs.
+        gpu_s: the seconds above except the queue and the suspended ones, times the GPUs that were held; 0 without GPUs.
         rank_s: the same times the number of ranks, for runs without GPUs.
     """
 
@@ -48,7 +55,9 @@ class Account:
     checkpoint_s: float = 0.0
     lost_s: float = 0.0
     restart_s: float = 0.0
+    frozen_s: float = 0.0
     other_s: float = 0.0
+    suspended_s: float = 0.0
     gpu_s: float = 0.0
     rank_s: float = 0.0
 
@@ -57,8 +66,8 @@ class Account:
 
     @property
     def held_s(self) -> float:
-        """Seconds with an allocation: all but the queue."""
-        parts = (self.start_up_s, self.steps_s, self.evaluation_s, self.checkpoint_s)
+        """Seconds with an allocation that could be used: all but the queue and the suspended ones."""
+        parts = (self.start_up_s, self.steps_s, self.evaluation_s, self.checkpoint_s, self.frozen_s)
         return sum(parts) + self.lost_s + self.restart_s + self.other_s
 
     @property
@@ -108,11 +117,24 @@ def read_ledger(run: RunDirectory, now: float | None = None, closing: Event | No
     """
     events = [*run.read_events(), *([closing] if closing else [])]
     submitted = [entry["time"] for entry in run.record().get("submissions", [])]
-    return ledger(events, run.read_all_metrics(), submitted, now)
+    return ledger(events, run.read_all_metrics(), submitted, now, _read_frozen(run))
+
+
+def _read_frozen(run: RunDirectory) -> dict[str, float]:
+    """Returns the times at which batch scripts gave up waiting for a frozen node, by job and restart: 12.0."""
+    found: dict[str, float] = {}
+    for path in run.attempts.glob("end-*.frozen"):
+        with suppress(OSError, ValueError):  # it is being written
+            found[path.stem.removeprefix("end-")] = float(path.read_text())
+    return found
 
 
 def ledger(
-    events: Iterable[Event], metrics: Iterable[Event], submitted: Sequence[float], now: float | None = None
+    events: Iterable[Event],
+    metrics: Iterable[Event],
+    submitted: Sequence[float],
+    now: float | None = None,
+    frozen: Mapping[str, float] = MappingProxyType({}),
 ) -> Ledger:
     """Accounts for each attempt.
 
@@ -120,8 +142,9 @@ def ledger(
         metrics: lines of all attempts, including those of repeated steps.
         submitted: the times of the submissions.
         now: seconds since 1970 if the run is live; None otherwise, and then an attempt without a recorded end has died.
+        frozen: until when a frozen node held a job after its last attempt, by job and restart.
     """
-    attempts = _attempts(events, metrics)
+    attempts = _attempts(events, metrics, frozen)
     alive = None if attempts and attempts[-1].closed else now
     kept, accounts = _kept_at_end(attempts, now), []
     for index in reversed(range(len(attempts))):
@@ -156,6 +179,12 @@ class _Interval:
     def began(self) -> float:
         return self.time - self.steps_s - self.evaluation_s - self.checkpoint_s
 
+    def without(self, seconds: float) -> _Interval:
+        """Returns the interval without a time in which nothing executed, which made one of its parts so long."""
+        parts = {name: getattr(self, name) for name in ("steps_s", "evaluation_s", "checkpoint_s")}
+        longest = max(parts, key=lambda name: parts[name])
+        return replace(self, **{longest: max(0.0, parts[longest] - seconds)})
+
     def kept_share(self, kept: float) -> float:
         """Returns the share of its steps that is kept if work up to the step ``kept`` is kept."""
         steps = self.last - self.first
@@ -178,9 +207,10 @@ class _Attempt:
     number: int
     events: Sequence[Event]
     stretches: Sequence[_Stretch]
+    frozen: Mapping[str, float]
 
     @classmethod
-    def of(cls, number: int, events: Iterable[Event], lines: Iterable[Event]) -> _Attempt:
+    def of(cls, number: int, events: Iterable[Event], lines: Iterable[Event], frozen: Mapping[str, float]) -> _Attempt:
         own = sorted(events, key=lambda event: event["time"])
         closing = [event for event in own if event["event"] in CLOSING and "save_s" in event]
         beginnings = [event for event in own if event["event"] in BEGINNINGS]
@@ -193,7 +223,7 @@ class _Attempt:
                 stretches.append(_Stretch(0, point["time"]))
             before = stretches[-1].intervals
             before.append(_Interval.until(point, before[-1].last if before else stretches[-1].step))
-        return cls(number, own, stretches)
+        return cls(number, own, stretches, frozen)
 
     @cached_property
     def start(self) -> Event | None:
@@ -220,7 +250,22 @@ class _Attempt:
     @cached_property
     def last_sign(self) -> float:
         intervals = [interval.time for stretch in self.stretches for interval in stretch.intervals]
-        return max([event["time"] for event in self.events] + intervals)
+        return max([event["time"] for event in self.events if event["event"] not in ECHOES] + intervals)
+
+    @cached_property
+    def released(self) -> float:
+        """The time at which its job, of which it is the last attempt, gave its nodes back, as far as known."""
+        parts = self.launch.split(".")  # job, step and restart
+        return max(self.last_sign, self.frozen.get(f"{parts[0]}.{parts[-1]}", 0.0))
+
+    @property
+    def stops(self) -> list[tuple[str, float, float]]:
+        """The account, beginning and end of each time in which the job did not execute."""
+        return [
+            (STOPS[event["event"]], event["until"] - event["seconds"], event["until"])
+            for event in self.events
+            if event["event"] in STOPS
+        ]
 
     @cached_property
     def failed_at(self) -> float | None:
@@ -240,12 +285,12 @@ class _Attempt:
         return self.last_sign if self.failed_at is None else self.failed_at
 
 
-def _attempts(events: Iterable[Event], metrics: Iterable[Event]) -> list[_Attempt]:
+def _attempts(events: Iterable[Event], metrics: Iterable[Event], frozen: Mapping[str, float]) -> list[_Attempt]:
     by_attempt: dict[int, tuple[list[Event], list[Event]]] = {}
     for index, points in enumerate((events, metrics)):
         for point in filter(_is_whole, points):
             by_attempt.setdefault(point["attempt"], ([], []))[index].append(point)
-    attempts = [_Attempt.of(number, *by_attempt[number]) for number in sorted(by_attempt)]
+    attempts = [_Attempt.of(number, *by_attempt[number], frozen) for number in sorted(by_attempt)]
     return [attempt for attempt in attempts if attempt.start is not None]
 
 
@@ -274,7 +319,7 @@ def _waiting(attempts: Sequence[_Attempt], submitted: Sequence[float], now: floa
     last = attempts[-1].last_sign if attempts else 0.0
     since = max((time for time in submitted if time > last), default=None)
     if since is None and attempts and any(event["event"] == "requeued" for event in attempts[-1].events):
-        since = last
+        since = attempts[-1].released
     return Account() if now is None or since is None else Account(queue_s=max(0.0, now - since))
 
 
@@ -300,7 +345,7 @@ class _Accounting:
         begin = before.ended if restarted and before else attempt.began
         if not restarted:
             self._add("queue_s", self._waited(begin))
-        self._add("restart_s" if restarted else "start_up_s", self._first_step_at() - begin)
+        self._add("restart_s" if restarted else "start_up_s", self._executed(begin, self._first_step_at()))
         self._account_tail(kept)
         for stretch in reversed(attempt.stretches):
             for interval in stretch.intervals:
@@ -308,12 +353,22 @@ class _Accounting:
             kept = min(kept, stretch.step)
         if self.ends_launch and self.now is None:
             self._add("other_s", attempt.last_sign - attempt.ended)
+            self._add("frozen_s", attempt.released - attempt.last_sign)
         held, gpus = Account(**self.spent).held_s, attempt.start_value("gpus", 0)
         self._add("gpu_s" if gpus else "rank_s", held * (gpus or attempt.start_value("world_size", 0)))
         return Account(**self.spent), kept
 
     def _add(self, name: str, seconds: float) -> None:
         self.spent[name] += max(0.0, seconds)  # the clocks of two nodes may differ
+
+    def _executed(self, begin: float, end: float) -> float:
+        """Returns the seconds of a span in which the job executed; adds the others to their accounts."""
+        seconds = end - begin
+        for name, since, until in self.attempt.stops:
+            stopped = max(0.0, min(end, until) - max(begin, since))
+            self._add(name, stopped)
+            seconds -= stopped
+        return seconds
 
     def _waited(self, begin: float) -> float:
         """Returns the queue time since the newest submission, or after a requeue since the job's previous start."""
@@ -322,7 +377,9 @@ class _Accounting:
         if submission is not None:
             return begin - submission
         job = self.attempt.start_value("job_id")
-        return begin - end if self.before and job is not None and self.before.start_value("job_id") == job else 0.0
+        if self.before is None or job is None or self.before.start_value("job_id") != job:
+            return 0.0
+        return begin - self.before.released
 
     def _first_step_at(self) -> float:
         stretches = self.attempt.stretches
@@ -334,6 +391,8 @@ class _Accounting:
     def _enter(self, interval: _Interval, kept: float) -> None:
         share = interval.kept_share(kept)
         evaluation_kept = interval.last <= kept
+        stopped = interval.time - interval.began - self._executed(interval.began, interval.time)
+        interval = interval.without(stopped)
         self._add("steps_s", share * interval.steps_s)
         self._add("evaluation_s", interval.evaluation_s if evaluation_kept else 0.0)
         self._add("lost_s", (1 - share) * interval.steps_s + (0.0 if evaluation_kept else interval.evaluation_s))
@@ -347,7 +406,7 @@ class _Accounting:
         attempt, line = self.attempt, self.attempt.last_interval
         if not attempt.stretches or (self.now is not None and attempt.failed_at is None):
             return
-        rest = attempt.ended - (line.time if line else attempt.stretches[-1].time)
+        rest = self._executed(line.time if line else attempt.stretches[-1].time, attempt.ended)
         if attempt.closed:
             self._add("other_s", rest)
             return

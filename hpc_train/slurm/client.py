@@ -9,6 +9,7 @@ safely be sent twice, is repeated once.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,6 +31,8 @@ UNREACHABLE = (
     "Connection timed out",
     "Zero Bytes were transmitted",
 )
+CLOCKS_S = 60.0  # by which the clocks of two machines may differ
+UNUSABLE = ("down", "drain", "fail", "unknown")
 UNKNOWN_JOB = "Invalid job id"
 FORMAT = "%i|%T|%S|%k|%r"  # id, state, (expected) start, comment, reason
 KEPT = ("SLURM_CONF",)  # says which cluster this is, not which job
@@ -184,6 +187,39 @@ def is_suspended() -> bool:
     """Returns whether the job of this process is suspended; False if Slurm does not respond."""
     state = job_state(own_job())
     return state is not None and state.phase is Phase.STOPPED
+
+
+def was_suspended(since: float) -> bool:
+    """Returns whether Slurm has resumed the job of this process after ``since``, in seconds since 1970.
+
+    The clock of the controller may be a minute off. False if Slurm does not respond.
+    """
+    shown = query(["scontrol", "show", "job", own_job()], BRIEF_S) or ""
+    found = re.search(r"\bSuspendTime=(\d{4}-\d\d-\d\dT\S+)", shown)  # when it was last suspended or resumed
+    return found is not None and time.mktime(time.strptime(found[1], "%Y-%m-%dT%H:%M:%S")) > since - CLOCKS_S
+
+
+def is_current_start(restart: int) -> bool | None:
+    """Returns whether the job of this process still runs in its start number ``restart``; None if unknown."""
+    shown = query(["scontrol", "show", "job", own_job()], BRIEF_S) or ""
+    state, restarts = re.search(r"\bJobState=(\w+)", shown), re.search(r"\bRestarts=(\d+)", shown)
+    if state is None or restarts is None:
+        return None
+    return state_of(state[1]).phase in (Phase.RUNNING, Phase.STOPPED) and int(restarts[1]) <= restart
+
+
+def unavailable_nodes(names: Sequence[str]) -> dict[str, str]:
+    """Returns those of ``names`` that are down, with their state and its reason; {} if Slurm does not respond."""
+    call = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(names)}", "--format=%N|%T|%E"]
+    rows = [line.split("|", 2) for line in (query(call, BRIEF_S) or "").splitlines() if line.count("|") >= 2]
+    return {node: f"{state.rstrip('*')} ({reason.strip()})" for node, state, reason in rows if state.startswith("down")}
+
+
+def usable_nodes(partition: str) -> set[str] | None:
+    """Returns the nodes of a partition that are neither down nor drained; None if Slurm does not respond."""
+    text = query(["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N %T"], BRIEF_S)
+    rows = [line.split() for line in (text or "").splitlines()]
+    return {row[0] for row in rows if len(row) == 2 and not row[1].startswith(UNUSABLE)} if text else None
 
 
 def may_requeue(job_id: str) -> bool:

@@ -199,7 +199,9 @@ def spent_line(account: Account) -> str:
         ("checkpoints", account.checkpoint_s),
         ("lost work", account.lost_s),
         ("restarts", account.restart_s),
+        ("frozen nodes", account.frozen_s),
         ("other", account.other_s),
+        ("suspended", account.suspended_s),
         ("queue before", account.queue_s),
     )
     listed = " · ".join(f"{name} {format_duration(seconds)}" for name, seconds in parts if seconds >= 1)

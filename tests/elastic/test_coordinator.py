@@ -280,6 +280,17 @@ def test_a_run_that_is_not_elastic_is_requeued_node_loss_options(tmp_path: Path)
     assert action(course.next(NODE_LOSS_WAIT_S)) is Action.REQUEUE
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_frozen_node_is_avoided_at_once_and_another_lost_node_is_not(tmp_path: Path, frozen: bool) -> None:
+    course = Course(tmp_path, 2)
+    course.started()
+    course.head.left(1, "gone", course.now, frozen)
+    course.next()
+    course.report(failed(Failure.COMMUNICATION), 0)
+    assert action(course.next(NODE_LOSS_WAIT_S)) is Action.REQUEUE
+    assert course.head.node_failures.failing_nodes() == ({"n1"} if frozen else set())
+
+
 def test_a_lost_node_that_comes_back_is_a_spare(tmp_path: Path) -> None:
     course = Course(tmp_path, 2, min_nodes=1)
     course.started()
@@ -321,6 +332,22 @@ def test_time_in_which_the_hub_stood_still_does_not_count(tmp_path: Path) -> Non
     assert course.next(JOIN_UNTIL + 999) is None, "the other node has had no time to join either"
     course.join(1)
     assert course.started() == [0, 1]
+
+
+def test_a_hub_that_slurm_replaced_while_it_stood_still_blames_no_node(tmp_path: Path) -> None:
+    course = Course(tmp_path, 2)
+    course.started()
+    course.head.superseded = lambda: "Slurm has requeued the job"
+    course.head.stop = "SIGTERM"
+    course.lose(1)
+    course.head.postpone(160.0)
+    order = course.next()
+    assert (action(order), order.decision.reason) == (Action.STOP, "Slurm has requeued the job")
+    assert course.head.node_failures.recent() == []
+    other = Course(tmp_path / "other", 2)
+    other.head.superseded = lambda: "Slurm has requeued the job"
+    other.head.postpone(3.0)
+    assert other.started() == [0, 1], "a short stall is no reason to ask"
 
 
 def fail_on(course: Course, nodes: list[int], number: int, failure: Failure, step: int, message: str = "no") -> None:

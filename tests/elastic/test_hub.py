@@ -231,7 +231,10 @@ def frozen_and_continued() -> None:
         assert input() == "continued"
         time.sleep(SILENT_S / 2)
         lost = [link.lost or link.is_to_end(0) for link in links]
-        print(json.dumps([sorted(served.head.present), lost]), flush=True)
+        paused = []
+        while not links[0].pauses.empty():
+            paused.append(links[0].pauses.get().seconds)
+        print(json.dumps([sorted(served.head.present), lost, max(paused)]), flush=True)
         os._exit(0)
 
 
@@ -246,7 +249,9 @@ def test_time_in_which_the_job_was_suspended_is_no_silence() -> None:
         time.sleep(2 * SILENT_S)
         process.send_signal(signal.SIGCONT)
         out, _ = process.communicate("continued\n", timeout=60)
-    assert json.loads(out) == [[0, 1], [False, False]]
+    present, lost, paused = json.loads(out)
+    assert (present, lost) == ([0, 1], [False, False])
+    assert paused >= 2 * SILENT_S - 0.1, "the agent can tell for how long"
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,20 @@ import os
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from hpc_train.cluster.allocation import Allocation
-from hpc_train.config.schema import Config, ElasticConfig, RunConfig
+from hpc_train.config.schema import ClusterConfig, Config, ElasticConfig, RunConfig
+from hpc_train.elastic.agent import write_pause
 from hpc_train.elastic.attempts import Attempts
+from hpc_train.elastic.client import Pause
 from hpc_train.elastic.coordinator import Leave
 from hpc_train.elastic.decision import Budget, RestartDecision, over_budget
 from hpc_train.elastic.fabric import Fabric
-from hpc_train.elastic.nodes import NodeFailures
+from hpc_train.elastic.nodes import TOO_OFTEN, NodeFailures
 from hpc_train.elastic.requeue import JobEnd, request
 from hpc_train.elastic.store import Stores
 from hpc_train.launch.script import by_hand, requeue_lines_before, requeue_script_lines
@@ -145,6 +148,7 @@ def test_a_step_that_does_not_end_does_not_hold_the_job(
     assert done.returncode == code
     assert (calls.read_text().splitlines() if calls.exists() else []) == asked
     assert not psutil.pid_exists(int(pid.read_text())), "nothing is left of the step"
+    assert [path.name for path in run.attempts.glob("*.frozen")] == ([] if reported is None else ["end-7.0.frozen"])
 
 
 def test_a_hub_that_wakes_up_when_another_agent_acts_for_the_job_says_nothing(run: RunDirectory) -> None:
@@ -164,6 +168,48 @@ def test_a_hub_that_wakes_up_when_another_agent_acts_for_the_job_says_nothing(ru
     assert attempts.superseded() is None, "another step of the same job"
 
 
+@pytest.mark.parametrize(
+    ("shown", "replaced"),
+    [
+        ("JobState=RUNNING Restarts=0", False),
+        ("JobState=SUSPENDED Restarts=0", False),
+        ("JobState=PENDING Restarts=0", True),
+        ("JobState=RUNNING Restarts=1", True),
+        ("", False),  # Slurm does not respond
+    ],
+)
+def test_a_hub_that_wakes_up_after_slurm_has_requeued_the_job_says_nothing(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: str, replaced: bool
+) -> None:
+    stand_in(tmp_path, scontrol=f"echo {shown}")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    end = JobEnd(run, "7", 0, 0)
+    here = Allocation(2, 0, "n1", "7", "7.0.0", "n1", ("n1", "n2"))
+    config, events = Config(), EventLog.open(run, "agent-n1", 0)
+    attempts = Attempts(run, config, here, end, Stores("tests.elastic.entries:serve"), Fabric(run, config, []), events)
+    why = attempts.replaced_by_slurm()
+    assert (why is not None) == replaced
+    if why is not None:
+        assert attempts.leave(Leave(RestartDecision(Action.STOP, why))) == Exit.STOPPED
+        assert not end.is_recorded()
+        assert list(run.read_events()) == []
+
+
+@pytest.mark.parametrize(("in_job", "event"), [(True, "suspended"), (False, "paused")])
+def test_a_pause_is_a_suspension_if_slurm_has_just_resumed_the_job(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_job: bool, event: str
+) -> None:
+    now = time.time()
+    stand_in(tmp_path, scontrol=f"date --date=@{now:.0f} +SuspendTime=%Y-%m-%dT%H:%M:%S")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    write_pause(Pause(25.0, now), EventLog.open(run, "agent-n1", 0), in_job)
+    (written,) = run.read_events()
+    assert (written["event"], written["seconds"], written["until"]) == (event, 25.0, now)
+    assert written["reason"].endswith("for 25 s")
+
+
 def test_a_node_that_failed_twice_is_excluded_at_the_requeue_and_only_for_a_time(run: RunDirectory) -> None:
     failures = NodeFailures(run, expiry_s=3600)
     for node in ("n2", "n3", "n3"):
@@ -172,6 +218,35 @@ def test_a_node_that_failed_twice_is_excluded_at_the_requeue_and_only_for_a_time
     assert JobEnd(run, "7", 0, 0).exclude_file.read_text() == "n3"
     assert start(run, 1, 2, exclude_hours=0) == Exit.STOPPED
     assert JobEnd(run, "7", 1, 0).exclude_file.read_text() == "", "the list is lifted"
+
+
+@pytest.mark.parametrize(
+    ("states", "cluster", "excluded"),
+    [
+        ("n1 mixed\nn2 allocated\nn3 idle", {"nodes": 2}, "n2"),
+        ("n1 mixed\nn2 allocated\nn3 drained*", {"nodes": 2}, ""),  # Slurm would hold the job: BadConstraints
+        ("n1 mixed\nn2 allocated\nn3 idle", {"nodes": 2, "exclude": "n[3-4]"}, "n[3-4]"),
+        ("n1 mixed\nn2 allocated\nn3 idle", {"nodes": 2, "nodelist": "n[1-2]"}, ""),
+        ("n1 mixed\nn2 allocated", {"nodes": "1-2"}, "n2"),
+        ("", {"nodes": 2}, "n2"),  # Slurm does not respond
+    ],
+)
+def test_a_node_without_which_the_job_could_not_start_is_not_excluded(
+    run: RunDirectory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    states: str,
+    cluster: dict[str, Any],
+    excluded: str,
+) -> None:
+    stand_in(tmp_path, sinfo=f"echo '{states}'" if states else "exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_PARTITION", "cpu")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    NodeFailures(run, expiry_s=3600).note("n2", "node_lost", TOO_OFTEN)
+    config, end = Config(cluster=ClusterConfig(**cluster)), JobEnd(run, "7", 0, 0)
+    assert request(end, config, EventLog.open(run, "agent-n0", 0), "") == Exit.STOPPED
+    assert (end.exclude_file.read_text() if end.exclude_file.exists() else "") == excluded
 
 
 def test_a_run_has_a_ceiling_of_gpu_hours_over_all_of_its_jobs(run: RunDirectory) -> None:

@@ -121,12 +121,12 @@ class OnSlurm:
             output, _ = self.submitter.communicate(timeout=PATIENCE_S)
             assert self.submitter.returncode == 0, output
         assert self.ended() == "COMPLETED"
+        assert weights(self.run) == whole
         losses = defaultdict(set)
         for line in RunDirectory(self.run).read_all_metrics():
             losses[line["step"]].add(line["loss"])
-        assert sorted(losses) == list(range(1, STEPS + 1))
+        assert sorted(losses) == list(range(1, STEPS + 1)), "the metrics lack steps"
         assert max(map(len, losses.values())) == 1, "a repeated step has a different loss"
-        assert weights(self.run) == whole
         self.nothing_left()
         self.last_failure_told()
 
@@ -160,6 +160,9 @@ class OnSlurm:
     def last_failure_told(self) -> None:
         """Checks that ``why`` names the class, rank and node of a failure in the newest attempt that has a failure."""
         failures = events(self.run, "worker_failed", "node_lost")
+        # reported by the attempt after the loss
+        lost = [event for event in events(self.run, "requeued_by_slurm") if "class" in event]
+        failures += [event | {"attempt": event["attempt"] - 1} for event in lost]
         newest = max((event["attempt"] for event in failures), default=None)
         reported = [(event["class"], event["rank"], event["node"]) for event in failures if event["attempt"] == newest]
         cause = json.loads(self.why("--json"))["cause"]
@@ -186,8 +189,14 @@ def processes(cluster: Cluster, node: str | None = None, job: str | None = None)
 
 
 def daemons(cluster: Cluster, node: str) -> list[psutil.Process]:
-    named = [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["slurmd", "-N", node]]
-    return [process for process in named if environment_of(process, cluster)]
+    return [one for one in psutil.process_iter() if _is_slurmd(one, node) and environment_of(one, cluster)]
+
+
+def _is_slurmd(process: psutil.Process, node: str) -> bool:
+    try:
+        return process.cmdline()[:3] == ["slurmd", "-N", node]
+    except psutil.Error:
+        return False
 
 
 def of_node(cluster: Cluster, node: str) -> list[psutil.Process]:

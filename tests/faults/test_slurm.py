@@ -158,6 +158,9 @@ def test_a_frozen_node_does_not_hold_the_job(
     times.note(f"node {which} frozen: Slurm is asked for the requeue", time.time() - frozen)
     on.finished(whole)
     assert [lost for _, _, lost in on.reported("node_lost")] == [node]
+    (requeued,) = events(on.run, "requeued")
+    assert requeued["exclude"] == [node], "it looks healthy to Slurm"
+    assert node not in on.nodes_of("started")[-1]
 
 
 def test_a_suspended_job_loses_nothing(cluster: Cluster, tmp_path: Path, whole: str, trial: int, step: int) -> None:

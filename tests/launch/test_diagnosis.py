@@ -113,6 +113,24 @@ def test_what_was_done_stands_in_its_order(run: RunDirectory, capsys: pytest.Cap
     assert "what to do" not in text
 
 
+def test_a_node_that_only_slurm_has_lost_is_told(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    agent_again = EventLog.open(run, "agent-n2", 1)
+    agent_again.write("started", layout="dp", world_size=4, gpus=0, launch="7.0.1", job_id=None, began=time.time())
+    lost = {
+        "class": Failure.NODE_LOST,
+        "rank": None,
+        "node": "n1",
+        "message": "Slurm requeued the job: node n1 is down",
+    }
+    agent_again.write("requeued_by_slurm", **lost)
+    agent_again.write("finished", exit_code=0)
+    run.claim_attempt()
+    text = page(run, capsys)
+    assert "done; it recovered from the failure below" in text
+    assert "node_lost, node n1, in attempt 0 at" in text
+    assert "Slurm requeued the job: node n1 is down" in text
+
+
 @pytest.mark.parametrize(("failure", "resumes"), [(Failure.DEVICE, True), (Failure.KERNEL, False)])
 def test_an_error_of_a_gpu_is_told_with_what_to_do(
     run: RunDirectory, capsys: pytest.CaptureFixture[str], failure: Failure, resumes: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,31 @@ def test_only_the_client_runs_commands_of_slurm() -> None:
         "bench/preflight.py", "cluster/gpus.py", "cluster/storage.py", "fabric/discovery.py",
         "fabric/nvidia_smi.py", "plan/validate.py", "run/code.py", "run/freeze.py",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shown", "since", "expected"),
+    [
+        ("RunTime=00:00:05\n   SuspendTime=2026-11-23T07:05:23 SecsPreSuspend=3", "2026-11-23T07:04:58", True),
+        ("SuspendTime=2026-11-23T07:05:23", "2026-11-23T07:06:10", True),  # the clocks differ
+        ("SuspendTime=2026-11-23T07:05:23", "2026-11-23T09:00:00", False),  # an earlier time
+        ("SuspendTime=None SecsPreSuspend=0", "2026-11-23T07:05:00", False),
+        ("", "2026-11-23T07:05:00", False),
+    ],
+)
+def test_whether_slurm_suspended_the_job(
+    tools: Path, monkeypatch: pytest.MonkeyPatch, shown: str, since: str, expected: bool
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    command(tools, "scontrol", f"echo '{shown}'")
+    assert client.was_suspended(time.mktime(time.strptime(since, "%Y-%m-%dT%H:%M:%S"))) == expected
+
+
+def test_nodes_that_are_down_or_cannot_be_used(tools: Path) -> None:
+    command(tools, "sinfo", "echo 'n1|down*|Not responding'; echo 'n2|idle|none'; echo 'n3|drained|bad dimm'")
+    assert client.unavailable_nodes(["n1", "n2", "n3"]) == {"n1": "down (Not responding)"}
+    command(tools, "sinfo", "echo 'n1 down*'; echo 'n2 idle'; echo 'n3 drained'; echo 'n4 mixed'")
+    assert client.usable_nodes("cpu") == {"n2", "n4"}
+    command(tools, "sinfo", "exit 1")
+    assert client.unavailable_nodes(["n1"]) == {}
+    assert client.usable_nodes("cpu") is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -61,6 +62,21 @@ def test_a_job_is_requeued_when_slurm_has_taken_it_back(tmp_path: Path) -> None:
     events.write("stopped", exit_code=75)
     states = [item.view(JobStatus(state, "BeginTime")).state for state in ("RUNNING", "COMPLETING", "PENDING")]
     assert states == ["to be requeued", "requeued", "requeued, pending (BeginTime)"]
+
+
+def test_a_job_that_slurm_has_suspended_is_not_running(tmp_path: Path) -> None:
+    item = submitted(tmp_path)
+    attempt = item.job.run.claim_attempt()
+    append_line(item.job.run.metrics_file(attempt), {"step": 3, "loss": 1.0, "time": time.time()})
+    assert [item.view(JobStatus(state)).state for state in ("RUNNING", "SUSPENDED")] == ["running", "suspended"]
+
+
+def test_a_job_that_a_person_has_requeued_and_held_is_not_stopping(tmp_path: Path) -> None:
+    item = submitted(tmp_path)
+    item.job.run.claim_attempt()
+    EventLog.open(item.job.run, "agent-n0", 0).write("stopped", exit_code=75, reason="SIGTERM")
+    states = [item.view(JobStatus(state, "JobHeldUser")).state for state in ("COMPLETING", "PENDING")]
+    assert states == ["stopping", "pending (JobHeldUser)"]
 
 
 def test_an_earlier_attempt_does_not_count(tmp_path: Path) -> None:

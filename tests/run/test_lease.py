@@ -169,11 +169,15 @@ def test_a_turn_taken_by_an_old_list_is_no_turn(tmp_path: Path, monkeypatch: pyt
     assert file_lock.acquire(tmp_path, here).number == 13
 
 
-def test_the_same_job_started_again_needs_no_patience(tmp_path: Path) -> None:
-    first = elsewhere(job_id="17", restart=0)
+@pytest.mark.parametrize("same_machine", [False, True])
+def test_the_same_job_started_again_needs_no_patience(tmp_path: Path, same_machine: bool) -> None:
+    """Slurm has given the first start up, although its process may still exist on a frozen node."""
+    here = replace(LockOwner.of_this_process(), job_id="17", cluster="one")
+    first = here if same_machine else elsewhere(job_id="17", cluster="one")
     turn = file_lock.acquire(tmp_path, first)
-    assert turn.is_held(replace(LockOwner.of_this_process(), job_id="17", restart=0))
-    assert not turn.is_held(replace(LockOwner.of_this_process(), job_id="17", restart=1))
+    assert turn.is_held(replace(here, restart=0))
+    assert not turn.is_held(replace(here, restart=1))
+    assert turn.is_held(replace(here, restart=1, cluster="two")), "another job with the same id"
 
 
 @pytest.mark.parametrize(

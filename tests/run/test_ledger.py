@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -28,8 +29,8 @@ class Log:
         line = {"time": time, "step": step, "attempt": attempt, "world_size": 4, "loss": 1.0, "step_s": 1.0}
         self.lines.append(line | {"save_s": 0.0} | pauses)
 
-    def ledger(self, *submitted: float, now: float | None = None) -> Ledger:
-        return ledger(self.events, self.lines, submitted, now)
+    def ledger(self, *submitted: float, now: float | None = None, frozen: Mapping[str, float] = {}) -> Ledger:
+        return ledger(self.events, self.lines, submitted, now, frozen)
 
 
 def seconds(account: Account) -> dict[str, float]:
@@ -170,6 +171,48 @@ def test_a_start_that_takes_long() -> None:
     assert seconds(log.ledger(40.0, now=160.0).total) == {"queue_s": 60.0, "start_up_s": 60.0}
     log.event(130.0, "failed", exit_code=1)
     assert seconds(log.ledger(40.0).total) == {"queue_s": 60.0, "start_up_s": 30.0}
+
+
+@pytest.mark.parametrize(("event", "account"), [("suspended", "suspended_s"), ("paused", "frozen_s")])
+def test_time_in_which_the_job_did_not_execute_is_no_step(event: str, account: str) -> None:
+    """One stop in the start and one in step 12, whose duration contains it."""
+    log = Log()
+    log.started(100.0)
+    log.event(107.0, event, seconds=5.0, until=106.0)
+    log.line(116.0, 1)
+    log.line(126.0, 11)
+    log.event(156.5, event, seconds=29.0, until=156.0)
+    log.line(157.0, 12, step_s=31.0)
+    log.event(157.0, "training_finished", step=12, step_s=0.1, save_s=0.0)
+    found = log.ledger().total
+    assert seconds(found) == {"start_up_s": 10.0, "steps_s": 13.0, account: 34.0}
+    assert found.held_s == (23.0 if event == "suspended" else 57.0), "a suspended job holds no device"
+
+
+def test_a_suspension_during_a_save_is_no_save() -> None:
+    log = Log()
+    log.started(100.0)
+    log.line(111.0, 1)
+    log.event(152.5, "suspended", seconds=37.0, until=152.0)
+    log.line(153.0, 3, save_s=40.0)
+    log.event(153.0, "training_finished", step=3, step_s=0.1, save_s=0.0)
+    expected = {"start_up_s": 10.0, "steps_s": 3.0, "checkpoint_s": 3.0, "suspended_s": 37.0}
+    assert seconds(log.ledger().total) == expected
+
+
+def test_time_in_which_a_frozen_node_held_the_job_is_no_queue() -> None:
+    log = Log()
+    log.started(100.0)
+    log.line(111.0, 1)
+    log.event(112.0, "node_lost")
+    log.event(114.0, "requeued", step=1)
+    log.event(240.5, "stop_requested", reason="lease lost")  # by the frozen node, when it wakes up
+    assert seconds(log.ledger(now=200.0, frozen={"7.0": 150.0}).total)["queue_s"] == 50.0
+    log.started(240.0, attempt=1, launch="7.0.1", began=236.0)
+    log.line(246.0, 10, attempt=1)
+    log.event(246.0, "training_finished", attempt=1, step=10, step_s=0.1, save_s=0.0)
+    first, second = log.ledger(frozen={"7.0": 150.0, "8.0": 300.0}).jobs
+    assert (first.other_s, first.frozen_s, second.queue_s) == (2.0, 36.0, 86.0)
 
 
 def test_clocks_that_differ_make_no_negative_time() -> None:
