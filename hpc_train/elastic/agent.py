@@ -368,6 +368,7 @@ class Agent:
                 **_device_and_environment(local_rank, visible, spec.environment, self.config.cluster.visible_gpus),
                 cpus=bound[local_rank].cpus,
                 stop_grace_s=stop_grace_s,
+                checked=spec.checked,
             )
             for local_rank in range(local_workers)
         ]

@@ -32,6 +32,7 @@ from hpc_train.elastic.nodes import (
     why_unfit,
 )
 from hpc_train.errors import UserError
+from hpc_train.fabric.machines import Machines
 from hpc_train.fabric.rank_binding import refuse_slices_of_one_gpu
 from hpc_train.plan.layout import Layout, resolve_layout
 from hpc_train.run.exits import Action, Exit, Failure, concerns_gpu
@@ -110,6 +111,7 @@ class Coordinator:
     stop: str | None = None  # the signal that asked the run to stop
     present: dict[int, Node] = field(default_factory=dict, init=False)
     unfit: dict[int, Node] = field(default_factory=dict, init=False)  # joined, but cannot take part
+    _machines: Machines = field(default_factory=Machines, init=False)
     _verdict: RestartDecision | None = field(default=None, init=False)  # on the job, caused by a single node
     _team: tuple[Node, ...] = field(default=(), init=False)  # nodes of the running attempt
     _working: set[int] = field(default_factory=set, init=False)  # nodes of the team that have not reported the end
@@ -130,7 +132,7 @@ class Coordinator:
         elif node.unfit is not None:
             self.unfit[node.number] = node
         else:
-            self.present[node.number] = node
+            self.present[node.number] = replace(node, facts=self._machines.add(node.facts))
 
     def left(self, number: int, why: str, now: float) -> None:
         """Notes that the agent of a node is gone."""
@@ -197,9 +199,10 @@ class Coordinator:
     def _gather(self, now: float) -> Order | None:
         if self.stop is not None:
             return Leave(self._stopped(), stop=self.stop)
-        absent = [number for number in range(self.expected) if number not in {*self.present, *self.unfit}]
-        if absent and now < self.join_until:
+        joined = {*self.present, *self.unfit}
+        if len(joined) < self.expected and now < self.join_until:
             return None
+        absent = [number for number in range(self.expected) if number not in joined]
         if self.unfit and not self.present and not self._is_only_unhealthy():
             return self._refuse(now)
         cause = self._note_absent(absent, now) if absent else None

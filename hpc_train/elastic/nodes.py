@@ -149,6 +149,13 @@ def why_unfit(nodes: Iterable[Node]) -> tuple[str, str]:
     return "; ".join(reasons), "; ".join(dict.fromkeys(unfit.fix for unfit in names))
 
 
+def have_been_checked(run: RunDirectory, launch: str, nodes: Sequence[str]) -> bool:
+    """Returns whether a preflight of an earlier attempt of this start of the job has checked all of ``nodes``."""
+    lines = (line for path in run.events.glob("rank-0000-*.jsonl") for line in read_lines(path))
+    checks = [line for line in lines if line["event"] == "preflight" and line["launch"] == launch]
+    return any(set(nodes) <= set(line["nodes"]) for line in checks)
+
+
 @dataclass(frozen=True)
 class NodeFailures:
     """Node failures over all jobs of a run: one line per failure in ``attempts/node-failures.jsonl``.

@@ -29,7 +29,8 @@ CANDIDATES = 200
 class AttemptSpec:
     """What all agents of an attempt must agree on, as recorded in ``attempts/NNN.json``.
 
-    ``order`` lists Slurm's node numbers in the order of rank; ``environment`` is exported by all workers.
+    ``order`` lists Slurm's node numbers in the order of rank; ``environment`` is exported by all workers. ``checked``:
+    a preflight of this start of the job has checked all of these nodes.
     """
 
     attempt: int
@@ -46,6 +47,7 @@ class AttemptSpec:
     layout: Layout
     order: tuple[int, ...]
     environment: dict[str, str]
+    checked: bool = False
 
     def publish(self, run: RunDirectory) -> None:
         """Writes the record for readers; agents receive it from the server."""

@@ -45,6 +45,7 @@ class WorkerSpec:
     environment: dict[str, str] = field(default_factory=dict)
     cpus: tuple[int, ...] | None = None
     stop_grace_s: float = 60.0  # from a stop request until the agent kills this worker
+    checked: bool = False  # a preflight of this start of the job has checked all of these nodes
     heartbeat: int | None = None  # in the worker: the file descriptor of its shared memory
 
 

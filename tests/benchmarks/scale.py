@@ -26,6 +26,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -44,7 +45,7 @@ from hpc_train.preflight.expected import expected_bandwidths, read_fabric
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.processes import raise_descriptor_limit
-from tests.benchmarks.simulated_nodes import GPUS, CrowdProcess, crowd_main, simulated
+from tests.benchmarks.simulated_nodes import GPUS, CrowdProcess, crowd_main, hello_of, simulated
 
 AGENTS_PER_PROCESS = 2500
 LIMIT_S = 600.0
@@ -112,45 +113,48 @@ def main() -> None:
 def measure(count: int, idle_s: float) -> Row:
     """Takes a job of ``count`` nodes through its life."""
     nodes = simulated(count)
-    config = config_of(count)
-    with tempfile.TemporaryDirectory(prefix="hpc_train-scale-") as folder, served(Path(folder), count) as (server, told):
-        address = told.recv()
-        process = psutil.Process(server)
-        beat = beat_s(config.elastic.heartbeat_timeout_s)
-        parts = [nodes[first : first + AGENTS_PER_PROCESS] for first in range(0, count, AGENTS_PER_PROCESS)]
-        with crowds(address, parts, beat) as all_crowds:
-            cpu, began = cpu_s(process), time.monotonic()
-            order(all_crowds, "connect")
-            join = when_all(all_crowds, "start", count) - began
-            join_cpu = cpu_s(process) - cpu
-            begin_s, start_bytes = told.recv()
-            expected, fabric_bytes = read_by_a_rank(RunDirectory(Path(folder)))
-            idle = idle_share(process, idle_s)
-            began = time.monotonic()
-            order(all_crowds, "close", count // 2)
-            ended = when_all(all_crowds, "end", count - 1)
-            closed = ended - began
-            restart = when_all(all_crowds, "start", count - 1) - ended
-            told.recv()
-            time.sleep(beat)
-            began = time.monotonic()
-            order(all_crowds, "freeze", count // 3)
-            ended = when_all(all_crowds, "end", count - 2)
-            frozen = ended - began
-            when_all(all_crowds, "start", count - 2)
-            told.recv()
-            began = time.monotonic()
-            order(all_crowds, "report")
-            leave = when_all(all_crowds, "leave", count - 2) - began
-            server_bytes = process.memory_info().rss
-            retries = sum(each.seen("leave")[1] for each in all_crowds)
-            order(all_crowds, "leave")
-    hello = len(json.dumps({"kind": "hello", "node": nodes[0].to_json()}, separators=(",", ":")))
-    return Row(
-        count, hello, round(join, 3), round(join_cpu, 3), round(begin_s, 3), start_bytes, round(closed, 3),
-        round(frozen, 3), round(restart, 3), round(leave, 3), round(idle, 4), server_bytes, fabric_bytes,
-        round(expected, 3), retries,
-    )  # fmt: skip
+    beat = beat_s(config_of(count).elastic.heartbeat_timeout_s)
+    parts = [nodes[first : first + AGENTS_PER_PROCESS] for first in range(0, count, AGENTS_PER_PROCESS)]
+    with (
+        tempfile.TemporaryDirectory(prefix="hpc_train-scale-") as folder,
+        served(Path(folder), count) as (pid, told),
+        crowds(told.recv(), parts, beat) as all_crowds,
+    ):
+        found = lead(Path(folder), count, psutil.Process(pid), told, all_crowds, idle_s)
+    return Row(nodes=count, hello_bytes=len(hello_of(nodes[0])), **found)
+
+
+def lead(
+    folder: Path, count: int, server: psutil.Process, told: Connection, agents: Sequence[CrowdProcess], idle_s: float
+) -> dict[str, Any]:
+    """Returns what happens to a job: all join, a connection is closed, a node freezes, and the others finish."""
+    cpu, began = cpu_s(server), time.monotonic()
+    order(agents, "connect")
+    join = when_all(agents, "start", count) - began
+    join_cpu = cpu_s(server) - cpu
+    begin, start_bytes = told.recv()
+    expected, fabric_bytes = read_by_a_rank(RunDirectory(folder))
+    idle = idle_share(server, idle_s)
+    closed, restart = lose(agents, "close", count // 2, count - 1)
+    frozen, _ = lose(agents, "freeze", count // 3, count - 2)
+    began = time.monotonic()
+    order(agents, "report")
+    leave = when_all(agents, "leave", count - 2) - began
+    memory = server.memory_info().rss
+    retries = sum(each.seen("leave")[1] for each in agents)
+    order(agents, "leave")
+    seconds = {"join": join, "join_cpu": join_cpu, "begin": begin, "closed": closed, "frozen": frozen}
+    seconds |= {"restart": restart, "leave": leave, "expected": expected, "idle_share": idle}
+    sizes = {"start_bytes": start_bytes, "server_bytes": memory, "fabric_bytes": fabric_bytes, "retries": retries}
+    return {name: round(value, 4) for name, value in seconds.items()} | sizes
+
+
+def lose(agents: Sequence[CrowdProcess], how: str, number: int, left: int) -> tuple[float, float]:
+    """Returns the seconds until all other agents are told to end, and from then on until they start again."""
+    began = time.monotonic()
+    order(agents, how, number)
+    ended = when_all(agents, "end", left)
+    return ended - began, when_all(agents, "start", left) - ended
 
 
 def config_of(count: int) -> Config:
@@ -216,7 +220,7 @@ def crowds(address: ServerAddress, parts: Sequence[Sequence[object]], beat: floa
             process.start()
             found.append(CrowdProcess(process, ours))
         for each in found:
-            each.seen("nothing")  # until it has started
+            each.seen("nothing")  # wait until it has started
         yield found
     finally:
         for each in found:

@@ -8,12 +8,15 @@ node, sends heartbeats, and reports its workers as killed when the server ends t
 from __future__ import annotations
 
 import errno
+import json
 import random
+import select
 import selectors
 import socket
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -87,12 +90,11 @@ def _odd(facts: NodeFacts, which: int) -> NodeFacts:
 class SimulatedAgent:
     """One connection; ``beating`` is False for a node that is frozen."""
 
-    node: Node
+    hello: bytes
     channel: Channel | None = None
     next_beat: float = 0.0
     beating: bool = True
     attempt: int = -1
-    left: bool = False
 
 
 @dataclass
@@ -147,8 +149,14 @@ class Crowd:
         connection.setblocking(False)
         if connection.connect_ex((self.server.host, self.server.port)) not in (0, errno.EINPROGRESS):
             self._retry(agent, connection)
-            return
-        self._selector.register(connection, selectors.EVENT_WRITE, lambda: self._greet(agent, connection))
+        elif _is_writable(connection):  # the usual case on loopback
+            self._greet(agent, connection)
+        else:
+            self._selector.register(connection, selectors.EVENT_WRITE, lambda: self._greet_late(agent, connection))
+
+    def _greet_late(self, agent: SimulatedAgent, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        self._greet(agent, connection)
 
     def _retry(self, agent: SimulatedAgent, connection: socket.socket) -> None:
         connection.close()
@@ -156,13 +164,13 @@ class Crowd:
         self._again.append((time.monotonic() + RETRY_S, agent))
 
     def _greet(self, agent: SimulatedAgent, connection: socket.socket) -> None:
-        self._selector.unregister(connection)
         if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0:
             self._retry(agent, connection)
             return
         connection.sendall(self.server.token.encode())
         agent.channel, agent.next_beat = Channel(connection), time.monotonic() + self.beat_s
-        self._send(agent, {"kind": "hello", "node": agent.node.to_json()})
+        with suppress(OSError):  # as Channel does it
+            connection.sendall(agent.hello)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(agent))
 
     def _read(self, agent: SimulatedAgent) -> None:
@@ -208,6 +216,12 @@ class Crowd:
             self._connect(agent)
 
 
+def _is_writable(connection: socket.socket) -> bool:
+    poller = select.poll()  # unlike select(), it accepts any descriptor
+    poller.register(connection, select.POLLOUT)
+    return bool(poller.poll(0))
+
+
 @dataclass(frozen=True)
 class CrowdProcess:
     """A crowd in a process of its own, as the benchmark sees it."""
@@ -223,4 +237,10 @@ class CrowdProcess:
 
 
 def crowd_main(server: ServerAddress, nodes: Sequence[Node], beat_s: float, orders: Connection) -> None:
-    Crowd(server, {node.number: SimulatedAgent(node) for node in nodes}, beat_s, orders).run()
+    agents = {node.number: SimulatedAgent(hello_of(node)) for node in nodes}
+    Crowd(server, agents, beat_s, orders).run()
+
+
+def hello_of(node: Node) -> bytes:
+    """Returns the message with which the agent of ``node`` introduces it."""
+    return json.dumps({"kind": "hello", "node": node.to_json()}, separators=(",", ":")).encode() + b"\n"

@@ -81,9 +81,9 @@ def test_all_workers_finish(frozen: Freeze) -> None:
     assert environment["OMP_NUM_THREADS"]["reason"] == "set by the user"
     assert environment["GLOO_SOCKET_IFNAME"]["value"] == "lo"
     assert [row["name"] for row in run.record()["not_set"]] == ["NCCL_*"]
-    node = read_json(run.fabric)["nodes"][0]
-    assert [setting["name"] for setting in node["facts"]["settings"]] == ["OMP_NUM_THREADS"]
-    assert len(node["bindings"]) == 3
+    (machine,) = read_json(run.fabric)["machines"]
+    assert [setting["name"] for setting in machine["facts"]["settings"]] == ["OMP_NUM_THREADS"]
+    assert len(machine["bindings"]) == 3
 
 
 def test_the_store_listens_where_the_workers_are_told(frozen: Freeze) -> None:
