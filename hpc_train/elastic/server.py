@@ -26,10 +26,12 @@ from hpc_train.elastic.nodes import Node
 from hpc_train.run.exits import Action, Exit, Failure
 
 BEAT_S = 1.0
+BEATS_PER_S = 1000  # at most, from all agents together: each costs some 20 us of a core
 BEATS = 3  # minimum number of heartbeats in elastic.heartbeat_timeout_s
 ASK_S = 5.0  # timeout of the query to Slurm whether the job is suspended
 LEAVE_S = 10.0  # wait at most this long for the agents' byes
 TICK_S = 0.1
+PREPARING_TICK_S = 0.01  # while the next attempt is prepared
 
 
 @dataclass
@@ -56,6 +58,31 @@ class SuspendedQuery:
     def answer(self, now: float) -> bool | None:
         """Returns the answer; None while it is unknown. No answer in time counts as no."""
         return False if self._answer is None and now - self._asked > ASK_S else self._answer
+
+
+class Preparation:
+    """Prepares an attempt in its own thread, because with thousands of nodes, or on a slow file system, it takes longer
+    than agents may wait for a heartbeat.
+    """
+
+    def __init__(self, begin: Callable[[Start], Message], start: Start) -> None:
+        self._begin = begin
+        self._start = start
+        self._message: Message | None = None
+        self._error: Exception | None = None
+        threading.Thread(target=self._run, name="prepare-attempt", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._message = self._begin(self._start)
+        except Exception as error:
+            self._error = error
+
+    def message(self) -> Message | None:
+        """Returns the start message; None while it is prepared. Raises what ``begin`` has raised."""
+        if self._error is not None:
+            raise self._error
+        return self._message
 
 
 class RendezvousServer:
@@ -89,6 +116,7 @@ class RendezvousServer:
         self._selector = selectors.DefaultSelector()
         self._admission = Admission(listener, token, self._selector, self._admit)
         self._attempt: int | None = None
+        self._preparation: Preparation | None = None
         self._over = False
         self._thread = threading.Thread(target=self._serve, name="rendezvous-server", daemon=True)
 
@@ -121,19 +149,20 @@ class RendezvousServer:
     def _coordinate(self) -> None:
         next_beat, looked = 0.0, time.monotonic()
         while not self._over:
-            for key, _ in self._selector.select(TICK_S):
+            for key, _ in self._selector.select(TICK_S if self._preparation is None else PREPARING_TICK_S):
                 key.data()
             now = time.monotonic()
             self._admission.tend(now)
-            if has_stalled(now - looked, self._silent_node_s):
+            if has_stalled(now - looked, self._silent_node_s, self._coordinator.expected):
                 self._reset_silence(now)
                 self._coordinator.postpone(now - looked)
             looked = now
             self._drop_silent(now)
             if now >= next_beat:
-                next_beat = now + beat_s(self._silent_node_s)
+                next_beat = now + beat_s(self._silent_node_s, self._coordinator.expected)
                 self._broadcast({"kind": "beat"})
-            while not self._over and (order := self._coordinator.next(now)) is not None:
+            self._start_prepared()
+            while not self._over and self._preparation is None and (order := self._coordinator.next(now)) is not None:
                 self._execute(order)
 
     def _admit(self, connection: socket.socket) -> None:
@@ -165,6 +194,8 @@ class RendezvousServer:
             self._coordinator.stop = self._coordinator.stop or _typed(message["reason"], str)
         elif kind == "quit":
             self._coordinator.quit(_typed(message["message"], str))
+        elif kind == "stacks":  # node 0 has found a request
+            self._broadcast({"kind": "stacks", "number": _typed(message["number"], int)})
         elif kind == "store_lost" and message["attempt"] == self._attempt:
             self._coordinator.store_lost(member.heard)
         elif kind == "ended" and message["attempt"] == self._attempt:
@@ -210,14 +241,19 @@ class RendezvousServer:
 
     def _execute(self, order: Order) -> None:
         if isinstance(order, Start):
-            message = self._begin(order)
-            self._attempt = message["attempt"]
-            self._broadcast({"kind": "start", "spec": message})
+            self._preparation = Preparation(self._begin, order)
         elif isinstance(order, End):
             self._broadcast({"kind": "end", "attempt": self._attempt, "hang": order.hang})
         else:
             self._broadcast({"kind": "leave", "action": order.decision.action, "code": self._leave(order)})
             self._over = True
+
+    def _start_prepared(self) -> None:
+        """Starts the attempt if it is prepared. Orders that end it wait until then."""
+        message = None if self._preparation is None else self._preparation.message()
+        if message is not None:
+            self._preparation, self._attempt = None, message["attempt"]
+            self._broadcast({"kind": "start", "spec": message})
 
     def _broadcast(self, message: Message) -> None:
         for member in list(self._members.values()):
@@ -242,16 +278,18 @@ class RendezvousServer:
         self._selector.close()
 
 
-def beat_s(heartbeat_timeout_s: float) -> float:
-    """Returns the interval of the heartbeats between server and agents."""
-    return min(BEAT_S, heartbeat_timeout_s / BEATS)
+def beat_s(heartbeat_timeout_s: float, nodes: int = 1) -> float:
+    """Returns the interval of the heartbeats between the server and each agent: one second for up to ``BEATS_PER_S``
+    nodes.
+    """
+    return min(max(BEAT_S, nodes / BEATS_PER_S), heartbeat_timeout_s / BEATS)
 
 
-def has_stalled(seconds: float, heartbeat_timeout_s: float) -> bool:
+def has_stalled(seconds: float, heartbeat_timeout_s: float, nodes: int = 1) -> bool:
     """Returns whether a loop whose last iteration began ``seconds`` ago stalled, so that missing messages mean
     nothing.
     """
-    return seconds > 2 * beat_s(heartbeat_timeout_s)
+    return seconds > 2 * beat_s(heartbeat_timeout_s, nodes)
 
 
 def _has_said_bye(channel: Channel) -> bool:
