@@ -50,7 +50,7 @@ from hpc_train.run.files import last_line, patiently, write_for_group
 from hpc_train.run.freeze import load
 from hpc_train.run.lease import hold_lease
 from hpc_train.run.processes import raise_descriptor_limit
-from hpc_train.run.requests import StopRequests, watch_signals
+from hpc_train.run.requests import StacksRequests, StopRequests, watch_signals
 from hpc_train.slurm.client import is_suspended
 
 ENTRY = "hpc_train.train.worker:train"
@@ -139,7 +139,7 @@ def _run(
         else:
             try:
                 found = wait_for_server(
-                    run, allocation.launch_id, lambda: stop.requested or _has_ended(end), config.elastic.join_timeout_s
+                    run, allocation, lambda: stop.requested, lambda: _has_ended(end), config.elastic.join_timeout_s
                 )
             except ServerLost as lost:
                 return requeue_after_server_loss(run, config, allocation, end, lost, TOO_OFTEN)
@@ -152,9 +152,11 @@ def _run(
         watch = Watch.of(run, allocation.node_name, config)
         budget = Budget(run, config.run.max_gpu_hours, allocation.nodes * node.gpus)
         gpu_errors = GpuErrors(node.facts, node.workers)
+        stacks = StacksRequests.of(run) if allocation.node_rank == 0 else None
         agent = Agent(
-            run, config, allocation, node, address, stores, stop, watch, gpu_errors, budget, on_tick, entry, events
-        )
+            run, config, allocation, node, address, stores, stop, watch, gpu_errors, budget, on_tick, entry, events,
+            stacks,
+        )  # fmt: skip
         try:
             return agent.work()
         except ServerLost as lost:
@@ -255,6 +257,7 @@ class Agent:
     on_tick: Callable[[], None]
     entry: str
     events: EventLog  # of this agent, in any attempt
+    stacks: StacksRequests | None = None  # only in the agent with the server
     _attempt: int | None = field(default=None, init=False)  # the newest attempt it knows of
 
     def work(self) -> int:
@@ -281,10 +284,14 @@ class Agent:
                 client.quit("killed by a second Ctrl-C; steps after the last checkpoint are lost")
 
     def _join(self) -> RendezvousClient:
-        return RendezvousClient.connect(self.server, self.node, self.config.elastic.heartbeat_timeout_s)
+        timeout = self.config.elastic.heartbeat_timeout_s
+        return RendezvousClient.connect(self.server, self.node, timeout, nodes=self.allocation.nodes)
 
     def _tick(self, client: RendezvousClient) -> None:
         self.on_tick()
+        if self.stacks is not None and (number := self.stacks.new(time.monotonic())) is not None:
+            client.send_stacks_request(number)
+        self.watch.stacks_requested = client.stacks_requested
         if self.stores is not None and self.budget.is_used_up:
             self.stop.request(OVER_BUDGET)
         if self.stop.reason is not None and client.send_stop(self.stop.reason):

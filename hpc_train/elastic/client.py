@@ -1,6 +1,6 @@
 """An agent's connection to the rendezvous server, and what agents do when the server is lost.
 
-The connection sends a heartbeat every second and passes on the server's orders. If the server is lost, one of the
+The connection sends heartbeats and passes on the server's orders. If the server is lost, one of the
 remaining agents asks Slurm to run the job again: with ``--no-kill`` a job whose batch host is lost would otherwise stay
 RUNNING without a batch script until its time limit.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import queue
+import random
 import signal
 import socket
 import sys
@@ -47,8 +48,9 @@ class ServerLost(ConnectionError):
 class RendezvousClient:
     """Created by ``connect``. A thread reads messages and sends heartbeats, whatever the agent is busy with."""
 
-    def __init__(self, channel: Channel, heartbeat_timeout_s: float) -> None:
+    def __init__(self, channel: Channel, heartbeat_timeout_s: float, nodes: int) -> None:
         self._channel = channel
+        self._nodes = nodes
         self._silent_node_s = heartbeat_timeout_s
         self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._ended = -1  # the newest attempt that the server has ended
@@ -56,13 +58,19 @@ class RendezvousClient:
         self.lost = False
         self.silent = False  # lost without a closed connection: its agent is frozen or its node is cut off
         self.hung = False  # the attempt was ended because of a hang
+        self.stacks_requested = 0  # number of the newest request for stacks that node 0 has found
         threading.Thread(target=self._serve, name="rendezvous-client", daemon=True).start()
 
     @classmethod
     def connect(
-        cls, server: ServerAddress, node: Node, heartbeat_timeout_s: float, patience_s: float = CONNECT_S
+        cls,
+        server: ServerAddress,
+        node: Node,
+        heartbeat_timeout_s: float,
+        patience_s: float = CONNECT_S,
+        nodes: int = 1,
     ) -> RendezvousClient:
-        """Joins the server as ``node``.
+        """Joins the server of a job of ``nodes`` nodes as ``node``.
 
         Raises:
             ServerLost: the server does not respond within ``patience_s``.
@@ -81,7 +89,7 @@ class RendezvousClient:
                     ) from error
                 time.sleep(RETRY_S)
         channel.send({"kind": "hello", "node": node.to_json()})
-        return cls(channel, heartbeat_timeout_s)
+        return cls(channel, heartbeat_timeout_s, nodes)
 
     def order(self, timeout: float) -> Message | None:
         """Returns the next order (start or leave); None if none arrives within ``timeout`` seconds.
@@ -113,6 +121,10 @@ class RendezvousClient:
         """Reports that a user killed the workers of this node without waiting."""
         self._channel.send({"kind": "quit", "message": message})
 
+    def send_stacks_request(self, number: int) -> None:
+        """Reports a request for stacks, about which the server tells all agents."""
+        self._channel.send({"kind": "stacks", "number": number})
+
     def send_store_lost(self, attempt: int) -> None:
         self._channel.send({"kind": "store_lost", "attempt": attempt})
 
@@ -133,11 +145,13 @@ class RendezvousClient:
         with suppress(ConnectionError, OSError, ValueError):
             while not self.silent:
                 now = time.monotonic()
-                if has_stalled(now - looked, self._silent_node_s):  # e.g. a suspended job: the server stalled too
+                if has_stalled(
+                    now - looked, self._silent_node_s, self._nodes
+                ):  # e.g. a suspended job: the server stalled too
                     heard = now
                 looked = now
                 if now >= next_beat:
-                    next_beat = now + beat_s(self._silent_node_s)
+                    next_beat = now + beat_s(self._silent_node_s, self._nodes)
                     self._channel.send({"kind": "beat"})
                 if self._channel.wait(max(0.0, next_beat - now)):
                     for message in self._channel.read():
@@ -153,26 +167,51 @@ class RendezvousClient:
             self._ended = message["attempt"]
         elif message["kind"] in ("start", "leave"):
             self._orders.put(message)
+        elif message["kind"] == "stacks":
+            self.stacks_requested = message["number"]
         elif message["kind"] == "dropped":
             print(f"the rendezvous server dropped this node: {message['why']}", file=sys.stderr, flush=True)
 
 
+LOOKUPS_PER_S = 200  # for the server's address, of all agents of a job together
+MOST_LOOKUP_S = 10.0
+
+
+def lookup_interval_s(nodes: int) -> float:
+    """Returns the mean time between two looks of an agent for the server's address. All nodes look into one directory
+    of a shared file system, so each looks less often in a large job.
+    """
+    return min(max(RETRY_S, nodes / LOOKUPS_PER_S), MOST_LOOKUP_S)
+
+
 def wait_for_server(
-    run: RunDirectory, launch_id: str, give_up: Callable[[], bool], timeout: float
+    run: RunDirectory,
+    allocation: Allocation,
+    stop_requested: Callable[[], bool],
+    has_ended: Callable[[], bool],
+    timeout: float,
 ) -> ServerAddress | None:
-    """Returns the address of a launch's server; None if ``give_up`` returns True first.
+    """Returns the address of a launch's server; None if a stop is requested or the agent of node 0 has ended first.
+
+    Args:
+        stop_requested: called several times per second.
+        has_ended: called as often as the address is looked up, since it may read the run directory as well.
 
     Raises:
         ServerLost: no address was published within ``timeout`` seconds.
     """
+    interval_s, next_look = lookup_interval_s(allocation.nodes), 0.0
     until = time.monotonic() + timeout
-    while (found := ServerAddress.find(run, launch_id)) is None:
-        if give_up():
-            return None
-        if time.monotonic() > until:
+    while not stop_requested():
+        now = time.monotonic()
+        if now >= next_look:
+            next_look = now + interval_s * random.uniform(0.5, 1.5)
+            if (found := ServerAddress.find(run, allocation.launch_id)) is not None or has_ended():
+                return found
+        if now > until:
             raise ServerLost(f"the agent of node 0 published no rendezvous address within {timeout:.0f} s")
         time.sleep(RETRY_S)
-    return found
+    return None
 
 
 ASK_AGAIN_S = 5.0

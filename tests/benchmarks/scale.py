@@ -60,7 +60,7 @@ class Row:
         hello_bytes: the message in which an agent describes its node.
         join: from the first connection until the last agent has the order to start.
         join_cpu: of the server's process in that time.
-        begin: preparing the attempt in the server: the decision on the environment and the files.
+        begin_cpu: of preparing the attempt in the server: the decision on the environment and the files.
         start_bytes: the message with which the attempt starts, per agent.
         closed, frozen: from a closed connection, or the last heartbeat, until the last agent is told to end.
         restart: from the end of the attempt until the last agent has the order to start again.
@@ -76,7 +76,7 @@ class Row:
     hello_bytes: int
     join: float
     join_cpu: float
-    begin: float
+    begin_cpu: float
     start_bytes: int
     closed: float
     frozen: float
@@ -113,7 +113,7 @@ def main() -> None:
 def measure(count: int, idle_s: float) -> Row:
     """Takes a job of ``count`` nodes through its life."""
     nodes = simulated(count)
-    beat = beat_s(config_of(count).elastic.heartbeat_timeout_s)
+    beat = beat_s(config_of(count).elastic.heartbeat_timeout_s, count)
     parts = [nodes[first : first + AGENTS_PER_PROCESS] for first in range(0, count, AGENTS_PER_PROCESS)]
     with (
         tempfile.TemporaryDirectory(prefix="hpc_train-scale-") as folder,
@@ -132,7 +132,7 @@ def lead(
     order(agents, "connect")
     join = when_all(agents, "start", count) - began
     join_cpu = cpu_s(server) - cpu
-    begin, start_bytes = told.recv()
+    begin_cpu, start_bytes = told.recv()
     expected, fabric_bytes = read_by_a_rank(RunDirectory(folder))
     idle = idle_share(server, idle_s)
     closed, restart = lose(agents, "close", count // 2, count - 1)
@@ -143,7 +143,7 @@ def lead(
     memory = server.memory_info().rss
     retries = sum(each.seen("leave")[1] for each in agents)
     order(agents, "leave")
-    seconds = {"join": join, "join_cpu": join_cpu, "begin": begin, "closed": closed, "frozen": frozen}
+    seconds = {"join": join, "join_cpu": join_cpu, "begin_cpu": begin_cpu, "closed": closed, "frozen": frozen}
     seconds |= {"restart": restart, "leave": leave, "expected": expected, "idle_share": idle}
     sizes = {"start_bytes": start_bytes, "server_bytes": memory, "fabric_bytes": fabric_bytes, "retries": retries}
     return {name: round(value, 4) for name, value in seconds.items()} | sizes
@@ -197,9 +197,9 @@ def serve(folder: Path, count: int, tell: Connection) -> None:
     listener = bind(allocation, allocation.launch_id)
 
     def begin(start: Start) -> Message:
-        began = time.monotonic()
+        began = time.thread_time()
         spec = attempts.begin(start)
-        seconds = time.monotonic() - began
+        seconds = time.thread_time() - began
         tell.send((seconds, len(json.dumps({"kind": "start", "spec": spec}, separators=(",", ":")))))
         return spec
 

@@ -294,6 +294,7 @@ def test_nccl_logs_where_a_preflight_reads_it(tmp_path: Path, monkeypatch: pytes
     older.parent.mkdir()
     for path in (older, others):
         path.touch()
+    run.fabric.write_text("not JSON: only rank 0 reads it, after all have joined")
     assert logs(spec)
     assert not older.exists() and others.exists()
     assert not logs(replace(spec, gpus_per_node=0))
