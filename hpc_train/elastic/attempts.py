@@ -5,6 +5,7 @@ attempt.
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import sys
 import time
@@ -120,6 +121,7 @@ class Attempts:
             layout=start.layout,
             order=tuple(node.number for node in start.nodes),
             environment=environment,
+            store_prefix=secrets.token_hex(16),
         )
 
     def _report_start(self, start: Start, spec: AttemptSpec) -> None:
