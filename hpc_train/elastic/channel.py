@@ -149,6 +149,8 @@ class Channel:
 def _parse(line: bytes) -> Message:
     try:
         message = json.loads(line)
+        if b"\\u" in line:
+            json.dumps(message, ensure_ascii=False).encode()  # half a surrogate pair could not be printed later
     except (ValueError, RecursionError) as error:  # RecursionError: a few kilobytes of "["
         raise BadMessage(f"line is not JSON: {error}") from error
     if not isinstance(message, dict):
