@@ -6,6 +6,7 @@ next candidate is used. The bound socket of the workers' store is passed to the 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -67,7 +68,7 @@ def bind(allocation: Allocation, seed: str) -> socket.socket:
     (loopback if there is only one node).
 
     Raises:
-        OSError: no candidate port is free.
+        OSError: no candidate port is free, or the address is not (any more) one of this node.
     """
     for port in candidate_ports(seed):
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -75,8 +76,10 @@ def bind(allocation: Allocation, seed: str) -> socket.socket:
             listener.bind((allocation.listen_address, port))
             listener.listen(1024)
             return listener
-        except OSError:
+        except OSError as error:
             listener.close()
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise OSError(error.errno, f"cannot listen on {allocation.listen_address}: {error.strerror}") from None
     raise OSError(f"none of {CANDIDATES} ports between {FIRST_PORT} and {FIRST_PORT + PORTS} is free")
 
 
