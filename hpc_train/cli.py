@@ -17,6 +17,7 @@ from hpc_train.commands import COMMANDS
 from hpc_train.config.translate import translate
 from hpc_train.errors import UserError, nearest
 from hpc_train.run.exits import Exit
+from hpc_train.run.processes import out_of_descriptors
 
 COMMAND = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -45,7 +46,7 @@ def run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.DONE
     except Exception as error:
-        mistake = translate(error)
+        mistake = translate(error) or out_of_descriptors(error)
         if mistake is None:
             raise
         print(mistake, file=sys.stderr)

@@ -17,7 +17,14 @@ from typing import Any
 
 from hpc_train.checkpoint.space import stop_time
 from hpc_train.checkpoint.store import CheckpointStore
-from hpc_train.cluster.allocation import LOOPBACK, Allocation, current_allocation, meeting_at, workers_per_node
+from hpc_train.cluster.allocation import (
+    LOOPBACK,
+    Allocation,
+    current_allocation,
+    listening_at,
+    meeting_at,
+    workers_per_node,
+)
 from hpc_train.cluster.environment import Variable, apply, node_local_caches, own_environment, threads_per_rank
 from hpc_train.cluster.gpus import UnusableGpus, gpu_memory
 from hpc_train.cluster.placement import switch_address
@@ -49,7 +56,7 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.files import last_line, patiently, write_for_group
 from hpc_train.run.freeze import load
 from hpc_train.run.lease import hold_lease
-from hpc_train.run.processes import raise_descriptor_limit
+from hpc_train.run.processes import out_of_descriptors, raise_descriptor_limit
 from hpc_train.run.requests import StacksRequests, StopRequests, watch_signals
 from hpc_train.slurm.client import is_suspended
 
@@ -88,8 +95,11 @@ def run_agent(
                     end.begin()
             with _sole_agent(run, allocation, stop), reserve(stop) if reserve else nullcontext():
                 return _run(run, allocation, end, stop, on_tick or _no_op, entry, store)
-        except UserError as error:
-            print(error, file=sys.stderr)
+        except (UserError, OSError) as error:
+            refusal = error if isinstance(error, UserError) else out_of_descriptors(error)
+            if refusal is None:
+                raise
+            print(refusal, file=sys.stderr)
             if end is not None and allocation.node_rank == 0:  # only node 0 records the job's end
                 end.record(Exit.REFUSED)
             return Exit.REFUSED
@@ -121,7 +131,7 @@ def _run(
     store: str,
 ) -> int:
     config = load(run)
-    allocation = meeting_at(allocation, config.cluster.interface)
+    allocation = _on_the_network(config, allocation)
     use_frozen_code(frozen_code(run))
     if config.run.group is not None:
         write_for_group()
@@ -166,6 +176,19 @@ def _run(
                 stores.stop()
             if server is not None:
                 server.join()
+
+
+def _on_the_network(config: Config, allocation: Allocation) -> Allocation:
+    """Returns ``allocation`` with the address at which the nodes meet."""
+    interface = config.cluster.interface
+    allocation = meeting_at(allocation, interface)
+    if allocation.node_rank > 0:
+        return allocation
+    allocation, doubt = listening_at(allocation, is_chosen=interface is not None)
+    if doubt is not None:
+        fix = "set cluster.interface to the interface of the job"
+        print(f"{allocation.node_name} listens on all interfaces: {doubt}; {fix}", file=sys.stderr, flush=True)
+    return allocation
 
 
 def _this_node(config: Config, allocation: Allocation) -> Node:
@@ -228,7 +251,7 @@ def _start_server(
     server.start()
     if allocation.nodes > 1:
         address.publish(run, allocation.launch_id)
-    return server, ServerAddress(LOOPBACK, address.port, address.token)
+    return server, replace(address, host=allocation.listen_address or LOOPBACK)
 
 
 def _has_ended(end: JobEnd | None) -> bool:
@@ -370,6 +393,7 @@ class Agent:
                 layout=spec.layout,
                 master_address=spec.address,
                 master_port=spec.port,
+                store_prefix=spec.store_prefix,
                 gpus_per_node=spec.gpus_per_node,
                 threads=threads_per_rank(self.config.train.threads, local_workers, bound[local_rank].cores),
                 **_device_and_environment(local_rank, visible, spec.environment, self.config.cluster.visible_gpus),

@@ -5,6 +5,7 @@ attempt.
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import sys
 import time
@@ -122,6 +123,7 @@ class Attempts:
             order=tuple(node.number for node in start.nodes),
             environment=environment,
             checked=self._have_been_checked(start),
+            store_prefix=secrets.token_hex(16),
         )
 
     def _have_been_checked(self, start: Start) -> bool:

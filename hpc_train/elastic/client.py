@@ -31,6 +31,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit, Failure
 from hpc_train.run.files import patiently
+from hpc_train.run.processes import this_process
 from hpc_train.slurm.client import PATIENT_S, own_job, query, state_and_priority
 from hpc_train.slurm.states import Phase
 
@@ -88,7 +89,7 @@ class RendezvousClient:
                         f"the rendezvous server at {server.host}:{server.port} does not respond: {error}"
                     ) from error
                 time.sleep(RETRY_S)
-        channel.send({"kind": "hello", "node": node.to_json()})
+        channel.send(hello(node))
         return cls(channel, heartbeat_timeout_s, nodes)
 
     def order(self, timeout: float) -> Message | None:
@@ -140,26 +141,32 @@ class RendezvousClient:
         self._channel.close()
 
     def _serve(self) -> None:
+        try:
+            self._follow()
+        except (ConnectionError, OSError, ValueError):
+            pass
+        finally:
+            self.lost = True
+            self._channel.close()
+
+    def _follow(self) -> None:
         heard = looked = time.monotonic()
         next_beat = 0.0
-        with suppress(ConnectionError, OSError, ValueError):
-            while not self.silent:
-                now = time.monotonic()
-                if has_stalled(
-                    now - looked, self._silent_node_s, self._nodes
-                ):  # e.g. a suspended job: the server stalled too
-                    heard = now
-                looked = now
-                if now >= next_beat:
-                    next_beat = now + beat_s(self._silent_node_s, self._nodes)
-                    self._channel.send({"kind": "beat"})
-                if self._channel.wait(max(0.0, next_beat - now)):
-                    for message in self._channel.read():
-                        self._handle(message)
-                    heard = time.monotonic()
-                self.silent = now - heard > self._silent_node_s + SERVER_BUSY_S
-        self.lost = True
-        self._channel.close()
+        while not self.silent:
+            now = time.monotonic()
+            if has_stalled(
+                now - looked, self._silent_node_s, self._nodes
+            ):  # e.g. a suspended job: the server stalled too
+                heard = now
+            looked = now
+            if now >= next_beat:
+                next_beat = now + beat_s(self._silent_node_s, self._nodes)
+                self._channel.send({"kind": "beat"})
+            if self._channel.wait(max(0.0, next_beat - now)):
+                for message in self._channel.read():
+                    self._handle(message)
+                heard = time.monotonic()
+            self.silent = now - heard > self._silent_node_s + SERVER_BUSY_S
 
     def _handle(self, message: Message) -> None:
         if message["kind"] == "end":
@@ -171,6 +178,11 @@ class RendezvousClient:
             self.stacks_requested = message["number"]
         elif message["kind"] == "dropped":
             print(f"the rendezvous server dropped this node: {message['why']}", file=sys.stderr, flush=True)
+
+
+def hello(node: Node) -> Message:
+    """Returns the first message of an agent. ``process`` lets it replace its own connection, and no other agent's."""
+    return {"kind": "hello", "node": node.to_json(), "process": this_process()}
 
 
 LOOKUPS_PER_S = 200  # for the server's address, of all agents of a job together

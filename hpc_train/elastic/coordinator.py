@@ -144,7 +144,9 @@ class Coordinator:
             self._fail(WorkerFailure(rank, Failure.NODE_LOST, message, message, 0.0), node, now)
 
     def reported(self, number: int, report: NodeReport, now: float) -> None:
-        """Notes that the workers of a node have ended."""
+        """Notes that the workers of a node have ended; a node without workers has nothing to report."""
+        if number not in self._working:
+            return
         self._working.discard(number)
         self._reports.append(report)
         if report.failure is not None:

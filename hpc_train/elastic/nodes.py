@@ -19,12 +19,14 @@ from hpc_train.cluster.gpus import KEY as GPUS_KEY
 from hpc_train.cluster.placement import node_order, with_nvlink_domain
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
-from hpc_train.fabric.facts import NodeFacts
+from hpc_train.fabric.facts import NodeFacts, distance
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.field_types import check_fields
 from hpc_train.run.files import append_text, line_end, patiently, read_lines
 
 HEALTH_CHECK_KEY = "cluster.health_check"
 NO_COMMAND = (126, 127)  # exit codes of bash: the command cannot be executed, or does not exist
+MOST_WORKERS = 4096  # of a node; more is an error
 TOO_OFTEN = 2  # failures after which a node is used only if there are no others
 
 
@@ -114,11 +116,23 @@ class Node:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Node:
+        """Reads what an agent has sent.
+
+        Raises:
+            TypeError, ValueError, KeyError, AttributeError: it does not describe a node.
+        """
         facts, unfit = NodeFacts.from_json(value["facts"]), value.get("unfit")
         node = cls(**value | {"facts": facts, "unfit": None if unfit is None else Unfit(**unfit)})
-        if not all(isinstance(count, int) for count in (node.number, node.gpus, node.workers)):
-            raise TypeError("a node's number, GPUs and workers are integers")
+        check_fields(node)
+        if not 0 <= node.gpus <= node.workers <= MOST_WORKERS or (node.can_train and node.workers == 0):
+            raise ValueError(f"a node cannot have {node.gpus} GPUs and {node.workers} workers")
+        for path_type in {link.path_type for link in facts.links}:
+            distance(path_type)
         return node
+
+    @property
+    def can_train(self) -> bool:
+        return self.unfit is None and self.refusal is None
 
 
 def in_order_of_rank(nodes: Sequence[Node]) -> tuple[Node, ...]:

@@ -33,7 +33,7 @@ def _wait_for_stop(stop: StopFlag, seconds: float = 30) -> Exit:
 
 def finish(spec: WorkerSpec, stop: StopFlag) -> Exit:
     print(f"hello from {spec.rank} of {spec.layout.world_size}")
-    _mark(spec, f"{spec.master_port} {os.environ['OMP_NUM_THREADS']}")
+    _mark(spec, f"{spec.master_port} {os.environ['OMP_NUM_THREADS']} {spec.store_prefix}")
     return Exit.DONE
 
 

@@ -72,7 +72,11 @@ def test_all_workers_finish(frozen: Freeze) -> None:
     found = marks(run, 3)
     assert found is not None
     attempt = read_json(run.attempts / "000.json")
-    assert [mark[1:] for mark in found] == [[str(attempt["port"]), "7"]] * 3
+    assert [mark[1:3] for mark in found] == [[str(attempt["port"]), "7"]] * 3
+    (prefix,) = {mark[3] for mark in found}
+    assert len(prefix) == 32
+    texts = [path for path in run.path.rglob("*") if path.is_file() and not path.name.startswith("mark-")]
+    assert not [path for path in texts if prefix.encode() in path.read_bytes()], "the agents alone know it"
     log = next(run.logs.glob("*-000.log")).read_text()
     lines = sorted(line.partition(" ")[2] for line in log.splitlines())
     assert lines == [f"[{rank}] hello from {rank} of 3" for rank in range(3)]
