@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -215,6 +215,41 @@ class Crowd:
         self._again = [(when, agent) for when, agent in self._again if now < when]
         for agent in due:
             self._connect(agent)
+
+
+def _is_writable(connection: socket.socket) -> bool:
+    poller = select.poll()  # unlike select(), it accepts any descriptor
+    poller.register(connection, select.POLLOUT)
+    return bool(poller.poll(0))
+
+
+@dataclass(frozen=True)
+class CrowdProcess:
+    """A crowd in a process of its own, as the benchmark sees it."""
+
+    process: SpawnProcess
+    orders: Connection
+
+    def seen(self, kind: str) -> tuple[list[float], int]:
+        """Returns and forgets when agents received messages of this kind, and how often any had to connect again."""
+        self.orders.send(("seen", kind))
+        found: tuple[list[float], int] = self.orders.recv()
+        return found
+
+
+def crowd_main(server: ServerAddress, nodes: Sequence[Node], beat_s: float, orders: Connection) -> None:
+    agents = {node.number: SimulatedAgent(hello_of(node)) for node in nodes}
+    Crowd(server, agents, beat_s, orders).run()
+
+
+def hello_of(node: Node) -> bytes:
+    """Returns the message with which the agent of ``node`` introduces it, sooner than ``Node.to_json`` does."""
+    message = {"kind": "hello", "node": node}
+    return json.dumps(message, separators=(",", ":"), default=_fields).encode() + b"\n"
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 def _is_writable(connection: socket.socket) -> bool:
