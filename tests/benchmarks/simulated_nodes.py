@@ -39,6 +39,7 @@ GPUS = 8
 ODD_EVERY = 250  # one node in this many is odd
 RETRY_S = 0.2
 TURN_S = 0.01
+HELLO_S = 30.0
 VERSIONS = (("cuda", "12.8"), ("driver", "570.86.15"), ("kernel", "5.15.0-1074"), ("nccl", "2.27.5"), ("torch", "2.13"))
 ENVIRONMENT = ("NCCL_DEBUG_SUBSYS", "OMP_NUM_THREADS", "FI_LOG_LEVEL", "UCX_TLS")
 
@@ -167,10 +168,10 @@ class Crowd:
         if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0:
             self._retry(agent, connection)
             return
-        connection.sendall(self.server.token.encode())
+        connection.settimeout(HELLO_S)
+        with suppress(OSError):  # reading finds that the server has closed the connection
+            connection.sendall(self.server.token.encode() + agent.hello)
         agent.channel, agent.next_beat = Channel(connection), time.monotonic() + self.beat_s
-        with suppress(OSError):  # as Channel does it
-            connection.sendall(agent.hello)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(agent))
 
     def _read(self, agent: SimulatedAgent) -> None:
