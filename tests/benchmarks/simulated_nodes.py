@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -243,5 +243,10 @@ def crowd_main(server: ServerAddress, nodes: Sequence[Node], beat_s: float, orde
 
 
 def hello_of(node: Node) -> bytes:
-    """Returns the message with which the agent of ``node`` introduces it."""
-    return json.dumps({"kind": "hello", "node": node.to_json()}, separators=(",", ":")).encode() + b"\n"
+    """Returns the message with which the agent of ``node`` introduces it, sooner than ``Node.to_json`` does."""
+    message = {"kind": "hello", "node": node}
+    return json.dumps(message, separators=(",", ":"), default=_fields).encode() + b"\n"
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in fields(value)}
