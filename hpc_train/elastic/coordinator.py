@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from hpc_train.config.schema import Config
 from hpc_train.elastic.decision import (
@@ -28,7 +29,6 @@ from hpc_train.elastic.nodes import (
     Node,
     NodeFailures,
     in_order_of_rank,
-    smallest_gpu,
     why_unfit,
 )
 from hpc_train.errors import UserError
@@ -371,20 +371,26 @@ class Coordinator:
         nodes = sorted(self.present.values(), key=lambda node: (node.name in failing, node.number))
         sound = sum(node.name not in failing for node in nodes)
         most = min(size, sound if sound >= fewest or only_sound else len(nodes))
+        workers = [*accumulate((node.workers for node in nodes), min)]  # of the first nodes
+        memory = [*accumulate((node.gpu_memory for node in nodes), _smaller)]
         refusal: UserError | None = None
         for count in range(most, fewest - 1, -1):
-            chosen = in_order_of_rank(nodes[:count])
             try:
-                workers = min(node.workers for node in chosen)
-                layout = resolve_layout(self.config, count, workers, smallest_gpu(chosen))
+                layout = resolve_layout(self.config, count, workers[count - 1], memory[count - 1])
+                chosen = in_order_of_rank(nodes[:count])
                 for node in chosen:
-                    refuse_slices_of_one_gpu(node.facts, min(workers, layout.world_size))
+                    refuse_slices_of_one_gpu(node.facts, min(workers[count - 1], layout.world_size))
                 return Start(chosen, layout)
             except UserError as error:
                 refusal = refusal or error
         if refusal is not None:
             raise refusal
         return None
+
+
+def _smaller(bytes_: float | None, other: float | None) -> float | None:
+    """Returns the smaller of two sizes; None if one is unknown."""
+    return None if bytes_ is None or other is None else min(bytes_, other)
 
 
 def primary_cause(causes: Sequence[FailureReport]) -> FailureReport | None:

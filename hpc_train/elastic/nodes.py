@@ -146,13 +146,6 @@ def in_order_of_rank(nodes: Sequence[Node]) -> tuple[Node, ...]:
     return tuple(ordered[index] for index in node_order(positions))
 
 
-def smallest_gpu(nodes: Iterable[Node]) -> float | None:
-    """Returns the bytes of the smallest GPU of ``nodes``; None if one of them does not know its own."""
-    sizes = [node.gpu_memory for node in nodes]
-    known = [size for size in sizes if size is not None]
-    return min(known) if len(known) == len(sizes) else None
-
-
 def why_unfit(nodes: Iterable[Node]) -> tuple[str, str]:
     """Returns the reasons of nodes that cannot take part, each once with its node names, and the fixes."""
     names: dict[Unfit, list[str]] = {}

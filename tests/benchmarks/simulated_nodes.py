@@ -250,33 +250,3 @@ def hello_of(node: Node) -> bytes:
 
 def _fields(value: Any) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in fields(value)}
-
-
-def _is_writable(connection: socket.socket) -> bool:
-    poller = select.poll()  # unlike select(), it accepts any descriptor
-    poller.register(connection, select.POLLOUT)
-    return bool(poller.poll(0))
-
-
-@dataclass(frozen=True)
-class CrowdProcess:
-    """A crowd in a process of its own, as the benchmark sees it."""
-
-    process: SpawnProcess
-    orders: Connection
-
-    def seen(self, kind: str) -> tuple[list[float], int]:
-        """Returns and forgets when agents received messages of this kind, and how often any had to connect again."""
-        self.orders.send(("seen", kind))
-        found: tuple[list[float], int] = self.orders.recv()
-        return found
-
-
-def crowd_main(server: ServerAddress, nodes: Sequence[Node], beat_s: float, orders: Connection) -> None:
-    agents = {node.number: SimulatedAgent(hello_of(node)) for node in nodes}
-    Crowd(server, agents, beat_s, orders).run()
-
-
-def hello_of(node: Node) -> bytes:
-    """Returns the message with which the agent of ``node`` introduces it."""
-    return json.dumps({"kind": "hello", "node": node.to_json()}, separators=(",", ":")).encode() + b"\n"

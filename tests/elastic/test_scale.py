@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from hpc_train.cluster.allocation import Allocation
-from hpc_train.elastic import client
+from hpc_train.config.schema import BatchConfig
+from hpc_train.elastic import client, coordinator
 from hpc_train.elastic.attempts import Attempts
 from hpc_train.elastic.client import ServerLost, lookup_interval_s, wait_for_server
 from hpc_train.elastic.coordinator import Start
@@ -38,11 +39,12 @@ from hpc_train.preflight.expected import expected_bandwidths, read_fabric
 from hpc_train.run.agent_worker import Beat, Phase
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
+from hpc_train.run.exits import Action
 from hpc_train.run.requests import REQUESTS_EVERY_S, StacksRequests, request_stacks
 from tests.benchmarks.scale import config_of
 from tests.benchmarks.simulated_nodes import GPUS, ODD_EVERY, simulated
 from tests.elastic.test_agent import until
-from tests.elastic.test_coordinator import Course
+from tests.elastic.test_coordinator import Course, action
 from tests.elastic.test_hub import Served, joined, order_of
 
 NODES = ODD_EVERY  # the last one is odd
@@ -158,6 +160,22 @@ def test_the_coordinator_visits_the_nodes_a_few_times_per_event(tmp_path: Path) 
     counted.visits = 0
     assert course.next() is None
     assert counted.visits == 0, "heartbeats do not visit them"
+
+
+def test_a_layout_that_fits_no_number_of_nodes_costs_no_sort_per_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    course = Course(tmp_path, 300, min_nodes=1)
+    course.head.config = replace(course.head.config, batch=BatchConfig(global_size=1))
+    orders: list[int] = []
+
+    def in_order(nodes: Sequence[Node]) -> tuple[Node, ...]:
+        orders.append(len(nodes))
+        return tuple(nodes)
+
+    monkeypatch.setattr(coordinator, "in_order_of_rank", in_order)
+    assert action(course.next()) is Action.REFUSE
+    assert orders == []
 
 
 def test_heartbeats_become_rarer_with_thousands_of_nodes() -> None:
