@@ -224,6 +224,7 @@ def held(served: Served) -> tuple[Served, Event]:
 def test_the_server_tells_all_agents_of_a_request_for_stacks(tmp_path: Path) -> None:
     served = Served(tmp_path, 2)
     links = [served.link(number) for number in range(2)]
+    assert [order_of(link)["spec"]["attempt"] for link in links] == [0, 0], "both have joined"
     links[0].send_stacks_request(7)
     until(lambda: [link.stacks_requested for link in links] == [7, 7])
 
