@@ -18,6 +18,7 @@ from hpc_train.config.translate import translate
 from hpc_train.errors import UserError, nearest
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import keep_others_from_writing
+from hpc_train.run.processes import out_of_descriptors
 
 COMMAND = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -47,7 +48,7 @@ def run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.DONE
     except Exception as error:
-        mistake = translate(error)
+        mistake = translate(error) or out_of_descriptors(error)
         if mistake is None:
             raise
         print(mistake, file=sys.stderr)

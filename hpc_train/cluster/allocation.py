@@ -11,7 +11,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import psutil
@@ -32,6 +32,7 @@ class Allocation:
         job_id: the scheduler's job id; None outside of a job.
         launch_id: equal on all nodes of one start of a job, and different at the next start.
         address: the address at which other nodes reach this one; loopback if there is only one.
+        listen_address: the address on which this node listens for the others; "" for all interfaces.
         node_names: the names of all nodes, by node number.
     """
 
@@ -42,6 +43,7 @@ class Allocation:
     launch_id: str
     address: str
     node_names: tuple[str, ...] = ()
+    listen_address: str = ""
 
 
 def current_allocation(environment: Mapping[str, str] = os.environ) -> Allocation:
@@ -61,6 +63,7 @@ def current_allocation(environment: Mapping[str, str] = os.environ) -> Allocatio
         launch_id=".".join(parts),
         address=LOOPBACK if nodes == 1 else name,
         node_names=tuple(expand(environment.get("SLURM_STEP_NODELIST", name))),
+        listen_address=LOOPBACK if nodes == 1 else "",
     )
 
 
@@ -110,10 +113,65 @@ def _resolving(name: str) -> str:
     return name
 
 
+def listening_at(allocation: Allocation, is_chosen: bool) -> tuple[Allocation, str | None]:
+    """Returns ``allocation`` with the one address of this node that the others connect to, and on which it listens.
+
+    If this address is in doubt, the node listens on all interfaces, and the second value says why.
+
+    Args:
+        is_chosen: whether ``cluster.interface`` names the address. Otherwise it must be the one from which this node
+            sends to the others, because on a host with several networks its name may belong to another one.
+    """
+    if allocation.nodes == 1:
+        return allocation, None
+    own, doubt = _own_address(allocation.address)
+    if doubt is None and (not is_chosen or own.startswith(_LOOPBACK_NET)):
+        doubt = _doubt_about(own, [name for name in allocation.node_names if name != allocation.node_name])
+    return (allocation, doubt) if doubt else (replace(allocation, address=own, listen_address=own), None)
+
+
+_LOOPBACK_NET = "127."  # some systems map the name of the host itself to 127.0.1.1
+
+
+def _own_address(name: str) -> tuple[str, str | None]:
+    """Returns the IPv4 address of ``name``, and why it cannot be listened on."""
+    try:
+        found = sorted({str(each[4][0]) for each in socket.getaddrinfo(name, None, socket.AF_INET)})
+    except OSError as error:
+        return "", f"{name} does not resolve on this node: {error.strerror or error}"
+    if len(found) > 1:
+        return "", f"{name} has the addresses {', '.join(found)}"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((found[0], 0))
+        except OSError:
+            return "", f"{name} resolves to {found[0]}, which no interface of this node has"
+    return found[0], None
+
+
+def _doubt_about(own: str, others: Sequence[str]) -> str | None:
+    """Returns why ``own`` may not be the address at which ``others`` reach this node. Asks for two of them: each is
+    a query of the name service.
+    """
+    for other in {*others[:1], *others[-1:]}:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((other, _ANY_PORT))
+            except OSError as error:
+                return f"there is no route to {other}: {error.strerror or error}"
+            source = probe.getsockname()[0]
+        if source != own:
+            return f"its name belongs to {own}, but it sends to {other} from {source}"
+    return None
+
+
+_ANY_PORT = 9  # nothing is sent; the kernel only looks up the route
+
+
 def _one_node(environment: Mapping[str, str]) -> Allocation:
     name = socket.gethostname()
     job_id = environment.get("SLURM_JOB_ID") or environment.get("SUBMITIT_LOCAL_JOB_ID")
-    return Allocation(1, 0, name, job_id, f"{name}.{os.getpid()}", LOOPBACK, (name,))
+    return Allocation(1, 0, name, job_id, f"{name}.{os.getpid()}", LOOPBACK, (name,), LOOPBACK)
 
 
 def workers_per_node(cluster: ClusterConfig, visible: int | None = None) -> tuple[int, int]:

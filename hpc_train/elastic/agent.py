@@ -17,7 +17,14 @@ from typing import Any
 
 from hpc_train.checkpoint.space import stop_time
 from hpc_train.checkpoint.store import CheckpointStore
-from hpc_train.cluster.allocation import LOOPBACK, Allocation, current_allocation, meeting_at, workers_per_node
+from hpc_train.cluster.allocation import (
+    LOOPBACK,
+    Allocation,
+    current_allocation,
+    listening_at,
+    meeting_at,
+    workers_per_node,
+)
 from hpc_train.cluster.environment import Variable, apply, node_local_caches, own_environment, threads_per_rank
 from hpc_train.cluster.gpus import UnusableGpus, gpu_memory
 from hpc_train.cluster.placement import switch_address
@@ -49,8 +56,8 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.files import last_line, patiently, write_for_group
 from hpc_train.run.freeze import load
 from hpc_train.run.lease import hold_lease
-from hpc_train.run.processes import raise_descriptor_limit
-from hpc_train.run.requests import StopRequests, watch_signals
+from hpc_train.run.processes import out_of_descriptors, raise_descriptor_limit
+from hpc_train.run.requests import StacksRequests, StopRequests, watch_signals
 from hpc_train.slurm.client import is_current_start, is_suspended, was_suspended
 
 ENTRY = "hpc_train.train.worker:train"
@@ -89,8 +96,11 @@ def run_agent(
                     end.begin()
             with _sole_agent(run, allocation, stop), reserve(stop) if reserve else nullcontext():
                 return _run(run, allocation, end, stop, on_tick or _no_op, entry, store)
-        except UserError as error:
-            print(error, file=sys.stderr)
+        except (UserError, OSError) as error:
+            refusal = error if isinstance(error, UserError) else out_of_descriptors(error)
+            if refusal is None:
+                raise
+            print(refusal, file=sys.stderr)
             if end is not None and allocation.node_rank == 0:  # only node 0 records the job's end
                 end.record(Exit.REFUSED)
             return Exit.REFUSED
@@ -122,7 +132,7 @@ def _run(
     store: str,
 ) -> int:
     config = load(run)
-    allocation = meeting_at(allocation, config.cluster.interface)
+    allocation = _on_the_network(config, allocation)
     use_frozen_code(frozen_code(run))
     if config.run.group is not None:
         write_for_group()
@@ -140,7 +150,7 @@ def _run(
         else:
             try:
                 found = wait_for_server(
-                    run, allocation.launch_id, lambda: stop.requested or _has_ended(end), config.elastic.join_timeout_s
+                    run, allocation, lambda: stop.requested, lambda: _has_ended(end), config.elastic.join_timeout_s
                 )
             except ServerLost as lost:
                 return requeue_after_server_loss(run, config, allocation, end, lost)
@@ -153,9 +163,11 @@ def _run(
         watch = Watch.of(run, allocation.node_name, config)
         budget = Budget(run, config.run.max_gpu_hours, allocation.nodes * node.gpus)
         gpu_errors = GpuErrors(node.facts, node.workers)
+        stacks = StacksRequests.of(run) if allocation.node_rank == 0 else None
         agent = Agent(
-            run, config, allocation, node, address, stores, stop, watch, gpu_errors, budget, on_tick, entry, events
-        )
+            run, config, allocation, node, address, stores, stop, watch, gpu_errors, budget, on_tick, entry, events,
+            stacks,
+        )  # fmt: skip
         try:
             return agent.work()
         except ServerLost as lost:
@@ -165,6 +177,19 @@ def _run(
                 stores.stop()
             if server is not None:
                 server.join()
+
+
+def _on_the_network(config: Config, allocation: Allocation) -> Allocation:
+    """Returns ``allocation`` with the address at which the nodes meet."""
+    interface = config.cluster.interface
+    allocation = meeting_at(allocation, interface)
+    if allocation.node_rank > 0:
+        return allocation
+    allocation, doubt = listening_at(allocation, is_chosen=interface is not None)
+    if doubt is not None:
+        fix = "set cluster.interface to the interface of the job"
+        print(f"{allocation.node_name} listens on all interfaces: {doubt}; {fix}", file=sys.stderr, flush=True)
+    return allocation
 
 
 def _this_node(config: Config, allocation: Allocation) -> Node:
@@ -228,7 +253,7 @@ def _start_server(
     server.start()
     if allocation.nodes > 1:
         address.publish(run, allocation.launch_id)
-    return server, ServerAddress(LOOPBACK, address.port, address.token)
+    return server, replace(address, host=allocation.listen_address or LOOPBACK)
 
 
 def _has_ended(end: JobEnd | None) -> bool:
@@ -265,6 +290,7 @@ class Agent:
     on_tick: Callable[[], None]
     entry: str
     events: EventLog  # of this agent, in any attempt
+    stacks: StacksRequests | None = None  # only in the agent with the server
     _attempt: int | None = field(default=None, init=False)  # the newest attempt it knows of
     _replaced: bool = field(default=False, init=False)  # Slurm ended this start of the job while the node was frozen
 
@@ -292,10 +318,14 @@ class Agent:
                 client.quit("killed by a second Ctrl-C; steps after the last checkpoint are lost")
 
     def _join(self) -> RendezvousClient:
-        return RendezvousClient.connect(self.server, self.node, self.config.elastic.heartbeat_timeout_s)
+        timeout = self.config.elastic.heartbeat_timeout_s
+        return RendezvousClient.connect(self.server, self.node, timeout, nodes=self.allocation.nodes)
 
     def _tick(self, client: RendezvousClient) -> None:
         self.on_tick()
+        if self.stacks is not None and (number := self.stacks.new(time.monotonic())) is not None:
+            client.send_stacks_request(number)
+        self.watch.stacks_requested = client.stacks_requested
         if self.stores is not None and self.budget.is_used_up:
             self.stop.request(OVER_BUDGET)
         while self.stores is not None and not client.pauses.empty():  # the other nodes stopped with this one
@@ -388,11 +418,13 @@ class Agent:
                 layout=spec.layout,
                 master_address=spec.address,
                 master_port=spec.port,
+                store_prefix=spec.store_prefix,
                 gpus_per_node=spec.gpus_per_node,
                 threads=threads_per_rank(self.config.train.threads, local_workers, bound[local_rank].cores),
                 **_device_and_environment(local_rank, visible, spec.environment, self.config.cluster.visible_gpus),
                 cpus=bound[local_rank].cpus,
                 stop_grace_s=stop_grace_s,
+                checked=spec.checked,
             )
             for local_rank in range(local_workers)
         ]

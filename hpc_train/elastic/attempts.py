@@ -5,6 +5,7 @@ attempt.
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import sys
 import time
@@ -22,6 +23,7 @@ from hpc_train.elastic.coordinator import FailureReport, Leave, Start
 from hpc_train.elastic.decision import RestartDecision, WorkerFailure, is_secondary, root_cause
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.logs import WorkerLog
+from hpc_train.elastic.nodes import have_been_checked
 from hpc_train.elastic.rendezvous import AttemptSpec, bind, withdraw
 from hpc_train.elastic.requeue import JobEnd, request
 from hpc_train.elastic.store import Stores
@@ -127,7 +129,13 @@ class Attempts:
             layout=start.layout,
             order=tuple(node.number for node in start.nodes),
             environment=environment,
+            checked=self._have_been_checked(start),
+            store_prefix=secrets.token_hex(16),
         )
+
+    def _have_been_checked(self, start: Start) -> bool:
+        names = [node.name for node in start.nodes]
+        return patiently(lambda: have_been_checked(self.run, self.allocation.launch_id, names))
 
     def _report_start(self, start: Start, spec: AttemptSpec) -> None:
         events = self._events()

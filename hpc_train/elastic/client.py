@@ -1,6 +1,6 @@
 """An agent's connection to the rendezvous server, and what agents do when the server is lost.
 
-The connection sends a heartbeat every second and passes on the server's orders. If the server is lost, one of the
+The connection sends heartbeats and passes on the server's orders. If the server is lost, one of the
 remaining agents asks Slurm to run the job again: with ``--no-kill`` a job whose batch host is lost would otherwise stay
 RUNNING without a batch script until its time limit.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import queue
+import random
 import signal
 import socket
 import sys
@@ -31,6 +32,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit, Failure
 from hpc_train.run.files import patiently
+from hpc_train.run.processes import this_process
 from hpc_train.slurm.client import PATIENT_S, own_job, query, state_and_priority
 from hpc_train.slurm.states import Phase
 
@@ -64,8 +66,9 @@ class Pause:
 class RendezvousClient:
     """Created by ``connect``. A thread reads messages and sends heartbeats, whatever the agent is busy with."""
 
-    def __init__(self, channel: Channel, heartbeat_timeout_s: float) -> None:
+    def __init__(self, channel: Channel, heartbeat_timeout_s: float, nodes: int) -> None:
         self._channel = channel
+        self._nodes = nodes
         self._silent_node_s = heartbeat_timeout_s
         self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._ended = -1  # the newest attempt that the server has ended
@@ -74,13 +77,19 @@ class RendezvousClient:
         self.lost = False
         self.silent = False  # lost without a closed connection: its agent is frozen or its node is cut off
         self.hung = False  # the attempt was ended because of a hang
+        self.stacks_requested = 0  # number of the newest request for stacks that node 0 has found
         threading.Thread(target=self._serve, name="rendezvous-client", daemon=True).start()
 
     @classmethod
     def connect(
-        cls, server: ServerAddress, node: Node, heartbeat_timeout_s: float, patience_s: float = CONNECT_S
+        cls,
+        server: ServerAddress,
+        node: Node,
+        heartbeat_timeout_s: float,
+        patience_s: float = CONNECT_S,
+        nodes: int = 1,
     ) -> RendezvousClient:
-        """Joins the server as ``node``.
+        """Joins the server of a job of ``nodes`` nodes as ``node``.
 
         Raises:
             ServerLost: the server does not respond within ``patience_s``.
@@ -98,8 +107,8 @@ class RendezvousClient:
                         f"the rendezvous server at {server.host}:{server.port} does not respond: {error}"
                     ) from error
                 time.sleep(RETRY_S)
-        channel.send({"kind": "hello", "node": node.to_json()})
-        return cls(channel, heartbeat_timeout_s)
+        channel.send(hello(node))
+        return cls(channel, heartbeat_timeout_s, nodes)
 
     def order(self, timeout: float) -> Message | None:
         """Returns the next order (start or leave); None if none arrives within ``timeout`` seconds.
@@ -131,6 +140,10 @@ class RendezvousClient:
         """Reports that a user killed the workers of this node without waiting."""
         self._channel.send({"kind": "quit", "message": message})
 
+    def send_stacks_request(self, number: int) -> None:
+        """Reports a request for stacks, about which the server tells all agents."""
+        self._channel.send({"kind": "stacks", "number": number})
+
     def send_store_lost(self, attempt: int) -> None:
         self._channel.send({"kind": "store_lost", "attempt": attempt})
 
@@ -146,25 +159,32 @@ class RendezvousClient:
         self._channel.close()
 
     def _serve(self) -> None:
+        try:
+            self._follow()
+        except (ConnectionError, OSError, ValueError):
+            pass
+        finally:
+            self.lost = True
+            self._channel.close()
+
+    def _follow(self) -> None:
         heard = looked = time.monotonic()
         next_beat = 0.0
-        with suppress(ConnectionError, OSError, ValueError):
-            while not self.silent:
-                now = time.monotonic()
-                if has_stalled(now - looked, self._silent_node_s):  # e.g. a suspended job: the server stalled too
-                    heard = now
-                    self.pauses.put(Pause(now - looked, time.time()))
-                looked = now
-                if now >= next_beat:
-                    next_beat = now + beat_s(self._silent_node_s)
-                    self._channel.send({"kind": "beat"})
-                if self._channel.wait(max(0.0, next_beat - now)):
-                    for message in self._channel.read():
-                        self._handle(message)
-                    heard = time.monotonic()
-                self.silent = now - heard > self._silent_node_s + SERVER_BUSY_S
-        self.lost = True
-        self._channel.close()
+        while not self.silent:
+            now = time.monotonic()
+            # e.g. a suspended job: the server stalled too
+            if has_stalled(now - looked, self._silent_node_s, self._nodes):
+                heard = now
+                self.pauses.put(Pause(now - looked, time.time()))
+            looked = now
+            if now >= next_beat:
+                next_beat = now + beat_s(self._silent_node_s, self._nodes)
+                self._channel.send({"kind": "beat"})
+            if self._channel.wait(max(0.0, next_beat - now)):
+                for message in self._channel.read():
+                    self._handle(message)
+                heard = time.monotonic()
+            self.silent = now - heard > self._silent_node_s + SERVER_BUSY_S
 
     def _handle(self, message: Message) -> None:
         if message["kind"] == "end":
@@ -172,27 +192,57 @@ class RendezvousClient:
             self._ended = message["attempt"]
         elif message["kind"] in ("start", "leave"):
             self._orders.put(message)
+        elif message["kind"] == "stacks":
+            self.stacks_requested = message["number"]
         elif message["kind"] == "dropped":
             print(f"the rendezvous server dropped this node: {message['why']}", file=sys.stderr, flush=True)
 
 
+def hello(node: Node) -> Message:
+    """Returns the first message of an agent. ``process`` lets it replace its own connection, and no other agent's."""
+    return {"kind": "hello", "node": node.to_json(), "process": this_process()}
+
+
+LOOKUPS_PER_S = 200  # for the server's address, of all agents of a job together
+MOST_LOOKUP_S = 10.0
+
+
+def lookup_interval_s(nodes: int) -> float:
+    """Returns the mean time between two looks of an agent for the server's address. All nodes look into one directory
+    of a shared file system, so each looks less often in a large job.
+    """
+    return min(max(RETRY_S, nodes / LOOKUPS_PER_S), MOST_LOOKUP_S)
+
+
 def wait_for_server(
-    run: RunDirectory, launch_id: str, give_up: Callable[[], bool], timeout: float
+    run: RunDirectory,
+    allocation: Allocation,
+    stop_requested: Callable[[], bool],
+    has_ended: Callable[[], bool],
+    timeout: float,
 ) -> ServerAddress | None:
-    """Returns the address of a launch's server; None if ``give_up`` returns True first.
+    """Returns the address of a launch's server; None if a stop is requested or the agent of node 0 has ended first.
+
+    Args:
+        stop_requested: called several times per second.
+        has_ended: called as often as the address is looked up, since it may read the run directory as well.
 
     Raises:
         ServerLost: no address was published within ``timeout`` seconds.
     """
+    interval_s, next_look = lookup_interval_s(allocation.nodes), 0.0
     until = time.monotonic() + timeout
-    while (found := ServerAddress.find(run, launch_id)) is None:
-        if give_up():
-            return None
-        if time.monotonic() > until:
+    while not stop_requested():
+        now = time.monotonic()
+        if now >= next_look:
+            next_look = now + interval_s * random.uniform(0.5, 1.5)
+            if (found := ServerAddress.find(run, allocation.launch_id)) is not None or has_ended():
+                return found
+        if now > until:
             message = f"the agent of node 0 published no rendezvous address within {timeout:.0f} s"
             raise ServerLost(message, frozen=True)
         time.sleep(RETRY_S)
-    return found
+    return None
 
 
 ASK_AGAIN_S = 5.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from hpc_train.config.schema import Config
 from hpc_train.elastic.decision import (
@@ -28,10 +29,10 @@ from hpc_train.elastic.nodes import (
     Node,
     NodeFailures,
     in_order_of_rank,
-    smallest_gpu,
     why_unfit,
 )
 from hpc_train.errors import UserError
+from hpc_train.fabric.machines import Machines
 from hpc_train.fabric.rank_binding import refuse_slices_of_one_gpu
 from hpc_train.plan.layout import Layout, resolve_layout
 from hpc_train.run.exits import Action, Exit, Failure, concerns_gpu
@@ -111,6 +112,7 @@ class Coordinator:
     stop: str | None = None  # the signal that asked the run to stop
     present: dict[int, Node] = field(default_factory=dict, init=False)
     unfit: dict[int, Node] = field(default_factory=dict, init=False)  # joined, but cannot take part
+    _machines: Machines = field(default_factory=Machines, init=False)
     _verdict: RestartDecision | None = field(default=None, init=False)  # on the job, caused by a single node
     _team: tuple[Node, ...] = field(default=(), init=False)  # nodes of the running attempt
     _working: set[int] = field(default_factory=set, init=False)  # nodes of the team that have not reported the end
@@ -134,7 +136,7 @@ class Coordinator:
         elif node.unfit is not None:
             self.unfit[node.number] = node
         else:
-            self.present[node.number] = node
+            self.present[node.number] = replace(node, facts=self._machines.add(node.facts))
 
     def left(self, number: int, why: str, now: float, frozen: bool = False) -> None:
         """Notes that the agent of a node is gone. ``frozen``: it exists and does nothing, so its node is avoided."""
@@ -148,7 +150,9 @@ class Coordinator:
             self._fail(WorkerFailure(rank, Failure.NODE_LOST, message, message, 0.0), node, now)
 
     def reported(self, number: int, report: NodeReport, now: float) -> None:
-        """Notes that the workers of a node have ended."""
+        """Notes that the workers of a node have ended; a node without workers has nothing to report."""
+        if number not in self._working:
+            return
         self._working.discard(number)
         self._reports.append(report)
         if report.failure is not None:
@@ -203,9 +207,10 @@ class Coordinator:
     def _gather(self, now: float) -> Order | None:
         if self.stop is not None:
             return Leave(self._stopped(), stop=self.stop)
-        absent = [number for number in range(self.expected) if number not in {*self.present, *self.unfit}]
-        if absent and now < self.join_until:
+        joined = {*self.present, *self.unfit}
+        if len(joined) < self.expected and now < self.join_until:
             return None
+        absent = [number for number in range(self.expected) if number not in joined]
         if self.unfit and not self.present and not self._is_only_unhealthy():
             return self._refuse(now)
         cause = self._note_absent(absent, now) if absent else None
@@ -373,20 +378,26 @@ class Coordinator:
         nodes = sorted(self.present.values(), key=lambda node: (node.name in failing, node.number))
         sound = sum(node.name not in failing for node in nodes)
         most = min(size, sound if sound >= fewest or only_sound else len(nodes))
+        workers = [*accumulate((node.workers for node in nodes), min)]  # of the first nodes
+        memory = [*accumulate((node.gpu_memory for node in nodes), _smaller)]
         refusal: UserError | None = None
         for count in range(most, fewest - 1, -1):
-            chosen = in_order_of_rank(nodes[:count])
             try:
-                workers = min(node.workers for node in chosen)
-                layout = resolve_layout(self.config, count, workers, smallest_gpu(chosen))
+                layout = resolve_layout(self.config, count, workers[count - 1], memory[count - 1])
+                chosen = in_order_of_rank(nodes[:count])
                 for node in chosen:
-                    refuse_slices_of_one_gpu(node.facts, min(workers, layout.world_size))
+                    refuse_slices_of_one_gpu(node.facts, min(workers[count - 1], layout.world_size))
                 return Start(chosen, layout)
             except UserError as error:
                 refusal = refusal or error
         if refusal is not None:
             raise refusal
         return None
+
+
+def _smaller(bytes_: float | None, other: float | None) -> float | None:
+    """Returns the smaller of two sizes; None if one is unknown."""
+    return None if bytes_ is None or other is None else min(bytes_, other)
 
 
 def primary_cause(causes: Sequence[FailureReport]) -> FailureReport | None:

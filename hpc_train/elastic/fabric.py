@@ -1,12 +1,16 @@
 """The network environment of all workers of a job, decided by the rendezvous server from the facts of all nodes.
 
-``fabric.json`` in the run directory records what the decision is based on, for workers and for people:
+``fabric.json`` in the run directory records what the decision is based on, for rank 0 and for people:
 
     fabric        the network in use: cpu, one_node, efa, slingshot, infiniband, roce, ethernet, unknown
-    gpus_per_node, nodes
-        for each node in the order of rank: ``name``; ``facts`` (``NodeFacts.to_json``); ``gpu_nics``: the NIC, path and
+    gpus_per_node
+    machines
+        for each distinct machine: ``facts`` of its first node (``NodeFacts.to_json``); ``gpu_nics``: the NIC, path and
         rail of each GPU; ``bindings``: the CPUs of each local rank as a list like 0-3,8 or null, with the reason;
         ``rate_gbps``: the sum over its usable ports, null if unknown
+    nodes
+        for each node in the order of rank: ``name``, the index of its ``machine``, and its own facts
+        (``machines.own_facts``), on one line
     environment   the variables that all workers export: name, value, reason
     not_set       common variables that were not set: name, reason
     warnings, unknown
@@ -14,6 +18,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -23,6 +28,7 @@ from hpc_train.elastic.coordinator import Start
 from hpc_train.elastic.nodes import Node
 from hpc_train.fabric.decision import FabricDecision, FabricJob, decide, site_profile
 from hpc_train.fabric.facts import NodeFacts, format_cpu_list
+from hpc_train.fabric.machines import by_machine, own_facts
 from hpc_train.fabric.nccl_settings import Setting, merged, warnings
 from hpc_train.fabric.port_filter import sick_lines
 from hpc_train.fabric.rails import different_rails, match, port_warnings, rate_gbps
@@ -30,7 +36,7 @@ from hpc_train.fabric.rank_binding import bindings
 from hpc_train.fabric.versions import different_versions, lowest_nccl
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
-from hpc_train.run.files import patiently, write_json
+from hpc_train.run.files import patiently, write_text
 
 DUMP_FILES = {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}  # new name and old name, which torch reads
 
@@ -76,9 +82,10 @@ class Fabric:
         ranks = min(start.layout.world_size, *(node.workers for node in start.nodes))
         common = asdict(decision)
         environment = common.pop("variables")
-        nodes = [_node(node, ranks) for node in start.nodes]
-        found_out = {"gpus_per_node": gpus, "nodes": nodes, "environment": environment, "warnings": messages} | common
-        patiently(lambda: write_json(self.run.fabric, found_out))
+        machines = [_machine(alike[0], ranks) for alike in by_machine(node.facts for node in start.nodes)]
+        found_out = {"gpus_per_node": gpus, "environment": environment, "warnings": messages} | common
+        text = _text(found_out | {"machines": machines}, _by_node(start.nodes))
+        patiently(lambda: write_text(self.run.fabric, text))
         set_already = [
             {"name": name, "value": setting.value, "reason": f"set by {setting.source}"}
             for name, setting in found.items()
@@ -106,18 +113,31 @@ class Fabric:
             print(f"  unknown: {note}", flush=True)
 
 
-def _node(node: Node, ranks: int) -> dict[str, Any]:
+def _machine(facts: NodeFacts, ranks: int) -> dict[str, Any]:
     bound = [
         {"cpus": None if binding.cpus is None else format_cpu_list(binding.cpus), "reason": binding.reason}
-        for binding in bindings(node.facts, ranks)
+        for binding in bindings(facts, ranks)
     ]
     return {
-        "name": node.name,
-        "facts": node.facts.to_json(),
-        "gpu_nics": [asdict(matched) for matched in match(node.facts)],
+        "facts": facts.to_json(),
+        "gpu_nics": [asdict(matched) for matched in match(facts)],
         "bindings": bound,
-        "rate_gbps": rate_gbps(node.facts),
+        "rate_gbps": rate_gbps(facts),
     }
+
+
+def _by_node(nodes: Sequence[Node]) -> list[dict[str, Any]]:
+    """Returns the name, machine and own facts of each node."""
+    machines = by_machine(node.facts for node in nodes)
+    number = {id(alike[0].results): index for index, alike in enumerate(machines)}
+    found = ((node, number[id(node.facts.results)]) for node in nodes)
+    return [{"name": node.name, "machine": at} | own_facts(node.facts, machines[at][0]) for node, at in found]
+
+
+def _text(common: dict[str, Any], nodes: Sequence[dict[str, Any]]) -> str:
+    """Returns the JSON text with one line per node."""
+    lines = ",\n    ".join(json.dumps(node) for node in nodes)
+    return f'{json.dumps(common, indent=2).removesuffix("}").rstrip()},\n  "nodes": [\n    {lines}\n  ]\n}}\n'
 
 
 def _warnings(nodes: Sequence[NodeFacts]) -> list[str]:

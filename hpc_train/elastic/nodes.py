@@ -19,12 +19,14 @@ from hpc_train.cluster.gpus import KEY as GPUS_KEY
 from hpc_train.cluster.placement import node_order, with_nvlink_domain
 from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
-from hpc_train.fabric.facts import NodeFacts
+from hpc_train.fabric.facts import NodeFacts, distance
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.field_types import check_fields
 from hpc_train.run.files import append_text, line_end, patiently, read_lines
 
 HEALTH_CHECK_KEY = "cluster.health_check"
 NO_COMMAND = (126, 127)  # exit codes of bash: the command cannot be executed, or does not exist
+MOST_WORKERS = 4096  # of a node; more is an error
 TOO_OFTEN = 2  # failures after which a node is used only if there are no others
 
 
@@ -114,11 +116,23 @@ class Node:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Node:
+        """Reads what an agent has sent.
+
+        Raises:
+            TypeError, ValueError, KeyError, AttributeError: it does not describe a node.
+        """
         facts, unfit = NodeFacts.from_json(value["facts"]), value.get("unfit")
         node = cls(**value | {"facts": facts, "unfit": None if unfit is None else Unfit(**unfit)})
-        if not all(isinstance(count, int) for count in (node.number, node.gpus, node.workers)):
-            raise TypeError("a node's number, GPUs and workers are integers")
+        check_fields(node)
+        if not 0 <= node.gpus <= node.workers <= MOST_WORKERS or (node.can_train and node.workers == 0):
+            raise ValueError(f"a node cannot have {node.gpus} GPUs and {node.workers} workers")
+        for path_type in {link.path_type for link in facts.links}:
+            distance(path_type)
         return node
+
+    @property
+    def can_train(self) -> bool:
+        return self.unfit is None and self.refusal is None
 
 
 def in_order_of_rank(nodes: Sequence[Node]) -> tuple[Node, ...]:
@@ -132,13 +146,6 @@ def in_order_of_rank(nodes: Sequence[Node]) -> tuple[Node, ...]:
     return tuple(ordered[index] for index in node_order(positions))
 
 
-def smallest_gpu(nodes: Iterable[Node]) -> float | None:
-    """Returns the bytes of the smallest GPU of ``nodes``; None if one of them does not know its own."""
-    sizes = [node.gpu_memory for node in nodes]
-    known = [size for size in sizes if size is not None]
-    return min(known) if len(known) == len(sizes) else None
-
-
 def why_unfit(nodes: Iterable[Node]) -> tuple[str, str]:
     """Returns the reasons of nodes that cannot take part, each once with its node names, and the fixes."""
     names: dict[Unfit, list[str]] = {}
@@ -147,6 +154,13 @@ def why_unfit(nodes: Iterable[Node]) -> tuple[str, str]:
             names.setdefault(node.unfit, []).append(node.name)
     reasons = [unfit.words(found) for unfit, found in names.items()]
     return "; ".join(reasons), "; ".join(dict.fromkeys(unfit.fix for unfit in names))
+
+
+def have_been_checked(run: RunDirectory, launch: str, nodes: Sequence[str]) -> bool:
+    """Returns whether a preflight of an earlier attempt of this start of the job has checked all of ``nodes``."""
+    lines = (line for path in run.events.glob("rank-0000-*.jsonl") for line in read_lines(path))
+    checks = [line for line in lines if line["event"] == "preflight" and line["launch"] == launch]
+    return any(set(nodes) <= set(line["nodes"]) for line in checks)
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,11 @@ next candidate is used. The bound socket of the workers' store is passed to the 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import secrets
 import socket
 import stat
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.cluster.allocation import LOOPBACK, Allocation
+from hpc_train.cluster.allocation import Allocation
 from hpc_train.plan.layout import Layout
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json, write_json
@@ -29,7 +31,9 @@ CANDIDATES = 200
 class AttemptSpec:
     """What all agents of an attempt must agree on, as recorded in ``attempts/NNN.json``.
 
-    ``order`` lists Slurm's node numbers in the order of rank; ``environment`` is exported by all workers.
+    ``order`` lists Slurm's node numbers in the order of rank; ``environment`` is exported by all workers. The keys of
+    the ranks in the store begin with ``store_prefix``, which is random and not recorded. ``checked``: a
+    preflight of this start of the job has checked all of these nodes.
     """
 
     attempt: int
@@ -46,10 +50,14 @@ class AttemptSpec:
     layout: Layout
     order: tuple[int, ...]
     environment: dict[str, str]
+    store_prefix: str
+    checked: bool = False
 
     def publish(self, run: RunDirectory) -> None:
-        """Writes the record for readers; agents receive it from the server."""
-        write_json(run.attempts / f"{self.attempt:03d}.json", asdict(self))
+        """Writes the record for readers, whoever they are; agents receive all of it from the server."""
+        record = asdict(self)
+        del record["store_prefix"]
+        write_json(run.attempts / f"{self.attempt:03d}.json", record)
 
     @classmethod
     def parse(cls, value: dict[str, Any]) -> AttemptSpec:
@@ -58,20 +66,22 @@ class AttemptSpec:
 
 
 def bind(allocation: Allocation, seed: str) -> socket.socket:
-    """Returns a listening socket on the first free candidate port, on loopback if there is only one node.
+    """Returns a listening socket on the first free candidate port, on the address of the job's interface if it is known
+    (loopback if there is only one node).
 
     Raises:
-        OSError: no candidate port is free.
+        OSError: no candidate port is free, or the address is not (any more) one of this node.
     """
-    host = LOOPBACK if allocation.nodes == 1 else ""
     for port in candidate_ports(seed):
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
-            listener.bind((host, port))
+            listener.bind((allocation.listen_address, port))
             listener.listen(1024)
             return listener
-        except OSError:
+        except OSError as error:
             listener.close()
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise OSError(error.errno, f"cannot listen on {allocation.listen_address}: {error.strerror}") from None
     raise OSError(f"none of {CANDIDATES} ports between {FIRST_PORT} and {FIRST_PORT + PORTS} is free")
 
 
@@ -94,9 +104,10 @@ class ServerAddress:
 
     def publish(self, run: RunDirectory, launch_id: str) -> None:
         path = _address_file(run, launch_id)
-        temporary = path.with_suffix(".new")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o660 if _for_group(run) else 0o600)
-        with os.fdopen(descriptor, "w") as file:
+        # in a directory of a group, nobody else can have made or know this file
+        temporary = path.with_name(f".{path.stem}-{secrets.token_hex(16)}.new")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(temporary, flags, 0o660 if _for_group(run) else 0o600), "w") as file:
             json.dump(asdict(self), file)
             file.flush()
             os.fsync(file.fileno())

@@ -1,8 +1,11 @@
 """The rendezvous server: a thread in the agent of the batch host, to which the agents of all nodes are connected.
 
 It alone decides (``coordinator.py``) and broadcasts orders: the next attempt, its end, or the end of the job. A node is
-lost when its connection closes or it is silent for ``elastic.heartbeat_timeout_s``, not counting time in which this
-process stalled (a suspended job or machine) or in which Slurm reports the job as suspended.
+lost when its connection closes, or when it sends or receives nothing for ``elastic.heartbeat_timeout_s``, not counting
+time in which this process stalled (a suspended job or machine) or in which Slurm reports the job as suspended.
+
+What a member sends costs this member alone: it is checked as it is read, and nothing that is sent to a member waits for
+it.
 """
 
 from __future__ import annotations
@@ -15,30 +18,58 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hpc_train.elastic.channel import Admission, BadMessage, Channel, Message
+from hpc_train.elastic.channel import MAX_PENDING, Admission, BadMessage, Channel, Message, encode
 from hpc_train.elastic.coordinator import Coordinator, End, Leave, NodeReport, Order, Start
 from hpc_train.elastic.decision import RestartDecision, WorkerFailure
 from hpc_train.elastic.hangs import RankState
 from hpc_train.elastic.nodes import Node
 from hpc_train.run.exits import Action, Exit, Failure
+from hpc_train.run.field_types import check_fields
 
 BEAT_S = 1.0
+BEATS_PER_S = 1000  # at most, from all agents together: each costs some 20 us of a core
 BEATS = 3  # minimum number of heartbeats in elastic.heartbeat_timeout_s
 ASK_S = 5.0  # timeout of the query to Slurm whether the job is suspended
 LEAVE_S = 10.0  # wait at most this long for the agents' byes
 TICK_S = 0.1
+PREPARING_TICK_S = 0.01  # while the next attempt is prepared
+MESSAGES_PER_S = 1000  # an agent sends about one; after a stall of this process, one for each second of it
+FIELDS = {  # of the messages that an agent sends after it has introduced itself
+    "beat": {"kind"},
+    "stop": {"kind", "reason"},
+    "quit": {"kind", "message"},
+    "stacks": {"kind", "number"},
+    "store_lost": {"kind", "attempt"},
+    "ended": {"kind", "attempt", "exit", "failure", "step"},
+}
 
 
 @dataclass
 class Member:
-    """An admitted connection; ``node`` is None until its agent has introduced itself."""
+    """An admitted connection; ``node`` is None until its agent has introduced itself.
+
+    ``process`` identifies the agent, so that it replaces its own connection and no other's. ``is_writing``: whether
+    the selector reports when it can receive more.
+    """
 
     channel: Channel
     heard: float
     node: Node | None = None
+    process: Any = None
+    is_writing: bool = False
+    messages: int = 0  # since the last heartbeat
+
+    @property
+    def name(self) -> str:
+        return "an agent" if self.node is None else f"node {self.node.name}"
+
+    @property
+    def alive(self) -> float:
+        """Returns until when it has both sent and received."""
+        return min(self.heard, self.channel.received) if self.channel.has_unsent else self.heard
 
 
 class SuspendedQuery:
@@ -56,6 +87,31 @@ class SuspendedQuery:
     def answer(self, now: float) -> bool | None:
         """Returns the answer; None while it is unknown. No answer in time counts as no."""
         return False if self._answer is None and now - self._asked > ASK_S else self._answer
+
+
+class Preparation:
+    """Prepares an attempt in its own thread, because with thousands of nodes, or on a slow file system, it takes longer
+    than agents may wait for a heartbeat.
+    """
+
+    def __init__(self, begin: Callable[[Start], Message], start: Start) -> None:
+        self._begin = begin
+        self._start = start
+        self._message: Message | None = None
+        self._error: Exception | None = None
+        threading.Thread(target=self._run, name="prepare-attempt", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._message = self._begin(self._start)
+        except Exception as error:
+            self._error = error
+
+    def message(self) -> Message | None:
+        """Returns the start message; None while it is prepared. Raises what ``begin`` has raised."""
+        if self._error is not None:
+            raise self._error
+        return self._message
 
 
 class RendezvousServer:
@@ -86,9 +142,11 @@ class RendezvousServer:
         self._is_suspended = is_suspended
         self._query: SuspendedQuery | None = None
         self._members: dict[int, Member] = {}  # by file descriptor
+        self._nodes: dict[int, Member] = {}  # those that have introduced themselves, by number of the node
         self._selector = selectors.DefaultSelector()
         self._admission = Admission(listener, token, self._selector, self._admit)
         self._attempt: int | None = None
+        self._preparation: Preparation | None = None
         self._over = False
         self._thread = threading.Thread(target=self._serve, name="rendezvous-server", daemon=True)
 
@@ -119,21 +177,24 @@ class RendezvousServer:
             self._broadcast({"kind": "leave", "action": Action.FAIL, "code": int(Exit.FAILED)})
 
     def _coordinate(self) -> None:
-        next_beat, looked = 0.0, time.monotonic()
+        next_beat, next_look, looked = 0.0, 0.0, time.monotonic()
         while not self._over:
-            for key, _ in self._selector.select(TICK_S):
+            for key, _ in self._selector.select(TICK_S if self._preparation is None else PREPARING_TICK_S):
                 key.data()
             now = time.monotonic()
             self._admission.tend(now)
-            if has_stalled(now - looked, self._silent_node_s):
+            if has_stalled(now - looked, self._silent_node_s, self._coordinator.expected):
                 self._reset_silence(now)
                 self._coordinator.postpone(now - looked)
             looked = now
-            self._drop_silent(now)
+            if now >= next_look:
+                next_look = now + TICK_S
+                self._drop_silent(now)
             if now >= next_beat:
-                next_beat = now + beat_s(self._silent_node_s)
-                self._broadcast({"kind": "beat"})
-            while not self._over and (order := self._coordinator.next(now)) is not None:
+                next_beat = now + beat_s(self._silent_node_s, self._coordinator.expected)
+                self._beat()
+            self._start_prepared()
+            while not self._over and self._preparation is None and (order := self._coordinator.next(now)) is not None:
                 self._execute(order)
 
     def _admit(self, connection: socket.socket) -> None:
@@ -141,45 +202,78 @@ class RendezvousServer:
             channel = Channel(connection)
             member = Member(channel, time.monotonic())
             self._members[channel.fileno()] = member
-            self._selector.register(channel, selectors.EVENT_READ, lambda: self._read(member))
+            self._selector.register(channel, selectors.EVENT_READ, lambda: self._serve_member(member))
+            if len(self._members) > len(self._nodes) + self._coordinator.expected + MAX_PENDING:
+                oldest = next(one for one in self._members.values() if one.node is None)
+                self._drop(oldest, "too many agents have not introduced themselves")
+
+    def _serve_member(self, member: Member) -> None:
+        member.channel.flush()
+        self._watch_writing(member)
+        self._read(member)
+
+    def _watch_writing(self, member: Member) -> None:
+        """Lets the selector report when ``member`` can receive more, if something waits for it."""
+        if member.is_writing != member.channel.has_unsent:
+            member.is_writing = not member.is_writing
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if member.is_writing else 0)
+            self._selector.modify(member.channel, events, lambda: self._serve_member(member))
 
     def _read(self, member: Member) -> None:
         try:
             for message in member.channel.read():
                 member.heard = time.monotonic()
+                self._count(member)
                 self._handle(member, message)
         except Exception as error:  # a bad message affects only its sender
             why = str(error)
             if isinstance(error, BadMessage) or not isinstance(error, ConnectionError):
-                why = f"its agent sent an invalid message: {error!r}"
-                name = "an agent" if member.node is None else f"node {member.node.name}"
-                print(f"the rendezvous server drops {name}: {why}", file=sys.stderr, flush=True)
+                why = f"its agent sent an invalid message: {error!r:.1000}"
+                print(f"the rendezvous server drops {member.name}: {why}", file=sys.stderr, flush=True)
                 member.channel.send({"kind": "dropped", "why": why})
             self._drop(member, why)
 
+    def _count(self, member: Member) -> None:
+        member.messages += 1
+        if member.messages > MESSAGES_PER_S:
+            raise BadMessage(f"more than {MESSAGES_PER_S} messages in a second")
+
     def _handle(self, member: Member, message: Message) -> None:
-        kind = message["kind"]
         if member.node is None:
             self._register(member, message)
-        elif kind == "stop":
+            return
+        kind = message["kind"]
+        if message.keys() != FIELDS[kind]:
+            raise BadMessage(f"the fields of {kind!r} are {sorted(message)!r:.200}")
+        if kind == "stop":
             self._coordinator.stop = self._coordinator.stop or _typed(message["reason"], str)
         elif kind == "quit":
             self._coordinator.quit(_typed(message["message"], str))
-        elif kind == "store_lost" and message["attempt"] == self._attempt:
-            self._coordinator.store_lost(member.heard)
-        elif kind == "ended" and message["attempt"] == self._attempt:
-            self._coordinator.reported(member.node.number, _report(message), member.heard)
+        elif kind == "stacks":  # node 0 has found a request
+            self._broadcast({"kind": "stacks", "number": _typed(message["number"], int)})
+        elif kind in ("store_lost", "ended") and _typed(message["attempt"], int) == self._attempt:
+            if kind == "ended":
+                self._coordinator.reported(member.node.number, _report(message), member.heard)
+            elif member.node.number == 0:  # its agent runs the store
+                self._coordinator.store_lost(member.heard)
 
     def _register(self, member: Member, message: Message) -> None:
-        node = Node.from_json(message["node"])
-        for other in [one for one in self._members.values() if one.node is not None]:
-            if other.node is not None and other.node.number == node.number:
-                self._drop(other, "its agent reconnected")
-        member.node = node
+        if message["kind"] != "hello":
+            raise BadMessage("the first message is not hello")
+        node, process = Node.from_json(message["node"]), message.get("process")
+        if not 0 <= node.number < self._coordinator.expected:
+            raise BadMessage(f"there is no node {node.number} among {self._coordinator.expected}")
+        other = self._nodes.get(node.number)
+        if other is not None:
+            if process is None or process != other.process:
+                raise BadMessage(f"another agent has joined as node {node.number}: does a second one run there?")
+            self._drop(other, "its agent reconnected")
+        member.node, member.process = node, process
+        self._nodes[node.number] = member
         self._coordinator.joined(node)
 
     def _drop_silent(self, now: float) -> None:
-        silent = [member for member in self._members.values() if now - member.heard > self._silent_node_s]
+        silent = [member for member in self._members.values() if now - member.alive > self._silent_node_s]
         if not silent:
             self._query = None
             return
@@ -197,7 +291,7 @@ class RendezvousServer:
     def _reset_silence(self, now: float) -> None:
         """Restarts the silence timers of all nodes."""
         for member in self._members.values():
-            member.heard = now
+            member.heard = member.channel.received = now
 
     def _drop(self, member: Member, why: str, frozen: bool = False) -> None:
         if self._members.pop(member.channel.fileno(), None) is None:
@@ -206,23 +300,35 @@ class RendezvousServer:
             self._selector.unregister(member.channel)
         member.channel.close()
         if member.node is not None:
+            del self._nodes[member.node.number]
             self._coordinator.left(member.node.number, why, time.monotonic(), frozen)
 
     def _execute(self, order: Order) -> None:
         if isinstance(order, Start):
-            message = self._begin(order)
-            self._attempt = message["attempt"]
-            self._broadcast({"kind": "start", "spec": message})
+            self._preparation = Preparation(self._begin, order)
         elif isinstance(order, End):
             self._broadcast({"kind": "end", "attempt": self._attempt, "hang": order.hang})
         else:
             self._broadcast({"kind": "leave", "action": order.decision.action, "code": self._leave(order)})
             self._over = True
 
+    def _start_prepared(self) -> None:
+        """Starts the attempt if it is prepared. Orders that end it wait until then."""
+        message = None if self._preparation is None else self._preparation.message()
+        if message is not None:
+            self._preparation, self._attempt = None, message["attempt"]
+            self._broadcast({"kind": "start", "spec": message})
+
+    def _beat(self) -> None:
+        self._broadcast({"kind": "beat"})
+        for member in self._members.values():
+            member.messages = 0
+
     def _broadcast(self, message: Message) -> None:
-        for member in list(self._members.values()):
-            if member.node is not None:
-                member.channel.send(message)
+        line = encode(message)
+        for member in self._nodes.values():
+            member.channel.send_line(line)
+            self._watch_writing(member)
 
     def _wait_for_byes(self) -> None:
         """Releases all agents together, because Slurm may end the others when the first one exits. Each agent sends
@@ -230,28 +336,33 @@ class RendezvousServer:
         """
         self._admission.close()
         until = time.monotonic() + LEAVE_S
-        waited = {fd for fd, member in self._members.items() if member.node is not None}
+        waited = {member.channel.fileno() for member in self._nodes.values()}
         while waited and time.monotonic() < until:
             for key, _ in self._selector.select(TICK_S):
                 member = self._members.get(key.fd)
-                if member is not None and _has_said_bye(member.channel):
-                    waited.discard(key.fd)
-                    self._selector.unregister(key.fileobj)
+                if member is not None:
+                    member.channel.flush()
+                    self._watch_writing(member)
+                    if _has_said_bye(member.channel):
+                        waited.discard(key.fd)
+                        self._selector.unregister(key.fileobj)
         for member in self._members.values():
             member.channel.close()
         self._selector.close()
 
 
-def beat_s(heartbeat_timeout_s: float) -> float:
-    """Returns the interval of the heartbeats between server and agents."""
-    return min(BEAT_S, heartbeat_timeout_s / BEATS)
+def beat_s(heartbeat_timeout_s: float, nodes: int = 1) -> float:
+    """Returns the interval of the heartbeats between the server and each agent: one second for up to ``BEATS_PER_S``
+    nodes.
+    """
+    return min(max(BEAT_S, nodes / BEATS_PER_S), heartbeat_timeout_s / BEATS)
 
 
-def has_stalled(seconds: float, heartbeat_timeout_s: float) -> bool:
+def has_stalled(seconds: float, heartbeat_timeout_s: float, nodes: int = 1) -> bool:
     """Returns whether a loop whose last iteration began ``seconds`` ago stalled, so that missing messages mean
     nothing.
     """
-    return seconds > 2 * beat_s(heartbeat_timeout_s)
+    return seconds > 2 * beat_s(heartbeat_timeout_s, nodes)
 
 
 def _has_said_bye(channel: Channel) -> bool:
@@ -262,36 +373,49 @@ def _has_said_bye(channel: Channel) -> bool:
 
 
 def _report(message: Message) -> NodeReport:
-    failure: dict[str, Any] | None = message["failure"]
-    parsed = None if failure is None else _failure(failure)
-    return NodeReport(Exit(message["exit"]), parsed, _typed(message["step"], int))
+    """Returns the report of a node.
+
+    Raises:
+        TypeError, ValueError, KeyError: a field has a wrong type or value, or is missing.
+    """
+    value: dict[str, Any] | None = message["failure"]
+    report = NodeReport(Exit(_typed(message["exit"], int)), None if value is None else _failure(value), message["step"])
+    check_fields(report)
+    return report
 
 
 def _failure(value: dict[str, Any]) -> WorkerFailure:
-    for name in ("message", "traceback"):
-        _typed(value[name], str)
-    _typed(value["rank"], int)
-    _typed(value["noticed"], float)
-    _typed(value["exit_code"], int | None)
     for state in value["states"]:
-        RankState.parse(state)
-    gpus = tuple(_typed(line, str) for line in value["gpus"])
-    states = tuple(value["states"])
-    return WorkerFailure(**value | {"failure": Failure(value["failure"]), "states": states, "gpus": gpus})
+        check_fields(RankState.parse(state))
+    failure, states, gpus = Failure(value["failure"]), tuple(value["states"]), tuple(value["gpus"])
+    return WorkerFailure(**value | {"failure": failure, "states": states, "gpus": gpus})
 
 
-def _typed(value: Any, type_: Any) -> Any:
+def _typed(value: Any, type_: type) -> Any:
     """Returns ``value``, checked here because the coordinator computes with it later, when its sender is unknown.
 
     Raises:
         TypeError: ``value`` is not a ``type_``.
     """
-    if not isinstance(value, type_):
+    if type(value) is not type_:
         raise TypeError(f"{value!r:.100} is not {type_}")
     return value
 
 
+LONGEST_TEXT = 100_000  # characters of a traceback; the log of the node has all of it
+
+
 def report_message(attempt: int, report: NodeReport) -> Message:
     """Returns the message that an agent sends when the workers of its node have ended."""
-    failure = None if report.failure is None else asdict(report.failure)
+    failure = None if report.failure is None else asdict(_shortened(report.failure))
     return {"kind": "ended", "attempt": attempt, "exit": int(report.exit), "failure": failure, "step": report.step}
+
+
+def _shortened(failure: WorkerFailure) -> WorkerFailure:
+    """Returns ``failure`` with texts that fit into a message."""
+    return replace(failure, message=_head_and_tail(failure.message), traceback=_head_and_tail(failure.traceback))
+
+
+def _head_and_tail(text: str) -> str:
+    half = LONGEST_TEXT // 2
+    return text if len(text) <= LONGEST_TEXT else f"{text[:half]}\n… (shortened)\n{text[-half:]}"

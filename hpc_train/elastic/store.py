@@ -12,6 +12,7 @@ import time
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
 
+from hpc_train.cluster.allocation import LOOPBACK
 from hpc_train.elastic.worker_process import (
     die_with_warm_parent,
     died_with_warm_parent,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 
+ALL_INTERFACES = "0.0.0.0"
 PATIENCE_S = 5.0  # retries while the warm parent dies
 
 
@@ -92,5 +94,6 @@ def serve(listener: socket.socket) -> TCPStore:
     """Serves on ``listener`` as long as the returned object lives."""
     from torch.distributed import TCPStore  # the agent imports this module and must not import torch
 
-    port = listener.getsockname()[1]
-    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    host, port = listener.getsockname()
+    own = LOOPBACK if host == ALL_INTERFACES else host
+    return TCPStore(own, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

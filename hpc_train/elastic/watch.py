@@ -31,7 +31,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Failure
 from hpc_train.run.processes import process_state
-from hpc_train.run.requests import answer_stacks_request, stacks_requested
+from hpc_train.run.requests import answer_stacks_request
 
 FIRST_S, MOST_S = (
     5.0,
@@ -156,7 +156,6 @@ def find_straggler(arrivals: Arrivals) -> Straggler | None:
     return Straggler(rank, share, median(waits[rank]))
 
 
-REQUESTS_EVERY_S = 2.0
 # Slow steps reported per interval: all nodes write their stacks, possibly to the file system that is slow.
 SLOW_STEPS, SLOW_EVERY_S = 3, 600.0
 
@@ -169,8 +168,8 @@ class Watch:
     node: str
     hangs: HangWatch
     stragglers: StragglerWatch = field(default_factory=StragglerWatch)
+    stacks_requested: int = 0  # number of the newest request for stacks
     _events: EventLog | None = field(default=None, init=False)
-    _next_request: float = field(default=0.0, init=False)
     _slow_reported_at: deque[float] = field(default_factory=lambda: deque(maxlen=SLOW_STEPS), init=False)
     _answered: int = field(default=0, init=False)
     _workers: Workers | None = field(default=None, init=False)
@@ -181,9 +180,7 @@ class Watch:
     def of(cls, run: RunDirectory, node: str, config: Config) -> Watch:
         timeout = parse_hang_timeout(config.elastic.hang_timeout_s)
         least = COLD_S if config.train.compile else LEAST_S  # a change of shapes recompiles in the middle of training
-        watch = cls(run, node, HangWatch(timeout, least))
-        watch._answered = stacks_requested(run)
-        return watch
+        return cls(run, node, HangWatch(timeout, least))
 
     def begin(self, events: EventLog, layout: Layout, patience_s: float) -> None:
         """Begins an attempt, whose events go to ``events``; ``patience_s`` is that of ``HangWatch``."""
@@ -204,9 +201,8 @@ class Watch:
                 return
             for straggler in self.stragglers.check(workers.alive, now):
                 self._event("straggler", rank=straggler.rank, **straggler.details())
-        if now >= self._next_request:
-            self._next_request = now + REQUESTS_EVERY_S
-            self._show_stacks(workers)
+        if self.stacks_requested != self._answered and workers.alive:
+            self._show_stacks(workers, self.stacks_requested)
 
     def _ends_attempt(self, silence: Silence, workers: Workers, now: float) -> bool:
         """Examines silent workers; returns whether they hang or have ended."""
@@ -235,13 +231,11 @@ class Watch:
         if self._workers is not None and not self._workers.failures:
             self._write_evidence("hang", collect(self._workers, self.node))
 
-    def _show_stacks(self, workers: Workers) -> None:
-        number = stacks_requested(self.run)
-        if number != self._answered and workers.alive:
-            self._answered = number
-            found = collect(workers, self.node)
-            with suppress(OSError):
-                answer_stacks_request(self.run, number, self.node, "\n".join(one.text() for one in found))
+    def _show_stacks(self, workers: Workers, number: int) -> None:
+        self._answered = number
+        found = collect(workers, self.node)
+        with suppress(OSError):
+            answer_stacks_request(self.run, number, self.node, "\n".join(one.text() for one in found))
 
     def _report_slow_step(self, slow: Silence, found: Sequence[Evidence]) -> None:
         """Reports a slow step without killing anything. The file of an attempt holds its last slow step."""

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from hpc_train.cluster.environment import Variable
 from hpc_train.config.schema import FabricConfig
 from hpc_train.fabric import libfabric, rccl
-from hpc_train.fabric.facts import NodeFacts
+from hpc_train.fabric.facts import FLAPS, NodeFacts
 from hpc_train.fabric.nccl_settings import Setting
 from hpc_train.fabric.port_filter import port_filter
-from hpc_train.fabric.rails import FLAPS, beyond_gpu_direct, judge_ports, match, several_node_nvlink
+from hpc_train.fabric.rails import beyond_gpu_direct, judge_ports, match, several_node_nvlink
 from hpc_train.fabric.versions import Version
 
 LARGE_JOB_GPUS = 1000  # in larger jobs some link always flaps

@@ -17,6 +17,7 @@ from typing import Any
 from hpc_train.fabric.nccl_settings import Setting
 
 UNLIMITED = -1  # as resource.RLIM_INFINITY
+FLAPS = 10  # link-down events since the counters were reset that count as flapping
 SHARED_MEMORY = Path("/dev/shm")
 _LINE = r"^{name}\s+(\d+|unlimited)\s+(\d+|unlimited)"
 
@@ -267,6 +268,11 @@ class NodeFacts:
     def link(self, a: str, b: str) -> str | None:
         """Returns the path type between the devices ``a`` and ``b``; None if unknown."""
         return self._path_types.get(frozenset((a, b)))
+
+    @cached_property
+    def results(self) -> dict[str, Any]:
+        """What ``machines.once_per_machine`` has computed; nodes of the same machine share it."""
+        return {}
 
     @cached_property
     def _path_types(self) -> dict[frozenset[str], str]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hpc_train.fabric.facts import NodeFacts
+from hpc_train.fabric.machines import once_per_machine
 from hpc_train.fabric.rails import PortVerdict, judge_ports
 
 SHOWN = 8  # defective nodes that are named
@@ -133,6 +134,7 @@ def _by_port(nodes: Sequence[NodeFacts]) -> dict[str, list[_Seen]]:
     return found
 
 
+@once_per_machine
 def _kind(facts: NodeFacts) -> tuple[str, ...]:
     """Returns the models of the GPUs, which defects of a port do not change."""
     return tuple(sorted({gpu.model or "" for gpu in facts.gpus}))

@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from hpc_train.fabric.facts import Gpu, Nic, NodeFacts, Port, distance
+from hpc_train.fabric.facts import FLAPS, Gpu, Nic, NodeFacts, Port, distance
+from hpc_train.fabric.machines import once_per_machine
 from hpc_train.fabric.rdma import NIC_RATE_GBPS, natural
 
 Kind = TypeVar("Kind", str, float)
-
-FLAPS = 10  # link-down events since the counters were reset that count as flapping
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,7 @@ class Match:
     reason: str
 
 
+@once_per_machine
 def judge_ports(facts: NodeFacts) -> tuple[PortVerdict, ...]:
     """Returns a verdict with the reason for every port of every NIC.
 
@@ -75,6 +75,7 @@ def judge_ports(facts: NodeFacts) -> tuple[PortVerdict, ...]:
     )
 
 
+@once_per_machine
 def port_warnings(facts: NodeFacts) -> tuple[str, ...]:
     """Returns the ports that work below their capability, each with a hint."""
     messages = []
@@ -97,6 +98,7 @@ def port_warnings(facts: NodeFacts) -> tuple[str, ...]:
     return tuple(messages)
 
 
+@once_per_machine
 def usable_nics(facts: NodeFacts) -> tuple[Nic, ...]:
     """Returns the NICs with a usable port in natural order; all of them if no port's state is known."""
     verdicts = judge_ports(facts)
@@ -106,6 +108,7 @@ def usable_nics(facts: NodeFacts) -> tuple[Nic, ...]:
     return tuple(sorted((nic for nic in facts.nics if nic.name in chosen), key=lambda nic: natural(nic.name)))
 
 
+@once_per_machine
 def rate_gbps(facts: NodeFacts) -> float | None:
     """Returns the total rate of a node's usable ports in Gb/s per direction; None if unknown."""
     rates = [verdict.port.rate_gbps for verdict in judge_ports(facts) if verdict.usable]
@@ -113,6 +116,7 @@ def rate_gbps(facts: NodeFacts) -> float | None:
     return sum(known) if known and len(known) == len(rates) else None
 
 
+@once_per_machine
 def match(facts: NodeFacts) -> tuple[Match, ...]:
     """Matches each GPU to a NIC: near pairs first, sharing a NIC only when all are equally near, in PCI order.
 
@@ -139,6 +143,7 @@ def match(facts: NodeFacts) -> tuple[Match, ...]:
     return tuple(replace(matched, rail=rails.get(matched.nic or "")) for matched in matches)
 
 
+@once_per_machine
 def beyond_gpu_direct(facts: NodeFacts) -> tuple[Match, ...]:
     """Returns the GPUs whose NIC is so far that NCCL does not use GPUDirect RDMA by default.
 

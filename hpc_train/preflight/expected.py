@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hpc_train.fabric.facts import NodeFacts
+from hpc_train.fabric.machines import by_machine, with_own_facts
 from hpc_train.fabric.rails import match, usable_nics
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import DamagedFile, read_json
@@ -44,10 +45,11 @@ def expected_bandwidths(nodes: Sequence[NodeFacts], gpus_per_node: int) -> Expec
     """
     if not nodes or gpus_per_node == 0 or any(len(facts.gpus) != gpus_per_node for facts in nodes):
         return ExpectedBandwidths()
-    inside = _slowest([_in_node(facts) for facts in nodes])
+    machines = [alike[0] for alike in by_machine(nodes)]
+    inside = _slowest([_in_node(facts) for facts in machines])
     if len(nodes) == 1:
         return ExpectedBandwidths(node=inside, world=inside)
-    between, rail = (_slowest(found) for found in zip(*map(_between_nodes, nodes), strict=True))
+    between, rail = (_slowest(found) for found in zip(*map(_between_nodes, machines), strict=True))
     world = between
     if between is not None and inside is not None and inside.bus < between.bus:
         world = inside
@@ -57,8 +59,9 @@ def expected_bandwidths(nodes: Sequence[NodeFacts], gpus_per_node: int) -> Expec
 def read_fabric(run: RunDirectory) -> tuple[NodeFacts, ...]:
     """Returns the facts of the run's nodes; empty if they were not recorded, or the record is damaged."""
     try:
-        nodes = read_json(run.fabric)["nodes"]
-        return tuple(replace(NodeFacts.from_json(node["facts"]), node=node["name"]) for node in nodes)
+        record = read_json(run.fabric)
+        machines = [NodeFacts.from_json(machine["facts"]) for machine in record["machines"]]
+        return tuple(with_own_facts(machines[node["machine"]], node["name"], node) for node in record["nodes"])
     except (FileNotFoundError, DamagedFile, LookupError, TypeError, AttributeError, ValueError):
         return ()
 

@@ -25,6 +25,7 @@ from hpc_train.config.schema import Config
 from hpc_train.config.values import preflight_actions
 from hpc_train.errors import UserError
 from hpc_train.fabric.facts import NodeFacts
+from hpc_train.fabric.machines import by_machine
 from hpc_train.fabric.rails import judge_ports
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.preflight.bandwidth import SLOW, SLOW_ON_CPUS, PairRate, SlowNode, slow_nodes
@@ -53,7 +54,6 @@ from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import UnfitNode
-from hpc_train.run.files import read_lines
 from hpc_train.run.freeze import config_hash
 from hpc_train.slurm.site import node_features
 
@@ -66,24 +66,17 @@ LEAST_NODES = 3  # fewer nodes do not show which node of a slow pair is slow
 def nccl_log(spec: WorkerSpec, config: Config, run: RunDirectory) -> Iterator[Path | None]:
     """Sets up NCCL's log file before the ranks join; yields None if no preflight will read it.
 
-    Each rank has at most one file, that of its newest preflight.
+    The file of the previous attempt is removed by its name: listing a folder with one file per rank on every rank costs
+    the file system the square of their number.
     """
-    if not _reads_nccl_log(spec, config, run):
+    if config.cluster.preflight == "off" or spec.checked or spec.gpus_per_node == 0 or spec.layout.world_size == 1:
         yield None
         return
     folder, name = run.logs / "nccl", f"rank-{spec.rank:04d}.log"
-    for old in folder.glob(f"*-{name}"):
-        old.unlink(missing_ok=True)
+    (folder / f"{spec.attempt - 1:03d}-{name}").unlink(missing_ok=True)
     path = log_transport(folder / f"{spec.attempt:03d}-{name}")
     with nullcontext() if path is None else copied_warnings(path):
         yield path
-
-
-def _reads_nccl_log(spec: WorkerSpec, config: Config, run: RunDirectory) -> bool:
-    if config.cluster.preflight == "off" or spec.gpus_per_node == 0 or spec.layout.world_size == 1:
-        return False
-    nodes = [facts.node for facts in read_fabric(run) if facts.node is not None]
-    return not nodes or not seen(run, current_allocation().launch_id, nodes)
 
 
 def preflight(
@@ -95,7 +88,7 @@ def preflight(
     log: Path | None,
     always: bool = False,
 ) -> None:
-    """Runs the preflight and reports its findings. Collective.
+    """Runs the preflight and reports its findings. Collective. Only rank 0 reads ``fabric.json``.
 
     Args:
         log: the result of ``nccl_log``.
@@ -106,15 +99,14 @@ def preflight(
         UserError: another error was found whose action is not ``warn``.
     """
     mode = config.cluster.preflight
-    if mode == "off" or (spec.nodes == 1 and spec.gpus_per_node == 0 and not always):
+    if mode == "off" or spec.checked or (spec.nodes == 1 and spec.gpus_per_node == 0 and not always):
         return
     allocation = current_allocation()
     crew = _crew(spec, mesh, allocation.node_name)
-    if _broadcast(crew, mesh.rank == 0 and seen(run, allocation.launch_id, crew.nodes)):
-        return
-    began, facts, actions = time.monotonic(), read_fabric(run), actions_of(config, spec, allocation)
+    began, actions = time.monotonic(), actions_of(config, spec, allocation)
+    facts = read_fabric(run) if mesh.rank == 0 else ()
+    expected = _broadcast(crew, expected_bandwidths(facts, spec.gpus_per_node))
     wanted = fitting(effort(mode, mesh.device.type == "cuda"), crew)
-    expected = expected_bandwidths(facts, spec.gpus_per_node)
     own = rank_facts(mesh.rank, allocation.node_name, config_hash(run), mesh.device)
     found = measure_all(crew, own, wanted, lambda: logged_transport(log), clock)
     low = [*check_bandwidths(found.bandwidths, expected)]
@@ -154,13 +146,6 @@ def _broadcast(crew: Crew, value: Any) -> Any:
     return values[0]
 
 
-def seen(run: RunDirectory, launch: str, nodes: Sequence[str]) -> bool:
-    """Returns whether an earlier attempt of this start of the job has checked all of ``nodes``."""
-    lines = (line for path in run.events.glob("rank-0000-*.jsonl") for line in read_lines(path))
-    looks = [line for line in lines if line["event"] == "preflight" and line["launch"] == launch]
-    return any(set(nodes) <= set(line["nodes"]) for line in looks)
-
-
 def _judge(
     found: Measured, low: Sequence[PreflightFinding], slow: Sequence[SlowNode], facts: Sequence[NodeFacts]
 ) -> list[PreflightFinding]:
@@ -184,13 +169,13 @@ def _judge(
 
 def _with_nvlink(nodes: Sequence[NodeFacts]) -> set[str]:
     """Returns the names of the nodes all of whose GPUs are connected by NVLink."""
-    return {
-        facts.node
-        for facts in nodes
-        if facts.node is not None
-        and len(facts.gpus) > 1
-        and all((facts.link(a.name, b.name) or "").startswith("NV") for a, b in combinations(facts.gpus, 2))
-    }
+    able = [alike for alike in by_machine(nodes) if _all_nvlink(alike[0])]
+    return {facts.node for alike in able for facts in alike if facts.node is not None}
+
+
+def _all_nvlink(facts: NodeFacts) -> bool:
+    links = [facts.link(a.name, b.name) or "" for a, b in combinations(facts.gpus, 2)]
+    return bool(links) and all(link.startswith("NV") for link in links)
 
 
 def _report(

@@ -44,7 +44,9 @@ class WorkerSpec:
     cuda_device: int = 0  # index among the devices that the worker sees
     environment: dict[str, str] = field(default_factory=dict)
     cpus: tuple[int, ...] | None = None
+    store_prefix: str = "attempt"  # of this attempt's keys in the store
     stop_grace_s: float = 60.0  # from a stop request until the agent kills this worker
+    checked: bool = False  # a preflight of this start of the job has checked all of these nodes
     heartbeat: int | None = None  # in the worker: the file descriptor of its shared memory
 
 

@@ -6,6 +6,7 @@ A process is identified by its host, process id, start time and boot id, because
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
 import signal
@@ -13,6 +14,8 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from hpc_train.errors import UserError
 
 
 def process(pid: int) -> dict[str, Any]:
@@ -111,6 +114,7 @@ def die_with_parent(parent: int, death_signal: signal.Signals = signal.SIGKILL) 
         os._exit(1)
 
 
+ENOUGH_DESCRIPTORS = 65536
 MAX_DESCRIPTORS = 1 << 20  # the kernel's default (fs.nr_open); some programs iterate over all descriptors
 
 
@@ -124,6 +128,21 @@ def raise_descriptor_limit() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(OSError, ValueError):  # keep the limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def out_of_descriptors(error: BaseException) -> UserError | None:
+    """Returns the message for the error that this process may open no more files; None for any other error."""
+    if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+        return None
+    if error.errno == errno.ENFILE:
+        return UserError("this machine cannot open more files", where="fs.file-max of the kernel", fix="tell the site")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return UserError(
+        f"a process may open {soft} files at a time, which is too few",
+        where=f"the limit of open files (ulimit -Sn: {soft}, ulimit -Hn: {hard})",
+        fix=f"`ulimit -n {ENOUGH_DESCRIPTORS}` before the start, in a job in cluster.setup; if this is refused, ask "
+        "the site for a higher hard limit: LimitNOFILE of slurmd, PropagateResourceLimitsExcept=NOFILE, or limits.conf",
+    )
 
 
 def can_listen(port: int) -> bool:

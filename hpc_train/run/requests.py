@@ -2,7 +2,8 @@
 ``logs/stacks``.
 
 A signal handler only sets a flag; the main loop acts on it. ``logs/stacks/request`` holds the number of the newest
-request for stacks; each node's agent polls it and writes its answer to ``logs/stacks/NNN-<node>.txt``.
+request for stacks. The agent of node 0 polls it, and the rendezvous server tells the others, because thousands of nodes
+that poll a file keep a shared file system busy. Each agent writes its answer to ``logs/stacks/NNN-<node>.txt``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -64,6 +66,32 @@ def stacks_requested(run: RunDirectory) -> int:
         return int((_folder(run) / "request").read_text())
     except (OSError, ValueError):
         return 0
+
+
+REQUESTS_EVERY_S = 2.0
+
+
+@dataclass
+class StacksRequests:
+    """Finds new requests for stacks; used by the agent of node 0 only."""
+
+    run: RunDirectory
+    _newest: int
+    _next_look: float = field(default=0.0, init=False)
+
+    @classmethod
+    def of(cls, run: RunDirectory) -> StacksRequests:
+        """Returns requests from now on: earlier ones were for earlier jobs."""
+        return cls(run, stacks_requested(run))
+
+    def new(self, now: float) -> int | None:
+        """Returns the number of a new request at time ``now``; None if there is none or it is too early to look."""
+        if now < self._next_look:
+            return None
+        self._next_look = now + REQUESTS_EVERY_S
+        number, before = stacks_requested(self.run), self._newest
+        self._newest = number
+        return number if number != before else None
 
 
 def answer_stacks_request(run: RunDirectory, number: int, node: str, text: str) -> None:

@@ -90,7 +90,7 @@ def _join(spec: WorkerSpec, device: torch.device, timeout: timedelta) -> None:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # read when a group is created
     dist.init_process_group(
         "nccl" if cuda else "gloo",
-        store=dist.PrefixStore(f"attempt-{spec.attempt}", store),
+        store=dist.PrefixStore(spec.store_prefix, store),
         rank=spec.rank,
         world_size=world_size,
         timeout=timeout,

@@ -38,7 +38,7 @@ _kept: list[object] = []
 def finish(spec: WorkerSpec, stop: StopFlag) -> Exit:
     _kept.append(multiprocessing.Lock())  # a library's global lock, such as that of tqdm
     print(f"hello from {spec.rank} of {spec.layout.world_size}")
-    _mark(spec, f"{spec.master_port} {os.environ['OMP_NUM_THREADS']}")
+    _mark(spec, f"{spec.master_port} {os.environ['OMP_NUM_THREADS']} {spec.store_prefix}")
     return Exit.DONE
 
 

@@ -72,7 +72,11 @@ def test_all_workers_finish(frozen: Freeze) -> None:
     found = marks(run, 3)
     assert found is not None
     attempt = read_json(run.attempts / "000.json")
-    assert [mark[1:] for mark in found] == [[str(attempt["port"]), "7"]] * 3
+    assert [mark[1:3] for mark in found] == [[str(attempt["port"]), "7"]] * 3
+    (prefix,) = {mark[3] for mark in found}
+    assert len(prefix) == 32
+    texts = [path for path in run.path.rglob("*") if path.is_file() and not path.name.startswith("mark-")]
+    assert not [path for path in texts if prefix.encode() in path.read_bytes()], "the agents alone know it"
     log = next(run.logs.glob("*-000.log")).read_text()
     lines = sorted(line.partition(" ")[2] for line in log.splitlines())
     assert lines == [f"[{rank}] hello from {rank} of 3" for rank in range(3)]
@@ -81,9 +85,9 @@ def test_all_workers_finish(frozen: Freeze) -> None:
     assert environment["OMP_NUM_THREADS"]["reason"] == "set by the user"
     assert environment["GLOO_SOCKET_IFNAME"]["value"] == "lo"
     assert [row["name"] for row in run.record()["not_set"]] == ["NCCL_*"]
-    node = read_json(run.fabric)["nodes"][0]
-    assert [setting["name"] for setting in node["facts"]["settings"]] == ["OMP_NUM_THREADS"]
-    assert len(node["bindings"]) == 3
+    (machine,) = read_json(run.fabric)["machines"]
+    assert [setting["name"] for setting in machine["facts"]["settings"]] == ["OMP_NUM_THREADS"]
+    assert len(machine["bindings"]) == 3
 
 
 def test_the_store_listens_where_the_workers_are_told(frozen: Freeze) -> None:

@@ -47,7 +47,7 @@ def specs_of(
     config = Config(cluster=ClusterConfig(gpus_per_node=gpus, visible_gpus=visible_gpus))
     node = Node(0, "n1", "127.0.0.1", None, gpus, ranks, facts)
     attempt = AttemptSpec(
-        0, "1", None, "n1", 1, 0.0, "127.0.0.1", 1, 1, gpus, ranks, layout, (0,), {"NCCL_DEBUG": "WARN"}
+        0, "1", None, "n1", 1, 0.0, "127.0.0.1", 1, 1, gpus, ranks, layout, (0,), {"NCCL_DEBUG": "WARN"}, "a"
     )
     nothing = cast(Any, None)
     agent = Agent(

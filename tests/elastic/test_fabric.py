@@ -11,7 +11,7 @@ from hpc_train.config.schema import Config
 from hpc_train.elastic.attempts import report_placement
 from hpc_train.elastic.coordinator import Start
 from hpc_train.elastic.fabric import Fabric
-from hpc_train.elastic.nodes import Node
+from hpc_train.elastic.nodes import Node, have_been_checked
 from hpc_train.fabric.facts import UNLIMITED, Gpu, Nic, NodeFacts, NodeLimits
 from hpc_train.fabric.nccl_settings import Setting
 from hpc_train.plan.layout import Layout
@@ -84,3 +84,13 @@ def test_groups_that_straddle_switches_are_reported(tmp_path: Path, capsys: pyte
     assert "straddles" in warning["message"]
     report_placement(Start(nodes[2:], Layout(4, 2, 1, 1, "ddp", "1f1b", 1, 4, 1)), None, events)
     assert capsys.readouterr().err == "", "one switch"
+
+
+def test_nodes_are_looked_at_once_per_start_of_a_job(tmp_path: Path) -> None:
+    """Not after a restart in place or with fewer of them; again with another node, and in the next start."""
+    run = RunDirectory(tmp_path)
+    run.create()
+    EventLog.open(run, "rank-0000", 0, 0).write("preflight", launch="7.0.0", nodes=["n1", "n2", "n3"])
+    assert have_been_checked(run, "7.0.0", ["n1", "n2", "n3"]) and have_been_checked(run, "7.0.0", ["n3", "n1"])
+    assert not have_been_checked(run, "7.0.0", ["n1", "n2", "n4"])
+    assert not have_been_checked(run, "7.0.1", ["n1", "n2", "n3"])

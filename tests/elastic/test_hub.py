@@ -14,20 +14,20 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hpc_train.elastic.channel import Channel
+from hpc_train.elastic.channel import LONGEST_LINE, MAX_PENDING, Channel, encode
 from hpc_train.elastic.client import RendezvousClient, ServerLost
 from hpc_train.elastic.coordinator import Coordinator, Leave, NodeReport, Start
 from hpc_train.elastic.decision import WorkerFailure
 from hpc_train.elastic.nodes import Node, Unfit
 from hpc_train.elastic.rendezvous import ServerAddress
-from hpc_train.elastic.server import RendezvousServer
+from hpc_train.elastic.server import RendezvousServer, report_message
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import EXITS, Action, Exit, Failure
 from tests.elastic.flood import flood
@@ -50,7 +50,9 @@ class Served:
         self.starts: list[list[int]] = []
         self.left: list[Leave] = []
         self.broken: Exception | None = None  # what ``begin`` raises
+        self.padding = ""  # makes start messages longer
         listener = socket.create_server(("127.0.0.1", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # the kernel takes little of a long message
         self.address = ServerAddress("127.0.0.1", listener.getsockname()[1], TOKEN)
         self.hub = RendezvousServer(self.head, listener, TOKEN, SILENT_S, self._begin, self._leave, is_suspended)
         self.hub.start()
@@ -59,7 +61,7 @@ class Served:
         if self.broken is not None:
             raise self.broken
         self.starts.append([node.number for node in start.nodes])
-        return {"attempt": len(self.starts) - 1, "order": self.starts[-1]}
+        return {"attempt": len(self.starts) - 1, "order": self.starts[-1], "padding": self.padding}
 
     def _leave(self, leave: Leave) -> int:
         self.left.append(leave)
@@ -292,7 +294,14 @@ def test_strangers_are_not_taken_in(tmp_path: Path, said: bytes) -> None:
         b"no JSON",
         b"[]",
         b"{}",
+        b'{"kind": "bye"}',
+        b'{"kind": "beat", "more": 1}',
+        b'{"kind": "stop"}',
         b'{"kind": "stop", "reason": 7}',
+        b'{"kind": "stop", "reason": "\\ud800"}',
+        b'{"kind": "ended", "attempt": 0, "exit": 0, "failure": null, "step": true}',
+        b'{"kind": "ended", "attempt": 0, "exit": 0, "failure": null, "step": NaN}',
+        b'{"kind": "ended", "attempt": null, "exit": 0, "failure": null, "step": 9}',
         b'{"kind": "ended", "attempt": 0, "exit": 0, "failure": null, "step": "nine"}',
         b'{"kind": "ended", "attempt": 0, "exit": 1, "failure": {"failure": "killed", "rank": "one"}, "step": 9}',
         b'{"kind": "ended", "attempt": 0, "exit": 1, "failure": "killed", "step": 9}',
@@ -317,6 +326,115 @@ def test_an_agent_that_sends_nonsense_is_lost_and_told_why(
     assert order_of(first)["code"] == 0
 
 
+def of_spare(served: Served) -> tuple[RendezvousClient, socket.socket]:
+    """The agents of a node with workers and of a spare, in the first attempt."""
+    first, spare = served.link(0), joined(served, 1)
+    assert order_of(first)["spec"]["order"] == [0]
+    return first, spare
+
+
+def test_a_spare_has_nothing_to_report(tmp_path: Path) -> None:
+    served = Served(tmp_path, 2, spares=1)
+    first, spare = of_spare(served)
+    failed = NodeReport(Exit.FAILED, WorkerFailure(0, Failure.KILLED, "", "", 0.0), 1 << 40)
+    for message in (report_message(0, failed), {"kind": "store_lost", "attempt": 0}):
+        spare.sendall(json.dumps(message).encode() + b"\n")
+    spare.sendall(b"no JSON\n")
+    all_from(spare)  # the hub has read all of it
+    assert not first.is_to_end(0)
+    first.send_attempt_end(0, DONE)
+    assert order_of(first)["code"] == 0
+
+
+def test_another_agent_cannot_take_the_place_of_one_that_lives(tmp_path: Path) -> None:
+    """As where two steps of a job run at the same time."""
+    served = Served(tmp_path, 1)
+    first = served.link(0)
+    order_of(first)
+    other = joined(served, 0)
+    assert "another agent has joined as node 0" in json.loads(all_from(other))["why"]
+    first.send_attempt_end(0, DONE)
+    assert order_of(first)["code"] == 0
+
+
+def test_an_agent_that_connects_again_replaces_its_lost_connection(tmp_path: Path) -> None:
+    served = Served(tmp_path, 2)
+    first, second = served.link(0), served.link(1)
+    order_of(first)
+    again = served.link(1)  # of the same process
+    until(lambda: second.lost and first.is_to_end(0), timeout=60)
+    assert not again.lost
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"number": 2},
+        {"number": -1},
+        {"number": True},
+        {"gpus": 3},
+        {"workers": 0},
+        {"workers": 1 << 40},
+        {"name": None},
+        {"gpu_memory": float("nan")},
+        {"facts": {}},
+        {"facts": {"links": [{"a": "GPU0", "b": "NIC0", "path_type": "WIRE"}]}},
+        {"facts": {"gpus": [{"index": "0"}]}},
+        {"facts": {"cores": [["0"]]}},
+        {"facts": {"settings": [{"name": "A", "value": 1, "source": "B"}]}},
+    ],
+    ids=repr,
+)
+def test_a_node_that_cannot_be_is_not_taken_in(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Otherwise a later decision about all nodes fails, and with it the job."""
+    served = Served(tmp_path, 2)
+    node = json.loads(json.dumps(Node(1, "n1", "n1", None, 0, 2).to_json()))
+    facts = change.get("facts")
+    node |= change if facts is None else {"facts": facts and node["facts"] | facts}
+    connection = connected(served)
+    connection.sendall(TOKEN.encode() + json.dumps({"kind": "hello", "node": node}).encode() + b"\n")
+    assert json.loads(all_from(connection))["kind"] == "dropped"
+    links = [served.link(number) for number in range(2)]
+    assert [order_of(link)["spec"]["order"] for link in links] == [[0, 1]] * 2
+
+
+def test_a_node_that_receives_nothing_holds_up_nobody(tmp_path: Path) -> None:
+    """Each costs as much memory as its messages, until it counts as silent."""
+    served = Served(tmp_path, 6, min_nodes=1)
+    served.padding = "x" * (3 << 20)
+    deaf = [joined(served, number) for number in range(1, 6)]
+    for connection in deaf:
+        threading.Thread(target=beat_for_ever, args=(connection,), daemon=True).start()
+    until(lambda: len(served.head.present) == 5, timeout=60)
+    first = served.link(0)
+    assert order_of(first)["spec"]["order"] == list(range(6))
+    until(lambda: first.is_to_end(0), timeout=60)
+    assert not first.lost
+    assert served.head.present.keys() == {0}
+    first.send_attempt_end(0, NodeReport(Exit.FAILED, None, 9))
+    assert order_of(first)["spec"]["order"] == [0]
+
+
+def beat_for_ever(connection: socket.socket) -> None:
+    with suppress(OSError):
+        while True:
+            connection.sendall(b'{"kind": "beat"}\n')
+            time.sleep(0.2)
+
+
+def test_agents_that_do_not_introduce_themselves_do_not_pile_up(tmp_path: Path) -> None:
+    served = Served(tmp_path, 1)
+    before = descriptors()
+    silent = [connected(served) for _ in range(300)]
+    for connection in silent:
+        connection.sendall(TOKEN.encode())
+    until(lambda: descriptors() - before - len(silent) <= 2 * MAX_PENDING + 1, timeout=60)
+    link = served.link(0)
+    assert order_of(link)["spec"]["order"] == [0]
+    for connection in silent:
+        connection.close()
+
+
 def test_an_agent_is_taken_in_during_a_flood_of_connections(tmp_path: Path) -> None:
     served = Served(tmp_path, 2)
     first, before = served.link(0), descriptors()
@@ -331,7 +449,9 @@ def test_an_agent_is_taken_in_during_a_flood_of_connections(tmp_path: Path) -> N
         assert [order_of(link)["code"] for link in (first, second)] == [0, 0]
 
 
-def test_a_hub_without_free_descriptors_goes_on_when_there_are_some_again(tmp_path: Path) -> None:
+def test_a_hub_without_free_descriptors_goes_on_when_there_are_some_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     served = Served(tmp_path, 1)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     pending = socket.socket()
@@ -344,6 +464,9 @@ def test_a_hub_without_free_descriptors_goes_on_when_there_are_some_again(tmp_pa
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
     pending.close()
+    said = capfd.readouterr().err
+    assert said.count("the rendezvous server cannot accept connections: a process may open") == 1
+    assert said.count("ulimit -n 65536") == 1
     link = served.link(0)
     assert order_of(link)["spec"]["order"] == [0]
     link.send_attempt_end(0, DONE)
@@ -400,7 +523,71 @@ def test_two_hundred_nodes(many: Served) -> None:
 def test_the_token_is_not_for_everybody(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     run.create()
-    ServerAddress("n0", 7, TOKEN).publish(run, "7.0.0")
-    assert (run.attempts / "server-7.0.0.json").stat().st_mode & 0o077 == 0
+    elsewhere = tmp_path / "elsewhere"
+    (run.attempts / "server-7.0.0.new").symlink_to(elsewhere)
+    (run.attempts / "server-7.0.0.json").symlink_to(elsewhere)
+    before = os.umask(0)
+    try:
+        ServerAddress("n0", 7, TOKEN).publish(run, "7.0.0")
+    finally:
+        os.umask(before)
+    assert not elsewhere.exists(), "a link that another member of the group has made beforehand is not followed"
+    assert (run.attempts / "server-7.0.0.json").lstat().st_mode == 0o100600
+    assert not [path for path in run.attempts.iterdir() if path.name.startswith(".")]
     assert ServerAddress.find(run, "7.0.0") == ServerAddress("n0", 7, TOKEN)
     assert ServerAddress.find(run, "7.0.1") is None
+
+
+def test_a_channel_keeps_what_its_peer_does_not_receive_yet() -> None:
+    with channels() as (channel, peer):
+        for number in range(2000):
+            channel.send({"number": number, "text": "x" * 1000})
+        assert channel.has_unsent, "it has not waited"
+        reader, found = Channel(peer), list[int]()
+        while len(found) < 2000:
+            channel.flush()
+            found += [message["number"] for message in reader.read()]
+        assert found == list(range(2000))
+        assert not channel.has_unsent
+
+
+def test_a_peer_that_falls_too_far_behind_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpc_train.elastic.channel.MOST_UNSENT", 1 << 20)
+    with channels() as (channel, peer):
+        peer.sendall(b'{"kind": "beat"}\n')
+        while channel.has_unsent or not channel._failure:
+            channel.send({"text": "x" * 10_000})
+        with pytest.raises(ConnectionError, match="it does not receive"):
+            list(channel.read())
+        channel.send({"text": "more"})
+        assert not channel.has_unsent
+
+
+@contextmanager
+def channels() -> Iterator[tuple[Channel, socket.socket]]:
+    """A channel over TCP, and the other end of its connection; the kernel holds little between them."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as peer:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+        peer.connect(server.getsockname())
+        channel = Channel(server.accept()[0])
+        yield channel, peer
+        channel.close()
+
+
+def test_a_message_is_found_whatever_the_pieces_are() -> None:
+    with channels() as (channel, peer):
+        text, found = b'{"kind": "beat"}\n{"kind": "bye"}\n{}\n', list[str | None]()
+        for start in range(0, len(text), 3):
+            peer.sendall(text[start : start + 3])
+            assert channel.wait(60)
+            found += [message.get("kind") for message in channel.read()]
+        assert found == ["beat", "bye", None]
+
+
+def test_a_long_traceback_reaches_the_hub_shortened() -> None:
+    text = "first" + "é" * (5 << 20) + "last"
+    report = NodeReport(Exit.FAILED, WorkerFailure(0, Failure.USER_ERROR, text, text, 0.0), 9)
+    message = report_message(0, report)
+    assert len(encode(message)) < LONGEST_LINE
+    assert message["failure"]["traceback"].startswith("first") and message["failure"]["traceback"].endswith("last")

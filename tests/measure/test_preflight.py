@@ -13,11 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpc_train.cluster.allocation import Allocation, current_allocation
+from hpc_train.cluster.allocation import Allocation
 from hpc_train.config.schema import ClusterConfig, Config
 from hpc_train.config.values import preflight_actions
 from hpc_train.errors import UserError
-from hpc_train.fabric.facts import NodeFacts
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.plan.layout import Layout
 from hpc_train.preflight.bandwidth import PairRate, best_of, rounds, slow_nodes
@@ -42,12 +41,11 @@ from hpc_train.preflight.checks import (
 from hpc_train.preflight.expected import Expected, ExpectedBandwidths
 from hpc_train.preflight.measure import Crew, Effort, measure_all, paired_test
 from hpc_train.preflight.nccl_log import Transport
-from hpc_train.preflight.run import actions_of, nccl_log, preflight, seen, stop_for
+from hpc_train.preflight.run import actions_of, nccl_log, preflight, stop_for
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import RESPONSES, Action, UnfitNode, classify
-from hpc_train.run.files import write_json
 from hpc_train.slurm.site import parse_features
 from tests.ranks import run_ranks
 
@@ -278,16 +276,6 @@ def left_out(rank: int, world_size: int) -> tuple[object, object]:
     return found.left_out, found.bandwidths
 
 
-def test_nodes_are_looked_at_once_per_start_of_a_job(tmp_path: Path) -> None:
-    """Not after a restart in place or with fewer of them; again with another node, and in the next start."""
-    run = RunDirectory(tmp_path)
-    run.create()
-    EventLog.open(run, "rank-0000", 0, 0).write("preflight", launch="7.0.0", nodes=["n1", "n2", "n3"])
-    assert seen(run, "7.0.0", ["n1", "n2", "n3"]) and seen(run, "7.0.0", ["n3", "n1"])
-    assert not seen(run, "7.0.0", ["n1", "n2", "n4"])
-    assert not seen(run, "7.0.1", ["n1", "n2", "n3"])
-
-
 def test_nccl_logs_where_a_preflight_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
         monkeypatch.delenv(name, raising=False)
@@ -302,17 +290,15 @@ def test_nccl_logs_where_a_preflight_reads_it(tmp_path: Path, monkeypatch: pytes
             with nccl_log(spec, config, run) as path:
                 return path is not None
 
-    older, others = (run.logs / "nccl" / name for name in ("000-rank-0001.log", "000-rank-0000.log"))
+    older, others = (run.logs / "nccl" / name for name in ("003-rank-0001.log", "003-rank-0000.log"))
     older.parent.mkdir()
     for path in (older, others):
         path.touch()
+    run.fabric.write_text("not JSON: only rank 0 reads it, after all have joined")
     assert logs(spec)
     assert not older.exists() and others.exists()
     assert not logs(replace(spec, gpus_per_node=0))
-    launch = current_allocation().launch_id
-    write_json(run.fabric, {"nodes": [{"name": "n1", "facts": NodeFacts().to_json()}]})
-    EventLog.open(run, "rank-0000", 0, 0).write("preflight", launch=launch, nodes=["n1"])
-    assert not logs(spec), "the nodes have been checked"
+    assert not logs(replace(spec, checked=True)), "the nodes have been checked"
 
 
 def problem(kind: str, level: str = "error", unfit: str | None = None) -> PreflightFinding:

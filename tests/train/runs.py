@@ -72,6 +72,7 @@ def run_attempt(run: RunDirectory, workers: int = 4, prepare: Prepare | None = N
             layout=layout,
             master_address="127.0.0.1",
             master_port=store.port,
+            store_prefix="random",
             gpus_per_node=0,
             threads=1,
         )
@@ -86,7 +87,10 @@ def run_attempt(run: RunDirectory, workers: int = 4, prepare: Prepare | None = N
             process.start()
         for _, sender in pipes:
             sender.close()
-        return collect([receiver for receiver, _ in pipes], timeout)
+        codes = collect([receiver for receiver, _ in pipes], timeout)
+        keys = store.list_keys() if hasattr(store, "list_keys") else []  # not in all versions of torch
+        assert all(key.startswith("random/") for key in keys), "no key can be guessed"
+        return codes
     finally:
         for process in processes:
             process.kill()

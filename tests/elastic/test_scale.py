@@ -1,0 +1,315 @@
+"""What the control plane costs with many nodes, counted rather than timed."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import UserDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpc_train.cluster.allocation import Allocation
+from hpc_train.config.schema import BatchConfig
+from hpc_train.elastic import client, coordinator
+from hpc_train.elastic.attempts import Attempts
+from hpc_train.elastic.client import ServerLost, lookup_interval_s, wait_for_server
+from hpc_train.elastic.coordinator import Start
+from hpc_train.elastic.fabric import Fabric
+from hpc_train.elastic.hang_bounds import HangWatch
+from hpc_train.elastic.nodes import Node
+from hpc_train.elastic.rendezvous import ServerAddress
+from hpc_train.elastic.server import BEATS, BEATS_PER_S, beat_s
+from hpc_train.elastic.store import Stores
+from hpc_train.elastic.watch import Watch
+from hpc_train.fabric import rails
+from hpc_train.fabric.facts import Gpu, NodeFacts
+from hpc_train.fabric.machines import Machines, by_machine
+from hpc_train.fabric.rank_binding import bindings
+from hpc_train.plan.layout import resolve_layout
+from hpc_train.preflight.expected import expected_bandwidths, read_fabric
+from hpc_train.run.agent_worker import Beat, Phase
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
+from hpc_train.run.exits import Action
+from hpc_train.run.requests import REQUESTS_EVERY_S, StacksRequests, request_stacks
+from tests.benchmarks.scale import config_of
+from tests.benchmarks.simulated_nodes import GPUS, ODD_EVERY, simulated
+from tests.elastic.test_agent import until
+from tests.elastic.test_coordinator import Course, action
+from tests.elastic.test_hub import Served, joined, order_of
+
+NODES = ODD_EVERY  # the last one is odd
+
+
+@pytest.fixture(scope="module")
+def nodes() -> list[Node]:
+    machines = Machines()
+    return [replace(node, facts=machines.add(node.facts)) for node in simulated(NODES)]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(tmp_path)
+    run.create()
+    return run
+
+
+def started(nodes: list[Node]) -> Start:
+    return Start(tuple(nodes), resolve_layout(config_of(len(nodes)), len(nodes), GPUS))
+
+
+def decided(run: RunDirectory, nodes: list[Node]) -> dict[str, str]:
+    return Fabric(run, config_of(len(nodes)), []).decide(started(nodes), EventLog.open(run, "agent-n0", 0))
+
+
+def test_nodes_of_the_same_machine_are_judged_once(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[NodeFacts] = []
+    before = rails._far_from_every_gpu
+
+    def far(facts: NodeFacts, active: set[str]) -> set[str]:
+        judged.append(facts)
+        return before(facts, active)
+
+    monkeypatch.setattr(rails, "_far_from_every_gpu", far)
+    machines = Machines()
+    decided(run, [replace(node, facts=machines.add(node.facts)) for node in simulated(NODES)])
+    assert len(judged) == 2, "the usual machine and the odd one"
+    judged.clear()
+    found = read_fabric(run)
+    assert expected_bandwidths(found, GPUS).world is not None
+    assert len(judged) == 2
+
+
+def test_the_record_of_the_fabric_is_small_and_complete(run: RunDirectory, nodes: list[Node]) -> None:
+    decided(run, nodes)
+    text = run.fabric.read_text()
+    of_nodes = text[text.index('"nodes"') :]
+    assert len(of_nodes) / NODES < 850, "less than 1 MB at 1,000 nodes"
+    assert len(text) - len(of_nodes) < 150_000
+    assert list(read_fabric(run)) == [node.facts for node in nodes] == [node.facts for node in simulated(NODES)]
+
+
+def test_the_start_message_grows_by_a_number_per_node(run: RunDirectory, nodes: list[Node]) -> None:
+    allocation = Allocation(NODES, 0, "node00000", None, "scale.1", "127.0.0.1", tuple(node.name for node in nodes))
+    events = EventLog.open(run, "agent-n0", 0)
+    stores = Stores("none:none")
+    attempts = Attempts(run, config_of(NODES), allocation, None, stores, Fabric(run, config_of(NODES), []), events)
+    message = json.dumps(attempts.begin(started(nodes)))
+    for listener in stores._offered.values():
+        listener.close()
+    assert len(message) < 2_000 + 6 * NODES
+
+
+def test_nodes_share_only_what_is_equal() -> None:
+    base = simulated(1)[0].facts
+    gpu, *others = base.gpus
+    slices = (f"MIG-{gpu.uuid}-a", f"MIG-{gpu.uuid}-b")
+    different = [
+        replace(base, versions=(("driver", "1"),)),
+        replace(base, gpus=(replace(gpu, model="NVIDIA H200"), *others)),
+        replace(base, gpus=(replace(gpu, slices=slices), *others), visible=(slices[1],)),
+        replace(base, nics=base.nics[1:]),
+        replace(base, gpus=(*others, replace(gpu, uuid=None)), visible=tuple(str(one.uuid) for one in base.gpus)),
+    ]
+    machines = Machines()
+    added = [machines.add(facts) for facts in (base, *different)]
+    assert added == [base, *different]
+    assert len(by_machine(added)) == len(added)
+    other = replace(different[2], node="n9", gpus=(replace(gpu, uuid="GPU-9", slices=("MIG-9", "MIG-8")), *others))
+    again = machines.add(replace(other, visible=("MIG-8",)))
+    assert again == replace(other, visible=("MIG-8",))
+    assert again.results is added[3].results
+    assert bindings(again, 1) == bindings(added[3], 1)
+
+
+def test_visible_devices_of_other_gpus_are_another_machine() -> None:
+    facts = NodeFacts(gpus=tuple(Gpu(i, uuid=f"GPU-a{i}", cpus=(i,)) for i in range(2)), visible=("GPU-a0", "GPU-a1"))
+    machines = Machines()
+    added = [machines.add(one) for one in (facts, replace(facts, visible=("GPU-a1", "GPU-a0")))]
+    assert len(by_machine(added)) == 2
+
+
+class Counted(UserDict[int, Node]):
+    """The nodes that are present, counting how often all of them are visited."""
+
+    visits = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.visits += 1
+        return super().__iter__()
+
+
+def test_the_coordinator_visits_the_nodes_a_few_times_per_event(tmp_path: Path) -> None:
+    course = Course(tmp_path, 500, joined=499)
+    course.head.present = counted = Counted(course.head.present)  # type: ignore[assignment]
+    assert course.next() is None
+    assert counted.visits <= 2
+    course.join(499)
+    counted.visits = 0
+    assert len(course.started()) == 500
+    assert counted.visits <= 10
+    counted.visits = 0
+    assert course.next() is None
+    assert counted.visits == 0, "heartbeats do not visit them"
+
+
+def test_a_layout_that_fits_no_number_of_nodes_costs_no_sort_per_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    course = Course(tmp_path, 300, min_nodes=1)
+    course.head.config = replace(course.head.config, batch=BatchConfig(global_size=1))
+    orders: list[int] = []
+
+    def in_order(nodes: Sequence[Node]) -> tuple[Node, ...]:
+        orders.append(len(nodes))
+        return tuple(nodes)
+
+    monkeypatch.setattr(coordinator, "in_order_of_rank", in_order)
+    assert action(course.next()) is Action.REFUSE
+    assert orders == []
+
+
+def test_heartbeats_become_rarer_with_thousands_of_nodes() -> None:
+    assert beat_s(15, 1) == beat_s(15, BEATS_PER_S) == 1
+    assert beat_s(15, 4 * BEATS_PER_S) == 4
+    assert beat_s(15, 100 * BEATS_PER_S) == 15 / BEATS, "several within the timeout"
+
+
+def test_the_server_sends_heartbeats_while_it_prepares_an_attempt(tmp_path: Path) -> None:
+    served, release = held(Served(tmp_path, 1))
+    connection, received = joined(served, 0), b""
+    while b'"start"' not in received:
+        data = connection.recv(1 << 16)
+        assert data
+        received += data
+        connection.sendall(b'{"kind": "beat"}\n')
+        if received.count(b'"beat"') >= 3:
+            release.set()
+        assert release.is_set() or served.starts == []
+    connection.close()
+
+
+def test_a_node_that_leaves_while_an_attempt_is_prepared_ends_it(tmp_path: Path) -> None:
+    served, release = held(Served(tmp_path, 2, min_nodes=1))
+    links = [served.link(number) for number in range(2)]
+    until(lambda: len(served.head.present) == 2)
+    links[1]._channel.close()
+    until(lambda: len(served.head.present) == 1)
+    release.set()
+    assert order_of(links[0])["spec"]["attempt"] == 0
+    until(lambda: links[0].is_to_end(0))
+
+
+def held(served: Served) -> tuple[Served, Event]:
+    """Returns the server, which prepares an attempt only after the event is set."""
+    release, begin = Event(), served.hub._begin
+
+    def wait(start: Start) -> dict[str, Any]:
+        assert release.wait(60)
+        return begin(start)
+
+    served.hub._begin = wait
+    return served, release
+
+
+def test_the_server_tells_all_agents_of_a_request_for_stacks(tmp_path: Path) -> None:
+    served = Served(tmp_path, 2)
+    links = [served.link(number) for number in range(2)]
+    assert [order_of(link)["spec"]["attempt"] for link in links] == [0, 0], "both have joined"
+    links[0].send_stacks_request(7)
+    until(lambda: [link.stacks_requested for link in links] == [7, 7])
+
+
+class Opened:
+    """The paths that this process opens or lists inside a ``with`` block. An audit hook stays for ever."""
+
+    def __init__(self) -> None:
+        self._paths: list[str] | None = None
+        sys.addaudithook(self._note)
+
+    def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self._paths is not None and event in ("open", "os.listdir", "os.scandir", "os.remove", "os.rename"):
+            self._paths.append(str(arguments[0]))
+
+    @contextmanager
+    def below(self, folder: Path) -> Iterator[list[str]]:
+        found: list[str] = []
+        self._paths = []
+        try:
+            yield found
+        finally:
+            found += [path for path in self._paths if path.startswith(str(folder))]
+            self._paths = None
+
+
+@pytest.fixture(scope="session")
+def opened() -> Opened:
+    return Opened()
+
+
+def test_an_agent_whose_workers_train_reads_no_shared_file(
+    run: RunDirectory, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Watch(run, "n1", HangWatch())
+    watch.begin(EventLog.open(run, "agent-n1", 0), resolve_layout(config_of(1), 1, GPUS), 0.0)
+    now, steps = time.monotonic(), iter(range(10_000))
+    monkeypatch.setattr("hpc_train.elastic.watch.time.monotonic", lambda: now)
+
+    def beat() -> Beat:
+        step = next(steps)
+        return Beat(step, Phase.STEP, now, step, now)
+
+    worker = SimpleNamespace(rank=0, pid=os.getpid(), block=SimpleNamespace(beat=beat))
+    workers: Any = SimpleNamespace(alive=[worker], failures=[])
+    with opened.below(run.path) as paths:
+        for _ in range(100):
+            now += 1.0
+            watch.check(workers)
+    assert paths == []
+
+
+def test_node_0_looks_for_requests_for_stacks(run: RunDirectory, opened: Opened) -> None:
+    request_stacks(run)
+    requests = StacksRequests.of(run)
+    with opened.below(run.path) as paths:
+        assert [requests.new(second) for second in range(20)] == [None] * 20
+    assert len(paths) == 20 / REQUESTS_EVERY_S
+    assert request_stacks(run) == 2
+    assert [requests.new(20.0), requests.new(20.5), requests.new(30.0)] == [2, None, None]
+
+
+def test_waiting_agents_look_for_the_server_less_often_in_a_large_job(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    looks: list[float] = []
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    monkeypatch.setattr(ServerAddress, "find", lambda *_: looks.append(now))
+    for count in (2, 1000):
+        now, looks[:] = 0.0, []
+        with pytest.raises(ServerLost):
+            wait_for_server(run, Allocation(count, 1, "n1", "7", "7.0", "n1"), lambda: False, lambda: False, 300)
+        assert len(looks) <= 1 + 300 / (0.8 * lookup_interval_s(count))
+        assert len(looks) >= 300 / (2 * lookup_interval_s(count))
+    assert count * len(looks) / 300 < 300, "of all agents per second"
+
+
+def test_a_waiting_agent_stops_at_once(run: RunDirectory) -> None:
+    allocation = Allocation(5000, 1, "n1", "7", "7.0", "n1")
+    answers = iter([False, True])
+    assert wait_for_server(run, allocation, lambda: next(answers), lambda: False, 60) is None
+    assert wait_for_server(run, allocation, lambda: False, lambda: True, 60) is None, "node 0 has ended"
