@@ -46,6 +46,7 @@ from hpc_train.run.code import frozen_code, use_frozen_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
+from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.files import last_line, patiently, write_for_group
 from hpc_train.run.freeze import load
 from hpc_train.run.lease import hold_lease
@@ -127,7 +128,8 @@ def _run(
         write_for_group()
     node = _this_node(config, allocation)
     events = EventLog.open(run, f"agent-{allocation.node_name}", 0)
-    with closing(events), node_local_caches(f"{allocation.launch_id}-{allocation.node_name}") as caches:
+    output = FileWriter("the output of the workers")
+    with closing(events), closing(output), node_local_caches(f"{allocation.launch_id}-{allocation.node_name}") as caches:
         users = dict(os.environ)
         own = _set_environment(config, allocation, node, caches)
         start_warm_parent(_preload(config, entry, store))
@@ -153,7 +155,7 @@ def _run(
         budget = Budget(run, config.run.max_gpu_hours, allocation.nodes * node.gpus)
         gpu_errors = GpuErrors(node.facts, node.workers)
         agent = Agent(
-            run, config, allocation, node, address, stores, stop, watch, gpu_errors, budget, on_tick, entry, events
+            run, config, allocation, node, address, stores, stop, watch, gpu_errors, budget, on_tick, entry, events, output
         )
         try:
             return agent.work()
@@ -255,6 +257,7 @@ class Agent:
     on_tick: Callable[[], None]
     entry: str
     events: EventLog  # of this agent, in any attempt
+    output: FileWriter  # of the logs of its workers
     _attempt: int | None = field(default=None, init=False)  # the newest attempt it knows of
 
     def work(self) -> int:
@@ -319,7 +322,7 @@ class Agent:
         specs = self._specs(spec, grace_s)
         try:
             self.gpu_errors.wait_for_memory(self.events.of(spec.attempt), tick, self.stop)
-            log = WorkerLog(self.run.logs / f"{self.allocation.node_name}-{spec.attempt:03d}.log")
+            log = WorkerLog(self.run.logs / f"{self.allocation.node_name}-{spec.attempt:03d}.log", self.output)
             began = time.monotonic()
             outcome = run_attempt(specs, log, self.stop, grace_s, tick, self.entry, self.watch)
             failure = self._examined(outcome.failure, specs[0].rank, time.monotonic() - began)

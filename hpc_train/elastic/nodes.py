@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -21,7 +20,7 @@ from hpc_train.config.schema import ClusterConfig
 from hpc_train.errors import UserError
 from hpc_train.fabric.facts import NodeFacts
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.files import append_text, line_end, patiently, read_lines
+from hpc_train.run.files import append_line, patiently, read_lines
 
 HEALTH_CHECK_KEY = "cluster.health_check"
 NO_COMMAND = (126, 127)  # exit codes of bash: the command cannot be executed, or does not exist
@@ -167,7 +166,7 @@ class NodeFailures:
     def note(self, node: str, failure: str, times: int = 1) -> None:
         """Records a failure that counts ``times`` times."""
         line = {"time": time.time(), "node": node, "class": failure, "times": times}
-        patiently(lambda: append_text(self._path, line_end(self._path) + json.dumps(line) + "\n"))
+        patiently(lambda: append_line(self._path, line))
 
     def failing_nodes(self) -> frozenset[str]:
         """Returns the names of nodes that failed at least ``TOO_OFTEN`` times recently."""

@@ -64,8 +64,12 @@ def read_json(path: Path) -> Any:
 
 
 def append_line(path: Path, value: dict[str, Any]) -> None:
-    """Appends one JSON object as a line, in one write. Only one process may write to a file."""
-    append_text(path, json.dumps(value, separators=(",", ":")) + "\n")
+    """Appends one JSON object as a line, after a line that was truncated. Only one process may write to a file."""
+    append_text(path, line_end(path) + json_line(value))
+
+
+def json_line(value: dict[str, Any]) -> str:
+    return json.dumps(value, separators=(",", ":")) + "\n"
 
 
 def append_text(path: Path, text: str) -> None:

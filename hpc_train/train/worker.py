@@ -166,7 +166,7 @@ def _build(
         trainer.resume(restored)
     if mesh.rank == 0:
         _log_settings(config, run, mesh, events, length, restored)
-        _log_utilisation(run, trainer.meter)
+        _log_utilisation(run, trainer.meter, events)
     return trainer
 
 
@@ -221,7 +221,7 @@ def _log_settings(
     config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, length: Length, restored: RestoredState | None
 ) -> None:
     """Prints the layout, learning rate, number of steps and the checkpoint that the run resumes from."""
-    run.update_record(total_steps=length.total_steps, steps_per_epoch=length.steps_per_epoch)
+    events.record(run, total_steps=length.total_steps, steps_per_epoch=length.steps_per_epoch)
     print(f"layout: {mesh.layout} on {mesh.device.type}")
     for note in mesh.layout.notes:
         print(f"  note: {note}")
@@ -237,10 +237,10 @@ def _log_settings(
     events.write("resumed", step=restored.step, path=str(restored.path), with_optimizer=restored.with_optimizer)
 
 
-def _log_utilisation(run: RunDirectory, meter: Meter) -> None:
+def _log_utilisation(run: RunDirectory, meter: Meter, events: EventLog) -> None:
     """Prints and records how mfu and hfu are computed, if FLOPs and peak are known."""
     if meter.flops is not None and meter.peak_flops is not None:
-        run.update_record(utilisation=describe_utilisation(meter.flops, meter.peak_flops, "data sheet"))
+        events.record(run, utilisation=describe_utilisation(meter.flops, meter.peak_flops, "data sheet"))
         print(f"{FORMULA}; peak {meter.peak_flops:.4g} FLOP/s according to the data sheet")
 
 

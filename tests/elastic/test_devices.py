@@ -27,6 +27,7 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.plan.layout import Layout
 from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.processes import MAX_DESCRIPTORS
 from hpc_train.train import processes
 from tests.elastic.conftest import Freeze
@@ -87,7 +88,7 @@ def test_what_a_rank_sees(
 def test_workers_start_with_their_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
     specs = specs_of(tmp_path, NodeFacts(gpus=NVIDIA, visible=("1", "3")), TWO, "own")
-    workers, warm_parent = Workers(WorkerLog(tmp_path / "log")), ensure_warm_parent()
+    workers, warm_parent = Workers(WorkerLog(tmp_path / "log", FileWriter("the output"))), ensure_warm_parent()
     for spec in specs:
         workers.start(warm_parent, spec, "tests.elastic.entries:records_limits")
     try:

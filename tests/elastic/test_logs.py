@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from hpc_train.elastic.logs import TAIL_LINES, WorkerLog
+from hpc_train.run.file_writer import FileWriter
 from tests.elastic.conftest import Freeze
 from tests.elastic.entries import start_agent
 
@@ -16,7 +17,7 @@ def lines_of(path: Path) -> list[str]:
 
 
 def test_lines_of_ranks_are_whole_and_prefixed(tmp_path: Path) -> None:
-    log = WorkerLog(tmp_path / "node.log")
+    log = WorkerLog(tmp_path / "node.log", FileWriter("the output"))
     log.write(0, b"a be")
     log.write(1, b"other\n")
     log.write(0, b"ginning\nunfinished")
@@ -26,7 +27,7 @@ def test_lines_of_ranks_are_whole_and_prefixed(tmp_path: Path) -> None:
 
 
 def test_a_full_log_says_so_and_keeps_the_last_lines(tmp_path: Path) -> None:
-    log = WorkerLog(tmp_path / "node.log", limit_bytes=1000)
+    log = WorkerLog(tmp_path / "node.log", FileWriter("the output"), limit_bytes=1000)
     for number in range(500):
         log.write(number % 2, b"line %d\n" % number)
     log.close()
@@ -38,7 +39,7 @@ def test_a_full_log_says_so_and_keeps_the_last_lines(tmp_path: Path) -> None:
 
 
 def test_a_line_without_end_does_not_grow_in_memory(tmp_path: Path) -> None:
-    log = WorkerLog(tmp_path / "node.log")
+    log = WorkerLog(tmp_path / "node.log", FileWriter("the output"))
     for _ in range(100):
         log.write(0, b"x" * 10_000)
     assert len(log.tail(0)[-1]) < 80_000
