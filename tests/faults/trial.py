@@ -17,7 +17,7 @@ import pytest
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json, read_lines
 from tests.checkpoint.tensors import assert_same_bits
-from tests.faults.plan import PASSING, Fault, bad_windows, happened, variables
+from tests.faults.plan import MARK, PASSING, Fault, bad_windows, happened, variables
 from tests.faults.surroundings import Surroundings
 from tests.train.runs import frozen
 
@@ -32,7 +32,6 @@ TWO_REPLICAS = [
     "elastic.hang_timeout_s=4",
 ]
 NONE = Surroundings()
-MARK = "HPC_TRAIN_TEST_TRIAL"  # an environment variable of every process of a trial
 
 
 @dataclass(frozen=True)
