@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from hpc_train.checkpoint.space import stop_time
+from hpc_train.checkpoint.space import UNKNOWN_S, stop_time
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.cluster.allocation import LOOPBACK, Allocation, current_allocation, meeting_at, workers_per_node
 from hpc_train.cluster.environment import Variable, apply, node_local_caches, own_environment, threads_per_rank
@@ -26,6 +26,7 @@ from hpc_train.elastic.attempts import Attempts, run_attempt
 from hpc_train.elastic.client import RendezvousClient, ServerLost, requeue_after_server_loss, wait_for_server
 from hpc_train.elastic.coordinator import Coordinator, NodeReport
 from hpc_train.elastic.decision import OVER_BUDGET, Budget, History, WorkerFailure, over_budget
+from hpc_train.elastic.deletion import DeletionWatch
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.gpu_errors import GpuErrors
 from hpc_train.elastic.hang_bounds import patience_s
@@ -47,7 +48,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.file_writer import FileWriter
-from hpc_train.run.files import last_line, patiently, write_for_group
+from hpc_train.run.files import in_time, last_line, write_for_group
 from hpc_train.run.freeze import load
 from hpc_train.run.lease import hold_lease
 from hpc_train.run.processes import raise_descriptor_limit
@@ -59,6 +60,7 @@ STORE = "hpc_train.elastic.store:serve"
 TICK_S = 0.25
 LEAVE_S = 15.0  # wait at most this long for the server to release all agents
 
+Result = TypeVar("Result")
 Reserve = Callable[[StopRequests], AbstractContextManager[None]]
 
 
@@ -129,7 +131,11 @@ def _run(
     node = _this_node(config, allocation)
     events = EventLog.open(run, f"agent-{allocation.node_name}", 0)
     output = FileWriter("the output of the workers")
-    with closing(events), closing(output), node_local_caches(f"{allocation.launch_id}-{allocation.node_name}") as caches:
+    with (
+        closing(events),
+        closing(output),
+        node_local_caches(f"{allocation.launch_id}-{allocation.node_name}") as caches,
+    ):
         users = dict(os.environ)
         own = _set_environment(config, allocation, node, caches)
         start_warm_parent(_preload(config, entry, store))
@@ -155,7 +161,21 @@ def _run(
         budget = Budget(run, config.run.max_gpu_hours, allocation.nodes * node.gpus)
         gpu_errors = GpuErrors(node.facts, node.workers)
         agent = Agent(
-            run, config, allocation, node, address, stores, stop, watch, gpu_errors, budget, on_tick, entry, events, output
+            run=run,
+            config=config,
+            allocation=allocation,
+            node=node,
+            server=address,
+            stores=stores,
+            stop=stop,
+            watch=watch,
+            gpu_errors=gpu_errors,
+            budget=budget,
+            on_tick=on_tick,
+            entry=entry,
+            events=events,
+            output=output,
+            deletion=DeletionWatch(run),
         )
         try:
             return agent.work()
@@ -217,7 +237,7 @@ def _start_server(
         ),
         node_failures=NodeFailures(run, elastic.exclude_hours * 3600),
         join_until=time.monotonic() + elastic.join_timeout_s,
-        refusal=lambda: attempts.superseded() or over_budget(run, config),
+        refusal=lambda: _read(lambda: attempts.superseded() or over_budget(run, config), None),
         names=allocation.node_names,
         elsewhere=attempts.end is not None,
     )
@@ -237,7 +257,7 @@ def _has_ended(end: JobEnd | None) -> bool:
 
 
 class EndedByServer(Exception):
-    """Raised when the server ends the attempt because of a failure on another node."""
+    """Raised when the attempt is ended because of a failure on another node, or because the run was deleted."""
 
 
 @dataclass
@@ -258,6 +278,7 @@ class Agent:
     entry: str
     events: EventLog  # of this agent, in any attempt
     output: FileWriter  # of the logs of its workers
+    deletion: DeletionWatch
     _attempt: int | None = field(default=None, init=False)  # the newest attempt it knows of
 
     def work(self) -> int:
@@ -291,8 +312,8 @@ class Agent:
         if self.stores is not None and self.budget.is_used_up:
             self.stop.request(OVER_BUDGET)
         if self.stop.reason is not None and client.send_stop(self.stop.reason):
-            attempt = max(0, self.run.newest_attempt()) if self._attempt is None else self._attempt
-            self.events.of(attempt).write("stop_requested", reason=self.stop.reason)
+            attempt = _read(self.run.newest_attempt, 0) if self._attempt is None else self._attempt
+            self.events.of(max(0, attempt)).write("stop_requested", reason=self.stop.reason)
 
     def _check_store(self, client: RendezvousClient, attempt: int) -> None:
         if self.stores is not None and self.stores.lost:
@@ -310,6 +331,9 @@ class Agent:
 
         def tick() -> None:
             self._tick(client)
+            if self.stores is not None and (deleted := self.deletion.finding()) is not None:  # one agent looks
+                client.quit(deleted)
+                raise EndedByServer
             if self.stores is None or not self.stores.warm_parent_died:  # otherwise the workers died too and report it
                 self._check_store(client, spec.attempt)
             if client.is_to_end(spec.attempt):
@@ -318,7 +342,8 @@ class Agent:
                 raise EndedByServer
 
         self.watch.begin(self.events.of(spec.attempt), spec.layout, self._patience_s(spec))
-        grace_s = stop_time(self.config, self.run, self.allocation.nodes).seconds
+        nodes = self.allocation.nodes
+        grace_s = _read(lambda: stop_time(self.config, self.run, nodes).seconds, float(UNKNOWN_S))
         specs = self._specs(spec, grace_s)
         try:
             self.gpu_errors.wait_for_memory(self.events.of(spec.attempt), tick, self.stop)
@@ -342,12 +367,9 @@ class Agent:
         return patience_s(spec.nodes, spec.gpus_per_node, spec.environment | set_already)
 
     def _furthest_step(self, attempt: int) -> int:
-        try:
-            newest = patiently(CheckpointStore(self.run.checkpoints).newest)
-            logged = patiently(lambda: last_line(self.run.metrics_file(attempt))).get("step", 0)
-        except OSError:
-            return 0  # fall back to the step that the workers reported
-        return max(logged, 0 if newest is None else newest.step)
+        newest = _read(CheckpointStore(self.run.checkpoints).newest, None)
+        last: dict[str, Any] = _read(lambda: last_line(self.run.metrics_file(attempt)), {})
+        return max(last.get("step", 0), 0 if newest is None else newest.step)
 
     def _specs(self, spec: AttemptSpec, stop_grace_s: float) -> list[WorkerSpec]:
         local_workers = min(spec.workers_per_node, spec.layout.world_size)
@@ -374,6 +396,14 @@ class Agent:
             )
             for local_rank in range(local_workers)
         ]
+
+
+def _read(operation: Callable[[], Result], default: Result) -> Result:
+    """Returns the result of ``operation``; ``default`` if the file system fails for too long or does not respond."""
+    try:
+        return in_time(operation)
+    except OSError:
+        return default
 
 
 def _device_and_environment(

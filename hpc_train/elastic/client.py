@@ -29,7 +29,7 @@ from hpc_train.elastic.server import beat_s, has_stalled, report_message
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit, Failure
-from hpc_train.run.files import patiently
+from hpc_train.run.files import in_time
 from hpc_train.slurm.client import PATIENT_S, own_job, query, state_and_priority
 from hpc_train.slurm.states import Phase
 
@@ -166,13 +166,19 @@ def wait_for_server(
         ServerLost: no address was published within ``timeout`` seconds.
     """
     until = time.monotonic() + timeout
-    while (found := ServerAddress.find(run, launch_id)) is None:
+    while (found := _address(run, launch_id)) is None:
         if give_up():
             return None
         if time.monotonic() > until:
             raise ServerLost(f"the agent of node 0 published no rendezvous address within {timeout:.0f} s")
         time.sleep(RETRY_S)
     return found
+
+
+def _address(run: RunDirectory, launch_id: str) -> ServerAddress | None:
+    with suppress(OSError):  # it may be readable later
+        return ServerAddress.find(run, launch_id)
+    return None
 
 
 ASK_AGAIN_S = 5.0
@@ -188,22 +194,19 @@ def requeue_after_server_loss(
     Args:
         times: the number of failures of the batch host that this counts as.
     """
-    if end is not None and end.is_recorded():  # node 0 has decided and considers this node lost
-        return Exit.STOPPED
-    print(f"{lost}; requesting a requeue of the job", file=sys.stderr)
-    if end is None or not end.claim_succession():
+    if end is None or _is_decided(end, lost):
         return Exit.STOPPED
     signal.signal(
         signal.SIGTERM, signal.SIG_IGN
     )  # Slurm ends this job's tasks when it requeues the job, and the commands below must survive that
-    events = EventLog.open(run, f"agent-{allocation.node_name}", max(0, run.newest_attempt()))
+    events = EventLog.open(run, f"agent-{allocation.node_name}", _newest_attempt(run))
     host = allocation.node_names[0]
     details: dict[str, Any] = {"class": Failure.NODE_LOST, "message": str(lost), "rank": None, "node": host}
     events.write("node_lost", **details)
     code = Exit.STOPPED
     try:
         NodeFailures(run, config.elastic.exclude_hours * 3600).note(host, Failure.NODE_LOST, times)
-        code = patiently(lambda: request(end, config, events, "the batch host is lost"))
+        code = in_time(lambda: request(end, config, events, "the batch host is lost"))
     except OSError as error:  # no other agent asks Slurm, and the job would keep running without workers
         print(f"cannot record why the job is requeued: {error}", file=sys.stderr)
     events.close()
@@ -211,8 +214,27 @@ def requeue_after_server_loss(
     if code is Exit.STOPPED and end.exclude_file.exists():
         query(["scontrol", "update", f"JobId={own_job()}", f"ExcNodeList={end.exclude_file.read_text()}"], PATIENT_S)
     with suppress(OSError):
-        end.record(code)  # last, because the batch script kills the step soon after that
+        in_time(lambda: end.record(code))  # last, because the batch script kills the step soon after that
     return code
+
+
+def _is_decided(end: JobEnd, lost: ServerLost) -> bool:
+    """Returns whether another agent has decided how the job ends; False if the file system does not tell."""
+    try:
+        if in_time(end.is_recorded):  # node 0 has decided and considers this node lost
+            return True
+        print(f"{lost}; requesting a requeue of the job", file=sys.stderr)
+        return not in_time(end.claim_succession)
+    except OSError as error:
+        print(f"{lost}; requesting a requeue of the job without the run directory: {error}", file=sys.stderr)
+        return False
+
+
+def _newest_attempt(run: RunDirectory) -> int:
+    try:
+        return max(0, in_time(run.newest_attempt))
+    except OSError:
+        return 0
 
 
 def _end_of_job(code: Exit, config: Config) -> list[str]:

@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -30,7 +31,7 @@ from hpc_train.fabric.rank_binding import bindings
 from hpc_train.fabric.versions import different_versions, lowest_nccl
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
-from hpc_train.run.files import patiently, write_json
+from hpc_train.run.files import write_json
 
 DUMP_FILES = {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}  # new name and old name, which torch reads
 
@@ -57,7 +58,7 @@ class Fabric:
         now = decision, (*messages, *(node.name for node in start.nodes))
         if now != self._reported:
             self._reported = now
-            self._write(start, gpus, decision, messages, found)
+            self._write(start, gpus, decision, messages, found, events)
             self._print(decision, messages, events, quiet=len(facts) == 1 and not gpus)
         own = {variable.name: variable.value for variable in decision.variables}
         return own | self._dump_file(events.attempt) if gpus and DUMP_FILES.isdisjoint(found) else own
@@ -67,18 +68,25 @@ class Fabric:
         collective times out; it appends the rank. By default, the files stay in a cache on each node.
         """
         path = self.run.logs.absolute() / "stacks" / f"nccl-{attempt:03d}-rank-"
-        patiently(lambda: path.parent.mkdir(parents=True, exist_ok=True))
+        with suppress(OSError):  # then torch prints the records to the log
+            path.parent.mkdir(exist_ok=True)
         return {"TORCH_FR_DUMP_TEMP_FILE": str(path)}
 
     def _write(
-        self, start: Start, gpus: int, decision: FabricDecision, messages: list[str], found: dict[str, Setting]
+        self,
+        start: Start,
+        gpus: int,
+        decision: FabricDecision,
+        messages: list[str],
+        found: dict[str, Setting],
+        events: EventLog,
     ) -> None:
         ranks = min(start.layout.world_size, *(node.workers for node in start.nodes))
         common = asdict(decision)
         environment = common.pop("variables")
         nodes = [_node(node, ranks) for node in start.nodes]
         found_out = {"gpus_per_node": gpus, "nodes": nodes, "environment": environment, "warnings": messages} | common
-        patiently(lambda: write_json(self.run.fabric, found_out))
+        events.writer.put(self.run.fabric, lambda again: write_json(self.run.fabric, found_out))
         set_already = [
             {"name": name, "value": setting.value, "reason": f"set by {setting.source}"}
             for name, setting in found.items()
@@ -89,7 +97,7 @@ class Fabric:
             "not_set": common["not_set"],
             "fabric": decision.fabric,
         }
-        patiently(lambda: self.run.update_record(**record))
+        events.record(self.run, **record)
 
     def _print(self, decision: FabricDecision, messages: list[str], events: EventLog, quiet: bool) -> None:
         for message in messages:

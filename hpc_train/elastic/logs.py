@@ -9,6 +9,7 @@ break the thread that restarts the workers.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+from hpc_train.run.directory import RunDirectory
 from hpc_train.run.file_writer import FileWriter
 
 LIMIT_BYTES = 100 * 2**20
@@ -101,6 +103,20 @@ class WorkerLog:
         file, self._file = self._file, None
         if file is not None:
             file.close()
+
+
+KEPT_ATTEMPTS = 10
+# the number in the names of stacks, collectives and NCCL's logs; answers to `stacks` begin with another number
+_OF_ATTEMPT = re.compile(r"(?:(?:hang|slow)-.*-|collectives-|nccl-|)(\d{3,})(?:\.txt$|-rank-)")
+
+
+def prune_logs(run: RunDirectory, attempt: int) -> None:
+    """Removes the stacks and NCCL's logs of all but the last ``KEPT_ATTEMPTS`` attempts: a file per rank of each."""
+    for folder in (run.logs / "stacks", run.logs / "nccl"):
+        for path in folder.iterdir() if folder.is_dir() else ():
+            found = _OF_ATTEMPT.match(path.name)
+            if found is not None and int(found[1]) <= attempt - KEPT_ATTEMPTS:
+                path.unlink(missing_ok=True)
 
 
 def _open(path: Path) -> BinaryIO:

@@ -47,9 +47,12 @@ class AttemptSpec:
     order: tuple[int, ...]
     environment: dict[str, str]
 
+    def path(self, run: RunDirectory) -> Path:
+        return run.attempts / f"{self.attempt:03d}.json"
+
     def publish(self, run: RunDirectory) -> None:
         """Writes the record for readers; agents receive it from the server."""
-        write_json(run.attempts / f"{self.attempt:03d}.json", asdict(self))
+        write_json(self.path(run), asdict(self))
 
     @classmethod
     def parse(cls, value: dict[str, Any]) -> AttemptSpec:

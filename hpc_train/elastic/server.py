@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from hpc_train.elastic.channel import Admission, BadMessage, Channel, Message
 from hpc_train.elastic.coordinator import Coordinator, End, Leave, NodeReport, Order, Start
@@ -24,12 +24,16 @@ from hpc_train.elastic.decision import RestartDecision, WorkerFailure
 from hpc_train.elastic.hangs import RankState
 from hpc_train.elastic.nodes import Node
 from hpc_train.run.exits import Action, Exit, Failure
+from hpc_train.run.files import BackgroundCall
+
+Result = TypeVar("Result")
 
 BEAT_S = 1.0
 BEATS = 3  # minimum number of heartbeats in elastic.heartbeat_timeout_s
 ASK_S = 5.0  # timeout of the query to Slurm whether the job is suspended
 LEAVE_S = 10.0  # wait at most this long for the agents' byes
 TICK_S = 0.1
+FILES_S = 300.0  # how long the file system of the run directory may keep the next attempt or the end of the job waiting
 
 
 @dataclass
@@ -210,14 +214,30 @@ class RendezvousServer:
 
     def _execute(self, order: Order) -> None:
         if isinstance(order, Start):
-            message = self._begin(order)
+            message = self._while_beating(lambda: self._begin(order))
             self._attempt = message["attempt"]
             self._broadcast({"kind": "start", "spec": message})
         elif isinstance(order, End):
             self._broadcast({"kind": "end", "attempt": self._attempt, "hang": order.hang})
         else:
-            self._broadcast({"kind": "leave", "action": order.decision.action, "code": self._leave(order)})
+            code = self._while_beating(lambda: self._leave(order))
+            self._broadcast({"kind": "leave", "action": order.decision.action, "code": code})
             self._over = True
+
+    def _while_beating(self, action: Callable[[], Result]) -> Result:
+        """Returns the result of ``action``, which waits for the file system, and sends heartbeats meanwhile.
+
+        Raises:
+            TimeoutError: it has not returned after ``FILES_S``. It is an OSError.
+        """
+        call, until = BackgroundCall(action), time.monotonic() + FILES_S
+        while True:
+            try:
+                return call.result(beat_s(self._silent_node_s))
+            except TimeoutError:
+                if time.monotonic() > until:
+                    raise
+            self._broadcast({"kind": "beat"})
 
     def _broadcast(self, message: Message) -> None:
         for member in list(self._members.values()):

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -30,6 +29,7 @@ from hpc_train.plan.layout import Layout
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Failure
+from hpc_train.run.files import BackgroundCall
 from hpc_train.run.processes import process_state
 from hpc_train.run.requests import answer_stacks_request, stacks_requested
 
@@ -157,6 +157,7 @@ def find_straggler(arrivals: Arrivals) -> Straggler | None:
 
 
 REQUESTS_EVERY_S = 2.0
+REQUEST_S = 1.0  # the agent waits at most this long for the file system to tell whether there is a request
 # Slow steps reported per interval: all nodes write their stacks, possibly to the file system that is slow.
 SLOW_STEPS, SLOW_EVERY_S = 3, 600.0
 
@@ -173,9 +174,13 @@ class Watch:
     _next_request: float = field(default=0.0, init=False)
     _slow_reported_at: deque[float] = field(default_factory=lambda: deque(maxlen=SLOW_STEPS), init=False)
     _answered: int = field(default=0, init=False)
+    _requests: BackgroundCall[int] = field(init=False)
     _workers: Workers | None = field(default=None, init=False)
     _pipeline: bool = field(default=False, init=False)
     _first_look: Sequence[RankState] = field(default=(), init=False)  # at the current silence
+
+    def __post_init__(self) -> None:
+        self._requests = BackgroundCall(lambda: stacks_requested(self.run))
 
     @classmethod
     def of(cls, run: RunDirectory, node: str, config: Config) -> Watch:
@@ -236,12 +241,15 @@ class Watch:
             self._write_evidence("hang", collect(self._workers, self.node))
 
     def _show_stacks(self, workers: Workers) -> None:
-        number = stacks_requested(self.run)
+        try:
+            number = self._requests.poll(REQUEST_S)
+        except TimeoutError:  # the file system hangs; nobody's request can be read
+            return
         if number != self._answered and workers.alive:
             self._answered = number
-            found = collect(workers, self.node)
-            with suppress(OSError):
-                answer_stacks_request(self.run, number, self.node, "\n".join(one.text() for one in found))
+            text = "\n".join(one.text() for one in collect(workers, self.node))
+            path = self.run.logs / "stacks" / "answers"
+            self._write(path, lambda: answer_stacks_request(self.run, number, self.node, text), len(text))
 
     def _report_slow_step(self, slow: Silence, found: Sequence[Evidence]) -> None:
         """Reports a slow step without killing anything. The file of an attempt holds its last slow step."""
@@ -279,14 +287,23 @@ class Watch:
         folder = self.run.logs / "stacks"
         attempt = 0 if self._events is None else self._events.attempt
         path = folder / f"{what}-{self.node}-{attempt:03d}.txt"
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            path.write_text("\n".join(one.text() for one in found))
-            for one in found if collectives else ():
-                name = f"collectives-{attempt:03d}-rank-{one.state.rank:04d}.json"
-                (folder / name).write_bytes(one.collectives or b"")
+        contents = {path: "\n".join(one.text() for one in found).encode()}
+        for one in found if collectives else ():
+            name = f"collectives-{attempt:03d}-rank-{one.state.rank:04d}.json"
+            contents[folder / name] = one.collectives or b""
+        self._write(path, lambda: _write_files(folder, contents), sum(map(len, contents.values())))
         return path
+
+    def _write(self, path: Path, write: Callable[[], None], size: int) -> None:
+        if self._events is not None:
+            self._events.writer.put(path, lambda again: write(), size)
 
     def _event(self, event: str, *, step: int | None = None, **details: object) -> None:
         if self._events is not None:
             self._events.write(event, step=step, node=self.node, **details)
+
+
+def _write_files(folder: Path, contents: Mapping[Path, bytes]) -> None:
+    folder.mkdir(exist_ok=True)
+    for path, content in contents.items():
+        path.write_bytes(content)

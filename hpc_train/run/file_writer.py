@@ -14,12 +14,13 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpc_train.run.files import append_text, json_line, line_end
+from hpc_train.run.files import append_line, append_text, json_line
 
-Write = Callable[[bool], None]  # its argument says whether an earlier write has failed
+Write = Callable[[bool], object]  # its argument says whether an earlier write has failed
 
 LIMIT_BYTES = 8 << 20  # of the writes in memory; beyond it the oldest ones are dropped
 ENTRY_BYTES = 200  # of memory for one write besides its text
@@ -64,13 +65,13 @@ class FileWriter:
         text = json_line(value)
 
         def write(again: bool) -> None:
-            lines = line_end(path) + text if again else text
+            append = partial(append_line, path, value) if again else partial(append_text, path, text)
             try:
-                append_text(path, lines)
+                append()
             except FileNotFoundError:  # a purge may have removed the empty folder; the run directory stays removed
                 with suppress(OSError):
                     path.parent.mkdir()
-                append_text(path, lines)
+                append()
 
         self.put(path, write, len(text))
 

@@ -68,7 +68,7 @@ def stacks_requested(run: RunDirectory) -> int:
 
 def answer_stacks_request(run: RunDirectory, number: int, node: str, text: str) -> None:
     """Writes the stacks of ``node`` as the answer to request ``number``."""
-    _folder(run).mkdir(parents=True, exist_ok=True)
+    _folder(run).mkdir(exist_ok=True)
     write_text(_folder(run) / f"{number:03d}-{node}.txt", text)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import math
 import os
@@ -20,6 +21,7 @@ from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import Dataset
 from hpc_train.data.feed import NOTHING, EvalFeed, TrainFeed, loader_workers
 from hpc_train.data.sampler import Skipped
+from hpc_train.errors import UserError
 from hpc_train.measure.suggestions import AdviceWatch, SuggestedSetting
 from hpc_train.measure.utilisation import FORMULA, describe_utilisation
 from hpc_train.parallel.balance import SplitPlan, plan_split
@@ -35,6 +37,7 @@ from hpc_train.run.code import check_imports
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
+from hpc_train.run.files import patiently
 from hpc_train.run.freeze import load
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.debug import DebuggedEngine
@@ -66,13 +69,23 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
 
 
 def _train(spec: WorkerSpec, stop: StopFlag, run: RunDirectory, events: EventLog) -> Exit:
-    config = load(run)
+    config = _frozen_config(run)
     heartbeat = Heartbeat.of(spec.heartbeat)
     answer_requests(spec)
     with nccl_log(spec, config, run) as log:
         mesh = join(spec, config)
         preflight(spec, config, run, mesh, events, log)
         return _train_joined(spec, config, stop, run, mesh, events, heartbeat)
+
+
+def _frozen_config(run: RunDirectory) -> Config:
+    """Returns the frozen config. The agent has read it before, so only its file system can keep it from being read."""
+    try:
+        return load(run)
+    except UserError:
+        if patiently(run.config.exists):
+            raise
+        raise OSError(errno.ESTALE, f"{run.config} is gone", str(run.config)) from None
 
 
 def _train_joined(

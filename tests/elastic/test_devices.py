@@ -51,9 +51,9 @@ def specs_of(
         0, "1", None, "n1", 1, 0.0, "127.0.0.1", 1, 1, gpus, ranks, layout, (0,), {"NCCL_DEBUG": "WARN"}
     )
     nothing = cast(Any, None)
-    agent = Agent(
-        RunDirectory(path), config, nothing, node, nothing, None, *[nothing] * 4, print, entry="entry", events=nothing
-    )
+    names = ("allocation", "server", "stop", "watch", "gpu_errors", "budget", "events", "output", "deletion")
+    others = dict.fromkeys(names, nothing)
+    agent = Agent(run=RunDirectory(path), config=config, node=node, stores=None, on_tick=print, entry="entry", **others)
     return agent._specs(attempt, 1.0)
 
 
@@ -163,6 +163,8 @@ THREADS = {  # module: whether its threads may call CUDA
     "elastic/server.py": "no",
     "preflight/nccl_log.py": "no",
     "run/lease.py": "no",
+    "run/file_writer.py": "no",
+    "run/files.py": "no",
     "slurm/site.py": "no",
     "telemetry/metrics.py": "no",
     "train/processes.py": "the barrier at the end, and events of the flight recorder",
