@@ -1,7 +1,4 @@
-"""The agent of a long run: its memory, threads and number of files do not grow with the steps.
-
-The long form (``HPC_TRAIN_LONG=1``) logs 100,000 steps.
-"""
+"""The agent of a long run: its memory, threads and number of files do not grow with the steps."""
 
 from __future__ import annotations
 
@@ -9,15 +6,16 @@ import json
 
 import pytest
 
-from tests.checkpoint.progress import LONG
+from tests.checkpoint.progress import IN_LONG_FORM
 from tests.elastic.conftest import Freeze
 from tests.elastic.entries import start_agent
 
-STEPS = 100_000 if LONG else 12_000
-GROWTH_BYTES = 4 << 20  # an agent that reads all lines at each look grows by 2 MB per 1,000 steps
+STEPS = 100_000
+GROWTH_BYTES = 4 << 20  # an agent that reads all lines at each look grows by 0.6 MB per 1,000 steps
 
 
-@pytest.mark.timeout(3600 if LONG else 300)
+@IN_LONG_FORM  # test_progress has a look that reads only what is new
+@pytest.mark.timeout(3600)
 def test_an_agent_does_not_grow_with_the_steps(frozen: Freeze) -> None:
     run = frozen(workers=1)
     agent = start_agent(run.path, "logs_many_steps", FOREGROUND="1", STEPS=str(STEPS))

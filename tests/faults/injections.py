@@ -102,13 +102,13 @@ def _fill(ballast: Path) -> None:
 READ_ONLY = """
 for folder in events metrics logs attempts; do mount -t tmpfs -o ro none "$0/$folder"; done
 kill -KILL "$1"
-sleep 3
+sleep 12
 for folder in events metrics logs attempts; do umount --lazy "$0/$folder"; done
 """
 
 
 def kill_while_logs_are_read_only() -> None:
-    """Kills the process while nothing but checkpoints can be written to the run directory, for three seconds."""
+    """Kills the process while nothing but checkpoints can be written to the run directory, for twelve seconds."""
     run = os.environ[MARK]
     nowhere = subprocess.DEVNULL
     subprocess.Popen(["sh", "-c", READ_ONLY, run, str(os.getpid())], stdout=nowhere, stderr=nowhere)
