@@ -107,7 +107,7 @@ class CheckpointStore:
             FileExistsError: a checkpoint of ``step`` is already committed.
         """
         self.guard()
-        self.root.mkdir(parents=True, exist_ok=True)
+        self.root.mkdir(exist_ok=True)  # a run directory that was deleted is not made again
         self._refuse_second_commit(step)
         hidden = "" if self.by_marker else "."
         serial = 0

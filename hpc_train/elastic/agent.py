@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from hpc_train.checkpoint.space import stop_time
+from hpc_train.checkpoint.space import UNKNOWN_S, stop_time
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.cluster.allocation import (
     LOOPBACK,
@@ -33,6 +33,7 @@ from hpc_train.elastic.attempts import Attempts, run_attempt
 from hpc_train.elastic.client import Pause, RendezvousClient, ServerLost, requeue_after_server_loss, wait_for_server
 from hpc_train.elastic.coordinator import Coordinator, NodeReport
 from hpc_train.elastic.decision import OVER_BUDGET, Budget, History, WorkerFailure, over_budget
+from hpc_train.elastic.deletion import DeletionWatch
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.gpu_errors import GpuErrors
 from hpc_train.elastic.hang_bounds import patience_s
@@ -53,7 +54,8 @@ from hpc_train.run.code import frozen_code, use_frozen_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
-from hpc_train.run.files import last_line, patiently, write_for_group
+from hpc_train.run.file_writer import FileWriter
+from hpc_train.run.files import in_time, last_line, write_for_group
 from hpc_train.run.freeze import load
 from hpc_train.run.lease import hold_lease
 from hpc_train.run.processes import out_of_descriptors, raise_descriptor_limit
@@ -66,6 +68,7 @@ TICK_S = 0.25
 MIN_PAUSE_S = 5.0  # on a busy machine, a process may wait seconds for a core
 LEAVE_S = 15.0  # wait at most this long for the server to release all agents
 
+Result = TypeVar("Result")
 Reserve = Callable[[StopRequests], AbstractContextManager[None]]
 
 
@@ -138,7 +141,12 @@ def _run(
         write_for_group()
     node = _this_node(config, allocation)
     events = EventLog.open(run, f"agent-{allocation.node_name}", 0)
-    with closing(events), node_local_caches(f"{allocation.launch_id}-{allocation.node_name}") as caches:
+    output = FileWriter("the output of the workers")
+    with (
+        closing(events),
+        closing(output),
+        node_local_caches(f"{allocation.launch_id}-{allocation.node_name}") as caches,
+    ):
         users = dict(os.environ)
         own = _set_environment(config, allocation, node, caches)
         start_warm_parent(_preload(config, entry, store))
@@ -165,9 +173,23 @@ def _run(
         gpu_errors = GpuErrors(node.facts, node.workers)
         stacks = StacksRequests.of(run) if allocation.node_rank == 0 else None
         agent = Agent(
-            run, config, allocation, node, address, stores, stop, watch, gpu_errors, budget, on_tick, entry, events,
-            stacks,
-        )  # fmt: skip
+            run=run,
+            config=config,
+            allocation=allocation,
+            node=node,
+            server=address,
+            stores=stores,
+            stop=stop,
+            watch=watch,
+            gpu_errors=gpu_errors,
+            budget=budget,
+            on_tick=on_tick,
+            entry=entry,
+            events=events,
+            output=output,
+            deletion=DeletionWatch(run),
+            stacks=stacks,
+        )
         try:
             return agent.work()
         except ServerLost as lost:
@@ -241,7 +263,7 @@ def _start_server(
         ),
         node_failures=NodeFailures(run, elastic.exclude_hours * 3600),
         join_until=time.monotonic() + elastic.join_timeout_s,
-        refusal=lambda: attempts.superseded() or over_budget(run, config),
+        refusal=lambda: _read(lambda: attempts.superseded() or over_budget(run, config), None),
         superseded=lambda: attempts.superseded() or attempts.replaced_by_slurm(),
         names=allocation.node_names,
         elsewhere=attempts.end is not None,
@@ -258,7 +280,7 @@ def _start_server(
 
 def _has_ended(end: JobEnd | None) -> bool:
     """Returns whether the agent of node 0 ended before it had a rendezvous server."""
-    return end is not None and end.is_recorded()
+    return end is not None and _read(end.is_recorded, False)
 
 
 def write_pause(pause: Pause, events: EventLog, in_job: bool) -> None:
@@ -270,7 +292,7 @@ def write_pause(pause: Pause, events: EventLog, in_job: bool) -> None:
 
 
 class EndedByServer(Exception):
-    """Raised when the server ends the attempt because of a failure on another node."""
+    """Raised when the attempt is ended because of a failure on another node, or because the run was deleted."""
 
 
 @dataclass
@@ -290,6 +312,8 @@ class Agent:
     on_tick: Callable[[], None]
     entry: str
     events: EventLog  # of this agent, in any attempt
+    output: FileWriter  # of the logs of its workers
+    deletion: DeletionWatch
     stacks: StacksRequests | None = None  # only in the agent with the server
     _attempt: int | None = field(default=None, init=False)  # the newest attempt it knows of
     _replaced: bool = field(default=False, init=False)  # Slurm ended this start of the job while the node was frozen
@@ -344,7 +368,8 @@ class Agent:
         write_pause(pause, self._events(), in_job=end is not None)
 
     def _events(self) -> EventLog:
-        return self.events.of(max(0, self.run.newest_attempt()) if self._attempt is None else self._attempt)
+        attempt = _read(self.run.newest_attempt, 0) if self._attempt is None else self._attempt
+        return self.events.of(max(0, attempt))
 
     def _check_store(self, client: RendezvousClient, attempt: int) -> None:
         if self.stores is not None and self.stores.lost:
@@ -362,6 +387,9 @@ class Agent:
 
         def tick() -> None:
             self._tick(client)
+            if self.stores is not None and (deleted := self.deletion.finding()) is not None:  # one agent looks
+                client.quit(deleted)
+                raise EndedByServer
             if self.stores is None or not self.stores.warm_parent_died:  # otherwise the workers died too and report it
                 self._check_store(client, spec.attempt)
             if client.is_to_end(spec.attempt):
@@ -370,11 +398,12 @@ class Agent:
                 raise EndedByServer
 
         self.watch.begin(self.events.of(spec.attempt), spec.layout, self._patience_s(spec))
-        grace_s = stop_time(self.config, self.run, self.allocation.nodes).seconds
+        nodes = self.allocation.nodes
+        grace_s = _read(lambda: stop_time(self.config, self.run, nodes).seconds, float(UNKNOWN_S))
         specs = self._specs(spec, grace_s)
         try:
             self.gpu_errors.wait_for_memory(self.events.of(spec.attempt), tick, self.stop)
-            log = WorkerLog(self.run.logs / f"{self.allocation.node_name}-{spec.attempt:03d}.log")
+            log = WorkerLog(self.run.logs / f"{self.allocation.node_name}-{spec.attempt:03d}.log", self.output)
             began = time.monotonic()
             outcome = run_attempt(specs, log, self.stop, grace_s, tick, self.entry, self.watch)
             failure = self._examined(outcome.failure, specs[0].rank, time.monotonic() - began)
@@ -394,12 +423,9 @@ class Agent:
         return patience_s(spec.nodes, spec.gpus_per_node, spec.environment | set_already)
 
     def _furthest_step(self, attempt: int) -> int:
-        try:
-            newest = patiently(CheckpointStore(self.run.checkpoints).newest)
-            logged = patiently(lambda: last_line(self.run.metrics_file(attempt))).get("step", 0)
-        except OSError:
-            return 0  # fall back to the step that the workers reported
-        return max(logged, 0 if newest is None else newest.step)
+        newest = _read(CheckpointStore(self.run.checkpoints).newest, None)
+        last: dict[str, Any] = _read(lambda: last_line(self.run.metrics_file(attempt)), {})
+        return max(last.get("step", 0), 0 if newest is None else newest.step)
 
     def _specs(self, spec: AttemptSpec, stop_grace_s: float) -> list[WorkerSpec]:
         local_workers = min(spec.workers_per_node, spec.layout.world_size)
@@ -428,6 +454,14 @@ class Agent:
             )
             for local_rank in range(local_workers)
         ]
+
+
+def _read(operation: Callable[[], Result], default: Result) -> Result:
+    """Returns the result of ``operation``; ``default`` if the file system fails for too long or does not respond."""
+    try:
+        return in_time(operation)
+    except OSError:
+        return default
 
 
 def _device_and_environment(

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -22,10 +23,10 @@ from hpc_train.elastic.channel import Message
 from hpc_train.elastic.coordinator import FailureReport, Leave, Start
 from hpc_train.elastic.decision import RestartDecision, WorkerFailure, is_secondary, root_cause
 from hpc_train.elastic.fabric import Fabric
-from hpc_train.elastic.logs import WorkerLog
+from hpc_train.elastic.logs import WorkerLog, prune_logs
 from hpc_train.elastic.nodes import have_been_checked
 from hpc_train.elastic.rendezvous import AttemptSpec, bind, withdraw
-from hpc_train.elastic.requeue import JobEnd, request
+from hpc_train.elastic.requeue import JobEnd, request, request_from_slurm
 from hpc_train.elastic.store import Stores
 from hpc_train.elastic.watch import Watch
 from hpc_train.elastic.worker_process import ensure_warm_parent
@@ -34,11 +35,13 @@ from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import EXITS, Action, Exit, Failure
-from hpc_train.run.files import patiently
+from hpc_train.run.files import in_time, patiently
 from hpc_train.run.requests import StopRequests
 from hpc_train.slurm.client import is_current_start, show_topology, unavailable_nodes
 
 REPLACED = "Slurm has ended or requeued the job"
+
+CLAIM_S = 120.0  # how long a restart waits for a file system on which it cannot claim the next attempt
 
 
 @dataclass
@@ -59,11 +62,12 @@ class Attempts:
         """Prepares the next attempt; returns its specification for the agents."""
         if start.cause is not None:
             self._report_failure(start.cause, self._events())
-        self._newest = attempt = patiently(self.run.claim_attempt)
+        self._newest = attempt = patiently(self.run.claim_attempt, CLAIM_S)
         listener = bind(self.allocation, f"{self.allocation.job_id or self.run.path}:{attempt}")
         environment = self.fabric.decide(start, self._events())
         spec = self._attempt_spec(attempt, start, listener.getsockname()[1], environment)
-        patiently(lambda: spec.publish(self.run))
+        self.events.writer.put(spec.path(self.run), lambda again: spec.publish(self.run))  # for readers
+        self.events.writer.put(self.run.logs, lambda again: prune_logs(self.run, attempt), wait=False)
         self.stores.offer(attempt, listener)
         self._report_start(start, spec)
         return asdict(spec)
@@ -74,7 +78,8 @@ class Attempts:
             return Exit.STOPPED
         if self._newest is None and leave.decision.action in (Action.REFUSE, Action.FAIL, Action.STOP):
             # commands that wait for the job look for its end in a new attempt
-            self._newest = patiently(self.run.claim_attempt)
+            with suppress(OSError):
+                self._newest = in_time(self.run.claim_attempt)
         events = self._events()
         if leave.cause is not None:
             self._report_failure(leave.cause, events, refused=leave.decision.action is Action.REFUSE)
@@ -83,16 +88,24 @@ class Attempts:
         if code is not Exit.GAVE_UP or action is Action.GIVE_UP:
             self._report_end(leave, code, events)
         try:
-            if self.end is not None:
-                self.end.record(code)
-            withdraw(self.run, self.allocation.launch_id)
+            in_time(lambda: self._record_end(code))
         except OSError as error:  # the agents know the exit code anyway
             print(f"cannot record the end of the job in the run directory: {error}", file=sys.stderr)
         return code
 
+    def _record_end(self, code: Exit) -> None:
+        if self.end is not None:
+            self.end.record(code)
+        withdraw(self.run, self.allocation.launch_id)
+
     def superseded(self) -> str | None:
         """Returns why this server must not decide any more: its agent was frozen and another agent has taken over."""
-        return "another agent has taken over the job" if self.end is not None and self.end.has_successor() else None
+        end = self.end
+        try:
+            succeeded = end is not None and in_time(end.has_successor)
+        except OSError:
+            return None
+        return "another agent has taken over the job" if succeeded else None
 
     def replaced_by_slurm(self) -> str | None:
         """Returns why this server must not decide any more: its node was frozen until Slurm gave it up."""
@@ -105,13 +118,22 @@ class Attempts:
         if action is not Action.REQUEUE or end is None:
             return leave, EXITS[action]
         try:
-            return leave, patiently(lambda: request(end, self.config, events, reason))
+            return leave, in_time(lambda: request(end, self.config, events, reason))
         except OSError as error:
-            reason = f"{reason}; cannot request a requeue: {error}. {_resume_hint(self.run)}"
-            return replace(leave, decision=RestartDecision(Action.FAIL, reason)), Exit.FAILED
+            reason = f"{reason}; the batch script cannot be told to requeue the job: {error}"
+        refusal = request_from_slurm(end, self.config)
+        if refusal is None:
+            events.write("requeued", reason=reason)
+            return replace(leave, decision=RestartDecision(action, reason)), Exit.STOPPED
+        reason = f"{reason}; {refusal}. {_resume_hint(self.run)}"
+        return replace(leave, decision=RestartDecision(Action.FAIL, reason)), Exit.FAILED
 
     def _events(self) -> EventLog:
-        return self.events.of(max(0, self.run.newest_attempt()) if self._newest is None else self._newest)
+        newest = self._newest
+        if newest is None:
+            with suppress(OSError):
+                newest = in_time(self.run.newest_attempt)
+        return self.events.of(max(0, newest or 0))
 
     def _attempt_spec(self, attempt: int, start: Start, port: int, environment: dict[str, str]) -> AttemptSpec:
         return AttemptSpec(
@@ -135,7 +157,10 @@ class Attempts:
 
     def _have_been_checked(self, start: Start) -> bool:
         names = [node.name for node in start.nodes]
-        return patiently(lambda: have_been_checked(self.run, self.allocation.launch_id, names))
+        try:
+            return in_time(lambda: have_been_checked(self.run, self.allocation.launch_id, names))
+        except OSError:  # the ranks check the nodes again
+            return False
 
     def _report_start(self, start: Start, spec: AttemptSpec) -> None:
         events = self._events()

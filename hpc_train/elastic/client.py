@@ -31,7 +31,7 @@ from hpc_train.elastic.server import beat_s, has_stalled, report_message
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit, Failure
-from hpc_train.run.files import patiently
+from hpc_train.run.files import in_time
 from hpc_train.run.processes import this_process
 from hpc_train.slurm.client import PATIENT_S, own_job, query, state_and_priority
 from hpc_train.slurm.states import Phase
@@ -236,12 +236,18 @@ def wait_for_server(
         now = time.monotonic()
         if now >= next_look:
             next_look = now + interval_s * random.uniform(0.5, 1.5)
-            if (found := ServerAddress.find(run, allocation.launch_id)) is not None or has_ended():
+            if (found := _address(run, allocation.launch_id)) is not None or has_ended():
                 return found
         if now > until:
             message = f"the agent of node 0 published no rendezvous address within {timeout:.0f} s"
             raise ServerLost(message, frozen=True)
         time.sleep(RETRY_S)
+    return None
+
+
+def _address(run: RunDirectory, launch_id: str) -> ServerAddress | None:
+    with suppress(OSError):  # it may be readable later
+        return ServerAddress.find(run, launch_id)
     return None
 
 
@@ -254,15 +260,12 @@ def requeue_after_server_loss(
     run: RunDirectory, config: Config, allocation: Allocation, end: JobEnd | None, lost: ServerLost
 ) -> Exit:
     """Requeues or ends the job after its workers are dead; every remaining agent calls it. Returns the exit code."""
-    if end is not None and end.is_recorded():  # node 0 has decided and considers this node lost
-        return Exit.STOPPED
-    print(f"{lost}; requesting a requeue of the job", file=sys.stderr)
-    if end is None or not end.claim_succession():
+    if end is None or _is_decided(end, lost):
         return Exit.STOPPED
     signal.signal(
         signal.SIGTERM, signal.SIG_IGN
     )  # Slurm ends this job's tasks when it requeues the job, and the commands below must survive that
-    events = EventLog.open(run, f"agent-{allocation.node_name}", max(0, run.newest_attempt()))
+    events = EventLog.open(run, f"agent-{allocation.node_name}", _newest_attempt(run))
     host = allocation.node_names[0]
     details: dict[str, Any] = {"class": Failure.NODE_LOST, "message": str(lost), "rank": None, "node": host}
     events.write("node_lost", **details)
@@ -270,7 +273,7 @@ def requeue_after_server_loss(
     try:
         times = TOO_OFTEN if lost.frozen else 1
         NodeFailures(run, config.elastic.exclude_hours * 3600).note(host, Failure.NODE_LOST, times)
-        code = patiently(lambda: request(end, config, events, "the batch host is lost"))
+        code = in_time(lambda: request(end, config, events, "the batch host is lost"))
     except OSError as error:  # no other agent asks Slurm, and the job would keep running without workers
         print(f"cannot record why the job is requeued: {error}", file=sys.stderr)
     events.close()
@@ -278,8 +281,27 @@ def requeue_after_server_loss(
     if code is Exit.STOPPED and end.exclude_file.exists():
         query(["scontrol", "update", f"JobId={own_job()}", f"ExcNodeList={end.exclude_file.read_text()}"], PATIENT_S)
     with suppress(OSError):
-        end.record(code)  # last, because the batch script kills the step soon after that
+        in_time(lambda: end.record(code))  # last, because the batch script kills the step soon after that
     return code
+
+
+def _is_decided(end: JobEnd, lost: ServerLost) -> bool:
+    """Returns whether another agent has decided how the job ends; False if the file system does not tell."""
+    try:
+        if in_time(end.is_recorded):  # node 0 has decided and considers this node lost
+            return True
+        print(f"{lost}; requesting a requeue of the job", file=sys.stderr)
+        return not in_time(end.claim_succession)
+    except OSError as error:
+        print(f"{lost}; requesting a requeue of the job without the run directory: {error}", file=sys.stderr)
+        return False
+
+
+def _newest_attempt(run: RunDirectory) -> int:
+    try:
+        return max(0, in_time(run.newest_attempt))
+    except OSError:
+        return 0
 
 
 def _end_of_job(code: Exit, config: Config) -> list[str]:

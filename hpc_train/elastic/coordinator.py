@@ -168,14 +168,12 @@ class Coordinator:
         self._fail(WorkerFailure(0, Failure.COMMUNICATION, message, message, 0.0, -9), node, now)
 
     def cannot_continue(self, why: str) -> Leave:
-        """Returns how the job ends if the server cannot continue: a requeue if possible, except after a user's stop
-        request.
-        """
+        """Returns how the job ends if the server cannot continue: a requeue, except after a user's stop request."""
         why = f"the rendezvous server cannot continue: {why}"
-        if self.elsewhere and self.stop in (None, ANNOUNCEMENT):
-            return Leave(RestartDecision(Action.REQUEUE, why), stop=self.stop)
-        advice = "Fix this, then rerun with the same run.name to resume from the last checkpoint"
-        return Leave(RestartDecision(Action.FAIL, f"{why}. {advice}"), stop=self.stop)
+        if not self.elsewhere:
+            why += ". Fix this, then rerun with the same run.name to resume from the last checkpoint"
+        again = self.stop in (None, ANNOUNCEMENT)
+        return Leave(RestartDecision(Action.REQUEUE if again else Action.FAIL, why), stop=self.stop)
 
     def next(self, now: float) -> Order | None:
         """Returns the next order at time ``now``, or None; each order is returned once."""

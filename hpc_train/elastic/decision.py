@@ -11,6 +11,7 @@ from typing import Any
 from hpc_train.config.schema import Config
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import RESPONSES, Action, Exit, Failure
+from hpc_train.run.files import in_time
 from hpc_train.run.ledger import read_ledger
 
 ANNOUNCEMENT = "SIGUSR2"  # Slurm announces the time limit and preemptions with it; other signals come from a user
@@ -80,13 +81,16 @@ def decide(history: History, ended: Ended) -> RestartDecision:
         action = Action.FAIL if after.without_progress and not ended.first else Action.RESTART
     if action is Action.RESTART_ONCE:
         action = Action.RESTART if _may_come_free(history, ended) else Action.FAIL
+    exhausted = Action.GIVE_UP
+    if action is Action.RESTART_OR_REQUEUE:
+        action, exhausted = Action.RESTART, Action.REQUEUE
     if action not in (Action.RESTART, Action.REPLACE):
         return RestartDecision(action, response.advice)
     if ended.stop is not None:
         return RestartDecision(Action.REQUEUE if ended.stop == ANNOUNCEMENT else Action.FAIL)
     if after.without_progress >= ATTEMPTS_WITHOUT_A_STEP:
         return RestartDecision(
-            Action.GIVE_UP, f"no new step in {after.without_progress} attempts. {response.advice}".strip()
+            exhausted, f"no new step in {after.without_progress} attempts. {response.advice}".strip()
         )
     return RestartDecision(action)
 
@@ -152,6 +156,7 @@ def ended_without_report(
 
 
 OVER_BUDGET = "run.max_gpu_hours"  # replaces the name of a signal
+RETRY_S = 60.0  # after a failed reading
 MIN_INTERVAL_S, MAX_INTERVAL_S = 1.0, 24 * 3600.0  # between two readings of the ledger
 
 
@@ -178,7 +183,11 @@ class Budget:
         now = time.monotonic()
         if self.most is None or now < self._next:
             return False
-        left = self.most - used(self.run)
+        try:
+            left = self.most - in_time(lambda: used(self.run))
+        except OSError:  # the file system is away: look again later
+            self._next = now + RETRY_S
+            return False
         self._next = now + min(max(MIN_INTERVAL_S, left * 3600 / max(1, self.gpus)), MAX_INTERVAL_S)
         return left <= 0
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -36,7 +37,7 @@ from hpc_train.fabric.rank_binding import bindings
 from hpc_train.fabric.versions import different_versions, lowest_nccl
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
-from hpc_train.run.files import patiently, write_text
+from hpc_train.run.files import write_text
 
 DUMP_FILES = {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}  # new name and old name, which torch reads
 
@@ -63,7 +64,7 @@ class Fabric:
         now = decision, (*messages, *(node.name for node in start.nodes))
         if now != self._reported:
             self._reported = now
-            self._write(start, gpus, decision, messages, found)
+            self._write(start, gpus, decision, messages, found, events)
             self._print(decision, messages, events, quiet=len(facts) == 1 and not gpus)
         own = {variable.name: variable.value for variable in decision.variables}
         return own | self._dump_file(events.attempt) if gpus and DUMP_FILES.isdisjoint(found) else own
@@ -73,11 +74,18 @@ class Fabric:
         collective times out; it appends the rank. By default, the files stay in a cache on each node.
         """
         path = self.run.logs.absolute() / "stacks" / f"nccl-{attempt:03d}-rank-"
-        patiently(lambda: path.parent.mkdir(parents=True, exist_ok=True))
+        with suppress(OSError):  # then torch prints the records to the log
+            path.parent.mkdir(exist_ok=True)
         return {"TORCH_FR_DUMP_TEMP_FILE": str(path)}
 
     def _write(
-        self, start: Start, gpus: int, decision: FabricDecision, messages: list[str], found: dict[str, Setting]
+        self,
+        start: Start,
+        gpus: int,
+        decision: FabricDecision,
+        messages: list[str],
+        found: dict[str, Setting],
+        events: EventLog,
     ) -> None:
         ranks = min(start.layout.world_size, *(node.workers for node in start.nodes))
         common = asdict(decision)
@@ -85,7 +93,7 @@ class Fabric:
         machines = [_machine(alike[0], ranks) for alike in by_machine(node.facts for node in start.nodes)]
         found_out = {"gpus_per_node": gpus, "environment": environment, "warnings": messages} | common
         text = _text(found_out | {"machines": machines}, _by_node(start.nodes))
-        patiently(lambda: write_text(self.run.fabric, text))
+        events.writer.put(self.run.fabric, lambda again: write_text(self.run.fabric, text))
         set_already = [
             {"name": name, "value": setting.value, "reason": f"set by {setting.source}"}
             for name, setting in found.items()
@@ -96,7 +104,7 @@ class Fabric:
             "not_set": common["not_set"],
             "fabric": decision.fabric,
         }
-        patiently(lambda: self.run.update_record(**record))
+        events.record(self.run, **record)
 
     def _print(self, decision: FabricDecision, messages: list[str], events: EventLog, quiet: bool) -> None:
         for message in messages:

@@ -1,13 +1,15 @@
 """The output of a node's workers in one file per attempt, and agent output that survives a closed terminal.
 
-Workers write into pipes that the agent drains, so they never wait for a file system. Lines are prefixed by time and
-rank, and the file has a size limit. The agent's stdout and stderr must not raise BrokenPipeError when nobody reads them
-any more, or the first message about a failure would break the thread that restarts the workers.
+Workers write into pipes that the agent drains, and a thread of the agent writes the file (``run/file_writer.py``), so
+neither waits for a file system. Lines are prefixed by time and rank, and the file has a size limit. The agent's stdout
+and stderr must not raise BrokenPipeError when nobody reads them any more, or the first message about a failure would
+break the thread that restarts the workers.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -16,7 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from hpc_train.run.files import patiently
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.file_writer import FileWriter
 
 LIMIT_BYTES = 100 * 2**20
 KEPT_LINES = 500  # per rank; an aborting worker prints the stacks of all threads after the cause
@@ -27,11 +30,10 @@ LONGEST_LINE = 64 * 1024
 class WorkerLog:
     """One log file. ``write(rank, data)`` takes bytes as they arrive and writes complete lines."""
 
-    def __init__(self, path: Path, limit_bytes: int = LIMIT_BYTES) -> None:
+    def __init__(self, path: Path, writer: FileWriter, limit_bytes: int = LIMIT_BYTES) -> None:
         self.path = path
-        self._file: BinaryIO | None = None
-        with suppress(OSError):  # see _put
-            self._file = patiently(lambda: _open(path))
+        self._writer = writer
+        self._file: BinaryIO | None = None  # used by the writer's thread only
         self._room = limit_bytes
         self._limit = limit_bytes
         self._partial: dict[int, bytes] = {}
@@ -53,18 +55,18 @@ class WorkerLog:
         return [line.decode(errors="replace") for line in kept[-lines:]]
 
     def close(self) -> None:
-        """Writes unfinished lines, and after the limit was reached, the last lines of each rank."""
+        """Writes unfinished lines, and after the limit was reached, the last lines of each rank.
+
+        Returns when the file is complete, unless the file system fails or does not respond.
+        """
         for rank, rest in sorted(self._partial.items()):
             if rest:
                 self.write(rank, b"\n")
-        if self._file is None:
-            return
         if self._room == 0:
             last = {rank: list(tail)[-TAIL_LINES:] for rank, tail in sorted(self._tails.items())}
             tails = [b"[%d] %s\n" % (rank, line) for rank, lines in last.items() for line in lines]
             self._put(b"--- the last lines of each rank ---\n" + b"".join(tails))
-        if self._file is not None:
-            self._file.close()
+        self._writer.put(self.path, lambda again: self._close_file())
 
     def _append(self, data: bytes) -> None:
         if self._room == 0:
@@ -77,18 +79,48 @@ class WorkerLog:
         self._put(data)
 
     def _put(self, data: bytes) -> None:
-        """Writes ``data``; a file system that is full or gone costs the log, not the training."""
+        left = memoryview(data)
+
+        def write(again: bool) -> None:
+            nonlocal left
+            while left:
+                left = left[self._write(left) :]
+
+        self._writer.put(self.path, write, len(data), wait=False)
+
+    def _write(self, data: memoryview) -> int:
+        """Writes a part of ``data``, returns its size; opens the file again after an error: it may be stale."""
         if self._file is None:
-            return
+            self._file = _open(self.path)
         try:
-            self._file.write(data)
+            return self._file.write(data) or 0
         except OSError:
-            self._file.close()
-            self._file = None
+            with suppress(OSError):
+                self._close_file()
+            raise
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+
+KEPT_ATTEMPTS = 10
+# the number in the names of stacks, collectives and NCCL's logs; answers to `stacks` begin with another number
+_OF_ATTEMPT = re.compile(r"(?:(?:hang|slow)-.*-|collectives-|nccl-|)(\d{3,})(?:\.txt$|-rank-)")
+
+
+def prune_logs(run: RunDirectory, attempt: int) -> None:
+    """Removes the stacks and NCCL's logs of all but the last ``KEPT_ATTEMPTS`` attempts: a file per rank of each."""
+    for folder in (run.logs / "stacks", run.logs / "nccl"):
+        for path in folder.iterdir() if folder.is_dir() else ():
+            found = _OF_ATTEMPT.match(path.name)
+            if found is not None and int(found[1]) <= attempt - KEPT_ATTEMPTS:
+                path.unlink(missing_ok=True)
 
 
 def _open(path: Path) -> BinaryIO:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     return path.open("ab", buffering=0)
 
 

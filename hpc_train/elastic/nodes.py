@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -22,7 +21,8 @@ from hpc_train.errors import UserError
 from hpc_train.fabric.facts import NodeFacts, distance
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.field_types import check_fields
-from hpc_train.run.files import append_text, line_end, patiently, read_lines
+from hpc_train.run.file_writer import FileWriter
+from hpc_train.run.files import BackgroundCall, patiently, read_lines
 
 HEALTH_CHECK_KEY = "cluster.health_check"
 NO_COMMAND = (126, 127)  # exit codes of bash: the command cannot be executed, or does not exist
@@ -163,6 +163,13 @@ def have_been_checked(run: RunDirectory, launch: str, nodes: Sequence[str]) -> b
     return any(set(nodes) <= set(line["nodes"]) for line in checks)
 
 
+READ_S = 4.0  # the rendezvous server waits meanwhile
+
+
+def _writer() -> FileWriter:
+    return FileWriter("the list of node failures")
+
+
 @dataclass(frozen=True)
 class NodeFailures:
     """Node failures over all jobs of a run: one line per failure in ``attempts/node-failures.jsonl``.
@@ -173,15 +180,23 @@ class NodeFailures:
 
     run: RunDirectory
     expiry_s: float
+    _noted: list[dict[str, Any]] = field(default_factory=list, init=False, compare=False)  # by this object
+    _writer: FileWriter = field(default_factory=_writer, init=False, compare=False, repr=False)
+    _reading: BackgroundCall[list[dict[str, Any]]] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        reading = BackgroundCall(lambda: patiently(lambda: [*read_lines(self._path), *self._slow()], READ_S / 2))
+        object.__setattr__(self, "_reading", reading)
 
     @property
     def _path(self) -> Path:
         return self.run.attempts / "node-failures.jsonl"
 
     def note(self, node: str, failure: str, times: int = 1) -> None:
-        """Records a failure that counts ``times`` times."""
+        """Records a failure that counts ``times`` times. A failing file system does not raise."""
         line = {"time": time.time(), "node": node, "class": failure, "times": times}
-        patiently(lambda: append_text(self._path, line_end(self._path) + json.dumps(line) + "\n"))
+        self._noted.append(line)
+        self._writer.append(self._path, line)
 
     def failing_nodes(self) -> frozenset[str]:
         """Returns the names of nodes that failed at least ``TOO_OFTEN`` times recently."""
@@ -191,10 +206,16 @@ class NodeFailures:
         return frozenset(name for name, count in counts.items() if count >= TOO_OFTEN)
 
     def recent(self) -> list[dict[str, Any]]:
-        """Returns the failures that have not expired: ``time``, ``node`` and ``class`` of each."""
+        """Returns the failures that have not expired: ``time``, ``node`` and ``class`` of each.
+
+        If the file system does not respond, these are the failures that this object has noted.
+        """
         since = time.time() - self.expiry_s
-        lines = patiently(lambda: [*read_lines(self._path), *self._slow()])
-        return [line for line in lines if line["time"] > since]
+        try:
+            lines = self._reading.poll(READ_S)
+        except OSError:
+            lines = []
+        return [line for line in [*lines, *(line for line in self._noted if line not in lines)] if line["time"] > since]
 
     def _slow(self) -> Iterator[dict[str, Any]]:
         """Yields nodes that rank 0 reported as slow or unfit in the event log."""

@@ -53,11 +53,14 @@ class AttemptSpec:
     store_prefix: str
     checked: bool = False
 
+    def path(self, run: RunDirectory) -> Path:
+        return run.attempts / f"{self.attempt:03d}.json"
+
     def publish(self, run: RunDirectory) -> None:
         """Writes the record for readers, whoever they are; agents receive all of it from the server."""
         record = asdict(self)
         del record["store_prefix"]
-        write_json(run.attempts / f"{self.attempt:03d}.json", record)
+        write_json(self.path(run), record)
 
     @classmethod
     def parse(cls, value: dict[str, Any]) -> AttemptSpec:

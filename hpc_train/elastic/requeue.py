@@ -36,7 +36,8 @@ from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.files import patiently, read_json, write_json, write_text
 from hpc_train.run.ledger import read_ledger
-from hpc_train.slurm.client import may_requeue, usable_nodes
+from hpc_train.slurm.client import PATIENT_S, may_requeue, own_job, query, state_and_priority, usable_nodes
+from hpc_train.slurm.states import Phase
 
 MIN_USEFUL_SHARE = 0.2
 MIN_JOB_S = 600.0  # shorter jobs spend most of their time starting
@@ -56,6 +57,26 @@ def request(end: JobEnd, config: Config, events: EventLog, reason: str) -> Exit:
     events.write("stopped_retrying", step=step, exit_code=int(Exit.GAVE_UP), message=message)
     print(message, file=sys.stderr)
     return Exit.GAVE_UP
+
+
+def request_from_slurm(end: JobEnd, config: Config) -> str | None:
+    """Asks Slurm to run the job again, where the run directory does not accept the marker for the batch script.
+
+    Returns why the job is not requeued; None if it is, or if Slurm ends or holds it already.
+    """
+    if os.environ.get("SLURM_JOB_ID") != end.job_id:
+        return "this process is not in the job"
+    if end.restart >= config.elastic.max_requeues:
+        return f"the job was already requeued {end.restart} times (elastic.max_requeues)"
+    known = state_and_priority(end.job_id)
+    if known is not None and (known[0].phase is not Phase.RUNNING or known[1] == 0):
+        return None
+    requeue = ["scontrol", "requeue", "incomplete", own_job()]
+    if config.launch.chain > 1:  # the next job continues a run whose job has reached its limit
+        requeue = ["scontrol", "update", f"JobId={own_job()}", "TimeLimit=1"]
+    elif not may_requeue(end.job_id):
+        return f"Slurm may not requeue job {end.job_id} (Requeue=0)"
+    return "Slurm refuses to requeue it" if query(requeue, PATIENT_S) is None else None
 
 
 def _refusal(config: Config, step: int, before: Sequence[dict[str, Any]]) -> str | None:
@@ -141,7 +162,6 @@ class JobEnd:
             (self.run.attempts / f"{self._name}.succession").unlink(missing_ok=True)
 
     def record(self, code: int) -> None:
-        self.run.attempts.mkdir(parents=True, exist_ok=True)
         step = "" if self.step_id is None else f"step {self.step_id}\n"
         path = self.run.attempts / f"{self._name}.node-{self.node_rank}"
         patiently(lambda: write_text(path, f"{int(code)}\n{step}"))

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from hpc_train.elastic.channel import MAX_PENDING, Admission, BadMessage, Channel, Message, encode
 from hpc_train.elastic.coordinator import Coordinator, End, Leave, NodeReport, Order, Start
@@ -28,6 +28,9 @@ from hpc_train.elastic.hangs import RankState
 from hpc_train.elastic.nodes import Node
 from hpc_train.run.exits import Action, Exit, Failure
 from hpc_train.run.field_types import check_fields
+from hpc_train.run.files import BackgroundCall
+
+Result = TypeVar("Result")
 
 BEAT_S = 1.0
 BEATS_PER_S = 1000  # at most, from all agents together: each costs some 20 us of a core
@@ -45,6 +48,7 @@ FIELDS = {  # of the messages that an agent sends after it has introduced itself
     "store_lost": {"kind", "attempt"},
     "ended": {"kind", "attempt", "exit", "failure", "step"},
 }
+FILES_S = 300.0  # how long the file system of the run directory may keep the next attempt or the end of the job waiting
 
 
 @dataclass
@@ -99,6 +103,7 @@ class Preparation:
         self._start = start
         self._message: Message | None = None
         self._error: Exception | None = None
+        self._until = time.monotonic() + FILES_S
         threading.Thread(target=self._run, name="prepare-attempt", daemon=True).start()
 
     def _run(self) -> None:
@@ -108,9 +113,16 @@ class Preparation:
             self._error = error
 
     def message(self) -> Message | None:
-        """Returns the start message; None while it is prepared. Raises what ``begin`` has raised."""
+        """Returns the start message; None while it is prepared.
+
+        Raises:
+            TimeoutError: it is not prepared after ``FILES_S``. It is an OSError.
+            Exception: that of ``begin``.
+        """
         if self._error is not None:
             raise self._error
+        if self._message is None and time.monotonic() > self._until:
+            raise TimeoutError(f"the file system did not respond within {FILES_S:g} s")
         return self._message
 
 
@@ -309,7 +321,8 @@ class RendezvousServer:
         elif isinstance(order, End):
             self._broadcast({"kind": "end", "attempt": self._attempt, "hang": order.hang})
         else:
-            self._broadcast({"kind": "leave", "action": order.decision.action, "code": self._leave(order)})
+            code = self._while_beating(lambda: self._leave(order))
+            self._broadcast({"kind": "leave", "action": order.decision.action, "code": code})
             self._over = True
 
     def _start_prepared(self) -> None:
@@ -323,6 +336,21 @@ class RendezvousServer:
         self._broadcast({"kind": "beat"})
         for member in self._members.values():
             member.messages = 0
+
+    def _while_beating(self, action: Callable[[], Result]) -> Result:
+        """Returns the result of ``action``, which waits for the file system, and sends heartbeats meanwhile.
+
+        Raises:
+            TimeoutError: it has not returned after ``FILES_S``. It is an OSError.
+        """
+        call, until = BackgroundCall(action), time.monotonic() + FILES_S
+        while True:
+            try:
+                return call.result(beat_s(self._silent_node_s, self._coordinator.expected))
+            except TimeoutError:
+                if time.monotonic() > until:
+                    raise
+            self._broadcast({"kind": "beat"})
 
     def _broadcast(self, message: Message) -> None:
         line = encode(message)

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -233,9 +232,9 @@ class Watch:
 
     def _show_stacks(self, workers: Workers, number: int) -> None:
         self._answered = number
-        found = collect(workers, self.node)
-        with suppress(OSError):
-            answer_stacks_request(self.run, number, self.node, "\n".join(one.text() for one in found))
+        text = "\n".join(one.text() for one in collect(workers, self.node))
+        path = self.run.logs / "stacks" / "answers"
+        self._write(path, lambda: answer_stacks_request(self.run, number, self.node, text), len(text))
 
     def _report_slow_step(self, slow: Silence, found: Sequence[Evidence]) -> None:
         """Reports a slow step without killing anything. The file of an attempt holds its last slow step."""
@@ -273,14 +272,23 @@ class Watch:
         folder = self.run.logs / "stacks"
         attempt = 0 if self._events is None else self._events.attempt
         path = folder / f"{what}-{self.node}-{attempt:03d}.txt"
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            path.write_text("\n".join(one.text() for one in found))
-            for one in found if collectives else ():
-                name = f"collectives-{attempt:03d}-rank-{one.state.rank:04d}.json"
-                (folder / name).write_bytes(one.collectives or b"")
+        contents = {path: "\n".join(one.text() for one in found).encode()}
+        for one in found if collectives else ():
+            name = f"collectives-{attempt:03d}-rank-{one.state.rank:04d}.json"
+            contents[folder / name] = one.collectives or b""
+        self._write(path, lambda: _write_files(folder, contents), sum(map(len, contents.values())))
         return path
+
+    def _write(self, path: Path, write: Callable[[], None], size: int) -> None:
+        if self._events is not None:
+            self._events.writer.put(path, lambda again: write(), size)
 
     def _event(self, event: str, *, step: int | None = None, **details: object) -> None:
         if self._events is not None:
             self._events.write(event, step=step, node=self.node, **details)
+
+
+def _write_files(folder: Path, contents: Mapping[Path, bytes]) -> None:
+    folder.mkdir(exist_ok=True)
+    for path, content in contents.items():
+        path.write_bytes(content)

@@ -106,7 +106,10 @@ def plan_split(config: Config, mesh: Mesh, dataset: Dataset, run: RunDirectory |
     blocks = _measured(config, mesh, model, example) if how == "measured" else _counted(model, example)
     plan = _plan(how, _partition(config, mesh, blocks), blocks, mesh.layout)
     if run is not None and mesh.rank == 0:
-        write_json(run.path / PIPELINE_SPLIT, {"stages": mesh.layout.stages} | plan.as_json())
+        try:
+            write_json(run.path / PIPELINE_SPLIT, {"stages": mesh.layout.stages} | plan.as_json())
+        except OSError as error:  # e.g. a full disk
+            print(f"cannot record the split of the pipeline; the next attempt computes it again: {error}")
     return plan
 
 

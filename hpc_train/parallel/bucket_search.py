@@ -153,7 +153,7 @@ def bucket_choice_recorder(run: RunDirectory, mesh: Mesh, events: EventLog) -> R
         seconds = {f"{size:g}": value for size, value in choice.seconds.items()}
         found: dict[str, Any] = {"cap_mb": choice.cap_mb, "seconds": seconds}
         print(choice)
-        run.update_record(bucket_cap={"layout": str(mesh.layout), **found})
+        events.record(run, bucket_cap={"layout": str(mesh.layout), **found})
         events.write("bucket_size_chosen", **found)
 
     return record

@@ -9,6 +9,7 @@ events/<writer>-NNN.jsonl    the event log, one file per writing process and att
 checkpoints/step-00000100/   committed by rename
 logs/<node>-NNN.log          the workers' output
 logs/nccl/NNN-rank-RRRR.log  NCCL's log of a rank while a preflight reads it; kept if the attempt fails
+logs/stacks/                 stacks of slow steps and hangs, and answers to `stacks`; of the last ten attempts
 pp_split.json                cost of each block and the layers of each stage (strategy.pp_split=flops|measured)
 attempts/NNN.json            address, port and layout of an attempt; creating the file claims the number
 fabric.json                  hardware of the nodes of the newest attempt and the resulting environment
@@ -134,7 +135,7 @@ class RunDirectory:
                 where=str(self.path),
                 fix="let the other process continue the run",
             )
-        self.attempts.mkdir(parents=True, exist_ok=True)
+        self.attempts.mkdir(exist_ok=True)
         number = self.newest_attempt() + 1
         while True:
             try:

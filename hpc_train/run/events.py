@@ -5,19 +5,14 @@ No two processes share a file, because two clients of a network file system that
 
 from __future__ import annotations
 
-import json
 import socket
-import sys
-import threading
 import time
-from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.files import append_text, line_end
+from hpc_train.run.file_writer import FileWriter
 
 EVENTS = (
     "submitted",
@@ -66,101 +61,38 @@ EVENTS = (
 )
 
 
-MAX_PENDING_LINES = 1000  # beyond this the oldest lines are dropped
-RETRY_S = 0.2
-CLOSE_TIMEOUT_S = 5.0  # for a file system that does not respond when the writer ends
-
-
-class Unwritten:
-    """The pending lines of one writer, kept until they are on disk, so that a failing file system does not end a run.
-
-    The lines of a file keep their order. Any thread may use it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lines: deque[tuple[Path, str]] = deque()
-        self._failing = False
-        self._lost = 0
-
-    def add(self, path: Path, line: str) -> None:
-        with self._lock:
-            self._lines.append((path, line))
-            if len(self._lines) > MAX_PENDING_LINES:
-                self._lines.popleft()
-                self._lost += 1
-            self._write()
-
-    def write_all(self, seconds: float) -> None:
-        """Tries to write for ``seconds``; lines that remain are lost."""
-        until = time.monotonic() + seconds
-        while self._lines and time.monotonic() < until:
-            with self._lock:
-                self._write()
-            if self._lines:
-                time.sleep(RETRY_S)
-        if self._lines:
-            _print(f"{len(self._lines)} lines of the event log are lost")
-
-    def _write(self) -> None:
-        failures: dict[Path, OSError] = {}
-        left = deque[tuple[Path, str]]()
-        for path, line in self._lines:
-            if path not in failures:
-                try:
-                    if self._failing:  # a purge may have removed the empty directory
-                        path.parent.mkdir(parents=True, exist_ok=True)
-                    append_text(path, line_end(path) + line if self._failing else line)
-                    continue
-                except OSError as error:
-                    failures[path] = error
-            left.append((path, line))
-        self._lines = left
-        if bool(left) != self._failing:
-            self._failing = bool(left)
-            self._report_outage(next(iter(failures.values()), None))
-
-    def _report_outage(self, failure: OSError | None) -> None:
-        """Prints one line when an outage begins and one when it is over."""
-        text = f"cannot write the event log; its lines are kept in memory until it is writable: {failure}"
-        if failure is None:
-            text = "the event log is writable again; the lines kept in memory are written"
-            text += f" except for the first {self._lost}, which are lost" if self._lost else ""
-            self._lost = 0
-        _print(text)
-
-
-def _print(text: str) -> None:
-    with suppress(OSError):  # stderr is closed
-        print(text, file=sys.stderr, flush=True)
+def _writer() -> FileWriter:
+    return FileWriter("the event log")
 
 
 @dataclass(frozen=True)
 class EventLog:
     """Appends events of one writer (``submitter``, ``agent-<node>``, ``rank-0003``) in one attempt.
 
-    Lines that cannot be written stay in memory and are written before the next event or by ``close``.
+    A thread writes them (``FileWriter``): lines that cannot be written stay in memory until they can.
     """
 
     path: Path
     attempt: int
     rank: int | None = None
-    _unwritten: Unwritten = field(default_factory=Unwritten, compare=False, repr=False)
+    writer: FileWriter = field(default_factory=_writer, compare=False, repr=False)
 
     @classmethod
     def open(cls, run: RunDirectory, writer: str, attempt: int, rank: int | None = None) -> EventLog:
-        with suppress(OSError):
-            run.events.mkdir(parents=True, exist_ok=True)
         return cls(run.events_file(writer, attempt), attempt, rank)
 
     def of(self, attempt: int) -> EventLog:
-        """Returns the log of the same writer in another attempt; both share the pending lines."""
+        """Returns the log of the same process in another attempt; both share the pending lines."""
         writer = self.path.name.rpartition("-")[0]
         return replace(self, path=self.path.with_name(f"{writer}-{attempt:03d}.jsonl"), attempt=attempt)
 
     def close(self) -> None:
-        """Writes the pending lines; waits a few seconds for a file system that does not respond."""
-        self._unwritten.write_all(CLOSE_TIMEOUT_S)
+        """Waits a few seconds for what is pending, if the file system does not respond."""
+        self.writer.close()
+
+    def record(self, run: RunDirectory, **fields: Any) -> None:
+        """Merges ``fields`` into ``run.json`` as ``update_record`` does. A failing file system does not raise."""
+        self.writer.put(run.path / "run.json", lambda again: run.update_record(**fields))
 
     def write(self, event: str, *, step: int | None = None, **details: Any) -> None:
         """Appends an event with time, node, rank, attempt and step. A failing file system does not raise."""
@@ -168,4 +100,4 @@ class EventLog:
             raise ValueError(f"unknown event {event!r}")
         head = {"time": time.time(), "event": event, "rank": self.rank, "node": socket.gethostname()}
         event_line = head | {"attempt": self.attempt, "step": step} | details
-        self._unwritten.add(self.path, json.dumps(event_line, separators=(",", ":")) + "\n")
+        self.writer.append(self.path, event_line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
@@ -30,6 +31,7 @@ class Failure(StrEnum):
     KILLED = "killed"  # killed by a signal that hpc_train did not send
     EXITED = "exited"  # the process ended early without an exception
     DISK_FULL = "disk_full"
+    FILE_SYSTEM = "file_system"  # a file system or its server failed
     HANG = "hang"  # no step finished for much longer than a step usually takes
     NAN = "nan"  # the loss, the gradients or the final weights are not finite
     NODE_LOST = "node_lost"  # the node's agent is gone or silent
@@ -44,6 +46,7 @@ class Action(StrEnum):
     REQUEUE = "requeue"  # time limit or preemption: ask Slurm to run the job again
     RESTART = "restart"  # on the same nodes, from the newest checkpoint
     RESTART_IF_FURTHER = "restart_if_further"  # restart only if the attempt got further than earlier ones
+    RESTART_OR_REQUEUE = "restart_or_requeue"  # restart; after several attempts without a step, requeue
     RESTART_ONCE = "restart_once"  # restart only if another process may have caused the failure, and once per job
     REPLACE = "replace"  # drop the node: use a spare, continue on fewer nodes, or requeue
     FAIL = "fail"  # a retry would fail the same way
@@ -121,6 +124,11 @@ RESPONSES: dict[Failure, Response] = {
         Action.FAIL,
         "free space on the disk that the message names, or set another run.root; earlier checkpoints are intact",
     ),
+    Failure.FILE_SYSTEM: Response(
+        Action.RESTART_OR_REQUEUE,
+        "the file system that the message names failed, not the code: check it with `ls` and `df` on that node; "
+        "earlier checkpoints are intact",
+    ),
     Failure.NAN: Response(Action.FAIL, "use a lower optim.lr or more optim.warmup_steps, or inspect the data"),
 }
 
@@ -145,12 +153,22 @@ class Diverged(CollectiveFailure, FloatingPointError):
     """Raised when the loss or the gradients are permanently not finite."""
 
 
+# Errors of a file system or its server. The last three are those of Lustre, NFS and FUSE whose server is gone.
+FILE_SYSTEM = frozenset(
+    {errno.EIO, errno.ESTALE, errno.EROFS, errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.ETIMEDOUT}
+)
+
+
 def classify(error: BaseException) -> Failure:
     """Returns the class of an exception that ended a worker. It inspects types and messages and needs no torch."""
     from hpc_train.errors import UserError
 
-    if isinstance(error, UserError):
-        return Failure.REFUSED
+    if isinstance(error, UserError):  # e.g. a file of the run that cannot be read
+        read = error.__cause__
+        failed = isinstance(read, OSError) and classify(read) is Failure.FILE_SYSTEM
+        return Failure.FILE_SYSTEM if failed else Failure.REFUSED
+    if isinstance(error, OSError) and error.errno in FILE_SYSTEM and error.filename is not None:
+        return Failure.FILE_SYSTEM  # without a file it may be an error of a socket
     for type_, failure in _TYPES.items():
         if isinstance(error, type_):
             return failure
@@ -216,6 +234,18 @@ _WORDS: dict[Failure, tuple[str, ...]] = {
         "[Errno 28]",
         "[Errno 122]",
         "out of shared memory",
+    ),
+    Failure.FILE_SYSTEM: (
+        "Stale file handle",
+        "[Errno 116]",
+        "Input/output error",
+        "[Errno 5]",
+        "Read-only file system",
+        "[Errno 30]",
+        "Remote I/O error",
+        "[Errno 121]",
+        "Cannot send after transport endpoint shutdown",
+        "[Errno 108]",
     ),
     Failure.KILLED: ("a data loader process died", "DataLoader worker (pid"),
     # "device-side assertion" is absent: torch ends every CUDA error message with how to enable such assertions.

@@ -120,7 +120,8 @@ def acquire(folder: Path, owner: LockOwner, ask_slurm: bool = True) -> Lock:
     Raises:
         LockHeld: the previous owner has not released the lock and may be alive.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(exist_ok=True)  # a run directory that was deleted is not made again
+    folder.mkdir(exist_ok=True)
     while True:
         before = newest_lock(folder)
         if before is not None and before.is_held(owner, ask_slurm):

@@ -7,15 +7,19 @@ that lets everybody write, such as 000, files are written as under 022.
 
 from __future__ import annotations
 
+import errno
 import grp
+import io
 import json
 import os
+import queue
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from hpc_train.errors import UserError
 
@@ -27,16 +31,16 @@ RETRY_S = 0.2
 Result = TypeVar("Result")
 
 
-def patiently(operation: Callable[[], Result]) -> Result:
+def patiently(operation: Callable[[], Result], seconds: float = PATIENCE_S) -> Result:
     """Retries ``operation``, which must be idempotent, until it succeeds.
 
     An error does not show whether a shared file system will recover: it may be ESTALE, EIO, ENOSPC, EDQUOT, or ENOENT
     if a mount is missing.
 
     Raises:
-        OSError: the operation has failed for ``PATIENCE_S`` seconds.
+        OSError: the operation has failed for that many seconds.
     """
-    until = time.monotonic() + PATIENCE_S
+    until = time.monotonic() + seconds
     while True:
         try:
             return operation()
@@ -62,6 +66,61 @@ def is_present(path: Path) -> bool:
     return True
 
 
+class BackgroundCall(Generic[Result]):
+    """Calls ``operation`` in a thread, at most once at a time: a hung file system blocks a call for as long as it
+    hangs, and such a call cannot be interrupted.
+    """
+
+    def __init__(self, operation: Callable[[], Result]) -> None:
+        self._operation = operation
+        self._results: queue.SimpleQueue[tuple[Result | None, Exception | None]] = queue.SimpleQueue()
+        self._running = False
+
+    def result(self, seconds: float) -> Result:
+        """Starts a call, unless an earlier one still runs, and returns its result.
+
+        Raises:
+            TimeoutError: the call has not returned after ``seconds``. It is an OSError.
+            Exception: that of the call.
+        """
+        if not self._running:
+            self._running = True
+            threading.Thread(target=self._run, name="background-call", daemon=True).start()
+        try:
+            result, error = self._results.get(timeout=seconds)
+        except queue.Empty:
+            raise TimeoutError(errno.ETIMEDOUT, f"the file system did not respond within {seconds:g} s") from None
+        self._running = False
+        if error is not None:
+            raise error
+        return cast(Result, result)
+
+    def poll(self, seconds: float) -> Result:
+        """Returns ``result(seconds)``, but does not wait again for a call that has not returned in time.
+
+        Raises:
+            TimeoutError: the call has not returned. It is an OSError.
+        """
+        return self.result(0.0 if self._running else seconds)
+
+    def _run(self) -> None:
+        try:
+            self._results.put((self._operation(), None))
+        except Exception as error:
+            self._results.put((None, error))
+
+
+def in_time(operation: Callable[[], Result], seconds: float = PATIENCE_S) -> Result:
+    """Returns the result of ``operation``, which must be idempotent, repeated after errors for half of ``seconds``.
+
+    It runs in another thread, so this returns even if the file system hangs.
+
+    Raises:
+        OSError: it has failed for too long, or has not returned after ``seconds`` (``TimeoutError``).
+    """
+    return BackgroundCall(lambda: patiently(operation, seconds / 2)).result(seconds)
+
+
 def write_text(path: Path, text: str, mode: int = 0o666) -> None:
     """Replaces the content of ``path`` by ``text`` atomically; a reader sees the old file or the new one.
 
@@ -70,11 +129,16 @@ def write_text(path: Path, text: str, mode: int = 0o666) -> None:
     """
     temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
     temporary.unlink(missing_ok=True)  # left by a process that was killed; it may have other permissions
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -100,8 +164,12 @@ def read_json(path: Path) -> Any:
 
 
 def append_line(path: Path, value: dict[str, Any]) -> None:
-    """Appends one JSON object as a line, in one write. Only one process may write to a file."""
-    append_text(path, json.dumps(value, separators=(",", ":")) + "\n")
+    """Appends one JSON object as a line, after a line that was truncated. Only one process may write to a file."""
+    append_text(path, line_end(path) + json_line(value))
+
+
+def json_line(value: dict[str, Any]) -> str:
+    return json.dumps(value, separators=(",", ":")) + "\n"
 
 
 def append_text(path: Path, text: str) -> None:
@@ -129,6 +197,27 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 value = _object(line)
                 if value:
                     yield value
+
+
+class NewLines:
+    """Reads the JSON objects that were appended to a file since the last ``read``."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                new = file.read()
+        except FileNotFoundError:
+            return
+        whole = new.rfind(b"\n") + 1
+        self._position += whole
+        for line in io.BytesIO(new[:whole]):
+            with suppress(ValueError):
+                yield json.loads(line)
 
 
 def last_line(path: Path) -> dict[str, Any]:

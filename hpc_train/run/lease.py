@@ -19,7 +19,7 @@ from typing import Any
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory, lease_folder
 from hpc_train.run.file_lock import BEAT_S, STALE_S, Lock, LockHeld, LockOwner, acquire, newest_lock
-from hpc_train.run.files import patiently
+from hpc_train.run.files import in_time
 from hpc_train.run.processes import is_alive, process
 from hpc_train.slurm.client import job_state
 
@@ -62,7 +62,7 @@ def hold_lease(
     finally:
         ended.set()
         try:
-            patiently(lock.release)
+            in_time(lock.release)
         except OSError as error:
             print(f"cannot release the run's lease; others wait until it expires: {error}", file=sys.stderr)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.files import write_text
+from hpc_train.run.files import BackgroundCall, write_text
 
 
 class StopFlag:
@@ -69,6 +69,7 @@ def stacks_requested(run: RunDirectory) -> int:
 
 
 REQUESTS_EVERY_S = 2.0
+REQUEST_S = 1.0  # the agent waits at most this long for the file system to tell whether there is a request
 
 
 @dataclass
@@ -77,7 +78,11 @@ class StacksRequests:
 
     run: RunDirectory
     _newest: int
+    _reading: BackgroundCall[int] = field(init=False)
     _next_look: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        self._reading = BackgroundCall(lambda: stacks_requested(self.run))
 
     @classmethod
     def of(cls, run: RunDirectory) -> StacksRequests:
@@ -89,14 +94,17 @@ class StacksRequests:
         if now < self._next_look:
             return None
         self._next_look = now + REQUESTS_EVERY_S
-        number, before = stacks_requested(self.run), self._newest
+        try:
+            number, before = self._reading.poll(REQUEST_S), self._newest
+        except TimeoutError:  # the file system hangs; nobody's request can be read
+            return None
         self._newest = number
         return number if number != before else None
 
 
 def answer_stacks_request(run: RunDirectory, number: int, node: str, text: str) -> None:
     """Writes the stacks of ``node`` as the answer to request ``number``."""
-    _folder(run).mkdir(parents=True, exist_ok=True)
+    _folder(run).mkdir(exist_ok=True)
     write_text(_folder(run) / f"{number:03d}-{node}.txt", text)
 
 

@@ -14,7 +14,8 @@ import re
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +25,7 @@ from urllib.parse import urlsplit
 from hpc_train.config.schema import WandbConfig
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.files import append_line
+from hpc_train.run.file_writer import FileWriter
 
 Line = dict[str, Any]
 
@@ -50,18 +51,19 @@ class MetricsLog:
     """
 
     def __init__(self, run: RunDirectory, attempt: int, sinks: Sequence[Sink] = ()) -> None:
-        run.metrics.mkdir(parents=True, exist_ok=True)
         self._path = run.metrics_file(attempt)
+        self._writer = FileWriter("the metrics")
         self._sinks = sinks
 
     def write(self, line: Line) -> None:
         plain = {key: finite_or_none(value) for key, value in line.items() if value is not None}
-        try:
-            append_line(self._path, plain)
-        except OSError as error:  # a full disk must not stop the run
-            print(f"cannot write the metrics of step {plain.get('step')}: {error}", flush=True)
+        self._writer.append(self._path, plain)
         for sink in self._sinks:
             sink.log(plain)
+
+    def close(self) -> None:
+        """Waits a few seconds for lines that the file system does not accept."""
+        self._writer.close()
 
 
 def finite_or_none(value: Any) -> Any:
@@ -92,14 +94,27 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(run.path / "tensorboard"), purge_step=first_step + 1)
+        self._failed = False
 
     def log(self, line: dict[str, Any]) -> None:
-        for key, value in line.items():
-            if key not in HEAD and isinstance(value, int | float):
-                self._writer.add_scalar(key, value, global_step=line["step"], walltime=line["time"])
+        with self._failures_reported():
+            for key, value in line.items():
+                if key not in HEAD and isinstance(value, int | float):
+                    self._writer.add_scalar(key, value, global_step=line["step"], walltime=line["time"])
 
     def close(self) -> None:
-        self._writer.close()
+        with self._failures_reported():
+            self._writer.close()
+
+    @contextmanager
+    def _failures_reported(self) -> Iterator[None]:
+        """Prints the first error; the thread of the ``SummaryWriter`` ends at an error and raises it at every call."""
+        try:
+            yield
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                print(f"cannot write the files of TensorBoard; continuing without it: {error}", flush=True)
 
 
 SERVICE = "https://api.wandb.ai"

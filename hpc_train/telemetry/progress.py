@@ -1,4 +1,7 @@
-"""Shows the progress of a run from its run directory: a live line, failed saves, and a summary; without torch."""
+"""Shows the progress of a run from its run directory: a live line, failed saves, and a summary; without torch.
+
+Each look reads only what was written since the last one.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +20,17 @@ from rich.live import Live
 from rich.text import Text
 
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.files import read_json, read_lines
+from hpc_train.run.files import PATIENCE_S, BackgroundCall, NewLines, in_time, read_json
 from hpc_train.run.ledger import Account, read_ledger
 from hpc_train.units import format_duration
 
 LOOK_EVERY_S = 0.5
+LOOK_S = 1.0  # the agent waits at most this long for the file system
 PLAIN_LINE_EVERY_S = 5.0  # interval of lines if the output is not a terminal
 WINDOW = 20  # number of logged steps from which the remaining time is estimated
+
+Event = dict[str, Any]
+Look = tuple[list[dict[str, Any]], list[Event]]  # new lines of metrics, new events
 
 
 class Progress:
@@ -36,8 +45,11 @@ class Progress:
         self._console = console
         self._resume_command = resume_command
         self._first_attempt = run.newest_attempt() + 1
-        self._lines = _NewLines(run, self._first_attempt, run.metrics_file)
-        self._events = _NewLines(run, self._first_attempt, lambda attempt: run.events_file("rank-0000", attempt))
+        self._lines = _NewLinesOfAttempts(run, self._first_attempt, run.metrics_file)
+        self._events = _NewLinesOfAttempts(run, self._first_attempt, partial(run.events_file, "rank-0000"))
+        self._look = BackgroundCall(self._read)
+        self._total: int | None = None
+        self._restarts = 0
         self._saves = Saves()
         self._recent: deque[dict[str, Any]] = deque(maxlen=WINDOW)
         self._live: Live | None = None
@@ -50,13 +62,7 @@ class Progress:
         if now - self._looked < LOOK_EVERY_S:
             return
         self._looked = now
-        for line in self._lines.read():
-            if self._recent and line["attempt"] != self._recent[-1]["attempt"]:
-                self._recent.clear()
-            self._recent.append(line)
-        for event in self._events.read():
-            if (message := self._saves.message(event)) is not None:
-                self._say(message)
+        self._take(self._look.poll, LOOK_S)
         if self._console.is_terminal:
             self._update_live()
         elif self._recent and self._recent[-1] is not self._shown and now - self._printed >= PLAIN_LINE_EVERY_S:
@@ -64,6 +70,7 @@ class Progress:
 
     def finish(self, failed: bool = False) -> None:
         """Prints the last state, and the summary if the run is done and this attempt has not ``failed``."""
+        self._take(self._look.result, PATIENCE_S)  # it may have begun before the last line was written
         self._looked = float("-inf")
         self.tick()
         if self._live is not None:
@@ -71,10 +78,33 @@ class Progress:
             self._live = None
         elif self._recent and self._recent[-1] is not self._shown:
             self._print()
-        if is_done(self._run) and not failed:
-            self._say(f"\n{summary(self._run, self._resume_command)}")
-        else:
-            self._say(f"run directory: {self._run.path}")
+        self._say(self._end(failed))
+
+    def _end(self, failed: bool) -> str:
+        with suppress(OSError):  # the file system does not respond
+            if not failed and in_time(lambda: is_done(self._run)):
+                return in_time(lambda: f"\n{summary(self._run, self._resume_command)}")
+        return f"run directory: {self._run.path}"
+
+    def _take(self, look: Callable[[float], Look], seconds: float) -> None:
+        """Takes what was written since the last look, if the file system responds within ``seconds``."""
+        try:
+            lines, events = look(seconds)
+        except OSError:
+            return
+        for line in lines:
+            if self._recent and line["attempt"] != self._recent[-1]["attempt"]:
+                self._recent.clear()
+            self._recent.append(line)
+        for event in events:
+            if (message := self._saves.message(event)) is not None:
+                self._say(message)
+
+    def _read(self) -> Look:
+        """Reads the new metrics and events. A file system that hangs blocks it, and so it runs in a thread."""
+        self._total = self._run.record().get("total_steps")
+        self._restarts = max(0, self._run.newest_attempt() - self._first_attempt)
+        return list(deque(self._lines.read(), WINDOW)), list(self._events.read())  # no more lines are shown
 
     def _update_live(self) -> None:
         if self._live is None:
@@ -91,9 +121,7 @@ class Progress:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _line(self) -> str:
-        total = self._run.record().get("total_steps")
-        restarts = max(0, self._run.newest_attempt() - self._first_attempt)
-        return progress_line(list(self._recent), total, restarts, self._saves.failed)
+        return progress_line(list(self._recent), self._total, self._restarts, self._saves.failed)
 
 
 def progress_line(recent: list[dict[str, Any]], total: int | None, restarts: int = 0, failed_saves: int = 0) -> str:
@@ -210,30 +238,23 @@ def spent_line(account: Account) -> str:
     )
 
 
-class _NewLines:
+class _NewLinesOfAttempts:
     """Reads the lines that were added since the last read, in one file per attempt from ``first_attempt`` on."""
 
     def __init__(self, run: RunDirectory, first_attempt: int, file: Callable[[int], Path]) -> None:
         self._run = run
         self._file = file
         self._attempt = first_attempt
-        self._seen = 0
+        self._lines = NewLines(file(first_attempt))
 
     def read(self) -> Iterator[dict[str, Any]]:
         newest = self._run.newest_attempt()
         while True:
-            path = self._file(self._attempt)
-            lines = list(read_lines(path)) if _size(path) else []
-            yield from lines[self._seen :]
-            self._seen = len(lines)
+            yield from self._lines.read()
             if self._attempt >= newest:
                 return
             self._attempt += 1
-            self._seen = 0
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+            self._lines = NewLines(self._file(self._attempt))
 
 
 WIDTH, HEIGHT = 56, 10
@@ -277,8 +298,6 @@ def _columns(points: Sequence[Point], first: int, last: int, width: int) -> list
         columns.setdefault(round((step - first) / max(1, last - first) * (width - 1)), []).append(value)
     return [(column, sum(values) / len(values)) for column, values in columns.items()]
 
-
-Event = dict[str, Any]
 
 _KIND_OF_ERROR = re.compile(r"OSError: \[Errno \d+\] ")
 

@@ -6,7 +6,8 @@ Profiling slows the steps down, mostly on the host; the breakdown shows where to
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,7 +67,6 @@ class Profiler:
             self._report({rank: found for rank, found in enumerate(gathered) if found is not None}, self._request)
 
     def _start(self) -> profile:
-        self._run.profile.mkdir(exist_ok=True)
         on_gpu = self._mesh.device.type == "cuda"
         if on_gpu:
             torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
@@ -84,20 +84,33 @@ class Profiler:
         elapsed = time.perf_counter() - begun.at
         begun.profiler.stop()
         name = self._run.profile / f"{self._request.name}-rank-{self._mesh.rank:04d}"
-        begun.profiler.export_chrome_trace(f"{name}.json.gz")
+        with self._failures_reported():
+            self._run.profile.mkdir(exist_ok=True)
+            begun.profiler.export_chrome_trace(f"{name}.json.gz")
+            if device.type == "cuda":
+                torch.cuda.memory._dump_snapshot(f"{name}-memory.pickle")
         if device.type == "cuda":
-            torch.cuda.memory._dump_snapshot(f"{name}-memory.pickle")
             torch.cuda.memory._record_memory_history(enabled=None)
         return time_breakdown(begun.profiler.events() or [], elapsed, waited_s - begun.waited_s, device)
+
+    @contextmanager
+    def _failures_reported(self) -> Iterator[None]:
+        """Reports a file that cannot be written, e.g. on a full disk; the run continues without it."""
+        try:
+            yield
+        except OSError as error:
+            print(f"cannot write the profile to {self._run.profile}: {error}")
 
     def _report(self, found: dict[int, TimeBreakdown], request: Profiled) -> None:
         steps = max(1, request.last - request.first + 1)
         report = f"profile of steps {request.first} to {request.last} in {self._run.profile}\n{summary(found, steps)}"
         print(report)
         shares = {str(rank): breakdown.shares() for rank, breakdown in found.items()}
-        self._run.profile.mkdir(exist_ok=True)
-        (self._run.profile / "summary.txt").write_text(f"{report}\n", encoding="utf-8")
-        write_json(self._run.profile / "summary.json", {"first": request.first, "last": request.last, "ranks": shares})
+        content = {"first": request.first, "last": request.last, "ranks": shares}
+        with self._failures_reported():
+            self._run.profile.mkdir(exist_ok=True)
+            (self._run.profile / "summary.txt").write_text(f"{report}\n", encoding="utf-8")
+            write_json(self._run.profile / "summary.json", content)
         self._events.write("profiled", step=request.last, first=request.first, ranks=shares)
 
 

@@ -109,7 +109,7 @@ class Report:
         print(f"already at step {step} of {self.total_steps}; increase train.steps to continue")
         if self.run.record().get("result", {}).get("steps") != step:
             last = [line for line in self.run.read_metrics() if line["step"] <= step][-1:]
-            self.run.update_record(result=self._result(step, last[0] if last else {}, weights_sha256))
+            self.events.record(self.run, result=self._result(step, last[0] if last else {}, weights_sha256))
         self.events.write("training_finished", step=step)
 
     def stopped(self, step: int, rates: dict[str, float]) -> None:
@@ -136,7 +136,7 @@ class Report:
         result = self._result(step, self._last, weights_sha256)
         result["seconds"] = round(time.monotonic() - self._began, 3)  # since the first batch of this attempt
         result["tokens_per_s"] = tokens_per_s
-        self.run.update_record(result=result, memory=memory.as_json())
+        self.events.record(self.run, result=result, memory=memory.as_json())
         print(memory)
         print("finished: " + ", ".join(f"{key} {_short(value)}" for key, value in result.items() if key != "attempt"))
         self._close("training_finished", step, result, rates)
@@ -156,13 +156,15 @@ class Report:
         self.events.write(event, step=step, **details | last, ledger=total.as_json())
 
     def close(self) -> None:
-        """Closes W&B and TensorBoard in bounded time."""
+        """Closes the metrics, W&B and TensorBoard in bounded time."""
+        if self.metrics is not None:
+            self.metrics.close()
         if self.tensorboard is not None:
             self.tensorboard.close()
         if self.wandb is not None:
             newest = CheckpointStore(self.run.checkpoints).newest() if self.log_checkpoint else None
             self.wandb.finish(None if newest is None else newest.path)
-            self.run.update_record(wandb={"mode": self.wandb.mode, "url": self.wandb.url})
+            self.events.record(self.run, wandb={"mode": self.wandb.mode, "url": self.wandb.url})
 
 
 def open_report(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, start: int, total: int) -> Report:

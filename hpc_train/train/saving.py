@@ -22,7 +22,7 @@ from hpc_train.config.values import SaveEvery
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.run.agent_worker import Heartbeat, Phase
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.exits import Failure
+from hpc_train.run.exits import FILE_SYSTEM, Failure
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.report import Report
 from hpc_train.train.step import Control
@@ -103,7 +103,8 @@ class SaveSchedule:
             )
 
 
-TRANSIENT = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}  # a full disk may be cleaned, a server may recover
+# A full disk may be cleaned, a server may recover, a file system may be mounted again.
+TRANSIENT = {errno.ENOSPC, errno.EDQUOT, errno.ENOENT, *FILE_SYSTEM}
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 SIGN_OF_LIFE_S = 1.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import math
 import os
@@ -20,6 +21,7 @@ from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import Dataset
 from hpc_train.data.feed import NOTHING, EvalFeed, TrainFeed, loader_workers
 from hpc_train.data.sampler import Skipped
+from hpc_train.errors import UserError
 from hpc_train.measure.suggestions import AdviceWatch, SuggestedSetting
 from hpc_train.measure.utilisation import FORMULA, describe_utilisation
 from hpc_train.parallel.balance import SplitPlan, plan_split
@@ -35,6 +37,7 @@ from hpc_train.run.code import check_imports
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
+from hpc_train.run.files import patiently
 from hpc_train.run.freeze import load
 from hpc_train.run.requests import StopFlag
 from hpc_train.train.debug import DebuggedEngine
@@ -66,13 +69,23 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
 
 
 def _train(spec: WorkerSpec, stop: StopFlag, run: RunDirectory, events: EventLog) -> Exit:
-    config = load(run)
+    config = _frozen_config(run)
     heartbeat = Heartbeat.of(spec.heartbeat)
     answer_requests(spec)
     with nccl_log(spec, config, run) as log:
         mesh = join(spec, config)
         preflight(spec, config, run, mesh, events, log)
         return _train_joined(spec, config, stop, run, mesh, events, heartbeat)
+
+
+def _frozen_config(run: RunDirectory) -> Config:
+    """Returns the frozen config. The agent has read it before, so only its file system can keep it from being read."""
+    try:
+        return load(run)
+    except UserError:
+        if patiently(run.config.exists):
+            raise
+        raise OSError(errno.ESTALE, f"{run.config} is gone", str(run.config)) from None
 
 
 def _train_joined(
@@ -166,7 +179,7 @@ def _build(
         trainer.resume(restored)
     if mesh.rank == 0:
         _log_settings(config, run, mesh, events, length, restored)
-        _log_utilisation(run, trainer.meter)
+        _log_utilisation(run, trainer.meter, events)
     return trainer
 
 
@@ -221,7 +234,7 @@ def _log_settings(
     config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, length: Length, restored: RestoredState | None
 ) -> None:
     """Prints the layout, learning rate, number of steps and the checkpoint that the run resumes from."""
-    run.update_record(total_steps=length.total_steps, steps_per_epoch=length.steps_per_epoch)
+    events.record(run, total_steps=length.total_steps, steps_per_epoch=length.steps_per_epoch)
     print(f"layout: {mesh.layout} on {mesh.device.type}")
     for note in mesh.layout.notes:
         print(f"  note: {note}")
@@ -237,10 +250,10 @@ def _log_settings(
     events.write("resumed", step=restored.step, path=str(restored.path), with_optimizer=restored.with_optimizer)
 
 
-def _log_utilisation(run: RunDirectory, meter: Meter) -> None:
+def _log_utilisation(run: RunDirectory, meter: Meter, events: EventLog) -> None:
     """Prints and records how mfu and hfu are computed, if FLOPs and peak are known."""
     if meter.flops is not None and meter.peak_flops is not None:
-        run.update_record(utilisation=describe_utilisation(meter.flops, meter.peak_flops, "data sheet"))
+        events.record(run, utilisation=describe_utilisation(meter.flops, meter.peak_flops, "data sheet"))
         print(f"{FORMULA}; peak {meter.peak_flops:.4g} FLOP/s according to the data sheet")
 
 

@@ -14,10 +14,16 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
+
 from hpc_train.errors import UserError
 from hpc_train.run.agent_worker import WorkerSpec
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
+from hpc_train.run.files import read_json
 from hpc_train.run.requests import StopFlag
+from hpc_train.telemetry.metrics import MetricsLog
 from tests import warm_parents
 
 
@@ -73,6 +79,39 @@ def one_is_killed_when_told(spec: WorkerSpec, stop: StopFlag) -> Exit:
     if spec.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return code if spec.rank == 1 else _wait_for_stop(StopFlag())
+
+
+def one_is_killed_when_told_twice(spec: WorkerSpec, stop: StopFlag) -> Exit:
+    """Kills rank 1 in the first attempt when ``go`` is removed; the next attempt finishes when ``go-again`` is. The
+    files are removed and not created because the disk is full.
+    """
+    if spec.attempt == 0:
+        _mark(spec, "")
+    path, until = Path(spec.run_dir, "go-again" if spec.attempt else "go"), time.monotonic() + 60
+    while path.exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    if spec.rank == 1 and spec.attempt == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Exit.DONE if spec.attempt else _wait_for_stop(StopFlag())
+
+
+def logs_many_steps(spec: WorkerSpec, stop: StopFlag) -> Exit:
+    """Logs ``$STEPS`` steps as rank 0 of a training does, and records the agent's memory on the way."""
+    run, steps, found = RunDirectory(Path(spec.run_dir)), int(os.environ["STEPS"]), []
+    agent = psutil.Process(read_json(run.attempts / f"{spec.attempt:03d}.json")["pid"])
+    metrics, events = MetricsLog(run, spec.attempt), EventLog.open(run, "rank-0000", spec.attempt, 0)
+    for step in range(1, steps + 1):
+        line = {"time": time.time(), "step": step, "attempt": spec.attempt, "loss": 1.0, "tokens_per_s": 1.0}
+        metrics.write(line | {f"value_{number}": step / 7 for number in range(15)})
+        print(f"step {step}/{steps}  loss 1.0000  lr 0.001  grad_norm 1.0  1,000 tokens/s")
+        if step % 20 == 0:
+            events.write("checkpoint_saved", step=step, path="/a/checkpoint", bytes=1, seconds=1.0)
+        if step % (steps // 10) == 0:
+            time.sleep(1.5)  # the agent looks twice per second
+            files = sum(len(names) for _, _, names in os.walk(run.path))
+            found.append({"memory": agent.memory_info().rss, "threads": agent.num_threads(), "files": files})
+    _mark(spec, json.dumps(found))
+    return Exit.DONE
 
 
 def _lose_connection() -> Exit:
@@ -201,10 +240,14 @@ def start_agent(
     """Starts an agent in its own process and session, as a launcher does."""
     module = entry if ":" in entry else f"tests.elastic.entries:{entry}"
     script = (
-        "import sys; from pathlib import Path\n"
+        "import os, sys; from pathlib import Path\n"
         "from hpc_train.elastic.agent import run_agent\n"
         "from hpc_train.run.directory import RunDirectory\n"
-        f"code = run_agent(RunDirectory(Path({str(run)!r})), entry={module!r}, store={store!r})\n"
+        "from rich.console import Console\n"
+        "from hpc_train.telemetry.progress import Progress\n"
+        f"run = RunDirectory(Path({str(run)!r}))\n"
+        "tick = Progress(run, Console()).tick if 'FOREGROUND' in os.environ else None\n"
+        f"code = run_agent(run, tick, entry={module!r}, store={store!r})\n"
         "assert 'torch' not in sys.modules\n"
         "sys.exit(code)\n"
     )

@@ -330,8 +330,8 @@ def test_a_restart_while_the_event_log_cannot_be_written(frozen: Freeze) -> None
         until(lambda: run.newest_attempt() == 1 or agent.poll() is not None)
     code, error = end(agent)
     assert code == 0, error
-    assert "cannot write the event log; its lines are kept in memory until it is writable: [Errno 2]" in error
-    assert "the event log is writable again; the lines kept in memory are written" in error
+    assert "cannot write the event log; it is kept in memory until it can be written: [Errno 2]" in error
+    assert "the event log can be written again; what was kept in memory is written" in error
     assert "Traceback" not in error
     reported = [event["event"] for event in run.read_events()]
     assert reported == ["started", "worker_failed", "started", "restarted", "finished"]

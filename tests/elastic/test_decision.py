@@ -9,7 +9,13 @@ import pytest
 from hpc_train.elastic.decision import ATTEMPTS_WITHOUT_A_STEP, GOOD_STEPS, Ended, History, decide
 from hpc_train.run.exits import EXITS, RESPONSES, Action, Exit, Failure
 
-RESTARTING = {Action.RESTART, Action.RESTART_IF_FURTHER, Action.RESTART_ONCE, Action.REPLACE}
+RESTARTING = {
+    Action.RESTART,
+    Action.RESTART_IF_FURTHER,
+    Action.RESTART_ONCE,
+    Action.RESTART_OR_REQUEUE,
+    Action.REPLACE,
+}
 RETRIED = (Failure.KILLED, Failure.EXITED, Failure.COMMUNICATION, Failure.HANG)
 
 
@@ -32,6 +38,8 @@ def test_every_class_of_failure_has_a_response() -> None:
         (failed(Failure.KILLED, stop="SIGTERM"), Action.FAIL),
         (failed(Failure.OUT_OF_MEMORY, stop="SIGUSR2"), Action.FAIL),
         *((failed(failure), Action.RESTART) for failure in RETRIED),
+        (failed(Failure.FILE_SYSTEM), Action.RESTART),
+        (failed(Failure.FILE_SYSTEM, stop="SIGUSR2"), Action.REQUEUE),
         (failed(Failure.NODE_LOST), Action.REPLACE),
         (failed(Failure.DEVICE), Action.REPLACE),
         (failed(Failure.DEVICE, step=5), Action.REPLACE),
@@ -50,15 +58,21 @@ def test_the_table(ended: Ended, action: Action) -> None:
     assert decide(History(furthest=5), ended).action is action
 
 
-@pytest.mark.parametrize("failure", [*RETRIED, Failure.NODE_LOST, Failure.DEVICE])
-def test_three_attempts_without_a_new_step_give_the_run_up(failure: Failure) -> None:
+@pytest.mark.parametrize(
+    ("failure", "last"),
+    [
+        *((failure, Action.GIVE_UP) for failure in (*RETRIED, Failure.NODE_LOST, Failure.DEVICE)),
+        (Failure.FILE_SYSTEM, Action.REQUEUE),
+    ],
+)
+def test_three_attempts_without_a_new_step_are_enough(failure: Failure, last: Action) -> None:
     history, actions = History(furthest=5), []
     for step in (6, 6, 0, 6):
         ended = failed(failure, step)
         actions.append(decide(history, ended).action)
         history = history.after(step)
-    assert actions[-1] is Action.GIVE_UP
-    assert Action.GIVE_UP not in actions[:-1]
+    assert actions[-1] is last
+    assert last not in actions[:-1]
     assert history.without_progress == ATTEMPTS_WITHOUT_A_STEP
     assert history.after(7).without_progress == 0
 

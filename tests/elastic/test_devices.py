@@ -27,6 +27,7 @@ from hpc_train.parallel.mesh import Mesh
 from hpc_train.plan.layout import Layout
 from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.processes import MAX_DESCRIPTORS
 from hpc_train.train import processes
 from tests.elastic.conftest import Freeze
@@ -50,9 +51,9 @@ def specs_of(
         0, "1", None, "n1", 1, 0.0, "127.0.0.1", 1, 1, gpus, ranks, layout, (0,), {"NCCL_DEBUG": "WARN"}, "a"
     )
     nothing = cast(Any, None)
-    agent = Agent(
-        RunDirectory(path), config, nothing, node, nothing, None, *[nothing] * 4, print, entry="entry", events=nothing
-    )
+    names = ("allocation", "server", "stop", "watch", "gpu_errors", "budget", "events", "output", "deletion")
+    others = dict.fromkeys(names, nothing)
+    agent = Agent(run=RunDirectory(path), config=config, node=node, stores=None, on_tick=print, entry="entry", **others)
     return agent._specs(attempt, 1.0)
 
 
@@ -87,7 +88,7 @@ def test_what_a_rank_sees(
 def test_workers_start_with_their_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
     specs = specs_of(tmp_path, NodeFacts(gpus=NVIDIA, visible=("1", "3")), TWO, "own")
-    workers, warm_parent = Workers(WorkerLog(tmp_path / "log")), ensure_warm_parent()
+    workers, warm_parent = Workers(WorkerLog(tmp_path / "log", FileWriter("the output"))), ensure_warm_parent()
     for spec in specs:
         workers.start(warm_parent, spec, "tests.elastic.entries:records_limits")
     try:
@@ -162,6 +163,8 @@ THREADS = {  # module: whether its threads may call CUDA
     "elastic/server.py": "no",
     "preflight/nccl_log.py": "no",
     "run/lease.py": "no",
+    "run/file_writer.py": "no",
+    "run/files.py": "no",
     "slurm/site.py": "no",
     "telemetry/metrics.py": "no",
     "train/processes.py": "the barrier at the end, and events of the flight recorder",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hpc_train.elastic.logs import TAIL_LINES, WorkerLog
+from hpc_train.elastic.logs import KEPT_ATTEMPTS, TAIL_LINES, WorkerLog, prune_logs
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.file_writer import FileWriter
 from tests.elastic.conftest import Freeze
 from tests.elastic.entries import start_agent
 
@@ -16,7 +18,7 @@ def lines_of(path: Path) -> list[str]:
 
 
 def test_lines_of_ranks_are_whole_and_prefixed(tmp_path: Path) -> None:
-    log = WorkerLog(tmp_path / "node.log")
+    log = WorkerLog(tmp_path / "node.log", FileWriter("the output"))
     log.write(0, b"a be")
     log.write(1, b"other\n")
     log.write(0, b"ginning\nunfinished")
@@ -26,7 +28,7 @@ def test_lines_of_ranks_are_whole_and_prefixed(tmp_path: Path) -> None:
 
 
 def test_a_full_log_says_so_and_keeps_the_last_lines(tmp_path: Path) -> None:
-    log = WorkerLog(tmp_path / "node.log", limit_bytes=1000)
+    log = WorkerLog(tmp_path / "node.log", FileWriter("the output"), limit_bytes=1000)
     for number in range(500):
         log.write(number % 2, b"line %d\n" % number)
     log.close()
@@ -38,11 +40,32 @@ def test_a_full_log_says_so_and_keeps_the_last_lines(tmp_path: Path) -> None:
 
 
 def test_a_line_without_end_does_not_grow_in_memory(tmp_path: Path) -> None:
-    log = WorkerLog(tmp_path / "node.log")
+    log = WorkerLog(tmp_path / "node.log", FileWriter("the output"))
     for _ in range(100):
         log.write(0, b"x" * 10_000)
     assert len(log.tail(0)[-1]) < 80_000
     log.close()
+
+
+def test_the_stacks_of_old_attempts_are_removed(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    names = [
+        "stacks/hang-n-1-{0:03d}.txt",
+        "stacks/slow-n-{0:03d}.txt",
+        "stacks/collectives-{0:03d}-rank-0001.json",
+        "stacks/nccl-{0:03d}-rank-1",
+        "nccl/{0:03d}-rank-0001.log",
+    ]
+    made = [run.logs / name.format(number) for number in range(15) for name in names]
+    answers = [run.logs / "stacks" / name for name in ("request", "001-n1.txt", "002-n-001.txt")]
+    for path in [*made, *answers]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    prune_logs(run, 14)
+    kept = [path for path in made if path.exists()]
+    assert kept == made[-5 * KEPT_ATTEMPTS :]
+    assert all(path.exists() for path in answers)
+    prune_logs(RunDirectory(tmp_path / "empty"), 14)
 
 
 def test_much_output_is_complete(frozen: Freeze) -> None:

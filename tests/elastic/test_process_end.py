@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
 from pathlib import Path
 
 import pytest
 
+from hpc_train.checkpoint.writer import SaveFailed
 from hpc_train.cluster.kernel_counters import OomKills
 from hpc_train.elastic.decision import ended_without_report, is_secondary
 from hpc_train.elastic.workers import class_of_end
 from hpc_train.errors import UserError
-from hpc_train.run.exits import Failure, classify
+from hpc_train.run.exits import FILE_SYSTEM, Failure, classify
 
 
 @pytest.mark.parametrize(
@@ -25,6 +27,10 @@ from hpc_train.run.exits import Failure, classify
         (OSError(errno.ENOSPC, "the checkpoint needs 3 GB, 1 GB free"), Failure.DISK_FULL),
         (OSError(errno.EDQUOT, "quota"), Failure.DISK_FULL),
         (RuntimeError("unable to write to file </torch_1_2>: No space left on device (28)"), Failure.DISK_FULL),
+        *((OSError(code, os.strerror(code), "/scratch/x"), Failure.FILE_SYSTEM) for code in FILE_SYSTEM),
+        (SaveFailed(f"rank 1: {OSError(errno.EIO, os.strerror(errno.EIO))!r}", {}), Failure.FILE_SYSTEM),
+        (OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN)), Failure.USER_ERROR),  # a socket
+        (FileNotFoundError(errno.ENOENT, "no such file", "/data/x"), Failure.USER_ERROR),
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), Failure.KILLED),
         (RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer"), Failure.COMMUNICATION),
         (FloatingPointError("diverged"), Failure.NAN),

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from hpc_train.checkpoint import disk
 from hpc_train.run.requests import StopFlag
+from tests.faults.plan import MARK
 
 SHARED_MEMORY = Path("/dev/shm")
 PIECE = 64 << 20
@@ -97,6 +99,22 @@ def _fill(ballast: Path) -> None:
                 time.sleep(0.001)
 
 
+READ_ONLY = """
+for folder in events metrics logs attempts; do mount -t tmpfs -o ro none "$0/$folder"; done
+kill -KILL "$1"
+sleep 12
+for folder in events metrics logs attempts; do umount --lazy "$0/$folder"; done
+"""
+
+
+def kill_while_logs_are_read_only() -> None:
+    """Kills the process while nothing but checkpoints can be written to the run directory, for twelve seconds."""
+    run = os.environ[MARK]
+    nowhere = subprocess.DEVNULL
+    subprocess.Popen(["sh", "-c", READ_ONLY, run, str(os.getpid())], stdout=nowhere, stderr=nowhere)
+    time.sleep(10)  # until the signal arrives
+
+
 def gpu_error(message: str, code: int) -> None:
     error = torch.AcceleratorError(
         f"CUDA error: {message}\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."
@@ -158,6 +176,7 @@ INJECTIONS: dict[str, Callable[[StopFlag], None]] = {
     "memory": lambda stop: too_much_memory(),
     "memory_limit": lambda stop: more_than_the_group_may_have(),
     "shared_memory": lambda stop: fill_shared_memory(),
+    "read_only": lambda stop: kill_while_logs_are_read_only(),
     "exit": lambda stop: os._exit(0),
     "warm_parent": lambda stop: kill(os.getppid()),
     "agent": lambda stop: kill(agent()),

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 VARIABLE = "HPC_TRAIN_TEST_FAULTS"
+MARK = "HPC_TRAIN_TEST_TRIAL"  # holds the run directory in every process of a trial
 RECOVERY = -1  # replaces the step of a fault that occurs while the next attempt starts
 
 
@@ -48,6 +49,7 @@ PASSING = {"disk": Kind(), "nan": Kind(bad_batches=1), "spike": Kind(bad_batches
 IN_SURROUNDINGS = {
     "memory_limit": Kind("out_of_memory", end=1),
     "shared_memory": Kind("disk_full", end=1, names_rank=False),  # all ranks share /dev/shm
+    "read_only": Kind("killed"),  # while events, metrics, logs and attempts cannot be written
 }
 # These faults are never drawn: GPU errors with the messages of torch.
 GPU_ERRORS = {"device": Kind("device_error"), "kernel": Kind("kernel_error")}

@@ -1,4 +1,5 @@
-"""Creates surroundings in which the kernel causes a fault: a control group with little memory, and a small /dev/shm.
+"""Creates surroundings in which the kernel causes a fault: a control group with little memory, and a mount namespace
+with a small /dev/shm, in which a fault can mount file systems too.
 
 Only root can create them, and not in every container.
 """
@@ -35,7 +36,7 @@ def surroundings() -> Iterator[Surroundings]:
         yield Surroundings(
             tuple(SMALL_SHM) if shm else (),
             {GROUP: str(group)} if group else {},
-            (*(["memory_limit"] if group else []), *(["shared_memory"] if shm else [])),
+            (*(["memory_limit"] if group else []), *(["shared_memory", "read_only"] if shm else [])),
         )
 
 

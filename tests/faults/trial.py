@@ -19,7 +19,7 @@ from hpc_train.elastic.rendezvous import candidate_ports
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json, read_lines
 from tests.checkpoint.tensors import assert_same_bits
-from tests.faults.plan import HANGS, PASSING, Fault, bad_windows, happened, variables
+from tests.faults.plan import HANGS, MARK, PASSING, Fault, bad_windows, happened, variables
 from tests.faults.surroundings import Surroundings
 from tests.train.runs import frozen
 
@@ -43,7 +43,6 @@ COMMON = [
     "train.max_rollbacks=1000",
 ]
 NONE = Surroundings()
-MARK = "HPC_TRAIN_TEST_TRIAL"  # an environment variable of every process of a trial
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from hpc_train.elastic.logs import WorkerLog
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
+from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.freeze import freeze
 from tests.launch.jobs import make_job
 
@@ -24,7 +25,7 @@ def run(tmp_path: Path) -> RunDirectory:
     for attempt in range(2):
         job.run.claim_attempt()
         for rank in range(2):
-            log = WorkerLog(job.run.logs / f"n{rank}-{attempt:03d}.log")
+            log = WorkerLog(job.run.logs / f"n{rank}-{attempt:03d}.log", FileWriter("the output"))
             log.write(rank, f"rank {rank} in attempt {attempt}\n".encode())
             log.close()
     events = EventLog.open(job.run, "agent-n1", 0)

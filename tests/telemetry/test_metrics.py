@@ -12,6 +12,7 @@ from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.telemetry import metrics
 from hpc_train.telemetry.metrics import MetricsLog, TensorBoard
+from tests.run.outage import detachable
 from tests.train.runs import frozen, run_attempt
 
 
@@ -55,15 +56,26 @@ def test_tensorboard_that_is_missing_is_a_clear_message(tmp_path: Path, monkeypa
         TensorBoard(RunDirectory(tmp_path), 0)
 
 
-def test_a_full_disk_costs_lines_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
+def test_metrics_that_cannot_be_written_are_written_later(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.create()
+    outage = detachable(run.metrics)
     sink = Remembering()
-    log = MetricsLog(RunDirectory(tmp_path), 0, [sink])
-    with monkeypatch.context() as patch:
-        patch.setattr("hpc_train.telemetry.metrics.append_line", full)
-        log.write({"step": 1})
-    log.write({"step": 2})
-    assert [line["step"] for line in sink.lines] == [1, 2]
-    assert '"step":2' in (tmp_path / "metrics" / "attempt-000.jsonl").read_text()
+    log = MetricsLog(run, 0, [sink])
+    with outage():
+        log.write({"step": 1, "attempt": 0})
+        log.write({"step": 2, "attempt": 0})
+    log.write({"step": 3, "attempt": 0})
+    log.close()
+    assert [line["step"] for line in sink.lines] == [1, 2, 3]
+    assert [line["step"] for line in run.read_all_metrics()] == [1, 2, 3]
+
+
+def test_tensorboard_on_a_full_disk_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = TensorBoard(RunDirectory(tmp_path), 0)
+    thread = log._writer.file_writer.event_writer._async_writer._worker
+    thread.exception = OSError(28, "No space left on device")  # as of a failed write in this thread
+    for step in (1, 2):
+        log.log({"step": step, "time": 0.0, "loss": 1.0})
+    log.close()
+    assert capsys.readouterr().out.count("cannot write the files of TensorBoard; continuing without it") == 1

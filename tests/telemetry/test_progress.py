@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +63,49 @@ def test_plain_lines_where_there_is_no_terminal(run: RunDirectory, monkeypatch: 
     assert [line.split(" · ")[0] for line in lines[:2]] == ["step 30/100", "step 40/100"]
     assert lines[1].endswith("1 restart")
     assert lines[2:] == [f"run directory: {run.path}"], "the run is not done: no summary"
+
+
+def test_a_look_reads_only_what_is_new(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LOOK_EVERY_S", 0.0)
+    output = io.StringIO()
+    shown = Progress(run, Console(file=output, width=200))
+    run.claim_attempt()
+    line = json.dumps({"time": 1000.0, "step": 1, "attempt": 0, "loss": 1.0, "more": "x" * 500}) + "\n"
+    run.metrics_file(0).write_text(line * 20_000)
+    shown.tick()
+    with run.metrics_file(0).open("a") as file:
+        file.write(line.replace('"step": 1,', '"step": 2,'))
+        file.write(line[:20])  # being written
+    before = bytes_read()
+    for _ in range(10):
+        shown.tick()
+    assert bytes_read() - before < 100_000, "the file has 11 MB"
+    shown.finish()
+    assert "step 2/100" in output.getvalue()
+
+
+def bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_a_file_system_that_hangs_does_not_hold_up_the_agent(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that opens a pipe without a writer sleeps in the kernel."""
+    monkeypatch.setattr(progress, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(progress, "LOOK_S", 0.1)
+    shown = Progress(run, Console(file=io.StringIO(), width=200))
+    run.claim_attempt()
+    pipe = run.metrics_file(0)
+    os.mkfifo(pipe)
+    for _ in range(100):
+        shown.tick()
+    pipe.rename(pipe.with_suffix(".pipe"))
+    log(run, 0, 10)
+    with pipe.with_suffix(".pipe").open("w"):
+        pass
+    shown.finish()
+    assert "step 10/100" in shown._console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_saves_that_fail_are_told_once_and_counted(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

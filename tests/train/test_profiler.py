@@ -14,8 +14,10 @@ import torch
 from hpc_train.config.schema import ProfileConfig
 from hpc_train.config.values import Profiled, check_profiled_steps, parse_profile
 from hpc_train.errors import UserError
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
 from hpc_train.telemetry.progress import summary
-from hpc_train.train.profiler import time_breakdown
+from hpc_train.train.profiler import Profiler, time_breakdown
 from tests.train.runs import frozen, run_attempt
 
 
@@ -52,6 +54,19 @@ def test_steps_and_ranks_as_they_are_written() -> None:
 def test_what_cannot_be_profiled_is_refused(steps: str, ranks: Any) -> None:
     with pytest.raises(UserError, match=r"telemetry\.profile|no rank 2 of 2"):
         check_profiled_steps(ProfileConfig(steps, ranks), world_size=2)
+
+
+def test_a_profile_that_cannot_be_written_does_not_end_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, asked = RunDirectory(tmp_path), Profiled(1, 1, frozenset({0}))
+    run.profile.touch()  # a file where the folder is to be
+    mesh: Any = SimpleNamespace(rank=0, device=torch.device("cpu"))
+    profiler = Profiler(asked, run, mesh, EventLog.open(run, "rank-0000", 0, 0))
+    profiler.begin(1, 0.0)
+    assert profiler._begun is not None
+    profiler._report({0: profiler._stop(profiler._begun, 0.0)}, asked)
+    assert capsys.readouterr().out.count(f"cannot write the profile to {run.profile}: [Errno 17]") == 2
 
 
 def test_a_run_with_a_profile(tmp_path: Path) -> None:

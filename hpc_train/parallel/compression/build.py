@@ -221,7 +221,10 @@ def _measure_technique(config: Config, run: RunDirectory, mesh: Mesh, events: Ev
     if mesh.rank == 0:
         print(choice, flush=True)
         found = {"technique": choice.technique, "seconds": dict(choice.seconds)}
-        run.update_record(compression={"layout": str(mesh.layout), **found})
-        if events is not None:
+        record = {"layout": str(mesh.layout), **found}
+        if events is None:
+            run.update_record(compression=record)
+        else:
+            events.record(run, compression=record)
             events.write("compression_chosen", step=0, **found)
     return choice.technique

@@ -1,0 +1,198 @@
+"""Writes small files in a thread, so that a file system that fails or hangs neither ends nor delays a job.
+
+A caller hands over a write and goes on. A write that fails is kept in memory and repeated until it succeeds; the writes
+of one file keep their order. A process in a system call on a hung file system cannot be interrupted (state D), so only
+the thread makes these calls.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hpc_train.run.files import append_line, append_text, json_line
+
+Write = Callable[[bool], object]  # its argument says whether an earlier write has failed
+
+LIMIT_BYTES = 8 << 20  # of the writes in memory; beyond it the oldest ones are dropped
+ENTRY_BYTES = 200  # of memory for one write besides its text
+FIRST_TRY_S = 1.0  # a caller waits at most this long for its write, and not at all while the file system hangs
+HANGS_S = 10.0  # a write that takes longer is reported
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 2.0  # between two tries, doubled after each
+CLOSE_S = 5.0  # for a file system that does not respond when the process ends
+
+
+@dataclass(frozen=True)
+class _Entry:
+    write: Write
+    size: int
+
+
+class FileWriter:
+    """Makes the writes of one log. Any thread may use it.
+
+    Args:
+        name: what is written, for the messages about an outage.
+        limit_bytes: the memory for writes that are pending.
+    """
+
+    def __init__(self, name: str, limit_bytes: int = LIMIT_BYTES) -> None:
+        self._name = name
+        self._limit = limit_bytes
+        self._changed = threading.Condition()
+        self._files: dict[Path, deque[_Entry]] = {}  # what has not been written, oldest first
+        self._bytes = 0  # of these entries
+        self._pending = 0  # their number
+        self._lost = 0
+        self._wanted = False  # a try now
+        self._started = self._finished = 0  # tries of all files
+        self._writing_since: float | None = None  # time.monotonic() at which the current write began
+        self._hangs = False
+        self._failing = False
+        self._reported = False
+        self._thread: threading.Thread | None = None
+
+    def append(self, path: Path, value: dict[str, Any]) -> None:
+        """Appends one JSON object as a line to ``path``, in a line of its own after a write that was cut short."""
+        text = json_line(value)
+
+        def write(again: bool) -> None:
+            append = partial(append_line, path, value) if again else partial(append_text, path, text)
+            try:
+                append()
+            except FileNotFoundError:  # a purge may have removed the empty folder; the run directory stays removed
+                with suppress(OSError):
+                    path.parent.mkdir()
+                append()
+
+        self.put(path, write, len(text))
+
+    def put(self, path: Path, write: Write, size: int = 0, wait: bool = True) -> None:
+        """Makes ``write``, which may raise OSError, after the earlier writes of ``path``.
+
+        Args:
+            write: must be repeatable after an OSError.
+            size: the bytes of memory that it holds.
+            wait: try it now; return when it was tried, at the latest after ``FIRST_TRY_S``.
+        """
+        with self._changed:
+            entry = _Entry(write, size + ENTRY_BYTES)
+            self._files.setdefault(path, deque()).append(entry)
+            self._bytes += entry.size
+            self._pending += 1
+            self._drop_oldest()
+            self._wanted = self._wanted or wait or not self._failing
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"write {self._name}", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+            tried = self._started + 1
+            if wait and not self._hangs and not self._changed.wait_for(lambda: self._finished >= tried, FIRST_TRY_S):
+                self._hangs = True
+            if self._writing_since is not None and time.monotonic() - self._writing_since > HANGS_S:
+                self._report_outage(f"the file system has not responded for {HANGS_S:.0f} s")
+
+    def close(self, seconds: float = CLOSE_S) -> bool:
+        """Waits at most ``seconds`` for the pending writes; returns whether all have succeeded.
+
+        The thread continues with those that remain while the process lives.
+        """
+        until = time.monotonic() + seconds
+        with self._changed:
+            while self._pending and time.monotonic() < until:
+                self._wanted = True
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._pending == 0, FIRST_PAUSE_S)
+            if self._pending:
+                _print(f"{self._pending} writes of {self._name} are lost")
+            return self._pending == 0
+
+    @property
+    def pending(self) -> int:
+        """The number of writes that have not succeeded."""
+        return self._pending
+
+    def _run(self) -> None:
+        pause = FIRST_PAUSE_S
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._wanted, pause if self._failing else None)
+                self._wanted = False
+                self._started += 1
+                paths = list(self._files)
+            failed = [path for path in paths if not self._write_file(path)]
+            pause = min(2 * pause, LONGEST_PAUSE_S) if failed else FIRST_PAUSE_S
+            with self._changed:
+                self._finished = self._started
+                self._hangs, self._failing = False, bool(failed)
+                if self._pending == 0:
+                    self._report_end_of_outage()
+                self._changed.notify_all()
+
+    def _write_file(self, path: Path) -> bool:
+        """Makes the writes of ``path`` in their order; returns False at one that is to be repeated."""
+        while (entry := self._next(path)) is not None:
+            done = self._try(path, entry)
+            with self._changed:
+                self._writing_since = None
+                if not done:
+                    self._files[path].appendleft(entry)
+                    return False
+                self._forget(entry)
+                self._changed.notify_all()
+        return True
+
+    def _next(self, path: Path) -> _Entry | None:
+        with self._changed:
+            if not self._files[path]:
+                del self._files[path]
+                return None
+            self._writing_since = time.monotonic()
+            return self._files[path].popleft()
+
+    def _try(self, path: Path, entry: _Entry) -> bool:
+        try:
+            entry.write(self._failing or self._hangs)
+        except OSError as error:
+            with self._changed:
+                self._failing = True
+                self._report_outage(str(error))
+            return False
+        except Exception as error:  # it would fail again, and the thread must live
+            _print(f"cannot write {path}: {error!r}")
+        return True
+
+    def _forget(self, entry: _Entry) -> None:
+        self._bytes -= entry.size
+        self._pending -= 1
+
+    def _drop_oldest(self) -> None:
+        """Drops entries of the largest file until the rest fits; the one that is being written is not among them."""
+        while self._bytes > self._limit and self._pending > 1:
+            self._forget(max(self._files.values(), key=len).popleft())
+            self._lost += 1
+
+    def _report_outage(self, failure: str) -> None:
+        if not self._reported:
+            self._reported = True
+            _print(f"cannot write {self._name}; it is kept in memory until it can be written: {failure}")
+
+    def _report_end_of_outage(self) -> None:
+        if self._reported:
+            self._reported = False
+            lost = f" except for the oldest {self._lost} writes, which are lost" if self._lost else ""
+            _print(f"{self._name} can be written again; what was kept in memory is written{lost}")
+            self._lost = 0
+
+
+def _print(text: str) -> None:
+    with suppress(OSError, ValueError):  # stderr is closed
+        print(text, file=sys.stderr, flush=True)

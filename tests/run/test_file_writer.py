@@ -1,0 +1,156 @@
+"""The writer of small files on file systems that fail, are full, or hang."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hpc_train.elastic.logs import WorkerLog
+from hpc_train.run import file_writer
+from hpc_train.run.file_writer import ENTRY_BYTES, FileWriter
+from hpc_train.run.files import read_lines
+from tests.run.outage import detachable, fill, small_disk
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", kilobytes=64) as made:
+        yield made
+
+
+def numbers(path: Path) -> list[int]:
+    return [line["number"] for line in read_lines(path)]
+
+
+def test_lines_on_a_full_disk_are_written_when_there_is_room(disk: Path) -> None:
+    path = disk / "log"
+    writer = FileWriter("the log")
+    for number in range(10):
+        writer.append(path, {"number": number, "text": "x" * 1000})
+    ballast = fill(disk)
+    for number in range(10, 30):
+        writer.append(path, {"number": number, "text": "x" * 1000})
+    assert writer.pending > 0
+    ballast.unlink()
+    assert writer.close(60)
+    assert numbers(path) == list(range(30))
+
+
+def test_output_on_a_full_disk_is_complete_when_there_is_room(disk: Path) -> None:
+    writer, ballast = FileWriter("the output"), disk / "ballast"
+    log = WorkerLog(disk / "node.log", writer)
+    ballast.write_bytes(b"x" * 40_000)
+    for number in range(1000):
+        log.write(0, b"line %d\n" % number)
+    log.close()
+    assert writer.pending > 0
+    ballast.unlink()
+    assert writer.close(60)
+    assert [line.split(" ", 2)[2] for line in log.path.read_text().splitlines()] == [f"line {n}" for n in range(1000)]
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EROFS])
+def test_an_error_of_the_file_server_is_retried(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, right, failing = tmp_path / "log", Path.open, True
+
+    def opened(self: Path, *arguments: object, **named: object) -> object:
+        if failing and self == path:
+            raise OSError(code, os.strerror(code), str(path))
+        return right(self, *arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "open", opened)
+    writer = FileWriter("the log")
+    for number in range(3):
+        writer.append(path, {"number": number})
+    assert writer.pending == 3
+    failing = False
+    assert writer.close(60)
+    assert numbers(path) == [0, 1, 2]
+
+
+def test_a_file_that_fails_does_not_hold_up_the_others(tmp_path: Path) -> None:
+    (tmp_path / "away").mkdir()
+    outage = detachable(tmp_path / "away")
+    writer = FileWriter("the log")
+    with outage():
+        for number in range(3):
+            writer.append(tmp_path / "away" / "log", {"number": number})
+            writer.append(tmp_path / "log", {"number": number})
+        until(lambda: writer.pending == 3)
+        assert numbers(tmp_path / "log") == [0, 1, 2]
+    assert writer.close(60)
+    assert numbers(tmp_path / "away" / "log") == [0, 1, 2]
+
+
+def test_a_write_that_hangs_blocks_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A process that opens a pipe without a reader sleeps in the kernel, as on a hung file system."""
+    monkeypatch.setattr(file_writer, "HANGS_S", 0.0)
+    pipe = tmp_path / "log"
+    os.mkfifo(pipe)
+    writer = FileWriter("the log")
+    began = time.monotonic()
+    for number in range(1000):
+        writer.append(pipe, {"number": number})
+    assert time.monotonic() - began < 60  # each of them would wait for ever
+    assert writer.pending == 1000
+    assert not writer.close(0.1)
+    assert "cannot write the log; it is kept in memory until it can be written: the file system has" in printed(capfd)
+    with os.fdopen(os.open(pipe, os.O_RDWR), encoding="utf-8") as both_ends:
+        assert writer.close(60)
+        assert [json.loads(both_ends.readline())["number"] for _ in range(1000)] == list(range(1000))
+    assert "the log can be written again; what was kept in memory is written" in printed(capfd)
+
+
+def test_memory_is_bounded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "away").mkdir()
+    outage = detachable(tmp_path / "away")
+    size = len('{"number":0}\n') + ENTRY_BYTES
+    writer = FileWriter("the log", limit_bytes=3 * size)
+    with outage():
+        for number in range(5):
+            writer.append(tmp_path / "away" / "log", {"number": number})
+            time.sleep(0.01)
+        until(lambda: writer.pending == 3)
+    assert writer.close(60)
+    assert numbers(tmp_path / "away" / "log") == [2, 3, 4]
+    assert printed(capfd).endswith("is written except for the oldest 2 writes, which are lost\n")
+
+
+def test_a_mistake_in_a_write_does_not_end_the_writer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    writer = FileWriter("the log")
+
+    def wrong(again: bool) -> None:
+        raise ValueError("wrong")
+
+    writer.put(tmp_path / "log", wrong)
+    writer.append(tmp_path / "log", {"number": 1})
+    assert numbers(tmp_path / "log") == [1]
+    assert f"cannot write {tmp_path / 'log'}: ValueError('wrong')" in printed(capfd)
+
+
+def test_a_removed_run_directory_is_not_made_again(tmp_path: Path) -> None:
+    writer = FileWriter("the log")
+    writer.append(tmp_path / "run" / "events" / "log", {"number": 1})
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    assert writer.close(60)
+    assert numbers(tmp_path / "run" / "events" / "log") == [1]
+
+
+def printed(capfd: pytest.CaptureFixture[str]) -> str:
+    return capfd.readouterr().err
+
+
+def until(found: Callable[[], object], seconds: float = 60) -> None:
+    limit = time.monotonic() + seconds
+    while not found():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
