@@ -56,7 +56,7 @@ from hpc_train.run.exits import Exit
 from hpc_train.run.files import last_line, patiently, write_for_group
 from hpc_train.run.freeze import load
 from hpc_train.run.lease import hold_lease
-from hpc_train.run.processes import out_of_descriptors, raise_descriptor_limit
+from hpc_train.run.processes import out_of_descriptors, raise_descriptor_limit, refuse_few_descriptors
 from hpc_train.run.requests import StopRequests, watch_signals
 from hpc_train.slurm.client import is_suspended
 
@@ -90,6 +90,7 @@ def run_agent(
     end = JobEnd.of_this_process(run)
     with nonfailing_streams(), watch_signals() as stop:
         try:
+            refuse_few_descriptors()
             if end is not None:
                 with suppress(OSError):  # the batch script also removes it
                     end.begin()

@@ -34,6 +34,7 @@ BEATS = 3  # minimum number of heartbeats in elastic.heartbeat_timeout_s
 ASK_S = 5.0  # timeout of the query to Slurm whether the job is suspended
 LEAVE_S = 10.0  # wait at most this long for the agents' byes
 TICK_S = 0.1
+LOOK_S = 0.25  # interval of the search for silent nodes
 MESSAGES_PER_S = 1000  # an agent sends about one; after a stall of this process, one for each second of it
 FIELDS = {  # of the messages that an agent sends after it has introduced itself
     "beat": {"kind"},
@@ -159,7 +160,7 @@ class RendezvousServer:
                 self._coordinator.postpone(now - looked)
             looked = now
             if now >= next_look:
-                next_look = now + TICK_S
+                next_look = now + LOOK_S
                 self._drop_silent(now)
             if now >= next_beat:
                 next_beat = now + beat_s(self._silent_node_s)
