@@ -179,6 +179,8 @@ class RendezvousServer:
                 self._drop(oldest, "too many agents have not introduced themselves")
 
     def _serve_member(self, member: Member) -> None:
+        if self._members.get(member.channel.fileno()) is not member:  # dropped since the selector reported it
+            return
         member.channel.flush()
         self._watch_writing(member)
         self._read(member)
