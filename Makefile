@@ -1,9 +1,10 @@
 # make train   the default model on the default data, four workers, on this machine
 # make test    all tests, three files at a time: those on Slurm mostly wait
 # make test-share  some minutes of the long forms, drawn by SHARE
-# make test-all  the long forms as well: 500 kills in saves, 20 faults of each kind and 200 drawn at random, 5,000
-#                damaged checkpoints, all pairs of layouts, faults of nodes, file systems and networks on Slurm; hours. Cut short, it goes on behind the cases that have
-#                passed with this code (noted in .pytest_cache/long)
+# make test-all  the long forms as well: 500 kills in saves, 20 faults of each kind and 1,000 drawn at random, 5,000
+#                damaged checkpoints, all pairs of layouts, faults of nodes, file systems and networks on Slurm, ten
+#                minutes of attacks on the rendezvous server; hours. If interrupted, the next call skips the cases that
+#                have passed with this code (recorded in .pytest_cache/long)
 # make test-torch TORCH=2.15.0  the layouts, checkpoints, faults, doors and resumption on another version of torch, in an
 #                environment of its own that replaces that of the version before; TESTS=... runs others
 # make lint    ruff, mypy, import-linter

@@ -36,6 +36,7 @@ from hpc_train.parallel.bucket_search import MOST_STEPS
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.compression.build import with_chosen_compression
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.plain_objects import gather_plain
 from hpc_train.parallel.precision import compute_dtype, parameter_dtype
 from hpc_train.preflight.measure import measured_gemm_flops
 from hpc_train.run.agent_worker import WorkerSpec
@@ -262,9 +263,7 @@ def _utilisation(bench: _StepBench, samples_per_s: float) -> dict[str, Any] | No
 
 def _gather(value: Any, mesh: Mesh) -> list[Any]:
     """Gathers ``value`` from all ranks in order. Collective."""
-    gathered: list[Any] = [None] * mesh.layout.world_size
-    dist.all_gather_object(gathered, value, group=mesh.control)
-    return gathered
+    return gather_plain(value, mesh.control)
 
 
 def measure_noise(spec: WorkerSpec, stop: StopFlag) -> Exit:

@@ -58,7 +58,7 @@ from hpc_train.run.file_writer import FileWriter
 from hpc_train.run.files import in_time, last_line, write_for_group
 from hpc_train.run.freeze import load
 from hpc_train.run.lease import hold_lease
-from hpc_train.run.processes import out_of_descriptors, raise_descriptor_limit
+from hpc_train.run.processes import out_of_descriptors, raise_descriptor_limit, refuse_few_descriptors
 from hpc_train.run.requests import StacksRequests, StopRequests, watch_signals
 from hpc_train.slurm.client import is_current_start, is_suspended, was_suspended
 
@@ -94,6 +94,7 @@ def run_agent(
     end = JobEnd.of_this_process(run)
     with nonfailing_streams(), watch_signals() as stop:
         try:
+            refuse_few_descriptors()
             if end is not None:
                 with suppress(OSError):  # the batch script also removes it
                     end.begin()

@@ -218,13 +218,12 @@ class Admission:
     def _accept(self) -> None:
         for _ in range(ACCEPTS):
             try:
-                connection, _ = self._listener.accept()
+                self._take(self._listener.accept()[0])
             except (BlockingIOError, InterruptedError, ConnectionError):  # none left, or the peer is already gone
                 return
             except OSError as error:  # e.g. no file descriptor is free
                 self._pause(error)
                 return
-            self._take(connection)
 
     def _take(self, connection: socket.socket) -> None:
         if len(self._pending) >= MAX_PENDING:

@@ -39,6 +39,7 @@ ASK_S = 5.0  # timeout of the query to Slurm whether the job is suspended
 LEAVE_S = 10.0  # wait at most this long for the agents' byes
 TICK_S = 0.1
 PREPARING_TICK_S = 0.01  # while the next attempt is prepared
+LOOK_S = 0.25  # interval of the search for silent nodes
 MESSAGES_PER_S = 1000  # an agent sends about one; after a stall of this process, one for each second of it
 FIELDS = {  # of the messages that an agent sends after it has introduced itself
     "beat": {"kind"},
@@ -200,7 +201,7 @@ class RendezvousServer:
                 self._coordinator.postpone(now - looked)
             looked = now
             if now >= next_look:
-                next_look = now + TICK_S
+                next_look = now + LOOK_S
                 self._drop_silent(now)
             if now >= next_beat:
                 next_beat = now + beat_s(self._silent_node_s, self._coordinator.expected)
@@ -220,6 +221,8 @@ class RendezvousServer:
                 self._drop(oldest, "too many agents have not introduced themselves")
 
     def _serve_member(self, member: Member) -> None:
+        if self._members.get(member.channel.fileno()) is not member:  # dropped since the selector reported it
+            return
         member.channel.flush()
         self._watch_writing(member)
         self._read(member)
@@ -317,6 +320,7 @@ class RendezvousServer:
 
     def _execute(self, order: Order) -> None:
         if isinstance(order, Start):
+            self._attempt = None  # a late report of the previous attempt is not one of the next
             self._preparation = Preparation(self._begin, order)
         elif isinstance(order, End):
             self._broadcast({"kind": "end", "attempt": self._attempt, "hang": order.hang})

@@ -30,6 +30,7 @@ from hpc_train.models.model import Model
 from hpc_train.models.parts import check_hidden_shape
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.parallelise import materialise, split_and_wrap
+from hpc_train.parallel.plain_objects import broadcast_plain
 from hpc_train.parallel.precision import autocast, hidden_dtype, parameter_dtype
 from hpc_train.parallel.split import cut, split_layers
 from hpc_train.plan.layout import Layout
@@ -188,11 +189,10 @@ def _read(
     config: Config, mesh: Mesh, n_layers: int, run: RunDirectory | None
 ) -> tuple[tuple[range, ...], tuple[BlockCost, ...]] | None:
     """Returns the layers and blocks that rank 0 reads from an earlier attempt; None if they do not match this one."""
-    found: list[dict[str, Any] | None] = [None]
+    found: dict[str, Any] | None = None
     if run is not None and mesh.rank == 0 and (run.path / PIPELINE_SPLIT).exists():
-        found = [read_json(run.path / PIPELINE_SPLIT)]
-    dist.broadcast_object_list(found, src=0, group=mesh.control)
-    plan, wanted = found[0], (config.strategy.pp_split, mesh.layout.stages, n_layers)
+        found = read_json(run.path / PIPELINE_SPLIT)
+    plan, wanted = broadcast_plain(found, mesh.control), (config.strategy.pp_split, mesh.layout.stages, n_layers)
     if plan is None or (plan["how"], plan["stages"], sum(plan["layers"])) != wanted:
         return None
     layers = split_layers(n_layers, mesh.layout.stages, plan["layers"])

@@ -20,6 +20,7 @@ from hpc_train.config.schema import Config
 from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.engine import Replicas
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.plain_objects import broadcast_plain
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 
@@ -136,9 +137,7 @@ def with_known_buckets(config: Config, run: RunDirectory, mesh: Mesh) -> Config:
     """Replaces ``auto`` by the bucket size that an earlier attempt in this layout has chosen. Collective."""
     if config.strategy.bucket_cap_mb != "auto":
         return config
-    record: list[Any] = [run.record().get("bucket_cap") if mesh.rank == 0 else None]
-    dist.broadcast_object_list(record, src=0, group=mesh.control)
-    known = record[0]
+    known = broadcast_plain(run.record().get("bucket_cap") if mesh.rank == 0 else None, mesh.control)
     if not known or known["layout"] != str(mesh.layout):
         return config
     return replace(config, strategy=replace(config.strategy, bucket_cap_mb=known["cap_mb"]))

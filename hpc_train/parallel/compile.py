@@ -27,13 +27,13 @@ from typing import Any
 
 import torch
 import torch._dynamo
-import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.compiler._cache import CacheInfo
 
 from hpc_train.config.schema import Config
 from hpc_train.models.model import Model
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.plain_objects import gather_plain
 
 
 def compile_layers(model: nn.Module) -> None:
@@ -179,8 +179,7 @@ def kept_artifacts(config: Config, mesh: Mesh, folder: Path) -> KeptArtifacts | 
     if not config.train.compile and not (on_gpu and config.optim.moments != "fp32"):
         return None
     name = artifacts_name(config, mesh.device, mesh.pp_rank)
-    names: list[str | None] = [None] * mesh.layout.world_size
-    dist.all_gather_object(names, name, group=mesh.control)
+    names = gather_plain(name, mesh.control)
     return KeptArtifacts(folder / name, writes=names.index(name) == mesh.rank)
 
 

@@ -28,6 +28,7 @@ from hpc_train.fabric.facts import NodeFacts
 from hpc_train.fabric.machines import by_machine
 from hpc_train.fabric.rails import judge_ports
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.plain_objects import gather_plain
 from hpc_train.preflight.bandwidth import SLOW, SLOW_ON_CPUS, PairRate, SlowNode, slow_nodes
 from hpc_train.preflight.checks import (
     ERROR,
@@ -134,8 +135,7 @@ def actions_of(config: Config, spec: WorkerSpec, allocation: Allocation) -> dict
 
 
 def _crew(spec: WorkerSpec, mesh: Mesh, node: str) -> Crew:
-    names: list[Any] = [None] * mesh.layout.world_size
-    dist.all_gather_object(names, node, group=mesh.control)
+    names: list[str] = gather_plain(node, mesh.control)
     return Crew(mesh, tuple(names[:: spec.local_world_size]), spec.local_world_size)
 
 

@@ -26,6 +26,9 @@ def check_fields(value: Any) -> None:
     for name, check in _checks_of(value.__class__):
         field = getattr(value, name)
         if not check(field):
+            for inner in field if isinstance(field, tuple) else (field,):
+                if is_dataclass(inner):
+                    check_fields(inner)  # names the field of it that is wrong
             raise TypeError(f"{type(value).__name__}.{name} is {field!r:.100}")
 
 

@@ -114,6 +114,7 @@ def die_with_parent(parent: int, death_signal: signal.Signals = signal.SIGKILL) 
         os._exit(1)
 
 
+FEWEST_DESCRIPTORS = 64  # an agent with the rendezvous server and two workers has about 40 files open
 ENOUGH_DESCRIPTORS = 65536
 MAX_DESCRIPTORS = 1 << 20  # the kernel's default (fs.nr_open); some programs iterate over all descriptors
 
@@ -136,7 +137,17 @@ def out_of_descriptors(error: BaseException) -> UserError | None:
         return None
     if error.errno == errno.ENFILE:
         return UserError("this machine cannot open more files", where="fs.file-max of the kernel", fix="tell the site")
+    return _few_descriptors(*resource.getrlimit(resource.RLIMIT_NOFILE))
+
+
+def refuse_few_descriptors() -> None:
+    """Raises UserError if this process may open too few files to start workers, however few."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < FEWEST_DESCRIPTORS:
+        raise _few_descriptors(soft, hard)
+
+
+def _few_descriptors(soft: int, hard: int) -> UserError:
     return UserError(
         f"a process may open {soft} files at a time, which is too few",
         where=f"the limit of open files (ulimit -Sn: {soft}, ulimit -Hn: {hard})",

@@ -32,6 +32,7 @@ from hpc_train.models.model import Model
 from hpc_train.parallel.balance import SplitPlan
 from hpc_train.parallel.engine import Engine, StepResult, WrappedEngine
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.plain_objects import gather_plain
 from hpc_train.run.events import EventLog
 
 
@@ -85,8 +86,7 @@ class Measures:
 
     def watch_nodes(self, events: EventLog) -> None:
         """Starts to report stragglers that ranks on other nodes wait for, in ``events`` of rank 0. Collective."""
-        nodes: list[str] = [""] * self._mesh.layout.world_size
-        dist.all_gather_object(nodes, current_allocation().node_name, group=self._mesh.control)
+        nodes: list[str] = gather_plain(current_allocation().node_name, self._mesh.control)
         if self._mesh.rank == 0:
             self._stragglers = SlowRankWatch(self._mesh.layout, nodes)
             self._events = events

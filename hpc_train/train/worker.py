@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import torch.distributed.checkpoint  # noqa: F401  a slow import, which forked workers inherit from the warm parent
 
 from hpc_train.checkpoint.manager import CheckpointManager, RestoredState
@@ -31,6 +30,7 @@ from hpc_train.parallel.compile import kept_artifacts
 from hpc_train.parallel.compression.build import with_chosen_compression
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.plain_objects import gather_plain
 from hpc_train.preflight.run import nccl_log, preflight
 from hpc_train.run.agent_worker import Heartbeat, Phase, WorkerSpec
 from hpc_train.run.code import check_imports
@@ -259,8 +259,7 @@ def _log_utilisation(run: RunDirectory, meter: Meter, events: EventLog) -> None:
 
 def _check_agreement(mesh: Mesh, facts: dict[str, Any]) -> None:
     """Raises RuntimeError if ranks would train differently, e.g. because a node sees an old copy of a file."""
-    gathered: list[Any] = [None] * mesh.layout.world_size
-    dist.all_gather_object(gathered, facts, group=mesh.control)
+    gathered = gather_plain(facts, mesh.control)
     different = [f"rank {rank}: {found}" for rank, found in enumerate(gathered) if found != gathered[0]]
     if different:
         raise RuntimeError(f"the ranks see different inputs. rank 0: {gathered[0]}; " + "; ".join(different[:8]))

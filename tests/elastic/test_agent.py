@@ -285,6 +285,24 @@ def test_agents_of_two_nodes_meet(frozen: Freeze) -> None:
     assert read_json(run.attempts / "000.json")["address"] == "127.0.0.1"
 
 
+FEW_FILES = """
+import resource, sys
+from pathlib import Path
+from hpc_train.elastic.agent import run_agent
+from hpc_train.run.directory import RunDirectory
+resource.setrlimit(resource.RLIMIT_NOFILE, (32, 40))
+sys.exit(run_agent(RunDirectory(Path(sys.argv[1])), entry="tests.elastic.entries:finish"))
+"""
+
+
+def test_an_agent_that_may_open_too_few_files_says_what_to_do(frozen: Freeze) -> None:
+    call = [sys.executable, "-c", FEW_FILES, str(frozen().path)]
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("a process may open 40 files at a time, which is too few\n")
+    assert "ulimit -Hn: 40" in done.stderr and "`ulimit -n 65536`" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_a_line_from_a_stranger_leaves_the_run_alone(frozen: Freeze) -> None:
     run = frozen()
     agent = start_agent(run.path, "finish_when_told")

@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ ROUNDS, ATTACKS = 3, 20
 LONG_S, LONG_ATTACKS = 600.0, 200
 WAIT_S = 60.0
 SPARE = NODES - 1  # the node that attackers with the token may be
-MORE_MEMORY = 32 << 20  # fragments of the heap
+MORE_MEMORY = 32 << 20  # the heap has fragments after a message of some megabytes
 
 FACTS = NodeFacts(
     node="n3",
@@ -306,4 +307,5 @@ def test_attackers_cost_the_honest_agents_nothing(tmp_path: Path) -> None:
             memory.append(target.memory)
         job.finish()
     print(f"{len(memory)} rounds, {min(memory) >> 20} to {max(memory) >> 20} MiB")
-    assert max(memory) - max(memory[: max(2, len(memory) // 4)]) < MORE_MEMORY
+    quarter = max(1, len(memory) // 4)
+    assert median(memory[-quarter:]) - median(memory[:quarter]) < MORE_MEMORY

@@ -27,7 +27,7 @@ from hpc_train.elastic.coordinator import Coordinator, Leave, NodeReport, Start
 from hpc_train.elastic.decision import WorkerFailure
 from hpc_train.elastic.nodes import Node, Unfit
 from hpc_train.elastic.rendezvous import ServerAddress
-from hpc_train.elastic.server import RendezvousServer, report_message
+from hpc_train.elastic.server import Member, RendezvousServer, report_message
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import EXITS, Action, Exit, Failure
 from tests.elastic.flood import flood
@@ -409,8 +409,8 @@ def test_a_node_that_receives_nothing_holds_up_nobody(tmp_path: Path) -> None:
     first = served.link(0)
     assert order_of(first)["spec"]["order"] == list(range(6))
     until(lambda: first.is_to_end(0), timeout=60)
+    until(lambda: served.head.present.keys() == {0}, timeout=60)
     assert not first.lost
-    assert served.head.present.keys() == {0}
     first.send_attempt_end(0, NodeReport(Exit.FAILED, None, 9))
     assert order_of(first)["spec"]["order"] == [0]
 
@@ -536,6 +536,17 @@ def test_the_token_is_not_for_everybody(tmp_path: Path) -> None:
     assert not [path for path in run.attempts.iterdir() if path.name.startswith(".")]
     assert ServerAddress.find(run, "7.0.0") == ServerAddress("n0", 7, TOKEN)
     assert ServerAddress.find(run, "7.0.1") is None
+
+
+def test_a_member_that_was_dropped_since_the_selector_reported_it(tmp_path: Path) -> None:
+    """As where an agent connects again while its old connection has still something to receive."""
+    served = Served(tmp_path, 1)
+    with channels() as (channel, _):
+        while not channel.has_unsent:
+            channel.send({"text": "x" * 1000})
+        member = Member(channel, 0.0, is_writing=True)
+        channel.close()
+        served.hub._serve_member(member)
 
 
 def test_a_channel_keeps_what_its_peer_does_not_receive_yet() -> None:

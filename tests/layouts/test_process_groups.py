@@ -223,6 +223,17 @@ def test_objects_and_barriers_use_a_gloo_group() -> None:
     ]
 
 
+def test_plain_values_use_a_gloo_group() -> None:
+    groups = [
+        ast.unparse(node.args[1])
+        for path in Path(hpc_train.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("gather_plain", "broadcast_plain")
+    ]
+    assert len(groups) > 5
+    assert not [group for group in groups if not group.endswith("control")]
+
+
 @pytest.mark.parametrize(
     ("gpus", "world_size", "given", "backend", "on_demand"),
     [(0, 2, None, "gloo", None), (8, 8, None, "nccl", None), (8, 512, None, "nccl", "1"), (8, 512, "0", "nccl", "0")],

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hpc_train.run.processes import cpu_seconds, is_reading_or_writing, process_state
+from hpc_train.run.processes import cpu_seconds, is_reading_or_writing, out_of_descriptors, process_state
 
 
 @contextmanager
@@ -37,3 +38,10 @@ def test_a_process_that_sleeps_is_idle() -> None:
         assert not is_reading_or_writing(pid)
     assert cpu_seconds(pid) == 0.0
     assert not is_reading_or_writing(pid)
+
+
+def test_no_free_descriptor_is_a_message_with_a_fix() -> None:
+    own, machine = (out_of_descriptors(OSError(number, "")) for number in (errno.EMFILE, errno.ENFILE))
+    assert own is not None and "ulimit -n" in own.fix and machine is not None and "fs.file-max" in machine.where
+    assert out_of_descriptors(OSError(errno.ENOSPC, "")) is None
+    assert out_of_descriptors(RuntimeError()) is None

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.run.exits import Exit
+from hpc_train.run.files import read_json
 from tests.doors.command import TINY
 from tests.slurm.cluster import DEVCLUSTER, Cluster
 from tests.slurm.runs import (
@@ -48,6 +49,8 @@ def test_the_gradients_of_two_nodes_cross_a_slow_link(
     assert losses(tmp_path / "outputs" / "run") == pytest.approx(local_losses, rel=1e-5)
     sent = re.search(r"tbf .* rate 100Mbit .*\n *Sent (\d+) bytes", counters)
     assert sent and int(sent[1]) > GRADIENT_BYTES, counters
+    address = read_json(tmp_path / "outputs" / "run" / "attempts" / "000.json")["address"]
+    assert re.fullmatch(r"[\d.]+", address), "the server listens on the one interface that leads to the other node"
 
 
 @pytest.mark.beside

@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from hpc_train.config.schema import Config, StrategyConfig
 from hpc_train.models.build import build_model
 from hpc_train.parallel.compression.exchange import Dense, Exchange, PowerSGD, TopK
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.plain_objects import broadcast_plain
 from hpc_train.parallel.precision import parameter_dtype
 from hpc_train.parallel.reduction import GradientReduction, first_cap
 from hpc_train.run.directory import RunDirectory
@@ -210,9 +210,7 @@ def with_chosen_compression(config: Config, run: RunDirectory, mesh: Mesh, event
 
 def _recorded_technique(run: RunDirectory, mesh: Mesh) -> str | None:
     """Returns the technique that ``run.json`` records for this layout; rank 0 reads it for all ranks."""
-    record: list[Any] = [run.record().get("compression") if mesh.rank == 0 else None]
-    dist.broadcast_object_list(record, src=0, group=mesh.control)
-    known = record[0]
+    known = broadcast_plain(run.record().get("compression") if mesh.rank == 0 else None, mesh.control)
     return known["technique"] if known and known["layout"] == str(mesh.layout) else None
 
 

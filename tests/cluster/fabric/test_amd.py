@@ -17,6 +17,7 @@ from hpc_train.fabric.rank_binding import bindings, devices
 from hpc_train.fabric.recording import read_recording
 from hpc_train.fabric.rocm_smi import is_rocm_smi, parse_showtopo
 from hpc_train.health.finding import ERROR, OK, WARNING
+from hpc_train.run.field_types import check_fields
 from tests.cluster.amd_nodes import MI300X, AmdMachine, lumi
 from tests.cluster.fabric.machines import Machine
 
@@ -46,6 +47,7 @@ def test_what_is_seen(facts: NodeFacts) -> None:
     assert [gpu.numa_nodes for gpu in facts.gpus] == [(3,), (3,), (1,), (1,), (0,), (0,), (2,), (2,)]
     assert {facts.link(a.name, b.name) for a in facts.gpus for b in facts.gpus if a is not b} == {"XGMI"}
     assert NodeFacts.from_json(facts.to_json()) == facts
+    check_fields(facts)  # what the rendezvous server accepts
     found = [(matched.nic, matched.path_type) for matched in match(facts)]
     nics = ("cxi0", "cxi0", "cxi1", "cxi1", "cxi2", "cxi2", "cxi3", "cxi3")
     assert found == list(zip(nics, ("NODE", "PIX") * 4, strict=True))

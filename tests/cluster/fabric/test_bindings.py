@@ -14,6 +14,7 @@ from hpc_train.fabric.facts import NodeFacts, format_cpu_list
 from hpc_train.fabric.nccl_settings import Setting
 from hpc_train.fabric.nvidia_smi import with_slices
 from hpc_train.fabric.rank_binding import bindings, devices, refuse_slices_of_one_gpu
+from hpc_train.run.field_types import check_fields
 from tests.cluster.fabric.machines import Machine, hgx, switch
 
 LISTING = """\
@@ -107,3 +108,4 @@ def test_facts_go_through_json(tmp_path: Path) -> None:
         allowed=(1, 2), allocated_cpus=2, automatic="lo", topology_file="/x",
     )  # fmt: skip
     assert NodeFacts.from_json(facts.to_json()) == facts
+    check_fields(facts)  # what the rendezvous server accepts

@@ -13,6 +13,7 @@ from hpc_train.fabric.rails import different_rails, judge_ports, match, port_war
 from hpc_train.fabric.rank_binding import cpu_masks
 from hpc_train.fabric.rdma import parse_rate, parse_rdma_text, parse_state, read_rdma
 from hpc_train.fabric.recording import read_recording
+from hpc_train.run.field_types import check_fields
 from tests.cluster.fabric.machines import Machine, hgx, matrix, switch
 
 IBSTAT = """CA 'mlx5_10'
@@ -317,3 +318,4 @@ def test_this_machine() -> None:
     facts = discover()
     assert facts.node and facts.allowed and facts.limits.open_files and facts.limits.shared_memory
     assert NodeFacts.from_json(facts.to_json()) == facts
+    check_fields(facts)  # what the rendezvous server accepts

@@ -15,6 +15,7 @@ from hpc_train.fabric.rails import match
 from hpc_train.fabric.rank_binding import bindings, cpu_masks
 from hpc_train.fabric.rdma import parse_rdma_text
 from hpc_train.fabric.recording import report
+from hpc_train.run.field_types import check_fields
 from tests.cluster.fabric.machines import matrix
 
 FAST = settings(max_examples=2000 if os.environ.get("HPC_TRAIN_LONG") else 30, deadline=None)
@@ -130,6 +131,7 @@ def test_everything_has_a_reason_and_goes_through_json(facts: NodeFacts, nodes: 
     assert json.loads(json.dumps(found.to_json()))["gpus"][0]["name"] == "GPU0"
     assert all(variable.reason for variable in found.decision.variables)
     assert NodeFacts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
+    check_fields(facts)  # what the rendezvous server accepts
 
 
 @FAST

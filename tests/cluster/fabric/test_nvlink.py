@@ -10,6 +10,7 @@ import pytest
 from hpc_train.fabric.facts import Gpu, NodeFacts
 from hpc_train.fabric.node import imex_channels, topology_file
 from hpc_train.fabric.nvidia_smi import parse_nvlink_domain
+from hpc_train.run.field_types import check_fields
 
 UUID = "6f1c2ce4-9b3a-4a5e-8f7d-0f3f2e8d1c11"
 
@@ -61,3 +62,4 @@ def test_azures_topology_files(tmp_path: Path, model: str, file: str | None) -> 
 def test_new_facts_travel_between_nodes() -> None:
     facts = NodeFacts(node="n1", net_plugin="", imex_channels=0, nvlink_domain=f"{UUID}.1")
     assert NodeFacts.from_json(facts.to_json()) == facts
+    check_fields(facts)  # what the rendezvous server accepts

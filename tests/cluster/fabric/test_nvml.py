@@ -5,6 +5,7 @@ from __future__ import annotations
 from hpc_train.fabric.facts import Gpu, NodeFacts
 from hpc_train.fabric.node import filled, gpus_of
 from hpc_train.health.gpu_health import GpuReading, GpuState
+from hpc_train.run.field_types import check_fields
 
 A100 = "NVIDIA A100-SXM4-40GB"
 FIRST = GpuState(0, "0000:01:00.0", A100, "GPU-1")
@@ -33,6 +34,7 @@ def test_what_is_wrong_with_a_gpu_is_told() -> None:
     )
     facts = NodeFacts("n1", (worn,), visible=("0",))
     assert NodeFacts.from_json(facts.to_json()) == facts
+    check_fields(facts)  # what the rendezvous server accepts
 
 
 def test_what_sys_shows_counts_first() -> None:
