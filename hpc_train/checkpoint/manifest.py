@@ -197,7 +197,7 @@ def verify(
         OSError: this process cannot read a file, so nothing is known about the file.
     """
     if names is None:
-        wait_until_visible(lambda: _check_listing(checkpoint, manifest), visibility_timeout_s, str(checkpoint))
+        verify_listing(checkpoint, manifest, visibility_timeout_s)
     for name in manifest.files if names is None else names:
         entry = manifest.files[name]
 
@@ -205,6 +205,28 @@ def verify(
             _check_file(checkpoint, name, entry, full, on_bytes)
 
         wait_until_visible(check, visibility_timeout_s, f"{checkpoint / name}")
+
+
+def verify_listing(
+    checkpoint: Path, manifest: Manifest, visibility_timeout_s: float = 0.0, *, whole: bool = False
+) -> None:
+    """Compares the names of the files with the manifest, in one listing and without opening a file.
+
+    Args:
+        whole: whether to reject missing files as well as files that are not in the manifest.
+
+    Raises:
+        BadCheckpoint: the names differ.
+        OSError: this process cannot list the directory.
+    """
+    found = wait_until_visible(lambda: list(checkpoint.iterdir()), visibility_timeout_s, str(checkpoint))
+    own = {path.name for path in found if not path.name.startswith(".nfs")}  # removed, still open
+    foreign = sorted(own - {*manifest.files, NAME, COMMITTED})
+    if foreign:
+        raise BadCheckpoint(f"{foreign[0]}: the file is not in the manifest")
+    missing = sorted({*manifest.files, NAME} - own)
+    if whole and missing:
+        raise BadCheckpoint(f"{missing[0]}: the file is missing")
 
 
 def wait_until_visible(action: Callable[[], T], timeout_s: float, what: str) -> T:
@@ -232,13 +254,6 @@ def wait_until_visible(action: Callable[[], T], timeout_s: float, what: str) -> 
                 raise BadCheckpoint(f"{what}: {error.strerror or error}") from error
         time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
         pause = min(2 * pause, 5.0)
-
-
-def _check_listing(checkpoint: Path, manifest: Manifest) -> None:
-    found = {path.name for path in checkpoint.iterdir() if not path.name.startswith(".nfs")}  # removed, still open
-    foreign = sorted(found - {*manifest.files, NAME, COMMITTED})
-    if foreign:
-        raise BadCheckpoint(f"{foreign[0]}: the file is not in the manifest")
 
 
 def _check_file(

@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import torch.distributed.checkpoint  # noqa: F401  a slow import, which forked workers inherit from the warm parent
 
+from hpc_train.checkpoint.agreement import from_rank, lowest
 from hpc_train.checkpoint.manager import CheckpointManager, RestoredState
 from hpc_train.config.schema import Config
 from hpc_train.config.values import DEBUG_STEPS, parse_profile, parse_save_every
@@ -246,11 +246,10 @@ def _log_utilisation(run: RunDirectory, meter: Meter) -> None:
 
 def _check_agreement(mesh: Mesh, facts: dict[str, Any]) -> None:
     """Raises RuntimeError if ranks would train differently, e.g. because a node sees an old copy of a file."""
-    gathered: list[Any] = [None] * mesh.layout.world_size
-    dist.all_gather_object(gathered, facts, group=mesh.control)
-    different = [f"rank {rank}: {found}" for rank, found in enumerate(gathered) if found != gathered[0]]
-    if different:
-        raise RuntimeError(f"the ranks see different inputs. rank 0: {gathered[0]}; " + "; ".join(different[:8]))
+    first = from_rank(0, facts, mesh.control)
+    different = lowest(None if facts == first else f"rank {mesh.rank}: {facts}", mesh.control)
+    if different is not None:
+        raise RuntimeError(f"the ranks see different inputs. rank 0: {first}; {different}")
 
 
 def _digest(path: Path) -> str:
