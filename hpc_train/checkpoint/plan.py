@@ -19,21 +19,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 from numpy.typing import NDArray
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import WriteItem
 
 Ints = NDArray[np.int64]
@@ -208,33 +199,6 @@ class SharedPlan:
     def answer(self, rank: int) -> bytes:
         """Returns one bit per part that ``rank`` holds: whether it writes the part."""
         return np.packbits(self.written[rank]).tobytes()
-
-    def metadata(self, places: Sequence[Places], meta: StorageMeta) -> Metadata:
-        """Returns DCP's description of the checkpoint.
-
-        Args:
-            places: where each rank has written its parts.
-        """
-        position = [(np.cumsum(written) - 1).tolist() for written in self.written]
-        rows = [place.rows.tolist() for place in places]
-        entries: dict[str, Any] = {}
-        storage: dict[MetadataIndex, _StorageInfo] = {}
-        for found in self.tensors:
-            name, chunks = found.tensor.name, _chunks(found)
-            properties = TensorProperties(dtype=found.tensor.dtype)
-            entries[name] = TensorStorageMetadata(properties, torch.Size(found.tensor.shape), chunks)
-            writers = zip(chunks, found.writer.tolist(), found.part.tolist(), strict=True)
-            for hint, (chunk, rank, part) in enumerate(writers):
-                file, offset, length = rows[rank][position[rank][part]]
-                place = _StorageInfo(places[rank].files[file], offset, length)
-                storage[MetadataIndex(name, chunk.offsets, hint)] = place
-        paths = {name: (name,) for name in entries}
-        return Metadata(entries, paths, storage, meta, CURRENT_DCP_VERSION)
-
-
-def _chunks(found: WrittenTensor) -> list[ChunkStorageMetadata]:
-    axes = len(found.tensor.shape)
-    return [ChunkStorageMetadata(torch.Size(box[:axes]), torch.Size(box[axes:])) for box in found.boxes.tolist()]
 
 
 def senders(digests: Sequence[bytes]) -> list[int]:

@@ -15,7 +15,6 @@ each rank would be N syncs of one object.
 from __future__ import annotations
 
 import os
-import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,11 +29,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, _StoragePrefix
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from hpc_train.checkpoint import disk
+from hpc_train.checkpoint.encoding import encode_metadata
 from hpc_train.checkpoint.manifest import METADATA, FileEntry
 from hpc_train.checkpoint.plan import Holding, Places, SharedPlan, senders, share_out
 from hpc_train.run.exits import CollectiveFailure
@@ -158,7 +158,7 @@ class Coordinator:
         self._serial = 0
         self._plan: SharedPlan | None = None
         self._places: list[Places | None] = []
-        self._metadata: bytes | None = None
+        self._metadata: bytearray | None = None
 
     def must_send(self, answers: Sequence[Answer]) -> list[int]:
         """Returns the ranks that must send what they hold for a new plan; none if the last plan holds."""
@@ -198,8 +198,7 @@ class Coordinator:
         for rank, place in enumerate(places):
             _check_ends(rank, place, files)
         if self._metadata is None:
-            meta = StorageMeta()  # no path, because the commit renames the directory
-            self._metadata = pickle.dumps(self._plan.metadata(places, meta))
+            self._metadata = encode_metadata(self._plan, places)
         files[METADATA] = _write_file(writing / METADATA, self._metadata)
         return files
 
@@ -211,7 +210,7 @@ def _check_ends(rank: int, places: Places, files: Mapping[str, FileEntry]) -> No
             raise RuntimeError(f"rank {rank}: {name} has {size} bytes, and its last part ends at {end}")
 
 
-def _write_file(path: Path, data: bytes) -> FileEntry:
+def _write_file(path: Path, data: bytearray) -> FileEntry:
     file = disk.HashedFile(path)
     try:
         file.write(data)
