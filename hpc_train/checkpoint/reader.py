@@ -7,11 +7,13 @@ small file cannot decompress into a large one. Objects other than tensors are re
 
 from __future__ import annotations
 
+import gc
 import importlib
 import io
 import pickle
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -129,12 +131,25 @@ def read_metadata(data: bytes, manifest: Manifest) -> Metadata:
 
 def _decode(data: bytes) -> Metadata:
     try:
-        metadata: Metadata = _Unpickler(io.BytesIO(data)).load()
+        with _without_collections():
+            metadata: Metadata = _Unpickler(io.BytesIO(data)).load()
     except BadCheckpoint:
         raise
     except Exception as error:
         raise BadCheckpoint(f"{METADATA}: cannot be read ({type(error).__name__}: {error})") from None
     return metadata
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Suspends garbage collections, which would visit millions of new objects again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _Unpickler(pickle.Unpickler):
