@@ -69,18 +69,24 @@ def state_of(shard: int, shards: int, tensors: int) -> dict[str, Any]:
 
 
 class SimulatedSave:
-    """All ranks of a save in one process."""
+    """All ranks of a save in one process. Replicas say the same, so one ``RankWriter`` speaks for all of a shard."""
 
     def __init__(self, ranks: int, tensors: int, replicas: int) -> None:
         shards = ranks // replicas
-        self._writers = [RankWriter(rank) for rank in range(ranks)]
-        self._states = [state_of(shard, shards, tensors) for shard in range(shards)]
+        self.ranks = ranks
+        self.states = [state_of(shard, shards, tensors) for shard in range(shards)]
+        self.holders = [RankWriter(shard) for shard in range(shards)]
+        self.parts = [0] * ranks  # that each rank writes
         self.first = Coordinator(ranks)
         self.gathered = 0  # bytes that rank 0 has received
 
     def describe(self) -> list[bytes]:
-        return [pickle.dumps(writer.describe(self._states[rank % len(self._states)]))
-                for rank, writer in enumerate(self._writers)]  # fmt: skip
+        """Returns what each rank says before the save."""
+        said = []
+        for holder, state in zip(self.holders, self.states, strict=True):
+            said.append(pickle.dumps(holder.describe(state)))
+            holder._items = []  # as many objects as all ranks together have, in one process
+        return [said[rank % len(said)] for rank in range(self.ranks)]
 
     def plan(self, answers: Sequence[bytes]) -> float:
         """Returns the CPU seconds that rank 0 needs for the plan."""
@@ -93,23 +99,23 @@ class SimulatedSave:
             return seconds
         packed: list[bytes | None] = [None] * len(found)
         for rank in sending:
-            packed[rank] = self._writers[rank].pack()
-            self.gathered += len(packed[rank] or b"")
+            packed[rank] = data = self.holders[rank % len(self.holders)].pack()
+            self.gathered += len(data)
         begin = time.process_time()
         told = [pickle.dumps(each) for each in self.first.make_plan(found, packed)]
         seconds += time.process_time() - begin
-        for writer, answer in zip(self._writers, told, strict=True):
-            writer.accept(*pickle.loads(answer))
+        for rank, (serial, bits) in enumerate(map(pickle.loads, told)):
+            self.holders[rank % len(self.holders)].accept(serial, bits)
+            self.parts[rank] = sum(byte.bit_count() for byte in bits)
         return seconds
 
     def results(self, again: bool) -> list[bytes]:
         """Returns what each rank tells after its write; ``again`` means that its parts are where they were."""
-        return [pickle.dumps(self._written(rank, again)) for rank in range(len(self._writers))]
+        return [pickle.dumps(self._written(rank, again)) for rank in range(self.ranks)]
 
     def _written(self, rank: int, again: bool) -> Written:
-        name = f"__{rank}_0.distcp"
+        name, parts = f"__{rank}_0.distcp", self.parts[rank]
         length = COLUMNS * 4 + ARCHIVE_BYTES
-        parts = len(self._writers[rank].items)
         table = torch.tensor([[0, part * length, length] for part in range(parts)], dtype=torch.int64)
         places = Places((name,) if parts else (), table.numpy().tobytes())
         return Written({name: FileEntry(parts * length, f"{rank:032x}")}, None if again else places)
@@ -175,7 +181,7 @@ def measure_save(row: Callable[..., None], ranks: int, tensors: int, replicas: i
         writing.mkdir()
         seconds, files = save.finish(writing, save.results(again=turn == "later"))
         row(f".metadata ({size(files['.metadata'].size)}), {turn} save", seconds, sent=save.gathered)
-    if len(files) * tensors // replicas > DECODED:
+    if sum(save.parts) > DECODED:
         return
     data = (folder / "later" / ".metadata").read_bytes()
     begin = time.process_time()

@@ -86,15 +86,14 @@ def test_replicas_send_what_they_hold_once_and_share_the_writes() -> None:
     answers = [pickle.loads(answer) for answer in save.describe()]
     assert save.first.must_send(answers) == [0, 1, 2, 3]
     save.plan([pickle.dumps(answer) for answer in answers])
-    written = [len(writer.items) for writer in save._writers]
-    assert sum(written) == 4 * 20 and max(written) - min(written) <= 1
+    assert sum(save.parts) == 4 * 20 and max(save.parts) - min(save.parts) <= 1
     assert save.first.must_send([pickle.loads(answer) for answer in save.describe()]) == []
 
 
 def test_one_changed_rank_means_a_new_plan() -> None:
     save = SimulatedSave(ranks=4, tensors=2, replicas=2)
     save.plan(save.describe())
-    save._states[1]["another"] = save._states[1].popitem()[1]
+    save.states[1]["another"] = save.states[1].popitem()[1]
     answers = [pickle.loads(answer) for answer in save.describe()]
     assert [answer.serial for answer in answers] == [1, None, 1, None]
     assert save.first.must_send(answers) == [0, 1]
@@ -105,7 +104,7 @@ def test_a_plan_of_another_serial_is_not_taken_for_this_one() -> None:
     save = SimulatedSave(ranks=2, tensors=2, replicas=1)
     save.plan(save.describe())
     answers = [pickle.loads(answer) for answer in save.describe()]
-    save.first.make_plan(answers, [writer.pack() for writer in save._writers])
+    save.first.make_plan(answers, [writer.pack() for writer in save.holders])
     assert save.first.must_send(answers) == [0, 1]
 
 
