@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from hpc_train.checkpoint.agreement import on_first
 from hpc_train.checkpoint.archive import Archive
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore, furthest_saved, purged_error, wait_for_checkpoint
-from hpc_train.checkpoint.verified import AllDamaged, VerifiedCheckpoint, VerifiedSearch, on_first, on_network
+from hpc_train.checkpoint.verified import AllDamaged, VerifiedCheckpoint, VerifiedSearch, on_network
 from hpc_train.config.schema import Config
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory

@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from hpc_train.checkpoint import disk
+from hpc_train.checkpoint.agreement import lowest, on_first
 from hpc_train.checkpoint.archive import Archiver
 from hpc_train.checkpoint.choice import CheckpointChoice
 from hpc_train.checkpoint.host_copies import HostCopies, SideStream, Snapshot
 from hpc_train.checkpoint.manifest import BadCheckpoint, FileEntry, Manifest
 from hpc_train.checkpoint.reader import SafeReader
+from hpc_train.checkpoint.removals import Removals
 from hpc_train.checkpoint.space import check_space
 from hpc_train.checkpoint.state import (
     CompressionLoad,
@@ -41,12 +42,12 @@ from hpc_train.checkpoint.state import (
     without_compression,
 )
 from hpc_train.checkpoint.store import (
+    Checkpoint,
     CheckpointStore,
     Retention,
     record_save,
 )
-from hpc_train.checkpoint.verified import on_first
-from hpc_train.checkpoint.writer import SaveFailed, planned_names, quiet, write_tensors
+from hpc_train.checkpoint.writer import SaveFailed, TensorWriter, quiet
 from hpc_train.cluster.host_memory import free_memory
 from hpc_train.cluster.storage import renames_by_copying
 from hpc_train.config.schema import Config
@@ -127,6 +128,9 @@ class CheckpointManager:
     _copies: HostCopies = field(init=False)
     _lacked: bool | None = field(default=None, init=False)  # whether host memory was short at the last save
     _group: dist.ProcessGroup = field(init=False)
+    _writer: TensorWriter = field(init=False)
+    _removals: Removals = field(init=False)
+    _whole: dict[Checkpoint, Manifest] = field(default_factory=dict, init=False)  # on rank 0; see ``prune``
 
     def __post_init__(self) -> None:
         updates_archive = self.config.checkpoint.archive is not None and self.mesh.rank == 0
@@ -139,6 +143,8 @@ class CheckpointManager:
         if self._asynchronous:
             timeout = timedelta(seconds=self.config.elastic.collective_timeout_s)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._writer = TensorWriter(self._group)
+        self._removals = Removals(self._report_removal)
 
     @property
     def store(self) -> CheckpointStore:
@@ -192,7 +198,7 @@ class CheckpointManager:
         """Starts the host copies of an asynchronous save; returns None if a node lacks memory for them. Collective."""
         if self._anywhere(not self._copies.is_planned(state)):
             try:
-                self._copies.plan(state, planned_names(state, self._group))
+                self._copies.plan(state, self._writer.names(state))
             except SaveFailed:
                 return None  # the synchronous save reports what fails
         problem = self._lack_of_memory(state)
@@ -228,10 +234,8 @@ class CheckpointManager:
 
     def _report_lack(self, step: int, problem: str | None) -> None:
         """Reports on rank 0 the first problem of a rank. Collective."""
-        problems: list[Any] | None = [None] * self.mesh.layout.world_size if self.mesh.rank == 0 else None
-        dist.gather_object(problem, problems, group=self._group)
-        if problems is not None:
-            reason = next(found for found in problems if found is not None)
+        reason = lowest(problem, self._group)
+        if self.mesh.rank == 0:
             message = (
                 f"{self._asked}: checkpoints are saved synchronously, because {reason}. Request more memory "
                 "(cluster.mem), or set checkpoint.asynchronous=false"
@@ -261,8 +265,12 @@ class CheckpointManager:
         self._archiver.poll()
 
     def close(self, give_up: Callable[[], bool]) -> None:
-        """Waits until the archive is complete or ``give_up`` returns True; each rank calls it independently."""
+        """Waits until the archive is complete and old checkpoints are removed, or ``give_up`` returns True.
+
+        Each rank calls it independently.
+        """
         self._archiver.finish(give_up)
+        self._removals.wait(give_up)
 
     def wait(self) -> None:
         """Waits until the background save has finished."""
@@ -277,7 +285,7 @@ class CheckpointManager:
         Raises:
             UserError: the checkpoint does not match the model or optimizer, or a reason of ``CheckpointChoice``.
         """
-        on_first(partial(self.store.revoke, self.events.attempt), self._group)
+        on_first(self._revoke, self._group)
         choice = CheckpointChoice(self.run, self.config, self.store, self._group, self.mesh.rank, self.events)
         found, forked = choice.newest()
         if found is None:
@@ -285,7 +293,7 @@ class CheckpointManager:
         path = found.checkpoint.path
         reader = SafeReader(path, found.manifest, found.visibility_timeout_s)
         state = training_state(self.engine, self.optimizer)
-        stored = self._stored_shapes(reader, path)
+        stored = self._stored_shapes(reader)
         wanted = gather_shapes(shapes(state), self.mesh, self._group)
         with_optimizer = not forked or optimizer_part(stored) == optimizer_part(wanted)
         if not with_optimizer:
@@ -298,6 +306,7 @@ class CheckpointManager:
         compression.finish()
         self.optimizer.loaded()
         if path.parent == self.store.root:
+            self._whole[found.checkpoint] = found.manifest
             self._saved_step = found.checkpoint.step
             self._archiver.wake()
         return RestoredState(found.checkpoint.step, found.manifest.extra, path, with_optimizer)
@@ -312,7 +321,13 @@ class CheckpointManager:
             return None
         return self.restore()
 
+    def _revoke(self) -> None:
+        self._removals.wait()
+        self.store.revoke(self.events.attempt)
+        self._removals.start(self._remove_hidden)
+
     def _set_aside_after(self, step: int) -> bool:
+        self._removals.wait()
         store = self.store
         found = store.committed()
         if not any(checkpoint.step <= step for checkpoint in found):
@@ -330,13 +345,8 @@ class CheckpointManager:
         try:
             use_device(self.mesh.device)
             writing = on_first(partial(self.store.begin, save.step, self.events.attempt), self._group)
-            files = write_tensors(
-                save.state,
-                writing,
-                self._group,
-                partial(self._check_space, writing),
-                self._host_tensors(save),
-            )
+            check_space = partial(self._check_space, writing)
+            files = self._writer.write(save.state, writing, check_space, self._host_tensors(save))
             on_first(partial(self._commit, writing, save, files), self._group)
         except (SaveFailed, OSError) as error:
             self._copies.forget_plan()
@@ -384,19 +394,35 @@ class CheckpointManager:
             time=time.time(),
             metrics=dict(save.metrics),
         )
-        store = self.store
-        path = str(store.commit(writing, manifest).path)
+        committed = self.store.commit(writing, manifest)
         seconds = round(time.monotonic() - save.began, 3)
+        path = str(committed.path)
         self._event("checkpoint_saved", step=save.step, path=path, bytes=manifest.size, seconds=seconds)
         record_save(self.run, save.step)
+        self._removals.start(partial(self._prune, committed, manifest))
+
+    def _prune(self, committed: Checkpoint, manifest: Manifest) -> None:
         settings = self.config.checkpoint
-        try:
-            store.prune(Retention(settings.keep, settings.keep_every, settings.keep_best), self.events.attempt)
-        except (OSError, BadCheckpoint) as error:
-            self._event("warning", step=save.step, message=f"cannot remove old checkpoints: {error}")
+        retention = Retention(settings.keep, settings.keep_every, settings.keep_best)
+        self._whole[committed] = manifest  # each rank has told the size of its files
+        self.store.prune(retention, self.events.attempt, self._whole)
+
+    def _remove_hidden(self) -> None:
+        self.store.remove_hidden()
+
+    def _report_removal(self, error: Exception) -> None:
+        if not isinstance(error, Superseded):  # the next save reports that
+            self._event("warning", step=self._saved_step or 0, message=f"cannot remove old checkpoints: {error}")
 
     def _check_space(self, writing: Path, tensor_bytes: int, files: int) -> None:
-        check_space(writing, self.store, tensor_bytes, files, self.config.checkpoint.keep)
+        keep = self.config.checkpoint.keep
+        try:
+            check_space(writing, self.store, tensor_bytes, files, keep)
+        except OSError:
+            if not self._removals.busy:
+                raise
+            self._removals.wait()  # it is making room
+            check_space(writing, self.store, tensor_bytes, files, keep)
 
     def _check_claim(self) -> None:
         newest = self.run.newest_attempt()
@@ -406,23 +432,28 @@ class CheckpointManager:
     def _event(self, event: str, step: int, **details: Any) -> None:
         self.events.write(event, step=step, **details)
 
-    def _stored_shapes(self, reader: SafeReader, path: Path) -> dict[str, TensorShape]:
+    def _stored_shapes(self, reader: SafeReader) -> dict[str, TensorShape]:
         try:
-            stored: dict[str, TensorShape] = on_first(lambda: stored_shapes(reader.read_metadata()), self._group)
+            reader.share_metadata(self._group)
         except BadCheckpoint as error:
             raise UserError(
                 f"refusing to load the checkpoint: {error}",
-                where=str(path),
+                where=str(reader.path),
                 fix="load one that hpc_train saved",
             ) from None
-        return stored
+        return stored_shapes(reader.read_metadata())
 
     def _load(self, state: Mapping[str, Tensor], reader: SafeReader) -> None:
+        """Loads this rank's parts; each rank plans its own reads, since DCP would send all plans to rank 0 and back."""
+        failure: Exception | None = None
         try:
             with quiet():
-                dcp.load(dict(state), storage_reader=reader, process_group=self._group)
-        except CheckpointException as error:
-            raise RuntimeError(f"cannot load the checkpoint in {reader.path}: {error}") from error
+                dcp.load(dict(state), storage_reader=reader, no_dist=True)
+        except Exception as error:
+            failure = error
+        found = lowest(None if failure is None else f"rank {self.mesh.rank}: {failure}", self._group)
+        if found is not None:
+            raise RuntimeError(f"cannot load the checkpoint in {reader.path}: {found}") from failure
 
 
 def _failure_of_first_rank(error: OSError) -> SaveFailed:

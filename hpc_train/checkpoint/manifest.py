@@ -207,6 +207,18 @@ def verify(
         wait_until_visible(check, visibility_timeout_s, f"{checkpoint / name}")
 
 
+def verify_listing(checkpoint: Path, manifest: Manifest) -> None:
+    """Checks in one listing, without opening a file, that the checkpoint has all its files.
+
+    Raises:
+        BadCheckpoint: a file is missing.
+        OSError: this process cannot list the directory.
+    """
+    missing = sorted({*manifest.files, NAME} - {path.name for path in checkpoint.iterdir()})
+    if missing:
+        raise BadCheckpoint(f"{missing[0]}: the file is missing")
+
+
 def wait_until_visible(action: Callable[[], T], timeout_s: float, what: str) -> T:
     """Retries ``action`` for ``timeout_s`` seconds while a file is missing, stale or truncated, or its server is down.
 

@@ -7,23 +7,27 @@ small file cannot decompress into a large one. Objects other than tensors are re
 
 from __future__ import annotations
 
+import gc
 import importlib
 import io
 import pickle
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
+from hpc_train.checkpoint.agreement import broadcast_bytes, lowest, on_first
 from hpc_train.checkpoint.manifest import METADATA, BadCheckpoint, FileEntry, Manifest, verify
 from hpc_train.checkpoint.state import TensorShape, stored_shapes
 from hpc_train.checkpoint.writer import quiet
@@ -55,21 +59,49 @@ class SafeReader(dcp.FileSystemReader):
         super().__init__(path)
         self._manifest = manifest
         self._visibility_s = visibility_timeout_s
+        self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Reads and checks ``.metadata``.
+        """Reads and checks ``.metadata``, once for many loads: it has many megabytes in a large checkpoint.
 
         Raises:
             BadCheckpoint: the file is damaged, DCP does not write such content, or it refers to other files.
         """
+        if self._metadata is None:
+            self._metadata = read_metadata(self._read_file(), self._manifest)
+        return self._metadata
+
+    def share_metadata(self, group: dist.ProcessGroup) -> None:
+        """Reads and checks ``.metadata`` on the first rank, and sends its bytes to all others. Collective.
+
+        Raises:
+            BadCheckpoint: see ``read_metadata``.
+        """
+        data: bytes | None = None
+
+        def read() -> None:
+            nonlocal data
+            data = self._read_file()
+            self._metadata = read_metadata(data, self._manifest)
+
+        on_first(read, group)
+        data = broadcast_bytes(data, group)
+        problem: BadCheckpoint | None = None
+        try:
+            self._metadata = self._metadata or _decode(data)
+        except BadCheckpoint as error:  # e.g. out of memory
+            problem = error
+        problem = lowest(problem, group)
+        if problem is not None:
+            raise problem
+
+    def _read_file(self) -> bytes:
         self._wait_for([METADATA])
         data = (Path(self.path) / METADATA).read_bytes()
         entry = self._manifest.files[METADATA]
         if FileEntry(len(data), xxhash.xxh3_128(data).hexdigest()) != entry:
             raise BadCheckpoint(f"{METADATA}: the content does not match its checksum")
-        metadata = read_metadata(data, self._manifest)
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        return metadata
+        return data
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         self._wait_for({self.storage_data[item.storage_index].relative_path for item in plan.items})
@@ -84,22 +116,40 @@ class SafeReader(dcp.FileSystemReader):
 
 
 def read_metadata(data: bytes, manifest: Manifest) -> Metadata:
-    """Decodes the content of ``.metadata``.
+    """Decodes and checks the content of ``.metadata``.
 
     Raises:
         BadCheckpoint: it refers to a class that DCP does not write, or it does not match the manifest's files.
     """
-    try:
-        metadata = _Unpickler(io.BytesIO(data)).load()
-    except BadCheckpoint:
-        raise
-    except Exception as error:
-        raise BadCheckpoint(f"{METADATA}: cannot be read ({type(error).__name__}: {error})") from None
+    metadata = _decode(data)
     try:
         _check(metadata, manifest)
     except (TypeError, AttributeError, KeyError, ValueError) as error:
         raise BadCheckpoint(f"{METADATA}: DCP does not write such content ({error})") from None
     return metadata
+
+
+def _decode(data: bytes) -> Metadata:
+    try:
+        with _without_collections():
+            metadata: Metadata = _Unpickler(io.BytesIO(data)).load()
+    except BadCheckpoint:
+        raise
+    except Exception as error:
+        raise BadCheckpoint(f"{METADATA}: cannot be read ({type(error).__name__}: {error})") from None
+    return metadata
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Suspends garbage collections, which would visit millions of new objects again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _Unpickler(pickle.Unpickler):
@@ -203,7 +253,7 @@ class StoredTensors:
     """Reads the tensors of a verified checkpoint by global name, one at a time and in one process."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
-        self._reader = _Reader(path, manifest)
+        self._reader = SafeReader(path, manifest)
         self.shapes: dict[str, TensorShape] = stored_shapes(self._reader.read_metadata())
 
     def model(self) -> dict[str, TensorShape]:
@@ -221,14 +271,3 @@ class StoredTensors:
         with quiet():
             dcp.load({name: tensor}, storage_reader=self._reader, no_dist=True)
         return tensor
-
-
-class _Reader(SafeReader):
-    """Reads the metadata once for many loads; it has many megabytes in a large checkpoint."""
-
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        super().__init__(path, manifest)
-        self._metadata = super().read_metadata()
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata

@@ -13,13 +13,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from hpc_train.checkpoint.agreement import from_rank
 from hpc_train.errors import UserError
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
@@ -90,11 +91,11 @@ def stored_shapes(metadata: Metadata) -> dict[str, TensorShape]:
 
 
 def gather_shapes(own: Mapping[str, TensorShape], mesh: Mesh, group: dist.ProcessGroup) -> dict[str, TensorShape]:
-    """Gathers the shapes from one rank per stage, since replicas and tensor-parallel ranks hold the same names."""
-    own = own if mesh.dp_rank == 0 and mesh.tp_rank == 0 else {}
-    gathered: list[Any] = [None] * mesh.layout.world_size
-    dist.all_gather_object(gathered, own, group=group)
-    return {name: shape for part in gathered for name, shape in part.items()}
+    """Collects the shapes from one rank per stage, since replicas and tensor-parallel ranks hold the same names."""
+    found: dict[str, TensorShape] = {}
+    for first in range(0, mesh.layout.world_size, mesh.layout.dp * mesh.layout.tp):
+        found |= from_rank(first, own, group)
+    return found
 
 
 def model_part(found: Mapping[str, TensorShape]) -> dict[str, TensorShape]:

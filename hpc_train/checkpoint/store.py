@@ -29,6 +29,7 @@ from hpc_train.checkpoint.manifest import (
     marker,
     read_manifest,
     verify,
+    verify_listing,
 )
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
@@ -159,14 +160,25 @@ class CheckpointStore:
         return Checkpoint(step, writing)
 
     def revoke(self, attempt: int) -> None:
-        """Removes unfinished saves of earlier attempts, so that a suspended process cannot commit one later.
+        """Hides unfinished saves of earlier attempts, so that a suspended process cannot commit one later.
 
-        ``guard`` alone cannot prevent that, since a process may be suspended between the check and its rename.
+        ``guard`` alone cannot prevent that, since a process may be suspended between the check and its rename. What is
+        hidden is left for ``remove_hidden``. Where a marker commits, a directory is removed at once.
         """
         self.guard()
         for path in self._unfinished_before(attempt):
             with suppress(OSError):  # another process was first, or nobody (the old attempt included) can rename here
-                self._remove(path)
+                if _COMMITTED.fullmatch(path.name):
+                    self._remove(path)
+                elif not _REMOVED.search(path.name):
+                    self._hide(path)
+
+    def remove_hidden(self) -> None:
+        """Finishes removals that were interrupted or left by ``revoke``."""
+        if self.root.is_dir():
+            for path in list(self.root.iterdir()):
+                if _UNFINISHED.fullmatch(path.name) and _REMOVED.search(path.name):
+                    disk.remove(path)
 
     def set_aside(self, checkpoint: Checkpoint, attempt: int) -> Path:
         """Renames a checkpoint so that no run loads it and a person can inspect it; returns the new path."""
@@ -184,17 +196,39 @@ class CheckpointStore:
         """Removes a committed checkpoint."""
         self._remove(checkpoint.path)
 
-    def prune(self, retention: Retention, attempt: int) -> None:
+    def prune(self, retention: Retention, attempt: int, known: dict[Checkpoint, Manifest] | None = None) -> None:
         """Removes checkpoints that ``retention`` does not keep, all bad ones but the newest, and unfinished saves.
 
         It never removes the newest complete checkpoint. Incomplete checkpoints do not count as kept.
+
+        Args:
+            known: checkpoints whose files this process has written or has seen in full size, with their manifests.
+                These are complete while all names exist, which takes one listing instead of an open of each file. The
+                call adds what it has compared and drops what is gone.
         """
         self.guard()
-        complete = [checkpoint for checkpoint in self.committed() if checkpoint.is_complete()]
-        steps = removable([Kept(found.step, found.manifest().metrics) for found in complete], retention)
+        known = {} if known is None else known
+        complete = self._complete(known)
+        known.clear()
+        known.update(complete)
+        steps = removable([Kept(found.step, manifest.metrics) for found, manifest in complete.items()], retention)
         expired = [checkpoint.path for checkpoint in complete if checkpoint.step in steps] + self.bad()[:-1]
         for path in [*expired, *self._unfinished_before(attempt)]:
             self._remove(path)
+
+    def _complete(self, known: Mapping[Checkpoint, Manifest]) -> dict[Checkpoint, Manifest]:
+        """Returns the complete checkpoints, oldest first, with their manifests."""
+        found = {}
+        for checkpoint in self.committed():
+            with suppress(BadCheckpoint, OSError):
+                manifest = known.get(checkpoint)
+                if manifest is None:
+                    manifest = checkpoint.manifest()
+                    verify(checkpoint.path, manifest, full=False)
+                else:
+                    verify_listing(checkpoint.path, manifest)
+                found[checkpoint] = manifest
+        return found
 
     def _unfinished_before(self, attempt: int) -> list[Path]:
         """Returns unfinished saves of earlier attempts and unfinished removals."""

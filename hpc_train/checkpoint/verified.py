@@ -1,4 +1,8 @@
-"""Finds the newest checkpoint that matches its manifest. Each rank verifies a part of its files before any load."""
+"""Finds the newest checkpoint that matches its manifest. Each rank verifies a part of its files before any load.
+
+Rank 0 reads the manifest and lists the directory once. Each of N ranks opens, measures and hashes 1/N of the bytes; no
+rank opens all files.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+import xxhash
 
+from hpc_train.checkpoint.agreement import lowest, on_first
 from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest, read_manifest, verify
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
 from hpc_train.errors import UserError
@@ -21,6 +28,7 @@ from hpc_train.run.files import read_json, write_json
 from hpc_train.run.processes import process
 
 MEMORY = ".verified.json"  # file in the store's directory that records what this job has verified
+_LIMBS = 4  # 32-bit parts of a sum of 128-bit digests; int64 sums of them cannot overflow
 _NETWORK = ("nfs", "lustre", "gpfs", "beegfs", "cifs", "smb", "ceph", "fuse", "9p", "panfs", "afs", "gfs", "ocfs")
 
 
@@ -72,9 +80,10 @@ class VerifiedSearch:
             found = self._propose()
             if found is None:
                 return None
-            problem = self._verify(found)
+            state = self._file_state(found)
+            problem = self._verify(found, self._on_first(partial(self._is_remembered, found, state)))
             if problem is None:
-                self._on_first(partial(self._remember, found))
+                self._on_first(partial(self._remember, found, state))
                 return found
             self._on_first(partial(self._refuse, found.checkpoint, problem))
 
@@ -103,34 +112,50 @@ class VerifiedSearch:
             )
         return None
 
-    def _verify(self, found: VerifiedCheckpoint) -> str | None:
+    def _verify(self, found: VerifiedCheckpoint, known: bool) -> str | None:
         """Returns the problem of the lowest rank that found one, on all ranks; None if there is none."""
         rank = dist.get_rank(self.group)
-        ranks = dist.get_world_size(self.group)
-        known: bool = self._on_first(lambda: self._is_remembered(found))
-        by_size = sorted(found.manifest.files, key=lambda name: (-found.manifest.files[name].size, name))
-        outcome: Any = None
+        path, manifest, visible_s = found.checkpoint.path, found.manifest, found.visibility_timeout_s
+        damage: str | None = None
+        unreadable: Exception | None = None
         try:
-            if rank == 0:
-                verify(found.checkpoint.path, found.manifest, full=False, visibility_timeout_s=self._visibility_s())
             full = self.full and not known
-            verify(
-                found.checkpoint.path,
-                found.manifest,
-                by_size[rank::ranks],
-                full=full,
-                visibility_timeout_s=self._visibility_s(),
-            )
+            verify(path, manifest, self._share(manifest), full=full, visibility_timeout_s=visible_s)
         except BadCheckpoint as error:
-            outcome = f"{error} (rank {rank}, {socket.gethostname()})"
+            damage = f"{error} (rank {rank}, {socket.gethostname()})"
         except OSError as error:
-            outcome = _unreadable(found.checkpoint, rank, error)
-        outcomes: list[Any] = [None] * ranks
-        dist.all_gather_object(outcomes, outcome, group=self.group)
-        for other in outcomes:
-            if isinstance(other, Exception):
-                raise other
-        return next((other for other in outcomes if other is not None), None)
+            unreadable = _unreadable(found.checkpoint, rank, error)
+        failure = lowest(unreadable, self.group)
+        if failure is not None:
+            raise failure
+        problem: str | None = lowest(damage, self.group)
+        return problem
+
+    def _share(self, manifest: Manifest) -> list[str]:
+        """Returns the files that this rank verifies, so that all ranks together verify all."""
+        by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
+        return by_size[dist.get_rank(self.group) :: dist.get_world_size(self.group)]
+
+    def _file_state(self, found: VerifiedCheckpoint) -> str | None:
+        """Returns a digest of the attributes of all files that change with a write; None if it is not needed.
+
+        Each rank looks at its share. The digest is a sum, so it does not depend on the number of ranks. Collective.
+        """
+        if not (self.full and self.own):
+            return None
+        limbs = torch.zeros(_LIMBS + 1, dtype=torch.int64)  # the last one counts files that are not visible yet
+        for name in self._share(found.manifest):
+            try:
+                stat = (found.checkpoint.path / name).stat()
+            except OSError:
+                limbs[_LIMBS] += 1
+                continue
+            entry = f"{name}/{stat.st_ino}/{stat.st_size}/{stat.st_mtime_ns}/{stat.st_ctime_ns}"
+            value = xxhash.xxh3_128(entry.encode()).intdigest()
+            limbs += torch.tensor([value >> 32 * limb & 0xFFFFFFFF for limb in range(_LIMBS)] + [0])
+        dist.all_reduce(limbs, group=self.group)
+        *sums, missing = limbs.tolist()
+        return None if missing else "".join(f"{limb & 0xFFFFFFFF:08x}" for limb in sums)
 
     def _refuse(self, checkpoint: Checkpoint, problem: str) -> None:
         self._refused[checkpoint.step] = problem
@@ -139,28 +164,27 @@ class VerifiedSearch:
     def _visibility_s(self) -> float:
         return self.visibility_timeout_s if on_network(self.store.root) else 0.0
 
-    def _remember(self, found: VerifiedCheckpoint) -> None:
+    def _remember(self, found: VerifiedCheckpoint, state: str | None) -> None:
         """Records the verified checkpoint, so that a restart within this job does not read it again."""
-        if not (self.full and self.own):
+        if state is None:
             return
         with suppress(OSError):  # on a full disk the checkpoint is verified again next time
-            write_json(self.store.root / MEMORY, self._mark(found))
+            write_json(self.store.root / MEMORY, _memory(found, state))
 
-    def _is_remembered(self, found: VerifiedCheckpoint) -> bool:
+    def _is_remembered(self, found: VerifiedCheckpoint, state: str | None) -> bool:
         try:
-            remembered: bool = read_json(self.store.root / MEMORY) == self._mark(found)
+            remembered: bool = state is not None and read_json(self.store.root / MEMORY) == _memory(found, state)
         except (OSError, ValueError):
             return False
         return remembered
 
-    def _mark(self, found: VerifiedCheckpoint) -> dict[str, Any]:
-        """Returns the identity of this job's agent, and of each file the attributes that change with a write."""
-        stats = {name: (found.checkpoint.path / name).stat() for name in sorted(found.manifest.files)}
-        files = {name: [stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in stats.items()}
-        return {"job": process(os.getppid()), "step": found.checkpoint.step, "files": files}
-
     def _on_first(self, action: Callable[[], Any]) -> Any:
         return on_first(action, self.group)
+
+
+def _memory(found: VerifiedCheckpoint, state: str) -> dict[str, Any]:
+    """Returns what identifies a verified checkpoint, and this job by its agent."""
+    return {"job": process(os.getppid()), "step": found.checkpoint.step, "files": state}
 
 
 def _unreadable(checkpoint: Checkpoint, rank: int, error: OSError) -> Exception:
@@ -169,20 +193,6 @@ def _unreadable(checkpoint: Checkpoint, rank: int, error: OSError) -> Exception:
     if error.errno in (errno.EACCES, errno.EPERM):
         return UserError(message, where=str(checkpoint.path))
     return OSError(error.errno, message)
-
-
-def on_first(action: Callable[[], Any], group: dist.ProcessGroup) -> Any:
-    """Runs ``action`` on the first rank and broadcasts its result, or raises its exception on all ranks."""
-    outcome: list[Any] = [None, None]
-    if dist.get_rank(group) == 0:
-        try:
-            outcome[0] = action()
-        except Exception as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0, group=group)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
 
 
 def on_network(path: Path) -> bool:

@@ -1,32 +1,45 @@
-"""Writes tensors with ``torch.distributed.checkpoint``, hashes each file, and checks that nothing is missing.
+"""Writes tensors in the format of ``torch.distributed.checkpoint``, hashes the files, and checks that all is written.
 
-The digests travel to rank 0 with DCP's own write results. Rank 0 fails the save unless each planned item was written
-exactly once.
+The ranks exchange little: the digests of what they hold, and after the write the digest of each file (see ``plan``).
+Where the parts are in the files changes only with the plan; so rank 0 keeps the bytes of ``.metadata`` and writes the
+same again. A rank fails the save unless it has written each planned part once, and rank 0 unless each file is as long
+as its parts need.
+
+A rank syncs its own files. Rank 0 syncs the directory once, after all ranks have closed theirs and before the commit
+(``CheckpointStore.commit``). That makes the entries of all ranks durable: on a local file system and on Lustre's
+metadata server the entries are in one journal, which the later sync commits up to its end; NFS servers commit an entry
+before they reply; and GPFS writes an entry back before it gives the directory's token to the node that syncs. A sync by
+each rank would be N syncs of one object.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.filesystem import FileSystem, _StoragePrefix
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.utils import _DistWrapper
-from torch.futures import Future
 
 from hpc_train.checkpoint import disk
-from hpc_train.checkpoint.manifest import FileEntry
+from hpc_train.checkpoint.encoding import encode_metadata
+from hpc_train.checkpoint.manifest import METADATA, FileEntry
+from hpc_train.checkpoint.plan import Holding, Places, SharedPlan, senders, share_out
 from hpc_train.run.exits import CollectiveFailure
+
+SHOWN = 4  # failed ranks that a message describes
 
 
 class SaveFailed(CollectiveFailure):
@@ -47,11 +60,250 @@ class SaveFailed(CollectiveFailure):
 
 
 @dataclass(frozen=True)
-class WrittenFile:
-    """Describes a file that a rank has written."""
+class Answer:
+    """What a rank says before a save: the serial of the plan that it knows, and the digest of what it holds."""
 
-    name: str
-    entry: FileEntry
+    serial: int | None
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a rank says after its write.
+
+    Attributes:
+        files: its files by name.
+        places: where its parts are; None if they are where they were in the last save of this plan.
+    """
+
+    files: Mapping[str, FileEntry]
+    places: Places | None
+
+
+class RankWriter:
+    """Holds one rank's share of the plan, and writes it.
+
+    Args:
+        one_file: write one file per rank; otherwise one per tensor. DCP keeps all tensors of a file in memory until
+            the file is complete.
+    """
+
+    def __init__(self, rank: int, one_file: bool = True) -> None:
+        self._rank = rank
+        self._one_file = one_file
+        self._items: list[WriteItem] = []
+        self._holding: Holding | None = None
+        self._planned: tuple[int, bytes, bytes] | None = None  # serial, digest of what is held, one bit per part
+        self._written: Places | None = None  # in the last write
+        self._known: Places | None = None  # what rank 0 knows
+
+    def describe(self, state: Mapping[str, Tensor]) -> Answer:
+        """Describes what this rank holds. It reads no values."""
+        planner = dcp.DefaultSavePlanner()
+        planner.set_up_planner(dict(state), is_coordinator=self._rank == 0)
+        self._items = planner.create_local_plan().items
+        self._holding = Holding.of(self._items)
+        known = self._planned is not None and self._planned[1] == self._holding.digest
+        return Answer(self._planned[0] if known and self._planned is not None else None, self._holding.digest)
+
+    def pack(self) -> bytes:
+        """Returns the described holding."""
+        assert self._holding is not None, "nothing is described"
+        return self._holding.pack()
+
+    def accept(self, serial: int, bits: bytes) -> None:
+        """Takes rank 0's plan for the described holding."""
+        assert self._holding is not None, "nothing is described"
+        self._planned = serial, self._holding.digest, bits
+        self._known = None
+
+    @property
+    def items(self) -> list[WriteItem]:
+        """Returns what this rank writes of the described holding."""
+        assert self._planned is not None, "nothing is planned"
+        bits = np.unpackbits(np.frombuffer(self._planned[2], dtype=np.uint8), count=len(self._items))
+        return [item for item, written in zip(self._items, bits.tolist(), strict=True) if written]
+
+    def write(self, writing: Path, state: Mapping[str, Tensor], host: Mapping[str, Tensor] | None) -> Written:
+        """Writes this rank's files; they are on disk on return, and their entries when rank 0 has synced ``writing``.
+
+        Raises:
+            RuntimeError: DCP has not written each item exactly once.
+        """
+        writer = HashingWriter(writing, self._one_file)
+        planner = SnapshotPlanner(state, host)
+        items = self.items
+        plan = SavePlan(items, storage_data=_StoragePrefix(f"__{self._rank}_"))
+        results = writer.write_data(plan, planner).value()
+        found = {result.index: result.storage_data for result in results}
+        planned = [item.index for item in items]
+        if len(results) != len(planned) or found.keys() != set(planned):
+            missing = sorted({index.fqn for index in set(planned) - found.keys()})
+            raise RuntimeError(
+                f"rank {self._rank} has written {len(results)} of {len(planned)} items; missing: {missing}"
+            )
+        self._written = Places.of([found[index] for index in planned])
+        return Written(dict(writer.files), None if self._written == self._known else self._written)
+
+    def confirm(self) -> None:
+        """Records that rank 0 knows the places of the last write."""
+        self._known = self._written
+
+
+class Coordinator:
+    """Holds rank 0's plan for all ranks, and the encoded ``.metadata`` of its last save."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._serial = 0
+        self._plan: SharedPlan | None = None
+        self._places: list[Places | None] = []
+        self._metadata: bytearray | None = None
+
+    def must_send(self, answers: Sequence[Answer]) -> list[int]:
+        """Returns the ranks that must send what they hold for a new plan; none if the last plan holds."""
+        if self._plan is not None and all(answer.serial == self._plan.serial for answer in answers):
+            return []
+        return senders([answer.digest for answer in answers])
+
+    def make_plan(self, answers: Sequence[Answer], packed: Sequence[bytes | None]) -> list[tuple[int, bytes]]:
+        """Returns for each rank the serial of a new plan and what it writes; see ``RankWriter.accept``."""
+        self._plan = None
+        self._places = [None] * self._ranks
+        self._metadata = None
+        self._serial += 1
+        sent = {rank: data for rank, data in enumerate(packed) if data is not None}
+        self._plan = plan = share_out([answer.digest for answer in answers], sent, self._serial)
+        return [(plan.serial, plan.answer(rank)) for rank in range(self._ranks)]
+
+    def check_space(self, check: Callable[[int, int], None]) -> None:
+        """Calls ``check`` with the bytes of all tensors and the number of files."""
+        assert self._plan is not None, "nothing is planned"
+        check(self._plan.tensor_bytes, self._ranks + 3)
+
+    def finish(self, writing: Path, written: Sequence[Written]) -> dict[str, FileEntry]:
+        """Writes ``.metadata`` and returns all files.
+
+        Raises:
+            RuntimeError: a file ends within one of its parts.
+        """
+        assert self._plan is not None, "nothing is planned"
+        for rank, found in enumerate(written):
+            if found.places is not None and found.places != self._places[rank]:
+                self._places[rank] = found.places
+                self._metadata = None
+        places = [place for place in self._places if place is not None]
+        assert len(places) == self._ranks, "a rank has not told where its parts are"
+        files = {name: entry for found in written for name, entry in found.files.items()}
+        for rank, place in enumerate(places):
+            _check_ends(rank, place, files)
+        if self._metadata is None:
+            self._metadata = encode_metadata(self._plan, places)
+        files[METADATA] = _write_file(writing / METADATA, self._metadata)
+        return files
+
+
+def _check_ends(rank: int, places: Places, files: Mapping[str, FileEntry]) -> None:
+    for name, end in places.ends().items():
+        if name not in files or end > files[name].size:
+            size = files[name].size if name in files else 0
+            raise RuntimeError(f"rank {rank}: {name} has {size} bytes, and its last part ends at {end}")
+
+
+def _write_file(path: Path, data: bytearray) -> FileEntry:
+    file = disk.HashedFile(path)
+    try:
+        file.write(data)
+        file.close()
+    finally:
+        file.abandon()
+    return FileEntry(file.size, file.digest)
+
+
+class TensorWriter:
+    """Writes tensors collectively over ``group``, and plans anew only when what a rank holds has changed.
+
+    Args:
+        group: None means one process.
+        one_file: see ``RankWriter``.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, one_file: bool = True) -> None:
+        self._ranks = _DistWrapper(group, group is not None, 0)
+        self._own = RankWriter(self._ranks.get_rank(), one_file)
+        self._first = Coordinator(self._ranks.get_world_size())  # used on rank 0
+
+    def names(self, state: Mapping[str, Tensor]) -> set[str]:
+        """Returns the names of the tensors that this rank will write in a save of ``state``. Collective.
+
+        Ranks may hold the same tensor; the plan chooses which of them writes it. It reads no values.
+
+        Raises:
+            SaveFailed: the plan failed on some rank; raised on all ranks.
+        """
+        try:
+            with quiet():
+                self._plan(state, None)
+        except CheckpointException as error:
+            _fail(error)
+        return {item.index.fqn for item in self._own.items}
+
+    def write(
+        self,
+        state: Mapping[str, Tensor],
+        writing: Path,
+        check_space: Callable[[int, int], None],
+        host: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, FileEntry]:
+        """Writes ``state`` into the new directory ``writing``. Collective.
+
+        Args:
+            check_space: called on the first rank with the total bytes and the number of files before the first write.
+            host: name -> host copy of what this rank writes; ``state`` then only provides names and shapes. A copy is
+                read before the next one is asked for, so that all of them may use the same memory.
+
+        Returns:
+            All files on the first rank, an empty dict on the others. The files are on disk.
+
+        Raises:
+            SaveFailed: the save failed on some rank; raised on all ranks.
+        """
+        files: dict[str, FileEntry] = {}
+
+        def finish(written: list[Written]) -> None:
+            files.update(self._first.finish(writing, written))
+
+        try:
+            with quiet():
+                self._plan(state, check_space)
+                self._ranks.all_reduce("write", partial(self._own.write, writing, state, host), finish)
+        except CheckpointException as error:
+            _fail(error)
+        self._own.confirm()
+        return files
+
+    def _plan(self, state: Mapping[str, Tensor], check_space: Callable[[int, int], None] | None) -> None:
+        """Plans a save, and checks the space for it; the ranks send what they hold only if that has changed."""
+        answers: list[Answer] = []
+
+        def ask(found: list[Answer]) -> list[int]:
+            answers.extend(found)
+            sending = self._first.must_send(found)
+            if not sending and check_space is not None:
+                self._first.check_space(check_space)
+            return sending
+
+        def plan(packed: list[bytes | None]) -> list[tuple[int, bytes]]:
+            found = self._first.make_plan(answers, packed)
+            if check_space is not None:
+                self._first.check_space(check_space)
+            return found
+
+        sending = self._ranks.all_reduce("plan", partial(self._own.describe, state), ask)
+        if sending:
+            sends = self._ranks.get_rank() in sending
+            own = self._ranks.reduce_scatter("plan", lambda: self._own.pack() if sends else None, plan)
+            self._own.accept(*own)
 
 
 def write_tensors(
@@ -62,58 +314,8 @@ def write_tensors(
     host: Mapping[str, Tensor] | None = None,
     one_file: bool = True,
 ) -> dict[str, FileEntry]:
-    """Writes ``state`` into the new directory ``writing``, collectively over ``group``; None means one process.
-
-    Args:
-        check_space: called on the first rank with the total bytes and the number of files before the first write.
-        host: name -> host copy of what this rank writes; ``state`` then only provides names and shapes. A copy is read
-            before the next one is asked for, so that all of them may use the same memory.
-        one_file: write one file per rank; otherwise one per tensor. DCP keeps all tensors of a file in memory until
-            the file is complete.
-
-    Returns:
-        All files on the first rank, an empty dict on the others. The files are on disk.
-
-    Raises:
-        SaveFailed: the save failed on some rank; raised on all ranks.
-    """
-    writer = HashingWriter(writing, check_space, one_file)
-    try:
-        with quiet():
-            dcp.save(
-                dict(state),
-                storage_writer=writer,
-                planner=SnapshotPlanner(host),
-                process_group=group,
-                no_dist=group is None,
-            )
-    except CheckpointException as error:
-        _fail(error)
-    return dict(writer.files)
-
-
-def planned_names(state: Mapping[str, Tensor], group: dist.ProcessGroup) -> set[str]:
-    """Returns the names of the tensors that this rank will write in a save of ``state``. Collective.
-
-    Ranks may hold the same tensor; the plan of a save chooses which of them writes it. It reads no values.
-
-    Raises:
-        SaveFailed: the plan failed on some rank; raised on all ranks.
-    """
-    planner = SnapshotPlanner(None)
-
-    def local_plan() -> SavePlan:
-        planner.set_up_planner(dict(state), is_coordinator=dist.get_rank(group) == 0)
-        return planner.create_local_plan()
-
-    def names_of_ranks(plans: list[SavePlan]) -> list[set[str]]:
-        return [{item.index.fqn for item in plan.items} for plan in planner.create_global_plan(plans)[0]]
-
-    try:
-        with quiet():
-            return _DistWrapper(group, True, 0).reduce_scatter("plan", local_plan, names_of_ranks)
-    except CheckpointException as error:
-        _fail(error)
+    """Writes ``state`` once; see ``TensorWriter``."""
+    return TensorWriter(group, one_file).write(state, writing, check_space, host)
 
 
 def _fail(error: CheckpointException) -> NoReturn:
@@ -123,10 +325,11 @@ def _fail(error: CheckpointException) -> NoReturn:
 
 
 class SnapshotPlanner(dcp.DefaultSavePlanner):
-    """Plans a save from the live tensors' names, shapes and shards; reads the values from ``host`` if given."""
+    """Reads the values of a save from ``host`` if given, otherwise from the live tensors."""
 
-    def __init__(self, host: Mapping[str, Tensor] | None) -> None:
+    def __init__(self, state: Mapping[str, Tensor], host: Mapping[str, Tensor] | None) -> None:
         super().__init__()
+        self.set_up_planner(dict(state))
         self._host = host
 
     def lookup_object(self, index: MetadataIndex) -> Any:
@@ -134,9 +337,9 @@ class SnapshotPlanner(dcp.DefaultSavePlanner):
 
 
 class HashingWriter(dcp.FileSystemWriter):
-    """Writes into an existing empty directory; ``files`` then lists all its files on rank 0."""
+    """Writes new files into an existing directory; ``files`` lists them."""
 
-    def __init__(self, directory: Path, check_space: Callable[[int, int], None], one_file: bool = True) -> None:
+    def __init__(self, directory: Path, one_file: bool = True) -> None:
         # DCP would sync before the flush, so HashedFile syncs instead. Where torch has CUDA, DCP copies ahead on the
         # current stream of this thread, even if all tensors are on the host; without copies ahead it uses no device.
         super().__init__(
@@ -144,51 +347,6 @@ class HashingWriter(dcp.FileSystemWriter):
         )
         self.files: dict[str, FileEntry] = {}
         self.fs: HashingFileSystem = HashingFileSystem(self.files)
-        self._check_space = check_space
-        self._planned: list[set[MetadataIndex]] = []
-
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta(save_id=self.save_id)  # no path, because the commit renames the directory
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        objects = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO]
-        if objects:
-            raise ValueError(f"{objects[0]} is not a tensor, and loading it would unpickle it")
-        return super().prepare_local_plan(plan)
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        plans = super().prepare_global_plan(plans)
-        self._planned = [{item.index for item in plan.items} for plan in plans]
-        self._check_space(sum(_bytes(item) for plan in plans for item in plan.items), len(plans) + 3)
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
-        results = super().write_data(plan, planner).value()
-        disk.sync_directory(Path(self.path))
-        written: Future[Any] = Future()
-        written.set_result([*results, *(WrittenFile(name, entry) for name, entry in self.files.items())])
-        return written
-
-    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        files = {found.name: found.entry for part in results for found in part if isinstance(found, WrittenFile)}
-        tensors = [[found for found in part if not isinstance(found, WrittenFile)] for part in results]
-        self._account(tensors, files)
-        self.files.update(files)
-        super().finish(metadata, tensors)
-
-    def _account(self, results: list[list[Any]], files: Mapping[str, FileEntry]) -> None:
-        """Raises unless the written items are the planned ones."""
-        for rank, (planned, part) in enumerate(zip(self._planned, results, strict=True)):
-            written = [result.index for result in part]
-            if len(written) != len(planned) or set(written) != planned:
-                missing = sorted({index.fqn for index in planned.difference(written)})
-                raise RuntimeError(
-                    f"rank {rank} has written {len(written)} of {len(planned)} items; missing: {missing}"
-                )
-            for result in part:
-                info = result.storage_data
-                if info.offset + info.length > files[info.relative_path].size:
-                    raise RuntimeError(f"rank {rank}: {info.relative_path} ends within {result.index.fqn}")
 
 
 class HashingFileSystem(FileSystem):
@@ -211,13 +369,6 @@ class HashingFileSystem(FileSystem):
             raise
         self._files[file.path.name] = FileEntry(file.size, file.digest)
 
-    def mkdir(self, path: str | os.PathLike[str]) -> None:
-        """Does nothing, since the first rank has already created the directory."""
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        disk.rename(Path(path), Path(new_path))
-        self._files[Path(new_path).name] = self._files.pop(Path(path).name)
-
 
 @contextmanager
 def quiet() -> Iterator[None]:
@@ -227,11 +378,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def _bytes(item: WriteItem) -> int:
-    if item.tensor_data is None:
-        return 0
-    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
-
-
 def _describe(failures: Mapping[int, BaseException]) -> str:
-    return "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, error in sorted(failures.items()))
+    found = [f"rank {rank}: {type(error).__name__}: {error}" for rank, error in sorted(failures.items())]
+    more = [f"and {len(found) - SHOWN} more ranks"] if len(found) > SHOWN else []
+    return "; ".join(found[:SHOWN] + more)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed.checkpoint  # noqa: F401  a slow import, which forked workers inherit from the warm parent
 
+from hpc_train.checkpoint.agreement import lowest
 from hpc_train.checkpoint.manager import CheckpointManager, RestoredState
 from hpc_train.config.schema import Config
 from hpc_train.config.values import DEBUG_STEPS, parse_profile, parse_save_every
@@ -30,7 +31,7 @@ from hpc_train.parallel.compile import kept_artifacts
 from hpc_train.parallel.compression.build import with_chosen_compression
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.plain_objects import gather_plain
+from hpc_train.parallel.plain_objects import broadcast_plain
 from hpc_train.preflight.run import nccl_log, preflight
 from hpc_train.run.agent_worker import Heartbeat, Phase, WorkerSpec
 from hpc_train.run.code import check_imports
@@ -259,10 +260,10 @@ def _log_utilisation(run: RunDirectory, meter: Meter, events: EventLog) -> None:
 
 def _check_agreement(mesh: Mesh, facts: dict[str, Any]) -> None:
     """Raises RuntimeError if ranks would train differently, e.g. because a node sees an old copy of a file."""
-    gathered = gather_plain(facts, mesh.control)
-    different = [f"rank {rank}: {found}" for rank, found in enumerate(gathered) if found != gathered[0]]
-    if different:
-        raise RuntimeError(f"the ranks see different inputs. rank 0: {gathered[0]}; " + "; ".join(different[:8]))
+    first = broadcast_plain(facts, mesh.control)
+    different = lowest(None if facts == first else f"rank {mesh.rank}: {facts}", mesh.control)
+    if different is not None:
+        raise RuntimeError(f"the ranks see different inputs. rank 0: {first}; {different}")
 
 
 def _digest(path: Path) -> str:

@@ -99,10 +99,12 @@ def train_and_save(rank: int, world_size: int, folder: str, name: str, configs: 
         training = Training.of(RunDirectory(Path(folder, name, kind)), config, mesh)
         training.steps(0, HALF)
         training.manager.save(HALF, {})
+        training.manager.close(lambda: False)
         if name == "single":
             training = Training.of(RunDirectory(Path(folder, "whole", kind)), config, mesh)
             losses = training.steps(0, END)
             training.manager.save(END, {"losses": losses[HALF:]})
+            training.manager.close(lambda: False)
 
 
 @pytest.mark.parametrize("target", LAYOUTS | MORE)
@@ -138,6 +140,7 @@ def load_all(
             training = Training.of(run, configs[kind], mesh)
             restored = training.manager.restore()
             assert restored is not None and restored.step == HALF
+            training.manager.close(lambda: False)
             found[source, kind] = distance(training, training.steps(HALF, END), expected, wanted)
     return found
 

@@ -7,10 +7,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from hpc_train.checkpoint.agreement import on_first
 from hpc_train.checkpoint.manifest import Manifest
 from hpc_train.checkpoint.reader import SafeReader
 from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
-from hpc_train.checkpoint.verified import VerifiedSearch, on_first
+from hpc_train.checkpoint.verified import VerifiedSearch
 from hpc_train.checkpoint.writer import quiet, write_tensors
 from tests.checkpoint.progress import LONG
 

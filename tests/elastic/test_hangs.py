@@ -423,6 +423,7 @@ class Node:
 
     def __post_init__(self) -> None:
         run = RunDirectory(self.path)
+        run.logs.mkdir(parents=True, exist_ok=True)
         self.watch = Watch(run, "n0", HangWatch())
         self.watch.begin(EventLog.open(run, "agent-n0", 0), LAYOUT, self.patience)
         self.alive = [SimpleNamespace(rank=rank, pid=rank, block=SimpleNamespace(beat=self._beat)) for rank in (0, 1)]

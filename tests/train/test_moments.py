@@ -86,6 +86,7 @@ def save_each(rank: int, world_size: int, runs: dict[str, RunDirectory]) -> None
         training = Training.of(run, config, join_again(config, rank, world_size))
         training.steps(0, 3)
         training.manager.save(3, {})
+        training.manager.close(lambda: False)
 
 
 def load_each(rank: int, world_size: int, saved: dict[str, RunDirectory], runs: dict[str, RunDirectory]) -> None:
@@ -104,6 +105,7 @@ def load_each(rank: int, world_size: int, saved: dict[str, RunDirectory], runs: 
             first, second = read(of), read(run)
             assert first.keys() == second.keys()
             assert all(torch.equal(first[name], second[name]) for name in first), (source, world_size)
+        training.manager.close(lambda: False)
         (loss,) = training.steps(3, 4)
         assert loss == pytest.approx(3.4, abs=0.3)
 
@@ -163,8 +165,10 @@ def offloaded(rank: int, world_size: int, runs: list[tuple[RunDirectory, RunDire
         training = Training.of(on_host, config, mesh)
         found = training.steps(0, 2)
         training.manager.save(2, {})
+        training.manager.close(lambda: False)
         training = Training.of(on_host, config, mesh)
         assert training.manager.restore() is not None
+        training.manager.close(lambda: False)
         found += training.steps(2, 4)
         assert found == losses, plain.path.name
         theirs = expected.state()

@@ -1,0 +1,64 @@
+"""Agrees on results and errors among the ranks of a save or load.
+
+A rank sends and receives the same few bytes whatever the number of ranks, apart from an error, which one rank sends to
+all. ``all_gather_object`` would give each rank the objects of all others, padded to the size of the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def on_first(action: Callable[[], Any], group: dist.ProcessGroup) -> Any:
+    """Runs ``action`` on the first rank and broadcasts its result, or raises its exception on all ranks."""
+    outcome: list[Any] = [None, None]
+    if dist.get_rank(group) == 0:
+        try:
+            outcome[0] = action()
+        except Exception as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, group_src=0, group=group)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def lowest(problem: Any, group: dist.ProcessGroup) -> Any:
+    """Returns on all ranks the problem of the lowest rank that has one; None if ``problem`` is None on all. Collective.
+
+    Args:
+        problem: a value that can be pickled, or None.
+    """
+    ranks = dist.get_world_size(group)
+    first = torch.tensor(ranks if problem is None else dist.get_rank(group))
+    dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
+    rank = int(first.item())
+    return None if rank == ranks else from_rank(rank, problem, group)
+
+
+def from_rank(rank: int, value: Any, group: dist.ProcessGroup) -> Any:
+    """Returns ``value`` of ``rank`` of the group on all ranks. Collective."""
+    values = [value]
+    dist.broadcast_object_list(values, group_src=rank, group=group)
+    return values[0]
+
+
+def broadcast_bytes(data: bytes | None, group: dist.ProcessGroup) -> bytes:
+    """Returns the bytes of the first rank on all ranks. Collective.
+
+    Args:
+        data: the bytes on the first rank; ignored on the others.
+    """
+    own = b"" if data is None else data
+    size = torch.tensor(len(own))
+    dist.broadcast(size, group=group, group_src=0)
+    content = torch.empty(int(size.item()), dtype=torch.uint8)
+    if dist.get_rank(group) == 0 and own:
+        content = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    if content.numel() > 0:
+        dist.broadcast(content, group=group, group_src=0)
+    return content.numpy().tobytes() if dist.get_rank(group) != 0 else own

@@ -1,0 +1,336 @@
+"""Plans which rank writes which part of which tensor, once for all saves of the same tensors.
+
+``dcp.save`` sends the plans of all ranks to rank 0 as objects in every save, and the results and the metadata back and
+forth as well. Here a rank describes its parts as one table of integers and sends 16 bytes, the digest of the table.
+Tables that are equal, as those of replicas, are sent once and compressed. Rank 0 gives each part to the rank that has
+the least to write among those that hold it, and answers with one bit per part. As long as no digest changes, the plan
+holds, and a save sends nothing but digests.
+
+Rank 0 keeps about 100 bytes per part of the whole checkpoint: its box, its writer and its place in a file. With N ranks
+and T tensors these are up to N x T parts if all ranks shard every tensor, and T x the shards of a replica otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import WriteItem
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TensorName:
+    """Names a tensor of the whole checkpoint; ``shape`` is that of the unsplit tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Describes the parts of tensors that one rank holds.
+
+    Attributes:
+        tensors: the pickled tuple of the ``TensorName`` of each part; ranks with the same tensors have equal bytes.
+        boxes: int64 values, for each part its offsets within the unsplit tensor and then its sizes.
+    """
+
+    tensors: bytes
+    boxes: bytes
+
+    @classmethod
+    def of(cls, items: Sequence[WriteItem]) -> Holding:
+        """Describes the items of a rank's local plan.
+
+        Raises:
+            ValueError: an item is not a tensor.
+        """
+        names: list[tuple[str, tuple[int, ...], torch.dtype]] = []
+        boxes: list[int] = []
+        for item in items:
+            data = item.tensor_data
+            if data is None:
+                raise ValueError(f"{item.index.fqn} is not a tensor, and loading it would unpickle it")
+            names.append((item.index.fqn, tuple(data.size), data.properties.dtype))
+            boxes += [*data.chunk.offsets, *data.chunk.sizes]
+        return cls(pickle.dumps(tuple(names)), np.array(boxes, dtype=np.int64).tobytes())
+
+    @cached_property
+    def digest(self) -> bytes:
+        return xxhash.xxh3_128(self.tensors + self.boxes).digest()
+
+    def pack(self) -> bytes:
+        return zlib.compress(pickle.dumps((self.tensors, self.boxes)), 1)
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Holding:
+        return cls(*pickle.loads(zlib.decompress(packed)))
+
+
+@dataclass(frozen=True)
+class Places:
+    """Holds where a rank has written its parts, in the order of its plan.
+
+    Attributes:
+        files: the names of its files.
+        table: int64 values, for each part the index of its file, its offset and its length in bytes.
+    """
+
+    files: tuple[str, ...]
+    table: bytes
+
+    @classmethod
+    def of(cls, infos: Sequence[_StorageInfo]) -> Places:
+        files = {name: index for index, name in enumerate(dict.fromkeys(info.relative_path for info in infos))}
+        rows = [(files[info.relative_path], info.offset, info.length) for info in infos]
+        return cls(tuple(files), np.array(rows, dtype=np.int64).tobytes())
+
+    @property
+    def rows(self) -> Ints:
+        """Returns the table as an array of shape (parts, 3)."""
+        return np.frombuffer(self.table, dtype=np.int64).reshape(-1, 3)
+
+    def ends(self) -> dict[str, int]:
+        """Returns the end of the last part in each file."""
+        rows = self.rows
+        return {
+            name: int((rows[:, 1] + rows[:, 2])[rows[:, 0] == index].max()) for index, name in enumerate(self.files)
+        }
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The ranks that hold the same tensors, by distinct holdings.
+
+    Attributes:
+        boxes: int64 of shape (holdings, columns).
+        ranks: for each holding the ranks that have it.
+    """
+
+    tensors: tuple[TensorName, ...]
+    boxes: Ints
+    ranks: tuple[Ints, ...]
+
+    @cached_property
+    def columns(self) -> list[int]:
+        """Returns the first column of each part, and the number of columns."""
+        return list(accumulate((2 * len(tensor.shape) for tensor in self.tensors), initial=0))
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Holds all holdings of one tensor. The arrays have one row per holding.
+
+    Attributes:
+        boxes: offsets and sizes.
+        part: the part's position in the holding.
+        ranks: for each holding the ranks that have it.
+    """
+
+    tensor: TensorName
+    boxes: Ints
+    part: Ints
+    ranks: list[Ints]
+
+    @property
+    def dimensions(self) -> int:
+        return len(self.tensor.shape)
+
+    def keys(self) -> Ints:
+        """Returns one integer per holding that is equal where the offsets are."""
+        strides = [math.prod(size + 1 for size in self.tensor.shape[axis + 1 :]) for axis in range(self.dimensions)]
+        keys: Ints = self.boxes[:, : self.dimensions] @ np.array(strides, dtype=np.int64)
+        return keys
+
+    def bytes(self) -> Ints:
+        elements: Ints = self.boxes[:, self.dimensions :].prod(axis=1)
+        return elements * self.tensor.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class WrittenTensor:
+    """Holds the parts of one tensor in a checkpoint. The arrays have one row per part.
+
+    Attributes:
+        boxes: offsets and sizes.
+        writer: the rank that writes the part.
+        part: its position among the parts that this rank holds.
+    """
+
+    tensor: TensorName
+    boxes: Ints
+    writer: Ints
+    part: Ints
+
+
+@dataclass
+class SharedPlan:
+    """Holds rank 0's plan of a save by ``ranks`` ranks.
+
+    Attributes:
+        serial: a number that changes with each plan, so that no rank takes another plan for this one.
+        tensor_bytes: bytes of all parts.
+    """
+
+    ranks: int
+    serial: int
+    tensors: list[WrittenTensor]
+    written: list[NDArray[np.bool_]]  # rank -> for each part that it holds, whether it writes it
+    tensor_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        parts = (found.boxes[:, len(found.tensor.shape) :].prod(axis=1).sum() * found.tensor.dtype.itemsize
+                 for found in self.tensors)  # fmt: skip
+        self.tensor_bytes = int(sum(parts))
+
+    def answer(self, rank: int) -> bytes:
+        """Returns one bit per part that ``rank`` holds: whether it writes the part."""
+        return np.packbits(self.written[rank]).tobytes()
+
+
+def senders(digests: Sequence[bytes]) -> list[int]:
+    """Returns the first rank of each distinct holding, which sends it for all."""
+    first: dict[bytes, int] = {}
+    for rank, digest in enumerate(digests):
+        first.setdefault(digest, rank)
+    return list(first.values())
+
+
+def share_out(digests: Sequence[bytes], packed: Mapping[int, bytes], serial: int) -> SharedPlan:
+    """Chooses a writer for each part.
+
+    Args:
+        digests: the digest of each rank's holding.
+        packed: the holdings of ``senders(digests)``.
+
+    Raises:
+        ValueError: the parts of a tensor do not tile it.
+    """
+    groups = _groups(digests, packed)
+    load = np.zeros(len(digests), dtype=np.int64)
+    written: list[NDArray[np.bool_]] = [np.zeros(0, dtype=np.bool_)] * len(digests)
+    for group in groups:
+        for ranks in group.ranks:
+            for rank in ranks:
+                written[rank] = np.zeros(len(group.tensors), dtype=np.bool_)
+    tensors = [_choose_writers(held, load) for held in _by_tensor(groups)]
+    for found in tensors:
+        _check_tiling(found)
+        for rank, part in zip(found.writer.tolist(), found.part.tolist(), strict=True):
+            written[rank][part] = True
+    return SharedPlan(len(digests), serial, tensors, written)
+
+
+def _groups(digests: Sequence[bytes], packed: Mapping[int, bytes]) -> list[_Group]:
+    having: dict[bytes, list[int]] = {}
+    for rank, digest in enumerate(digests):
+        having.setdefault(digest, []).append(rank)
+    rows: dict[bytes, list[tuple[Ints, Ints]]] = {}  # pickled tensors -> (boxes, ranks) of each holding
+    for rank, data in packed.items():
+        holding = Holding.unpack(data)
+        boxes = np.frombuffer(holding.boxes, dtype=np.int64)
+        rows.setdefault(holding.tensors, []).append((boxes, np.array(having[digests[rank]], dtype=np.int64)))
+    return [
+        _Group(
+            tuple(TensorName(*each) for each in pickle.loads(tensors)),
+            np.stack([boxes for boxes, _ in found]),
+            tuple(ranks for _, ranks in found),
+        )
+        for tensors, found in rows.items()
+    ]
+
+
+def _by_tensor(groups: Sequence[_Group]) -> Iterator[_Held]:
+    """Yields each tensor with all its holdings, in the order in which the ranks list them.
+
+    Raises:
+        ValueError: ranks disagree about the shape or dtype of a tensor.
+    """
+    where: dict[str, list[tuple[_Group, int]]] = {}
+    for group in groups:
+        for part, tensor in enumerate(group.tensors):
+            where.setdefault(tensor.name, []).append((group, part))
+    for found in where.values():
+        first = found[0][0].tensors[found[0][1]]
+        for group, part in found:
+            if group.tensors[part] != first:
+                raise ValueError(f"the ranks disagree about a tensor: {first} and {group.tensors[part]}")
+        yield _Held(
+            first,
+            np.concatenate([group.boxes[:, group.columns[part] : group.columns[part + 1]] for group, part in found]),
+            np.concatenate([np.full(len(group.ranks), part) for group, part in found]),
+            [ranks for group, _ in found for ranks in group.ranks],
+        )
+
+
+def _choose_writers(held: _Held, load: Ints) -> WrittenTensor:
+    """Gives each part of a tensor to the rank that has the fewest bytes to write, and adds them to its ``load``."""
+    keys, sizes = held.keys(), held.bytes()
+    order = np.argsort(keys, kind="stable")
+    begins = np.flatnonzero(np.diff(keys[order], prepend=keys[order[0]] - 1))
+    if len(begins) == len(order) and all(len(ranks) == 1 for ranks in held.ranks):  # there is nothing to choose
+        only = np.concatenate(held.ranks)
+        np.add.at(load, only, sizes)
+        return WrittenTensor(held.tensor, held.boxes, only, held.part)
+    rows: list[int] = []
+    writers: list[int] = []
+    for begin, end in pairwise([*begins.tolist(), len(order)]):
+        same = order[begin:end].tolist()
+        row, writer = _least_loaded(same, held.ranks, load)
+        load[writer] += sizes[row]
+        rows.append(row)
+        writers.append(writer)
+    return WrittenTensor(held.tensor, held.boxes[rows], np.array(writers, dtype=np.int64), held.part[rows])
+
+
+def _least_loaded(rows: Sequence[int], ranks: Sequence[Ints], load: Ints) -> tuple[int, int]:
+    """Returns the holding and the rank with the least load among ``rows``; the lowest rank of several."""
+    if len(rows) == 1 and len(ranks[rows[0]]) == 1:
+        return rows[0], int(ranks[rows[0]][0])
+    found = [(load[ranks[row]].min(), int(ranks[row][load[ranks[row]].argmin()]), row) for row in rows]
+    _, rank, row = min(found)
+    return row, rank
+
+
+def _check_tiling(found: WrittenTensor) -> None:
+    """Raises ValueError unless the parts are within the tensor, do not overlap, and are the whole of it."""
+    axes = len(found.tensor.shape)
+    begins, sizes = found.boxes[:, :axes], found.boxes[:, axes:]
+    inside = (begins >= 0).all() and (begins + sizes <= np.array(found.tensor.shape, dtype=np.int64)).all()
+    whole = sizes.prod(axis=1).sum() == math.prod(found.tensor.shape)
+    filled = found.boxes[sizes.prod(axis=1) > 0]
+    if not (inside and whole and (_is_grid(filled, axes) or not _overlap(filled, axes))):
+        raise ValueError(f"the parts of {found.tensor.name} on the ranks do not tile its shape {found.tensor.shape}")
+
+
+def _is_grid(boxes: Ints, axes: int) -> bool:
+    """Returns whether the boxes are distinct cells of a grid, as those of every even or uneven split by axes are."""
+    cells = 1
+    for axis in range(axes):
+        spans = np.unique(boxes[:, [axis, axes + axis]], axis=0)
+        if (spans[1:, 0] < spans[:-1, 0] + spans[:-1, 1]).any():
+            return False
+        cells *= len(spans)
+    return cells == len(boxes)
+
+
+def _overlap(boxes: Ints, axes: int) -> bool:
+    begins, ends = boxes[:, :axes], boxes[:, :axes] + boxes[:, axes:]
+    for row in range(len(boxes) - 1):
+        common = (begins[row] < ends[row + 1 :]) & (begins[row + 1 :] < ends[row])
+        if common.all(axis=1).any():
+            return True
+    return False
