@@ -220,6 +220,8 @@ def _restored() -> Iterator[None]:
     torch.use_deterministic_algorithms(deterministic)
     torch.set_grad_enabled(grad)
     made = _groups() - groups - _KEPT_GROUPS
+    for thread in _threads() - threads:
+        thread.join(1)  # it may be about to end
     left = [*(group.group_desc for group in made if "mesh" in group.group_desc), *(_threads() - threads)]
     assert not left, f"left behind for the next function, which only run_ranks allows: {left}"
     for group in made:

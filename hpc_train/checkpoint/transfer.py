@@ -134,6 +134,7 @@ def write_checkpoint(
     Args:
         host: the values, if ``state`` holds meta tensors.
     """
+    directory.path.mkdir(parents=True, exist_ok=True)
     store = CheckpointStore(directory.checkpoints)
     writing = store.begin(step, attempt=0)
 

@@ -2,7 +2,7 @@
 
 A caller hands over a write and goes on. A write that fails is kept in memory and repeated until it succeeds; the writes
 of one file keep their order. A process in a system call on a hung file system cannot be interrupted (state D), so only
-the thread makes these calls.
+the thread makes these calls. It ends when nothing is left to write.
 """
 
 from __future__ import annotations
@@ -133,9 +133,12 @@ class FileWriter:
             with self._changed:
                 self._finished = self._started
                 self._hangs, self._failing = False, bool(failed)
+                self._changed.notify_all()
                 if self._pending == 0:
                     self._report_end_of_outage()
-                self._changed.notify_all()
+                    if not self._wanted:  # the next write starts a thread again
+                        self._thread = None
+                        return
 
     def _write_file(self, path: Path) -> bool:
         """Makes the writes of ``path`` in their order; returns False at one that is to be repeated."""

@@ -158,6 +158,7 @@ def test_the_flight_recorder_uses_the_gpu_of_the_rank(
 
 THREADS = {  # module: whether its threads may call CUDA
     "checkpoint/manager.py": "copies and saves tensors",
+    "checkpoint/removals.py": "no",
     "doctor/reach.py": "no",
     "elastic/client.py": "no",
     "elastic/server.py": "no",
