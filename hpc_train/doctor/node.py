@@ -17,7 +17,7 @@ from hpc_train.cluster.gpus import gpus_to_use
 from hpc_train.config.compose import config_directory
 from hpc_train.config.schema import Config
 from hpc_train.doctor.disk import check_root, probe
-from hpc_train.elastic.rendezvous import candidate_ports
+from hpc_train.elastic.rendezvous.addresses import candidate_ports
 from hpc_train.errors import UserError
 from hpc_train.fabric.decision import FabricDecision
 from hpc_train.fabric.discovery import NONE

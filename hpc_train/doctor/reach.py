@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-from hpc_train.elastic.rendezvous import FIRST_PORT, PORTS, candidate_ports
+from hpc_train.elastic.rendezvous.addresses import FIRST_PORT, PORTS, candidate_ports
 from hpc_train.health.finding import ERROR, OK, Finding
 
 SUBJECT = "TCP"

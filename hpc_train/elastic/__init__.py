@@ -1,14 +1,15 @@
 """The agents of a job start the workers of their nodes, watch them, and decide together how to react to failures.
 
-1. One node: ``agent`` follows the orders of the rendezvous server; ``attempts.run_attempt`` runs the workers once.
-   ``worker_process`` forks and wraps a worker, ``workers`` handles pipes and exits, ``logs`` the output; ``store`` is
-   the process with the ranks' key-value store.
-2. All nodes: the rendezvous ``server``, in the agent of the batch host, talks to a ``client`` in every agent over one
-   ``channel`` each; ``rendezvous`` has addresses and ports, ``nodes`` what each node contributes, ``fabric`` the
-   network environment that all workers share.
-3. Reactions: the ``coordinator`` decides who takes part in the next attempt, using ``decision`` (retry limit, primary
-   cause, budget of GPU-hours); ``attempts`` records it; ``requeue`` asks Slurm to run the job again; ``client`` also
-   handles the loss of the server.
+1. One node: ``agent`` starts, and ``agent_loop`` follows the orders of the rendezvous server; ``attempts.run_attempt``
+   runs the workers once. ``worker_process`` forks and wraps a worker, ``workers`` handles pipes and exits, ``logs`` the
+   output.
+2. All nodes, in ``rendezvous``: the ``server``, in the agent of the batch host, talks to a ``client`` in every agent
+   over one ``channel`` each; ``messages`` are checked when they arrive; ``addresses`` has ports and tokens. ``store``
+   is the process with the ranks' key-value store. ``nodes`` has what each node contributes, ``fabric`` the network
+   environment that all workers share.
+3. Reactions: ``rendezvous.coordinator`` decides who takes part in the next attempt, using ``decision`` (retry limit,
+   primary cause, budget of GPU-hours); ``attempts`` records it; ``requeue`` asks Slurm to run the job again; ``client``
+   also handles the loss of the server.
 4. Hangs and slow ranks: ``watch`` reads the heartbeats and names stragglers; ``hang_bounds`` says how long workers may
    be silent; ``hangs`` collects evidence from them, finds the rank that the others wait for, and says what proves a
    hang.

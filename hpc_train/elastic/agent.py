@@ -10,12 +10,10 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import replace
 
-from hpc_train.checkpoint.space import UNKNOWN_S, stop_time
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.cluster.allocation import (
     LOOPBACK,
@@ -29,46 +27,44 @@ from hpc_train.cluster.environment import Variable, apply, node_local_caches, ow
 from hpc_train.cluster.gpus import UnusableGpus, gpu_memory
 from hpc_train.cluster.placement import switch_address
 from hpc_train.config.schema import Config
-from hpc_train.elastic.attempts import Attempts, run_attempt
-from hpc_train.elastic.client import Pause, RendezvousClient, ServerLost, requeue_after_server_loss, wait_for_server
-from hpc_train.elastic.coordinator import Coordinator, NodeReport
-from hpc_train.elastic.decision import OVER_BUDGET, Budget, History, WorkerFailure, over_budget
+from hpc_train.elastic.agent_loop import Agent
+from hpc_train.elastic.attempts import Attempts
+from hpc_train.elastic.decision import Budget, History, over_budget
 from hpc_train.elastic.deletion import DeletionWatch
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.gpu_errors import GpuErrors
-from hpc_train.elastic.hang_bounds import patience_s
-from hpc_train.elastic.logs import WorkerLog, nonfailing_streams
+from hpc_train.elastic.logs import nonfailing_streams
 from hpc_train.elastic.nodes import Node, NodeFailures, Unfit, check_health
-from hpc_train.elastic.rendezvous import AttemptSpec, ServerAddress, bind
+from hpc_train.elastic.rendezvous.addresses import ServerAddress, bind
+from hpc_train.elastic.rendezvous.client import (
+    ServerLost,
+    requeue_after_server_loss,
+    wait_for_server,
+)
+from hpc_train.elastic.rendezvous.coordinator import Coordinator
+from hpc_train.elastic.rendezvous.server import RendezvousServer
+from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd
-from hpc_train.elastic.server import RendezvousServer
-from hpc_train.elastic.store import Stores
 from hpc_train.elastic.watch import Watch
 from hpc_train.elastic.worker_process import start_warm_parent
 from hpc_train.errors import UserError
 from hpc_train.fabric.node import this_node
-from hpc_train.fabric.rank_binding import Device, bindings, devices
 from hpc_train.plan.layout import resolve_layout
-from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.code import frozen_code, use_frozen_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit
 from hpc_train.run.file_writer import FileWriter
-from hpc_train.run.files import in_time, last_line, write_for_group
+from hpc_train.run.files import read_or, write_for_group
 from hpc_train.run.freeze import load
 from hpc_train.run.lease import hold_lease
 from hpc_train.run.processes import out_of_descriptors, raise_descriptor_limit, refuse_few_descriptors
 from hpc_train.run.requests import StacksRequests, StopRequests, watch_signals
-from hpc_train.slurm.client import is_current_start, is_suspended, was_suspended
+from hpc_train.slurm.client import is_suspended
 
 ENTRY = "hpc_train.train.worker:train"
-STORE = "hpc_train.elastic.store:serve"
-TICK_S = 0.25
-MIN_PAUSE_S = 5.0  # on a busy machine, a process may wait seconds for a core
-LEAVE_S = 15.0  # wait at most this long for the server to release all agents
+STORE = "hpc_train.elastic.rendezvous.store:serve"
 
-Result = TypeVar("Result")
 Reserve = Callable[[StopRequests], AbstractContextManager[None]]
 
 
@@ -264,7 +260,7 @@ def _start_server(
         ),
         node_failures=NodeFailures(run, elastic.exclude_hours * 3600),
         join_until=time.monotonic() + elastic.join_timeout_s,
-        refusal=lambda: _read(lambda: attempts.superseded() or over_budget(run, config), None),
+        refusal=lambda: read_or(lambda: attempts.superseded() or over_budget(run, config), None),
         superseded=lambda: attempts.superseded() or attempts.replaced_by_slurm(),
         names=allocation.node_names,
         elsewhere=attempts.end is not None,
@@ -281,204 +277,7 @@ def _start_server(
 
 def _has_ended(end: JobEnd | None) -> bool:
     """Returns whether the agent of node 0 ended before it had a rendezvous server."""
-    return end is not None and _read(end.is_recorded, False)
-
-
-def write_pause(pause: Pause, events: EventLog, in_job: bool) -> None:
-    """Writes an event about a time in which the batch host did not execute; asks Slurm whether it suspended the job."""
-    by_slurm = in_job and was_suspended(pause.until - pause.seconds)
-    reason = "Slurm suspended the job" if by_slurm else "the processes of the batch host did not execute"
-    event, seconds = "suspended" if by_slurm else "paused", round(pause.seconds, 3)
-    events.write(event, seconds=seconds, until=pause.until, reason=f"{reason} for {seconds:.0f} s")
-
-
-class EndedByServer(Exception):
-    """Raised when the attempt is ended because of a failure on another node, or because the run was deleted."""
-
-
-@dataclass
-class Agent:
-    """Takes part in the attempts of a job on behalf of one node."""
-
-    run: RunDirectory
-    config: Config
-    allocation: Allocation
-    node: Node
-    server: ServerAddress
-    stores: Stores | None  # only in the agent with the server
-    stop: StopRequests
-    watch: Watch
-    gpu_errors: GpuErrors
-    budget: Budget
-    on_tick: Callable[[], None]
-    entry: str
-    events: EventLog  # of this agent, in any attempt
-    output: FileWriter  # of the logs of its workers
-    deletion: DeletionWatch
-    stacks: StacksRequests | None = None  # only in the agent with the server
-    _attempt: int | None = field(default=None, init=False)  # the newest attempt it knows of
-    _replaced: bool = field(default=False, init=False)  # Slurm ended this start of the job while the node was frozen
-
-    def work(self) -> int:
-        """Follows the server's orders until it releases the agent; returns the exit code.
-
-        Raises:
-            ServerLost: the server is gone. No worker of this node is left.
-        """
-        client = self._join()
-        while True:
-            try:
-                order = client.order(TICK_S)
-                self._tick(client)
-                if order is not None and order["kind"] == "leave":
-                    client.leave(LEAVE_S)
-                    return int(order["code"])
-                if order is not None:
-                    self._take_part(client, AttemptSpec.parse(order["spec"]))
-            except ServerLost:
-                if client.silent:  # its kernel accepts connections even if its agent is frozen
-                    raise
-                client = self._join()  # a live server readmits a node that was silent for too long
-            except KeyboardInterrupt:
-                client.quit("killed by a second Ctrl-C; steps after the last checkpoint are lost")
-
-    def _join(self) -> RendezvousClient:
-        timeout = self.config.elastic.heartbeat_timeout_s
-        return RendezvousClient.connect(self.server, self.node, timeout, nodes=self.allocation.nodes)
-
-    def _tick(self, client: RendezvousClient) -> None:
-        self.on_tick()
-        if self.stacks is not None and (number := self.stacks.new(time.monotonic())) is not None:
-            client.send_stacks_request(number)
-        self.watch.stacks_requested = client.stacks_requested
-        if self.stores is not None and self.budget.is_used_up:
-            self.stop.request(OVER_BUDGET)
-        while self.stores is not None and not client.pauses.empty():  # the other nodes stopped with this one
-            self._report_pause(client.pauses.get())
-        if self.stop.reason is not None and client.send_stop(self.stop.reason) and not self._replaced:
-            self._events().write("stop_requested", reason=self.stop.reason)
-
-    def _report_pause(self, pause: Pause) -> None:
-        """Writes an event about the pause, unless Slurm has requeued the job meanwhile."""
-        if pause.seconds < MIN_PAUSE_S:
-            return
-        end = JobEnd.of_this_process(self.run)
-        if end is not None and is_current_start(end.restart) is False:
-            self._replaced = True  # the next start of the job writes the events from now on
-            return
-        write_pause(pause, self._events(), in_job=end is not None)
-
-    def _events(self) -> EventLog:
-        attempt = _read(self.run.newest_attempt, 0) if self._attempt is None else self._attempt
-        return self.events.of(max(0, attempt))
-
-    def _check_store(self, client: RendezvousClient, attempt: int) -> None:
-        if self.stores is not None and self.stores.lost:
-            self.stores.stop()
-            client.send_store_lost(attempt)
-
-    def _take_part(self, client: RendezvousClient, spec: AttemptSpec) -> None:
-        """Runs this node's workers in one attempt, unless it is a spare."""
-        self._attempt = spec.attempt
-        self.budget.hold(self.allocation.nodes * spec.gpus_per_node)
-        if self.stores is not None:
-            self.stores.serve(spec.attempt)
-        if self.node.number not in spec.order:
-            return
-
-        def tick() -> None:
-            self._tick(client)
-            if self.stores is not None and (deleted := self.deletion.finding()) is not None:  # one agent looks
-                client.quit(deleted)
-                raise EndedByServer
-            if self.stores is None or not self.stores.warm_parent_died:  # otherwise the workers died too and report it
-                self._check_store(client, spec.attempt)
-            if client.is_to_end(spec.attempt):
-                if client.hung:
-                    self.watch.keep_stacks()
-                raise EndedByServer
-
-        self.watch.begin(self.events.of(spec.attempt), spec.layout, self._patience_s(spec))
-        nodes = self.allocation.nodes
-        grace_s = _read(lambda: stop_time(self.config, self.run, nodes).seconds, float(UNKNOWN_S))
-        specs = self._specs(spec, grace_s)
-        try:
-            self.gpu_errors.wait_for_memory(self.events.of(spec.attempt), tick, self.stop)
-            log = WorkerLog(self.run.logs / f"{self.allocation.node_name}-{spec.attempt:03d}.log", self.output)
-            began = time.monotonic()
-            outcome = run_attempt(specs, log, self.stop, grace_s, tick, self.entry, self.watch)
-            failure = self._examined(outcome.failure, specs[0].rank, time.monotonic() - began)
-            report = NodeReport(outcome.exit, failure, max(outcome.step, self._furthest_step(spec.attempt)))
-        except EndedByServer:
-            report = NodeReport(Exit.FAILED, None, self._furthest_step(spec.attempt))
-        client.send_attempt_end(spec.attempt, report)
-
-    def _examined(self, failure: WorkerFailure | None, first_rank: int, attempt_s: float) -> WorkerFailure | None:
-        """Returns ``failure`` with what the GPUs of this node, whose first rank is ``first_rank``, report about it."""
-        if failure is None:
-            return None
-        return self.gpu_errors.examine(failure, failure.rank - first_rank, attempt_s)
-
-    def _patience_s(self, spec: AttemptSpec) -> float:
-        set_already = {setting.name: setting.value for setting in self.node.facts.settings}
-        return patience_s(spec.nodes, spec.gpus_per_node, spec.environment | set_already)
-
-    def _furthest_step(self, attempt: int) -> int:
-        newest = _read(CheckpointStore(self.run.checkpoints).newest, None)
-        last: dict[str, Any] = _read(lambda: last_line(self.run.metrics_file(attempt)), {})
-        return max(last.get("step", 0), 0 if newest is None else newest.step)
-
-    def _specs(self, spec: AttemptSpec, stop_grace_s: float) -> list[WorkerSpec]:
-        local_workers = min(spec.workers_per_node, spec.layout.world_size)
-        position = spec.order.index(self.node.number)
-        bound = bindings(self.node.facts, local_workers)
-        visible = devices(self.node.facts)
-        return [
-            WorkerSpec(
-                run_dir=str(self.run.path),
-                attempt=spec.attempt,
-                rank=position * local_workers + local_rank,
-                local_rank=local_rank,
-                local_world_size=local_workers,
-                node_rank=position,
-                nodes=spec.nodes,
-                layout=spec.layout,
-                master_address=spec.address,
-                master_port=spec.port,
-                store_prefix=spec.store_prefix,
-                gpus_per_node=spec.gpus_per_node,
-                threads=threads_per_rank(self.config.train.threads, local_workers, bound[local_rank].cores),
-                **_device_and_environment(local_rank, visible, spec.environment, self.config.cluster.visible_gpus),
-                cpus=bound[local_rank].cpus,
-                stop_grace_s=stop_grace_s,
-                checked=spec.checked,
-            )
-            for local_rank in range(local_workers)
-        ]
-
-
-def _read(operation: Callable[[], Result], default: Result) -> Result:
-    """Returns the result of ``operation``; ``default`` if the file system fails for too long or does not respond."""
-    try:
-        return in_time(operation)
-    except OSError:
-        return default
-
-
-def _device_and_environment(
-    local_rank: int, visible: Sequence[Device], environment: Mapping[str, str], visible_gpus: str
-) -> dict[str, Any]:
-    """Returns the rank's device and its own variables. The user's settings take precedence.
-
-    Args:
-        visible: the devices that the agent sees, in the order of local rank.
-        visible_gpus: ``cluster.visible_gpus``. CUDA shows a process only one MIG slice in any case.
-    """
-    own = {name: value for name, value in environment.items() if name not in os.environ}
-    device = visible[local_rank] if local_rank < len(visible) else None
-    if device is not None and (device.is_slice or (visible_gpus == "own" and device.is_nvidia)):
-        return {"cuda_device": 0, "environment": own | {"CUDA_VISIBLE_DEVICES": device.name}}
-    return {"cuda_device": local_rank, "environment": own}
+    return end is not None and read_or(end.is_recorded, False)
 
 
 def _no_op() -> None:

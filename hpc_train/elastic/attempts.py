@@ -19,15 +19,15 @@ import psutil
 from hpc_train.cluster.allocation import Allocation
 from hpc_train.cluster.placement import has_blocks, judge, mapping, network_of, parse_switch_sizes
 from hpc_train.config.schema import Config
-from hpc_train.elastic.channel import Message
-from hpc_train.elastic.coordinator import FailureReport, Leave, Start
 from hpc_train.elastic.decision import RestartDecision, WorkerFailure, is_secondary, root_cause
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.logs import WorkerLog, prune_logs
 from hpc_train.elastic.nodes import have_been_checked
-from hpc_train.elastic.rendezvous import AttemptSpec, bind, withdraw
+from hpc_train.elastic.rendezvous.addresses import AttemptSpec, bind, withdraw
+from hpc_train.elastic.rendezvous.channel import Message
+from hpc_train.elastic.rendezvous.coordinator import FailureReport, Leave, Start
+from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd, request, request_from_slurm
-from hpc_train.elastic.store import Stores
 from hpc_train.elastic.watch import Watch
 from hpc_train.elastic.worker_process import ensure_warm_parent
 from hpc_train.elastic.workers import Workers

@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar, cast
 from hpc_train.errors import UserError
 
 TAIL_BYTES = 8192  # longer than a line of metrics
-# The rendezvous server blocks during that time, so this is shorter than the timeout of its clients (elastic/client.py).
+# shorter than the timeout of the rendezvous server's clients (elastic/rendezvous/client.py)
 PATIENCE_S = 8.0
 RETRY_S = 0.2
 
@@ -119,6 +119,14 @@ def in_time(operation: Callable[[], Result], seconds: float = PATIENCE_S) -> Res
         OSError: it has failed for too long, or has not returned after ``seconds`` (``TimeoutError``).
     """
     return BackgroundCall(lambda: patiently(operation, seconds / 2)).result(seconds)
+
+
+def read_or(operation: Callable[[], Result], default: Result) -> Result:
+    """Returns the result of ``operation``; ``default`` if the file system fails for too long or does not respond."""
+    try:
+        return in_time(operation)
+    except OSError:
+        return default
 
 
 def write_text(path: Path, text: str, mode: int = 0o666) -> None:

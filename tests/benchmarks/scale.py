@@ -33,14 +33,14 @@ import psutil
 from hpc_train.cluster.allocation import Allocation
 from hpc_train.config.schema import BatchConfig, ClusterConfig, Config, ElasticConfig, GPTConfig, StrategyConfig
 from hpc_train.elastic.attempts import Attempts
-from hpc_train.elastic.channel import Message
-from hpc_train.elastic.coordinator import Coordinator, Start
 from hpc_train.elastic.decision import History
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.nodes import NodeFailures
-from hpc_train.elastic.rendezvous import ServerAddress, bind
-from hpc_train.elastic.server import RendezvousServer, beat_s
-from hpc_train.elastic.store import Stores
+from hpc_train.elastic.rendezvous.addresses import ServerAddress, bind
+from hpc_train.elastic.rendezvous.channel import Message
+from hpc_train.elastic.rendezvous.coordinator import Coordinator, Start
+from hpc_train.elastic.rendezvous.server import RendezvousServer, beat_s
+from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.preflight.expected import expected_bandwidths, read_fabric
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog

@@ -67,7 +67,7 @@ def _be_quiet() -> None:
 
 
 def _serve(orders: Connection) -> None:
-    from hpc_train.elastic.store import serve
+    from hpc_train.elastic.rendezvous.store import serve
     from hpc_train.run.processes import raise_descriptor_limit
 
     raise_descriptor_limit()

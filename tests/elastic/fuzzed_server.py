@@ -13,9 +13,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from hpc_train.elastic.coordinator import Leave, Start
 from hpc_train.elastic.fabric import Fabric
-from hpc_train.elastic.server import RendezvousServer
+from hpc_train.elastic.rendezvous.coordinator import Leave, Start
+from hpc_train.elastic.rendezvous.server import RendezvousServer
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import EXITS

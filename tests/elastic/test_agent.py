@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from hpc_train.elastic.agent import ENTRY, STORE
 from hpc_train.elastic.agent import _preload as preload
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
@@ -109,7 +110,7 @@ assert len(os.listdir("/proc/self/task")) == threads
 
 
 def test_what_the_warm_parent_imports_asks_no_gpu_and_starts_no_threads() -> None:
-    modules = preload(config_of("+strategy=pp"), "hpc_train.train.worker:train", "hpc_train.elastic.store:serve")
+    modules = preload(config_of("+strategy=pp"), ENTRY, STORE)
     assert "hpc_train.parallel.pipeline_engine" in modules
     subprocess.run([sys.executable, "-c", FORK_SAFE, *modules], check=True)
 
@@ -119,7 +120,7 @@ def test_a_warm_parent_that_dies_while_it_forks_the_store_is_started_again() -> 
     script = """if True:
         import os, signal, socket, threading
         from hpc_train.elastic import worker_process
-        from hpc_train.elastic.store import Stores
+        from hpc_train.elastic.rendezvous.store import Stores
         parent, stores = worker_process.start_warm_parent([]), Stores("tests.elastic.entries:serve")
         listener = socket.create_server(("127.0.0.1", 0))
         address = listener.getsockname()

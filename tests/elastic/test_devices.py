@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 import hpc_train
 from hpc_train.config.schema import ClusterConfig, Config
-from hpc_train.elastic.agent import Agent
+from hpc_train.elastic.agent_loop import Agent
 from hpc_train.elastic.logs import WorkerLog
 from hpc_train.elastic.nodes import Node
-from hpc_train.elastic.rendezvous import AttemptSpec
+from hpc_train.elastic.rendezvous.addresses import AttemptSpec
 from hpc_train.elastic.worker_process import ensure_warm_parent
 from hpc_train.elastic.workers import Workers
 from hpc_train.fabric.facts import Gpu, NodeFacts
@@ -160,8 +160,8 @@ THREADS = {  # module: whether its threads may call CUDA
     "checkpoint/manager.py": "copies and saves tensors",
     "checkpoint/removals.py": "no",
     "doctor/reach.py": "no",
-    "elastic/client.py": "no",
-    "elastic/server.py": "no",
+    "elastic/rendezvous/client.py": "no",
+    "elastic/rendezvous/server.py": "no",
     "preflight/nccl_log.py": "no",
     "run/lease.py": "no",
     "run/file_writer.py": "no",

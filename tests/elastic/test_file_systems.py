@@ -14,15 +14,16 @@ import pytest
 
 from hpc_train.cluster.allocation import Allocation
 from hpc_train.config.schema import Config, ElasticConfig
-from hpc_train.elastic import client, deletion, nodes
+from hpc_train.elastic import deletion, nodes
 from hpc_train.elastic.attempts import Attempts
-from hpc_train.elastic.coordinator import Leave, Start
 from hpc_train.elastic.decision import Budget, RestartDecision
 from hpc_train.elastic.deletion import DeletionWatch
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.nodes import NodeFailures
+from hpc_train.elastic.rendezvous import client
+from hpc_train.elastic.rendezvous.coordinator import Leave, Start
+from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd
-from hpc_train.elastic.store import Stores
 from hpc_train.run import files
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog

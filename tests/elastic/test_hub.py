@@ -21,13 +21,13 @@ from typing import Any
 
 import pytest
 
-from hpc_train.elastic.channel import LONGEST_LINE, MAX_PENDING, Channel, encode
-from hpc_train.elastic.client import RendezvousClient, ServerLost
-from hpc_train.elastic.coordinator import Coordinator, Leave, NodeReport, Start
 from hpc_train.elastic.decision import WorkerFailure
 from hpc_train.elastic.nodes import Node, Unfit
-from hpc_train.elastic.rendezvous import ServerAddress
-from hpc_train.elastic.server import Member, RendezvousServer, report_message
+from hpc_train.elastic.rendezvous.addresses import ServerAddress
+from hpc_train.elastic.rendezvous.channel import LONGEST_LINE, MAX_PENDING, Channel, encode
+from hpc_train.elastic.rendezvous.client import RendezvousClient, ServerLost
+from hpc_train.elastic.rendezvous.coordinator import Coordinator, Leave, NodeReport, Start
+from hpc_train.elastic.rendezvous.server import Member, RendezvousServer, report_message
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import EXITS, Action, Exit, Failure
 from tests.elastic.flood import flood
@@ -190,7 +190,7 @@ def test_a_silent_node_of_a_suspended_job_is_not_lost(tmp_path: Path) -> None:
 
 
 def test_a_slurm_that_does_not_answer_does_not_hold_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpc_train.elastic.server.ASK_S", 600.0)
+    monkeypatch.setattr("hpc_train.elastic.rendezvous.server.ASK_S", 600.0)
     answer, asked = threading.Event(), list[float]()
 
     def is_suspended() -> bool:
@@ -204,7 +204,7 @@ def test_a_slurm_that_does_not_answer_does_not_hold_the_hub(tmp_path: Path, monk
     first.send_stop("SIGTERM")
     until(lambda: served.head.stop, timeout=60)
     assert 1 in served.head.present, "the hub goes on while it waits for Slurm"
-    monkeypatch.setattr("hpc_train.elastic.server.ASK_S", 0.0)
+    monkeypatch.setattr("hpc_train.elastic.rendezvous.server.ASK_S", 0.0)
     until(lambda: first.is_to_end(0), timeout=60)
     answer.set()
     assert len(asked) == 1
@@ -213,7 +213,7 @@ def test_a_slurm_that_does_not_answer_does_not_hold_the_hub(tmp_path: Path, monk
 
 def test_a_silent_hub_is_not_joined_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel would take the connection, even where the process is frozen."""
-    monkeypatch.setattr("hpc_train.elastic.client.SERVER_BUSY_S", 0.5)
+    monkeypatch.setattr("hpc_train.elastic.rendezvous.client.SERVER_BUSY_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = ServerAddress("127.0.0.1", server.getsockname()[1], TOKEN)
         link = RendezvousClient.connect(address, Node(0, "n0", "n0", None, 0, 2), 1.0)
@@ -563,7 +563,7 @@ def test_a_channel_keeps_what_its_peer_does_not_receive_yet() -> None:
 
 
 def test_a_peer_that_falls_too_far_behind_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpc_train.elastic.channel.MOST_UNSENT", 1 << 20)
+    monkeypatch.setattr("hpc_train.elastic.rendezvous.channel.MOST_UNSENT", 1 << 20)
     with channels() as (channel, peer):
         peer.sendall(b'{"kind": "beat"}\n')
         while channel.has_unsent or not channel._failure:

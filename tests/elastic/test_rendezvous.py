@@ -10,8 +10,8 @@ import pytest
 
 from hpc_train.cluster.allocation import Allocation
 from hpc_train.config.schema import Config
-from hpc_train.elastic.rendezvous import AttemptSpec, bind
-from hpc_train.elastic.store import serve
+from hpc_train.elastic.rendezvous.addresses import AttemptSpec, bind
+from hpc_train.elastic.rendezvous.store import serve
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json

@@ -13,15 +13,15 @@ import pytest
 
 from hpc_train.cluster.allocation import Allocation
 from hpc_train.config.schema import ClusterConfig, Config, ElasticConfig, RunConfig
-from hpc_train.elastic.agent import write_pause
+from hpc_train.elastic.agent_loop import write_pause
 from hpc_train.elastic.attempts import Attempts
-from hpc_train.elastic.client import Pause
-from hpc_train.elastic.coordinator import Leave
 from hpc_train.elastic.decision import Budget, RestartDecision, over_budget
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.nodes import TOO_OFTEN, NodeFailures
+from hpc_train.elastic.rendezvous.client import Pause
+from hpc_train.elastic.rendezvous.coordinator import Leave
+from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd, request
-from hpc_train.elastic.store import Stores
 from hpc_train.launch.script import by_hand, requeue_lines_before, requeue_script_lines
 from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory

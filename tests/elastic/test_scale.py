@@ -19,16 +19,16 @@ import pytest
 
 from hpc_train.cluster.allocation import Allocation
 from hpc_train.config.schema import BatchConfig
-from hpc_train.elastic import client, coordinator
 from hpc_train.elastic.attempts import Attempts
-from hpc_train.elastic.client import ServerLost, lookup_interval_s, wait_for_server
-from hpc_train.elastic.coordinator import Start
 from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.hang_bounds import HangWatch
 from hpc_train.elastic.nodes import Node
-from hpc_train.elastic.rendezvous import ServerAddress
-from hpc_train.elastic.server import BEATS, BEATS_PER_S, beat_s
-from hpc_train.elastic.store import Stores
+from hpc_train.elastic.rendezvous import client, coordinator
+from hpc_train.elastic.rendezvous.addresses import ServerAddress
+from hpc_train.elastic.rendezvous.client import ServerLost, lookup_interval_s, wait_for_server
+from hpc_train.elastic.rendezvous.coordinator import Start
+from hpc_train.elastic.rendezvous.server import BEATS, BEATS_PER_S, beat_s
+from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.watch import Watch
 from hpc_train.fabric import rails
 from hpc_train.fabric.facts import Gpu, NodeFacts

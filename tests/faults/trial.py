@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.elastic.rendezvous import candidate_ports
+from hpc_train.elastic.rendezvous.addresses import candidate_ports
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_json, read_lines
 from tests.checkpoint.tensors import assert_same_bits

@@ -22,7 +22,7 @@ from hpc_train.config.schema import Config
 from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import StepBatch
 from hpc_train.data.feed import TrainFeed
-from hpc_train.elastic.store import serve
+from hpc_train.elastic.rendezvous.store import serve
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.plan.layout import Layout, resolve_layout

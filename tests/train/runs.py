@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from hpc_train.config.compose import compose, typed
-from hpc_train.elastic.store import serve
+from hpc_train.elastic.rendezvous.store import serve
 from hpc_train.plan.layout import resolve_layout
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory

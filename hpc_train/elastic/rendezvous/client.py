@@ -22,17 +22,17 @@ from typing import Any
 
 from hpc_train.cluster.allocation import Allocation
 from hpc_train.config.schema import Config
-from hpc_train.elastic.channel import Channel, Message
-from hpc_train.elastic.coordinator import NodeReport
 from hpc_train.elastic.nodes import TOO_OFTEN, Node, NodeFailures
-from hpc_train.elastic.rendezvous import ServerAddress
+from hpc_train.elastic.rendezvous.addresses import ServerAddress
+from hpc_train.elastic.rendezvous.channel import Channel, Message
+from hpc_train.elastic.rendezvous.coordinator import NodeReport
+from hpc_train.elastic.rendezvous.messages import hello, report_message
+from hpc_train.elastic.rendezvous.server import beat_s, has_stalled
 from hpc_train.elastic.requeue import JobEnd, request
-from hpc_train.elastic.server import beat_s, has_stalled, report_message
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import Exit, Failure
 from hpc_train.run.files import in_time
-from hpc_train.run.processes import this_process
 from hpc_train.slurm.client import PATIENT_S, own_job, query, state_and_priority
 from hpc_train.slurm.states import Phase
 
@@ -196,11 +196,6 @@ class RendezvousClient:
             self.stacks_requested = message["number"]
         elif message["kind"] == "dropped":
             print(f"the rendezvous server dropped this node: {message['why']}", file=sys.stderr, flush=True)
-
-
-def hello(node: Node) -> Message:
-    """Returns the first message of an agent. ``process`` lets it replace its own connection, and no other agent's."""
-    return {"kind": "hello", "node": node.to_json(), "process": this_process()}
 
 
 LOOKUPS_PER_S = 200  # for the server's address, of all agents of a job together

@@ -18,16 +18,15 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hpc_train.elastic.channel import MAX_PENDING, Admission, BadMessage, Channel, Message, encode
-from hpc_train.elastic.coordinator import Coordinator, End, Leave, NodeReport, Order, Start
-from hpc_train.elastic.decision import RestartDecision, WorkerFailure
-from hpc_train.elastic.hangs import RankState
+from hpc_train.elastic.decision import RestartDecision
 from hpc_train.elastic.nodes import Node
-from hpc_train.run.exits import Action, Exit, Failure
-from hpc_train.run.field_types import check_fields
+from hpc_train.elastic.rendezvous.channel import MAX_PENDING, Admission, BadMessage, Channel, Message, encode
+from hpc_train.elastic.rendezvous.coordinator import Coordinator, End, Leave, Order, Start
+from hpc_train.elastic.rendezvous.messages import FIELDS, report_of, typed
+from hpc_train.run.exits import Action, Exit
 from hpc_train.run.files import BackgroundCall
 
 Result = TypeVar("Result")
@@ -41,14 +40,6 @@ TICK_S = 0.1
 PREPARING_TICK_S = 0.01  # while the next attempt is prepared
 LOOK_S = 0.25  # interval of the search for silent nodes
 MESSAGES_PER_S = 1000  # an agent sends about one; after a stall of this process, one for each second of it
-FIELDS = {  # of the messages that an agent sends after it has introduced itself
-    "beat": {"kind"},
-    "stop": {"kind", "reason"},
-    "quit": {"kind", "message"},
-    "stacks": {"kind", "number"},
-    "store_lost": {"kind", "attempt"},
-    "ended": {"kind", "attempt", "exit", "failure", "step"},
-}
 FILES_S = 300.0  # how long the file system of the run directory may keep the next attempt or the end of the job waiting
 
 
@@ -261,14 +252,14 @@ class RendezvousServer:
         if message.keys() != FIELDS[kind]:
             raise BadMessage(f"the fields of {kind!r} are {sorted(message)!r:.200}")
         if kind == "stop":
-            self._coordinator.stop = self._coordinator.stop or _typed(message["reason"], str)
+            self._coordinator.stop = self._coordinator.stop or typed(message["reason"], str)
         elif kind == "quit":
-            self._coordinator.quit(_typed(message["message"], str))
+            self._coordinator.quit(typed(message["message"], str))
         elif kind == "stacks":  # node 0 has found a request
-            self._broadcast({"kind": "stacks", "number": _typed(message["number"], int)})
-        elif kind in ("store_lost", "ended") and _typed(message["attempt"], int) == self._attempt:
+            self._broadcast({"kind": "stacks", "number": typed(message["number"], int)})
+        elif kind in ("store_lost", "ended") and typed(message["attempt"], int) == self._attempt:
             if kind == "ended":
-                self._coordinator.reported(member.node.number, _report(message), member.heard)
+                self._coordinator.reported(member.node.number, report_of(message), member.heard)
             elif member.node.number == 0:  # its agent runs the store
                 self._coordinator.store_lost(member.heard)
 
@@ -402,52 +393,3 @@ def _has_said_bye(channel: Channel) -> bool:
         return any(message.get("kind") == "bye" for message in channel.read())
     except ConnectionError:  # gone, or it sends invalid messages
         return True
-
-
-def _report(message: Message) -> NodeReport:
-    """Returns the report of a node.
-
-    Raises:
-        TypeError, ValueError, KeyError: a field has a wrong type or value, or is missing.
-    """
-    value: dict[str, Any] | None = message["failure"]
-    report = NodeReport(Exit(_typed(message["exit"], int)), None if value is None else _failure(value), message["step"])
-    check_fields(report)
-    return report
-
-
-def _failure(value: dict[str, Any]) -> WorkerFailure:
-    for state in value["states"]:
-        check_fields(RankState.parse(state))
-    failure, states, gpus = Failure(value["failure"]), tuple(value["states"]), tuple(value["gpus"])
-    return WorkerFailure(**value | {"failure": failure, "states": states, "gpus": gpus})
-
-
-def _typed(value: Any, type_: type) -> Any:
-    """Returns ``value``, checked here because the coordinator computes with it later, when its sender is unknown.
-
-    Raises:
-        TypeError: ``value`` is not a ``type_``.
-    """
-    if type(value) is not type_:
-        raise TypeError(f"{value!r:.100} is not {type_}")
-    return value
-
-
-LONGEST_TEXT = 100_000  # characters of a traceback; the log of the node has all of it
-
-
-def report_message(attempt: int, report: NodeReport) -> Message:
-    """Returns the message that an agent sends when the workers of its node have ended."""
-    failure = None if report.failure is None else asdict(_shortened(report.failure))
-    return {"kind": "ended", "attempt": attempt, "exit": int(report.exit), "failure": failure, "step": report.step}
-
-
-def _shortened(failure: WorkerFailure) -> WorkerFailure:
-    """Returns ``failure`` with texts that fit into a message."""
-    return replace(failure, message=_head_and_tail(failure.message), traceback=_head_and_tail(failure.traceback))
-
-
-def _head_and_tail(text: str) -> str:
-    half = LONGEST_TEXT // 2
-    return text if len(text) <= LONGEST_TEXT else f"{text[:half]}\n… (shortened)\n{text[-half:]}"
