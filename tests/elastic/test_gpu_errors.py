@@ -12,7 +12,7 @@ from hpc_train.elastic import gpu_errors
 from hpc_train.elastic.decision import WorkerFailure
 from hpc_train.elastic.gpu_errors import GpuErrors
 from hpc_train.elastic.rendezvous.coordinator import NodeReport
-from hpc_train.elastic.rendezvous.server import _report, report_message
+from hpc_train.elastic.rendezvous.messages import report_message, report_of
 from hpc_train.fabric.facts import Gpu, NodeFacts
 from hpc_train.health.finding import OK, Finding
 from hpc_train.health.gpu_health import GpuProcess, GpuState, judge
@@ -102,10 +102,10 @@ def test_only_errors_of_gpus_are_examined() -> None:
 def test_the_evidence_reaches_the_server() -> None:
     report = NodeReport(Exit.FAILED, examined(failure(Failure.KERNEL), health(states(uncorrected=2))), 7)
     assert report.failure is not None and len(report.failure.gpus) == 2
-    assert _report(json.loads(json.dumps(report_message(3, report)))) == report
+    assert report_of(json.loads(json.dumps(report_message(3, report)))) == report
     wrong = report_message(3, report) | {"failure": report_message(3, report)["failure"] | {"gpus": [3]}}
     with pytest.raises(TypeError):
-        _report(wrong)
+        report_of(wrong)
 
 
 def test_memory_that_other_processes_use_is_named() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,9 +84,10 @@ def printed(queue: JobQueue) -> str:
 
 
 def steps(monkeypatch: pytest.MonkeyPatch, *actions: Callable[[], None]) -> None:
-    """Each sleep of the waiting loop does the next action."""
+    """Each sleep of the waiting loop does the next action; threads of this process sleep as usual."""
     todo = iter(actions)
-    monkeypatch.setattr(monitor.time, "sleep", lambda seconds: next(todo)())
+    clock = SimpleNamespace(monotonic=time.monotonic, time=time.time, sleep=lambda seconds: next(todo)())
+    monkeypatch.setattr(monitor, "time", clock)
 
 
 def interrupt() -> None:

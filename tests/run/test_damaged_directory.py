@@ -28,7 +28,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
 from tests.doors.command import TINY, hpc_train
 
-CASES = 4 if "HPC_TRAIN_LONG" not in os.environ else 400  # per file
+CASES = 2 if "HPC_TRAIN_LONG" not in os.environ else 400  # per file
 COMMANDS = (["status"], ["why"], ["checkpoint", "list", "--json"], ["agent"])
 HERE = (
     "cluster=local",

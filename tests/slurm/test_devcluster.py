@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -34,9 +35,8 @@ def left_of(state: Path) -> list[str]:
 
 
 def test_the_next_run_stops_what_a_killed_one_left(plain: Cluster) -> None:
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER], env=command.environment(), stdout=subprocess.PIPE, text=True
-    )
+    same_folder = command.environment(TMPDIR=tempfile.gettempdir())
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], env=same_folder, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     conf = owner.stdout.readline().strip()
     state = Path(conf).parents[1]
