@@ -113,7 +113,7 @@ def test_a_rank_that_idles_ends_an_attempt_before_the_bound_of_gpus(tmp_path: Pa
     plan = [Fault("pause", 1, 9)]
     end = finish(run, start(run, plan, Surroundings(variables={PATIENCE: "90"})), plan)
     assert end.code == 0, end.error
-    assert end.told == [("hang", 1)], end.error
+    assert end.reported == [("hang", 1)], end.error
     [slow], [hang] = end.events("slow_step"), end.events("hang_detected")
     assert slow["rank"] == hang["rank"] == 1
     assert re.search(r"rank 1 was idle for \d+ s and did not enter the collective that the others are", hang["message"])
