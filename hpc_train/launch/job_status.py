@@ -264,6 +264,9 @@ def _lost(run: RunDirectory, known: View, status: JobStatus | None, output: Path
         return replace(known, state="cancelled", exit=Exit.STOPPED if not known.metrics else Exit.FAILED)
     if stop_was_requested(run) and not known.metrics:
         return replace(known, state="cancelled", exit=Exit.STOPPED)
+    if not run.path.exists():  # and with it what the agent has written
+        message = f"the run directory {run.path} was deleted while the job was running"
+        return replace(known, state="failed", exit=Exit.FAILED, message=message)
     text = output.read_text(errors="replace") if output.exists() else ""
     last_output = (
         "\n".join(text.strip().splitlines()[-30:]) or "the agent ended without any output; it may have been killed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import time
 from pathlib import Path
 from unittest import mock
@@ -44,6 +45,15 @@ def test_a_job_that_is_stopped_before_its_agent_handles_signals_is_cancelled(tmp
     assert (item.view(None).state, item.view(None).exit) == ("cancelled", 75)
     add_submission(run, "this machine", pid=1)
     assert (item.view(None).state, item.view(None).exit) == ("failed", 1)
+
+
+def test_a_job_whose_run_directory_was_deleted_says_so(tmp_path: Path) -> None:
+    item = submitted(tmp_path)
+    item.job.run.claim_attempt()
+    shutil.rmtree(item.job.run.path)
+    view = item.view(None)
+    assert (view.state, view.exit) == ("failed", 1)
+    assert "was deleted while the job was running" in view.message
 
 
 def test_a_full_disk_does_not_keep_a_job_from_being_stopped(tmp_path: Path) -> None:
