@@ -104,6 +104,7 @@ def on_demand(rank: int, world_size: int) -> tuple[int, int, list[Any]]:
     mesh = join_mesh(layout(dp=world_size), rank, CPU, timedelta(seconds=60))
     dist.barrier()
     idle, _ = sockets()
+    dist.barrier()  # no other rank connects before this one has counted
     counted = torch.tensor([rank, 1])
     work = dist.all_reduce(counted, group=mesh.control, async_op=True)
     assert work is not None
