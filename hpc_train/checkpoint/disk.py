@@ -68,6 +68,21 @@ class HashedFile:
         return self._hash.hexdigest()
 
 
+def write_file(path: Path, data: bytes | bytearray) -> HashedFile:
+    """Writes a new file, syncs it to disk and returns it closed.
+
+    Raises:
+        OSError: it exists, or could not be written.
+    """
+    file = HashedFile(path)
+    try:
+        file.write(data)
+        file.close()
+    finally:
+        file.abandon()
+    return file
+
+
 def create(path: Path) -> BinaryIO:
     """Opens a new file for writing.
 

@@ -126,7 +126,7 @@ class CheckpointStore:
         One process calls this after all others have synced their files.
         """
         data = manifest.encode()
-        _write(writing / NAME, data)
+        disk.write_file(writing / NAME, data)
         disk.sync_directory(writing)
         if self.by_marker:
             return self._mark(writing, manifest.step, data)
@@ -150,7 +150,7 @@ class CheckpointStore:
         self.guard()
         self._refuse_second_commit(step)
         try:
-            _write(writing / COMMITTED, marker(manifest))
+            disk.write_file(writing / COMMITTED, marker(manifest))
             disk.sync_directory(writing)
         except OSError:
             with suppress(OSError):  # the marker may not be durable, so undo it
@@ -265,7 +265,7 @@ class CheckpointStore:
             self.guard()
         except BaseException:
             with suppress(OSError):
-                _write(path / COMMITTED, data)
+                disk.write_file(path / COMMITTED, data)
             raise
 
     def _move(self, source: Path, target: Path) -> None:
@@ -284,15 +284,6 @@ class CheckpointStore:
         if final.is_symlink() or any(found.step == step for found in self.committed()):
             self.guard()
             raise FileExistsError(errno.EEXIST, "a checkpoint of this step is already committed", str(final))
-
-
-def _write(path: Path, data: bytes) -> None:
-    file = disk.HashedFile(path)
-    try:
-        file.write(data)
-        file.close()
-    finally:
-        file.abandon()
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,8 @@ class Coordinator:
             _check_ends(rank, place, files)
         if self._metadata is None:
             self._metadata = encode_metadata(self._plan, places)
-        files[METADATA] = _write_file(writing / METADATA, self._metadata)
+        metadata = disk.write_file(writing / METADATA, self._metadata)
+        files[METADATA] = FileEntry(metadata.size, metadata.digest)
         return files
 
 
@@ -208,16 +209,6 @@ def _check_ends(rank: int, places: Places, files: Mapping[str, FileEntry]) -> No
         if name not in files or end > files[name].size:
             size = files[name].size if name in files else 0
             raise RuntimeError(f"rank {rank}: {name} has {size} bytes, and its last part ends at {end}")
-
-
-def _write_file(path: Path, data: bytearray) -> FileEntry:
-    file = disk.HashedFile(path)
-    try:
-        file.write(data)
-        file.close()
-    finally:
-        file.abandon()
-    return FileEntry(file.size, file.digest)
 
 
 class TensorWriter:

@@ -148,46 +148,38 @@ def _run(
         own = _set_environment(config, allocation, node, caches)
         start_warm_parent(_preload(config, entry, store))
         server = stores = None
-        if allocation.node_rank == 0:
-            stores = Stores(store)
-            attempts = Attempts(run, config, allocation, end, stores, Fabric(run, config, own), events)
-            server, address = _start_server(run, config, allocation, attempts)
-        else:
-            try:
-                found = wait_for_server(
-                    run, allocation, lambda: stop.requested, lambda: _has_ended(end), config.elastic.join_timeout_s
-                )
-            except ServerLost as lost:
-                return requeue_after_server_loss(run, config, allocation, end, lost)
-            if found is None:
-                return Exit.STOPPED
-            address = found
-        # runs while the warm parent imports
-        facts = this_node(allocation.node_name, _server_host(allocation, address), users)
-        node = replace(node, facts=facts if node.gpus else replace(facts, visible=()))
-        watch = Watch.of(run, allocation.node_name, config)
-        budget = Budget(run, config.run.max_gpu_hours, allocation.nodes * node.gpus)
-        gpu_errors = GpuErrors(node.facts, node.workers)
-        stacks = StacksRequests.of(run) if allocation.node_rank == 0 else None
-        agent = Agent(
-            run=run,
-            config=config,
-            allocation=allocation,
-            node=node,
-            server=address,
-            stores=stores,
-            stop=stop,
-            watch=watch,
-            gpu_errors=gpu_errors,
-            budget=budget,
-            on_tick=on_tick,
-            entry=entry,
-            events=events,
-            output=output,
-            deletion=DeletionWatch(run),
-            stacks=stacks,
-        )
+        address: ServerAddress | None
         try:
+            if allocation.node_rank == 0:
+                stores = Stores(store)
+                attempts = Attempts(run, config, allocation, end, stores, Fabric(run, config, own), events)
+                server, address = _start_server(run, config, allocation, attempts)
+            else:
+                limit_s = config.elastic.join_timeout_s
+                address = wait_for_server(run, allocation, lambda: stop.requested, lambda: _has_ended(end), limit_s)
+            if address is None:
+                return Exit.STOPPED
+            # runs while the warm parent imports
+            facts = this_node(allocation.node_name, _server_host(allocation, address), users)
+            node = replace(node, facts=facts if node.gpus else replace(facts, visible=()))
+            agent = Agent(
+                run=run,
+                config=config,
+                allocation=allocation,
+                node=node,
+                server=address,
+                stores=stores,
+                stop=stop,
+                watch=Watch.of(run, allocation.node_name, config),
+                gpu_errors=GpuErrors(node.facts, node.workers),
+                budget=Budget(run, config.run.max_gpu_hours, allocation.nodes * node.gpus),
+                on_tick=on_tick,
+                entry=entry,
+                events=events,
+                output=output,
+                deletion=DeletionWatch(run),
+                stacks=StacksRequests.of(run) if allocation.node_rank == 0 else None,
+            )
             return agent.work()
         except ServerLost as lost:
             return requeue_after_server_loss(run, config, allocation, end, lost)

@@ -26,7 +26,7 @@ from hpc_train.run.files import read_lines
 from hpc_train.run.freeze import load
 from hpc_train.run.requests import StopFlag
 from tests.faults.plan import Fault, happened, variables
-from tests.faults.trial import MARK, freeze, processes, start
+from tests.faults.trial import MARK, freeze, kill_all, processes, start
 
 STRUCK_AT, STEPS = 6, 100_000
 LIMIT_S = 60.0  # after that it is as good as hung
@@ -83,7 +83,7 @@ def trial(door: Start, kind: str, folder: Path) -> float | None:
         found = _first_step(run, injected)
         return None if found is None else found - injected
     finally:
-        _end(run)
+        kill_all(run)
         agent.communicate()
 
 
@@ -96,7 +96,7 @@ def orphans(door: Start, folder: Path) -> int:
     agent.wait()
     time.sleep(5)
     left = len(processes(run))
-    _end(run)
+    kill_all(run)
     return left
 
 
@@ -111,16 +111,6 @@ def _wait(condition: Callable[[], bool], seconds: float) -> None:
     until = time.monotonic() + seconds
     while not condition() and time.monotonic() < until:
         time.sleep(0.05)
-
-
-def _end(run: RunDirectory) -> None:
-    while left := processes(run):
-        for pid in left:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        time.sleep(0.1)
 
 
 def compare(kind: str, trials: int, folder: Path) -> None:

@@ -29,7 +29,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import read_lines
 from tests.checkpoint.tensors import assert_same_bits
 from tests.faults.plan import Fault, happened, variables
-from tests.faults.trial import COMMON, MARK, freeze, processes, start, undisturbed
+from tests.faults.trial import COMMON, MARK, freeze, kill_all, processes, start, undisturbed
 
 KINDS = (
     *("kill", "segfault", "abort", "bus", "exit", "loader", "stop", "gil", "storage", "collective"),
@@ -99,24 +99,14 @@ def _run(folder: Path, begin: Callable[[], subprocess.Popen[str]]) -> tuple[bool
         except subprocess.TimeoutExpired:
             command.kill()
             command.communicate()
-            _end(folder)
+            kill_all(RunDirectory(folder))
             return False, left
         time.sleep(5)
         left += len(processes(RunDirectory(folder)))
-        _end(folder)
+        kill_all(RunDirectory(folder))
         if command.returncode == 0:
             return True, left
     return False, left
-
-
-def _end(folder: Path) -> None:
-    while found := processes(RunDirectory(folder)):
-        for pid in found:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        time.sleep(0.1)
 
 
 def _recovery(folder: Path, steps: Sequence[dict[str, Any]], start: str) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -205,6 +206,15 @@ def assert_nothing_left(run: RunDirectory) -> None:
     pids = set((run.path / "pids").read_text().split())
     shared = [path.name for path in Path("/dev/shm").iterdir() if pids & set(path.name.split("_"))]
     assert shared == []
+
+
+def kill_all(run: RunDirectory) -> None:
+    """Kills the processes of the run and those that they start meanwhile."""
+    while left := processes(run):
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
 
 
 def processes(run: RunDirectory) -> list[int]:
