@@ -174,8 +174,9 @@ def assert_survives(path: Path, plan: Sequence[Fault], around: Surroundings, *ov
 
 
 def assert_hangs_are_reported(trial: Trial) -> None:
-    """Checks that each hang was reported with its rank, its phase, and the stacks of all ranks; the agents keep those of
-    the last attempts.
+    """Checks that each hang was reported with its rank, its phase, and the stacks of all ranks.
+
+    The agents keep the stacks of the last attempts.
     """
     expected = [fault for fault in trial.plan if fault.kind in HANGS]
     hangs = trial.events("hang_detected")
