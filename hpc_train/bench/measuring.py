@@ -17,6 +17,7 @@ from hpc_train.config.schema import Config
 from hpc_train.elastic.agent import run_agent
 from hpc_train.errors import UserError
 from hpc_train.launch.launcher import register_launcher
+from hpc_train.run.code import FrozenCode
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import freeze
@@ -55,7 +56,12 @@ def config_of(arguments: list[str], several_nodes: bool = False) -> Config:
 
 
 def run_benchmark(
-    config: Config, request: BenchRequest, entry: str, root: Path | None = None, failures: list[str] | None = None
+    config: Config,
+    request: BenchRequest,
+    entry: str,
+    root: Path | None = None,
+    failures: list[str] | None = None,
+    code: FrozenCode | None = None,
 ) -> tuple[int, dict[str, Any] | None]:
     """Runs workers that measure what ``request`` describes; returns the exit code and the result if they succeed.
 
@@ -65,6 +71,7 @@ def run_benchmark(
         entry: the function that a worker calls, as "module:function".
         root: parent of the temporary run directory; None uses the directory for temporary files.
         failures: receives the class of each failure, and all files are removed; None keeps the log of a failure.
+        code: the frozen code that agents and workers start from; None uses the current directory.
     """
     allocation = current_allocation()
     if allocation.node_rank > 0:
@@ -77,14 +84,14 @@ def run_benchmark(
     run = _run_of_step(allocation, root) if several else RunDirectory(Path(tempfile.mkdtemp(prefix=PREFIX, dir=root)))
     result = None
     try:
-        freeze(config, run)
+        freeze(config, run, code=code)
         request.write(run)  # the other nodes wait for this file
-        code = run_agent(run, (lambda: _show(run)) if sys.stderr.isatty() else None, entry=entry)
-        if code == Exit.DONE:
+        exit_code = run_agent(run, (lambda: _show(run)) if sys.stderr.isatty() else None, entry=entry)
+        if exit_code == Exit.DONE:
             result = read_result(run)
         if failures is not None:
             failures += [event["class"] for event in run.read_events() if event["event"] == "worker_failed"]
-        return code, result
+        return exit_code, result
     finally:
         # the message of a failure names its log, so the log must remain
         if failures is not None or result is not None or not any(run.logs.glob("*")):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpc_train.checkpoint.archive import Archive
 from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest, foreign_files, read_manifest, verify
-from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
+from hpc_train.checkpoint.store import Checkpoint, CheckpointStore, Kept, best_step
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory, sweep_given
 from hpc_train.run.freeze import load
@@ -104,6 +104,37 @@ def choose(run: RunDirectory, step: int | None) -> Checkpoint:
             return found
     steps = ", ".join(str(found.step) for found in committed)
     raise UserError(f"{run.path} has no checkpoint of step {step}", where="--step", fix=f"use one of {steps}")
+
+
+NEWEST, BEST = "newest", "best"
+
+
+def choose_by_name(run: RunDirectory, name: str, metric: str) -> Checkpoint:
+    """Returns the checkpoint ``newest``, ``best`` or of a step.
+
+    Args:
+        metric: that of ``best``, which evaluations during the training have recorded in the manifests.
+
+    Raises:
+        UserError: the run has no such checkpoint.
+    """
+    if name == NEWEST:
+        return choose(run, None)
+    if name.isdecimal():
+        return choose(run, int(name))
+    if name != BEST:
+        raise UserError(
+            f"unknown checkpoint {name!r}", where="--checkpoint", fix="newest, best, or the number of a step"
+        )
+    manifests = {found.step: read_manifest(found.path) for found in CheckpointStore(run.checkpoints).committed()}
+    step = best_step([Kept(step, manifest.metrics) for step, manifest in manifests.items()], metric)
+    if step is None:
+        raise UserError(
+            f"no checkpoint of {run.path} has a result for {metric}",
+            where="--checkpoint best",
+            fix="--checkpoint newest or a step; train.eval_every=N evaluates during the training",
+        )
+    return choose(run, step)
 
 
 def verified_manifest(found: Checkpoint, on_bytes: Callable[[int], None] | None = None) -> Manifest:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from hpc_train.checkpoint import disk
@@ -22,14 +21,13 @@ from hpc_train.checkpoint.agreement import lowest, on_first
 from hpc_train.checkpoint.archive import Archiver
 from hpc_train.checkpoint.choice import CheckpointChoice
 from hpc_train.checkpoint.host_copies import HostCopies, SideStream, Snapshot
-from hpc_train.checkpoint.manifest import BadCheckpoint, FileEntry, Manifest
+from hpc_train.checkpoint.manifest import FileEntry, Manifest
 from hpc_train.checkpoint.reader import SafeReader
 from hpc_train.checkpoint.removals import Removals
 from hpc_train.checkpoint.space import check_space
 from hpc_train.checkpoint.state import (
     CompressionLoad,
     OptimizerState,
-    TensorShape,
     check_match,
     gather_shapes,
     kept_until_update,
@@ -37,7 +35,6 @@ from hpc_train.checkpoint.state import (
     optimizer_part,
     saved_state,
     shapes,
-    stored_shapes,
     training_state,
     without_compression,
 )
@@ -47,12 +44,12 @@ from hpc_train.checkpoint.store import (
     Retention,
     record_save,
 )
-from hpc_train.checkpoint.writer import SaveFailed, TensorWriter, quiet
+from hpc_train.checkpoint.weights import read_into, shared_shapes
+from hpc_train.checkpoint.writer import SaveFailed, TensorWriter
 from hpc_train.cluster.host_memory import free_memory
 from hpc_train.cluster.storage import renames_by_copying
 from hpc_train.config.schema import Config
 from hpc_train.config.values import saves_asynchronously
-from hpc_train.errors import UserError
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh, use_device
 from hpc_train.run.directory import RunDirectory
@@ -293,7 +290,7 @@ class CheckpointManager:
         path = found.checkpoint.path
         reader = SafeReader(path, found.manifest, found.visibility_timeout_s)
         state = training_state(self.engine, self.optimizer)
-        stored = self._stored_shapes(reader)
+        stored = shared_shapes(reader, self._group)
         wanted = gather_shapes(shapes(state), self.mesh, self._group)
         with_optimizer = not forked or optimizer_part(stored) == optimizer_part(wanted)
         if not with_optimizer:
@@ -302,7 +299,7 @@ class CheckpointManager:
             state = {name: tensor for name, tensor in state.items() if name in wanted}
         compression = CompressionLoad(self.engine, stored if with_optimizer else {})
         check_match(without_compression(stored), wanted, where=str(path))
-        self._load(state | compression.targets, reader)
+        read_into(state | compression.targets, reader, self._group)
         compression.finish()
         self.optimizer.loaded()
         if path.parent == self.store.root:
@@ -431,29 +428,6 @@ class CheckpointManager:
 
     def _event(self, event: str, step: int, **details: Any) -> None:
         self.events.write(event, step=step, **details)
-
-    def _stored_shapes(self, reader: SafeReader) -> dict[str, TensorShape]:
-        try:
-            reader.share_metadata(self._group)
-        except BadCheckpoint as error:
-            raise UserError(
-                f"refusing to load the checkpoint: {error}",
-                where=str(reader.path),
-                fix="load one that hpc_train saved",
-            ) from None
-        return stored_shapes(reader.read_metadata())
-
-    def _load(self, state: Mapping[str, Tensor], reader: SafeReader) -> None:
-        """Loads this rank's parts; each rank plans its own reads, since DCP would send all plans to rank 0 and back."""
-        failure: Exception | None = None
-        try:
-            with quiet():
-                dcp.load(dict(state), storage_reader=reader, no_dist=True)
-        except Exception as error:
-            failure = error
-        found = lowest(None if failure is None else f"rank {self.mesh.rank}: {failure}", self._group)
-        if found is not None:
-            raise RuntimeError(f"cannot load the checkpoint in {reader.path}: {found}") from failure
 
 
 def _failure_of_first_rank(error: OSError) -> SaveFailed:

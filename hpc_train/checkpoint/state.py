@@ -41,10 +41,15 @@ class OptimizerState(Protocol):
         """Calls ``action`` once, before the next update changes a parameter or the state."""
 
 
+def model_state(engine: Engine) -> dict[str, Tensor]:
+    """Returns the parameters and buffers that this rank holds."""
+    state = {f"model.{name}": parameter.detach() for name, parameter in engine.named_parameters().items()}
+    return state | {f"model.{name}": buffer for name, buffer in engine.named_buffers().items()}
+
+
 def training_state(engine: Engine, optimizer: OptimizerState) -> dict[str, Tensor]:
     """Returns all tensors that this rank holds; loading into them restores the rank."""
-    state = {f"model.{name}": parameter.detach() for name, parameter in engine.named_parameters().items()}
-    state |= {f"model.{name}": buffer for name, buffer in engine.named_buffers().items()}
+    state = model_state(engine)
     for name, tensors in optimizer.named_state().items():
         state |= {f"optim.{name}.{key}": tensor for key, tensor in tensors.items()}
     return state

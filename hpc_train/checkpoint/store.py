@@ -318,13 +318,14 @@ def removable(checkpoints: Sequence[Kept], retention: Retention) -> set[int]:
         for step in steps:
             first.setdefault(step // retention.every, step)
         kept.update(step for span, step in first.items() if span > 0)
-    best = _best(checkpoints, retention.best)
+    best = best_step(checkpoints, retention.best)
     if best is not None:
         kept.add(best)
     return set(steps) - kept
 
 
-def _best(checkpoints: Sequence[Kept], metric: str | None) -> int | None:
+def best_step(checkpoints: Sequence[Kept], metric: str | None) -> int | None:
+    """Returns the step with the best ``metric``, the first of equals; None if no checkpoint has it."""
     if metric is None:
         return None
     sign = -1.0 if "accuracy" in metric else 1.0

@@ -113,28 +113,7 @@ class VerifiedSearch:
         return None
 
     def _verify(self, found: VerifiedCheckpoint, known: bool) -> str | None:
-        """Returns the problem of the lowest rank that found one, on all ranks; None if there is none."""
-        rank = dist.get_rank(self.group)
-        path, manifest, visible_s = found.checkpoint.path, found.manifest, found.visibility_timeout_s
-        damage: str | None = None
-        unreadable: Exception | None = None
-        try:
-            full = self.full and not known
-            verify(path, manifest, self._share(manifest), full=full, visibility_timeout_s=visible_s)
-        except BadCheckpoint as error:
-            damage = f"{error} (rank {rank}, {socket.gethostname()})"
-        except OSError as error:
-            unreadable = _unreadable(found.checkpoint, rank, error)
-        failure = lowest(unreadable, self.group)
-        if failure is not None:
-            raise failure
-        problem: str | None = lowest(damage, self.group)
-        return problem
-
-    def _share(self, manifest: Manifest) -> list[str]:
-        """Returns the files that this rank verifies, so that all ranks together verify all."""
-        by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
-        return by_size[dist.get_rank(self.group) :: dist.get_world_size(self.group)]
+        return verify_together(found, self.group, full=self.full and not known)
 
     def _file_state(self, found: VerifiedCheckpoint) -> str | None:
         """Returns a digest of the attributes of all files that change with a write; None if it is not needed.
@@ -144,7 +123,7 @@ class VerifiedSearch:
         if not (self.full and self.own):
             return None
         limbs = torch.zeros(_LIMBS + 1, dtype=torch.int64)  # the last one counts files that are not visible yet
-        for name in self._share(found.manifest):
+        for name in _share(found.manifest, self.group):
             try:
                 stat = (found.checkpoint.path / name).stat()
             except OSError:
@@ -180,6 +159,38 @@ class VerifiedSearch:
 
     def _on_first(self, action: Callable[[], Any]) -> Any:
         return on_first(action, self.group)
+
+
+def verify_together(found: VerifiedCheckpoint, group: dist.ProcessGroup, full: bool) -> str | None:
+    """Compares the files with the manifest, each rank 1/N of them. Collective.
+
+    Returns:
+        The problem of the lowest rank that found one, on all ranks; None if there is none.
+
+    Raises:
+        UserError, OSError: a rank cannot read its files, which does not prove damage.
+    """
+    rank, path = dist.get_rank(group), found.checkpoint.path
+    damage: str | None = None
+    unreadable: Exception | None = None
+    try:
+        share = _share(found.manifest, group)
+        verify(path, found.manifest, share, full=full, visibility_timeout_s=found.visibility_timeout_s)
+    except BadCheckpoint as error:
+        damage = f"{error} (rank {rank}, {socket.gethostname()})"
+    except OSError as error:
+        unreadable = _unreadable(found.checkpoint, rank, error)
+    failure = lowest(unreadable, group)
+    if failure is not None:
+        raise failure
+    problem: str | None = lowest(damage, group)
+    return problem
+
+
+def _share(manifest: Manifest, group: dist.ProcessGroup) -> list[str]:
+    """Returns the files that this rank verifies, so that all ranks together verify all."""
+    by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
+    return by_size[dist.get_rank(group) :: dist.get_world_size(group)]
 
 
 def _memory(found: VerifiedCheckpoint, state: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ COMMANDS = {
     "cancel": "submitted:cancel",
     "checkpoint": "checkpoint:main",
     "doctor": "doctor:main",
+    "evaluate": "evaluate:main",
     "freeze": "batch:freeze_run",
     "logs": "logs:main",
     "prepare": "prepare:main",

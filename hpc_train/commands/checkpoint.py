@@ -98,16 +98,14 @@ def _parser() -> argparse.ArgumentParser:
 def _submit(arguments: list[str], options: argparse.Namespace) -> int:
     """Submits the same command without ``--submit`` as a job and follows its output to the end."""
     from hpc_train.config.compose import compose, typed
-    from hpc_train.launch.command_job import follow, submit
+    from hpc_train.launch.command_job import follow, submit, without_submission
 
-    words = [word for word in arguments if word != "--submit"]
-    for index in [index for index, word in enumerate(words) if word == "--sbatch"]:
-        words[index : index + 2] = []
-    words = [word for word in words if not word.startswith("--sbatch=")]
     run = None if options.action == "import" else find_run(options.run, _root(), options.action)
     config = load(run) if run is not None and run.config.exists() else typed(compose([]))
     folder = _root() if run is None else run.logs
-    return follow(submit(["checkpoint", *words], config, folder / "slurm", shlex.split(options.sbatch)))
+    return follow(
+        submit(["checkpoint", *without_submission(arguments)], config, folder / "slurm", shlex.split(options.sbatch))
+    )
 
 
 def _root() -> Path:

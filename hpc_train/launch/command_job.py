@@ -58,6 +58,15 @@ def submit(words: Sequence[str], config: Config, folder: Path, extra: Sequence[s
         raise UserError(f"Slurm refuses the job: {error.said}", where="--submit", fix=fix) from error
 
 
+def without_submission(arguments: Sequence[str]) -> list[str]:
+    """Returns ``arguments`` without ``--submit`` and ``--sbatch``, as the job runs them."""
+    words = list(arguments)
+    while "--sbatch" in words:
+        index = words.index("--sbatch")
+        del words[index : index + 2]
+    return [word for word in words if word != "--submit" and not word.startswith("--sbatch=")]
+
+
 def follow(job: CommandJob) -> int:
     """Copies the output of the job to standard output until the job ends; returns its exit code.
 

@@ -18,7 +18,7 @@ from tests.doors.command import REPOSITORY, TINY_GPT, hpc_train, lines_of_pages
 
 NO_WANDB = "telemetry.wandb.mode=disabled"
 FEW = {"synthetic": ["data.validation_samples=8"], "custom": [], "tokens": []}  # others: data.pattern of the text
-TAKEN_AS_THEY_ARE = ("prepare", "checkpoint", "status", "logs", "why", "doctor", "--help")
+TAKEN_AS_THEY_ARE = ("prepare", "checkpoint", "evaluate", "status", "logs", "why", "doctor", "--help")
 TRAINED = ("README.md", "docs/quickstart.md", "docs/howto/resume.md", "docs/howto/data.md", "docs/howto/model.md")
 BENCH = {
     "batch": ["--steps", "2", "--pairs", "2", "--most", "2", "--noise", "2"],

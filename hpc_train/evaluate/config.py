@@ -1,0 +1,82 @@
+"""Composes the config of an evaluation: that of the run, with the groups and keys that the command line changes.
+
+A group that the command line chooses, such as ``data=text`` or ``+strategy=dp``, replaces the group of the run. All
+other groups are those of the run, except for ``cluster``: an evaluation uses the workers of the machine or the Slurm
+step that it is started on. ``key=value`` changes a key of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+from hpc_train.config.arguments import CommandLine, expand, with_right_plus
+from hpc_train.config.compose import escaped, typed
+from hpc_train.config.schema import Config
+from hpc_train.errors import UserError, nearest
+
+OF_RUN = ("model", "strategy", "optim", "precision", "batch", "data", "train", "checkpoint", "elastic")
+
+
+def evaluation_config(run: Config, arguments: Sequence[str]) -> Config:
+    """Returns the config under which a checkpoint of ``run`` is evaluated.
+
+    Args:
+        arguments: overrides, and Hydra's ``-cd``.
+
+    Raises:
+        UserError: the arguments are invalid, describe a sweep, or choose another model.
+        hydra.errors.HydraException, OmegaConfBaseException: an unknown group, option or key, or a wrong type.
+    """
+    line = CommandLine.parse(with_right_plus(arguments))
+    _check(line)
+    parsed = OverridesParser.create().parse_overrides(list(line.overrides))
+    choices = {each.key_or_group: each.input_line or "" for each in parsed if "." not in each.key_or_group}
+    with line.composer() as compose:
+        node = compose(list(choices.values()))
+    kept = [group for group in OF_RUN if group not in choices]
+    node = _with_groups(node, run, kept)
+    for each in parsed:
+        if "." in each.key_or_group:
+            _set(node, each.key_or_group, each.value(), bool(each.is_add() or each.is_force_add()))
+    return typed(node)
+
+
+def _check(line: CommandLine) -> None:
+    if line.multirun or len(expand(line.overrides)) > 1:
+        raise UserError(
+            "evaluate measures one checkpoint under one config, but the overrides describe a sweep",
+            where="the command line",
+            fix="give each key one value and drop -m",
+        )
+    changed = [each for each in line.overrides if each.lstrip("+~").partition("=")[0].partition(".")[0] == "model"]
+    if changed:
+        raise UserError(
+            f"{changed[0]} changes the model, but a checkpoint fits only the model that was trained",
+            where="the command line",
+            fix="leave it out; the model is that of the run",
+        )
+
+
+def _with_groups(node: DictConfig, run: Config, groups: Sequence[str]) -> DictConfig:
+    """Returns ``node`` with the ``groups`` of ``run``, as plain values that ``typed`` converts."""
+    values = OmegaConf.to_container(node)
+    assert isinstance(values, dict)
+    of_run = asdict(run)
+    return OmegaConf.create(values | {group: escaped(of_run[group]) for group in groups})
+
+
+def _set(node: DictConfig, key: str, value: object, new: bool) -> None:
+    """Sets a key that exists, or one that a ``+`` adds.
+
+    Raises:
+        UserError: the config has no such key.
+    """
+    group = key.partition(".")[0]
+    if not new and OmegaConf.select(node, key, default=node) is node:
+        known = sorted(map(str, node.get(group, node)))
+        raise UserError(f"there is no key {key}", where="the command line", fix=nearest(key.rpartition(".")[2], known))
+    OmegaConf.update(node, key, value, merge=True, force_add=new)

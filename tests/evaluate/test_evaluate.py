@@ -1,0 +1,99 @@
+"""``evaluate`` gives the numbers of the training's own evaluation, whatever the layout that it runs under."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_train.checkpoint.listing import choose_by_name
+from hpc_train.config.compose import compose, typed
+from hpc_train.errors import UserError
+from hpc_train.evaluate.config import evaluation_config
+from hpc_train.run.directory import RunDirectory
+from tests.doors.command import TINY, hpc_train
+
+ASKED = [*TINY, "cluster=local", "cluster.cpu_workers=2", "precision=fp64", "train.eval_every=2", "optim.lr=0.1"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six steps under dp with checkpoints after every second step."""
+    folder = tmp_path_factory.mktemp("trained")
+    kept = ["checkpoint.every=2", "checkpoint.keep=9", "run.name=base"]
+    done = hpc_train("+strategy=dp", *ASKED, *kept, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def evaluated(trained: Path, *arguments: str) -> dict[str, Any]:
+    done = hpc_train("evaluate", "base", "--json", "cluster=local", *arguments, cwd=trained)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def losses(trained: Path) -> dict[int, float]:
+    lines = RunDirectory(trained / "outputs" / "base").read_all_metrics()
+    return {line["step"]: line["val_loss"] for line in lines if line.get("val_loss") is not None}
+
+
+def test_the_metrics_are_those_of_the_training_under_another_layout(trained: Path) -> None:
+    found = evaluated(trained, "+strategy=pp", "cluster.cpu_workers=2", "--checkpoint", "4")
+    assert found["step"] == 4 and found["samples"] == 8
+    assert found["layout"].startswith("dp 1 x pp 2")
+    assert found["metrics"]["val_loss"] == pytest.approx(losses(trained)[4], rel=1e-12)
+
+
+def test_the_best_checkpoint_is_evaluated_on_other_data(trained: Path) -> None:
+    best = min(losses(trained).items(), key=lambda item: item[1])
+    same = choose_by_name(RunDirectory(trained / "outputs" / "base"), "best", "val_loss")
+    assert same.step == best[0]
+    more = evaluated(
+        trained, "--checkpoint", "best", "data.validation_samples=24", "cluster.cpu_workers=1", "strategy.dp=1"
+    )
+    assert more["step"] == best[0] and more["samples"] == 24
+    assert more["metrics"]["val_loss"] != pytest.approx(best[1], rel=1e-6)
+
+
+def test_a_damaged_checkpoint_is_refused(trained: Path) -> None:
+    (weights, *_) = sorted((trained / "outputs" / "base" / "checkpoints" / "step-00000002").glob("*.distcp"))
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    done = hpc_train("evaluate", "base", "cluster=local", "--checkpoint", "2", cwd=trained)
+    assert done.returncode == 2
+    assert "the checkpoint is damaged" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["model.dim=32"], "model.dim=32 changes the model"),
+        (["model=vit_tiny"], "model=vit_tiny changes the model"),
+        (["optim.lr=1,2"], "describe a sweep"),
+        (["data.no_such_key=1"], "there is no key data.no_such_key"),
+    ],
+)
+def test_what_does_not_fit_an_evaluation_is_refused(arguments: Sequence[str], what: str) -> None:
+    with pytest.raises(UserError, match=what):
+        evaluation_config(typed(compose(["+strategy=dp", *TINY])), arguments)
+
+
+def test_groups_of_the_command_line_replace_those_of_the_run() -> None:
+    run = typed(compose(["+strategy=zero3", *TINY, "batch.micro_size=2", "precision=bf16"]))
+    same = evaluation_config(run, [])
+    assert (same.strategy, same.batch, same.model, same.data) == (run.strategy, run.batch, run.model, run.data)
+    other = evaluation_config(run, ["+strategy=pp", "data=text", "batch.micro_size=1"])
+    assert (other.strategy.pp, other.data.kind, other.batch.micro_size) == ("fill", "text", 1)
+    assert (other.model, other.precision) == (run.model, run.precision)
+
+
+@pytest.mark.parametrize(("name", "what"), [("last", "unknown checkpoint"), ("7", "no checkpoint of step 7")])
+def test_a_checkpoint_that_does_not_exist_is_refused(trained: Path, name: str, what: str) -> None:
+    with pytest.raises(UserError, match=what):
+        choose_by_name(RunDirectory(trained / "outputs" / "base"), name, "val_loss")
