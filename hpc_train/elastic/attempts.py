@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -70,7 +70,7 @@ class Attempts:
         self.events.writer.put(self.run.logs, lambda again: prune_logs(self.run, attempt), wait=False)
         self.stores.offer(attempt, listener)
         self._report_start(start, spec)
-        return asdict(spec)
+        return spec.message()
 
     def leave(self, leave: Leave) -> int:
         """Records how the job ended; returns the exit code of its agents."""
