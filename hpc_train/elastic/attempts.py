@@ -31,11 +31,13 @@ from hpc_train.elastic.requeue import JobEnd, request, request_from_slurm
 from hpc_train.elastic.watch import Watch
 from hpc_train.elastic.worker_process import ensure_warm_parent
 from hpc_train.elastic.workers import Workers
+from hpc_train.errors import UserError
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import EXITS, Action, Exit, Failure
 from hpc_train.run.files import in_time, patiently
+from hpc_train.run.record import with_digest
 from hpc_train.run.requests import StopRequests
 from hpc_train.slurm.client import is_current_start, show_topology, unavailable_nodes
 
@@ -169,12 +171,20 @@ class Attempts:
         events.write(
             "started", layout=str(spec.layout), world_size=spec.layout.world_size, gpus=gpus, began=began,
             job_id=spec.job_id, launch=spec.launch_id, nodes=[node.name for node in start.nodes],
+            record=self._record(),
         )  # fmt: skip
         if start.before:
             self._report_change(start, events)
         elif self.end is not None and self.end.was_requeued_externally():
             events.write("requeued_by_slurm", **self._why_requeued(spec.attempt))
         report_placement(start, self.config.cluster.switches, events)
+
+    def _record(self) -> dict[str, Any] | None:
+        """Returns the record of the run, which is rebuilt from the event if ``run.json`` and its copy are lost."""
+        try:
+            return in_time(lambda: with_digest(self.run.record()))
+        except (OSError, UserError):
+            return None
 
     def _why_requeued(self, attempt: int) -> dict[str, Any]:
         """Returns the details of a requeue that the job did not ask for: the nodes that Slurm has lost, if any."""
