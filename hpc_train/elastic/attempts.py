@@ -85,6 +85,9 @@ class Attempts:
         events = self._events()
         if leave.cause is not None:
             self._report_failure(leave.cause, events, refused=leave.decision.action is Action.REFUSE)
+        if leave.outage is not None:
+            details: dict[str, Any] = {"class": Failure.FILE_SYSTEM, "message": leave.outage}
+            events.write("file_system_failed", **details)
         leave, code = self._ask_for_requeue(leave, events)
         action = leave.decision.action
         if code is not Exit.GAVE_UP or action is Action.GIVE_UP:

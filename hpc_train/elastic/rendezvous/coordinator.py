@@ -86,11 +86,14 @@ class End:
 
 @dataclass(frozen=True)
 class Leave:
-    """Order to end the job. ``stop`` is the signal that asked the run to stop."""
+    """Order to end the job. ``stop`` is the signal that asked the run to stop. ``outage``: the error of the file system
+    because of which the server cannot continue.
+    """
 
     decision: RestartDecision
     cause: FailureReport | None = None
     stop: str | None = None
+    outage: str | None = None
 
 
 Order = Start | End | Leave
@@ -167,13 +170,14 @@ class Coordinator:
         node = self.present.get(0, self._team[0])
         self._fail(WorkerFailure(0, Failure.COMMUNICATION, message, message, 0.0, -9), node, now)
 
-    def cannot_continue(self, why: str) -> Leave:
+    def cannot_continue(self, outage: str) -> Leave:
         """Returns how the job ends if the server cannot continue: a requeue, except after a user's stop request."""
-        why = f"the rendezvous server cannot continue: {why}"
+        why = f"the rendezvous server cannot continue: {outage}"
         if not self.elsewhere:
             why += ". Fix this, then rerun with the same run.name to resume from the last checkpoint"
         again = self.stop in (None, ANNOUNCEMENT)
-        return Leave(RestartDecision(Action.REQUEUE if again else Action.FAIL, why), stop=self.stop)
+        decision = RestartDecision(Action.REQUEUE if again else Action.FAIL, why)
+        return Leave(decision, stop=self.stop, outage=outage)
 
     def next(self, now: float) -> Order | None:
         """Returns the next order at time ``now``, or None; each order is returned once."""
