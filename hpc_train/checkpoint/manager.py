@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from hpc_train.checkpoint import disk
@@ -22,24 +21,14 @@ from hpc_train.checkpoint.agreement import lowest, on_first
 from hpc_train.checkpoint.archive import Archiver
 from hpc_train.checkpoint.choice import CheckpointChoice
 from hpc_train.checkpoint.host_copies import HostCopies, SideStream, Snapshot
-from hpc_train.checkpoint.manifest import BadCheckpoint, FileEntry, Manifest
-from hpc_train.checkpoint.reader import SafeReader
+from hpc_train.checkpoint.manifest import FileEntry, Manifest
 from hpc_train.checkpoint.removals import Removals
+from hpc_train.checkpoint.restoring import RestoredState, restore
 from hpc_train.checkpoint.space import check_space
 from hpc_train.checkpoint.state import (
-    CompressionLoad,
     OptimizerState,
-    TensorShape,
-    check_match,
-    gather_shapes,
     kept_until_update,
-    model_part,
-    optimizer_part,
     saved_state,
-    shapes,
-    stored_shapes,
-    training_state,
-    without_compression,
 )
 from hpc_train.checkpoint.store import (
     Checkpoint,
@@ -47,12 +36,11 @@ from hpc_train.checkpoint.store import (
     Retention,
     record_save,
 )
-from hpc_train.checkpoint.writer import SaveFailed, TensorWriter, quiet
+from hpc_train.checkpoint.writer import SaveFailed, TensorWriter
 from hpc_train.cluster.host_memory import free_memory
 from hpc_train.cluster.storage import renames_by_copying
 from hpc_train.config.schema import Config
 from hpc_train.config.values import saves_asynchronously
-from hpc_train.errors import UserError
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh, use_device
 from hpc_train.run.directory import RunDirectory
@@ -64,22 +52,6 @@ HOST_SHARE = 0.9  # share of the free host memory that the copies of a save may 
 
 class Superseded(Exception):
     """Reports that a newer attempt works on the run, so that this one must not change it."""
-
-
-@dataclass(frozen=True)
-class RestoredState:
-    """Holds the part of a checkpoint that is not tensors.
-
-    Attributes:
-        step: number of completed optimizer steps.
-        extra: the values that were passed to ``save``.
-        with_optimizer: False for a fork with another optimizer, whose state starts from scratch.
-    """
-
-    step: int
-    extra: Mapping[str, Any]
-    path: Path
-    with_optimizer: bool = True
 
 
 @dataclass(frozen=True)
@@ -290,26 +262,12 @@ class CheckpointManager:
         found, forked = choice.newest()
         if found is None:
             return None
-        path = found.checkpoint.path
-        reader = SafeReader(path, found.manifest, found.visibility_timeout_s)
-        state = training_state(self.engine, self.optimizer)
-        stored = self._stored_shapes(reader)
-        wanted = gather_shapes(shapes(state), self.mesh, self._group)
-        with_optimizer = not forked or optimizer_part(stored) == optimizer_part(wanted)
-        if not with_optimizer:
-            stored = model_part(stored)
-            wanted = model_part(wanted)
-            state = {name: tensor for name, tensor in state.items() if name in wanted}
-        compression = CompressionLoad(self.engine, stored if with_optimizer else {})
-        check_match(without_compression(stored), wanted, where=str(path))
-        self._load(state | compression.targets, reader)
-        compression.finish()
-        self.optimizer.loaded()
-        if path.parent == self.store.root:
+        restored = restore(found, forked, self.engine, self.optimizer, self.mesh, self._group)
+        if restored.path.parent == self.store.root:
             self._whole[found.checkpoint] = found.manifest
             self._saved_step = found.checkpoint.step
             self._archiver.wake()
-        return RestoredState(found.checkpoint.step, found.manifest.extra, path, with_optimizer)
+        return restored
 
     def roll_back(self, step: int) -> RestoredState | None:
         """Loads the newest valid checkpoint of at most ``step`` steps and sets aside the later ones.
@@ -431,29 +389,6 @@ class CheckpointManager:
 
     def _event(self, event: str, step: int, **details: Any) -> None:
         self.events.write(event, step=step, **details)
-
-    def _stored_shapes(self, reader: SafeReader) -> dict[str, TensorShape]:
-        try:
-            reader.share_metadata(self._group)
-        except BadCheckpoint as error:
-            raise UserError(
-                f"refusing to load the checkpoint: {error}",
-                where=str(reader.path),
-                fix="load one that hpc_train saved",
-            ) from None
-        return stored_shapes(reader.read_metadata())
-
-    def _load(self, state: Mapping[str, Tensor], reader: SafeReader) -> None:
-        """Loads this rank's parts; each rank plans its own reads, since DCP would send all plans to rank 0 and back."""
-        failure: Exception | None = None
-        try:
-            with quiet():
-                dcp.load(dict(state), storage_reader=reader, no_dist=True)
-        except Exception as error:
-            failure = error
-        found = lowest(None if failure is None else f"rank {self.mesh.rank}: {failure}", self._group)
-        if found is not None:
-            raise RuntimeError(f"cannot load the checkpoint in {reader.path}: {found}") from failure
 
 
 def _failure_of_first_rank(error: OSError) -> SaveFailed:

@@ -24,8 +24,9 @@ from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.logs import WorkerLog, prune_logs
 from hpc_train.elastic.nodes import have_been_checked
 from hpc_train.elastic.rendezvous.addresses import AttemptSpec, bind, withdraw
+from hpc_train.elastic.rendezvous.causes import FailureReport
 from hpc_train.elastic.rendezvous.channel import Message
-from hpc_train.elastic.rendezvous.coordinator import FailureReport, Leave, Start
+from hpc_train.elastic.rendezvous.coordinator import Leave, Start
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd, request, request_from_slurm
 from hpc_train.elastic.watch import Watch

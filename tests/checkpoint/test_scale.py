@@ -34,8 +34,8 @@ from hpc_train.checkpoint.encoding import encode_metadata
 from hpc_train.checkpoint.manifest import METADATA, FileEntry, Manifest
 from hpc_train.checkpoint.plan import Holding, Places, SharedPlan, senders, share_out
 from hpc_train.checkpoint.reader import SafeReader, read_metadata
-from hpc_train.checkpoint.removals import Removals
-from hpc_train.checkpoint.store import Checkpoint, CheckpointStore, Retention
+from hpc_train.checkpoint.removals import Removals, Retention
+from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
 from hpc_train.checkpoint.verified import VerifiedSearch
 from hpc_train.checkpoint.writer import TensorWriter, _describe, quiet
 from tests.benchmarks.checkpoint_scale import SimulatedSave

@@ -22,7 +22,6 @@ from hpc_train.elastic.decision import (
     decide,
     is_secondary,
 )
-from hpc_train.elastic.hangs import find_culprit
 from hpc_train.elastic.nodes import (
     HEALTH_CHECK_KEY,
     TOO_OFTEN,
@@ -31,6 +30,7 @@ from hpc_train.elastic.nodes import (
     in_order_of_rank,
     why_unfit,
 )
+from hpc_train.elastic.rendezvous.causes import FailureReport, is_loss, primary_cause
 from hpc_train.errors import UserError
 from hpc_train.fabric.machines import Machines
 from hpc_train.fabric.rank_binding import refuse_slices_of_one_gpu
@@ -54,15 +54,6 @@ class NodeReport:
     exit: Exit
     failure: WorkerFailure | None
     step: int
-
-
-@dataclass(frozen=True)
-class FailureReport:
-    """The failure that ended an attempt; ``noticed`` is on the coordinator's clock."""
-
-    failure: WorkerFailure
-    node: str
-    noticed: float
 
 
 @dataclass(frozen=True)
@@ -191,7 +182,7 @@ class Coordinator:
         if self._end_ordered_at is not None and now - self._end_ordered_at > END_TIMEOUT_S:
             for number in tuple(self._working):
                 self.left(number, "its agent cannot end its workers", now, frozen=True)
-        lost_at = max((cause.noticed for cause in self._causes if _is_loss(cause)), default=None)
+        lost_at = max((cause.noticed for cause in self._causes if is_loss(cause)), default=None)
         if self._working or (lost_at is not None and now - lost_at < NODE_LOSS_WAIT_S):
             return None
         return self._conclude()
@@ -400,28 +391,3 @@ class Coordinator:
 def _smaller(bytes_: float | None, other: float | None) -> float | None:
     """Returns the smaller of two sizes; None if one is unknown."""
     return None if bytes_ is None or other is None else min(bytes_, other)
-
-
-def primary_cause(causes: Sequence[FailureReport]) -> FailureReport | None:
-    """Returns the primary cause: a lost node first, otherwise the earliest failure that is not secondary, and among
-    these an error of a GPU before its consequences on other nodes.
-
-    For a hang the states of all nodes are combined to find the rank that the others wait for.
-    """
-    if len(causes) > 1 and all(cause.failure.states for cause in causes):
-        hang = find_culprit([cause.failure for cause in causes])
-        return next(replace(cause, failure=hang) for cause in causes if cause.failure.states == hang.states)
-    return min(causes, key=_order, default=None)
-
-
-def _order(cause: FailureReport) -> tuple[bool, bool, bool, float]:
-    return (
-        not _is_loss(cause),
-        is_secondary(cause.failure),
-        cause.failure.failure is not Failure.DEVICE,
-        cause.noticed,
-    )
-
-
-def _is_loss(cause: FailureReport) -> bool:
-    return cause.failure.failure is Failure.NODE_LOST
