@@ -20,8 +20,9 @@ from pathlib import Path
 
 from hpc_train.checkpoint import disk
 from hpc_train.checkpoint.manifest import BadCheckpoint, FileEntry, Manifest, has_marker, verify
+from hpc_train.checkpoint.removals import Kept, Retention, removable
 from hpc_train.checkpoint.space import check_space
-from hpc_train.checkpoint.store import Checkpoint, CheckpointStore, Kept, Retention, removable
+from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
 from hpc_train.cluster.storage import renames_by_copying
 from hpc_train.config.schema import Config
 from hpc_train.run.directory import RunDirectory

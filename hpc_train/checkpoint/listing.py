@@ -9,7 +9,8 @@ from pathlib import Path
 
 from hpc_train.checkpoint.archive import Archive
 from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest, foreign_files, read_manifest, verify
-from hpc_train.checkpoint.store import Checkpoint, CheckpointStore, Kept, best_step
+from hpc_train.checkpoint.removals import Kept, best_step
+from hpc_train.checkpoint.store import Checkpoint, CheckpointStore
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory, sweep_given
 from hpc_train.run.freeze import load

@@ -22,21 +22,13 @@ from hpc_train.checkpoint.archive import Archiver
 from hpc_train.checkpoint.choice import CheckpointChoice
 from hpc_train.checkpoint.host_copies import HostCopies, SideStream, Snapshot
 from hpc_train.checkpoint.manifest import FileEntry, Manifest
-from hpc_train.checkpoint.reader import SafeReader
 from hpc_train.checkpoint.removals import Removals
+from hpc_train.checkpoint.restoring import RestoredState, restore
 from hpc_train.checkpoint.space import check_space
 from hpc_train.checkpoint.state import (
-    CompressionLoad,
     OptimizerState,
-    check_match,
-    gather_shapes,
     kept_until_update,
-    model_part,
-    optimizer_part,
     saved_state,
-    shapes,
-    training_state,
-    without_compression,
 )
 from hpc_train.checkpoint.store import (
     Checkpoint,
@@ -44,7 +36,6 @@ from hpc_train.checkpoint.store import (
     Retention,
     record_save,
 )
-from hpc_train.checkpoint.weights import read_into, shared_shapes
 from hpc_train.checkpoint.writer import SaveFailed, TensorWriter
 from hpc_train.cluster.host_memory import free_memory
 from hpc_train.cluster.storage import renames_by_copying
@@ -61,22 +52,6 @@ HOST_SHARE = 0.9  # share of the free host memory that the copies of a save may 
 
 class Superseded(Exception):
     """Reports that a newer attempt works on the run, so that this one must not change it."""
-
-
-@dataclass(frozen=True)
-class RestoredState:
-    """Holds the part of a checkpoint that is not tensors.
-
-    Attributes:
-        step: number of completed optimizer steps.
-        extra: the values that were passed to ``save``.
-        with_optimizer: False for a fork with another optimizer, whose state starts from scratch.
-    """
-
-    step: int
-    extra: Mapping[str, Any]
-    path: Path
-    with_optimizer: bool = True
 
 
 @dataclass(frozen=True)
@@ -287,26 +262,12 @@ class CheckpointManager:
         found, forked = choice.newest()
         if found is None:
             return None
-        path = found.checkpoint.path
-        reader = SafeReader(path, found.manifest, found.visibility_timeout_s)
-        state = training_state(self.engine, self.optimizer)
-        stored = shared_shapes(reader, self._group)
-        wanted = gather_shapes(shapes(state), self.mesh, self._group)
-        with_optimizer = not forked or optimizer_part(stored) == optimizer_part(wanted)
-        if not with_optimizer:
-            stored = model_part(stored)
-            wanted = model_part(wanted)
-            state = {name: tensor for name, tensor in state.items() if name in wanted}
-        compression = CompressionLoad(self.engine, stored if with_optimizer else {})
-        check_match(without_compression(stored), wanted, where=str(path))
-        read_into(state | compression.targets, reader, self._group)
-        compression.finish()
-        self.optimizer.loaded()
-        if path.parent == self.store.root:
+        restored = restore(found, forked, self.engine, self.optimizer, self.mesh, self._group)
+        if restored.path.parent == self.store.root:
             self._whole[found.checkpoint] = found.manifest
             self._saved_step = found.checkpoint.step
             self._archiver.wake()
-        return RestoredState(found.checkpoint.step, found.manifest.extra, path, with_optimizer)
+        return restored
 
     def roll_back(self, step: int) -> RestoredState | None:
         """Loads the newest valid checkpoint of at most ``step`` steps and sets aside the later ones.

@@ -129,6 +129,11 @@ class _Group:
         """Returns the first column of each part, and the number of columns."""
         return list(accumulate((2 * len(tensor.shape) for tensor in self.tensors), initial=0))
 
+    @cached_property
+    def only(self) -> Ints | None:
+        """Returns the rank of each holding if no two ranks have the same; otherwise None."""
+        return np.concatenate(self.ranks) if all(len(ranks) == 1 for ranks in self.ranks) else None
+
 
 @dataclass(frozen=True)
 class _Held:
@@ -138,12 +143,14 @@ class _Held:
         boxes: offsets and sizes.
         part: the part's position in the holding.
         ranks: for each holding the ranks that have it.
+        only: the rank of each holding if no two ranks have the same; otherwise None.
     """
 
     tensor: TensorName
     boxes: Ints
     part: Ints
     ranks: list[Ints]
+    only: Ints | None
 
     @property
     def dimensions(self) -> int:
@@ -221,17 +228,16 @@ def share_out(digests: Sequence[bytes], packed: Mapping[int, bytes], serial: int
     """
     groups = _groups(digests, packed)
     load = np.zeros(len(digests), dtype=np.int64)
-    written: list[NDArray[np.bool_]] = [np.zeros(0, dtype=np.bool_)] * len(digests)
+    parts = np.zeros(len(digests), dtype=np.int64)  # that each rank holds
     for group in groups:
-        for ranks in group.ranks:
-            for rank in ranks:
-                written[rank] = np.zeros(len(group.tensors), dtype=np.bool_)
+        parts[np.concatenate(group.ranks)] = len(group.tensors)
+    begins = np.cumsum(parts) - parts
+    written = np.zeros(parts.sum(), dtype=np.bool_)
     tensors = [_choose_writers(held, load) for held in _by_tensor(groups)]
     for found in tensors:
         _check_tiling(found)
-        for rank, part in zip(found.writer.tolist(), found.part.tolist(), strict=True):
-            written[rank][part] = True
-    return SharedPlan(len(digests), serial, tensors, written)
+        written[begins[found.writer] + found.part] = True
+    return SharedPlan(len(digests), serial, tensors, np.split(written, begins[1:]))
 
 
 def _groups(digests: Sequence[bytes], packed: Mapping[int, bytes]) -> list[_Group]:
@@ -268,11 +274,13 @@ def _by_tensor(groups: Sequence[_Group]) -> Iterator[_Held]:
         for group, part in found:
             if group.tensors[part] != first:
                 raise ValueError(f"the ranks disagree about a tensor: {first} and {group.tensors[part]}")
+        alone = [group.only for group, _ in found if group.only is not None]
         yield _Held(
             first,
             np.concatenate([group.boxes[:, group.columns[part] : group.columns[part + 1]] for group, part in found]),
             np.concatenate([np.full(len(group.ranks), part) for group, part in found]),
             [ranks for group, _ in found for ranks in group.ranks],
+            np.concatenate(alone) if len(alone) == len(found) else None,
         )
 
 
@@ -281,10 +289,9 @@ def _choose_writers(held: _Held, load: Ints) -> WrittenTensor:
     keys, sizes = held.keys(), held.bytes()
     order = np.argsort(keys, kind="stable")
     begins = np.flatnonzero(np.diff(keys[order], prepend=keys[order[0]] - 1))
-    if len(begins) == len(order) and all(len(ranks) == 1 for ranks in held.ranks):  # there is nothing to choose
-        only = np.concatenate(held.ranks)
-        np.add.at(load, only, sizes)
-        return WrittenTensor(held.tensor, held.boxes, only, held.part)
+    if len(begins) == len(order) and held.only is not None:  # there is nothing to choose
+        np.add.at(load, held.only, sizes)
+        return WrittenTensor(held.tensor, held.boxes, held.only, held.part)
     rows: list[int] = []
     writers: list[int] = []
     for begin, end in pairwise([*begins.tolist(), len(order)]):
@@ -320,10 +327,12 @@ def _is_grid(boxes: Ints, axes: int) -> bool:
     """Returns whether the boxes are distinct cells of a grid, as those of every even or uneven split by axes are."""
     cells = 1
     for axis in range(axes):
-        spans = np.unique(boxes[:, [axis, axes + axis]], axis=0)
-        if (spans[1:, 0] < spans[:-1, 0] + spans[:-1, 1]).any():
+        order = np.argsort(boxes[:, axis], kind="stable")
+        begins, sizes = boxes[order, axis], boxes[order, axes + axis]
+        same = begins[1:] == begins[:-1]
+        if not np.where(same, sizes[1:] == sizes[:-1], begins[1:] >= begins[:-1] + sizes[:-1]).all():
             return False
-        cells *= len(spans)
+        cells *= len(boxes) - int(same.sum())
     return cells == len(boxes)
 
 

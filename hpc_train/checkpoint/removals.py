@@ -1,4 +1,5 @@
-"""Removes files in the background on rank 0, so that no save waits for the unlinks of an old checkpoint.
+"""Decides which checkpoints a run keeps, and removes the others in the background on rank 0, so that no save waits for
+their unlinks.
 
 A checkpoint of N ranks has N files, and a metadata server takes about a millisecond for each. The order of the steps
 keeps this safe: a checkpoint is first renamed to a hidden name, or loses its marker, and that is synced; only then its
@@ -8,9 +9,62 @@ which no run loads and which the next removal finishes.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Holds the step and metrics of a complete checkpoint, by which ``removable`` decides."""
+
+    step: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Defines which checkpoints are kept; one rule that keeps a checkpoint is enough.
+
+    Attributes:
+        newest: keep this many of the newest, at least one.
+        every: keep the first checkpoint at or after each multiple of this many steps; 0 disables the rule.
+        best: keep the best by this metric, i.e. the highest accuracy or the lowest of another metric.
+    """
+
+    newest: int = 2
+    every: int = 0
+    best: str | None = None
+
+
+def removable(checkpoints: Sequence[Kept], retention: Retention) -> set[int]:
+    """Returns the steps of the checkpoints that ``retention`` does not keep."""
+    steps = sorted(found.step for found in checkpoints)
+    kept = set(steps[-max(1, retention.newest) :])
+    if retention.every > 0:
+        first: dict[int, int] = {}
+        for step in steps:
+            first.setdefault(step // retention.every, step)
+        kept.update(step for span, step in first.items() if span > 0)
+    best = best_step(checkpoints, retention.best)
+    if best is not None:
+        kept.add(best)
+    return set(steps) - kept
+
+
+def best_step(checkpoints: Sequence[Kept], metric: str | None) -> int | None:
+    """Returns the step with the best ``metric``, the first of equals; None if no checkpoint has it."""
+    if metric is None:
+        return None
+    sign = -1.0 if "accuracy" in metric else 1.0
+    found = [
+        (sign * found.metrics[metric], -found.step)
+        for found in checkpoints
+        if metric in found.metrics and math.isfinite(found.metrics[metric])
+    ]
+    return -min(found)[1] if found else None
+
 
 _POLL_S = 0.2
 

@@ -9,13 +9,12 @@ verify. Any other entry is unfinished or being removed. No directory is written 
 from __future__ import annotations
 
 import errno
-import math
 import re
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from hpc_train.checkpoint.manifest import (
     verify,
     verify_listing,
 )
+from hpc_train.checkpoint.removals import Kept, Retention, removable
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 
@@ -284,57 +284,6 @@ class CheckpointStore:
         if final.is_symlink() or any(found.step == step for found in self.committed()):
             self.guard()
             raise FileExistsError(errno.EEXIST, "a checkpoint of this step is already committed", str(final))
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Holds the step and metrics of a complete checkpoint, by which ``removable`` decides."""
-
-    step: int
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Retention:
-    """Defines which checkpoints are kept; one rule that keeps a checkpoint is enough.
-
-    Attributes:
-        newest: keep this many of the newest, at least one.
-        every: keep the first checkpoint at or after each multiple of this many steps; 0 disables the rule.
-        best: keep the best by this metric, i.e. the highest accuracy or the lowest of another metric.
-    """
-
-    newest: int = 2
-    every: int = 0
-    best: str | None = None
-
-
-def removable(checkpoints: Sequence[Kept], retention: Retention) -> set[int]:
-    """Returns the steps of the checkpoints that ``retention`` does not keep."""
-    steps = sorted(found.step for found in checkpoints)
-    kept = set(steps[-max(1, retention.newest) :])
-    if retention.every > 0:
-        first: dict[int, int] = {}
-        for step in steps:
-            first.setdefault(step // retention.every, step)
-        kept.update(step for span, step in first.items() if span > 0)
-    best = best_step(checkpoints, retention.best)
-    if best is not None:
-        kept.add(best)
-    return set(steps) - kept
-
-
-def best_step(checkpoints: Sequence[Kept], metric: str | None) -> int | None:
-    """Returns the step with the best ``metric``, the first of equals; None if no checkpoint has it."""
-    if metric is None:
-        return None
-    sign = -1.0 if "accuracy" in metric else 1.0
-    found = [
-        (sign * found.metrics[metric], -found.step)
-        for found in checkpoints
-        if metric in found.metrics and math.isfinite(found.metrics[metric])
-    ]
-    return -min(found)[1] if found else None
 
 
 POLL_S = 1.0

@@ -25,7 +25,8 @@ from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import ModelConfig
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.freeze import imported_model, load, model_overrides, write_imported
+from hpc_train.run.freeze import load
+from hpc_train.run.imported import imported_model, model_overrides, write_imported
 
 TRIES = 5  # of an export from a run that prunes
 POSITIONS = 2048  # assumed longest sequence where the run does not define one; Llama's value

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import re
 import shutil
@@ -31,6 +32,42 @@ class Variable:
     name: str
     value: str
     reason: str
+
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_EXPORTED = "HPC_TRAIN_EXPORTED"  # the digest of what a batch script has exported
+
+
+def job_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of ``cluster.env`` and one that tells agents that these were exported; {} without any.
+
+    Raises:
+        UserError: a name is not that of a variable.
+    """
+    for name in variables:
+        if not _VARIABLE.fullmatch(name):
+            raise UserError(
+                f"{name!r} is not the name of an environment variable",
+                where="cluster.env",
+                fix="use letters, digits and _, and no digit at the beginning",
+            )
+    digest = hashlib.sha256(repr(sorted(variables.items())).encode()).hexdigest()[:16]
+    return {**variables, _EXPORTED: digest} if variables else {}
+
+
+def export_job_environment(variables: Mapping[str, str], environment: MutableMapping[str, str] = os.environ) -> None:
+    """Exports ``cluster.env``, unless a batch script has done so: then ``cluster.setup`` may have changed it since.
+
+    Raises:
+        UserError: a name is not that of a variable, or a value contains a NUL character.
+    """
+    wanted = job_environment(variables)
+    if wanted and environment.get(_EXPORTED) != wanted[_EXPORTED]:
+        try:
+            environment.update(wanted)
+        except ValueError:
+            fix = "remove it; no variable can hold it"
+            raise UserError("a value contains a NUL character", where="cluster.env", fix=fix) from None
 
 
 def own_environment(threads: int) -> tuple[Variable, ...]:

@@ -38,7 +38,7 @@ from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import write_text
 from hpc_train.run.freeze import check_freeze, freeze, load
 from hpc_train.run.lease import add_submission
-from hpc_train.run.owner import TRUST, refuse_foreign
+from hpc_train.run.owner import TRUST, refuse_foreign, warn_if_open
 from hpc_train.slurm.site import read_site
 
 SPOOLED = "slurm_script"  # slurmd's copy of a batch script
@@ -100,6 +100,7 @@ def _freeze(config: Config, run: RunDirectory, parent: Path) -> None:
     validate(config, *_shape(config))
     check_freeze(config, run)
     freeze(config, run, code=snapshot_code([config], parent / "code"))
+    warn_if_open(run, config)
     write_text(run.job_script, by_hand(survives_node_loss(config.elastic)))
     write_text(run.gpus_script, "".join(f"{line}\n" for line in gpu_export_lines()))
 

@@ -26,6 +26,7 @@ from hpc_train.run.code import snapshot_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import check_freeze, freeze
+from hpc_train.run.owner import warn_if_open
 
 
 def main(arguments: list[str]) -> int:
@@ -70,6 +71,7 @@ def task(node: DictConfig) -> None:
         validate(config, *_nodes_and_workers(config))
         check_freeze(config, run)
         freeze(config, run, claim=True, code=snapshot_code([config], run.code))
+        warn_if_open(run, config)
     except UserError as error:
         _remove_empty(run.path, Path(node.run.root).expanduser().absolute())
         mistake = with_file(error, CommandLine.parse(sys.argv[1:]))

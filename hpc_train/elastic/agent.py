@@ -23,7 +23,14 @@ from hpc_train.cluster.allocation import (
     meeting_at,
     workers_per_node,
 )
-from hpc_train.cluster.environment import Variable, apply, node_local_caches, own_environment, threads_per_rank
+from hpc_train.cluster.environment import (
+    Variable,
+    apply,
+    export_job_environment,
+    node_local_caches,
+    own_environment,
+    threads_per_rank,
+)
 from hpc_train.cluster.gpus import UnusableGpus, gpu_memory
 from hpc_train.cluster.placement import switch_address
 from hpc_train.config.schema import Config
@@ -132,6 +139,7 @@ def _run(
     store: str,
 ) -> int:
     config = load(run)
+    export_job_environment(config.cluster.env)
     allocation = _on_the_network(config, allocation)
     use_frozen_code(frozen_code(run))
     if config.run.group is not None:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -24,18 +24,21 @@ from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.logs import WorkerLog, prune_logs
 from hpc_train.elastic.nodes import have_been_checked
 from hpc_train.elastic.rendezvous.addresses import AttemptSpec, bind, withdraw
+from hpc_train.elastic.rendezvous.causes import FailureReport
 from hpc_train.elastic.rendezvous.channel import Message
-from hpc_train.elastic.rendezvous.coordinator import FailureReport, Leave, Start
+from hpc_train.elastic.rendezvous.coordinator import Leave, Start
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd, request, request_from_slurm
 from hpc_train.elastic.watch import Watch
 from hpc_train.elastic.worker_process import ensure_warm_parent
 from hpc_train.elastic.workers import Workers
+from hpc_train.errors import UserError
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import EXITS, Action, Exit, Failure
 from hpc_train.run.files import in_time, patiently
+from hpc_train.run.record import with_digest
 from hpc_train.run.requests import StopRequests
 from hpc_train.slurm.client import is_current_start, show_topology, unavailable_nodes
 
@@ -70,7 +73,7 @@ class Attempts:
         self.events.writer.put(self.run.logs, lambda again: prune_logs(self.run, attempt), wait=False)
         self.stores.offer(attempt, listener)
         self._report_start(start, spec)
-        return asdict(spec)
+        return spec.message()
 
     def leave(self, leave: Leave) -> int:
         """Records how the job ended; returns the exit code of its agents."""
@@ -83,6 +86,9 @@ class Attempts:
         events = self._events()
         if leave.cause is not None:
             self._report_failure(leave.cause, events, refused=leave.decision.action is Action.REFUSE)
+        if leave.outage is not None:
+            details: dict[str, Any] = {"class": Failure.FILE_SYSTEM, "message": leave.outage}
+            events.write("file_system_failed", **details)
         leave, code = self._ask_for_requeue(leave, events)
         action = leave.decision.action
         if code is not Exit.GAVE_UP or action is Action.GIVE_UP:
@@ -169,12 +175,20 @@ class Attempts:
         events.write(
             "started", layout=str(spec.layout), world_size=spec.layout.world_size, gpus=gpus, began=began,
             job_id=spec.job_id, launch=spec.launch_id, nodes=[node.name for node in start.nodes],
+            record=self._record(),
         )  # fmt: skip
         if start.before:
             self._report_change(start, events)
         elif self.end is not None and self.end.was_requeued_externally():
             events.write("requeued_by_slurm", **self._why_requeued(spec.attempt))
         report_placement(start, self.config.cluster.switches, events)
+
+    def _record(self) -> dict[str, Any] | None:
+        """Returns the record of the run, which is rebuilt from the event if ``run.json`` and its copy are lost."""
+        try:
+            return in_time(lambda: with_digest(self.run.record()))
+        except (OSError, UserError):
+            return None
 
     def _why_requeued(self, attempt: int) -> dict[str, Any]:
         """Returns the details of a requeue that the job did not ask for: the nodes that Slurm has lost, if any."""

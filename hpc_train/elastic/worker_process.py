@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import gc
 import importlib
 import multiprocessing
@@ -27,6 +28,7 @@ from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import SemLock
+from pathlib import Path
 from typing import Any
 
 from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
@@ -143,6 +145,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
 FORKSERVER = multiprocessing.get_context("forkserver")
 LONGEST_SOCKET = 107  # bytes in the name of a Unix socket, unix(7)
 SOCKET_IN_TMPDIR = "/pymp-12345678/listener-12345678"  # what multiprocessing appends to $TMPDIR
+FOLDER_LOCK = ".hpc_train-alive"
 LOST = 255  # multiprocessing's exit code of a process whose forkserver has died
 
 # These are blocked in the warm parent, and in each worker until its handlers are installed, so that a signal to the
@@ -158,7 +161,7 @@ def start_warm_parent(preload: Sequence[str]) -> int:
 
 def ensure_warm_parent() -> int:
     """Restarts the warm parent if it was killed; returns its pid."""
-    _keep_sockets_short()
+    _claim_socket_folder()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         resource_tracker.ensure_running()  # leaves INT and TERM unblocked
@@ -169,16 +172,41 @@ def ensure_warm_parent() -> int:
     return forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
 
 
-def _keep_sockets_short() -> None:
-    """Puts sockets under /tmp if their names under $TMPDIR would be too long (fixed in Python 3.14).
+def _claim_socket_folder() -> None:
+    """Creates the folder of multiprocessing's sockets, which workers and loaders inherit, and removes those that killed
+    agents have left: only an agent that ends by itself removes its own. A lock, which the kernel releases with the
+    agent, marks a folder as in use.
 
-    The workers and their loaders inherit the choice.
+    It is under /tmp if the names of sockets under $TMPDIR would be too long (fixed in Python 3.14).
     """
     config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    if "tempdir" in config or len(os.fsencode(tempfile.gettempdir() + SOCKET_IN_TMPDIR)) <= LONGEST_SOCKET:
+    if "tempdir" in config:
         return
-    config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
+    fits = len(os.fsencode(tempfile.gettempdir() + SOCKET_IN_TMPDIR)) <= LONGEST_SOCKET
+    parent = Path(tempfile.gettempdir() if fits else "/tmp")
+    for lock in parent.glob(f"pymp-*/{FOLDER_LOCK}"):
+        with contextlib.suppress(OSError):  # another user's, or in use
+            _lock(lock)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix="pymp-", dir=parent))
+    _lock(folder / "new")
+    (folder / "new").rename(folder / FOLDER_LOCK)  # visible to other agents once it is locked
+    config["tempdir"] = str(folder)
     util.Finalize(None, shutil.rmtree, args=(config["tempdir"], True), exitpriority=-100)
+
+
+def _lock(path: Path) -> None:
+    """Creates and locks a file until this process ends.
+
+    Raises:
+        OSError: another process holds the lock.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
 
 
 def died_with_warm_parent(exit_code: int | None) -> bool:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.bench.request import write_result
+from hpc_train.checkpoint.restoring import load_weights
 from hpc_train.checkpoint.store import Checkpoint
-from hpc_train.checkpoint.weights import load_weights
 from hpc_train.config.schema import Config
 from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import Dataset

@@ -26,7 +26,7 @@ FAILURES = ("worker_failed", "hang_detected", "node_lost", "failed", "stopped_re
 STEPS = (  # reactions, besides the failures themselves
     "suspended", "paused", "stop_requested", "restarted", "shrunk", "spare_used", "requeued", "requeued_by_slurm",
     "resumed", "rolled_back",
-    "checkpoint_failed", "save_deferred", "checkpoint_set_aside", "slow_node", "slow_gpu",
+    "file_system_failed", "checkpoint_failed", "save_deferred", "checkpoint_set_aside", "slow_node", "slow_gpu",
     "unfit_node", "gpu_memory_awaited",
 )  # fmt: skip
 LAST_STEPS = 15
@@ -142,16 +142,23 @@ def diagnose(found: RunHandle) -> Diagnosis:
 
 
 def find_cause(events: Sequence[Event]) -> FailureCause | None:
-    """Returns the first failure of the newest failed attempt, leaving out the secondary failures that it caused."""
+    """Returns the first failure of the newest failed attempt, leaving out the secondary failures that it caused.
+
+    A file system that could not be written is the cause of a hang or a loss of a node meanwhile, and otherwise counts
+    only if nothing failed.
+    """
     failed = [event for event in events if event["event"] in FAILURES]
     # the attempt after a node loss that only Slurm noticed reports it
     lost = [event for event in events if event["event"] == "requeued_by_slurm" and "class" in event]
     failed += [event | {"attempt": event["attempt"] - 1} for event in lost]
+    outages = [event for event in events if event["event"] == "file_system_failed"]
+    failed = failed or outages[-1:]
     if not failed:
         return None
     newest = max(event["attempt"] for event in failed)
     own = [event for event in failed if event["attempt"] == newest]
     first = min(own, key=_weight)
+    first = next((outage for outage in outages if _explains(outage, first)), first)
     hang = next((event for event in own if event["event"] == "hang_detected" and event.get("stacks")), {})
     return FailureCause(
         kind=_kind(first),
@@ -164,6 +171,16 @@ def find_cause(events: Sequence[Event]) -> FailureCause | None:
         stacks=hang.get("stacks"),
         gpus=tuple(first.get("gpus", ())),
     )
+
+
+AFTER_OUTAGE_S = 30.0  # until it is found that nodes or ranks stood still
+
+
+def _explains(outage: Event, failure: Event) -> bool:
+    """Returns whether ``failure`` means that something stood still, and did so because of ``outage``."""
+    began = outage.get("began", outage["time"])
+    stood_still = _kind(failure) in (Failure.HANG, Failure.NODE_LOST, Failure.COMMUNICATION)
+    return stood_still and bool(began <= failure["time"] <= outage["time"] + AFTER_OUTAGE_S)
 
 
 def _with_nccl(cause: FailureCause | None, run: RunDirectory) -> FailureCause | None:

@@ -29,6 +29,7 @@ from hpc_train.run.code import snapshot_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import check_freeze, freeze
+from hpc_train.run.owner import warn_if_open
 
 T = TypeVar("T")
 MANY = 20  # show a progress bar from this number of jobs on
@@ -134,6 +135,7 @@ def enqueue(jobs: Sequence[Job], sweep: Path, console: Console) -> JobQueue:
     code = snapshot_code([job.config for job in jobs], sweep / "code")
     for job in _followed(jobs, "writing run directories", console):
         freeze(job.config, job.run, claim=True, code=code)  # until its submission a job belongs to this process
+    warn_if_open(jobs[0].run, jobs[0].config)  # the others are beside it
     return JobQueue(jobs, executor, sweep, console)
 
 

@@ -26,7 +26,7 @@ from hpc_train.launch.lookup import RunHandle
 from hpc_train.launch.submission import JobQueue
 from hpc_train.run.exits import Exit
 from hpc_train.run.lease import find_live, refuse_live
-from hpc_train.run.owner import refuse_foreign
+from hpc_train.run.owner import refuse_foreign, warn_if_open
 from hpc_train.run.processes import this_process
 from hpc_train.telemetry.progress import Progress
 from hpc_train.units import format_duration
@@ -288,6 +288,7 @@ def resubmit(found: Sequence[RunHandle], sweep: Path, *, detach: bool, trust_own
     """
     for item in found if not trust_owner else ():
         refuse_foreign(item.run, item.config)
+    warn_if_open(found[0].run, found[0].config)  # those of a sweep are alike
     console = Console()
     until = time.monotonic() + LEAVING_S
     for item in found:

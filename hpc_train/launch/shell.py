@@ -7,13 +7,11 @@ A batch script is text, and ``sbatch`` and bash read it by lines. So a value may
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
+from hpc_train.cluster.environment import job_environment
 from hpc_train.errors import UserError
-
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def shell_word(value: str) -> str:
@@ -40,14 +38,7 @@ def exports(variables: Mapping[str, str]) -> list[str]:
     Raises:
         UserError: a name is not that of a variable, or a value contains a NUL character.
     """
-    for name in variables:
-        if not _VARIABLE.fullmatch(name):
-            raise UserError(
-                f"{name!r} is not the name of an environment variable",
-                where="cluster.env",
-                fix="use letters, digits and _, and no digit at the beginning",
-            )
-    return [f"export {name}={shell_word(value)}" for name, value in variables.items()]
+    return [f"export {name}={shell_word(value)}" for name, value in job_environment(variables).items()]
 
 
 def comment(text: str) -> str:

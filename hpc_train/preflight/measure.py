@@ -49,11 +49,16 @@ def effort(mode: str, cuda: bool) -> Effort:
 
 @dataclass(frozen=True)
 class Crew:
-    """The ranks by node: rank = node position x ``per_node`` + local rank."""
+    """The ranks by node: rank = node position x ``per_node`` + local rank. Only rank 0 knows the names of ``nodes``."""
 
     mesh: Mesh
     nodes: tuple[str, ...]
     per_node: int
+
+    @property
+    def count(self) -> int:
+        """Returns the number of nodes."""
+        return -(-self.mesh.layout.world_size // self.per_node)
 
     @property
     def node_position(self) -> int:
@@ -69,10 +74,18 @@ class Crew:
         assert group is not None, "it was joined"
         return Ranks(group, self.mesh.device)
 
-    def gather(self, value: Any) -> list[Any]:
-        gathered: list[Any] = [None] * self.mesh.layout.world_size
-        dist.all_gather_object(gathered, value, group=self.mesh.control)
-        return gathered
+    def agree(self, on_first: bool) -> bool:
+        """Returns what rank 0 says. Collective."""
+        return self.world.largest(float(on_first and self.mesh.rank == 0)) > 0
+
+
+def to_first(value: Any, mesh: Mesh) -> list[Any]:
+    """Returns the values of all ranks on rank 0, and [] on the others: if each rank received the facts of all, these
+    would be 8 MB per rank with 8,000 ranks. Collective.
+    """
+    gathered: list[Any] = [None] * mesh.layout.world_size if mesh.rank == 0 else []
+    dist.gather_object(value, gathered or None, group=mesh.control, group_dst=0)
+    return gathered
 
 
 def fitting(wanted: Effort, crew: Crew) -> Effort:
@@ -85,7 +98,7 @@ def fitting(wanted: Effort, crew: Crew) -> Effort:
 
 @dataclass(frozen=True)
 class Measured:
-    """The results, equal on all ranks except ``clocks``, which only rank 0 has."""
+    """The results on rank 0. The others have only the bandwidth over all ranks and ``left_out``."""
 
     ranks: tuple[RankFacts, ...]
     clocks: tuple[ClockOffset, ...]
@@ -104,7 +117,7 @@ def measure_all(
         now: this node's clock in seconds since the epoch.
     """
     mesh, began = crew.mesh, time.monotonic()
-    clocks = clock_offsets(crew.nodes, range(0, len(crew.nodes) * crew.per_node, crew.per_node), mesh.control, now)
+    clocks = clock_offsets(crew.nodes, range(0, mesh.layout.world_size, crew.per_node), mesh.control, now)
     own = replace(own, gemm=_gemm(crew, wanted), copy=_copy(crew))
     found, left_out = Bandwidths(), []
     stages = {"in the node": _in_node, "over each rail": _over_rails, "over all ranks": _over_all}
@@ -115,36 +128,38 @@ def measure_all(
             found = stage(crew, wanted, found)
     if mesh.device.type == "cuda":
         torch.cuda.empty_cache()  # free the memory for the model
-    ranks = tuple(crew.gather(replace(own, transport=transport())))
-    if slow_devices(ranks):  # the better of two counts: a GPU may have been waking up, a CPU busy
-        again = crew.gather(_gemm(crew, replace(wanted, gemm_s=AGAIN * wanted.gemm_s)))
+    ranks = tuple(to_first(replace(own, transport=transport()), mesh))
+    # the better of two counts: a GPU may have been waking up, a CPU busy
+    if crew.agree(bool(slow_devices(ranks))):
+        again = to_first(_gemm(crew, replace(wanted, gemm_s=AGAIN * wanted.gemm_s)), mesh)
         ranks = tuple(replace(rank, gemm=max(rank.gemm, flops)) for rank, flops in zip(ranks, again, strict=True))
     return Measured(ranks, clocks, found, tuple(left_out))
 
 
 def paired_test(crew: Crew, world_bus: float, wanted: Effort) -> tuple[PairRate, ...]:
-    """Exchanges data between all nodes in pairs, and repeats it if a node seems slow.
+    """Exchanges data between all nodes in pairs, and repeats it if a node seems slow. Rank 0 receives the rates.
 
     Args:
         world_bus: all-reduce bandwidth in bytes/s, from which the message size is chosen.
     """
     size = int(min(wanted.bytes, max(LEAST_EXCHANGE, world_bus * wanted.stage_s / 8)))
     found = _pass(crew, size)
-    return best_of(found, _pass(crew, size)) if slow_nodes(found) else found
+    return best_of(found, _pass(crew, size)) if crew.agree(bool(slow_nodes(found))) else found
 
 
 def _in_node(crew: Crew, wanted: Effort, found: Bandwidths) -> Bandwidths:
-    if crew.per_node == 1 or len(crew.nodes) == 1:
+    if crew.per_node == 1 or crew.count == 1:
         return found  # the only node has all ranks
     first = crew.node_position * crew.per_node
-    bus = crew.gather(_all_reduce_among(crew, range(first, first + crew.per_node), wanted))
+    bus = to_first(_all_reduce_among(crew, range(first, first + crew.per_node), wanted), crew.mesh)
     return replace(found, nodes=dict(zip(crew.nodes, bus[:: crew.per_node], strict=True)))
 
 
 def _over_rails(crew: Crew, wanted: Effort, found: Bandwidths) -> Bandwidths:
-    if crew.per_node == 1 or len(crew.nodes) == 1:
+    if crew.per_node == 1 or crew.count == 1:
         return found  # the only rail equals the group of all ranks
-    bus = crew.gather(_all_reduce_among(crew, range(crew.local, crew.mesh.layout.world_size, crew.per_node), wanted))
+    rail = range(crew.local, crew.mesh.layout.world_size, crew.per_node)
+    bus = to_first(_all_reduce_among(crew, rail, wanted), crew.mesh)
     return replace(found, rails=tuple(bus[: crew.per_node]))
 
 
@@ -177,18 +192,21 @@ def _pass(crew: Crew, size: int) -> tuple[PairRate, ...]:
     """Runs all rounds once."""
     elements = size // 4 // crew.per_node
     sent, received = (torch.zeros(elements, device=crew.mesh.device) for _ in range(2))
-    own: list[tuple[tuple[str, str], float]] = []
-    for pairs in rounds(len(crew.nodes)):
+    own: list[tuple[tuple[int, int], float]] = []
+    for pairs in rounds(crew.count):
         partner = _partners(pairs).get(crew.node_position)
         dist.barrier(group=crew.mesh.control)
         if partner is not None:
             seconds = min(_exchange(crew, partner, sent, received) for _ in range(EXCHANGES))
             first, second = sorted((crew.node_position, partner))
-            own.append(((crew.nodes[first], crew.nodes[second]), seconds))
-    slowest: dict[tuple[str, str], float] = {}
-    for nodes, seconds in (one for rank in crew.gather(own) for one in rank):
-        slowest[nodes] = max(seconds, slowest.get(nodes, 0.0))
-    return tuple(PairRate(nodes, elements * 4 * crew.per_node / seconds) for nodes, seconds in slowest.items())
+            own.append(((first, second), seconds))
+    slowest: dict[tuple[int, int], float] = {}
+    for positions, seconds in (one for rank in to_first(own, crew.mesh) for one in rank):
+        slowest[positions] = max(seconds, slowest.get(positions, 0.0))
+    return tuple(
+        PairRate((crew.nodes[first], crew.nodes[second]), elements * 4 * crew.per_node / seconds)
+        for (first, second), seconds in slowest.items()
+    )
 
 
 def _partners(pairs: Sequence[tuple[int, int]]) -> Mapping[int, int]:
@@ -257,19 +275,18 @@ def clock_offsets(
     sec. 8).
 
     Args:
+        names: of the nodes, on rank 0.
         first_ranks: one rank of each node, in the order of ``names``; 0 for the first node.
         now: returns seconds since the epoch.
 
     Returns:
         The offsets of all nodes but the first on rank 0; () on the other ranks.
     """
-    rank, found = dist.get_rank(group), []
-    for name, peer in zip(names[1:], first_ranks[1:], strict=True):
-        if rank == 0:
-            found.append(_ask(name, peer, group, now))
-        elif rank == peer:
-            _answer(group, now)
-    return tuple(found)
+    if dist.get_rank(group) == 0:
+        return tuple(_ask(name, peer, group, now) for name, peer in zip(names[1:], first_ranks[1:], strict=True))
+    if dist.get_rank(group) in first_ranks:
+        _answer(group, now)
+    return ()
 
 
 def _ask(name: str, peer: int, group: dist.ProcessGroup, now: Callable[[], float]) -> ClockOffset:

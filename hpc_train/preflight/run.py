@@ -28,7 +28,6 @@ from hpc_train.fabric.facts import NodeFacts
 from hpc_train.fabric.machines import by_machine
 from hpc_train.fabric.rails import judge_ports
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.plain_objects import gather_plain
 from hpc_train.preflight.bandwidth import SLOW, SLOW_ON_CPUS, PairRate, SlowNode, slow_nodes
 from hpc_train.preflight.checks import (
     ERROR,
@@ -49,7 +48,7 @@ from hpc_train.preflight.checks import (
     slow_devices,
 )
 from hpc_train.preflight.expected import Expected, ExpectedBandwidths, expected_bandwidths, read_fabric
-from hpc_train.preflight.measure import Crew, Measured, effort, fitting, measure_all, paired_test
+from hpc_train.preflight.measure import Crew, Measured, effort, fitting, measure_all, paired_test, to_first
 from hpc_train.preflight.nccl_log import copied_warnings, log_transport, logged_transport
 from hpc_train.run.agent_worker import WorkerSpec
 from hpc_train.run.directory import RunDirectory
@@ -112,7 +111,7 @@ def preflight(
     found = measure_all(crew, own, wanted, lambda: logged_transport(log), clock)
     low = [*check_bandwidths(found.bandwidths, expected)]
     pairs = tuple[PairRate, ...]()
-    if len(crew.nodes) >= LEAST_NODES and (mode == "full" or low):
+    if crew.count >= LEAST_NODES and crew.agree(mode == "full" or bool(low)):
         pairs = paired_test(crew, found.bandwidths.world or 0.0, wanted)
     findings: Sequence[PreflightFinding] = ()
     if mesh.rank == 0:  # the events are written before any rank fails: they name the nodes to drop
@@ -135,7 +134,7 @@ def actions_of(config: Config, spec: WorkerSpec, allocation: Allocation) -> dict
 
 
 def _crew(spec: WorkerSpec, mesh: Mesh, node: str) -> Crew:
-    names: list[str] = gather_plain(node, mesh.control)
+    names: list[str] = to_first(node, mesh)
     return Crew(mesh, tuple(names[:: spec.local_world_size]), spec.local_world_size)
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.file_writer import FileWriter
+from hpc_train.run.exits import Failure, classify_message
+from hpc_train.run.file_writer import FileWriter, Outage
 
 EVENTS = (
     "submitted",
@@ -28,6 +29,7 @@ EVENTS = (
     "worker_failed",
     "node_lost",
     "hang_detected",
+    "file_system_failed",  # after it, with its seconds: the run directory could not be written
     "suspended",  # after Slurm has resumed the job: the seconds during which its processes were stopped
     "paused",  # the batch host did not execute for some seconds, although the job was not suspended
     "gpu_memory_awaited",  # after an attempt that ran out of GPU memory
@@ -77,9 +79,19 @@ class EventLog:
     rank: int | None = None
     writer: FileWriter = field(default_factory=_writer, compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        self.writer.on_outage = self.write_outage
+
     @classmethod
     def open(cls, run: RunDirectory, writer: str, attempt: int, rank: int | None = None) -> EventLog:
         return cls(run.events_file(writer, attempt), attempt, rank)
+
+    def write_outage(self, outage: Outage) -> None:
+        """Appends an event about a time in which files of the run directory could not be written. Does not wait."""
+        message = f"files of the run directory could not be written for {outage.seconds:.0f} s: {outage.failure}"
+        kind = classify_message(outage.failure) or Failure.FILE_SYSTEM
+        times = {"began": outage.began, "seconds": round(outage.seconds, 3)}
+        self._append("file_system_failed", None, times | {"class": kind, "message": message}, wait=False)
 
     def of(self, attempt: int) -> EventLog:
         """Returns the log of the same process in another attempt; both share the pending lines."""
@@ -96,8 +108,11 @@ class EventLog:
 
     def write(self, event: str, *, step: int | None = None, **details: Any) -> None:
         """Appends an event with time, node, rank, attempt and step. A failing file system does not raise."""
+        self._append(event, step, details, wait=True)
+
+    def _append(self, event: str, step: int | None, details: dict[str, Any], wait: bool) -> None:
         if event not in EVENTS:
             raise ValueError(f"unknown event {event!r}")
         head = {"time": time.time(), "event": event, "rank": self.rank, "node": socket.gethostname()}
         event_line = head | {"attempt": self.attempt, "step": step} | details
-        self.writer.append(self.path, event_line)
+        self.writer.append(self.path, event_line, wait)

@@ -51,6 +51,7 @@ def _check_of(hint: Any) -> Check:
     return _SPECIAL.get(hint, lambda value: type(value) is hint)  # by the type itself, so that True is no number
 
 
+_PLAIN = (int, str, bool)
 _SPECIAL: dict[Any, Check] = {
     Any: lambda value: True,
     float: lambda value: type(value) in (int, float) and math.isfinite(value),
@@ -64,6 +65,9 @@ def _check_of_mapping(key: Any, content: Any) -> Check:
 
 def _check_of_tuple(arguments: tuple[Any, ...]) -> Check:
     if arguments[-1] is Ellipsis:
+        if arguments[0] in _PLAIN:  # hundreds of numbers per node
+            plain = {arguments[0]}
+            return lambda value: type(value) is tuple and plain.issuperset(map(type, value))
         check = _check_of(arguments[0])
         return lambda value: type(value) is tuple and all(map(check, value))
     checks = [_check_of(argument) for argument in arguments]
@@ -75,4 +79,7 @@ def _check_of_tuple(arguments: tuple[Any, ...]) -> Check:
 
 
 def _are_checked(value: Any) -> bool:
-    return all(check(getattr(value, name)) for name, check in _checks_of(value.__class__))
+    for name, check in _checks_of(value.__class__):  # noqa: SIM110 - faster than all()
+        if not check(getattr(value, name)):
+            return False
+    return True

@@ -31,6 +31,15 @@ CLOSE_S = 5.0  # for a file system that does not respond when the process ends
 
 
 @dataclass(frozen=True)
+class Outage:
+    """A time in which writes failed or hung: its beginning in seconds since 1970, its length, and the last failure."""
+
+    began: float
+    seconds: float
+    failure: str
+
+
+@dataclass(frozen=True)
 class _Entry:
     write: Write
     size: int
@@ -58,10 +67,17 @@ class FileWriter:
         self._hangs = False
         self._failing = False
         self._reported = False
+        self._outage_began: float | None = None  # seconds since 1970
+        self._outage_failure = ""
         self._thread: threading.Thread | None = None
+        self.on_outage: Callable[[Outage], object] | None = None  # called when one is over, in the thread of the writes
 
-    def append(self, path: Path, value: dict[str, Any]) -> None:
-        """Appends one JSON object as a line to ``path``, in a line of its own after a write that was cut short."""
+    def append(self, path: Path, value: dict[str, Any], wait: bool = True) -> None:
+        """Appends one JSON object as a line to ``path``, in a line of its own after a write that was cut short.
+
+        Args:
+            wait: as for ``put``.
+        """
         text = json_line(value)
 
         def write(again: bool) -> None:
@@ -73,7 +89,7 @@ class FileWriter:
                     path.parent.mkdir()
                 append()
 
-        self.put(path, write, len(text))
+        self.put(path, write, len(text), wait)
 
     def put(self, path: Path, write: Write, size: int = 0, wait: bool = True) -> None:
         """Makes ``write``, which may raise OSError, after the earlier writes of ``path``.
@@ -98,7 +114,7 @@ class FileWriter:
             if wait and not self._hangs and not self._changed.wait_for(lambda: self._finished >= tried, FIRST_TRY_S):
                 self._hangs = True
             if self._writing_since is not None and time.monotonic() - self._writing_since > HANGS_S:
-                self._report_outage(f"the file system has not responded for {HANGS_S:.0f} s")
+                self._report_outage(f"the file system has not responded for {HANGS_S:.0f} s", HANGS_S)
 
     def close(self, seconds: float = CLOSE_S) -> bool:
         """Waits at most ``seconds`` for the pending writes; returns whether all have succeeded.
@@ -107,13 +123,16 @@ class FileWriter:
         """
         until = time.monotonic() + seconds
         with self._changed:
-            while self._pending and time.monotonic() < until:
+            while not self._is_done() and time.monotonic() < until:
                 self._wanted = True
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._pending == 0, FIRST_PAUSE_S)
+                self._changed.wait_for(self._is_done, FIRST_PAUSE_S)
             if self._pending:
                 _print(f"{self._pending} writes of {self._name} are lost")
             return self._pending == 0
+
+    def _is_done(self) -> bool:
+        return self._pending == 0 and self._outage_began is None
 
     @property
     def pending(self) -> int:
@@ -134,6 +153,9 @@ class FileWriter:
                 self._finished = self._started
                 self._hangs, self._failing = False, bool(failed)
                 self._changed.notify_all()
+            if not failed:
+                self._tell_outage()
+            with self._changed:
                 if self._pending == 0:
                     self._report_end_of_outage()
                     if not self._wanted:  # the next write starts a thread again
@@ -145,7 +167,9 @@ class FileWriter:
         while (entry := self._next(path)) is not None:
             done = self._try(path, entry)
             with self._changed:
-                self._writing_since = None
+                began, self._writing_since = self._writing_since, None
+                if done and began is not None and (seconds := time.monotonic() - began) > HANGS_S:
+                    self._report_outage(f"the file system did not respond for {seconds:.0f} s", seconds)
                 if not done:
                     self._files[path].appendleft(entry)
                     return False
@@ -183,7 +207,19 @@ class FileWriter:
             self._forget(max(self._files.values(), key=len).popleft())
             self._lost += 1
 
-    def _report_outage(self, failure: str) -> None:
+    def _tell_outage(self) -> None:
+        """Calls ``on_outage`` after an outage, without the lock, because it usually writes."""
+        if self._outage_began is None:
+            return
+        if self.on_outage is not None:
+            self.on_outage(Outage(self._outage_began, time.time() - self._outage_began, self._outage_failure))
+        with self._changed:
+            self._outage_began = None
+            self._changed.notify_all()
+
+    def _report_outage(self, failure: str, since_s: float = 0.0) -> None:
+        self._outage_began = self._outage_began or time.time() - since_s
+        self._outage_failure = failure
         if not self._reported:
             self._reported = True
             _print(f"cannot write {self._name}; it is kept in memory until it can be written: {failure}")

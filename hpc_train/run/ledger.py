@@ -1,6 +1,7 @@
 """The ledger of a run: how its time was spent, over all of its jobs and attempts.
 
-It is derived from events, metrics and submissions in the run directory, so nothing can be lost with a process.
+It is derived from events and metrics (see ``attempts.py``) and the submissions in the run directory, so nothing can be
+lost with a process.
 """
 
 from __future__ import annotations
@@ -8,25 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 from operator import add
 from types import MappingProxyType
-from typing import Any
 
+from hpc_train.run.attempts import Attempt, Event, Interval, attempts_of
 from hpc_train.run.directory import RunDirectory
-
-Event = dict[str, Any]
-
-FAILURES = ("worker_failed", "hang_detected", "node_lost", "failed")
-# rank 0 writes these, with the keys of a metrics line for the steps since the last line
-CLOSING = ("training_finished", "training_stopped")
-ENDS = (*CLOSING, "finished", "stopped")  # the last two are the agent's
-STOPS = {"suspended": "suspended_s", "paused": "frozen_s"}  # the account of the seconds of each event
-# written by an agent that was frozen, when it wakes up; Slurm may have requeued its job meanwhile
-ECHOES = ("stop_requested", *STOPS)
-BEGINNINGS = {"resumed": "step", "rolled_back": "to_step"}  # the key with the step that training continues from
 
 
 @dataclass(frozen=True)
@@ -144,7 +133,7 @@ def ledger(
         now: seconds since 1970 if the run is live; None otherwise, and then an attempt without a recorded end has died.
         frozen: until when a frozen node held a job after its last attempt, by job and restart.
     """
-    attempts = _attempts(events, metrics, frozen)
+    attempts = attempts_of(events, metrics, frozen)
     alive = None if attempts and attempts[-1].closed else now
     kept, accounts = _kept_at_end(attempts, now), []
     for index in reversed(range(len(attempts))):
@@ -158,150 +147,7 @@ def ledger(
     return Ledger(tuple(reversed(accounts)), _waiting(attempts, submitted, now))
 
 
-@dataclass(frozen=True)
-class _Interval:
-    """The time between two lines of metrics: steps after ``first`` up to ``last``, and pauses."""
-
-    time: float
-    first: int
-    last: int
-    steps_s: float
-    evaluation_s: float
-    checkpoint_s: float
-
-    @classmethod
-    def until(cls, line: Event, first: int) -> _Interval:
-        steps = max(0, line["step"] - first)
-        pauses = float(line.get("eval_s") or 0), float(line.get("save_s") or 0)
-        return cls(line["time"], first, line["step"], steps * float(line.get("step_s") or 0), *pauses)
-
-    @property
-    def began(self) -> float:
-        return self.time - self.steps_s - self.evaluation_s - self.checkpoint_s
-
-    def without(self, seconds: float) -> _Interval:
-        """Returns the interval without a time in which nothing executed, which made one of its parts so long."""
-        parts = {name: getattr(self, name) for name in ("steps_s", "evaluation_s", "checkpoint_s")}
-        longest = max(parts, key=lambda name: parts[name])
-        return replace(self, **{longest: max(0.0, parts[longest] - seconds)})
-
-    def kept_share(self, kept: float) -> float:
-        """Returns the share of its steps that is kept if work up to the step ``kept`` is kept."""
-        steps = self.last - self.first
-        return min(1.0, max(0.0, (kept - self.first) / steps)) if steps else 1.0
-
-
-@dataclass(frozen=True)
-class _Stretch:
-    """Consecutive steps from the ``step`` of a checkpoint, loaded at ``time``, until the next load."""
-
-    step: int
-    time: float
-    intervals: list[_Interval] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Attempt:
-    """The events and intervals of one attempt, in order of time."""
-
-    number: int
-    events: Sequence[Event]
-    stretches: Sequence[_Stretch]
-    frozen: Mapping[str, float]
-
-    @classmethod
-    def of(cls, number: int, events: Iterable[Event], lines: Iterable[Event], frozen: Mapping[str, float]) -> _Attempt:
-        own = sorted(events, key=lambda event: event["time"])
-        closing = [event for event in own if event["event"] in CLOSING and "save_s" in event]
-        beginnings = [event for event in own if event["event"] in BEGINNINGS]
-        stretches: list[_Stretch] = []
-        for point in sorted([*lines, *beginnings, *closing], key=lambda point: point["time"]):
-            if point.get("event") in BEGINNINGS:
-                stretches.append(_Stretch(point[BEGINNINGS[point["event"]]], point["time"]))
-                continue
-            if not stretches:
-                stretches.append(_Stretch(0, point["time"]))
-            before = stretches[-1].intervals
-            before.append(_Interval.until(point, before[-1].last if before else stretches[-1].step))
-        return cls(number, own, stretches, frozen)
-
-    @cached_property
-    def start(self) -> Event | None:
-        """The ``started`` event; None if it is missing."""
-        return next((event for event in self.events if event["event"] == "started"), None)
-
-    def start_value(self, key: str, default: Any = None) -> Any:
-        """Returns the value of ``key`` in the ``started`` event."""
-        return (self.start or {}).get(key, default)
-
-    @property
-    def launch(self) -> str:
-        return str(self.start_value("launch", self.number))
-
-    @property
-    def began(self) -> float:
-        """The time when the agent's process was started."""
-        return float(self.start_value("began") or self.start_value("time"))
-
-    @property
-    def last_interval(self) -> _Interval | None:
-        return self.stretches[-1].intervals[-1] if self.stretches and self.stretches[-1].intervals else None
-
-    @cached_property
-    def last_sign(self) -> float:
-        intervals = [interval.time for stretch in self.stretches for interval in stretch.intervals]
-        return max([event["time"] for event in self.events if event["event"] not in ECHOES] + intervals)
-
-    @cached_property
-    def released(self) -> float:
-        """The time at which its job, of which it is the last attempt, gave its nodes back, as far as known."""
-        parts = self.launch.split(".")  # job, step and restart
-        return max(self.last_sign, self.frozen.get(f"{parts[0]}.{parts[-1]}", 0.0))
-
-    @property
-    def stops(self) -> list[tuple[str, float, float]]:
-        """The account, beginning and end of each time in which the job did not execute."""
-        return [
-            (STOPS[event["event"]], event["until"] - event["seconds"], event["until"])
-            for event in self.events
-            if event["event"] in STOPS
-        ]
-
-    @cached_property
-    def failed_at(self) -> float | None:
-        """The time when its failure was noticed; None if it is running or ended normally."""
-        after = self.last_interval.time if self.last_interval else 0.0
-        times = [event["time"] for event in self.events if event["event"] in FAILURES and event["time"] >= after]
-        return min(times, default=None)
-
-    @property
-    def closed(self) -> bool:
-        """Returns whether training reached its end or a requested stop with its state saved."""
-        closing = [event for event in self.events if event["event"] in ENDS]
-        return any("save_s" in event for event in closing) or (bool(closing) and self.failed_at is None)
-
-    @property
-    def ended(self) -> float:
-        return self.last_sign if self.failed_at is None else self.failed_at
-
-
-def _attempts(events: Iterable[Event], metrics: Iterable[Event], frozen: Mapping[str, float]) -> list[_Attempt]:
-    by_attempt: dict[int, tuple[list[Event], list[Event]]] = {}
-    for index, points in enumerate((events, metrics)):
-        for point in filter(_is_whole, points):
-            by_attempt.setdefault(point["attempt"], ([], []))[index].append(point)
-    attempts = [_Attempt.of(number, *by_attempt[number], frozen) for number in sorted(by_attempt)]
-    return [attempt for attempt in attempts if attempt.start is not None]
-
-
-def _is_whole(point: Event) -> bool:
-    """Returns whether an event or a line of metrics has the numbers that the ledger needs; a damaged one may not."""
-    event = point.get("event")
-    step = BEGINNINGS.get(str(event), "step" if event in (None, "checkpoint_saved", *CLOSING) else "attempt")
-    return all(isinstance(point.get(name), int | float) for name in ("attempt", "time", step))
-
-
-def _kept_at_end(attempts: Sequence[_Attempt], now: float | None) -> float:
+def _kept_at_end(attempts: Sequence[Attempt], now: float | None) -> float:
     """Returns the step up to which work is kept: infinity for all of it, or the step of the newest checkpoint."""
     if not attempts or attempts[-1].closed or (now is not None and attempts[-1].failed_at is None):
         return math.inf
@@ -314,7 +160,7 @@ def _newest_checkpoint_step(events: Iterable[Event]) -> int:
     return max(saved, key=lambda event: event["time"])["step"] if saved else 0
 
 
-def _waiting(attempts: Sequence[_Attempt], submitted: Sequence[float], now: float | None) -> Account:
+def _waiting(attempts: Sequence[Attempt], submitted: Sequence[float], now: float | None) -> Account:
     """Returns the account of a job that was submitted or requeued and has not started yet."""
     last = attempts[-1].last_sign if attempts else 0.0
     since = max((time for time in submitted if time > last), default=None)
@@ -327,8 +173,8 @@ def _waiting(attempts: Sequence[_Attempt], submitted: Sequence[float], now: floa
 class _Accounting:
     """Computes the account of one attempt. ``now`` is None if the attempt is over."""
 
-    attempt: _Attempt
-    before: _Attempt | None
+    attempt: Attempt
+    before: Attempt | None
     ends_launch: bool
     now: float | None
     submitted: Sequence[float]
@@ -388,7 +234,7 @@ class _Accounting:
         failed = self.now is None or self.attempt.failed_at is not None
         return self.attempt.ended if failed or self.now is None else self.now
 
-    def _enter(self, interval: _Interval, kept: float) -> None:
+    def _enter(self, interval: Interval, kept: float) -> None:
         share = interval.kept_share(kept)
         evaluation_kept = interval.last <= kept
         stopped = interval.time - interval.began - self._executed(interval.began, interval.time)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import pwd
+import stat
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +42,38 @@ def refuse_foreign(run: RunDirectory, config: Config) -> None:
                 fix=f"add {TRUST} if you trust its owner, as in `python -m hpc_train resume {TRUST} RUN` or `python -m "
                 f"hpc_train agent {TRUST} RUN`; a run that its owner shares with run.group=GROUP needs no option",
             )
+
+
+def warn_if_open(run: RunDirectory, config: Config) -> None:
+    """Prints one line if everybody may replace files of ``run``: in its directory, or by renaming it in ``run.root``.
+
+    Directories that hpc_train creates are not open, but it may find one that is there already.
+    """
+    root = Path(config.run.root).expanduser().absolute()
+    folders = [root, *(parent for parent in run.path.parents if parent.is_relative_to(root)), run.path]
+    opened = [path for path in dict.fromkeys([*folders, run.checkpoints, run.code]) if _is_open(path)]
+    if opened:
+        foreign = [path for path in opened if path.stat().st_uid != os.geteuid()]
+        fix = f"run `chmod o-w {' '.join(map(str, opened))}`"
+        if foreign and os.geteuid() != 0:
+            fix = f"ask {_name(foreign[0].stat().st_uid)} to do so: {fix}"
+        shown = ", ".join(map(str, opened))
+        print(
+            f"warning: every user of this system can replace the config, code and checkpoints of this run, because "
+            f"{shown} {'is' if len(opened) == 1 else 'are'} writable by all: {fix}, or set another run.root",
+            file=sys.stderr,
+        )
+
+
+def _is_open(path: Path) -> bool:
+    """Returns whether every user can remove and replace the entries of the directory; as in /tmp the sticky bit
+    prevents that.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
 
 
 def _deciding(run: RunDirectory) -> Iterator[Path]:

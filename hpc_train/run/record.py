@@ -2,8 +2,9 @@
 
 ``run.json`` says which run this is (its id, the run it was forked from, the SHA-256 of its config), so a record that is
 wrong, or silently empty, would continue another run or begin at step 0. A record is therefore used only if its checksum
-matches. ``run.copy.json`` is written before ``run.json`` and has the same content. Records of earlier versions have
-neither checksum nor copy.
+matches. ``run.copy.json`` is written before ``run.json`` and has the same content. If both are lost, the record is
+rebuilt from the event log, in which each start of the workers writes it down. Records of earlier versions have neither
+checksum nor copy.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.errors import UserError
-from hpc_train.run.files import is_present, patiently, write_json
+from hpc_train.run.files import is_present, patiently, read_lines, write_json
 from hpc_train.version import __version__
 
 FORMAT = 1  # of the run directory; directories without a number have this format
@@ -32,32 +33,52 @@ class _Unusable(Exception):
 def read_record(folder: Path) -> dict[str, Any]:
     """Returns the record of the run in ``folder``; empty if there is none.
 
-    If ``run.json`` is missing or damaged, this returns its copy and prints a note on standard error.
+    If ``run.json`` is missing or damaged, this returns its copy, or else the record in the event of the newest start of
+    the workers, and prints a note on standard error.
 
     Raises:
-        UserError: ``run.json`` is damaged and has no intact copy, or another version of hpc_train wrote it in another
+        UserError: the record is damaged and stands nowhere else, or another version of hpc_train wrote it in another
             format.
     """
     try:
         return _read(folder / RECORD)
     except _Unusable as error:
-        problem = str(error)
-    if not is_present(folder / COPY):
-        if not is_present(folder / RECORD):
-            return {}
-        raise _no_record(folder, f"{RECORD} is {problem}, and it has no copy")
+        problem = f"{RECORD} is {error}"
     try:
         found = _read(folder / COPY)
+        _tell_once(f"note: {folder}: {problem}; its copy {COPY} is used and restores it")
+        return found
     except _Unusable as error:
-        raise _no_record(folder, f"{RECORD} is {problem}, and its copy {COPY} is {error}") from None
-    _tell_once(f"note: {folder / RECORD} is {problem}; its copy {COPY} is used and restores it")
-    return found
+        problem += f", and its copy {COPY} is {error}"
+    if (started := _from_events(folder)) is not None:
+        _tell_once(f"note: {folder}: {problem}; the record in the event of the newest start is used and restores both")
+        return started
+    if is_present(folder / RECORD) or is_present(folder / COPY):
+        raise _no_record(folder, problem)
+    return {}
+
+
+def with_digest(record: dict[str, Any]) -> dict[str, Any]:
+    """Returns ``record`` with its checksum, as files and the event log keep it."""
+    plain = json.loads(json.dumps(record))  # as it will be read
+    return plain | {_DIGEST: _digest(plain)}
+
+
+def _from_events(folder: Path) -> dict[str, Any] | None:
+    """Returns the record of the newest start of the workers whose checksum matches; None if there is none."""
+    lines = (line for path in (folder / "events").glob("agent-*.jsonl") for line in read_lines(path))
+    starts = [line for line in lines if line.get("event") == "started" and isinstance(line.get("record"), dict)]
+    known = [(line["time"], dict(line["record"])) for line in starts if isinstance(line.get("time"), int | float)]
+    for _, record in sorted(known, key=lambda item: item[0], reverse=True):
+        if record.pop(_DIGEST, None) == _digest(record):
+            _check_format(record, folder)
+            return record
+    return None
 
 
 def write_record(folder: Path, content: dict[str, Any]) -> None:
     """Replaces the record; the caller holds the lock of the record. A damaged ``run.json`` is kept beside it."""
-    record = json.loads(json.dumps(content))  # as it will be read
-    record[_DIGEST] = _digest(record)
+    record = with_digest(content)
     try:
         _read(folder / RECORD)
     except _Unusable:

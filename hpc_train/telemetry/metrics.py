@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 from hpc_train.config.schema import WandbConfig
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
 from hpc_train.run.file_writer import FileWriter
 
 Line = dict[str, Any]
@@ -50,9 +51,12 @@ class MetricsLog:
     net_rx_bytes. A number that is not finite is written as null.
     """
 
-    def __init__(self, run: RunDirectory, attempt: int, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(
+        self, run: RunDirectory, attempt: int, sinks: Sequence[Sink] = (), events: EventLog | None = None
+    ) -> None:
         self._path = run.metrics_file(attempt)
         self._writer = FileWriter("the metrics")
+        self._writer.on_outage = None if events is None else events.write_outage
         self._sinks = sinks
 
     def write(self, line: Line) -> None:

@@ -184,7 +184,7 @@ def open_report(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog,
         report.wandb = WandbRun(config.telemetry.wandb, _identity(config, run))
         report.log_checkpoint = config.telemetry.wandb.log_checkpoint
         sinks.append(report.wandb)
-    report.metrics = MetricsLog(run, events.attempt, sinks)
+    report.metrics = MetricsLog(run, events.attempt, sinks, events)
     return report
 
 

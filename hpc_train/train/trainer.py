@@ -17,7 +17,8 @@ from typing import NoReturn
 
 import torch
 
-from hpc_train.checkpoint.manager import CheckpointManager, RestoredState
+from hpc_train.checkpoint.manager import CheckpointManager
+from hpc_train.checkpoint.restoring import RestoredState
 from hpc_train.config.schema import Config
 from hpc_train.data.dataset import StepBatch
 from hpc_train.data.feed import NOTHING, LocalBatch, TrainFeed

@@ -14,7 +14,8 @@ from typing import Any
 import torch.distributed.checkpoint  # noqa: F401  a slow import, which forked workers inherit from the warm parent
 
 from hpc_train.checkpoint.agreement import lowest
-from hpc_train.checkpoint.manager import CheckpointManager, RestoredState
+from hpc_train.checkpoint.manager import CheckpointManager
+from hpc_train.checkpoint.restoring import RestoredState
 from hpc_train.config.schema import Config
 from hpc_train.config.values import DEBUG_STEPS, parse_profile, parse_save_every
 from hpc_train.data.build import build_dataset

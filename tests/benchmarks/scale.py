@@ -65,6 +65,7 @@ class Row:
         closed, frozen: from a closed connection, or the last heartbeat, until the last agent is told to end.
         restart: from the end of the attempt until the last agent has the order to start again.
         leave: from the reports of all agents until the last one knows the end of the job.
+        closed_cpu, frozen_cpu, leave_cpu: of the server's process in these times, with the restarts that follow.
         idle_share: the share of a core that the server's process uses while nothing happens.
         server_bytes: the memory of the server's process at the end.
         fabric_bytes: ``fabric.json``.
@@ -82,6 +83,9 @@ class Row:
     frozen: float
     restart: float
     leave: float
+    closed_cpu: float
+    frozen_cpu: float
+    leave_cpu: float
     idle_share: float
     server_bytes: int
     fabric_bytes: int
@@ -135,16 +139,21 @@ def lead(
     begin_cpu, start_bytes = told.recv()
     expected, fabric_bytes = read_by_a_rank(RunDirectory(folder))
     idle = idle_share(server, idle_s)
+    cpu = cpu_s(server)
     closed, restart = lose(agents, "close", count // 2, count - 1)
+    closed_cpu, cpu = cpu_s(server) - cpu, cpu_s(server)
     frozen, _ = lose(agents, "freeze", count // 3, count - 2)
+    frozen_cpu, cpu = cpu_s(server) - cpu, cpu_s(server)
     began = time.monotonic()
     order(agents, "report")
     leave = when_all(agents, "leave", count - 2) - began
+    leave_cpu = cpu_s(server) - cpu
     memory = server.memory_info().rss
     retries = sum(each.seen("leave")[1] for each in agents)
     order(agents, "leave")
     seconds = {"join": join, "join_cpu": join_cpu, "begin_cpu": begin_cpu, "closed": closed, "frozen": frozen}
     seconds |= {"restart": restart, "leave": leave, "expected": expected, "idle_share": idle}
+    seconds |= {"closed_cpu": closed_cpu, "frozen_cpu": frozen_cpu, "leave_cpu": leave_cpu}
     sizes = {"start_bytes": start_bytes, "server_bytes": memory, "fabric_bytes": fabric_bytes, "retries": retries}
     return {name: round(value, 4) for name, value in seconds.items()} | sizes
 

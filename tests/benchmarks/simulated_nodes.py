@@ -39,6 +39,7 @@ GPUS = 8
 ODD_EVERY = 250  # one node in this many is odd
 RETRY_S = 0.2
 TURN_S = 0.01
+CONNECTS = 64  # in a row, before those that are connected send their heartbeats
 HELLO_S = 30.0
 VERSIONS = (("cuda", "12.8"), ("driver", "570.86.15"), ("kernel", "5.15.0-1074"), ("nccl", "2.27.5"), ("torch", "2.13"))
 ENVIRONMENT = ("NCCL_DEBUG_SUBSYS", "OMP_NUM_THREADS", "FI_LOG_LEVEL", "UCX_TLS")
@@ -126,8 +127,7 @@ class Crowd:
     def _obey(self, what: str, argument: Any) -> bool:
         agent = self.agents.get(argument) if isinstance(argument, int) else None
         if what == "connect":
-            for each in self.agents.values():
-                self._connect(each)
+            self._again += [(0.0, each) for each in self.agents.values()]
         elif what == "close" and agent is not None:
             self._drop(agent)
         elif what == "freeze" and agent is not None:
@@ -211,9 +211,9 @@ class Crowd:
             if agent.channel is not None and agent.beating and now >= agent.next_beat:
                 agent.next_beat = now + self.beat_s
                 self._send(agent, {"kind": "beat"})
-        due = [agent for when, agent in self._again if now >= when]
-        self._again = [(when, agent) for when, agent in self._again if now < when]
-        for agent in due:
+        due = [item for item in self._again if now >= item[0]]
+        self._again = [item for item in self._again if now < item[0]] + due[CONNECTS:]
+        for _, agent in due[:CONNECTS]:
             self._connect(agent)
 
 

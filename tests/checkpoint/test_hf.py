@@ -21,7 +21,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.hf_names import gpt_config, hf_config, hf_name
 from hpc_train.models.model import Model
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.freeze import imported_model
+from hpc_train.run.imported import imported_model
 from tests.checkpoint.made import commit
 from tests.models.models import with_values
 from tests.train.runs import frozen

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from hpc_train.checkpoint import disk
-from hpc_train.checkpoint.store import CheckpointStore, Retention
+from hpc_train.checkpoint.removals import Retention
+from hpc_train.checkpoint.store import CheckpointStore
 from tests.checkpoint.progress import LONG, Progress
 from tests.checkpoint.tiny import LIMIT_S, commit_together, newest_good
 from tests.ranks import CONTEXT

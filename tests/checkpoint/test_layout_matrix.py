@@ -85,10 +85,13 @@ def _composed(layout: str) -> Config:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds LAYOUT/tied and LAYOUT/untied, each with a checkpoint of step 2, and that of step 4 in ``whole``."""
+    """Holds LAYOUT/tied and LAYOUT/untied, as far as a test loads them, each with a checkpoint of step 2; and that of
+    step 4 of a single process in ``whole``.
+    """
     folder = tmp_path_factory.mktemp("layouts")
+    loaded = {case for target in LAYOUTS | MORE for case in cases(target)} | {("single", kind) for kind in KINDS}
     for name, (ranks, _) in (LAYOUTS | MORE).items():
-        configs = {kind: config_of(name, kind) for kind in KINDS}
+        configs = {kind: config_of(name, kind) for kind in KINDS if (name, kind) in loaded}
         run_on_world(ranks, train_and_save, str(folder), name, configs, timeout=LIMIT_S)
     return folder
 

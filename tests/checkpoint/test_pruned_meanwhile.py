@@ -13,7 +13,8 @@ import torch
 from hpc_train import cli
 from hpc_train.checkpoint import listing, transfer
 from hpc_train.checkpoint.reader import StoredTensors
-from hpc_train.checkpoint.store import CheckpointStore, Retention
+from hpc_train.checkpoint.removals import Retention
+from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.config.schema import CustomModelConfig
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory

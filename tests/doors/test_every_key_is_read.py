@@ -6,7 +6,9 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from hpc_train.config import schema
 from hpc_train.config.extensions import SOURCES, load_source
 from tests.doors.command import REPOSITORY, TINY, environment, hpc_train
 
+AT_ONCE = 3  # runs
 RECORDING = REPOSITORY / "tests" / "doors" / "recording"
 
 
@@ -109,6 +112,14 @@ def make_sbatch(folder: Path) -> str:
     return f"{sbatch.parent}:{os.environ['PATH']}"
 
 
+def run_in_own_folder(folder: Path, env: dict[str, str], number: int) -> None:
+    arguments = runs(folder)[number]
+    own = folder / str(number)
+    own.mkdir()
+    done = hpc_train(*arguments, cwd=own, env=env)
+    assert done.returncode == 0, f"{arguments}\n{done.stdout}{done.stderr}"
+
+
 def test_every_key_is_read(tmp_path: Path) -> None:
     record = tmp_path / "keys"
     record.mkdir()
@@ -117,9 +128,8 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     env = environment(HPC_TRAIN_RECORD_KEYS=str(record))
     env["PYTHONPATH"] = f"{RECORDING}:{env['PYTHONPATH']}"
     env["PATH"] = make_sbatch(tmp_path)
-    for arguments in runs(tmp_path):
-        done = hpc_train(*arguments, cwd=tmp_path, env=env)
-        assert done.returncode == 0, f"{arguments}\n{done.stdout}{done.stderr}"
+    with ThreadPoolExecutor(AT_ONCE) as pool:  # most of a run is imports, of which much is waiting
+        list(pool.map(partial(run_in_own_folder, tmp_path, env), range(len(runs(tmp_path)))))
     build_cifar100(tmp_path, env)
     read = {line for file in record.iterdir() for line in file.read_text().split()}
     kinds = {key for key in every_key() if key.endswith(("DataConfig.kind", "GPTConfig.kind", "ViTConfig.kind"))}

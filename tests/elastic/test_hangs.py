@@ -28,7 +28,7 @@ from hpc_train.elastic.hang_bounds import (
     patience_s,
 )
 from hpc_train.elastic.hangs import WINDOW_S, Evidence, GroupState, RankState, culprit, group_states, proof
-from hpc_train.elastic.rendezvous.coordinator import FailureReport, primary_cause
+from hpc_train.elastic.rendezvous.causes import FailureReport, primary_cause
 from hpc_train.elastic.watch import Watch
 from hpc_train.errors import UserError
 from hpc_train.measure.flight_recorder import Collective

@@ -24,7 +24,7 @@ from hpc_train.elastic.fabric import Fabric
 from hpc_train.elastic.hang_bounds import HangWatch
 from hpc_train.elastic.nodes import Node
 from hpc_train.elastic.rendezvous import client, coordinator
-from hpc_train.elastic.rendezvous.addresses import ServerAddress
+from hpc_train.elastic.rendezvous.addresses import AttemptSpec, ServerAddress
 from hpc_train.elastic.rendezvous.client import ServerLost, lookup_interval_s, wait_for_server
 from hpc_train.elastic.rendezvous.coordinator import Start
 from hpc_train.elastic.rendezvous.server import BEATS, BEATS_PER_S, beat_s
@@ -98,15 +98,18 @@ def test_the_record_of_the_fabric_is_small_and_complete(run: RunDirectory, nodes
     assert list(read_fabric(run)) == [node.facts for node in nodes] == [node.facts for node in simulated(NODES)]
 
 
-def test_the_start_message_grows_by_a_number_per_node(run: RunDirectory, nodes: list[Node]) -> None:
+def test_the_start_message_does_not_grow_with_the_nodes(run: RunDirectory, nodes: list[Node]) -> None:
     allocation = Allocation(NODES, 0, "node00000", None, "scale.1", "127.0.0.1", tuple(node.name for node in nodes))
     events = EventLog.open(run, "agent-n0", 0)
     stores = Stores("none:none")
     attempts = Attempts(run, config_of(NODES), allocation, None, stores, Fabric(run, config_of(NODES), []), events)
-    message = json.dumps(attempts.begin(started(nodes)))
+    message = attempts.begin(started(nodes))
     for listener in stores._offered.values():
         listener.close()
-    assert len(message) < 2_000 + 6 * NODES
+    assert len(json.dumps(message)) < 2_000
+    assert AttemptSpec.parse(message).order == tuple(range(NODES))
+    order = (7, 3, 4, 5, 0, 1, 9)
+    assert AttemptSpec.parse(replace(AttemptSpec.parse(message), order=order).message()).order == order
 
 
 def test_nodes_share_only_what_is_equal() -> None:

@@ -280,14 +280,15 @@ KINDS: dict[str, Kind] = {
     "slurmd_killed": Kind(slurmd_killed, overrides=(*TWO, LONGER)),
     "slurmctld_restarted": Kind(slurmctld_restarted, overrides=(*TWO, LONGER)),
     "munge_away": Kind(munge_away, overrides=(*TWO, "model.args.seconds=1")),
-    "file_system_frozen": Kind(file_system_frozen, own_file_system=True),
+    "file_system_frozen": Kind(file_system_frozen, ("file_system, ",), fails=True, own_file_system=True),
     "directory_deleted": Kind(directory_deleted, own_file_system=True, whole=False, overrides=(*TWO, LONGER)),
     "directory_read_only": Kind(
-        directory_read_only, ("Read-only file system",), overrides=(*TWO, LONGER), own_file_system=True
+        directory_read_only, ("Read-only file system",), fails=True, overrides=(*TWO, LONGER), own_file_system=True
     ),
     "file_system_full": Kind(
         file_system_full,
         ("checkpoint_failed", "No space left on device"),
+        fails=True,
         overrides=(*TWO, LONGER),
         own_file_system=True,
     ),

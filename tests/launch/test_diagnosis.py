@@ -17,6 +17,7 @@ from hpc_train.run import lease
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
 from hpc_train.run.exits import RESPONSES, Failure
+from hpc_train.run.file_writer import Outage
 from hpc_train.run.files import append_line
 from hpc_train.run.freeze import freeze
 from tests.launch.jobs import make_job
@@ -244,6 +245,25 @@ def test_a_run_that_is_fine_says_so(run: RunDirectory, capsys: pytest.CaptureFix
     text = page(run, capsys)
     assert text.splitlines()[0].endswith("done; nothing failed")
     assert "failure" not in text
+
+
+@pytest.mark.parametrize("then", [None, "hang_detected", "node_lost", "worker_failed"])
+def test_a_file_system_that_was_frozen_is_told(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], then: str | None
+) -> None:
+    log = agent(run)
+    if then is not None:
+        log.write(then, **{"class": "user_error"} if then == "worker_failed" else {}, message="the consequence")
+    log.write_outage(Outage(time.time() - 31, 31.0, "the file system did not respond for 31 s"))
+    log.write("requeued", reason="the rendezvous server cannot continue")
+    agent(run, 1).write("finished", exit_code=0)
+    text = page(run, capsys)
+    assert "nothing failed" not in text.splitlines()[0]
+    cause = text.partition("earlier failure\n")[2].splitlines()[0]
+    if then == "worker_failed":
+        assert "the consequence" in cause, "the code failed, whatever the file system did"
+    else:
+        assert cause.strip().startswith("file_system, node ") and "could not be written for 31 s" in cause
 
 
 def test_every_class_of_failure_has_its_advice() -> None:

@@ -143,6 +143,8 @@ def test_no_value_of_any_key_becomes_a_line_of_a_script(job: Job) -> None:
             reached.add(path)
             assert len(lines) == len(base), f"{path} with {payload!r} adds a line"
             for before, after in zip(base, lines, strict=True):
+                if before.startswith("export HPC_TRAIN_EXPORTED=") and after.rpartition("=")[2].isalnum():
+                    continue  # a digest of the values
                 assert before == after or HARMLESS in before, f"{path} with {payload!r} changes {before!r} to {after!r}"
                 if before != after and not after.startswith("# ") and payload.isprintable():
                     words, found = (shlex.split(line.removesuffix(" \\")) for line in (before, after))

@@ -13,6 +13,7 @@ from torch import nn
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import join_mesh
 from hpc_train.parallel.reduction import GradientReduction
+from tests.checkpoint.progress import LONG
 from tests.layouts.cells import Cell
 from tests.layouts.oracle import check_cells, local_batch
 from tests.ranks import run_ranks
@@ -67,7 +68,9 @@ def test_buckets_are_sent_as_soon_as_they_are_final(cell: Cell) -> None:
 def test_the_gradients_are_those_of_one_process(record: Callable[..., None]) -> None:
     schedules = (("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2), ("interleaved_zero_bubble", 2), ("zbv", 2))
     models = ("gpt-tied", "vit")
+    """Each schedule with one of the models; the long form has both."""
     chosen = [pipeline(*schedule, model) for schedule in schedules for model in models]
+    chosen = chosen if LONG else [*chosen[::4], *chosen[3::4]]
     record(check_cells([*chosen, *map(tensor_parallel, models)]), [])
 
 

@@ -22,7 +22,7 @@ from hpc_train.parallel.parallelise import materialise
 from tests.layouts.cells import SEQUENCE, VOCABULARY, Cell
 from tests.layouts.oracle import error, mesh_of, whole
 from tests.models.varlen import kernels_in_plain_torch
-from tests.ranks import run_on_world, run_ranks
+from tests.ranks import run_on_world
 
 LENGTHS = [[3, 5], [8], [2, 2, 3], [1, 6]]  # of the documents in each sequence of 8; what is left is padding
 UNEVEN = [[3, 17, 1, 9, 2, 26, 5, 12]]
@@ -90,7 +90,7 @@ class _Documents(Dataset):
 
 @pytest.mark.parametrize("world_size", CELLS)
 def test_samples_of_uneven_length_train_as_single_ones_do(world_size: int) -> None:
-    run_ranks(world_size, _compare_uneven, CELLS[world_size])
+    run_on_world(world_size, _compare_uneven, CELLS[world_size])
 
 
 def _compare_uneven(rank: int, _: int, cells: list[Cell]) -> None:

@@ -14,7 +14,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.hf_names import gpt_config, hf_config, hf_name
 from hpc_train.models.transformer import RotaryScaling, rotary_tables
 from hpc_train.plan.validate import validate
-from hpc_train.run.freeze import model_overrides
+from hpc_train.run.imported import model_overrides
 from tests.models.models import with_values
 
 SCALING: dict[str, float] = {

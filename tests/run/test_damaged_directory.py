@@ -6,6 +6,7 @@ commands that read the directory and what an agent does before it trains.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -158,3 +159,40 @@ def test_damage_is_the_right_run_or_one_message(
     shown = "\n".join(f"{case}: {text}" for case, text in list(wrong.items())[:8])
     assert not wrong, f"{len(wrong)} of {len(names) * CASES} cases, {kinds}\n{shown}"
     assert refused, "a changed config is among the cases"
+
+
+def test_a_record_lost_with_its_copy_is_rebuilt_from_the_events(
+    trained: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each case damages both files, and every second one the events as well: it is the right run, or a refusal."""
+    truth, run = Truth(trained), RunDirectory(tmp_path / "one")
+    shutil.copytree(trained.path, run.path, symlinks=True)
+    monkeypatch.setattr(freezing, "SETTLE_S", 0.0)
+    files = [run.path / "run.json", run.path / "run.copy.json"]
+    intact = {path: path.read_bytes() for path in [*files, *run.events.glob("*.jsonl")]}
+    refused = 0
+    for seed in range(12 if CASES == 2 else 200):
+        choose = random.Random(seed)
+        for path in intact if seed % 2 else files:
+            damaged = choose.choice(DAMAGES)(intact[path], choose)
+            path.unlink(missing_ok=True) if damaged is None else path.write_bytes(damaged)
+        try:
+            truth.check(run)
+        except UserError as error:
+            refused += 1
+            assert seed % 2 and error.where and error.fix, f"seed {seed}: {error}"
+        for path, data in intact.items():
+            path.write_bytes(data)
+    assert refused, "the damage of an event is among the cases"
+    for path in files:
+        path.unlink()
+    run.update_record()
+    assert [read_record_of(path) for path in files] == [read_record_of(trained.path / "run.json")] * 2, (
+        "it restores both"
+    )
+
+
+def read_record_of(path: Path) -> dict[str, object]:
+    """Returns what stays the same during a start of the workers."""
+    record: dict[str, object] = json.loads(path.read_bytes())
+    return {key: record[key] for key in ("run_id", "created", "code", "snapshot", "versions", "config_hash")}

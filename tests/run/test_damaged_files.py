@@ -128,7 +128,7 @@ def test_a_damaged_record_is_restored_from_its_copy(
     assert json.loads(path.read_bytes())["total_steps"] == 5
     assert run.record() == before | {"total_steps": 5}
     said = capsys.readouterr().err
-    assert said.count("note: ") == 1 and str(path) in said
+    assert said.count("note: ") == 1 and f"{run.path}: run.json is" in said
 
 
 def test_a_record_without_an_intact_copy_is_refused(run: RunDirectory) -> None:

@@ -13,6 +13,8 @@ import pytest
 
 from hpc_train.elastic.logs import WorkerLog
 from hpc_train.run import file_writer
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.events import EventLog
 from hpc_train.run.file_writer import ENTRY_BYTES, FileWriter
 from hpc_train.run.files import read_lines
 from tests.run.outage import detachable, fill, small_disk
@@ -53,6 +55,36 @@ def test_output_on_a_full_disk_is_complete_when_there_is_room(disk: Path) -> Non
     ballast.unlink()
     assert writer.close(60)
     assert [line.split(" ", 2)[2] for line in log.path.read_text().splitlines()] == [f"line {n}" for n in range(1000)]
+
+
+def test_an_outage_is_an_event_when_it_is_over(disk: Path) -> None:
+    run = RunDirectory(disk)
+    run.create()
+    events = EventLog.open(run, "agent-n0", 3)
+    ballast = fill(disk)
+    for _ in range(30):
+        events.write("warning", message="x" * 1000)
+    assert events.writer.pending > 0
+    ballast.unlink()
+    assert events.writer.close(60)
+    (outage,) = [event for event in run.read_events() if event["event"] == "file_system_failed"]
+    assert (outage["class"], outage["attempt"]) == ("disk_full", 3)
+    assert outage["began"] <= outage["time"] and "No space left on device" in outage["message"]
+
+
+def test_a_hang_of_the_file_system_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_writer, "HANGS_S", 0.2)
+    monkeypatch.setattr(file_writer, "FIRST_TRY_S", 0.01)
+    run = RunDirectory(tmp_path)
+    run.create()
+    metrics = FileWriter("the metrics")
+    metrics.on_outage = EventLog.open(run, "rank-0000", 0, 0).write_outage
+    metrics.put(tmp_path / "hangs", lambda again: time.sleep(0.5))
+    assert metrics.close(60)
+    until(lambda: [event["event"] for event in run.read_events()] == ["file_system_failed"])
+    (outage,) = run.read_events()
+    assert outage["class"] == "file_system" and outage["seconds"] >= 0.4
+    assert "the file system did not respond for" in outage["message"]
 
 
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EROFS])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from hpc_train.launch.script import Script, one_run, render
 from hpc_train.run.code import FrozenCode
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import freeze, load
-from hpc_train.run.owner import refuse_foreign
+from hpc_train.run.owner import refuse_foreign, warn_if_open
 from tests.config.composing import config_of
 from tests.launch.jobs import make_job
 from tests.other_user import OTHER, as_other, common, needs_root
@@ -117,3 +119,37 @@ def test_the_agents_of_a_submitted_job_know(tmp_path: Path) -> None:
     assert job.agent_options == ()
     text = render(Script("t", job.config.cluster, one_run(tmp_path), {}, agent_options=("--trust-owner",)))
     assert '-m hpc_train agent --trust-owner "$RUN" &' in text
+
+
+def test_directories_that_everybody_can_write_are_told_in_one_line(
+    common: Path, run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``common`` has the sticky bit, so nobody can replace what is in it; the run itself is open."""
+    config = load(run)
+    warn_if_open(run, config)
+    (line,) = capsys.readouterr().err.splitlines()
+    opened = f"{run.path}, {run.checkpoints}, {run.code}"
+    assert line.startswith("warning: every user") and f"because {opened} are writable by all" in line
+    assert f"run `chmod o-w {opened.replace(',', '')}`" in line
+    for path in (run.path, run.checkpoints, run.code):
+        path.chmod(0o755)
+    warn_if_open(run, config)
+    assert capsys.readouterr().err == ""
+    common.chmod(0o777)
+    warn_if_open(run, config)
+    assert f"because {common} is writable by all" in capsys.readouterr().err
+
+
+def test_the_owner_of_an_open_root_is_asked(common: Path, run: RunDirectory) -> None:
+    common.chmod(0o777)
+    os.chown(common, 4242, -1)
+    for path in (run.path, run.checkpoints, run.code):
+        path.chmod(0o755)
+    config = load(run)
+
+    def tell() -> None:
+        with redirect_stderr(io.StringIO()) as said:
+            warn_if_open(run, config)
+        assert "ask the user with id 4242 to do so" in said.getvalue(), said.getvalue()
+
+    as_other(tell)

@@ -44,15 +44,18 @@ def test_a_run_leaves_no_secret_in_files_that_others_read(tmp_path: Path) -> Non
     command = [
         *(sys.executable, "-m", "hpc_train", *TINY, "+strategy=dp", "cluster=local", "cluster.cpu_workers=1"),
         *("cluster.gpus_per_node=0", "train.steps=2", "telemetry.wandb.mode=offline", "run.name=one"),
+        "+cluster.env.OMP_NUM_THREADS='3'",
         *(f"+cluster.env.MY_SETTING={IN_CONFIG}", f'cluster.setup=["export MY_TOKEN={IN_CONFIG}"]'),
         f"run.root={tmp_path / 'runs'}",
     ]
-    environment = os.environ | IN_ENVIRONMENT
+    environment = os.environ | IN_ENVIRONMENT | {"OMP_NUM_THREADS": "7"}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, umask=0o000, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
     run = RunDirectory(tmp_path / "runs" / "one")
+    threads = next(line for line in run.record()["environment"] if line["name"] == "OMP_NUM_THREADS")
+    assert (threads["value"], threads["reason"]) == ("3", "set by the user"), "cluster.env holds without a batch script"
     assert list(run.wandb.glob("offline-run-*/run-*.wandb")), "W&B has recorded the run"
     assert holders(run.path, IN_CONFIG) == [run.config]
     assert stat.S_IMODE(run.config.stat().st_mode) == 0o600

@@ -126,7 +126,9 @@ class ClusterConfig:
     licenses: str | None = key(None, "sbatch --licenses.")
     clusters: str | None = key(None, "sbatch --clusters.")
     extra: dict[str, Any] = key({}, "Any other sbatch option, such as {hint: nomultithread}.")
-    env: dict[str, str] = key({}, "Environment variables that the job exports before setup.")
+    env: dict[str, str] = key(
+        {}, "Environment variables of the job, on Slurm and on this machine. A batch script exports them before setup."
+    )
     setup: list[str] = key([], "Lines of bash that run before training, such as module load or conda activate.")
     teardown: list[str] = key([], "Lines of bash that run after training.")
     python: str | None = key(None, "The Python interpreter on the nodes. null uses the one that submits.")

@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from hpc_train.run.files import read_json, write_json
 
 FIRST_PORT, PORTS = 15000, 15000  # below the kernel's range of ephemeral ports
 CANDIDATES = 200
+BACKLOG = 16384  # all agents of a job may connect at once; the kernel lowers it to net.core.somaxconn
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,29 @@ class AttemptSpec:
         del record["store_prefix"]
         write_json(self.path(run), record)
 
+    def message(self) -> dict[str, Any]:
+        """Returns what agents receive, with ``order`` as runs of consecutive numbers: N agents receive it, so it must
+        not list N nodes.
+        """
+        return asdict(self) | {"order": _runs(self.order)}
+
     @classmethod
     def parse(cls, value: dict[str, Any]) -> AttemptSpec:
+        """Reads a ``message``."""
         layout = value["layout"] | {"notes": tuple(value["layout"]["notes"])}
-        return cls(**value | {"layout": Layout(**layout), "order": tuple(value["order"])})
+        order = tuple(number for first, last in value["order"] for number in range(first, last + 1))
+        return cls(**value | {"layout": Layout(**layout), "order": order})
+
+
+def _runs(numbers: Sequence[int]) -> list[list[int]]:
+    """Returns the first and the last number of each run of consecutive numbers."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return found
 
 
 def bind(allocation: Allocation, seed: str) -> socket.socket:
@@ -79,7 +99,7 @@ def bind(allocation: Allocation, seed: str) -> socket.socket:
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
             listener.bind((allocation.listen_address, port))
-            listener.listen(1024)
+            listener.listen(BACKLOG)
             return listener
         except OSError as error:
             listener.close()

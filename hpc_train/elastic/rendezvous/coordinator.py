@@ -22,7 +22,6 @@ from hpc_train.elastic.decision import (
     decide,
     is_secondary,
 )
-from hpc_train.elastic.hangs import find_culprit
 from hpc_train.elastic.nodes import (
     HEALTH_CHECK_KEY,
     TOO_OFTEN,
@@ -31,6 +30,7 @@ from hpc_train.elastic.nodes import (
     in_order_of_rank,
     why_unfit,
 )
+from hpc_train.elastic.rendezvous.causes import FailureReport, is_loss, primary_cause
 from hpc_train.errors import UserError
 from hpc_train.fabric.machines import Machines
 from hpc_train.fabric.rank_binding import refuse_slices_of_one_gpu
@@ -57,15 +57,6 @@ class NodeReport:
 
 
 @dataclass(frozen=True)
-class FailureReport:
-    """The failure that ended an attempt; ``noticed`` is on the coordinator's clock."""
-
-    failure: WorkerFailure
-    node: str
-    noticed: float
-
-
-@dataclass(frozen=True)
 class Start:
     """Order to start the next attempt on ``nodes`` (in rank order). ``cause`` ended the previous attempt, on
     ``before``.
@@ -86,11 +77,14 @@ class End:
 
 @dataclass(frozen=True)
 class Leave:
-    """Order to end the job. ``stop`` is the signal that asked the run to stop."""
+    """Order to end the job. ``stop`` is the signal that asked the run to stop. ``outage``: the error of the file system
+    because of which the server cannot continue.
+    """
 
     decision: RestartDecision
     cause: FailureReport | None = None
     stop: str | None = None
+    outage: str | None = None
 
 
 Order = Start | End | Leave
@@ -167,13 +161,14 @@ class Coordinator:
         node = self.present.get(0, self._team[0])
         self._fail(WorkerFailure(0, Failure.COMMUNICATION, message, message, 0.0, -9), node, now)
 
-    def cannot_continue(self, why: str) -> Leave:
+    def cannot_continue(self, outage: str) -> Leave:
         """Returns how the job ends if the server cannot continue: a requeue, except after a user's stop request."""
-        why = f"the rendezvous server cannot continue: {why}"
+        why = f"the rendezvous server cannot continue: {outage}"
         if not self.elsewhere:
             why += ". Fix this, then rerun with the same run.name to resume from the last checkpoint"
         again = self.stop in (None, ANNOUNCEMENT)
-        return Leave(RestartDecision(Action.REQUEUE if again else Action.FAIL, why), stop=self.stop)
+        decision = RestartDecision(Action.REQUEUE if again else Action.FAIL, why)
+        return Leave(decision, stop=self.stop, outage=outage)
 
     def next(self, now: float) -> Order | None:
         """Returns the next order at time ``now``, or None; each order is returned once."""
@@ -187,7 +182,7 @@ class Coordinator:
         if self._end_ordered_at is not None and now - self._end_ordered_at > END_TIMEOUT_S:
             for number in tuple(self._working):
                 self.left(number, "its agent cannot end its workers", now, frozen=True)
-        lost_at = max((cause.noticed for cause in self._causes if _is_loss(cause)), default=None)
+        lost_at = max((cause.noticed for cause in self._causes if is_loss(cause)), default=None)
         if self._working or (lost_at is not None and now - lost_at < NODE_LOSS_WAIT_S):
             return None
         return self._conclude()
@@ -396,28 +391,3 @@ class Coordinator:
 def _smaller(bytes_: float | None, other: float | None) -> float | None:
     """Returns the smaller of two sizes; None if one is unknown."""
     return None if bytes_ is None or other is None else min(bytes_, other)
-
-
-def primary_cause(causes: Sequence[FailureReport]) -> FailureReport | None:
-    """Returns the primary cause: a lost node first, otherwise the earliest failure that is not secondary, and among
-    these an error of a GPU before its consequences on other nodes.
-
-    For a hang the states of all nodes are combined to find the rank that the others wait for.
-    """
-    if len(causes) > 1 and all(cause.failure.states for cause in causes):
-        hang = find_culprit([cause.failure for cause in causes])
-        return next(replace(cause, failure=hang) for cause in causes if cause.failure.states == hang.states)
-    return min(causes, key=_order, default=None)
-
-
-def _order(cause: FailureReport) -> tuple[bool, bool, bool, float]:
-    return (
-        not _is_loss(cause),
-        is_secondary(cause.failure),
-        cause.failure.failure is not Failure.DEVICE,
-        cause.noticed,
-    )
-
-
-def _is_loss(cause: FailureReport) -> bool:
-    return cause.failure.failure is Failure.NODE_LOST

@@ -1,8 +1,14 @@
-"""Loads tensors of a checkpoint into the ranks of any layout, and the weights alone for an evaluation."""
+"""Loads a verified checkpoint of any layout into the model and optimizer of this one. All ranks call it together.
+
+An evaluation loads the weights alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -12,13 +18,18 @@ from hpc_train.checkpoint.agreement import lowest, on_first
 from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest, read_manifest
 from hpc_train.checkpoint.reader import SafeReader
 from hpc_train.checkpoint.state import (
+    CompressionLoad,
+    OptimizerState,
     TensorShape,
     check_match,
     gather_shapes,
     model_part,
     model_state,
+    optimizer_part,
     shapes,
     stored_shapes,
+    training_state,
+    without_compression,
 )
 from hpc_train.checkpoint.store import Checkpoint
 from hpc_train.checkpoint.verified import VerifiedCheckpoint, verify_together
@@ -26,6 +37,57 @@ from hpc_train.checkpoint.writer import quiet
 from hpc_train.errors import UserError
 from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class RestoredState:
+    """Holds the part of a checkpoint that is not tensors.
+
+    Attributes:
+        step: number of completed optimizer steps.
+        extra: the values that were passed to ``save``.
+        with_optimizer: False for a fork with another optimizer, whose state starts from scratch.
+    """
+
+    step: int
+    extra: Mapping[str, Any]
+    path: Path
+    with_optimizer: bool = True
+
+
+def restore(
+    found: VerifiedCheckpoint,
+    forked: bool,
+    engine: Engine,
+    optimizer: OptimizerState,
+    mesh: Mesh,
+    group: dist.ProcessGroup,
+) -> RestoredState:
+    """Loads the checkpoint ``found``.
+
+    Args:
+        forked: whether it is one of another run, whose optimizer this run need not continue.
+        group: all ranks, on the CPU.
+
+    Raises:
+        UserError: the checkpoint does not match the model or optimizer.
+    """
+    path = found.checkpoint.path
+    reader = SafeReader(path, found.manifest, found.visibility_timeout_s)
+    state = training_state(engine, optimizer)
+    stored = _stored_shapes(reader, group)
+    wanted = gather_shapes(shapes(state), mesh, group)
+    with_optimizer = not forked or optimizer_part(stored) == optimizer_part(wanted)
+    if not with_optimizer:
+        stored = model_part(stored)
+        wanted = model_part(wanted)
+        state = {name: tensor for name, tensor in state.items() if name in wanted}
+    compression = CompressionLoad(engine, stored if with_optimizer else {})
+    check_match(without_compression(stored), wanted, where=str(path))
+    _load(state | compression.targets, reader, group)
+    compression.finish()
+    optimizer.loaded()
+    return RestoredState(found.checkpoint.step, found.manifest.extra, path, with_optimizer)
 
 
 def load_weights(engine: Engine, mesh: Mesh, checkpoint: Checkpoint) -> Manifest:
@@ -44,9 +106,9 @@ def load_weights(engine: Engine, mesh: Mesh, checkpoint: Checkpoint) -> Manifest
         raise _damaged(checkpoint, problem)
     reader = SafeReader(checkpoint.path, manifest)
     state = model_state(engine)
-    stored = model_part(shared_shapes(reader, group))
+    stored = model_part(_stored_shapes(reader, group))
     check_match(stored, gather_shapes(shapes(state), mesh, group), where=str(checkpoint.path))
-    read_into(state, reader, group)
+    _load(state, reader, group)
     return manifest
 
 
@@ -65,12 +127,7 @@ def _damaged(checkpoint: Checkpoint, problem: str) -> UserError:
     )
 
 
-def shared_shapes(reader: SafeReader, group: dist.ProcessGroup) -> dict[str, TensorShape]:
-    """Returns the shapes of all tensors of a checkpoint, which rank 0 reads for all ranks. Collective.
-
-    Raises:
-        UserError: hpc_train has not written the metadata.
-    """
+def _stored_shapes(reader: SafeReader, group: dist.ProcessGroup) -> dict[str, TensorShape]:
     try:
         reader.share_metadata(group)
     except BadCheckpoint as error:
@@ -82,20 +139,14 @@ def shared_shapes(reader: SafeReader, group: dist.ProcessGroup) -> dict[str, Ten
     return stored_shapes(reader.read_metadata())
 
 
-def read_into(state: Mapping[str, Tensor], reader: SafeReader, group: dist.ProcessGroup) -> None:
-    """Loads this rank's parts of the tensors of ``state`` in place. Collective.
-
-    Each rank plans its own reads, since DCP would send all plans to rank 0 and back.
-
-    Raises:
-        RuntimeError: a rank cannot read its parts; raised on every rank.
-    """
+def _load(state: Mapping[str, Tensor], reader: SafeReader, group: dist.ProcessGroup) -> None:
+    """Loads this rank's parts; each rank plans its own reads, since DCP would send all plans to rank 0 and back."""
     failure: Exception | None = None
     try:
         with quiet():
             dcp.load(dict(state), storage_reader=reader, no_dist=True)
     except Exception as error:
         failure = error
-    found = lowest(None if failure is None else f"rank {dist.get_rank(group)}: {failure}", group)
+    found = lowest(None if failure is None else f"rank {dist.get_rank()}: {failure}", group)
     if found is not None:
         raise RuntimeError(f"cannot load the checkpoint in {reader.path}: {found}") from failure

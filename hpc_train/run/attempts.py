@@ -1,0 +1,168 @@
+"""The attempts of a run in time: its events and lines of metrics, ordered, as the ledger accounts for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+Event = dict[str, Any]
+
+FAILURES = ("worker_failed", "hang_detected", "node_lost", "failed")
+# rank 0 writes these, with the keys of a metrics line for the steps since the last line
+CLOSING = ("training_finished", "training_stopped")
+ENDS = (*CLOSING, "finished", "stopped")  # the last two are the agent's
+STOPS = {"suspended": "suspended_s", "paused": "frozen_s"}  # the account of the seconds of each event
+# written by an agent that was frozen, when it wakes up; Slurm may have requeued its job meanwhile
+ECHOES = ("stop_requested", *STOPS)
+BEGINNINGS = {"resumed": "step", "rolled_back": "to_step"}  # the key with the step that training continues from
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The time between two lines of metrics: steps after ``first`` up to ``last``, and pauses."""
+
+    time: float
+    first: int
+    last: int
+    steps_s: float
+    evaluation_s: float
+    checkpoint_s: float
+
+    @classmethod
+    def until(cls, line: Event, first: int) -> Interval:
+        steps = max(0, line["step"] - first)
+        pauses = float(line.get("eval_s") or 0), float(line.get("save_s") or 0)
+        return cls(line["time"], first, line["step"], steps * float(line.get("step_s") or 0), *pauses)
+
+    @property
+    def began(self) -> float:
+        return self.time - self.steps_s - self.evaluation_s - self.checkpoint_s
+
+    def without(self, seconds: float) -> Interval:
+        """Returns the interval without a time in which nothing executed, which made one of its parts so long."""
+        parts = {name: getattr(self, name) for name in ("steps_s", "evaluation_s", "checkpoint_s")}
+        longest = max(parts, key=lambda name: parts[name])
+        return replace(self, **{longest: max(0.0, parts[longest] - seconds)})
+
+    def kept_share(self, kept: float) -> float:
+        """Returns the share of its steps that is kept if work up to the step ``kept`` is kept."""
+        steps = self.last - self.first
+        return min(1.0, max(0.0, (kept - self.first) / steps)) if steps else 1.0
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Consecutive steps from the ``step`` of a checkpoint, loaded at ``time``, until the next load."""
+
+    step: int
+    time: float
+    intervals: list[Interval] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The events and intervals of one attempt, in order of time."""
+
+    number: int
+    events: Sequence[Event]
+    stretches: Sequence[Stretch]
+    frozen: Mapping[str, float]
+
+    @classmethod
+    def of(cls, number: int, events: Iterable[Event], lines: Iterable[Event], frozen: Mapping[str, float]) -> Attempt:
+        own = sorted(events, key=lambda event: event["time"])
+        closing = [event for event in own if event["event"] in CLOSING and "save_s" in event]
+        beginnings = [event for event in own if event["event"] in BEGINNINGS]
+        stretches: list[Stretch] = []
+        for point in sorted([*lines, *beginnings, *closing], key=lambda point: point["time"]):
+            if point.get("event") in BEGINNINGS:
+                stretches.append(Stretch(point[BEGINNINGS[point["event"]]], point["time"]))
+                continue
+            if not stretches:
+                stretches.append(Stretch(0, point["time"]))
+            before = stretches[-1].intervals
+            before.append(Interval.until(point, before[-1].last if before else stretches[-1].step))
+        return cls(number, own, stretches, frozen)
+
+    @cached_property
+    def start(self) -> Event | None:
+        """The ``started`` event; None if it is missing."""
+        return next((event for event in self.events if event["event"] == "started"), None)
+
+    def start_value(self, key: str, default: Any = None) -> Any:
+        """Returns the value of ``key`` in the ``started`` event."""
+        return (self.start or {}).get(key, default)
+
+    @property
+    def launch(self) -> str:
+        return str(self.start_value("launch", self.number))
+
+    @property
+    def began(self) -> float:
+        """The time when the agent's process was started."""
+        return float(self.start_value("began") or self.start_value("time"))
+
+    @property
+    def last_interval(self) -> Interval | None:
+        return self.stretches[-1].intervals[-1] if self.stretches and self.stretches[-1].intervals else None
+
+    @cached_property
+    def last_sign(self) -> float:
+        intervals = [interval.time for stretch in self.stretches for interval in stretch.intervals]
+        return max([event["time"] for event in self.events if event["event"] not in ECHOES] + intervals)
+
+    @cached_property
+    def released(self) -> float:
+        """The time at which its job, of which it is the last attempt, gave its nodes back, as far as known."""
+        parts = self.launch.split(".")  # job, step and restart
+        return max(self.last_sign, self.frozen.get(f"{parts[0]}.{parts[-1]}", 0.0))
+
+    @property
+    def stops(self) -> list[tuple[str, float, float]]:
+        """The account, beginning and end of each time in which the job did not execute."""
+        return [
+            (STOPS[event["event"]], event["until"] - event["seconds"], event["until"])
+            for event in self.events
+            if event["event"] in STOPS
+        ]
+
+    @cached_property
+    def failed_at(self) -> float | None:
+        """The time when its failure was noticed; None if it is running or ended normally."""
+        after = self.last_interval.time if self.last_interval else 0.0
+        times = [event["time"] for event in self.events if event["event"] in FAILURES and event["time"] >= after]
+        return min(times, default=None)
+
+    @property
+    def closed(self) -> bool:
+        """Returns whether training reached its end or a requested stop with its state saved."""
+        closing = [event for event in self.events if event["event"] in ENDS]
+        return any("save_s" in event for event in closing) or (bool(closing) and self.failed_at is None)
+
+    @property
+    def ended(self) -> float:
+        return self.last_sign if self.failed_at is None else self.failed_at
+
+
+def attempts_of(events: Iterable[Event], metrics: Iterable[Event], frozen: Mapping[str, float]) -> list[Attempt]:
+    """Returns the attempts in their order, without those that never started and without damaged lines.
+
+    Args:
+        metrics: lines of all attempts, including those of repeated steps.
+        frozen: until when a frozen node held a job after its last attempt, by job and restart.
+    """
+    by_attempt: dict[int, tuple[list[Event], list[Event]]] = {}
+    for index, points in enumerate((events, metrics)):
+        for point in filter(_is_whole, points):
+            by_attempt.setdefault(point["attempt"], ([], []))[index].append(point)
+    attempts = [Attempt.of(number, *by_attempt[number], frozen) for number in sorted(by_attempt)]
+    return [attempt for attempt in attempts if attempt.start is not None]
+
+
+def _is_whole(point: Event) -> bool:
+    """Returns whether an event or a line of metrics has the numbers that the ledger needs; a damaged one may not."""
+    event = point.get("event")
+    step = BEGINNINGS.get(str(event), "step" if event in (None, "checkpoint_saved", *CLOSING) else "attempt")
+    return all(isinstance(point.get(name), int | float) for name in ("attempt", "time", step))
