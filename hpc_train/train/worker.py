@@ -44,6 +44,7 @@ from hpc_train.run.requests import StopFlag
 from hpc_train.train.debug import DebuggedEngine
 from hpc_train.train.divergence import DivergenceWatch
 from hpc_train.train.garbage import GarbageCollection
+from hpc_train.train.loss_check import check_loss
 from hpc_train.train.measures import BalanceWatch, Measures, Meter, make_meter
 from hpc_train.train.memory import explained
 from hpc_train.train.optimizer import Optimizer, peak_rate
@@ -150,6 +151,9 @@ def _build(
     length = _length(config, feed, len(training))
     report = open_report(config, run, mesh, events, start, length.total_steps)
     report.advice = _advice_watch(config, mesh, spec, training)
+    warning = check_loss(engine, training, mesh, config.precision.name) if start == 0 and engine.check_loss else None
+    if warning is not None:
+        report.warning(start, warning)
     trainer = Trainer(
         config=config,
         mesh=mesh,
