@@ -90,7 +90,8 @@ def test_own_losses_train_as_in_one_process(world_size: int, record: Callable[..
     record(check_cells([*sums(world_size), *contrastive(world_size)], timeout=280), [])
 
 
-SPLIT: list[dict[str, Any]] = [{"strategy": split} for split in pipelines(2)] + [{"batch": ACCUMULATED}, REPRODUCIBLE]
+SPLIT: list[dict[str, Any]] = [{"strategy": split} for split in pipelines(2)]
+SPLIT += [{"strategy": {"dp": 2}} | each for each in ({"batch": ACCUMULATED}, REPRODUCIBLE)]
 DECLARED = "compares samples, as its parameter gather declares"
 
 
