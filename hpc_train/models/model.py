@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpc_train.models.own_loss import Gather, alone, call_loss, checked, mixes_samples
+from hpc_train.models.own_loss import Gather, alone, call_loss, mixes_samples
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Head(nn.Module):
         The loss of a step and its gradient are sums over all ranks and micro-batches, divided once by the sum of the
         counts. A count may be a number of targets or samples, or a sum of weights; no gradient flows through it.
         Targets that are ``IGNORED`` (padding) must not contribute to either. A loss that compares the samples of the
-        batch has a third parameter, ``gather``; see ``models/own_loss.py``.
+        batch has a third parameter, ``gather``, and no accuracy; see ``models/own_loss.py``.
         """
 
     def correct(self, hidden: Tensor, targets: Tensor) -> Tensor | None:
@@ -62,7 +62,7 @@ class Head(nn.Module):
     def evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns the results of ``loss`` and ``correct``; a head with large logits overrides it to compute them
         once."""
-        return (*self.loss(hidden, targets), self.correct(hidden, targets))
+        return (*call_loss(self.loss, False, hidden, targets, alone), self.correct(hidden, targets))
 
 
 class Model(nn.Module):
@@ -125,10 +125,9 @@ class Model(nn.Module):
         self, head: Head, hidden: Tensor, targets: Tensor
     ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]:
         if not self.training and not self.mixes_samples:
-            total, count, correct = head.evaluate(hidden, targets)
-            return (*checked((total, count), head.loss), correct)
+            return head.evaluate(hidden, targets)
         sums = call_loss(head.loss, self.mixes_samples, hidden, targets, self.gather)
-        return sums if self.training else (*sums, head.correct(hidden, targets))
+        return sums if self.training else (*sums, None)
 
     def _begin_hidden(self, hidden: Tensor) -> Tensor:
         """Returns the stem's output in ``hidden_dtype``; a stem may also return integers, or several tensors."""

@@ -56,7 +56,7 @@ def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
     sharder = mesh.layout.kind.sharder if mesh.layout.dp > 1 else None
     if sharder is not None:
         shard = import_attribute(sharder, f"strategy.data_parallel={mesh.layout.data_parallel}")
-        _check_no_scalars(model, mesh.layout.data_parallel)
+        check_no_scalars(model, mesh.layout.data_parallel)
         shard(model, mesh, mesh.layout.kind, config.precision.name, offload)
     if meta and isinstance(model, Model):
         home = torch.device("cpu") if offload else mesh.device
@@ -77,8 +77,12 @@ def split_and_wrap(config: Config, mesh: Mesh, model: Model | WrappedModel) -> N
         compile_layers(model)
 
 
-def _check_no_scalars(model: nn.Module, kind: str) -> None:
-    """Raises UserError for a parameter without dimensions, such as the temperature of CLIP, which FSDP refuses."""
+def check_no_scalars(model: nn.Module, kind: str) -> None:
+    """Checks the parameters that FSDP would refuse without a hint, such as the scalar temperature of CLIP.
+
+    Raises:
+        UserError: a parameter has no dimensions.
+    """
     scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
     if scalars:
         raise UserError(

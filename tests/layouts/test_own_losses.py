@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
+import torch
 
+from hpc_train.data.build import as_dataset
+from hpc_train.data.feed import EvalFeed
 from hpc_train.errors import UserError
+from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.plan.techniques import KINDS, SCHEDULES
+from hpc_train.train.evaluation import evaluate
 from tests.checkpoint.progress import LONG
 from tests.layouts.cells import Cell, Refused
-from tests.layouts.oracle import check_cells, mesh_of
+from tests.layouts.oracle import check_cells, global_batch, mesh_of
 from tests.ranks import run_on_world
 
 ACCUMULATED = {"micro_batches": 3}
@@ -88,6 +94,37 @@ def contrastive(world_size: int) -> list[Cell]:
 def test_own_losses_train_as_in_one_process(world_size: int, record: Callable[..., None]) -> None:
     """Ten samples are unevenly divided among four ranks, and ignored ones leave ranks different numbers of rows."""
     record(check_cells([*sums(world_size), *contrastive(world_size)], timeout=280), [])
+
+
+def evaluations(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[float, float]]:
+    """The loss of an evaluation of 13 samples in batches of 8, and that of one process which has no padding."""
+    found = []
+    for cell in cells:
+        inputs, targets = (
+            torch.cat(both)[:13] for both in zip(global_batch(cell, 0), global_batch(cell, 1), strict=True)
+        )
+        dataset = as_dataset([*zip(inputs, targets, strict=True)], "samples")
+        config, mesh = cell.config(), mesh_of(cell, rank)
+        feed = EvalFeed(dataset, config.batch, mesh.layout, mesh.dp_rank, mesh.device)
+        numbers = evaluate(build_engine(config, mesh), feed)
+        model = build_model(config.model, config.train.seed).double().eval()
+        sums = [model(inputs[part], {}, targets[part]) for part in (slice(0, 8), slice(8, 13))]
+        assert numbers is not None
+        found.append((numbers.loss, float(sum(total for total, *_ in sums) / sum(count for _, count, *_ in sums))))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_an_evaluation_has_the_loss_of_one_process_though_the_last_batch_is_padded(world_size: int) -> None:
+    """The last of four ranks has no sample in the last batch."""
+    strategies = [{"dp": world_size, "data_parallel": kind} for kind in ("allreduce", "zero3")]
+    cells = [
+        Cell(world_size, model, strategy=strategy, batch=AT_ONCE | {"global_size": 8})
+        for model in ("custom-contrastive", "custom-heads", "custom-vae")
+        for strategy in strategies
+    ]
+    for found, expected in chain(*run_on_world(world_size, evaluations, cells)):
+        assert found == pytest.approx(expected, rel=1e-12)
 
 
 SPLIT: list[dict[str, Any]] = [{"strategy": split} for split in pipelines(2)]
