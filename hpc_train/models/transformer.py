@@ -126,8 +126,8 @@ class CrossEntropyHead(Head):
     def evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         if self._has_own_loss:  # ``correct`` counts targets, and such a loss may count something else
             overrides = type(self).correct is not CrossEntropyHead.correct
-            sums = call_loss(self.loss, False, hidden, targets, alone)
-            return (*sums, self.correct(hidden, targets) if overrides else None)
+            own = call_loss(self.loss, False, hidden, targets, alone)
+            return (*own, self.correct(hidden, targets) if overrides else None)
         sums = [self._evaluate(*chunk) for chunk in self._cut(hidden, targets)]
         loss, count, correct = (torch.stack(column).sum() for column in zip(*sums, strict=True))
         return loss, count, correct

@@ -25,7 +25,7 @@ from hpc_train.data.dataset import Batch, Dataset, StepBatch
 from hpc_train.data.feed import example_micro_batch
 from hpc_train.errors import UserError
 from hpc_train.models.wrapped import WrappedModel
-from hpc_train.parallel.engine import Engine
+from hpc_train.parallel.engine import Engine, StepResult
 from hpc_train.parallel.mesh import Mesh
 
 Sums = tuple[float, float]  # of the losses and of the counts, over all ranks
@@ -43,7 +43,7 @@ def check_loss(engine: Engine, dataset: Dataset, mesh: Mesh, precision: str) -> 
     batch = example_micro_batch(dataset, replace(mesh.layout, micro_size=max(2, mesh.layout.micro_size)), mesh.device)
     devices = [mesh.device] if mesh.device.type == "cuda" else []
     with torch.random.fork_rng(devices), _restored(engine.parts), torch.compiler.set_stance("force_eager"):
-        whole, again = _sums(engine, [batch]), _sums(engine, [batch])
+        whole, again = _sums(engine, batch), _sums(engine, batch)
         if math.isnan(whole[1]):
             raise UserError(
                 "the loss of the model returned a count that is not a number (NaN)",
@@ -56,7 +56,7 @@ def check_loss(engine: Engine, dataset: Dataset, mesh: Mesh, precision: str) -> 
         halves, problem = _sums_of_halves(engine, batch, mesh)
     if problem is not None:
         return f"the loss was not checked for a dependence on the split of a batch: half a micro-batch fails: {problem}"
-    return None if _equal(whole, halves, tolerance) else _warning(len(batch.inputs), whole, halves)
+    return None if _equal(whole, halves, tolerance) else _warning(len(batch.inputs), whole, halves, mesh.layout.dp)
 
 
 TOLERANCE = {"fp64": 1e-3, "fp32": 1e-3}  # relative; GPUs may round the products of fp32 matrices to TF32
@@ -72,17 +72,22 @@ def _equal(one: Sums, other: Sums, tolerance: float) -> bool:
     return all(abs(a - b) <= tolerance * max(abs(a), abs(b)) + floor for a, b in zip(one, other, strict=True))
 
 
-def _warning(samples: int, whole: Sums, halves: Sums) -> str:
+def _warning(samples: int, whole: Sums, halves: Sums, dp: int) -> str:
+    """Returns the warning with the sums of one of the ``dp`` ranks, which have all computed the same samples."""
+    one, both = (f"{total / dp:.6g} with the count {count / dp:.6g}" for total, count in (whole, halves))
     return (
-        f"the results depend on the number of ranks and micro-batches: the loss of {samples} samples is the sum "
-        f"{whole[0]:.6g} with the count {whole[1]:.6g}, but their two halves add up to {halves[0]:.6g} and "
-        f"{halves[1]:.6g}. If the loss compares samples, declare it as loss(self, outputs, targets, gather); otherwise "
-        "return a sum over samples and their number"
+        f"the results depend on the number of ranks and micro-batches: the loss of {samples} samples is {one}, but the "
+        f"losses of their two halves add up to {both}. If the loss compares samples, declare it as loss(self, outputs, "
+        "targets, gather), which compares those of all ranks; otherwise return a sum over samples and their number"
     )
 
 
-def _sums(engine: Engine, micro_batches: Sequence[Batch]) -> Sums:
-    numbers = engine.reduce(engine.eval_step(StepBatch(tuple(micro_batches), 1)))
+def _sums(engine: Engine, batch: Batch) -> Sums:
+    return _global(engine, engine.eval_step(StepBatch((batch,), 1)))
+
+
+def _global(engine: Engine, result: StepResult) -> Sums:
+    numbers = engine.reduce(result)
     return numbers.loss * (numbers.target_count or 1.0), numbers.target_count
 
 
@@ -98,8 +103,7 @@ def _sums_of_halves(engine: Engine, batch: Batch, mesh: Mesh) -> tuple[Sums, str
     problem = lowest(problem, mesh.control)
     if problem is not None or result is None:
         return (math.nan, math.nan), problem
-    numbers = engine.reduce(result)
-    return (numbers.loss * (numbers.target_count or 1.0), numbers.target_count), None
+    return _global(engine, result), None
 
 
 def _part(batch: Batch, first: int, last: int) -> Batch:

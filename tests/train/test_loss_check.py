@@ -17,12 +17,10 @@ from hpc_train.errors import UserError
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.train.loss_check import check_loss
-from tests.layouts.cells import CLASSES, Cell
+from tests.layouts.cells import CLASSES, IMAGE, Cell
 from tests.layouts.module import Tiny
 from tests.layouts.oracle import Record, global_batch, mesh_of, train_engine
 from tests.ranks import run_on_world
-
-Outputs = tuple[Tensor, Tensor]
 
 
 class Undeclared(Tiny):
@@ -99,10 +97,15 @@ class NegativeCount(Tiny):
         return outputs.sum(), outputs.new_tensor(-3.0)
 
 
+EXAMPLE = "examples.own_loss.ClassifyingAutoencoder"
+
+
 def config_of(cell: Cell, name: str | None) -> Config:
     config = cell.config()
     if name is not None:
         config.model = CustomModelConfig(_target_=f"{__name__}.{name}", args={"classes": CLASSES})
+    if name == EXAMPLE:
+        config.model = CustomModelConfig(_target_=EXAMPLE, args={"image_size": IMAGE, "n_classes": CLASSES})
     return config
 
 
@@ -156,6 +159,7 @@ def test_a_loss_that_depends_on_the_split_is_reported_and_no_other() -> None:
         "weights": (replace(dp("zero3"), model="custom-weighted"), None),
         "heads": (replace(dp(), model="custom-heads"), None),
         "autoencoder": (replace(dp("zero2"), model="custom-vae"), None),
+        "example": (dp("zero3", batch={"micro_batches": 2}), EXAMPLE),
         "declared": (replace(dp(), model="custom-contrastive"), None),
         "pipeline": (pp("gpt-heads", "1f1b", 1), None),
         "pipeline in a V": (pp("gpt-weighted", "zbv", 2), None),
