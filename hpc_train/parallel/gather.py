@@ -29,7 +29,7 @@ def gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         tensor: ``[rows, ...]``; the number of rows may differ between ranks and may be 0.
 
     Raises:
-        UserError: ``tensor`` has no rows.
+        UserError: ``tensor`` is a scalar.
     """
     if tensor.ndim == 0:
         raise UserError(
@@ -39,7 +39,10 @@ def gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         )
     if dist.get_world_size(group) == 1:
         return tensor
-    gathered: Tensor = _Gather.apply(tensor, _row_counts(tensor, group), group)
+    rows = _row_counts(tensor, group)
+    if not any(rows):
+        return tensor
+    gathered: Tensor = _Gather.apply(tensor, rows, group)
     return gathered
 
 
@@ -60,8 +63,8 @@ class _Gather(torch.autograd.Function):
         sent = _padded(tensor.detach(), max(rows)).contiguous()
         received = sent.new_empty(len(rows) * max(rows), *tensor.shape[1:])
         all_gather_tensor(received, sent, group=group)
-        blocks = received.split(max(rows)) if max(rows) else (received,) * len(rows)
-        return torch.cat([block[:count] for block, count in zip(blocks, rows, strict=True)])
+        blocks = zip(received.split(max(rows)), rows, strict=True)
+        return torch.cat([block[:count] for block, count in blocks])
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -70,8 +73,7 @@ class _Gather(torch.autograd.Function):
         wide = gradient.float() if gradient.dtype.itemsize < 4 else gradient  # a sum over many ranks
         sent = torch.cat([_padded(block, max(rows)) for block in wide.split(rows)])
         summed = sent.new_empty(max(rows), *gradient.shape[1:])
-        if max(rows):
-            reduce_scatter_tensor(summed, sent, group=ctx.group)
+        reduce_scatter_tensor(summed, sent, group=ctx.group)
         return summed[: rows[own]].to(gradient.dtype), None, None
 
 
