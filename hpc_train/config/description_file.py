@@ -81,6 +81,34 @@ def check_callable(path: str, arguments: int, where: str) -> None:
         )
 
 
+def method_parameters(path: str, method: str) -> list[str]:
+    """Returns the names of the parameters of ``method`` in the class ``package.module.Class``, from its source.
+
+    The list is empty if the file, the class or the method is not found, or if the file cannot be parsed. Base classes
+    count if the same file defines them.
+    """
+    module, _, name = path.rpartition(".")
+    spec = _spec(module) if module else None
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        return []
+    try:
+        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):  # reported when the workers import it
+        return []
+    names = [name]
+    for each in names:
+        found = _definition(tree, each)
+        if not isinstance(found, ast.ClassDef):
+            continue
+        for inner in found.body:
+            if isinstance(inner, ast.FunctionDef) and inner.name == method:
+                return [
+                    parameter.arg for parameter in (*inner.args.posonlyargs, *inner.args.args, *inner.args.kwonlyargs)
+                ]
+        names += [base.id for base in found.bases if isinstance(base, ast.Name) and base.id not in names]
+    return []
+
+
 def _spec(name: str) -> ModuleSpec | None:
     """Returns the spec of a module. Unlike ``find_spec``, this does not import the parent packages."""
     search: Sequence[str] | None = None

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hpc_train.models.own_loss import Gather, alone, call_loss, mixes_samples
+
 
 @dataclass(frozen=True)
 class FlopTerms:
@@ -46,7 +48,8 @@ class Head(nn.Module):
 
         The loss of a step and its gradient are sums over all ranks and micro-batches, divided once by the sum of the
         counts. A count may be a number of targets or samples, or a sum of weights; no gradient flows through it.
-        Targets that are ``IGNORED`` (padding) must not contribute to either.
+        Targets that are ``IGNORED`` (padding) must not contribute to either. A loss that compares the samples of the
+        batch has a third parameter, ``gather``, and no accuracy; see ``models/own_loss.py``.
         """
 
     def correct(self, hidden: Tensor, targets: Tensor) -> Tensor | None:
@@ -59,7 +62,7 @@ class Head(nn.Module):
     def evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns the results of ``loss`` and ``correct``; a head with large logits overrides it to compute them
         once."""
-        return (*self.loss(hidden, targets), self.correct(hidden, targets))
+        return (*call_loss(self.loss, False, hidden, targets, alone), self.correct(hidden, targets))
 
 
 class Model(nn.Module):
@@ -78,11 +81,17 @@ class Model(nn.Module):
     family: str | None = None  # the ``model.kind`` of the family; None for a custom model
     hidden_dtype: torch.dtype | None = None  # of hidden states between layers; None keeps that of the stem's output
     sequence_shards: int = 1  # set by tensor parallelism: hidden states hold 1/sequence_shards of the sequence
+    gather: Gather = staticmethod(alone)  # set by the engine, for a loss that compares samples
 
     @property
     def own_count(self) -> bool:
         """Returns ``Head.own_count``, or True if the model overrides ``forward`` and thereby may count otherwise."""
         return getattr(self.head, "own_count", True) or type(self).forward is not Model.forward
+
+    @property
+    def mixes_samples(self) -> bool:
+        """Returns whether the loss compares the samples of a batch."""
+        return self.head is not None and mixes_samples(self.head.loss)
 
     def forward(
         self, hidden: Tensor, context: Mapping[str, Tensor], targets: Tensor | None = None
@@ -97,6 +106,9 @@ class Model(nn.Module):
         Returns:
             Hidden states without the head, and logits with the head and no ``targets``. Otherwise the sum of losses and
             the count, and in evaluation mode also the number of correct predictions.
+
+        Raises:
+            UserError: the head does not return a sum and a count.
         """
         context = self.prepare(hidden, context)
         if self.stem is not None:
@@ -107,7 +119,15 @@ class Model(nn.Module):
             return hidden
         if targets is None:
             return self.head(hidden)
-        return self.head.loss(hidden, targets) if self.training else self.head.evaluate(hidden, targets)
+        return self._losses(self.head, hidden, targets)
+
+    def _losses(
+        self, head: Head, hidden: Tensor, targets: Tensor
+    ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]:
+        if not self.training and not self.mixes_samples:
+            return head.evaluate(hidden, targets)
+        sums = call_loss(head.loss, self.mixes_samples, hidden, targets, self.gather)
+        return sums if self.training else (*sums, None)
 
     def _begin_hidden(self, hidden: Tensor) -> Tensor:
         """Returns the stem's output in ``hidden_dtype``; a stem may also return integers, or several tensors."""

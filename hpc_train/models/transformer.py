@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from hpc_train.data.dataset import IGNORED, Batch
 from hpc_train.models import packed_attention as packed
 from hpc_train.models.model import Head, Model
+from hpc_train.models.own_loss import alone, call_loss
 
 
 class RMSNorm(nn.RMSNorm):
@@ -125,7 +126,8 @@ class CrossEntropyHead(Head):
     def evaluate(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         if self._has_own_loss:  # ``correct`` counts targets, and such a loss may count something else
             overrides = type(self).correct is not CrossEntropyHead.correct
-            return (*self.loss(hidden, targets), self.correct(hidden, targets) if overrides else None)
+            own = call_loss(self.loss, False, hidden, targets, alone)
+            return (*own, self.correct(hidden, targets) if overrides else None)
         sums = [self._evaluate(*chunk) for chunk in self._cut(hidden, targets)]
         loss, count, correct = (torch.stack(column).sum() for column in zip(*sums, strict=True))
         return loss, count, correct

@@ -6,9 +6,8 @@ A wrapped module has no stem, layers and head, so it trains only with the data-p
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -16,9 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hpc_train.data.document_ends import DOCUMENT_ENDS
 from hpc_train.errors import UserError
 from hpc_train.models.batch_norm import SyncBatchNorm
+from hpc_train.models.own_loss import Gather, Loss, alone, call_loss, mixes_samples
 from hpc_train.models.transformer import count_correct, cross_entropy, squared_error
-
-Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | float]]
 
 
 class WrappedModel(nn.Module):
@@ -29,13 +27,19 @@ class WrappedModel(nn.Module):
 
     Args:
         module: the module to train. If it has a method ``loss(outputs, targets) -> (sum, count)``, that replaces
-            ``loss``. See ``Head.loss`` for its results; the count may also be a plain number.
+            ``loss``. See ``Head.loss`` for its results; the count may also be a plain number. ``outputs`` are what the
+            module returns. A loss that compares samples has a third parameter, ``gather``.
         loss: ``cross_entropy`` (int64 targets; classes in dim 1, or in the last dim if that fits the targets) or
             ``mse`` (targets of any dtype in the shape of the outputs).
+
+    Attributes:
+        gather: the third argument of a loss that compares samples; the engine sets it.
 
     Raises:
         UserError: ``loss`` is unknown.
     """
+
+    gather: Gather = staticmethod(alone)
 
     def __init__(self, module: nn.Module, loss: str) -> None:
         super().__init__()
@@ -46,7 +50,8 @@ class WrappedModel(nn.Module):
         self._module = (module,)  # in a tuple, so that it is not registered as a child
         own = getattr(module, "loss", None)
         self.own_count = callable(own)  # see ``Head.own_count``; the built-in losses count the targets
-        self._loss: Loss = own if callable(own) else _LOSSES[loss]
+        self.loss: Loss = own if callable(own) else _LOSSES[loss]
+        self.mixes_samples = mixes_samples(self.loss)
         self._classifies = not callable(own) and loss == "cross_entropy"
         if self.has_batch_statistics and not self._synchronised and _first_of_several():
             warnings.warn(
@@ -54,6 +59,11 @@ class WrappedModel(nn.Module):
                 "ranks; model.sync_batch_norm=true computes them over all ranks",
                 stacklevel=2,
             )
+
+    @property
+    def bare(self) -> nn.Module:
+        """Returns the module of the user."""
+        return self._module[0]
 
     @property
     def has_batch_statistics(self) -> bool:
@@ -79,9 +89,7 @@ class WrappedModel(nn.Module):
             return outputs
         if self._classifies:
             outputs = _classes_last(outputs, targets)
-        total, count = self._loss(outputs, targets)
-        if not isinstance(count, Tensor):
-            count = total.new_full((), count, dtype=torch.float64)
+        total, count = call_loss(self.loss, self.mixes_samples, outputs, targets, self.gather)
         if self.training:
             return total, count
         return (total, count, count_correct(outputs, targets) if self._classifies else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import nn
 
@@ -11,11 +12,15 @@ from hpc_train.errors import UserError
 from hpc_train.models import batch_norm
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
+from hpc_train.models.own_loss import Loss, place
+from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel.bucket_search import ReportBuckets
 from hpc_train.parallel.engine import Engine
+from hpc_train.parallel.gather import gather
 from hpc_train.parallel.mesh import Mesh
 from hpc_train.parallel.replica_engine import ReplicaEngine
 from hpc_train.parallel.reproducible_engine import ReproducibleEngine
+from hpc_train.plan.mixing import check_mixing
 
 
 def build_engine(
@@ -33,6 +38,9 @@ def build_engine(
     model = build_model(config.model, config.train.seed)
     if batch_norm.has_batch_statistics(model):
         batch_norm.check_batch(config.batch, mesh.layout)
+    if model.mixes_samples:
+        check_mixing(mesh.layout, place(_loss_of(model)))
+        model.gather = partial(gather, group=mesh.group("dp"))
     if mesh.layout.logical_micro_batches:
         return ReproducibleEngine(config, mesh, model)
     if mesh.layout.pp == 1 and mesh.layout.tp == 1:
@@ -43,6 +51,13 @@ def build_engine(
     from hpc_train.parallel.pipeline_engine import PipelineEngine  # torch's pipelining takes a second to import
 
     return PipelineEngine(config, mesh, whole, layers, report_buckets)
+
+
+def _loss_of(model: Model | WrappedModel) -> Loss:
+    owner = model if isinstance(model, WrappedModel) else model.head
+    assert owner is not None, "a whole model has a head"
+    loss: Loss = owner.loss
+    return loss
 
 
 def _check_parts(model: nn.Module, mesh: Mesh) -> Model:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpc_train.data.dataset import StepBatch
+from hpc_train.models.own_loss import check_global_count
 from hpc_train.parallel.compression.build import Compression
 from hpc_train.parallel.mesh import Mesh
 
@@ -47,7 +48,14 @@ class StepNumbers:
 
 
 class Engine(Protocol):
-    """The interface through which the trainer runs steps; it hides how the model is distributed."""
+    """The interface through which the trainer runs steps; it hides how the model is distributed.
+
+    Attributes:
+        check_loss: whether the loss is a user's own and does not declare that it compares samples, so that it should
+            be checked before the first step. It is the same on every rank.
+    """
+
+    check_loss: bool
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
@@ -131,6 +139,7 @@ class WrappedEngine:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.check_loss = engine.check_loss
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
@@ -185,7 +194,12 @@ def add_up(result: StepResult, mesh: Mesh) -> Tensor:
 
 
 def step_numbers(loss_sum: float, target_count: float, correct_sum: float, reports: float) -> StepNumbers:
-    """Returns the means; ``reports`` is the number of ranks that have counted correct predictions."""
+    """Returns the means; ``reports`` is the number of ranks that have counted correct predictions.
+
+    Raises:
+        UserError: a loss of the user's returned counts by which its sum cannot be divided.
+    """
+    check_global_count(loss_sum, target_count)
     targets = target_count or 1.0
     return StepNumbers(loss_sum / targets, target_count, correct_sum / targets if reports else None)
 

@@ -56,6 +56,7 @@ def parallelise(config: Config, mesh: Mesh, model: AnyModel) -> AnyModel:
     sharder = mesh.layout.kind.sharder if mesh.layout.dp > 1 else None
     if sharder is not None:
         shard = import_attribute(sharder, f"strategy.data_parallel={mesh.layout.data_parallel}")
+        check_no_scalars(model, mesh.layout.data_parallel)
         shard(model, mesh, mesh.layout.kind, config.precision.name, offload)
     if meta and isinstance(model, Model):
         home = torch.device("cpu") if offload else mesh.device
@@ -74,6 +75,21 @@ def split_and_wrap(config: Config, mesh: Mesh, model: Model | WrappedModel) -> N
     apply_activation_checkpointing(model, config.train.activation_checkpointing)
     if config.train.compile:
         compile_layers(model)
+
+
+def check_no_scalars(model: nn.Module, kind: str) -> None:
+    """Checks the parameters that FSDP would refuse without a hint, such as the scalar temperature of CLIP.
+
+    Raises:
+        UserError: a parameter has no dimensions.
+    """
+    scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
+    if scalars:
+        raise UserError(
+            f"the parameter {scalars[0]} is a scalar, which {kind} cannot shard",
+            where=f"strategy.data_parallel={kind}, {scalars[0]}",
+            fix="nn.Parameter(torch.tensor([value])), a tensor of one element, or strategy=dp",
+        )
 
 
 def _take_first_replica(model: nn.Module, mesh: Mesh) -> None:

@@ -91,7 +91,7 @@ class PipelineEngine:
         models = {stage: parallelise(config, mesh, cut(model, stage, layers)) for stage in held}
         self._tied = TiedWeights(models, model.tied, layers, placement, mesh)
         self._parameters = named_parameters(models.values(), model.tied)
-        self._own_count = model.own_count
+        self._own_count = self.check_loss = model.own_count
         self._copies = [parameter for part in models.values() for parameter in part.parameters()]
         send_order: SendOrder = []
         self._replicas = {  # in the order in which gradients are complete: the last stage is first in every schedule

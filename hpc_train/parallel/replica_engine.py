@@ -37,6 +37,7 @@ class ReplicaEngine:
         self._mesh = mesh
         self._precision = config.precision.name
         self._own_count = model.own_count
+        self.check_loss = (model.own_count or isinstance(model, WrappedModel)) and not model.mixes_samples
         self._model = parallelise(config, mesh, model)
         tied = getattr(self._model, "tied", {})
         self._replicas = make_replicas(

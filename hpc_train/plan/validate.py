@@ -30,6 +30,7 @@ from hpc_train.config.values import (
 )
 from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout, resolve_layout
+from hpc_train.plan.mixing import check_declared_mixing
 from hpc_train.plan.techniques import AUTO, find_kind, find_schedule, kinds_where
 
 TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")  # minutes, minutes:seconds, hours:minutes:seconds, days-hours:…
@@ -52,6 +53,7 @@ def validate(config: Config, nodes: int, workers_per_node: int, device_bytes: fl
     if source.check_inputs is not None:
         source.check_inputs(config.data)
     layout = resolve_layout(config, nodes, workers_per_node, device_bytes)
+    check_declared_mixing(config, layout)
     _check_tensor_parallel(config, family, layout.tp)
     _check_pieces(config, layout)
     check_savers(config, layout)

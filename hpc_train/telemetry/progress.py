@@ -170,6 +170,7 @@ def summary(run: RunDirectory, resume_command: str | None = None) -> str:
         f"done: {result.get('steps', 0)} steps{speed}; {', '.join(part for part in losses if part)}",
         *([f"\n{chart}", f"{'':>10}{TRAIN} training loss  {VALIDATION} validation loss\n"] if chart else []),
         *([f"time:            {spent_line(spent)}"] if spent.held_s else []),
+        *([f"warning:         {record['loss_warning']}"] if "loss_warning" in record else []),
         *([f"profile:         {_profiled(run)}"] if (run.profile / "summary.json").exists() else []),
         f"run directory:   {run.path}",
         f"W&B:             {_wandb(run, record)}",

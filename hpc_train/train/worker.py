@@ -45,12 +45,13 @@ from hpc_train.run.requests import StopFlag
 from hpc_train.train.debug import DebuggedEngine
 from hpc_train.train.divergence import DivergenceWatch
 from hpc_train.train.garbage import GarbageCollection
+from hpc_train.train.loss_check import check_loss
 from hpc_train.train.measures import BalanceWatch, Measures, Meter, make_meter
 from hpc_train.train.memory import explained
 from hpc_train.train.optimizer import Optimizer, peak_rate
 from hpc_train.train.processes import answer_requests, join, leave
 from hpc_train.train.profiler import Profiler
-from hpc_train.train.report import open_report
+from hpc_train.train.report import Report, open_report
 from hpc_train.train.saving import PRIOR_PER_GPU_HOUR, LastSave, SaveSchedule, failure_rate
 from hpc_train.train.step import TrainStep
 from hpc_train.train.trainer import Length, Trainer, skipped_data
@@ -151,6 +152,8 @@ def _build(
     length = _length(config, feed, len(training))
     report = open_report(config, run, mesh, events, start, length.total_steps)
     report.advice = _advice_watch(config, mesh, spec, training)
+    if start == 0 and engine.check_loss:
+        _warn_of_loss(check_loss(engine, training, mesh, config.precision.name), run, report)
     trainer = Trainer(
         config=config,
         mesh=mesh,
@@ -183,6 +186,14 @@ def _build(
         _log_settings(config, run, mesh, events, length, restored)
         _log_utilisation(run, trainer.meter, events)
     return trainer
+
+
+def _warn_of_loss(warning: str | None, run: RunDirectory, report: Report) -> None:
+    """Reports ``warning`` in the log and the events, and records it for the summary at the end of the run."""
+    if warning is not None:
+        report.warning(0, warning)
+        if report.metrics is not None:
+            report.events.record(run, loss_warning=warning)
 
 
 def _build_engine(config: Config, run: RunDirectory, mesh: Mesh, events: EventLog, training: Dataset) -> Engine:

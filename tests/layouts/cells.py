@@ -32,13 +32,24 @@ SEQUENCE, VOCABULARY, IMAGE, CLASSES = 8, 14, 8, 5
 UNEVEN_BATCH = 10  # 4 ranks use 12 slots, two of which are padding; accumulation adds more padding
 
 
+OWN_LOSSES = {  # classes of tests/layouts/module.py
+    "gpt-weighted": "WeightedGPT",
+    "gpt-heads": "HeadsGPT",
+    "gpt-contrastive": "ContrastiveGPT",
+    "custom-weighted": "WeightedTiny",
+    "custom-heads": "HeadsTiny",
+    "custom-vae": "VariationalTiny",
+    "custom-contrastive": "ContrastiveTiny",
+}
+
+
 @dataclass(frozen=True)
 class Cell:
     """Describes one comparison: a model under a layout.
 
     Attributes:
-        model: ``gpt``, ``gpt-tied``, ``vit`` or ``custom`` (a module without parts); ``gpt-weighted`` and
-            ``custom-weighted`` have a loss that returns its own count; ``own`` is the example of a model with parts.
+        model: ``gpt``, ``gpt-tied``, ``vit`` or ``custom`` (a module without parts), or one of these with a loss of
+            its own: see ``OWN_LOSSES``; ``own`` is the example of a model with parts.
         strategy, batch, train: the fields of the config's groups that differ from their defaults.
         loss_scale: the loss scale that ``train_step`` and ``clip_grad_norm_`` receive.
     """
@@ -78,9 +89,10 @@ class Cell:
         return f"{self.model} {self.precision} [{split or 'single'}] {' '.join(extras)}".rstrip()
 
     def _model(self) -> Any:
+        own = OWN_LOSSES.get(self.model)
         if self.model.startswith("custom"):
-            name = "WeightedTiny" if self.model == "custom-weighted" else "Tiny"
-            return CustomModelConfig(_target_=f"tests.layouts.module.{name}", args={"classes": CLASSES})
+            args = {} if self.model == "custom-vae" else {"classes": CLASSES}
+            return CustomModelConfig(_target_=f"tests.layouts.module.{own or 'Tiny'}", args=args)
         if self.model == "own":
             sizes = {"width": 16, "image_size": IMAGE, "n_classes": CLASSES}
             return CustomModelConfig(_target_="examples.own_pipeline_model.ResidualNet", args=sizes)
@@ -91,9 +103,9 @@ class Cell:
             sizes = {"image_size": IMAGE, "patch_size": 4, "n_classes": CLASSES, "dim": 16, "n_heads": 4, "mlp_dim": 24}
             return ViTConfig(n_layers=layers, **sizes)
         sizes = {"vocab_size": VOCABULARY, "dim": 16, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 24}
-        sizes |= {"n_layers": layers, "tied_embeddings": self.model in ("gpt-tied", "gpt-weighted")}
-        if self.model == "gpt-weighted":
-            return CustomModelConfig(_target_="tests.layouts.module.WeightedGPT", args=sizes)
+        sizes |= {"n_layers": layers, "tied_embeddings": self.model == "gpt-tied" or own is not None}
+        if own is not None:
+            return CustomModelConfig(_target_=f"tests.layouts.module.{own}", args=sizes)
         return GPTConfig(**sizes)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hpc_train.config.schema import GPTConfig
 from hpc_train.data.dataset import IGNORED
 from hpc_train.models.gpt import GPT, GPTHead
+from hpc_train.models.own_loss import Gather, alone
 from hpc_train.models.transformer import cross_entropy
 
 
@@ -63,18 +64,115 @@ class ScaledTiny(Tiny):
         return total * scale, count * scale
 
 
+class HeadsTiny(Tiny):
+    """Predicts the class and, with a second head, a number that depends on it; the sums of both losses have weights."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.number = nn.Linear(6, 1)
+
+    def forward(self, inputs: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        features = self.norm(self.first(inputs)).relu().mean((2, 3))
+        return {"scores": self.last(features), "number": self.number(features).squeeze(1)}
+
+    def loss(self, outputs: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
+        total, weights = weighted_cross_entropy(outputs["scores"], targets)
+        kept = targets != IGNORED
+        errors = (outputs["number"][kept] - targets[kept] % 3).square()
+        return total + 0.5 * errors.sum(), weights
+
+
+class VariationalTiny(nn.Module):
+    """A variational autoencoder of images, whose targets are the inputs.
+
+    The noise of a sample is a function of its pixels, so that it is the same in every layout.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(3 * 64, 8), nn.Linear(4, 3 * 64)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean, log_variance = self.encoder(inputs.flatten(1)).chunk(2, 1)
+        noise = torch.cos(40 * inputs.flatten(1)[:, :4])
+        image = self.decoder(mean + (log_variance / 2).exp() * noise).view_as(inputs)
+        return image, mean, log_variance
+
+    def loss(self, outputs: tuple[Tensor, Tensor, Tensor], targets: Tensor) -> tuple[Tensor, int]:
+        image, mean, log_variance = outputs
+        kept = targets != IGNORED
+        samples = kept.flatten(1).any(1)
+        divergence = 0.5 * (log_variance.exp() + mean.square() - 1 - log_variance).sum(1)
+        return (image - targets)[kept].square().sum() + divergence[samples].sum(), int(samples.sum())
+
+
+class ContrastiveTiny(Tiny):
+    """Finds the transposed image of each image among those of the global batch, and the image of each transposed one.
+
+    Targets tell only which samples are padding. The parameter of the temperature is used after the gathering.
+    """
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.temperature = nn.Parameter(torch.tensor([3.0]))
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(inputs), super().forward(inputs.transpose(2, 3))
+
+    def loss(self, outputs: tuple[Tensor, Tensor], targets: Tensor, gather: Gather) -> tuple[Tensor, int]:
+        kept = targets != IGNORED
+        one, other = (F.normalize(output[kept], dim=1) for output in outputs)
+        pairs = self.temperature * (one * other).sum(1)
+        among = (self.temperature * left @ gather(right).T for left, right in ((one, other), (other, one)))
+        return sum(scores.logsumexp(1).sum() for scores in among) - 2 * pairs.sum(), len(one)
+
+
 class WeightedHead(GPTHead):
     def loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return weighted_cross_entropy(self(hidden), targets)
 
 
+class HeadsHead(WeightedHead):
+    """Predicts with a second output a number that depends on the token; both losses have weights."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.number = nn.Linear(config.dim, 1)
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        total, weights = super().loss(hidden, targets)
+        errors = (self.number(hidden).squeeze(-1) - targets % 3).square()
+        return total + 0.5 * errors[targets != IGNORED].sum(), weights
+
+
 class WeightedGPT(GPT):
     """Has the three parts of a GPT and a head whose loss differs from the built-in one."""
+
+    head_class: type[WeightedHead] = WeightedHead
 
     def __init__(self, **sizes: Any) -> None:
         config = GPTConfig(**sizes)
         super().__init__(config)
         output = self.head.output if self.head is not None else None
-        self.head = WeightedHead(config)
+        self.head = self.head_class(config)
         if output is not None and config.tied_embeddings:
             self.head.output = output
+
+
+class HeadsGPT(WeightedGPT):
+    head_class = HeadsHead
+
+
+class ContrastiveHead(WeightedHead):
+    """Compares the outputs for the first and the last token of all samples."""
+
+    def loss(self, hidden: Tensor, targets: Tensor, gather: Gather = alone) -> tuple[Tensor, int]:  # type: ignore[override]
+        kept = (targets != IGNORED).any(1)
+        outputs = 10 * self(hidden[kept])
+        one, other = outputs[:, 0], outputs[:, -1]
+        scores = one @ gather(other).T
+        return scores.logsumexp(1).sum() - (one * other).sum(), len(one)
+
+
+class ContrastiveGPT(WeightedGPT):
+    head_class = ContrastiveHead

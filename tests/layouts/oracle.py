@@ -189,7 +189,8 @@ def global_batch(cell: Cell, step: int) -> tuple[Tensor, Tensor]:
         targets = torch.randint(VOCABULARY, (size, SEQUENCE), generator=generator)
     else:
         inputs = torch.randn(size, 3, IMAGE, IMAGE, generator=generator, dtype=parameter_dtype(cell.precision))
-        targets = torch.randint(CLASSES, (size,), generator=generator)
+        classes = torch.randint(CLASSES, (size,), generator=generator)
+        targets = inputs.clone() if cell.model == "custom-vae" else classes
     targets.view(-1)[torch.randint(targets.numel(), (2,), generator=generator)] = IGNORED
     return inputs, targets
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections import OrderedDict
 
@@ -21,6 +22,8 @@ from hpc_train.models.model import Head, Model
 from hpc_train.models.parts import check_hidden_shape
 from hpc_train.models.resnet import resnet18
 from hpc_train.models.wrapped import WrappedModel
+from hpc_train.parallel.engine import step_numbers
+from hpc_train.parallel.parallelise import check_no_scalars, materialise
 from tests.models.models import TINY_GPT
 from tests.ranks import run_ranks
 
@@ -139,6 +142,88 @@ def test_the_count_of_an_own_loss_may_be_a_plain_number() -> None:
     _, number, right = model.eval()(torch.randn(3, 4), {}, torch.zeros(3))
     assert number.item() == 1.5 and right is None
     assert not wrap(f"{HERE}.two_layers").own_count
+
+
+class Results(Direct):
+    """A loss that returns what it is told to."""
+
+    def __init__(self, results: str) -> None:
+        super().__init__()
+        self.results = results
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> object:
+        total = outputs.sum()  # noqa: F841  named in the results
+        return eval(self.results)
+
+
+@pytest.mark.parametrize(
+    ("results", "said"),
+    [
+        ("total", "returned a single scalar tensor, not a sum and a count"),
+        ("outputs", "returned a tensor of shape (2, 3), not a sum and a count"),
+        ("(total, 2, 3)", "returned 3 values, not a sum and a count"),
+        ("{'loss': total}", "returned a dict, not a sum and a count"),
+        ("(outputs.sum(1), 2)", "returned a tensor of shape (2,) as the sum"),
+        ("(total.item(), 2)", "returned a float as the sum"),
+        ("(total.detach(), 2)", "a sum that is detached from the outputs of the model"),
+        ("(total, targets)", "returned a tensor of shape (2,) as the count"),
+        ("(total, None)", "returned a NoneType as the count"),
+        ("(total, -1)", "the count -1, which must be 0 or more"),
+        ("(total, float('nan'))", "the count nan, which must be 0 or more"),
+        ("(total, torch.ones((), device='meta'))", "a sum on cpu and a count on meta"),
+    ],
+)
+def test_what_a_loss_may_not_return(results: str, said: str) -> None:
+    """The message names the method of the user and its line."""
+    model = wrap(f"{HERE}.Results", args={"results": results})
+    with pytest.raises(UserError) as found:
+        model(torch.randn(2, 4), {}, torch.zeros(2))
+    assert said in found.value.what
+    assert found.value.where.startswith("Results.loss (") and "test_custom.py:" in found.value.where
+
+
+class MeanHead(GPTHead):
+    def loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden.mean()  # type: ignore[return-value]
+
+
+def test_a_head_is_held_to_the_same_contract() -> None:
+    model = a_gpt()
+    model.head = MeanHead(TINY_GPT)
+    materialise(model, torch.device("cpu"), 0, torch.float32)
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    for part in (model, model.eval()):
+        with pytest.raises(UserError, match="not a sum and a count"):
+            part(tokens, {}, tokens)
+
+
+def test_the_counts_of_all_ranks_must_divide_the_loss() -> None:
+    assert step_numbers(0.0, 0.0, 0, 0).loss == 0.0
+    assert math.isnan(step_numbers(math.nan, 0.0, 0, 0).loss)  # a divergence, which the training reports
+    for total, count in ((2.0, -1.0), (2.0, 0.0)):
+        with pytest.raises(UserError, match="the sum of their counts is"):
+            step_numbers(total, count, 0, 0)
+
+
+def criterion() -> nn.Module:
+    """A criterion of torch as the attribute ``loss``."""
+    module = nn.Bilinear(4, 4, 3)
+    module.forward = lambda inputs: inputs[:, :3]  # type: ignore[method-assign, assignment]
+    module.loss = nn.CrossEntropyLoss()
+    return module
+
+
+def test_a_criterion_of_torch_returns_a_mean() -> None:
+    with pytest.raises(UserError, match="not a sum and a count") as found:
+        wrap(f"{HERE}.criterion")(torch.randn(2, 4), {}, torch.tensor([0, 1]))
+    assert found.value.where.startswith("CrossEntropyLoss.forward (")
+
+
+def test_a_scalar_parameter_is_refused_before_it_is_sharded() -> None:
+    model = WrappedModel(nn.Sequential(OrderedDict(inner=nn.Linear(4, 3))), "mse")
+    model.register_parameter("temperature", nn.Parameter(torch.tensor(1.0)))
+    with pytest.raises(UserError, match="the parameter temperature is a scalar, which zero1 cannot shard"):
+        check_no_scalars(model, "zero1")
 
 
 class OwnHead(GPTHead):

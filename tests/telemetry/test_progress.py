@@ -166,8 +166,9 @@ def test_the_summary_says_where_how_and_what_next(run: RunDirectory) -> None:
     assert f"wandb sync {run.path}/wandb/offline-run-*" in text
     assert "python -m hpc_train +strategy=dp run.name=run train.steps=200" in text
     assert "•" in text
-    run.update_record(wandb={"mode": "online", "url": "https://example.org/run"})
-    assert "https://example.org/run" in summary(run)
+    assert "warning:" not in text
+    run.update_record(wandb={"mode": "online", "url": "https://example.org/run"}, loss_warning="the results depend")
+    assert "https://example.org/run" in summary(run) and "warning:         the results depend" in summary(run)
 
 
 def test_going_on_for_twice_as_long() -> None:
