@@ -122,7 +122,7 @@ def typed(node: DictConfig) -> Config:
 
 def converted(node: DictConfig) -> Config:
     """Converts a config that ``typed`` has accepted before, such as a frozen one."""
-    node = _with_extension_schemas(node)
+    node = _with_sources(_with_extension_schemas(node))
     check_kinds(node)
     _check_missing(node)
     try:
@@ -188,6 +188,9 @@ def _absolute(config: Config) -> Config:
     path = getattr(config.data, "path", None)
     if path is not None:
         config.data.path = str(Path(path).expanduser().absolute())
+    for source in getattr(config.data, "sources", {}).values():
+        if source.get("path") is not None:
+            source["path"] = str(Path(source["path"]).expanduser().absolute())
     config.run.root = str(Path(config.run.root).expanduser().absolute())
     if config.checkpoint.archive is not None:
         config.checkpoint.archive = str(Path(config.checkpoint.archive).expanduser().absolute())
@@ -213,6 +216,47 @@ def _with_extension_schemas(node: DictConfig) -> DictConfig:
         OmegaConf.set_struct(node, False)
         node[group] = merged
     return node
+
+
+def _with_sources(node: DictConfig) -> DictConfig:
+    """Adds the defaults of the sources of a mixture, and to the mixture the sizes that a model may refer to."""
+    if str(node.data.kind) != "mixture":
+        return node
+    node = node.copy()
+    OmegaConf.set_struct(node, False)
+    for name, source in node.data.sources.items():
+        node.data.sources[name] = _source_node(f"data.sources.{name}", source)
+    for key, common in COMMON_SIZES.items():
+        if node.data.get(key) is None:
+            sizes = [OmegaConf.select(source, key) for source in node.data.sources.values()]
+            known = [size for size in sizes if size is not None]
+            node.data.pop(key, None)
+            if known:
+                node.data[key] = common(known)
+    return node
+
+
+COMMON_SIZES: dict[str, Callable[[list[int]], int]] = {
+    "sequence_length": min, "image_size": min, "channels": min, "vocab_size": max, "n_classes": max
+}  # fmt: skip
+
+
+def _source_node(key: str, values: Any) -> DictConfig:
+    kind = values.get("kind") if OmegaConf.is_dict(values) else None
+    if kind not in SOURCES and not is_extension(str(kind)):
+        raise UserError(
+            f"{key}.kind is {kind!r}, which is unknown",
+            where=key,
+            fix=f"+data@{key}=SOURCE; {nearest(kind, [*SOURCES])}",
+        )
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(load_source(str(kind)).schema), values)
+    except OmegaConfBaseException as error:
+        mistake = translate(error)
+        raise (error if mistake is None else UserError(mistake.what, where=key, fix=mistake.fix)) from error
+    plain = OmegaConf.create(OmegaConf.to_container(merged, resolve=False))  # type: ignore[arg-type]
+    assert isinstance(plain, DictConfig)
+    return plain
 
 
 def check_kinds(node: DictConfig) -> None:

@@ -62,6 +62,11 @@ class Order:
     def steps_per_epoch(self) -> int:
         return self.samples // self.global_size if self.drop_last else math.ceil(self.samples / self.global_size)
 
+    @property
+    def samples_per_epoch(self) -> int:
+        """Returns the samples that an epoch uses, without those that ``drop_last`` drops."""
+        return self.steps_per_epoch * self.global_size if self.drop_last else self.samples
+
     def epoch_of(self, step: int) -> int:
         return step // self.steps_per_epoch
 
@@ -251,7 +256,7 @@ class TokenBalance:
         return [BatchRow(self._spread(block, tokens)[dp_rank], self._width(block)) for block in blocks]
 
     def _sizes(self, slots: Indices) -> Indices:
-        return np.where(slots == PADDING, 0, self.lengths[slots])
+        return np.where(slots == PADDING, 0, self.lengths[slots % len(self.lengths)])  # a mixture numbers its epochs
 
     def _width(self, block: Indices) -> int:
         unit = _round_up(-(-self.widest // WIDTHS), self.layout.tp)

@@ -11,21 +11,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 
 from hpc_train.checkpoint.manager import CheckpointManager, RestoredState
 from hpc_train.config.schema import Config
 from hpc_train.data.dataset import StepBatch
 from hpc_train.data.feed import NOTHING, LocalBatch, TrainFeed
 from hpc_train.data.sampler import Skipped
+from hpc_train.data.stream import States, merged_states
+from hpc_train.errors import UserError
 from hpc_train.models.transformer import attention_backend
 from hpc_train.parallel.compile import KeptArtifacts
 from hpc_train.parallel.engine import Engine, add_up
 from hpc_train.parallel.mesh import Mesh
+from hpc_train.parallel.plain_objects import gather_plain
 from hpc_train.parallel.precision import compute_dtype, parameter_dtype
 from hpc_train.run.agent_worker import Heartbeat, Phase
 from hpc_train.run.exits import Diverged, Exit
@@ -61,7 +65,7 @@ class Length:
         return epochs * self.samples_per_epoch + min(self.samples_per_epoch, rest * self.global_size)
 
 
-OpenFeed = Callable[[int, Skipped], TrainFeed]  # (first step, data to skip) -> feed
+OpenFeed = Callable[[int, Skipped, States], TrainFeed]  # (first step, data to skip, where streams continue) -> feed
 
 
 @dataclass
@@ -138,6 +142,8 @@ class Trainer:
         phase = Phase.FIRST_STEP
         self.heartbeat.enter(phase, self.step)
         first = self._next_batch()
+        if self._has_ended(first):
+            return self._nothing_left()
         self._announce(first)
         self._name_attention(first)
         batch: LocalBatch | None = first
@@ -155,7 +161,7 @@ class Trainer:
                 self._announce(batch)
                 batch = self._roll_back() or batch
                 continue
-            following = self._next_batch() if self.step + 1 < self.length.total_steps else None
+            following = self._following()
             self._announce(following)
             batch = self._train(batch, agreement) or following
         self.heartbeat.enter(Phase.STEP, self.step)
@@ -166,6 +172,7 @@ class Trainer:
         self._fail_at_bad_end()
         memory = report_memory(self.config, self.mesh, self.engine, self.take_step.optimizer)
         rates = self.meter.read()
+        self.report.data_seen(self.step, self.feed.seen(self.step))
         self.report.finished(self.step, self.meter.mean_tokens_per_s, rates, self._weights_sha256(), memory)
         return Exit.DONE
 
@@ -173,6 +180,7 @@ class Trainer:
         self.profiler.end(self.step, self.meter.waited_s, last=True)
         self.stop.request("another rank was asked to stop")  # keeps an earlier request of this rank
         self._save(final=True)
+        self.report.data_seen(self.step, self.feed.seen(self.step))
         self.report.stopped(self.step, self.meter.read())
         return Exit.STOPPED
 
@@ -213,6 +221,34 @@ class Trainer:
     def _next_batch(self) -> LocalBatch:
         with self.meter.waiting():
             return next(self.feed)
+
+    def _following(self) -> LocalBatch | None:
+        """Returns the batch of the next step; None at the end of the run, which a stream may shorten."""
+        if self.step + 1 >= self.length.total_steps:
+            return None
+        batch = self._next_batch()
+        if not self._has_ended(batch):
+            return batch
+        self.length = replace(self.length, total_steps=self.step + 1)
+        self.report.stream_ended(self.step + 1)
+        return None
+
+    def _has_ended(self, batch: LocalBatch) -> bool:
+        """Returns whether the stream has ended on all ranks, so that all stop after the same step. Collective."""
+        if not self.feed.may_end:
+            return False
+        going_on = torch.tensor(int(not batch.ended))
+        dist.all_reduce(going_on, group=self.mesh.control)
+        return going_on.item() == 0
+
+    def _nothing_left(self) -> Exit:
+        """Ends an attempt that resumed at the end of a stream."""
+        if self.step == 0:
+            raise UserError(
+                "the stream has no items", where="data._target_", fix="yield items with split='train' in some shard"
+            )
+        self.report.nothing_to_do(self.step, self._weights_sha256())
+        return Exit.DONE
 
     def _train(self, batch: LocalBatch, agreement: Agreement) -> LocalBatch | None:
         """Takes a step; returns the next batch after a rollback, else None."""
@@ -295,7 +331,7 @@ class Trainer:
         self.skipped = skipped  # the checkpoint does not include this rollback
         self.rollbacks = rollbacks
         self.feed.close()
-        self.feed = self.open_feed(self.step, skipped)
+        self.feed = self.open_feed(self.step, skipped, stream_states(restored))
         self.report.rolled_back(bad, self.step, skipped, divergence.reason)
         batch = self._next_batch()
         self._announce(batch)
@@ -366,6 +402,9 @@ class Trainer:
                 "bad_end": None if self._bad_end is None else self._bad_end.reason,
                 **self.take_step.state(),
             }
+            stream = self.feed.state(self.step)
+            if stream is not None:
+                extra["stream"] = merged_states(gather_plain(stream, self.mesh.control))
             step, found = self._evaluated
             metrics = {name: value for name, value in found.items() if value is not None} if step == self.step else {}
             if final:
@@ -379,6 +418,12 @@ class Trainer:
 def skipped_data(restored: RestoredState) -> Skipped:
     """Returns the data that a checkpoint says to skip."""
     return Skipped.parse(restored.extra.get("skipped_windows", ()))
+
+
+def stream_states(restored: RestoredState) -> States:
+    """Returns where a checkpoint says that the shards of a stream continue."""
+    states: States = restored.extra.get("stream", {})
+    return states
 
 
 def _falls_on(step: int, every: int) -> bool:
