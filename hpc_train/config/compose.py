@@ -222,17 +222,18 @@ def _with_sources(node: DictConfig) -> DictConfig:
     """Adds the defaults of the sources of a mixture, and to the mixture the sizes that a model may refer to."""
     if str(node.data.kind) != "mixture":
         return node
+    values = _container(node.data)
+    values["sources"] = {
+        str(name): _source(f"data.sources.{name}", source) for name, source in (values.get("sources") or {}).items()
+    }
+    for key, common in COMMON_SIZES.items():
+        known = [source[key] for source in values["sources"].values() if isinstance(source.get(key), int)]
+        if values.get(key) is None:
+            values.pop(key, None)  # a model that refers to a size that no source has is then refused by name
+            values |= {key: common(known)} if known else {}
     node = node.copy()
     OmegaConf.set_struct(node, False)
-    for name, source in node.data.sources.items():
-        node.data.sources[name] = _source_node(f"data.sources.{name}", source)
-    for key, common in COMMON_SIZES.items():
-        if node.data.get(key) is None:
-            sizes = [OmegaConf.select(source, key) for source in node.data.sources.values()]
-            known = [size for size in sizes if size is not None]
-            node.data.pop(key, None)
-            if known:
-                node.data[key] = common(known)
+    node.data = OmegaConf.create(values)
     return node
 
 
@@ -241,22 +242,22 @@ COMMON_SIZES: dict[str, Callable[[list[int]], int]] = {
 }  # fmt: skip
 
 
-def _source_node(key: str, values: Any) -> DictConfig:
-    kind = values.get("kind") if OmegaConf.is_dict(values) else None
+def _source(key: str, values: Any) -> dict[str, Any]:
+    kind = values.get("kind") if isinstance(values, dict) else None
     if kind not in SOURCES and not is_extension(str(kind)):
-        raise UserError(
-            f"{key}.kind is {kind!r}, which is unknown",
-            where=key,
-            fix=f"+data@{key}=SOURCE; {nearest(kind, [*SOURCES])}",
-        )
+        fix = f"+data@{key}=SOURCE; {nearest(kind, [*SOURCES])}"
+        raise UserError(f"{key}.kind is {kind!r}, which is unknown", where=key, fix=fix)
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(load_source(str(kind)).schema), values)
+        return _container(OmegaConf.merge(OmegaConf.structured(load_source(str(kind)).schema), values))
     except OmegaConfBaseException as error:
         mistake = translate(error)
         raise (error if mistake is None else UserError(mistake.what, where=key, fix=mistake.fix)) from error
-    plain = OmegaConf.create(OmegaConf.to_container(merged, resolve=False))  # type: ignore[arg-type]
-    assert isinstance(plain, DictConfig)
-    return plain
+
+
+def _container(node: Any) -> dict[str, Any]:
+    values = OmegaConf.to_container(node, resolve=False)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
 
 
 def check_kinds(node: DictConfig) -> None:

@@ -18,8 +18,8 @@ from hpc_train.data.dataset import Batch, Dataset, SampleError, leaves
 from hpc_train.data.device_copy import DeviceCopy, SentBatches
 from hpc_train.data.loader import LoadRequest, MicroBatchReader, Request, Stacked
 from hpc_train.data.mixture import MixedOrder, MixtureDataset, SourceSeen
-from hpc_train.data.sampler import Order, Skipped, TokenBalance
-from hpc_train.data.stream import States, StreamDataset, StreamOrder, StreamReader, processes_for
+from hpc_train.data.sampler import Order, Skipped, StreamOrder, TokenBalance, processes_for
+from hpc_train.data.stream import States, StreamDataset, StreamReader
 from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout
 

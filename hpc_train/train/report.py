@@ -108,6 +108,8 @@ class Report:
         """Reports that step ``step`` is the last one, because the stream has no more items."""
         if self.metrics is not None:
             print(f"the stream has ended: step {step} is the last one")
+            self.total_steps = step
+            self.events.record(self.run, total_steps=step)
             self.events.write("stream_ended", step=step)
 
     def data_seen(self, step: int, seen: Mapping[str, SourceSeen]) -> None:

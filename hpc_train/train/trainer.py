@@ -16,20 +16,17 @@ from functools import partial
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 
 from hpc_train.checkpoint.manager import CheckpointManager, RestoredState
 from hpc_train.config.schema import Config
 from hpc_train.data.dataset import StepBatch
 from hpc_train.data.feed import NOTHING, LocalBatch, TrainFeed
 from hpc_train.data.sampler import Skipped
-from hpc_train.data.stream import States, merged_states
-from hpc_train.errors import UserError
+from hpc_train.data.stream import States
 from hpc_train.models.transformer import attention_backend
 from hpc_train.parallel.compile import KeptArtifacts
 from hpc_train.parallel.engine import Engine, add_up
 from hpc_train.parallel.mesh import Mesh
-from hpc_train.parallel.plain_objects import gather_plain
 from hpc_train.parallel.precision import compute_dtype, parameter_dtype
 from hpc_train.run.agent_worker import Heartbeat, Phase
 from hpc_train.run.exits import Diverged, Exit
@@ -44,6 +41,7 @@ from hpc_train.train.profiler import Profiler
 from hpc_train.train.report import Report, weights_sha256
 from hpc_train.train.saving import LastSave, SaveSchedule
 from hpc_train.train.step import Agreement, Control, StepOutcome, TrainStep
+from hpc_train.train.streams import has_ended, positions, restored_positions
 
 
 @dataclass(frozen=True)
@@ -142,8 +140,10 @@ class Trainer:
         phase = Phase.FIRST_STEP
         self.heartbeat.enter(phase, self.step)
         first = self._next_batch()
-        if self._has_ended(first):
-            return self._nothing_left()
+        if has_ended(self.feed, first, self.step, self.mesh):
+            self.report.stream_ended(self.step)
+            self.report.nothing_to_do(self.step, self._weights_sha256())
+            return Exit.DONE
         self._announce(first)
         self._name_attention(first)
         batch: LocalBatch | None = first
@@ -172,7 +172,6 @@ class Trainer:
         self._fail_at_bad_end()
         memory = report_memory(self.config, self.mesh, self.engine, self.take_step.optimizer)
         rates = self.meter.read()
-        self.report.data_seen(self.step, self.feed.seen(self.step))
         self.report.finished(self.step, self.meter.mean_tokens_per_s, rates, self._weights_sha256(), memory)
         return Exit.DONE
 
@@ -180,7 +179,6 @@ class Trainer:
         self.profiler.end(self.step, self.meter.waited_s, last=True)
         self.stop.request("another rank was asked to stop")  # keeps an earlier request of this rank
         self._save(final=True)
-        self.report.data_seen(self.step, self.feed.seen(self.step))
         self.report.stopped(self.step, self.meter.read())
         return Exit.STOPPED
 
@@ -227,28 +225,11 @@ class Trainer:
         if self.step + 1 >= self.length.total_steps:
             return None
         batch = self._next_batch()
-        if not self._has_ended(batch):
+        if not has_ended(self.feed, batch, self.step + 1, self.mesh):
             return batch
         self.length = replace(self.length, total_steps=self.step + 1)
         self.report.stream_ended(self.step + 1)
         return None
-
-    def _has_ended(self, batch: LocalBatch) -> bool:
-        """Returns whether the stream has ended on all ranks, so that all stop after the same step. Collective."""
-        if not self.feed.may_end:
-            return False
-        going_on = torch.tensor(int(not batch.ended))
-        dist.all_reduce(going_on, group=self.mesh.control)
-        return going_on.item() == 0
-
-    def _nothing_left(self) -> Exit:
-        """Ends an attempt that resumed at the end of a stream."""
-        if self.step == 0:
-            raise UserError(
-                "the stream has no items", where="data._target_", fix="yield items with split='train' in some shard"
-            )
-        self.report.nothing_to_do(self.step, self._weights_sha256())
-        return Exit.DONE
 
     def _train(self, batch: LocalBatch, agreement: Agreement) -> LocalBatch | None:
         """Takes a step; returns the next batch after a rollback, else None."""
@@ -331,7 +312,7 @@ class Trainer:
         self.skipped = skipped  # the checkpoint does not include this rollback
         self.rollbacks = rollbacks
         self.feed.close()
-        self.feed = self.open_feed(self.step, skipped, stream_states(restored))
+        self.feed = self.open_feed(self.step, skipped, restored_positions(restored))
         self.report.rolled_back(bad, self.step, skipped, divergence.reason)
         batch = self._next_batch()
         self._announce(batch)
@@ -401,13 +382,12 @@ class Trainer:
                 "rollbacks": self.rollbacks,
                 "bad_end": None if self._bad_end is None else self._bad_end.reason,
                 **self.take_step.state(),
+                **positions(self.feed, self.step, self.mesh),
             }
-            stream = self.feed.state(self.step)
-            if stream is not None:
-                extra["stream"] = merged_states(gather_plain(stream, self.mesh.control))
             step, found = self._evaluated
             metrics = {name: value for name, value in found.items() if value is not None} if step == self.step else {}
             if final:
+                self.report.data_seen(self.step, self.feed.seen(self.step))
                 save = partial(self.checkpoints.save, self.step, extra, metrics, final=True)
                 self.last_save.run(lambda again: save(again=again), self.step)
             else:
@@ -418,12 +398,6 @@ class Trainer:
 def skipped_data(restored: RestoredState) -> Skipped:
     """Returns the data that a checkpoint says to skip."""
     return Skipped.parse(restored.extra.get("skipped_windows", ()))
-
-
-def stream_states(restored: RestoredState) -> States:
-    """Returns where a checkpoint says that the shards of a stream continue."""
-    states: States = restored.extra.get("stream", {})
-    return states
 
 
 def _falls_on(step: int, every: int) -> bool:

@@ -53,7 +53,8 @@ from hpc_train.train.profiler import Profiler
 from hpc_train.train.report import open_report
 from hpc_train.train.saving import PRIOR_PER_GPU_HOUR, LastSave, SaveSchedule, failure_rate
 from hpc_train.train.step import TrainStep
-from hpc_train.train.trainer import Length, Trainer, skipped_data, stream_states
+from hpc_train.train.streams import restored_positions
+from hpc_train.train.trainer import Length, Trainer, skipped_data
 
 
 def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
@@ -147,7 +148,7 @@ def _build(
             training, config.batch, mesh.layout, mesh.dp_rank, seed, mesh.device, step, local_ranks, skipped, states
         )
 
-    skipped, states = (NOTHING, {}) if restored is None else (skipped_data(restored), stream_states(restored))
+    skipped, states = (NOTHING, {}) if restored is None else (skipped_data(restored), restored_positions(restored))
     feed = open_feed(start, skipped, states)
     length = _length(config, feed)
     report = open_report(config, run, mesh, events, start, length.total_steps)

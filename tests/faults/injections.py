@@ -85,17 +85,20 @@ def more_than_the_group_may_have() -> None:
 
 
 def fill_shared_memory() -> None:
-    """Fills /dev/shm, including all space that is freed from now on."""
-    threading.Thread(target=_fill, args=(SHARED_MEMORY / "ballast",), daemon=True).start()
+    """Fills /dev/shm, including all space that is freed from now on, and returns when it is full."""
+    full = threading.Event()
+    threading.Thread(target=_fill, args=(SHARED_MEMORY / "ballast", full), daemon=True).start()
+    full.wait()
 
 
-def _fill(ballast: Path) -> None:
+def _fill(ballast: Path, full: threading.Event) -> None:
     with ballast.open("wb", buffering=0) as file:
         while True:
             try:
                 file.write(bytes(mmap.PAGESIZE if file.tell() > PIECE // 4 else PIECE // 4))
             except OSError as error:
                 assert error.errno == errno.ENOSPC
+                full.set()
                 time.sleep(0.001)
 
 

@@ -56,6 +56,7 @@ GPU_ERRORS = {"device": Kind("device_error"), "kernel": Kind("kernel_error")}
 # These faults are never drawn: a rank that is slow in every step, a rank that pauses in one step until two nodes have
 # reported it, and a node whose processes are all suspended until the test resumes them.
 SPECIAL = {"slow": Kind(), "pause": Kind(), "asleep": Kind()}
+OF_LOADERS = ("loader", "shared_memory")
 KINDS = CRASHES | HANGS | ENDS | PASSING | IN_SURROUNDINGS | GPU_ERRORS | SPECIAL
 
 
@@ -98,12 +99,15 @@ def bad_windows(plan: Sequence[Fault]) -> list[tuple[int, int]]:
 def draw(seed: int, count: int, kinds: Sequence[str], first_step: int, spacing: int) -> list[Fault]:
     """Draws ``count`` faults, one every ``spacing`` steps, with similar numbers of each kind.
 
-    After a fifth of the faults that end an attempt, another fault is injected during the recovery.
+    After a fifth of the faults that end an attempt, another fault is injected during the recovery. A fault of the
+    loader processes gets three times the steps, since the ranks first use up the micro-batches that were read ahead.
     """
     choose = random.Random(seed)
     plan: list[Fault] = []
-    for place, kind in enumerate(choose.sample([*kinds] * -(-count // len(kinds)), count)):
-        plan.append(Fault(kind, choose.randrange(2), first_step + spacing * place))
+    step = first_step
+    for kind in choose.sample([*kinds] * -(-count // len(kinds)), count):
+        plan.append(Fault(kind, choose.randrange(2), step))
+        step += 3 * spacing if kind in OF_LOADERS else spacing
         if choose.random() < 0.2 and kind not in PASSING:
             plan.append(Fault("kill", choose.randrange(2), RECOVERY))
     return plan
