@@ -184,14 +184,13 @@ def _check_equal(size: str, found: dict[str, int | None], common: int | None) ->
 
 
 def _mixed_kind(data: Any) -> str | None:
-    """Returns the kind of samples that all sources of a mixture give; None if it is unknown.
+    """Returns the kind of samples that all sources of a mixture that is not typed yet give; None if it is unknown.
 
     Raises:
         UserError: the sources give different kinds.
     """
-    kinds = {
-        name: load_source(values["kind"]).sample_kind(_Attributes(values)) for name, values in data.sources.items()
-    }
+    sources = data.sources.items()
+    kinds = {name: load_source(source.kind).sample_kind(source) for name, source in sources}
     known = {kind for kind in kinds.values() if kind is not None}
     if len(known) > 1:
         raise UserError(
@@ -201,13 +200,6 @@ def _mixed_kind(data: Any) -> str | None:
             fix="sources of one kind",
         )
     return next(iter(known), None)
-
-
-class _Attributes:
-    """Gives the values of a mapping as attributes, as a config does."""
-
-    def __init__(self, values: Any) -> None:
-        self.__dict__.update(values)
 
 
 def _directory(path: str) -> Path:
