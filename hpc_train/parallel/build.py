@@ -32,7 +32,7 @@ def build_engine(
     """
     model = build_model(config.model, config.train.seed)
     if batch_norm.has_batch_statistics(model):
-        batch_norm.check_batch(config.batch, mesh.layout)
+        batch_norm.check_batch(config.batch, config.data, mesh.layout)
     if mesh.layout.logical_micro_batches:
         return ReproducibleEngine(config, mesh, model)
     if mesh.layout.pp == 1 and mesh.layout.tp == 1:
