@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -25,6 +27,27 @@ class UserError(Exception):
         where = f"\n  set in: {self.where}" if self.where else ""
         fix = f"\n  fix:    {self.fix}" if self.fix else ""
         return f"{self.what}{where}{fix}"
+
+
+class UserCodeError(RuntimeError):
+    """Reports an exception in the code of a user. The message is shown alone, without a traceback of hpc_train."""
+
+    @classmethod
+    def of(cls, what: str, error: BaseException) -> UserCodeError:
+        """Returns an exception whose message ends with the traceback of ``error``, without the first frames, which are
+        those of hpc_train.
+
+        Args:
+            what: what the code was called for.
+        """
+        frames = error.__traceback__
+        while frames is not None and Path(frames.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE):
+            frames = frames.tb_next
+        text = traceback.format_exception(type(error), error, frames or error.__traceback__)
+        return cls(f"{what}: {error!r}\n{''.join(text).rstrip()}")
+
+
+_PACKAGE = Path(__file__).parent
 
 
 def nearest(value: object, allowed: Sequence[str]) -> str:

@@ -122,7 +122,7 @@ def typed(node: DictConfig) -> Config:
 
 def converted(node: DictConfig) -> Config:
     """Converts a config that ``typed`` has accepted before, such as a frozen one."""
-    node = _with_extension_schemas(node)
+    node = _with_sources(_with_extension_schemas(node))
     check_kinds(node)
     _check_missing(node)
     try:
@@ -188,6 +188,9 @@ def _absolute(config: Config) -> Config:
     path = getattr(config.data, "path", None)
     if path is not None:
         config.data.path = str(Path(path).expanduser().absolute())
+    for source in getattr(config.data, "sources", {}).values():
+        if source.get("path") is not None:
+            source["path"] = str(Path(source["path"]).expanduser().absolute())
     config.run.root = str(Path(config.run.root).expanduser().absolute())
     if config.checkpoint.archive is not None:
         config.checkpoint.archive = str(Path(config.checkpoint.archive).expanduser().absolute())
@@ -213,6 +216,48 @@ def _with_extension_schemas(node: DictConfig) -> DictConfig:
         OmegaConf.set_struct(node, False)
         node[group] = merged
     return node
+
+
+def _with_sources(node: DictConfig) -> DictConfig:
+    """Adds the defaults of the sources of a mixture, and to the mixture the sizes that a model may refer to."""
+    if str(node.data.kind) != "mixture":
+        return node
+    values = _container(node.data)
+    values["sources"] = {
+        str(name): _source(f"data.sources.{name}", source) for name, source in (values.get("sources") or {}).items()
+    }
+    for key, common in COMMON_SIZES.items():
+        known = [source[key] for source in values["sources"].values() if isinstance(source.get(key), int)]
+        if values.get(key) is None:
+            values.pop(key, None)  # a model that refers to a size that no source has is then refused by name
+            values |= {key: common(known)} if known else {}
+    node = node.copy()
+    OmegaConf.set_struct(node, False)
+    node.data = OmegaConf.create(values)
+    return node
+
+
+COMMON_SIZES: dict[str, Callable[[list[int]], int]] = {
+    "sequence_length": min, "image_size": min, "channels": min, "vocab_size": max, "n_classes": max
+}  # fmt: skip
+
+
+def _source(key: str, values: Any) -> dict[str, Any]:
+    kind = values.get("kind") if isinstance(values, dict) else None
+    if kind not in SOURCES and not is_extension(str(kind)):
+        fix = f"+data@{key}=SOURCE; {nearest(kind, [*SOURCES])}"
+        raise UserError(f"{key}.kind is {kind!r}, which is unknown", where=key, fix=fix)
+    try:
+        return _container(OmegaConf.merge(OmegaConf.structured(load_source(str(kind)).schema), values))
+    except OmegaConfBaseException as error:
+        mistake = translate(error)
+        raise (error if mistake is None else UserError(mistake.what, where=key, fix=mistake.fix)) from error
+
+
+def _container(node: Any) -> dict[str, Any]:
+    values = OmegaConf.to_container(node, resolve=False)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
 
 
 def check_kinds(node: DictConfig) -> None:

@@ -109,6 +109,83 @@ def method_parameters(path: str, method: str) -> list[str]:
     return []
 
 
+def check_keywords(
+    path: str, keywords: Sequence[str], key: str, positional: int = 0, optional: Sequence[str] = ()
+) -> ast.stmt | None:
+    """Checks the source of ``module.attribute``: it must be a function or class that can be called with ``keywords``.
+
+    What cannot be told from the file alone is accepted: names that it imports, attributes of classes, decorated
+    functions, classes that inherit their constructor.
+
+    Args:
+        key: the config key that names it, for messages.
+        positional: the number of arguments before the keywords.
+        optional: keywords that are given only if they are declared.
+
+    Returns:
+        The definition, or None if it is not in the file.
+
+    Raises:
+        UserError: the file does not exist or does not define the attribute, or a parameter is missing or unknown.
+    """
+    name, _, attribute = path.rpartition(".")
+    spec = _spec(name) if name else None
+    if spec is None:
+        if _spec(name.rpartition(".")[0]) is None:
+            raise UserError(
+                f"the module of {path} cannot be found",
+                where=key,
+                fix=f"{key}=package.module.NAME, where package is installed or in the current directory",
+            )
+        return None  # an attribute of a class
+    if not spec.origin or not spec.origin.endswith(".py"):
+        return None
+    found = _definition(ast.parse(Path(spec.origin).read_text(encoding="utf-8")), attribute)
+    if found is None:
+        raise UserError(f"{spec.origin} defines no {attribute}", where=key, fix=f"{key}={name}.NAME, defined there")
+    signature = _signature(found)
+    if signature is not None:
+        unknown, missing = _difference(*signature, positional, {*keywords}, {*keywords, *optional})
+        where, called = f"{key}, {spec.origin}:{found.lineno}", ", ".join([*["one argument"] * positional, *keywords])
+        if unknown:
+            raise UserError(
+                f"{path} has no parameter {', '.join(unknown)}",
+                where=where,
+                fix=f"declare it: it is called with {called}",
+            )
+        if missing:
+            raise UserError(
+                f"{path} requires {', '.join(missing)}, but is called with {called}",
+                where=where,
+                fix=f"a default for {missing[0]}" + (f", or +data.args.{missing[0]}=VALUE" if not positional else ""),
+            )
+    return found
+
+
+def _difference(
+    parameters: ast.arguments, bound: int, positional: int, given: set[str], known: set[str]
+) -> tuple[list[str], list[str]]:
+    """Returns the names in ``given`` that are not parameters, and required parameters that are not in ``known``."""
+    places = [*parameters.posonlyargs, *parameters.args]
+    optional = len(places) - len(parameters.defaults)
+    only = {
+        each.arg for each, default in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True) if not default
+    }
+    named = {each.arg for each in (*parameters.args, *parameters.kwonlyargs)} - {each.arg for each in places[:bound]}
+    required = [each.arg for each in places[bound + positional : optional]] + sorted(only)
+    unknown = [] if parameters.kwarg is not None else sorted(given - named)
+    if len(places) < bound + positional and parameters.vararg is None:
+        unknown.append("for its argument")
+    return unknown, [name for name in required if name not in known]
+
+
+def methods_of(found: ast.stmt | None) -> set[str] | None:
+    """Returns the names that a class binds; None if ``found`` is not a class, or inherits or may get others."""
+    if not isinstance(found, ast.ClassDef) or found.bases or found.keywords or found.decorator_list:
+        return None
+    return set().union(*(_bound(statement) for statement in found.body)) | {"__class__"}
+
+
 def _spec(name: str) -> ModuleSpec | None:
     """Returns the spec of a module. Unlike ``find_spec``, this does not import the parent packages."""
     search: Sequence[str] | None = None

@@ -32,6 +32,8 @@ SOURCES: dict[str, str] = {
     "shards": "hpc_train.data.sources:SHARDS",
     "synthetic": "hpc_train.data.sources:SYNTHETIC",
     "custom": "hpc_train.data.sources:CUSTOM",
+    "stream": "hpc_train.data.sources:STREAM",
+    "mixture": "hpc_train.data.sources:MIXTURE",
 }
 _MISSING: Any = object()  # the default of a fact that must be stated, if only as None
 
@@ -127,7 +129,7 @@ class DataSource:
     """
 
     schema: type = _MISSING
-    gives: str | Callable[[Any], str] | None = _MISSING
+    gives: str | Callable[[Any], str | None] | None = _MISSING
     builder: str = _MISSING
     check_inputs: Callable[[Any], None] | None = _MISSING
 

@@ -1,17 +1,27 @@
-"""Builds the dataset of a config: a built-in source, synthetic samples, or a user's object with random access."""
+"""Builds the dataset of a config: any source, a mixture of sources, or synthetic samples."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from hpc_train.config.extensions import source_of
-from hpc_train.config.schema import CustomDataConfig, DataConfig, SyntheticDataConfig, TextDataConfig, TokensDataConfig
-from hpc_train.data.dataset import SPLITS, Array, Dataset, Indices, Sample, next_token_sample
+from hpc_train.config.schema import (
+    DataConfig,
+    MixtureDataConfig,
+    SyntheticDataConfig,
+    TextDataConfig,
+    TokensDataConfig,
+)
+from hpc_train.config.schema.data import OwnKeys
+from hpc_train.data.collate import load_collate
+from hpc_train.data.custom import CustomDataset, with_random_access
+from hpc_train.data.dataset import SPLITS, Array, Dataset, Sample, next_token_sample
 from hpc_train.data.images import generator
+from hpc_train.data.mixture import MixtureDataset
+from hpc_train.data.sources import mixed_sources
+from hpc_train.data.stream import StreamDataset
 from hpc_train.data.text import TextDataset
 from hpc_train.data.tokens import PackedDataset, TokensDataset
 from hpc_train.errors import UserError
@@ -37,7 +47,12 @@ def build_dataset(config: DataConfig, split: str, seed: int) -> Dataset:
             where="data.kind",
             fix="use package.module:NAME that the workers can import",
         ) from error
-    return as_dataset(build(config, split, seed), config.kind)
+    built = build(config, split, seed)
+    if not isinstance(built, Dataset):
+        built = CustomDataset(with_random_access(built, config.kind), OwnKeys(kind=config.kind), seed)
+    if config.collate is not None:
+        built.collate = load_collate(config, seed)
+    return built
 
 
 def build_text(config: TextDataConfig, split: str, seed: int) -> Dataset:
@@ -50,108 +65,25 @@ def build_tokens(config: TokensDataConfig, split: str, seed: int) -> Dataset:
     return _packed(config, TokensDataset(config, split))
 
 
+def build_mixture(config: MixtureDataConfig, split: str, seed: int) -> MixtureDataset:
+    """Builds a split of each source of ``data=mixture``.
+
+    Raises:
+        UserError: a source has no random access, or the sources do not fit together.
+    """
+    sources = {name: build_dataset(source, split, seed) for name, source in mixed_sources(config).items()}
+    for name, source in sources.items():
+        if isinstance(source, StreamDataset):
+            raise UserError(
+                f"the source {name} is a stream, but a mixture computes its order from the sizes of its sources",
+                where=f"data.sources.{name}",
+                fix="a source with random access, or a stream of your own that mixes its inputs",
+            )
+    return MixtureDataset(sources, config.weights)
+
+
 def _packed(config: TextDataConfig | TokensDataConfig, documents: TextDataset | TokensDataset) -> Dataset:
     return PackedDataset(documents, config.sequence_length) if config.packing else documents
-
-
-_FORMS = "(inputs, targets), (inputs, targets, context), {'inputs', 'targets', ...context} or a Sample"
-
-
-def build_custom(config: CustomDataConfig, split: str, seed: int) -> Dataset:
-    """Calls ``_target_(split=split, **args)``.
-
-    A ``Dataset`` is used unchanged. Any other object needs ``__len__`` and ``__getitem__``. Its items are arrays or
-    tensors in one of these forms: (inputs, targets), (inputs, targets, context), a dict with ``inputs`` and
-    ``targets``, or a ``Sample``.
-
-    Raises:
-        UserError: the target cannot be imported or called, or its result has no random access.
-    """
-    from hydra.utils import instantiate
-
-    target = {**config.args, "_target_": config._target_, "_convert_": "all", "split": split}
-    try:
-        built = instantiate(target)
-    except Exception as error:
-        cause = error.__cause__ or error
-        if isinstance(cause, UserError):
-            raise cause from None
-        raise UserError(
-            f"{config._target_} cannot be built for the {split} split: {type(cause).__name__}: {cause}",
-            where="data._target_, data.args",
-            fix="name package.module.ClassOrFunction, which takes split= and the given args, importable by the workers",
-        ) from error
-    return as_dataset(built, config._target_)
-
-
-def as_dataset(built: Any, name: str) -> Dataset:
-    """Returns ``built`` if it is a ``Dataset``, else a dataset that reads its items as samples.
-
-    Raises:
-        UserError: ``built`` has no random access.
-    """
-    if isinstance(built, Dataset):
-        return built
-    if not (hasattr(built, "__len__") and hasattr(built, "__getitem__")):
-        raise UserError(
-            f"{name} returned {type(built).__name__}, which has no random access",
-            where="data._target_",
-            fix="return an object with __len__ and __getitem__(index)",
-        )
-    return CustomDataset(built)
-
-
-class CustomDataset(Dataset):
-    """Reads the items of a map-style dataset as samples.
-
-    Items may differ in length if ``items`` has an attribute ``lengths`` with the number of tokens of each item.
-
-    Raises:
-        UserError: ``lengths`` does not have one positive number for each item.
-    """
-
-    def __init__(self, items: Any) -> None:
-        self._items = items
-        if getattr(items, "lengths", None) is not None:
-            self.lengths = _lengths(items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def sample(self, index: int, epoch: int) -> Sample:
-        return _as_sample(self._items[index])
-
-    def source(self, index: int) -> str:
-        return f"{type(self._items).__module__}.{type(self._items).__qualname__}"
-
-
-def _lengths(items: Any) -> Indices:
-    lengths = np.asarray(items.lengths)
-    if lengths.shape != (len(items),) or lengths.dtype.kind not in "iu" or (lengths.size and lengths.min() < 1):
-        raise UserError(
-            f"{type(items).__name__}.lengths has shape {lengths.shape} and begins with {lengths.ravel()[:3].tolist()}",
-            where="data._target_",
-            fix=f"set lengths to the number of tokens of each of the {len(items)} items, 1 or more",
-        )
-    return lengths.astype(np.int64)
-
-
-def _as_sample(item: Any) -> Sample:
-    if isinstance(item, Sample):
-        return item
-    if isinstance(item, Mapping) and {"inputs", "targets"} <= set(item):
-        context = {name: _array(value) for name, value in item.items() if name not in ("inputs", "targets")}
-        return Sample(_array(item["inputs"]), _array(item["targets"]), context)
-    if isinstance(item, tuple | list) and len(item) in (2, 3):
-        context = {name: _array(value) for name, value in item[2].items()} if len(item) == 3 else {}
-        return Sample(_array(item[0]), _array(item[1]), context)
-    raise TypeError(f"an item is a {type(item).__name__}, not {_FORMS}")
-
-
-def _array(value: Any) -> Array:
-    """Returns ``value`` as a numpy array; Python floats become float32, the dtype of models."""
-    array = np.asarray(value)
-    return array.astype(np.float32) if array.dtype == np.float64 and not hasattr(value, "dtype") else array
 
 
 _CLASSES, _TRAIN, _VALIDATION = 0, 1, 2  # numbers of independent random streams

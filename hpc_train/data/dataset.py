@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hpc_train.errors import UserError
+from hpc_train.errors import UserCodeError, UserError
 
 Array = NDArray[Any]
 Indices = NDArray[np.int64]
@@ -55,11 +55,13 @@ class Dataset(ABC):
         loads_cheaply: whether reading a sample takes so little time that loader processes do not help.
         lengths: the number of tokens of each sample if they differ; the rest of a sample is padding.
         scale: normalises the inputs after their copy to the device; None leaves them unchanged.
+        collate: builds a micro-batch from ``item``s; None stacks the samples.
     """
 
-    loads_cheaply: ClassVar[bool] = False
+    loads_cheaply: bool = False
     lengths: Indices | None = None
     scale: PixelScale | None = None
+    collate: BuildsBatch | None = None
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -67,6 +69,10 @@ class Dataset(ABC):
     @abstractmethod
     def sample(self, index: int, epoch: int) -> Sample:
         """Returns the sample at ``index`` in [0, len) with the augmentations of ``epoch``."""
+
+    def item(self, index: int, epoch: int) -> Any:
+        """Returns what ``collate`` gets for the sample at ``index``."""
+        return self.sample(index, epoch)
 
     def inputs_shape(self) -> tuple[int, ...]:
         """Returns the shape of a sample's inputs; of mean length if the lengths differ."""
@@ -77,8 +83,16 @@ class Dataset(ABC):
         """Returns the file of the sample for messages, or an empty string if it has none."""
         return ""
 
+    def describe(self, index: int) -> str:
+        """Returns the name of the sample for messages."""
+        try:
+            source = self.source(index)
+        except Exception:  # the error that the message is about is more important
+            source = ""
+        return f"sample {index}{f' ({source})' if source else ''}"
 
-class SampleError(RuntimeError):
+
+class SampleError(UserCodeError):
     """Reports that a sample could not be read; the message names its index and file and includes the traceback."""
 
 
@@ -98,6 +112,23 @@ def next_token_sample(window: Array) -> Sample:
 
 
 IGNORED = -100  # marks a target that does not count, e.g. padding
+Nested = Any  # a Tensor, or a dict of names to Nested, which only a ``collate`` of the user returns
+
+
+def leaves(value: Nested) -> Iterator[Tensor]:
+    """Yields the tensors of ``value`` in the order of its dicts."""
+    if isinstance(value, Mapping):
+        for each in value.values():
+            yield from leaves(each)
+    else:
+        yield value
+
+
+def map_leaves(function: Callable[[Tensor], Tensor], value: Nested) -> Nested:
+    """Returns ``value`` with ``function`` applied to each tensor."""
+    if isinstance(value, Mapping):
+        return {name: map_leaves(function, each) for name, each in value.items()}
+    return function(value)
 
 
 @dataclass(frozen=True)
@@ -105,19 +136,37 @@ class Batch:
     """Holds one micro-batch.
 
     Attributes:
-        inputs: ``[micro, seq]`` token ids (int64) or ``[micro, channels, height, width]`` pixels (float32).
-        targets: ``[micro, seq]`` or ``[micro]`` int64; ``IGNORED`` at positions without a target.
+        inputs: ``[micro, seq]`` token ids (int64) or ``[micro, channels, height, width]`` pixels (float32). A model
+            without parts may get a dict of tensors from ``data.collate``.
+        targets: ``[micro, seq]`` or ``[micro]`` int64; ``IGNORED`` at positions without a target. May be a dict like
+            ``inputs``.
         context: tensors with a leading micro dim that every stage and layer gets (positions, document ids).
     """
 
-    inputs: Tensor
-    targets: Tensor
-    context: Mapping[str, Tensor] = field(default_factory=dict)
+    inputs: Nested
+    targets: Nested
+    context: Mapping[str, Nested] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """Yields all tensors of the batch."""
+        return leaves({"inputs": self.inputs, "targets": self.targets, "context": self.context})
 
     def to(self, device: torch.device) -> Batch:
         """Returns a copy on ``device``; does not block if the memory is pinned."""
-        move = {name: value.to(device, non_blocking=True) for name, value in self.context.items()}
-        return Batch(self.inputs.to(device, non_blocking=True), self.targets.to(device, non_blocking=True), move)
+        moved = [
+            map_leaves(lambda value: value.to(device, non_blocking=True), part)
+            for part in (self.inputs, self.targets, self.context)
+        ]
+        return Batch(*moved)
+
+
+class BuildsBatch(Protocol):
+    """Builds a micro-batch of ``size`` samples from ``items``, those with ``indices``, and padding."""
+
+    def __call__(
+        self, dataset: Dataset, items: Sequence[Any], indices: Sequence[int], epoch: int, size: int
+    ) -> Batch: ...
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,10 @@ class SentBatches:
     def receive(self) -> tuple[Batch, ...]:
         """Returns the micro-batches for use in the current stream, which waits for the copy; the host does not."""
         if self.copied is not None:
-            stream = torch.cuda.current_stream(self.micro_batches[0].inputs.device)
+            stream = torch.cuda.current_stream(next(self.micro_batches[0].tensors).device)
             stream.wait_event(self.copied)
             for batch in self.micro_batches:
-                for value in (batch.inputs, batch.targets, *batch.context.values()):
+                for value in batch.tensors:
                     value.record_stream(stream)  # its memory is not reused before this stream has used it
         return self.micro_batches
 

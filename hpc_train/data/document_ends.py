@@ -30,7 +30,7 @@ def with_document_ends(batch: Batch, pin: bool) -> Batch:
         pin: whether to use page-locked memory, from which copies do not block.
     """
     ids = batch.context.get("document_ids")
-    if ids is None or ids.ndim != 2 or ids.shape != batch.targets.shape:
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape != getattr(batch.targets, "shape", None):
         return batch
     counted = (batch.targets != IGNORED).numpy()
     rows = [row for each in zip(ids.numpy(), counted, strict=True) if (row := _ends(*each)) is not None]

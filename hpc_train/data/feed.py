@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 import numpy as np
 import torch
 
 from hpc_train.config.schema import BatchConfig
-from hpc_train.data.dataset import Batch, Dataset, SampleError
+from hpc_train.data.dataset import Batch, Dataset, SampleError, leaves
 from hpc_train.data.device_copy import DeviceCopy, SentBatches
-from hpc_train.data.loader import LoadRequest, MicroBatchReader, Stacked
-from hpc_train.data.sampler import Order, Skipped, TokenBalance
+from hpc_train.data.loader import LoadRequest, MicroBatchReader, Request, Stacked
+from hpc_train.data.mixture import MixedOrder, MixtureDataset, SourceSeen
+from hpc_train.data.sampler import Order, Skipped, StreamOrder, TokenBalance, processes_for
+from hpc_train.data.stream import States, StreamDataset, StreamReader
 from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout
 
 NOTHING = Skipped()
 MOST_LOADER_WORKERS = 4  # upper limit of batch.loader_workers=auto
+STATES_KEPT = 8  # steps of a stream; the trainer reads two batches ahead of the step that it saves
 
 
 @dataclass(frozen=True)
@@ -29,10 +35,12 @@ class LocalBatch:
     Attributes:
         micro_batches: the micro-batches on the device, for use in the current stream.
         local_count: the number of targets that count in them, which the host knows without a synchronization.
+        ended: whether a stream had no more items for this rank.
     """
 
     micro_batches: tuple[Batch, ...]
     local_count: int
+    ended: bool = False
 
 
 def loader_workers(batch: BatchConfig, dataset: Dataset, local_ranks: int) -> int:
@@ -60,8 +68,8 @@ def example_micro_batch(dataset: Dataset, layout: Layout, device: torch.device) 
     slots = tuple(index % len(dataset) for index in range(layout.micro_size))
     balance = _balance(dataset, layout)
     request = LoadRequest(slots, 0, 0, None if balance is None else balance.widest)
-    inputs, targets, context, _ = next(MicroBatchReader(dataset, [request], workers=0, ahead=1, pin=False))
-    (batch,) = DeviceCopy(device, dataset.scale).send([Batch(inputs, targets, context)]).receive()
+    found = next(MicroBatchReader(dataset, [request], workers=0, ahead=1, pin=False))
+    (batch,) = DeviceCopy(device, dataset.scale).send([Batch(found.inputs, found.targets, found.context)]).receive()
     return batch
 
 
@@ -72,6 +80,7 @@ class TrainFeed:
         seed: the seed of the order of the samples.
         local_ranks: the number of ranks that share this process's cores; 1 if each rank is bound to its own.
         skipped: the windows of batches to skip.
+        states: where the shards of a stream continue; see ``state``.
 
     Raises:
         UserError: the dataset is too small for one global batch; ``next`` also raises it for invalid data.
@@ -89,21 +98,55 @@ class TrainFeed:
         start_step: int,
         local_ranks: int = 1,
         skipped: Skipped = NOTHING,
+        states: States | None = None,
     ) -> None:
-        self._order = Order(len(dataset), batch.global_size, batch.drop_last, seed)
-        self._skipped = skipped
+        self._dataset, self._skipped = dataset, skipped
         steps = map(skipped.position, count(start_step))
-        requests = _requests(self._order, layout, dp_rank, steps, _balance(dataset, layout))
         workers = loader_workers(batch, dataset, local_ranks)
-        self._steps = _Steps(dataset, requests, layout.micro_batches, workers, device)
+        self._order: Order | None = None
+        if isinstance(dataset, StreamDataset):
+            workers = processes_for(workers, layout)
+            order = StreamOrder(batch.global_size, layout, dp_rank, max(1, workers))
+            read = StreamReader(dataset, states or {}, order.lanes)
+            self._steps = _Steps(dataset, order.requests(steps), layout, workers, device, read)
+        else:
+            self._order = _order(dataset, batch, seed)
+            requests = _requests(self._order, layout, dp_rank, steps, _balance(dataset, layout))
+            self._steps = _Steps(dataset, requests, layout, workers, device)
         self._ahead: _SentStep | Exception | None = None
+        self._loaded = start_step
+        self._states: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=STATES_KEPT)
 
     @property
-    def steps_per_epoch(self) -> int:
-        return self._order.steps_per_epoch
+    def steps_per_epoch(self) -> int | None:
+        """Returns the steps of an epoch; None for a stream, whose length is not known."""
+        return None if self._order is None else self._order.steps_per_epoch
+
+    @property
+    def samples_per_epoch(self) -> int | None:
+        return None if self._order is None else self._order.samples_per_epoch
+
+    @property
+    def may_end(self) -> bool:
+        """Returns whether batches without samples may follow, at the end of a stream."""
+        return isinstance(self._dataset, StreamDataset) and not self._dataset.shards.config.repeat
 
     def epoch_of(self, step: int) -> int:
-        return self._order.epoch_of(self._skipped.position(step))
+        return 0 if self._order is None else self._order.epoch_of(self._skipped.position(step))
+
+    def seen(self, steps: int) -> dict[str, SourceSeen]:
+        """Returns by name how much of each source of a mixture the first ``steps`` steps use; empty for other data."""
+        if not isinstance(self._dataset, MixtureDataset) or not isinstance(self._order, MixedOrder):
+            return {}
+        return self._dataset.seen(self._order, steps, self._skipped)
+
+    def state(self, step: int) -> dict[str, Any] | None:
+        """Returns where the shards of a stream continue after ``step`` steps, those that this rank reads; None for
+        other data, which needs no state. Only the states of the newest steps are known."""
+        if self._order is not None:
+            return None
+        texts = next((texts for after, texts in self._states if after == step), ())
+        return {shard: state for text in texts for shard, state in json.loads(text).items()}
 
     def __iter__(self) -> Iterator[LocalBatch]:
         return self
@@ -123,9 +166,12 @@ class TrainFeed:
     def _load(self) -> _SentStep | Exception:
         """Returns the next batch, or its error, which is raised one step later because the current batch is valid."""
         try:
-            return next(self._steps)
+            found = next(self._steps)
         except (UserError, SampleError) as error:
             return error
+        self._loaded += 1
+        self._states.append((self._loaded, found.states))
+        return found
 
 
 class EvalFeed:
@@ -154,7 +200,7 @@ class EvalFeed:
     def __iter__(self) -> Iterator[LocalBatch]:
         balance = _balance(self._dataset, self._layout)
         requests = _requests(self._order, self._layout, self._dp_rank, iter(range(len(self))), balance)
-        steps = _Steps(self._dataset, requests, self._layout.micro_batches, self._workers, self._device)
+        steps = _Steps(self._dataset, requests, self._layout, self._workers, self._device)
         try:
             ahead = next(steps)
             for following in steps:
@@ -176,22 +222,31 @@ class _SentStep:
 
     sent: SentBatches
     local_count: int
+    ended: bool
+    states: tuple[str, ...]
 
     def receive(self) -> LocalBatch:
-        return LocalBatch(self.sent.receive(), self.local_count)
+        return LocalBatch(self.sent.receive(), self.local_count, self.ended)
 
 
 class _Steps:
     """Gathers micro-batches into steps and sends them to the device."""
 
     def __init__(
-        self, dataset: Dataset, requests: Iterator[LoadRequest], micro_batches: int, workers: int, device: torch.device
+        self,
+        dataset: Dataset,
+        requests: Iterator[Request],
+        layout: Layout,
+        workers: int,
+        device: torch.device,
+        read: Callable[[Any], Stacked] | None = None,
     ) -> None:
-        self._micro_batches = micro_batches
+        self._micro_batches = layout.micro_batches
         self._copy = DeviceCopy(device, dataset.scale)
-        self._reader = MicroBatchReader(dataset, requests, workers, ahead=2 * micro_batches, pin=_pins(device))
-        self._even = dataset.lengths is None
-        self._shapes: tuple[torch.Size, ...] | None = None
+        self._reader = MicroBatchReader(dataset, requests, workers, 2 * layout.micro_batches, _pins(device), read)
+        self._collated, self._pipeline = dataset.collate is not None, layout.pp > 1
+        self._even = dataset.lengths is None and (not self._collated or self._pipeline)
+        self._shapes: list[list[int]] | None = None
 
     def __iter__(self) -> Iterator[_SentStep]:
         return self
@@ -200,21 +255,34 @@ class _Steps:
         stacked = [next(self._reader) for _ in range(self._micro_batches)]
         for one in stacked if self._even else ():
             self._check_shapes(one)
-        sent = self._copy.send(Batch(inputs, targets, context) for inputs, targets, context, _ in stacked)
-        return _SentStep(sent, sum(number for *_, number in stacked))
+        sent = self._copy.send(Batch(one.inputs, one.targets, one.context) for one in stacked)
+        states = tuple(one.state for one in stacked if one.state)
+        return _SentStep(sent, sum(one.target_count for one in stacked), all(one.ended for one in stacked), states)
 
     def close(self) -> None:
         self._reader.close()
 
     def _check_shapes(self, stacked: Stacked) -> None:
-        inputs, targets, context, _ = stacked
-        shapes = tuple(value.shape for value in (inputs, targets, *context.values()))
+        parts = (stacked.inputs, stacked.targets, stacked.context)
+        shapes = [list(value.shape) for part in parts for value in leaves(part)]
         if self._shapes is None:
             self._shapes = shapes
         if shapes != self._shapes:
-            raise SampleError(
-                f"micro-batches have the shapes {self._shapes} and {shapes}, but all samples need equal shapes"
+            raise UserError(
+                f"two micro-batches have the shapes {self._shapes} and {shapes}, but "
+                + ("all micro-batches of a pipeline" if self._pipeline else "all samples")
+                + " need equal shapes",
+                where="data.collate" if self._collated else "data",
+                fix="pad to one length in data.collate, or use a strategy without pipeline"
+                if self._collated
+                else "make the samples equal in shape, give the dataset an attribute `lengths`, or set data.collate",
             )
+
+
+def _order(dataset: Dataset, batch: BatchConfig, seed: int) -> Order:
+    if isinstance(dataset, MixtureDataset):
+        return dataset.order(batch.global_size, batch.drop_last, seed)
+    return Order(len(dataset), batch.global_size, batch.drop_last, seed)
 
 
 def _requests(

@@ -11,30 +11,52 @@ import gc
 import multiprocessing
 import os
 import signal
-import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from hpc_train.data.dataset import IGNORED, Array, Dataset, Sample, SampleError
+from hpc_train.data.collate import target_count
+from hpc_train.data.dataset import IGNORED, Array, Dataset, Nested, Sample, SampleError
 from hpc_train.data.sampler import PADDING, pad_or_truncate
-from hpc_train.errors import UserError
+from hpc_train.errors import UserCodeError, UserError
 from hpc_train.run.processes import die_with_parent
 
-Stacked = tuple[Tensor, Tensor, dict[str, Tensor], int]  # inputs, targets, context, number of targets that count
-
+Read = TypeVar("Read")
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Stacked(NamedTuple):
+    """Holds one micro-batch on the host; see ``Batch``.
+
+    Attributes:
+        target_count: the number of targets that count.
+        state: of a stream, where its shards continue after the step, as JSON.
+        ended: of a stream, whether there was no item for this micro-batch.
+    """
+
+    inputs: Nested
+    targets: Nested
+    context: dict[str, Nested]
+    target_count: int
+    state: str = ""
+    ended: bool = False
+
+
+class Request(Protocol):
+    """Describes one micro-batch to read; ``slots`` names its samples for messages."""
+
+    @property
+    def slots(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -57,6 +79,7 @@ class MicroBatchReader:
     """Iterates over the micro-batches of ``requests``.
 
     Args:
+        read: reads and stacks one micro-batch; it runs in the loader processes.
         workers: the number of loader processes; 0 reads in this process on demand.
         ahead: the number of micro-batches that all loader processes together read ahead.
         pin: whether to use page-locked memory, from which copies do not block.
@@ -66,11 +89,19 @@ class MicroBatchReader:
         SampleError: raised by ``next`` if a sample cannot be read or a loader process has died.
     """
 
-    def __init__(self, dataset: Dataset, requests: Iterable[LoadRequest], workers: int, ahead: int, pin: bool) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        requests: Iterable[Request],
+        workers: int,
+        ahead: int,
+        pin: bool,
+        read: Callable[[Any], Stacked] | None = None,
+    ) -> None:
         self._dataset, self._workers = dataset, workers
-        self._requested: deque[LoadRequest] = deque()
+        self._requested: deque[Request] = deque()
         loader: DataLoader[Stacked | Exception] = DataLoader(
-            _MicroBatches(dataset),
+            _MicroBatches(StackedSamples(dataset) if read is None else read),
             batch_size=None,
             sampler=_RecordedRequests(requests, self._requested),
             num_workers=workers,
@@ -125,68 +156,109 @@ class MicroBatchReader:
 class _RecordedRequests:
     """Iterates over the requests and records those that were sent to loader processes."""
 
-    def __init__(self, requests: Iterable[LoadRequest], asked: deque[LoadRequest]) -> None:
+    def __init__(self, requests: Iterable[Request], asked: deque[Request]) -> None:
         self._requests, self._requested = requests, asked
 
-    def __iter__(self) -> Iterator[LoadRequest]:
+    def __iter__(self) -> Iterator[Request]:
         for request in self._requests:
             self._requested.append(request)
             yield request
 
 
 class _MicroBatches(TorchDataset[Stacked | Exception]):
-    """Reads and stacks one micro-batch per request; returns errors, so that they reach the parent unchanged."""
+    """Reads one micro-batch per request; returns errors, so that they reach the parent unchanged."""
+
+    def __init__(self, read: Callable[[Any], Stacked]) -> None:
+        self._read = read
+
+    def __getitem__(self, request: Request) -> Stacked | Exception:
+        try:
+            return self._read(request)
+        except UserError as error:
+            return error
+        except UserCodeError as error:
+            return error if isinstance(error, SampleError) else SampleError(str(error))
+
+
+class StackedSamples:
+    """Reads the samples of a micro-batch and stacks them, or passes the items to the dataset's ``collate``."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
 
-    def __getitem__(self, request: LoadRequest) -> Stacked | Exception:
-        try:
-            return self._stack(request)
-        except (UserError, SampleError) as error:
-            return error
-
-    def _stack(self, request: LoadRequest) -> Stacked:
+    def __call__(self, request: LoadRequest) -> Stacked:
         indices = [index for index in request.slots if index != PADDING]
-        samples = [self._read(index, request.epoch, request.width) for index in indices]
-        template = samples[0] if samples else self._read(request.template, request.epoch)
-        padding = Sample(template.inputs, np.full_like(_wide(template.targets), IGNORED), template.context)
+        return self._stack(request, indices) if self._dataset.collate is None else self._collate(request, indices)
+
+    def _collate(self, request: LoadRequest, indices: list[int]) -> Stacked:
+        assert self._dataset.collate is not None
+        items = [self._read(index, request.epoch, self._dataset.item) for index in indices or [request.template]]
+        batch = self._dataset.collate(self._dataset, items, indices, request.epoch, len(request.slots))
+        return Stacked(batch.inputs, batch.targets, dict(batch.context), target_count(batch.targets))
+
+    def _stack(self, request: LoadRequest, indices: list[int]) -> Stacked:
+        samples = [self._fitted(index, request) for index in indices]
+        template = samples[0] if samples else self._read(request.template, request.epoch, self._dataset.sample)
+        padding = padding_like(template)
         if request.width is not None:
             padding = pad_or_truncate(padding, request.width)
-        self._check_shapes(indices, samples)
-        samples += [padding] * (len(request.slots) - len(samples))
-        targets = torch.from_numpy(np.stack([_wide(sample.targets) for sample in samples]))
-        inputs = torch.from_numpy(np.stack([sample.inputs for sample in samples]))
-        context = {
-            name: torch.from_numpy(np.stack([sample.context[name] for sample in samples])) for name in padding.context
-        }
-        return inputs, targets, context, int((targets != IGNORED).sum())
+        check_shapes(indices, samples, self._dataset.describe)
+        return stacked(samples, padding, len(request.slots))
 
-    def _read(self, index: int, epoch: int, width: int | None = None) -> Sample:
-        try:
+    def _fitted(self, index: int, request: LoadRequest) -> Sample:
+        def fitted(index: int, epoch: int) -> Sample:
             sample = self._dataset.sample(index, epoch)
-            if width is None:
+            if request.width is None:
                 return sample
-            return pad_or_truncate(Sample(sample.inputs, _wide(sample.targets), sample.context), width)
+            return pad_or_truncate(Sample(sample.inputs, _wide(sample.targets), sample.context), request.width)
+
+        return self._read(index, request.epoch, fitted)
+
+    def _read(self, index: int, epoch: int, read: Callable[[int, int], Read]) -> Read:
+        try:
+            return read(index, epoch)
         except UserError:
             raise
         except Exception as error:
-            raise SampleError(f"{self._name(index)}: {error!r}\n{traceback.format_exc()}") from None
+            raise SampleError.of(self._dataset.describe(index), error) from None
 
-    def _check_shapes(self, indices: list[int], samples: list[Sample]) -> None:
-        for index, sample in zip(indices, samples, strict=True):
-            if _shapes(sample) != _shapes(samples[0]):
-                raise SampleError(
-                    f"{self._name(index)} has the shapes {_shapes(sample)}, but sample {indices[0]} has "
-                    f"{_shapes(samples[0])}; all samples need equal shapes"
-                )
 
-    def _name(self, index: int) -> str:
-        try:
-            source = self._dataset.source(index)
-        except Exception:  # the error of the sample is more important
-            source = ""
-        return f"sample {index}{f' ({source})' if source else ''}"
+def padding_like(template: Sample) -> Sample:
+    """Returns a sample in the shape of ``template`` without targets."""
+    return Sample(template.inputs, np.full_like(_wide(template.targets), IGNORED), template.context)
+
+
+def stacked(samples: list[Sample], padding: Sample, size: int) -> Stacked:
+    """Returns the micro-batch of ``samples``, filled up to ``size`` with ``padding``."""
+    filled = samples + [padding] * (size - len(samples))
+    targets = torch.from_numpy(np.stack([_wide(sample.targets) for sample in filled]))
+    inputs = torch.from_numpy(np.stack([sample.inputs for sample in filled]))
+    context = {
+        name: torch.from_numpy(np.stack([sample.context[name] for sample in filled])) for name in padding.context
+    }
+    return Stacked(inputs, targets, context, int((targets != IGNORED).sum()))
+
+
+def check_shapes(indices: list[int], samples: list[Sample], describe: Callable[[int], str]) -> None:
+    """Raises UserError if the samples cannot be stacked.
+
+    Args:
+        describe: returns the name of a sample for the message.
+    """
+    for index, sample in zip(indices, samples, strict=True):
+        if _shapes(sample) != _shapes(samples[0]):
+            one, other = told(_shapes(sample)), told(_shapes(samples[0]))
+            raise UserError(
+                f"{describe(index)} has {one}, but {describe(indices[0])} has {other}",
+                where="data",
+                fix="make all samples equal in shape, give the dataset an attribute `lengths` (tokens per sample), "
+                "which pads them, or build the batch in data.collate",
+            )
+
+
+def told(shapes: dict[str, tuple[int, ...]]) -> str:
+    """Returns shapes in words, for messages."""
+    return ", ".join(f"{name} of shape {list(shape)}" for name, shape in shapes.items())
 
 
 def _shapes(sample: Sample) -> dict[str, tuple[int, ...]]:

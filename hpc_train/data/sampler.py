@@ -8,6 +8,8 @@ The random permutation of an epoch is computed in O(1) memory: a Feistel network
 round function, and applying it until the value falls below n ("cycle walking") gives a bijection of [0, n). See Black
 and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002).
 
+``StreamOrder`` does the same for the positions of a stream, whose samples have no index (``data.stream``).
+
 ``TokenBalance`` batches samples of different lengths so that all ranks get about equally many tokens. It sorts the
 samples of a global batch by length. Each micro-batch takes the next longest samples, and the rank with the fewest
 tokens so far gets the next one. There is little padding, and all ranks compute with the same shape in every
@@ -17,7 +19,7 @@ micro-batch; in a pipeline all micro-batches have one shape.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -61,6 +63,11 @@ class Order:
     @property
     def steps_per_epoch(self) -> int:
         return self.samples // self.global_size if self.drop_last else math.ceil(self.samples / self.global_size)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Returns the samples that an epoch uses, without those that ``drop_last`` drops."""
+        return self.steps_per_epoch * self.global_size if self.drop_last else self.samples
 
     def epoch_of(self, step: int) -> int:
         return step // self.steps_per_epoch
@@ -206,6 +213,69 @@ class Skipped:
         return Skipped(tuple(sorted([*others, (first, last)])))
 
 
+@dataclass(frozen=True)
+class StreamRequest:
+    """Describes one micro-batch of a stream.
+
+    Attributes:
+        slots: the positions in the stream; fewer than ``size`` leave room for padding.
+        lane: the number of the reader.
+        taken: for the last micro-batch of the reader in a step, the positions until the end of the step; else 0.
+    """
+
+    slots: tuple[int, ...]
+    size: int
+    lane: int
+    taken: int
+
+
+@dataclass(frozen=True)
+class StreamOrder:
+    """Divides the positions of a stream among the readers of all ranks.
+
+    Attributes:
+        processes: the readers of a rank, whose number divides that of its micro-batches. Micro-batch m is read by
+            reader m modulo ``processes``, which is how a ``DataLoader`` distributes requests.
+    """
+
+    global_size: int
+    layout: Layout
+    dp_rank: int
+    processes: int
+
+    @property
+    def lanes(self) -> int:
+        """Returns the number of readers of all ranks."""
+        return self.layout.logical_micro_batches or self.layout.dp * self.processes
+
+    def requests(self, steps: Iterator[int]) -> Iterator[StreamRequest]:
+        for step in steps:
+            for lane, row, rows in self._rows():
+                size = self.layout.micro_size
+                slots = self._slots(step, lane)[row * size : (row + 1) * size]
+                taken = (step + 1) * self.global_size if row == rows - 1 else 0
+                yield StreamRequest(slots, size, lane, taken)
+
+    def _rows(self) -> Iterator[tuple[int, int, int]]:
+        """Yields for each micro-batch its reader, its number among those of the reader, and their number."""
+        if self.layout.logical_micro_batches:  # the same micro-batches under any number of ranks
+            for logical in self.layout.logical_of(self.dp_rank):
+                yield logical, 0, 1
+            return
+        rows = self.layout.micro_batches // self.processes
+        for number in range(self.layout.micro_batches):
+            yield self.dp_rank * self.processes + number % self.processes, number // self.processes, rows
+
+    def _slots(self, step: int, lane: int) -> tuple[int, ...]:
+        begin = step * self.global_size
+        return tuple(range(begin + (lane - begin) % self.lanes, begin + self.global_size, self.lanes))
+
+
+def processes_for(workers: int, layout: Layout) -> int:
+    """Returns the largest number of loader processes up to ``workers`` that divides the micro-batches of a rank."""
+    return max((each for each in range(1, workers + 1) if layout.micro_batches % each == 0), default=0)
+
+
 WIDTHS = 8  # the largest number of different widths, since each shape is compiled separately
 
 
@@ -251,7 +321,7 @@ class TokenBalance:
         return [BatchRow(self._spread(block, tokens)[dp_rank], self._width(block)) for block in blocks]
 
     def _sizes(self, slots: Indices) -> Indices:
-        return np.where(slots == PADDING, 0, self.lengths[slots])
+        return np.where(slots == PADDING, 0, self.lengths[slots % len(self.lengths)])  # a mixture numbers its epochs
 
     def _width(self, block: Indices) -> int:
         unit = _round_up(-(-self.widest // WIDTHS), self.layout.tp)

@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_train.config.extensions import IMAGES, TOKENS, DataSource
+from hpc_train.config.description_file import check_keywords, methods_of
+from hpc_train.config.extensions import IMAGES, TOKENS, DataSource, load_source, source_of
 from hpc_train.config.schema import (
     CIFAR100DataConfig,
     CustomDataConfig,
+    DataConfig,
     ImagesDataConfig,
+    MixtureDataConfig,
     ShardsDataConfig,
+    StreamDataConfig,
     SyntheticDataConfig,
     TextDataConfig,
     TokensDataConfig,
 )
+from hpc_train.config.schema.data import OwnKeys
+from hpc_train.config.schema.key import check_keys
 from hpc_train.errors import UserError
 
 WILDCARDS = "*?["
@@ -86,6 +92,116 @@ def _check_images(data: ImagesDataConfig) -> None:
             )
 
 
+def _check_custom(data: CustomDataConfig) -> None:
+    _check_class(data, ("split",), ("__len__", "__getitem__"), "data=stream reads a class with __iter__")
+
+
+def _check_stream(data: StreamDataConfig) -> None:
+    other = "data=custom reads a class with __len__ and __getitem__"
+    _check_class(data, ("split", "shard", "shards"), ("__iter__",), other)
+
+
+def _check_class(data: OwnKeys, given: Sequence[str], needed: Sequence[str], other: str) -> None:
+    """Checks the signature of ``data._target_`` in its source file, and the methods of a class without bases."""
+    found = check_keywords(
+        data._target_, [*given, *(name for name in data.args if not name.startswith("_"))], "data._target_"
+    )
+    methods = methods_of(found)
+    missing = [name for name in needed if methods is not None and name not in methods]
+    if missing and methods is not None and "__getattr__" not in methods and "__new__" not in methods:
+        raise UserError(
+            f"the class {data._target_} has no {' and no '.join(missing)}",
+            where="data._target_",
+            fix=f"define {', '.join(missing)}; {other}",
+        )
+
+
+def mixed_sources(data: MixtureDataConfig) -> dict[str, DataConfig]:
+    """Returns the configs of the sources of a mixture by name."""
+    return {name: load_source(values["kind"]).schema(**values) for name, values in data.sources.items()}
+
+
+def _check_mixture(data: MixtureDataConfig) -> None:
+    sources = mixed_sources(data)
+    _check_weights(data.weights, list(sources))
+    for name, source in sources.items():
+        if isinstance(source, MixtureDataConfig | StreamDataConfig) or source.collate is not None:
+            problem = "has a collate of its own" if source.collate is not None else f"is a {source.kind}"
+            raise UserError(
+                f"the source {name} {problem}, which a mixture does not support",
+                where=f"data.sources.{name}",
+                fix="data.collate=..., which gets the items of all sources"
+                if source.collate is not None
+                else "a source with random access",
+            )
+        try:
+            check_keys(source, "data")
+            check = source_of(source).check_inputs
+            if check is not None:
+                check(source)
+        except UserError as error:
+            raise _of_source(error, name) from error
+    for size in ("sequence_length", "image_size", "channels"):
+        _check_equal(size, {name: getattr(source, size, None) for name, source in sources.items()}, getattr(data, size))
+
+
+def _of_source(error: UserError, name: str) -> UserError:
+    """Returns ``error`` with the keys of the source in place of those of ``data``."""
+    prefix = f"data.sources.{name}."
+    texts = (text.replace("data.", prefix) for text in (error.what, error.where, error.fix))
+    what, where, fix = texts
+    return UserError(what, where=where, fix=fix)
+
+
+def _check_weights(weights: dict[str, float], names: list[str]) -> None:
+    if not names:
+        raise UserError(
+            "the mixture has no sources", where="data.sources", fix="+data@data.sources.NAME=SOURCE for each of them"
+        )
+    if weights and set(weights) != set(names):
+        raise UserError(
+            f"the weights are those of {', '.join(weights)}, but the sources are {', '.join(names)}",
+            where="data.weights",
+            fix=" ".join(f"+data.weights.{name}=W" for name in names),
+        )
+    wrong = [name for name, weight in weights.items() if not 0 < weight < float("inf")]
+    if wrong:
+        raise UserError(
+            f"the weight of {wrong[0]} is {weights[wrong[0]]}, but must be positive",
+            where=f"data.weights.{wrong[0]}",
+            fix="a positive weight, or remove the source",
+        )
+
+
+def _check_equal(size: str, found: dict[str, int | None], common: int | None) -> None:
+    different = [name for name, value in found.items() if value is not None and value != common]
+    if different:
+        raise UserError(
+            f"data.{size} is {common}, but that of the source {different[0]} is {found[different[0]]}",
+            where=f"data.sources.{different[0]}.{size}",
+            fix=f"data.sources.{different[0]}.{size}={common}",
+        )
+
+
+def _mixed_kind(data: Any) -> str | None:
+    """Returns the kind of samples that all sources of a mixture that is not typed yet give; None if it is unknown.
+
+    Raises:
+        UserError: the sources give different kinds.
+    """
+    sources = data.sources.items()
+    kinds = {name: load_source(source.kind).sample_kind(source) for name, source in sources}
+    known = {kind for kind in kinds.values() if kind is not None}
+    if len(known) > 1:
+        raise UserError(
+            "the sources give different kinds of samples: "
+            + ", ".join(f"{name} {kind}" for name, kind in kinds.items() if kind is not None),
+            where="data.sources",
+            fix="sources of one kind",
+        )
+    return next(iter(known), None)
+
+
 def _directory(path: str) -> Path:
     directory = Path(path)
     if not directory.exists():
@@ -148,4 +264,15 @@ SYNTHETIC = DataSource(
     builder="hpc_train.data.build:SyntheticDataset",
     check_inputs=None,
 )
-CUSTOM = DataSource(schema=CustomDataConfig, gives=None, builder="hpc_train.data.build:build_custom", check_inputs=None)
+CUSTOM = DataSource(
+    schema=CustomDataConfig, gives=None, builder="hpc_train.data.custom:build_custom", check_inputs=_check_custom
+)
+STREAM = DataSource(
+    schema=StreamDataConfig, gives=None, builder="hpc_train.data.stream:build_stream", check_inputs=_check_stream
+)
+MIXTURE = DataSource(
+    schema=MixtureDataConfig,
+    gives=_mixed_kind,
+    builder="hpc_train.data.build:build_mixture",
+    check_inputs=_check_mixture,
+)

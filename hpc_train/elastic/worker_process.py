@@ -31,6 +31,7 @@ from multiprocessing.synchronize import SemLock
 from pathlib import Path
 from typing import Any
 
+from hpc_train.errors import UserCodeError
 from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
 from hpc_train.run.exits import CollectiveFailure, Exit, Failure, classify
 from hpc_train.run.processes import die_with_parent, process_state
@@ -129,6 +130,8 @@ def _failure(error: BaseException) -> dict[str, Any]:
     below = own_frame.tb_next if own_frame else None
     text = "".join(traceback.format_exception(type(error), error, below))
     secondary = False
+    if isinstance(error, UserCodeError):
+        text = str(error)
     if isinstance(error, CollectiveFailure):
         text = str(error) if error.__cause__ is None else text
         secondary = error.secondary

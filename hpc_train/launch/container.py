@@ -89,8 +89,9 @@ def container_of(config: Config, gpus: int) -> Container | None:
             )
     auto = asked.runtime == "auto"
     pyxis = (not image.endswith(".sif") and srun_has_pyxis()) if auto else asked.runtime == "pyxis"
-    data = getattr(config.data, "path", None)
-    inputs = [str(Path(data).absolute())] if data and Path(data).is_dir() else []
+    sources = getattr(config.data, "sources", {}).values()
+    paths = [getattr(config.data, "path", None), *(source.get("path") for source in sources)]
+    inputs = [str(Path(path).absolute()) for path in paths if path and Path(path).is_dir()]
     root = str(Path(config.run.root).expanduser().absolute())
     binds = tuple(dict.fromkeys(map(_same, [root, *inputs, *asked.binds])))
     return Container(image, pyxis, binds, gpus > 0, gpus > 0 and _of_amd(config.cluster.gpu_type))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hpc_train.config.schema import BatchConfig
+from hpc_train.config.schema import BatchConfig, DataConfig, StreamDataConfig
 from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout
 
@@ -84,11 +84,12 @@ def has_batch_statistics(model: nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
-def check_batch(batch: BatchConfig, layout: Layout) -> None:
+def check_batch(batch: BatchConfig, data: DataConfig, layout: Layout) -> None:
     """Checks that no step contains padding, which would enter the batch statistics.
 
     Raises:
-        UserError: the global batch does not divide over the ranks, or the last batch of an epoch is padded.
+        UserError: the global batch does not divide over the ranks, or the last batches of an epoch or of a stream are
+            padded.
     """
     size = batch.global_size
     slots = layout.dp * layout.micro_batches * layout.micro_size
@@ -104,6 +105,12 @@ def check_batch(batch: BatchConfig, layout: Layout) -> None:
             "the last batch of an epoch is padded, and padding would enter the batch statistics of the model",
             where="batch.drop_last",
             fix="batch.drop_last=true",
+        )
+    if isinstance(data, StreamDataConfig) and not data.repeat:
+        raise UserError(
+            "the last batches of a stream are padded, and padding would enter the batch statistics of the model",
+            where="data.repeat",
+            fix="data.repeat=true, and train.steps=N to end the run",
         )
 
 

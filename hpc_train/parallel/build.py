@@ -37,7 +37,7 @@ def build_engine(
     """
     model = build_model(config.model, config.train.seed)
     if batch_norm.has_batch_statistics(model):
-        batch_norm.check_batch(config.batch, mesh.layout)
+        batch_norm.check_batch(config.batch, config.data, mesh.layout)
     if model.mixes_samples:
         check_mixing(mesh.layout, place(_loss_of(model)))
         model.gather = partial(gather, group=mesh.group("dp"))

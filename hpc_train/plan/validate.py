@@ -16,8 +16,9 @@ from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 
+from hpc_train.config.description_file import check_keywords
 from hpc_train.config.extensions import ModelFamily, family_of, is_extension, location, source_of
-from hpc_train.config.schema import Config, FabricConfig, SyntheticDataConfig
+from hpc_train.config.schema import Config, FabricConfig, StreamDataConfig, SyntheticDataConfig
 from hpc_train.config.schema.key import check_keys
 from hpc_train.config.values import (
     check_divides,
@@ -52,6 +53,8 @@ def validate(config: Config, nodes: int, workers_per_node: int, device_bytes: fl
         family.check(config.model, config.data)
     if source.check_inputs is not None:
         source.check_inputs(config.data)
+    if config.data.collate is not None:
+        check_keywords(config.data.collate, (), "data.collate", positional=1, optional=("random",))
     layout = resolve_layout(config, nodes, workers_per_node, device_bytes)
     check_declared_mixing(config, layout)
     _check_tensor_parallel(config, family, layout.tp)
@@ -117,6 +120,21 @@ def _check_length(config: Config) -> None:
             else "neither train.steps nor train.epochs is set",
             where="train.steps, train.epochs",
             fix="train.steps=null or train.epochs=null" if both else "train.steps=N or train.epochs=N",
+        )
+
+    if epochs is not None and isinstance(config.data, StreamDataConfig):
+        raise UserError(
+            f"train.epochs is {epochs:g}, but the length of a stream is not known",
+            where="train.epochs",
+            fix="train.epochs=null train.steps=N; data.repeat=false also ends the run where the stream ends",
+        )
+    ends = isinstance(config.data, StreamDataConfig) and not config.data.repeat
+    if ends and config.data.shards > config.batch.global_size:
+        raise UserError(
+            f"data.shards is {config.data.shards}, but a global batch of a stream that ends must have an item of each "
+            f"shard, and batch.global_size is {config.batch.global_size}",
+            where="data.shards",
+            fix=f"data.shards={config.batch.global_size} or fewer, or data.repeat=true",
         )
 
 

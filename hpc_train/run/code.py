@@ -59,7 +59,7 @@ def snapshot_code(configs: Sequence[Config], into: Path, directory: Path | None 
     _check_size(root, names)
     owners = [owner for each in configs for owner in (each.model, each.data)]
     rows = [name for each in configs for name in (each.strategy.schedule, each.strategy.data_parallel) if ":" in name]
-    for target in {*rows, *(owner._target_ for owner in owners if owner.kind == "custom")}:
+    for target in {*rows, *(name for owner in owners for name in _own_names(owner))}:
         _check_target(target, root, names)
     for kind in {owner.kind for owner in owners if is_extension(owner.kind)}:
         _check_target(kind.partition(":")[0], root, names)
@@ -201,6 +201,13 @@ def _import_paths(here: Path, root: Path) -> list[Path]:
     """Returns the directories inside the work tree from which this process imports, the current directory first."""
     found = [here, *(Path(os.path.realpath(entry or here)) for entry in sys.path), root]
     return [path for path in found if path.is_relative_to(root) and path.is_dir()]
+
+
+def _own_names(owner: Any) -> list[str]:
+    """Returns the import paths of a user's classes and functions in the config of a model or of data."""
+    sources = getattr(owner, "sources", {}).values()
+    found = [getattr(owner, name, None) for name in ("_target_", "collate")]
+    return [name for name in (*found, *(source.get("_target_") for source in sources)) if name is not None]
 
 
 def _check_target(target: str, root: Path, names: Collection[str]) -> None:

@@ -52,6 +52,7 @@ EVENTS = (
     "stopped_retrying",
     "step_skipped",  # skipped on all ranks because the gradient was not finite
     "rolled_back",  # restored a checkpoint within the attempt, skipping some samples
+    "stream_ended",  # the data ended before train.steps
     "first_step",  # of a restarted attempt or one that compiles: its seconds, and whether artifacts were loaded
     "pipeline_split",  # the layers of each stage, the cost of each block, and the predicted step time
     "compression_chosen",  # chosen by strategy.compression=auto, with the measurements

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.config.schema import Config
 from hpc_train.config.secrets import without_secrets
+from hpc_train.data.mixture import SourceSeen
 from hpc_train.data.sampler import Skipped
 from hpc_train.measure.suggestions import AdviceWatch
 from hpc_train.parallel.compile import KeptArtifacts, compiled_graphs
@@ -101,6 +103,23 @@ class Report:
         print(f"the last save, of step {step}, failed: {message}; retrying for up to {format_duration(seconds)}")
         path = str(self.run.checkpoints)
         self.events.write("save_deferred", step=step, path=path, seconds=round(seconds, 1), message=message)
+
+    def stream_ended(self, step: int) -> None:
+        """Reports that step ``step`` is the last one, because the stream has no more items."""
+        if self.metrics is not None:
+            print(f"the stream has ended: step {step} is the last one")
+            self.total_steps = step
+            self.events.record(self.run, total_steps=step)
+            self.events.write("stream_ended", step=step)
+
+    def data_seen(self, step: int, seen: Mapping[str, SourceSeen]) -> None:
+        """Reports how much of each source of a mixture was used since step 0; nothing for other data."""
+        if self.metrics is None or not seen:
+            return
+        parts = [f"{name} {100 * one.share:.1f} % ({one.epochs:.2f} epochs)" for name, one in seen.items()]
+        print(f"samples seen: {', '.join(parts)}")
+        sources = {name: asdict(one) for name, one in seen.items()}
+        self.events.record(self.run, data_seen={"step": step, "sources": sources})
 
     def nothing_to_do(self, step: int, weights_sha256: str | None) -> None:
         """Reports that the run is complete; writes its result if it was killed after the last save and before that."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NoReturn
 
@@ -23,6 +23,7 @@ from hpc_train.config.schema import Config
 from hpc_train.data.dataset import StepBatch
 from hpc_train.data.feed import NOTHING, LocalBatch, TrainFeed
 from hpc_train.data.sampler import Skipped
+from hpc_train.data.stream import States
 from hpc_train.models.transformer import attention_backend
 from hpc_train.parallel.compile import KeptArtifacts
 from hpc_train.parallel.engine import Engine, add_up
@@ -41,6 +42,7 @@ from hpc_train.train.profiler import Profiler
 from hpc_train.train.report import Report, weights_sha256
 from hpc_train.train.saving import LastSave, SaveSchedule
 from hpc_train.train.step import Agreement, Control, StepOutcome, TrainStep
+from hpc_train.train.streams import has_ended, positions, restored_positions
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Length:
         return epochs * self.samples_per_epoch + min(self.samples_per_epoch, rest * self.global_size)
 
 
-OpenFeed = Callable[[int, Skipped], TrainFeed]  # (first step, data to skip) -> feed
+OpenFeed = Callable[[int, Skipped, States], TrainFeed]  # (first step, data to skip, where streams continue) -> feed
 
 
 @dataclass
@@ -139,6 +141,10 @@ class Trainer:
         phase = Phase.FIRST_STEP
         self.heartbeat.enter(phase, self.step)
         first = self._next_batch()
+        if has_ended(self.feed, first, self.step, self.mesh):
+            self.report.stream_ended(self.step)
+            self.report.nothing_to_do(self.step, self._weights_sha256())
+            return Exit.DONE
         self._announce(first)
         self._name_attention(first)
         batch: LocalBatch | None = first
@@ -156,7 +162,7 @@ class Trainer:
                 self._announce(batch)
                 batch = self._roll_back() or batch
                 continue
-            following = self._next_batch() if self.step + 1 < self.length.total_steps else None
+            following = self._following()
             self._announce(following)
             batch = self._train(batch, agreement) or following
         self.heartbeat.enter(Phase.STEP, self.step)
@@ -214,6 +220,17 @@ class Trainer:
     def _next_batch(self) -> LocalBatch:
         with self.meter.waiting():
             return next(self.feed)
+
+    def _following(self) -> LocalBatch | None:
+        """Returns the batch of the next step; None at the end of the run, which a stream may shorten."""
+        if self.step + 1 >= self.length.total_steps:
+            return None
+        batch = self._next_batch()
+        if not has_ended(self.feed, batch, self.step + 1, self.mesh):
+            return batch
+        self.length = replace(self.length, total_steps=self.step + 1)
+        self.report.stream_ended(self.step + 1)
+        return None
 
     def _train(self, batch: LocalBatch, agreement: Agreement) -> LocalBatch | None:
         """Takes a step; returns the next batch after a rollback, else None."""
@@ -296,7 +313,7 @@ class Trainer:
         self.skipped = skipped  # the checkpoint does not include this rollback
         self.rollbacks = rollbacks
         self.feed.close()
-        self.feed = self.open_feed(self.step, skipped)
+        self.feed = self.open_feed(self.step, skipped, restored_positions(restored))
         self.report.rolled_back(bad, self.step, skipped, divergence.reason)
         batch = self._next_batch()
         self._announce(batch)
@@ -366,10 +383,12 @@ class Trainer:
                 "rollbacks": self.rollbacks,
                 "bad_end": None if self._bad_end is None else self._bad_end.reason,
                 **self.take_step.state(),
+                **positions(self.feed, self.step, self.mesh),
             }
             step, found = self._evaluated
             metrics = {name: value for name, value in found.items() if value is not None} if step == self.step else {}
             if final:
+                self.report.data_seen(self.step, self.feed.seen(self.step))
                 save = partial(self.checkpoints.save, self.step, extra, metrics, final=True)
                 self.last_save.run(lambda again: save(again=again), self.step)
             else:

@@ -22,6 +22,7 @@ from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import Dataset
 from hpc_train.data.feed import NOTHING, EvalFeed, TrainFeed, loader_workers
 from hpc_train.data.sampler import Skipped
+from hpc_train.data.stream import States
 from hpc_train.errors import UserError
 from hpc_train.measure.suggestions import AdviceWatch, SuggestedSetting
 from hpc_train.measure.utilisation import FORMULA, describe_utilisation
@@ -54,6 +55,7 @@ from hpc_train.train.profiler import Profiler
 from hpc_train.train.report import Report, open_report
 from hpc_train.train.saving import PRIOR_PER_GPU_HOUR, LastSave, SaveSchedule, failure_rate
 from hpc_train.train.step import TrainStep
+from hpc_train.train.streams import restored_positions
 from hpc_train.train.trainer import Length, Trainer, skipped_data
 
 
@@ -143,13 +145,14 @@ def _build(
     start = 0 if restored is None else restored.step
     _check_agreement(mesh, {"config": _digest(run.config), "step": start, "samples": len(training)})
 
-    def open_feed(step: int, skipped: Skipped) -> TrainFeed:
+    def open_feed(step: int, skipped: Skipped, states: States) -> TrainFeed:
         return TrainFeed(
-            training, config.batch, mesh.layout, mesh.dp_rank, seed, mesh.device, step, local_ranks, skipped
+            training, config.batch, mesh.layout, mesh.dp_rank, seed, mesh.device, step, local_ranks, skipped, states
         )
 
-    feed = open_feed(start, NOTHING if restored is None else skipped_data(restored))
-    length = _length(config, feed, len(training))
+    skipped, states = (NOTHING, {}) if restored is None else (skipped_data(restored), restored_positions(restored))
+    feed = open_feed(start, skipped, states)
+    length = _length(config, feed)
     report = open_report(config, run, mesh, events, start, length.total_steps)
     report.advice = _advice_watch(config, mesh, spec, training)
     if start == 0 and engine.check_loss:
@@ -235,12 +238,13 @@ def _save_schedule(config: Config, run: RunDirectory, mesh: Mesh) -> SaveSchedul
     return SaveSchedule(every, mesh.layout.world_size, keeps_time, rate)
 
 
-def _length(config: Config, feed: TrainFeed, samples: int) -> Length:
-    steps, epochs = config.train.steps, config.train.epochs
+def _length(config: Config, feed: TrainFeed) -> Length:
+    steps, epochs, size = config.train.steps, config.train.epochs, config.batch.global_size
+    if feed.steps_per_epoch is None or feed.samples_per_epoch is None:  # a stream, which is one epoch
+        assert steps is not None
+        return Length(steps, max(1, steps), size, max(1, steps) * size)
     total = steps if steps is not None else math.ceil((epochs or 0.0) * feed.steps_per_epoch)
-    size = config.batch.global_size
-    used = feed.steps_per_epoch * size if config.batch.drop_last else samples
-    return Length(total, feed.steps_per_epoch, size, used)
+    return Length(total, feed.steps_per_epoch, size, feed.samples_per_epoch)
 
 
 def _log_settings(

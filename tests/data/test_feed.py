@@ -133,7 +133,7 @@ def test_an_exception_names_the_sample_and_its_file_at_its_step(workers: int) ->
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_a_sample_of_another_shape_is_refused(micro_batches: int) -> None:
-    with pytest.raises(SampleError, match="all samples need equal shapes"):
+    with pytest.raises(UserError, match=r"need equal shapes|but sample"):
         for _ in zip(range(6), feed(Numbers(40, odd_at=3), micro_batches=micro_batches), strict=False):
             pass
 

@@ -40,8 +40,9 @@ def test_wrong_targets(target: str, args: dict[str, object], message: str) -> No
 
 def test_an_item_of_no_known_form() -> None:
     dataset = build_dataset(CustomDataConfig(_target_=f"{HERE}.MapStyle", args={"form": "text"}), "train", 0)
-    with pytest.raises(TypeError, match=r"a str, not \(inputs, targets\)"):
+    with pytest.raises(UserError, match=r"sample 0 \(tests.data.stand_ins.MapStyle\) is a str, 'neither'") as error:
         dataset.sample(0, 0)
+    assert "return (inputs, targets)" in error.value.fix
 
 
 def test_a_dataset_of_ours_is_used_as_it_is() -> None:

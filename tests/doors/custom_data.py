@@ -1,6 +1,8 @@
-"""A user's dataset, for the tests of ``data=custom``: nothing of hpc_train's."""
+"""A user's dataset, stream and collate, for tests: nothing of hpc_train's."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -18,3 +20,19 @@ class Counting:
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         numbers = (index + np.arange(17)) % self.vocab_size
         return numbers[:-1], numbers[1:]
+
+
+class Counted(Counting):
+    """The same as a stream: shard K of N has every N-th sequence."""
+
+    def __init__(self, split: str, shard: int, shards: int) -> None:
+        super().__init__(split)
+        self.shard, self.shards = shard, shards
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        return (self[index] for index in range(self.shard, self.length, self.shards))
+
+
+def stacked(items: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    inputs, targets = zip(*items, strict=True)
+    return np.stack(inputs), np.stack(targets)

@@ -13,11 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from examples.vit_images import draw
 from tests.checkpoint.progress import LONG
 from tests.doors.command import REPOSITORY, TINY_GPT, hpc_train, lines_of_pages
 
 NO_WANDB = "telemetry.wandb.mode=disabled"
-FEW = {"synthetic": ["data.validation_samples=8"], "custom": [], "tokens": []}  # others: data.pattern of the text
+FEW = {
+    "synthetic": ["data.validation_samples=8"],
+    "stream": ["data.validation_samples=8"],
+}  # others: data.pattern of the text
 TAKEN_AS_THEY_ARE = ("prepare", "checkpoint", "evaluate", "status", "logs", "why", "doctor", "--help")
 TRAINED = ("README.md", "docs/quickstart.md", "docs/howto/resume.md", "docs/howto/data.md", "docs/howto/model.md")
 BENCH = {
@@ -79,6 +83,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for path in found.values():
         for name in ("README.md", "CONTRIBUTING.md"):
             (path / name).write_text((REPOSITORY / name).read_text())
+    draw(found["docs/howto/data.md"] / "pictures", {"train": 8, "validation": 2})
     return found
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_train.data.build import as_dataset
+from hpc_train.config.schema import OwnKeys
+from hpc_train.data.custom import CustomDataset
 from hpc_train.data.feed import EvalFeed
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
@@ -103,7 +104,7 @@ def evaluations(rank: int, world_size: int, cells: list[Cell]) -> list[tuple[flo
         inputs, targets = (
             torch.cat(both)[:13] for both in zip(global_batch(cell, 0), global_batch(cell, 1), strict=True)
         )
-        dataset = as_dataset([*zip(inputs, targets, strict=True)], "samples")
+        dataset = CustomDataset([*zip(inputs, targets, strict=True)], OwnKeys(kind="samples"), 0)
         config, mesh = cell.config(), mesh_of(cell, rank)
         feed = EvalFeed(dataset, config.batch, mesh.layout, mesh.dp_rank, mesh.device)
         numbers = evaluate(build_engine(config, mesh), feed)

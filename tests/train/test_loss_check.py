@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hpc_train.config.schema import Config, CustomModelConfig
-from hpc_train.data.build import as_dataset
+from hpc_train.config.schema import Config, CustomModelConfig, OwnKeys
+from hpc_train.data.custom import CustomDataset
 from hpc_train.data.dataset import IGNORED, Dataset
 from hpc_train.errors import UserError
 from hpc_train.parallel.build import build_engine
@@ -110,7 +110,7 @@ def config_of(cell: Cell, name: str | None) -> Config:
 
 
 def dataset_of(cell: Cell) -> Dataset:
-    return as_dataset(list(zip(*global_batch(cell, 0), strict=True)), "samples")
+    return CustomDataset(list(zip(*global_batch(cell, 0), strict=True)), OwnKeys(kind="samples"), 0)
 
 
 def trained(cell: Cell, mesh: Mesh, name: str | None, check: bool) -> tuple[Record, str | None]:

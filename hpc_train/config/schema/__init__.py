@@ -16,7 +16,9 @@ from hpc_train.config.schema.data import (
     CustomDataConfig,
     DataKeys,
     ImagesDataConfig,
+    MixtureDataConfig,
     ShardsDataConfig,
+    StreamDataConfig,
     SyntheticDataConfig,
     TextDataConfig,
     TokensDataConfig,
@@ -37,9 +39,10 @@ from hpc_train.config.schema.training import BatchConfig, OptimConfig, Precision
 __all__ = [
     "BatchConfig", "CIFAR100DataConfig", "CheckpointConfig", "ClusterConfig", "Config", "ContainerConfig",
     "CustomDataConfig", "CustomModelConfig", "DataConfig", "DataKeys", "ElasticConfig", "FabricConfig",
-    "GPTConfig", "ImagesDataConfig", "LaunchConfig", "ModelConfig", "ModelKeys", "OptimConfig", "PrecisionConfig",
-    "ProfileConfig", "RunConfig", "ShardsDataConfig", "StrategyConfig", "SyntheticDataConfig", "TelemetryConfig",
-    "TextDataConfig", "TokensDataConfig", "TrainConfig", "ViTConfig", "WandbConfig",
+    "GPTConfig", "ImagesDataConfig", "LaunchConfig", "MixtureDataConfig", "ModelConfig", "ModelKeys", "OptimConfig",
+    "PrecisionConfig", "ProfileConfig", "RunConfig", "ShardsDataConfig", "StrategyConfig", "StreamDataConfig",
+    "SyntheticDataConfig", "TelemetryConfig", "TextDataConfig", "TokensDataConfig", "TrainConfig", "ViTConfig",
+    "WandbConfig",
 ]  # fmt: skip
 
 

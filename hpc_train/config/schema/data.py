@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from hpc_train.config.schema.key import key, required
@@ -17,6 +17,11 @@ class DataKeys:
     """What every data config has. A source of your own derives its dataclass from this one."""
 
     kind: str = required("The data source: one of the built-in names, custom, or package.module:NAME of your own.")
+    _: KW_ONLY
+    collate: str | None = key(
+        None,
+        "The function that builds a micro-batch from a list of items: package.module.name. null stacks the samples.",
+    )
 
 
 @dataclass
@@ -96,9 +101,49 @@ class SyntheticDataConfig(DataKeys):
 
 
 @dataclass
-class CustomDataConfig(DataKeys):
+class OwnKeys(DataKeys):
+    """What every source with items of a user's class has."""
+
+    _target_: str = required("The class or function that returns the dataset: package.module.Name.")
+    args: dict[str, Any] = key({}, "The keyword arguments of _target_.")
+    inputs: str = key("inputs", "The name of the inputs in items and batches that are dicts.")
+    targets: str = key("targets", "The name of the targets in items and batches that are dicts.")
+
+
+@dataclass
+class CustomDataConfig(OwnKeys):
     """A dataset of your own, built by calling ``_target_`` with ``args`` and ``split="train"`` or ``"validation"``."""
 
     kind: str = key("custom", "The data source.")
-    _target_: str = required("The class or function that returns the dataset: package.module.Name.")
-    args: dict[str, Any] = key({}, "The keyword arguments of _target_.")
+
+
+@dataclass
+class StreamDataConfig(OwnKeys):
+    """A stream of your own: iterables without a length, one per shard, that continue exactly after a restart."""
+
+    kind: str = key("stream", "The data source.")
+    shards: int = required(
+        "The number of shards: _target_ is called once per shard with shard= and shards=. It stays the same for a run; "
+        "with a multiple of the data-parallel ranks each item is read once.",
+        at_least=1,
+    )
+    repeat: bool = key(True, "Whether a shard starts again at its end. false ends the run when all shards have ended.")
+    validation_samples: int = key(
+        256, "The number of validation samples, which are read once and kept in memory.", at_least=1
+    )
+
+
+@dataclass
+class MixtureDataConfig(DataKeys):
+    """Several sources, mixed by weights."""
+
+    kind: str = key("mixture", "The data source.")
+    sources: dict[str, Any] = key({}, "The sources by name, each with kind and keys: +data@data.sources.NAME=SOURCE.")
+    weights: dict[str, float] = key(
+        {}, "The share of each source in the samples, by name, relative to their sum. Empty: by the sources' sizes."
+    )
+    sequence_length: int | None = key(None, "Tokens per sample. null: that of the sources.", unit="tokens")
+    vocab_size: int | None = key(None, "The number of token ids. null: the largest of the sources.")
+    image_size: int | None = key(None, "The width and height of an image. null: that of the sources.", unit="pixels")
+    channels: int | None = key(None, "The number of color channels. null: that of the sources.")
+    n_classes: int | None = key(None, "The number of classes. null: the largest of the sources.")

@@ -1,0 +1,237 @@
+"""Reads the items of a user's dataset as samples, and reports items that are not samples by class and index.
+
+The generators of Python, numpy and torch are seeded from seed, epoch and index before each item is read, so that a
+random augmentation is the same after a restart and under any number of ranks and loader processes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpc_train.config.schema import CustomDataConfig, StreamDataConfig
+from hpc_train.config.schema.data import OwnKeys
+from hpc_train.data.dataset import Array, Dataset, Indices, Sample
+from hpc_train.data.sampler import mix
+from hpc_train.errors import UserCodeError, UserError
+
+OwnConfig = CustomDataConfig | StreamDataConfig
+FORMS = "(inputs, targets), (inputs, targets, context), a dict with {inputs!r} and {targets!r}, or a Sample"
+
+
+def build_custom(config: CustomDataConfig, split: str, seed: int) -> Dataset:
+    """Calls ``_target_(split=split, **args)``.
+
+    A ``Dataset`` is used unchanged. Any other object needs ``__len__`` and ``__getitem__``. Its items are arrays or
+    tensors in one of these forms: (inputs, targets), (inputs, targets, context), a dict with ``data.inputs`` and
+    ``data.targets``, or a ``Sample``.
+
+    Raises:
+        UserError: the target cannot be imported or called, or its result has no random access.
+    """
+    built = call_target(config, split=split)
+    return (
+        built if isinstance(built, Dataset) else CustomDataset(with_random_access(built, config._target_), config, seed)
+    )
+
+
+def call_target(config: OwnConfig, **given: Any) -> Any:
+    """Returns ``_target_(**args, **given)``.
+
+    Raises:
+        UserError: the target cannot be imported, or does not take these arguments.
+        UserCodeError: the target raised an exception.
+    """
+    from hydra.utils import instantiate
+
+    arguments = {**config.args, **given}
+    told = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    try:
+        target = instantiate({**arguments, "_target_": config._target_, "_convert_": "all", "_partial_": True})
+    except Exception as error:
+        cause = error.__cause__ or error
+        raise UserError(
+            f"{config._target_} cannot be built: {type(cause).__name__}: {cause}",
+            where="data._target_, data.args",
+            fix="name package.module.ClassOrFunction, importable by the workers",
+        ) from error
+    try:
+        return target.func(**target.keywords)
+    except UserError:
+        raise
+    except Exception as error:
+        if isinstance(error, TypeError) and _is_wrong_call(error):
+            raise UserError(
+                f"{config._target_} cannot be called with {told}: {error}",
+                where="data._target_, data.args",
+                fix=f"declare the parameters {', '.join(arguments)}, or change data.args",
+            ) from error
+        raise UserCodeError.of(f"{config._target_}({told}) failed", error) from None
+
+
+def _is_wrong_call(error: TypeError) -> bool:
+    """Returns whether the call itself failed, before any line of the user's code was executed."""
+    frames = error.__traceback__
+    return frames is not None and frames.tb_next is None
+
+
+def with_random_access(built: Any, name: str) -> Any:
+    """Returns ``built``.
+
+    Raises:
+        UserError: it has no ``__len__`` or ``__getitem__``.
+    """
+    if hasattr(built, "__len__") and hasattr(built, "__getitem__"):
+        return built
+    iterable = hasattr(built, "__iter__")
+    raise UserError(
+        f"{name} returned {type(built).__name__}, which has no random access",
+        where="data._target_",
+        fix="return an object with __len__ and __getitem__(index)"
+        + (", or use data=stream, which reads iterables" if iterable else ""),
+    )
+
+
+class CustomDataset(Dataset):
+    """Reads the items of a map-style dataset as samples.
+
+    Items may differ in length if ``items`` has an attribute ``lengths`` with the number of tokens of each item.
+
+    Args:
+        items: the user's dataset.
+        config: names the keys of items that are dicts.
+        seed: the seed of random augmentations.
+        name: the class, for messages; None: that of ``items``.
+
+    Raises:
+        UserError: ``lengths`` does not have one positive number for each item.
+    """
+
+    def __init__(self, items: Any, config: OwnKeys, seed: int, name: str | None = None) -> None:
+        self._name = f"{type(items).__module__}.{type(items).__qualname__}" if name is None else name
+        self._items, self._reads, self._seed = items, ItemReader(config, self._name), seed
+        if getattr(items, "lengths", None) is not None:
+            self.lengths = _lengths(items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def sample(self, index: int, epoch: int) -> Sample:
+        return self._reads.sample(self.item(index, epoch), self.describe(index))
+
+    def item(self, index: int, epoch: int) -> Any:
+        with seeded_generators(self._seed, epoch, index):
+            return self._items[index]
+
+    def source(self, index: int) -> str:
+        return self._name
+
+
+def _lengths(items: Any) -> Indices:
+    lengths = np.asarray(items.lengths)
+    if lengths.shape != (len(items),) or lengths.dtype.kind not in "iu" or (lengths.size and lengths.min() < 1):
+        raise UserError(
+            f"{type(items).__name__}.lengths has shape {lengths.shape} and begins with {lengths.ravel()[:3].tolist()}",
+            where="data._target_",
+            fix=f"set lengths to the number of tokens of each of the {len(items)} items, 1 or more",
+        )
+    return lengths.astype(np.int64)
+
+
+class ItemReader:
+    """Converts the items of a user's class to samples.
+
+    Args:
+        name: the class, for messages.
+    """
+
+    def __init__(self, config: OwnKeys, name: str) -> None:
+        self._inputs, self._targets, self._name = config.inputs, config.targets, name
+
+    def sample(self, item: Any, which: str) -> Sample:
+        """Returns ``item`` as a sample.
+
+        Args:
+            which: the name of the item, for messages.
+
+        Raises:
+            UserError: the item has none of the known forms, or a value is not numbers.
+        """
+        if isinstance(item, Sample):
+            return item
+        inputs, targets, context = parts_of(item, self._inputs, self._targets, which)
+        arrays = {name: self._array(value, f"context {name!r}", which) for name, value in context.items()}
+        return Sample(self._array(inputs, "inputs", which), self._array(targets, "targets", which), arrays)
+
+    def _array(self, value: Any, part: str, which: str) -> Array:
+        try:
+            return as_array(value)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{which}: {part} is {described(value)}: {error}",
+                where="data._target_",
+                fix=f"return numbers, numpy arrays or tensors from {self._name}, or convert the items in data.collate",
+            ) from None
+
+
+def parts_of(item: Any, inputs: str, targets: str, which: str) -> tuple[Any, Any, Mapping[str, Any]]:
+    """Returns inputs, targets and context of an item or batch; raises UserError if it has none of the known forms."""
+    if isinstance(item, Mapping) and {inputs, targets} <= set(item):
+        return item[inputs], item[targets], {name: item[name] for name in item if name not in (inputs, targets)}
+    if isinstance(item, tuple | list) and len(item) == 2:
+        return item[0], item[1], {}
+    if isinstance(item, tuple | list) and len(item) == 3 and isinstance(item[2], Mapping):
+        return item[0], item[1], item[2]
+    keys = [name for name in item if isinstance(name, str)] if isinstance(item, Mapping) else []
+    fix = f"return {FORMS.format(inputs=inputs, targets=targets)}"
+    if len(keys) > 1:
+        fix += f", or name its keys: data.inputs={keys[0]} data.targets={keys[-1]}"
+    raise UserError(f"{which} is {described(item)}", where="data._target_, data.inputs, data.targets", fix=fix)
+
+
+def described(value: Any) -> str:
+    """Returns the type of ``value`` with its shape, keys or length, for messages."""
+    name = f"a {type(value).__name__}"
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{name} of shape {list(value.shape)} and dtype {value.dtype}"
+    if isinstance(value, Mapping):
+        return f"{name} with the keys {', '.join(map(repr, value)) or 'none'}"
+    if isinstance(value, tuple | list):
+        return f"{name} of {len(value)} elements"
+    return f"{name}, {value!r:.40}"
+
+
+def as_array(value: Any) -> Array:
+    """Returns ``value`` as a numpy array; Python floats become float32, the dtype of models.
+
+    Raises:
+        TypeError, ValueError: it is not a regular array of numbers.
+    """
+    array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
+    if array.dtype.kind not in "biufc":
+        raise TypeError("these are not numbers")
+    return array.astype(np.float32) if array.dtype == np.float64 and not hasattr(value, "dtype") else array
+
+
+@contextmanager
+def seeded_generators(*numbers: int) -> Iterator[None]:
+    """Seeds the global generators of Python, numpy and torch from ``numbers`` and restores their states afterwards."""
+    before = random.getstate(), np.random.get_state(), torch.random.default_generator.get_state()
+    seed = 0
+    for number in numbers:
+        seed = mix(seed ^ (number & 0xFFFFFFFFFFFFFFFF))
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.random.default_generator.manual_seed(seed >> 1)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.random.default_generator.set_state(before[2])

@@ -1,0 +1,180 @@
+"""Streams: the same global batches under any number of ranks and after a restart, and how they end."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hpc_train.config.schema import BatchConfig, StreamDataConfig
+from hpc_train.data.build import build_dataset
+from hpc_train.data.dataset import SampleError
+from hpc_train.data.feed import EvalFeed, LocalBatch, TrainFeed
+from hpc_train.data.sampler import Skipped
+from hpc_train.data.stream import States, merged_states
+from hpc_train.errors import UserError
+from tests.data.layouts import replicas
+
+CPU = torch.device("cpu")
+
+
+class Numbered:
+    """Item k of shard s is 1000 s + k with its epoch; shard s has 5 + 2 s items. ``how`` causes accidents."""
+
+    def __init__(self, split: str, shard: int, shards: int, how: str = "") -> None:
+        self.shard, self.how, self.place, self.epoch = shard, how, 0, 0
+        self.end = 0 if how == "empty" else 5 + 2 * shard
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.place < self.end:
+            value = 1000 * self.shard + self.place
+            if self.how == "raises" and value == 1003:
+                raise ZeroDivisionError("no such number")
+            if self.how != "late":
+                self.place += 1
+            yield self._item(value)
+            if self.how == "late":
+                self.place += 1
+
+    def _item(self, value: int) -> Any:
+        if self.how == "words":
+            return "words"
+        noise = float(np.random.random()) + random.random() + float(torch.rand(()))
+        return np.array([value]), np.array([value]), {"epoch": np.array(self.epoch), "noise": np.array([noise])}
+
+
+class Resumable(Numbered):
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": {self.place} if self.how == "set" else self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+class Rank:
+    """One rank's feed with the state that its checkpoints would hold."""
+
+    def __init__(self, config: StreamDataConfig, dp: int, rank: int, start: int, states: States, **more: Any) -> None:
+        more = {"global_size": 6, "loader_workers": 0, "micro_batches": 2, "skipped": Skipped()} | more
+        batch = BatchConfig(global_size=more["global_size"], loader_workers=more["loader_workers"])
+        layout = replicas(dp, more["global_size"], more["micro_batches"])
+        dataset = build_dataset(config, "train", 3)
+        self.feed = TrainFeed(dataset, batch, layout, rank, 5, CPU, start, 1, more["skipped"], states)
+
+
+def config(name: str = "Resumable", shards: int = 4, repeat: bool = True, **args: Any) -> StreamDataConfig:
+    return StreamDataConfig(_target_=f"tests.data.test_stream.{name}", args=args, shards=shards, repeat=repeat)
+
+
+def items(batches: Sequence[LocalBatch]) -> list[tuple[int, int, float]]:
+    """Returns the items of a global batch: value, epoch and random number."""
+    found = []
+    for micro in (micro for batch in batches for micro in batch.micro_batches):
+        columns = (micro.targets[:, 0], micro.context["epoch"], micro.context["noise"][:, 0])
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        found += [row for row in rows if row[0] >= 0]
+    return sorted(found)
+
+
+def run(stream: StreamDataConfig, plan: Sequence[tuple[int, int]], **more: Any) -> list[list[tuple[int, int, float]]]:
+    """Returns the global batches of a run that goes on for so many steps on so many ranks, stop after stop."""
+    found: list[list[tuple[int, int, float]]] = []
+    states: States = {}
+    for dp, steps in plan:
+        ranks = [Rank(stream, dp, rank, len(found), states, **more).feed for rank in range(dp)]
+        for _ in range(steps):
+            found.append(items([next(rank) for rank in ranks]))
+        states = json.loads(json.dumps(merged_states([rank.state(len(found)) or {} for rank in ranks])))
+        for rank in ranks:
+            rank.close()
+    return found
+
+
+PLANS = {"1": [(1, 14)], "2, 4, 1, 3": [(2, 3), (4, 4), (1, 2), (3, 5)], "4": [(4, 14)], "1, 1": [(1, 5), (1, 9)]}
+
+
+@pytest.mark.parametrize("name", ["Resumable", "Numbered"])
+@pytest.mark.parametrize("shards", [1, 4, 6])
+def test_any_number_of_ranks_goes_on_with_the_same_global_batches(name: str, shards: int) -> None:
+    expected = run(config(name, shards), PLANS["1"])
+    for plan in ("2, 4, 1, 3", "4", "1, 1"):
+        assert run(config(name, shards), PLANS[plan]) == expected, plan
+    values = [item[:2] for batch in expected for item in batch]
+    assert len(values) == len(set(values)) == 14 * 6  # no item twice in an epoch
+    first = Counter(value for value, epoch in values if epoch == 0 and value < 5)
+    assert len(first) == 5
+
+
+def test_loader_processes_read_the_same_batches() -> None:
+    expected = run(config(), PLANS["1"])
+    assert run(config(), [(2, 6), (1, 8)], loader_workers=2) == expected
+    assert run(config(), [(1, 4), (2, 10)], loader_workers=1, micro_batches=1) == expected
+
+
+def test_each_item_is_read_once_if_the_ranks_divide_the_shards() -> None:
+    states = [Rank(config(), 2, rank, 0, {}).feed for rank in range(2)]
+    for rank in states:
+        next(rank)
+    assert [sorted(rank.state(1) or {}) for rank in states] == [["0", "2"], ["1", "3"]]
+
+
+def test_skipped_windows_are_left_out() -> None:
+    expected = run(config(), PLANS["1"])
+    steps = Rank(config(), 1, 0, 0, {}, skipped=Skipped(((2, 5),))).feed
+    assert [items([next(steps)]) for _ in range(5)] == [*expected[:2], *expected[5:8]]
+
+
+@pytest.mark.parametrize("plan", ["1", "2, 4, 1, 3", "4"])
+def test_without_repetition_all_ranks_end_after_the_same_step(plan: str) -> None:
+    found = run(config(repeat=False, shards=3), PLANS[plan])
+    values = [item[0] for batch in found for item in batch]
+    assert sorted(values) == [1000 * shard + place for shard in range(3) for place in range(5 + 2 * shard)]
+    last = max(number for number, batch in enumerate(found) if batch)
+    assert all(found[: last + 1])
+    ranks = [Rank(config(repeat=False, shards=3), 2, rank, 0, {}).feed for rank in range(2)]
+    ended = [{next(rank).ended for rank in ranks} == {True} for _ in range(last + 2)]
+    assert ended == [False] * (last + 1) + [True] and ranks[0].may_end
+
+
+def test_validation_keeps_the_first_items_of_all_shards() -> None:
+    dataset = build_dataset(replace(config(), validation_samples=7), "validation", 0)
+    batches = EvalFeed(dataset, BatchConfig(global_size=4, loader_workers=0), replicas(1, 4), 0, CPU)
+    values = [item[0] for batch in batches for item in items([batch])]
+    assert sorted(values) == [0, 1, 1000, 1001, 2000, 2001, 3000] and len(dataset) == 7
+    assert len(build_dataset(config(shards=2), "validation", 0)) == 12
+    with pytest.raises(UserError, match="yields no items for the validation split"):
+        build_dataset(config(how="empty"), "validation", 0)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("empty", "shard 0 of tests.data.test_stream.Resumable has no items"),
+        ("words", "item 0 of shard 0 of tests.data.test_stream.Resumable is a str, 'words'"),
+        ("late", "does not continue where its state_dict says"),
+        ("set", "which JSON cannot hold"),
+    ],
+)
+def test_mistakes_are_named_with_the_class_and_the_item(how: str, message: str) -> None:
+    feed = Rank(config(how=how), 1, 0, 0, {}).feed
+    with pytest.raises(UserError, match=message) as error:
+        next(feed)
+    assert error.value.fix and error.value.where
+
+
+def test_an_exception_keeps_its_traceback_without_ours() -> None:
+    feed = Rank(config(how="raises"), 1, 0, 0, {}).feed
+    with pytest.raises(SampleError, match=r"item 3 in epoch 0 of shard 1 of .*: ZeroDivisionError") as error:
+        for _ in range(5):
+            next(feed)
+    assert "raise ZeroDivisionError" in str(error.value) and "hpc_train/data" not in str(error.value)
