@@ -30,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hpc_train.config.compose import converted, escaped
 from hpc_train.config.run_path import fork_source
-from hpc_train.config.schema import Config, GPTConfig
+from hpc_train.config.schema import Config
 from hpc_train.config.secrets import file_mode, shown
 from hpc_train.errors import UserError
 from hpc_train.run.code import FrozenCode
@@ -42,13 +42,12 @@ from hpc_train.run.files import (
     is_present,
     keep_others_from_writing,
     patiently,
-    read_json,
     share,
     share_one,
     write_for_group,
-    write_json,
     write_text,
 )
+from hpc_train.run.imported import check_start, imported_model
 from hpc_train.run.lease import refuse_live
 from hpc_train.run.processes import this_process
 from hpc_train.run.record import RECORD
@@ -375,56 +374,3 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-_IMPORTED = "imported.json"
-_FREE = ("dropout",)  # affects training, not what the weights compute
-
-
-def write_imported(directory: RunDirectory, model: GPTConfig, source: str) -> None:
-    """Records the model that ``directory`` holds and the source of its weights."""
-    write_json(directory.path / _IMPORTED, {"model": asdict(model), "source": source, "time": time.time()})
-
-
-def imported_model(directory: RunDirectory) -> GPTConfig | None:
-    """Returns the model whose weights ``directory`` holds; None if it is not an import."""
-    path = directory.path / _IMPORTED
-    return GPTConfig(**read_json(path)["model"]) if path.exists() else None
-
-
-def model_overrides(model: GPTConfig) -> list[str]:
-    """Returns the overrides that configure this model on top of any file of ``conf/model``."""
-    overrides = []
-    for key, value in asdict(model).items():
-        if isinstance(value, dict):
-            overrides += [f"++model.{key}.{name}={_override_value(item)}" for name, item in value.items()]
-        elif key not in ("kind", *_FREE):
-            overrides.append(f"model.{key}={_override_value(value)}")
-    return overrides
-
-
-def check_start(config: Config, source: RunDirectory) -> None:
-    """Raises UserError if a run of ``config`` cannot start from the imported weights in ``source``.
-
-    Shapes alone are not enough: with another rotary base or number of heads the weights load and compute something
-    else.
-    """
-    imported = imported_model(source)
-    if imported is None:
-        return
-    model: dict[str, Any] = asdict(config.model)
-    different = [
-        f"model.{key}: {value} in the import, {model.get(key, 'absent')} in the run"
-        for key, value in asdict(imported).items()
-        if key not in _FREE and model.get(key) != value
-    ]
-    if different:
-        raise UserError(
-            f"the weights in {source.path} belong to another model: " + "; ".join(different),
-            where="model",
-            fix=" ".join(model_overrides(imported)),
-        )
-
-
-def _override_value(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value}"

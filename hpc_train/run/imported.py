@@ -1,0 +1,89 @@
+"""Records imported weights, and gives the runs that start from them the model of the import.
+
+An import is a directory beside the runs with a checkpoint of step 0 and a record of its model. ``run.fork`` starts a
+run from it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hpc_train.config.arguments import CommandLine
+from hpc_train.config.run_path import default_root, run_directory
+from hpc_train.config.schema import Config, GPTConfig
+from hpc_train.errors import UserError
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.files import read_json, write_json
+
+_IMPORTED = "imported.json"
+_FREE = ("dropout",)  # affects training, not what the weights compute
+
+
+def write_imported(directory: RunDirectory, model: GPTConfig, source: str) -> None:
+    """Records the model that ``directory`` holds and the source of its weights."""
+    write_json(directory.path / _IMPORTED, {"model": asdict(model), "source": source, "time": time.time()})
+
+
+def imported_model(directory: RunDirectory) -> GPTConfig | None:
+    """Returns the model whose weights ``directory`` holds; None if it is not an import."""
+    path = directory.path / _IMPORTED
+    return GPTConfig(**read_json(path)["model"]) if path.exists() else None
+
+
+def model_overrides(model: GPTConfig) -> list[str]:
+    """Returns the overrides that configure this model on top of any file of ``conf/model``."""
+    overrides = []
+    for key, value in asdict(model).items():
+        if isinstance(value, dict):
+            overrides += [f"++model.{key}.{name}={_override_value(item)}" for name, item in value.items()]
+        elif key not in ("kind", *_FREE):
+            overrides.append(f"model.{key}={_override_value(value)}")
+    return overrides
+
+
+def with_imported_model(arguments: Sequence[str]) -> list[str]:
+    """Returns ``arguments`` with the overrides of the import that ``run.fork`` starts from, if there is one.
+
+    They come first, so that overrides of single keys replace them: ``check_start`` then names those that differ. A
+    model that is chosen with ``model=`` stays.
+    """
+    values = dict(override.partition("=")[::2] for override in CommandLine.parse(arguments).overrides)
+    name = values.get("run.name")
+    if not name or "," in name or not values.get("run.fork") or values.keys() & {"model", "+model"}:
+        return list(arguments)
+    root = values.get("run.root") or default_root()
+    model = imported_model(RunDirectory(Path(run_directory(root, name))))
+    return [*([] if model is None else model_overrides(model)), *arguments]
+
+
+def check_start(config: Config, source: RunDirectory) -> None:
+    """Raises UserError if a run of ``config`` cannot start from the imported weights in ``source``.
+
+    Shapes alone are not enough: with another rotary base or number of heads the weights load and compute something
+    else.
+    """
+    imported = imported_model(source)
+    if imported is None:
+        return
+    model: dict[str, Any] = asdict(config.model)
+    different = [
+        f"model.{key}: {value} in the import, {model.get(key, 'absent')} in the run"
+        for key, value in asdict(imported).items()
+        if key not in _FREE and model.get(key) != value
+    ]
+    if different:
+        raise UserError(
+            f"the weights in {source.path} belong to another model: " + "; ".join(different),
+            where="model",
+            fix=" ".join(model_overrides(imported)),
+        )
+
+
+def _override_value(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else f"{value}"
