@@ -29,6 +29,7 @@ from hpc_train.errors import UserError
 from hpc_train.launch import lookup
 from hpc_train.launch.job_status import SlurmStatuses, time_left
 from hpc_train.launch.launcher import enqueue, prepare_all, register_launcher
+from hpc_train.run.imported import with_imported_model
 
 __all__ = ["CheckpointInfo", "Run", "Status", "UserError", "find_runs", "submit"]
 
@@ -227,7 +228,8 @@ def _submit(overrides: list[str], config_dir: str | Path | None, console: Consol
         )
     register_launcher()
     directory = [] if config_dir is None else ["--config-dir", os.fspath(config_dir)]
-    line = CommandLine.parse(with_right_plus([*overrides, "--multirun", *directory]))
+    arguments = with_right_plus([*overrides, "--multirun", *directory])
+    line = CommandLine.parse(with_imported_model(arguments))
     listed = expand(line.overrides)
     with line.composer() as compose:
         run = compose(listed[0]).run

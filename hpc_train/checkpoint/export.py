@@ -1,4 +1,4 @@
-"""Exports a model as a Hugging Face Llama (safetensors) or one ``.pt`` file, and reads published Llama weights.
+"""Exports a model for ``transformers`` (safetensors) or as one ``.pt`` file, and reads published weights.
 
 Tensors are converted one at a time. An export is renamed to its final path when it is complete.
 """
@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,9 @@ def export_hf(
             where="--format",
             fix="--format pt, which exports any model",
         )
-    hf_name, hf_config = hugging_face.parameter_name, hugging_face.config
+    kind = dtype or next(iter(stored.model().values())).dtype
+    config = hugging_face.config(model, positions, str(kind).removeprefix("torch."))
+    hf_name = partial(hugging_face.parameter_name, model)
     save_file = _import_save_file()
     shards = _shards(stored.model(), dtype, shard_bytes)
     with _atomic_output(to) as folder:
@@ -75,8 +78,7 @@ def export_hf(
             write_json(
                 folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index}
             )
-        kind = dtype or next(iter(stored.model().values())).dtype
-        write_json(folder / "config.json", hf_config(model, positions, str(kind).removeprefix("torch.")))
+        write_json(folder / "config.json", config)
 
 
 def export_pt(
@@ -197,7 +199,7 @@ _REDOWNLOAD = "download the model again"
 
 
 @dataclass(frozen=True)
-class LlamaFiles:
+class PublishedFiles:
     """Reads published weights from ``config.json`` and safetensors files; pickled files are not read.
 
     Attributes:
@@ -207,10 +209,10 @@ class LlamaFiles:
     folder: Path
     model: GPTConfig
     shapes: dict[str, tuple[int, ...]]
-    _file_of: dict[str, str]  # name in the Llama -> file
+    _file_of: dict[str, str]  # published name -> file
 
     @classmethod
-    def open(cls, folder: Path) -> LlamaFiles:
+    def open(cls, folder: Path) -> PublishedFiles:
         """Reads names and shapes, and compares them with the config.
 
         Raises:
@@ -224,16 +226,16 @@ class LlamaFiles:
 
     def read(self, name: str) -> Tensor:
         """Returns the tensor with hpc_train's name ``name`` in its stored dtype."""
-        llama = hf_name(name)
-        with _open_safetensors(self.folder / self._file_of[llama]) as file:
-            return file.get_tensor(llama)
+        published = hf_name(self.model, name)
+        with _open_safetensors(self.folder / self._file_of[published]) as file:
+            return file.get_tensor(published)
 
     def _check(self) -> None:
-        wanted = {hf_name(name): shape for name, shape in self.shapes.items()}
+        wanted = {hf_name(self.model, name): shape for name, shape in self.shapes.items()}
         problems = [f"missing: {name}" for name in wanted if name not in self._file_of]
         ignored = (OUTPUT, "rotary_emb.inv_freq") if self.model.tied_embeddings else ("rotary_emb.inv_freq",)
         problems += [
-            f"not part of a Llama: {name}"
+            f"not part of the model: {name}"
             for name in self._file_of
             if name not in wanted and not name.endswith(ignored)
         ]
@@ -249,7 +251,7 @@ class LlamaFiles:
             )
 
     def _found_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the stored shapes under the Llama's names; opens one file at a time."""
+        """Returns the stored shapes under the published names; opens one file at a time."""
         shapes: dict[str, tuple[int, ...]] = {}
         for file in dict.fromkeys(self._file_of.values()):
             with _open_safetensors(self.folder / file) as opened:
@@ -304,7 +306,7 @@ def _json(path: Path) -> dict[str, Any]:
         raise UserError(
             f"cannot read {path}: {error}",
             where=str(path),
-            fix="name a directory with the config and weights of a Llama",
+            fix="name a directory with config.json and safetensors files",
         ) from error
     if not isinstance(content, dict):
         raise UserError(f"{path} is not a JSON object", where=str(path), fix=_REDOWNLOAD)

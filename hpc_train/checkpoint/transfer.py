@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hpc_train.checkpoint import disk
-from hpc_train.checkpoint.export import LlamaFiles, export_bytes, export_hf, export_pt
+from hpc_train.checkpoint.export import PublishedFiles, export_bytes, export_hf, export_pt
 from hpc_train.checkpoint.listing import choose, verified_manifest, was_kept
 from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest
 from hpc_train.checkpoint.reader import MODEL, StoredTensors
@@ -92,7 +92,7 @@ def _model(run: RunDirectory) -> tuple[ModelConfig, int]:
 
 
 def import_hf(source: Path, name: str, root: Path, dtype: str, bar: Bar) -> dict[str, Any]:
-    """Imports the Llama in ``source`` as ``root``/``name`` with a checkpoint of step 0, which runs can fork from.
+    """Imports the model in ``source`` as ``root``/``name`` with a checkpoint of step 0, which runs can fork from.
 
     Args:
         dtype: dtype of the stored tensors, the parameter dtype of the runs that will start from them.
@@ -101,12 +101,12 @@ def import_hf(source: Path, name: str, root: Path, dtype: str, bar: Bar) -> dict
         A dict of ``path``, ``parameters`` (number of elements) and ``overrides`` for a run with the model.
 
     Raises:
-        UserError: the files are not a Llama that hpc_train's GPT can compute, or the name is taken.
+        UserError: the files are not a model that hpc_train's GPT can compute, or the name is taken.
     """
     directory = RunDirectory(Path(run_directory(str(root), name)))
     if directory.path.exists() and any(directory.path.iterdir()):
         raise UserError(f"{directory.path} already exists", where="--to", fix="choose another name")
-    files = LlamaFiles.open(source)
+    files = PublishedFiles.open(source)
     kind: torch.dtype = getattr(torch, dtype)
     state = {f"{MODEL}{own}": torch.empty(shape, dtype=kind, device="meta") for own, shape in files.shapes.items()}
     try:
@@ -151,7 +151,7 @@ def write_checkpoint(
 class _Converted(Mapping[str, Tensor]):
     """Maps names to tensors that are read from their files and converted on access."""
 
-    def __init__(self, files: LlamaFiles, state: Mapping[str, Tensor], advance: Callable[[int], None]) -> None:
+    def __init__(self, files: PublishedFiles, state: Mapping[str, Tensor], advance: Callable[[int], None]) -> None:
         self._files = files
         self._state = state
         self._advance = advance

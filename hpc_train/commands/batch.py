@@ -37,6 +37,7 @@ from hpc_train.run.code import reexec_from_snapshot, snapshot_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.files import write_text
 from hpc_train.run.freeze import check_freeze, freeze, load
+from hpc_train.run.imported import with_imported_model
 from hpc_train.run.lease import add_submission
 from hpc_train.run.owner import TRUST, refuse_foreign, warn_if_open
 from hpc_train.slurm.site import read_site
@@ -58,7 +59,7 @@ def freeze_run(arguments: list[str]) -> int:
     parser.add_argument("--task", type=int, metavar="N", help="freeze job N of the sweep that the overrides describe")
     options, rest = parser.parse_known_args(arguments)
     register_launcher()
-    line = CommandLine.parse(with_right_plus(rest))
+    line = CommandLine.parse(with_imported_model(with_right_plus(rest)))
     jobs = expand(line.overrides)
     overrides = _overrides_of_task(jobs, options.task, line.multirun)
     with own_files_checked(line), line.composer() as compose:
@@ -146,7 +147,7 @@ def print_script(arguments: list[str]) -> int:
     parser = _parser("script", "Prints a batch script that trains the run that the overrides describe.")
     _, rest = parser.parse_known_args(arguments)
     register_launcher()
-    line = CommandLine.parse(with_right_plus(rest))
+    line = CommandLine.parse(with_imported_model(with_right_plus(rest)))
     if line.multirun or len(expand(line.overrides)) > 1:
         raise UserError(
             "script prints one job, but the overrides describe a sweep",

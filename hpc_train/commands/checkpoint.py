@@ -71,8 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     actions = parser.add_subparsers(dest="action", required=True, metavar="list|verify|export|import")
     listed = actions.add_parser("list", help="list steps, ages, sizes and layouts; check file names and sizes")
     verified = actions.add_parser("verify", help="check every byte against its checksum; exit with 1 on damage")
-    exported = actions.add_parser("export", help="export the model as a Hugging Face Llama or as one .pt file")
-    imported = actions.add_parser("import", help="import the weights of a Llama, for runs to start from")
+    exported = actions.add_parser("export", help="export the model for transformers or as one .pt file")
+    imported = actions.add_parser("import", help="import published weights, such as a Llama, for runs to start from")
     for action in (listed, verified, exported):
         action.add_argument("run", metavar="RUN", help="a run directory, or its name")
     for action in (verified, exported):
@@ -169,7 +169,7 @@ def _import(options: argparse.Namespace) -> int:
         print(json.dumps(result))
         return Exit.DONE
     print(f"imported {result['parameters']:,} parameters into {result['path']}; to train from them:")
-    print(f"  python -m hpc_train {' '.join(result['overrides'])} run.fork=NEW …")
+    print(f"  python -m hpc_train run.name={options.to} run.fork=NEW …")
     return Exit.DONE
 
 

@@ -26,6 +26,7 @@ from hpc_train.run.code import snapshot_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.exits import Exit
 from hpc_train.run.freeze import check_freeze, freeze
+from hpc_train.run.imported import with_imported_model
 from hpc_train.run.owner import warn_if_open
 
 
@@ -44,7 +45,7 @@ def main(arguments: list[str]) -> int:
 
         return start_agent(arguments)
     register_launcher()
-    arguments = with_right_plus(arguments)
+    arguments = with_imported_model(with_right_plus(arguments))
     line = CommandLine.parse(arguments)
     if line.runs:
         refuse_several_nodes()

@@ -49,6 +49,8 @@ class Activations:
         products: those of them that are results of matrix products or attention.
         layer_input: the width of the hidden states, which full activation checkpointing keeps.
         logits: logits per token.
+        scores: attention scores per token and layer, if attention keeps them: twice in fp32, and with half precision
+            once more in that.
     """
 
     tokens: int
@@ -57,6 +59,7 @@ class Activations:
     products: int
     layer_input: int
     logits: int
+    scores: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,11 +83,11 @@ class HuggingFaceFormat:
     """How an exported checkpoint looks to ``transformers``.
 
     Attributes:
-        parameter_name: maps the name of a parameter to its name in the exported files.
+        parameter_name: takes the model's config and the name of a parameter; returns its name in the exported files.
         config: takes the model's config, the longest sequence and the dtype, and returns the content of config.json.
     """
 
-    parameter_name: Callable[[str], str]
+    parameter_name: Callable[[Any, str], str]
     config: Callable[[Any, int, str], Mapping[str, Any]]
 
 

@@ -73,7 +73,7 @@ def count_flops(model: Model, inputs: Tensor, train: TrainConfig) -> FlopCount:
     return FlopCount(
         model=total,
         recomputed=_recomputed(model.block_flops(inputs), train),
-        causal=total - terms.attention / 2 if terms is not None and terms.causal else None,
+        causal=total - terms.masked if terms is not None and terms.masked is not None else None,
         with_embeddings=total + terms.embedding if terms is not None else None,
     )
 

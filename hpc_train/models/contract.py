@@ -34,16 +34,16 @@ def disagreement(model_config: Any, data_config: Any) -> str:
     if len(model.layers) != model_config.n_layers:
         return f"n_layers is {model_config.n_layers}, but the model has {len(model.layers)} layers"
     if family.hugging_face is not None:
-        unknown = [name for name in names if not _has_name(family, name)]
+        unknown = [name for name in names if not _has_name(family, model_config, name)]
         if unknown:
             return f"hugging_face.parameter_name has no name for {unknown[0]}"
     return _plan_problem(family, model) or _flops_problem(family, model, model_config, data_config)
 
 
-def _has_name(family: ModelFamily, name: str) -> bool:
+def _has_name(family: ModelFamily, config: Any, name: str) -> bool:
     assert family.hugging_face is not None
     try:
-        return bool(family.hugging_face.parameter_name(name))
+        return bool(family.hugging_face.parameter_name(config, name))
     except LookupError:
         return False
 

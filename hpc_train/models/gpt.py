@@ -1,14 +1,16 @@
 """Implements a decoder-only transformer like Llama (Touvron et al. 2023, arXiv:2307.09288).
 
-It has RMSNorm before each branch, rotary positions, grouped-query attention, SwiGLU and no biases. Its parameters map
-one to one to those of Hugging Face's Llama: ``layers.N.attention.wq`` is ``model.layers.N.self_attn.q_proj``, ``ffn.w1
-w2 w3`` are ``mlp.gate_proj down_proj up_proj``.
+It has RMSNorm before each branch, rotary positions, grouped-query attention, SwiGLU and no biases. The options of its
+config give the other families of ``hf_names``: Qwen2 (arXiv:2407.10671), Qwen3 (arXiv:2505.09388), Mistral
+(arXiv:2310.06825) and Gemma 1 to 3 (arXiv:2403.08295, 2408.00118, 2503.19786). Its parameters map one to one to those
+of Hugging Face's models: ``layers.N.attention.wq`` is ``model.layers.N.self_attn.q_proj``, ``ffn.w1 w2 w3`` are
+``mlp.gate_proj down_proj up_proj``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -24,19 +26,24 @@ from torch.distributed.tensor.parallel import (
 )
 
 from hpc_train.config.schema import GPTConfig
-from hpc_train.models import families
+from hpc_train.models import gpt_sizes
+from hpc_train.models.attention import LOCAL, Attention, soft_cap
 from hpc_train.models.model import FlopTerms, Model
-from hpc_train.models.packed_attention import document_context
+from hpc_train.models.packed_attention import Scores, document_context, local_context
+from hpc_train.models.rotary import RotaryCache, RotaryScaling
 from hpc_train.models.transformer import (
-    Attention,
     CrossEntropyHead,
+    OffsetRMSNorm,
     PreNormLayer,
     RMSNorm,
-    RotaryCache,
-    RotaryScaling,
     in_compute_dtype,
-    rotary_tables,
+    widened,
 )
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 class GPTStem(nn.Module):
@@ -46,28 +53,55 @@ class GPTStem(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.dropout = nn.Dropout(config.dropout)
+        self._scale = math.sqrt(config.dim) if config.scaled_embeddings else None
 
     def forward(self, inputs: Tensor, context: Mapping[str, Tensor]) -> Tensor:
-        return self.dropout(in_compute_dtype(self.embedding(inputs)))  # ZeRO has rounded the table
+        embedded = in_compute_dtype(self.embedding(inputs))  # ZeRO has rounded the table
+        if self._scale is not None:  # Gemma rounds the factor to the dtype of the hidden states
+            embedded = embedded * torch.tensor(self._scale, dtype=embedded.dtype, device="cpu").item()
+        return self.dropout(embedded)
 
 
-class SwiGLU(nn.Module):
-    """Computes ``w2(silu(w1 x) * w3 x)`` (Shazeer 2020, arXiv:2002.05202)."""
+class GatedFeedForward(nn.Module):
+    """Computes ``w2(f(w1 x) * w3 x)``: SwiGLU if ``f`` is ``silu``, GeGLU if GELU (Shazeer 2020, arXiv:2002.05202)."""
 
-    def __init__(self, dim: int, ffn_dim: int) -> None:
+    def __init__(self, dim: int, ffn_dim: int, activation: str = "silu") -> None:
         super().__init__()
+        self._activation = ACTIVATIONS[activation]
         self.w1 = nn.Linear(dim, ffn_dim, bias=False)
         self.w2 = nn.Linear(ffn_dim, dim, bias=False)
         self.w3 = nn.Linear(dim, ffn_dim, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(hidden)) * self.w3(hidden))
+        return self.w2(self._activation(self.w1(hidden)) * self.w3(hidden))
 
 
-def gpt_layer(config: GPTConfig) -> PreNormLayer:
-    attention = Attention(config.dim, config.n_heads, config.n_kv_heads, causal=True, bias=False)
-    norm = partial(RMSNorm, config.dim, eps=config.norm_eps)
-    return PreNormLayer(norm, attention, SwiGLU(config.dim, config.ffn_dim), config.dropout)
+def gpt_norm(config: GPTConfig, width: int) -> RMSNorm:
+    """Returns a new norm of ``width`` elements."""
+    return (OffsetRMSNorm if config.norm_offset else RMSNorm)(width, eps=config.norm_eps)
+
+
+def gpt_scores(config: GPTConfig, local: bool) -> Scores:
+    """Returns how a layer with or without a sliding window computes its scores."""
+    scale = None if config.query_scalar is None else config.query_scalar**-0.5
+    return Scores(scale, config.sliding_window if local else None, config.attention_softcap)
+
+
+def gpt_layer(config: GPTConfig, index: int) -> PreNormLayer:
+    norm = partial(gpt_norm, config)
+    attention = Attention(
+        config.dim,
+        config.n_heads,
+        config.n_kv_heads,
+        causal=True,
+        bias=False,
+        qkv_bias=config.qkv_bias,
+        head_dim=config.head_dim,
+        norm=norm if config.qk_norm else None,
+        scores=gpt_scores(config, gpt_sizes.is_local(config, index)),
+    )
+    ffn = GatedFeedForward(config.dim, config.ffn_dim, config.activation)
+    return PreNormLayer(partial(norm, config.dim), attention, ffn, config.dropout, config.post_norms)
 
 
 class GPTHead(CrossEntropyHead):
@@ -75,11 +109,13 @@ class GPTHead(CrossEntropyHead):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = gpt_norm(config, config.dim)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self._cap = config.logit_softcap
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.output(self.norm(hidden))
+        logits = self.output(self.norm(hidden))
+        return logits if self._cap is None else soft_cap(widened(logits), self._cap)
 
 
 class GPT(Model):
@@ -91,46 +127,54 @@ class GPT(Model):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        families.check_gpt(config, None)
+        gpt_sizes.check_gpt(config, None)
         self.config = config
         self.stem = GPTStem(config)
-        self.layers = nn.ModuleDict({str(index): gpt_layer(config) for index in range(config.n_layers)})
+        self.layers = nn.ModuleDict({str(index): gpt_layer(config, index) for index in range(config.n_layers)})
         self.head = GPTHead(config)
         if config.tied_embeddings:
             self.tied = {"head.output.weight": "stem.embedding.weight"}
             self.head.output.weight = self.stem.embedding.weight
-        self._scaling = RotaryScaling(**config.rope_scaling) if config.rope_scaling else None
-        self._rotary = RotaryCache(config.dim // config.n_heads, config.rope_theta, self._scaling)
+        scaling = RotaryScaling(**config.rope_scaling) if config.rope_scaling else None
+        width = gpt_sizes.head_width(config)
+        self._rotary = {"": RotaryCache(width, config.rope_theta, scaling)}
+        if config.local_rope_theta is not None:
+            self._rotary[LOCAL] = RotaryCache(width, config.local_rope_theta)
 
     def prepare(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Adds the rotary tables and, for packed documents, their boundaries or the attention mask.
+        """Adds the rotary tables and, for packed documents and windows, their boundaries or the attention mask.
 
         ``context["positions"]`` ``[micro, seq]`` replaces positions counted from 0. ``context["document_ids"]``
         ``[micro, seq]`` limits attention to tokens of the same document.
         """
-        if "positions" in context:
-            head_dim = self.config.dim // self.config.n_heads
-            cosine, sine = rotary_tables(context["positions"], head_dim, self.config.rope_theta, self._scaling)
-        else:
-            shards = 1 if self.stem is not None else self.sequence_shards
-            cosine, sine = self._rotary.tables(hidden.shape[1] * shards, hidden.device)
-        added = {"rotary_cosine": cosine, "rotary_sine": sine}
+        length = hidden.shape[1] * (1 if self.stem is not None else self.sequence_shards)
+        added: dict[str, Tensor] = {}
+        for name, rotary in self._rotary.items():
+            if "positions" in context:
+                tables = rotary.compute(context["positions"])
+            else:
+                tables = rotary.tables(length, hidden.device)
+            added |= {f"{name}rotary_cosine": tables[0], f"{name}rotary_sine": tables[1]}
         if "document_ids" in context:
             added |= document_context(context)
-        return {**context, **added}
+        local = local_context({**context, **added}, (len(hidden), length), hidden.device, gpt_scores(self.config, True))
+        return {**context, **added, **{LOCAL + name: value for name, value in local.items()}}
 
     def hidden_shape(self, inputs: Tensor) -> tuple[int, ...]:
         return (*inputs.shape, self.config.dim)
 
     def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
-        """Sets norms to 1 and draws all other parameters from N(0, 0.02).
+        """Sets norms to 1 (0 with ``norm_offset``) and biases to 0, and draws all other parameters from N(0, 0.02).
 
         Projections into the residual stream are drawn from N(0, 0.02 / sqrt(2 layers)). Source: GPT-2 (Radford et al.
         2019, section 2.3).
         """
         with torch.no_grad():
             if "norm" in name:
-                value.fill_(1.0)
+                value.fill_(0.0 if self.config.norm_offset else 1.0)
+                return
+            if name.endswith(".bias"):
+                value.zero_()
                 return
             into_residual = name.endswith(("attention.wo.weight", "ffn.w2.weight"))
             deviation = 0.02 / math.sqrt(2 * self.config.n_layers) if into_residual else 0.02
@@ -140,21 +184,20 @@ class GPT(Model):
         """Does nothing: the rotary tables are computed when they are first needed."""
 
     def flops_per_sample(self, inputs: Tensor) -> float:
-        """Returns ``families.gpt_flops_per_sample``."""
-        return families.gpt_flops_per_sample(self.config, tuple(inputs.shape[1:]))
+        """Returns ``gpt_sizes.gpt_flops_per_sample``."""
+        return gpt_sizes.gpt_flops_per_sample(self.config, tuple(inputs.shape[1:]))
 
     def flop_terms(self, inputs: Tensor) -> FlopTerms:
         """Returns the terms; a tied table is already counted as the output projection."""
         config, length = self.config, inputs.shape[-1]
         table = 0.0 if config.tied_embeddings else 6.0 * length * config.vocab_size * config.dim
-        return FlopTerms(12.0 * config.n_layers * config.dim * length**2, causal=True, embedding=table)
+        return FlopTerms(gpt_sizes.gpt_masked_flops(config, length), embedding=table)
 
     def block_flops(self, inputs: Tensor) -> tuple[float, ...]:
         """Splits ``flops_per_sample``; the stem is a look-up and counts 0, the head counts the output projection."""
         config, length = self.config, inputs.shape[-1]
         head = 6.0 * length * (config.dim + config.vocab_size * config.dim)
-        layer = (self.flops_per_sample(inputs) - head) / config.n_layers
-        return (0.0, *[layer] * config.n_layers, head)
+        return (0.0, *gpt_sizes.gpt_layer_flops(config, length), head)
 
 
 def tensor_parallel_plan(model: GPT) -> dict[str, ParallelStyle]:
@@ -164,15 +207,15 @@ def tensor_parallel_plan(model: GPT) -> dict[str, ParallelStyle]:
     if model.stem is not None:
         plan["stem.embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=shard)
     for key in model.layers:
-        plan |= {f"layers.{key}.{name}": style for name, style in _layer_plan(shard).items()}
+        plan |= {f"layers.{key}.{name}": style for name, style in _layer_plan(model.config, shard).items()}
     if model.head is not None:
         plan["head.norm"] = SequenceParallel()
         plan["head.output"] = ColwiseParallel(input_layouts=shard, output_layouts=Replicate())
     return plan
 
 
-def _layer_plan(shard: Shard) -> dict[str, ParallelStyle]:
-    return {
+def _layer_plan(config: GPTConfig, shard: Shard) -> dict[str, ParallelStyle]:
+    plan: dict[str, ParallelStyle] = {
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(input_layouts=(shard, None), desired_input_layouts=(Replicate(), None)),
         "attention.wq": ColwiseParallel(),
@@ -185,3 +228,9 @@ def _layer_plan(shard: Shard) -> dict[str, ParallelStyle]:
         "ffn.w2": RowwiseParallel(output_layouts=shard),
         "ffn.w3": ColwiseParallel(),
     }
+    if config.post_norms:
+        plan |= {name: SequenceParallel(use_local_output=True) for name in ("attention_post_norm", "ffn_post_norm")}
+    if config.qk_norm:  # the heads of this rank are a shard of dim 2, so gradients of the weight are summed over ranks
+        names = ("attention.q_norm", "attention.k_norm")
+        plan |= {name: SequenceParallel(sequence_dim=2, use_local_output=True) for name in names}
+    return plan

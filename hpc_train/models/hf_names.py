@@ -1,16 +1,19 @@
-"""Maps the names of GPT parameters and config keys to those of Hugging Face's Llama and back. Imports no torch.
+"""Maps the names of GPT parameters and config keys to those of ``transformers`` and back. Imports no torch.
 
-Shapes and values are equal (``transformer.rotate`` uses Llama's convention), so both directions only rename tensors.
+Shapes and values are equal (``rotary.rotate`` uses their convention), so both directions only rename tensors.
+``FAMILIES`` lists the families; a model is exported as the first one whose options it has.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hpc_train.config.schema import GPTConfig
 from hpc_train.errors import UserError
+from hpc_train.models.gpt_sizes import SCALING, head_width, is_local
 
 OUTPUT = "lm_head.weight"  # a tied model's files lack it or hold a copy of the embedding
 _WHOLE = {
@@ -18,116 +21,298 @@ _WHOLE = {
     "head.norm.weight": "model.norm.weight",
     "head.output.weight": OUTPUT,
 }
-_LAYER_NAMES = {
-    "attention_norm.weight": "input_layernorm.weight",
-    "attention.wq.weight": "self_attn.q_proj.weight",
-    "attention.wk.weight": "self_attn.k_proj.weight",
-    "attention.wv.weight": "self_attn.v_proj.weight",
-    "attention.wo.weight": "self_attn.o_proj.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "ffn.w1.weight": "mlp.gate_proj.weight",
-    "ffn.w2.weight": "mlp.down_proj.weight",
-    "ffn.w3.weight": "mlp.up_proj.weight",
+_MODULES = {
+    "attention_norm": "input_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn.w1": "mlp.gate_proj",
+    "ffn.w2": "mlp.down_proj",
+    "ffn.w3": "mlp.up_proj",
 }
-SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+_POST_NORMS = {
+    "attention_post_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "ffn_post_norm": "post_feedforward_layernorm",
+}
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
 _SUPPORTED: dict[str, Any] = {  # keys that our model lacks, each with the only value that it implements
-    "model_type": "llama",
-    "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
     "pretraining_tp": 1,
+    "use_bidirectional_attention": False,
 }
+_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # name of ours -> theirs
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 
-def hf_name(name: str) -> str:
-    """Returns Llama's name of the GPT parameter ``name``.
+@dataclass(frozen=True)
+class HFFamily:
+    """Describes a family of ``transformers`` by the options of ``GPTConfig`` that it has.
+
+    Attributes:
+        architecture: the name of the class.
+        always: the options that all models of the family have, with their values.
+        may: the options that its ``config.json`` sets; all others have their defaults.
+        defaults: keys that ``config.json`` may omit, with their values.
+        local: takes ``config.json`` and a layer, and returns whether the layer has a sliding window if there are no
+            ``layer_types``.
+        activation_key: the key of the activation function.
+    """
+
+    architecture: str
+    always: Mapping[str, Any] = field(default_factory=dict)
+    may: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    local: Callable[[Mapping[str, Any], int], bool] = lambda values, layer: False
+    activation_key: str = "hidden_act"
+
+
+_GEMMA = {"activation": "gelu_tanh", "scaled_embeddings": True, "norm_offset": True}
+_GEMMA_DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256}
+_QWEN_DEFAULTS = {"use_sliding_window": False, "max_window_layers": 28}
+_WINDOWS = ("sliding_window", "global_every")
+
+
+def _in_qwen(values: Mapping[str, Any], layer: int) -> bool:
+    return bool(values["use_sliding_window"]) and layer >= values["max_window_layers"]
+
+
+FAMILIES: Mapping[str, HFFamily] = {  # by the ``model_type`` of config.json
+    "llama": HFFamily("LlamaForCausalLM", may=("rope_scaling",)),
+    "qwen2": HFFamily(
+        "Qwen2ForCausalLM", {"qkv_bias": True}, ("rope_scaling", *_WINDOWS), _QWEN_DEFAULTS, local=_in_qwen
+    ),
+    "qwen3": HFFamily(
+        "Qwen3ForCausalLM", {"qk_norm": True}, ("rope_scaling", *_WINDOWS), _QWEN_DEFAULTS, local=_in_qwen
+    ),
+    "mistral": HFFamily("MistralForCausalLM", may=("rope_scaling", "sliding_window"), local=lambda values, layer: True),
+    "gemma": HFFamily("GemmaForCausalLM", _GEMMA, ("rope_scaling",), _GEMMA_DEFAULTS),
+    "gemma2": HFFamily(
+        "Gemma2ForCausalLM",
+        _GEMMA | {"post_norms": True},
+        ("rope_scaling", "query_scalar", "attention_softcap", "logit_softcap", *_WINDOWS),
+        _GEMMA_DEFAULTS,
+        local=lambda values, layer: layer % 2 == 0,
+        activation_key="hidden_activation",
+    ),
+    "gemma3_text": HFFamily(
+        "Gemma3ForCausalLM",
+        _GEMMA | {"post_norms": True, "qk_norm": True},
+        ("query_scalar", "logit_softcap", "local_rope_theta", *_WINDOWS),
+        _GEMMA_DEFAULTS | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 6},
+        local=lambda values, layer: (layer + 1) % values["sliding_window_pattern"] != 0,
+        activation_key="hidden_activation",
+    ),
+}
+_OPTIONS = {
+    "activation", "attention_softcap", "global_every", "local_rope_theta", "logit_softcap", "norm_offset",
+    "post_norms", "qk_norm", "qkv_bias", "query_scalar", "rope_scaling", "scaled_embeddings", "sliding_window",
+}  # fmt: skip
+
+
+def hf_name(model: GPTConfig, name: str) -> str:
+    """Returns the name in ``transformers`` of the parameter ``name`` of ``model``.
 
     Raises:
         KeyError: a GPT has no such parameter.
     """
     found = _LAYER.fullmatch(name)
-    return f"model.layers.{found[1]}.{_LAYER_NAMES[found[2]]}" if found else _WHOLE[name]
+    if not found:
+        return _WHOLE[name]
+    modules = _MODULES | (_POST_NORMS if model.post_norms else {})
+    return f"model.layers.{found[1]}.{modules[found[2]]}.{found[3]}"
 
 
-def hf_config(config: GPTConfig, positions: int, dtype: str) -> dict[str, Any]:
-    """Returns the ``config.json`` from which ``transformers`` builds the ``LlamaForCausalLM`` for ``config``.
+def hf_config(model: GPTConfig, positions: int, dtype: str) -> dict[str, Any]:
+    """Returns the ``config.json`` from which ``transformers`` builds ``model``.
 
     Args:
         positions: the longest sequence that the model was trained on.
         dtype: the dtype of the exported tensors, e.g. ``bfloat16``.
+
+    Raises:
+        UserError: ``transformers`` has no family with these options.
     """
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": config.ffn_dim,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
-        "num_key_value_heads": config.n_kv_heads,
-        "head_dim": config.dim // config.n_heads,
+    kind = _family_with(model)
+    family = FAMILIES[kind]
+    values = {
+        "architectures": [family.architecture],
+        "model_type": kind,
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.dim,
+        "intermediate_size": model.ffn_dim,
+        "num_hidden_layers": model.n_layers,
+        "num_attention_heads": model.n_heads,
+        "num_key_value_heads": model.n_kv_heads,
+        "head_dim": head_width(model),
         "max_position_embeddings": positions,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": _llama_scaling(config),
-        "tie_word_embeddings": config.tied_embeddings,
-        "hidden_act": "silu",
+        "rms_norm_eps": model.norm_eps,
+        "rope_theta": model.rope_theta,
+        "rope_scaling": _llama_scaling(model),
+        "tie_word_embeddings": model.tied_embeddings,
+        family.activation_key: _ACTIVATIONS[model.activation],
         "attention_bias": False,
         "mlp_bias": False,
         "bos_token_id": None,
         "eos_token_id": None,
         "torch_dtype": dtype,
     }
+    options: dict[str, Any] = {
+        "query_scalar": {"query_pre_attn_scalar": model.query_scalar or head_width(model)},
+        "attention_softcap": {"attn_logit_softcapping": model.attention_softcap},
+        "logit_softcap": {"final_logit_softcapping": model.logit_softcap},
+        "local_rope_theta": {"rope_local_base_freq": model.local_rope_theta or model.rope_theta},
+        "sliding_window": {"sliding_window": model.sliding_window},
+        "global_every": _hf_windows(model, family),
+    }
+    for option in family.may:
+        values |= options.get(option, {})
+    return values
+
+
+def _family_with(model: GPTConfig) -> str:
+    """Returns the ``model_type`` of the first family that has the options of ``model``."""
+    kind = next((kind for kind, family in FAMILIES.items() if not _problems(model, family)), None)
+    if kind is None:
+        options = ", ".join(f"model.{name}={getattr(model, name)}" for name in sorted(_changed(model)))
+        raise UserError(
+            f"no family of transformers has all of {options}",
+            where="--format",
+            fix=f"--format pt, which exports any model; the families are {', '.join(FAMILIES)}",
+        )
+    if model.dim % model.n_heads:
+        raise UserError(
+            f"transformers needs a number of heads that divides the width, and {model.n_heads} does not divide "
+            f"{model.dim}",
+            where="--format",
+            fix="--format pt, which exports any model",
+        )
+    return kind
+
+
+def _problems(model: GPTConfig, family: HFFamily) -> list[str]:
+    """Returns the options of ``model`` that ``family`` does not have."""
+    lacks = _changed(model) - {*family.may, *family.always}
+    return sorted(lacks | {name for name, value in family.always.items() if getattr(model, name) != value})
+
+
+def _changed(model: GPTConfig) -> set[str]:
+    """Returns the options that have not their default values."""
+    defaults = {each.name: each.default for each in fields(GPTConfig)} | {"rope_scaling": {}}
+    return {name for name in _OPTIONS if getattr(model, name) != defaults[name]}
+
+
+def _hf_windows(model: GPTConfig, family: HFFamily) -> dict[str, Any]:
+    """Returns which layers have a window; versions of ``transformers`` without ``layer_types`` read the other keys."""
+    local = [is_local(model, layer) for layer in range(model.n_layers)]
+    values: dict[str, Any] = {"layer_types": [_LOCAL if each else _GLOBAL for each in local]}
+    if "use_sliding_window" in family.defaults:
+        values |= {"use_sliding_window": any(local), "max_window_layers": 0 if any(local) else model.n_layers}
+    if "sliding_window_pattern" in family.defaults:
+        values |= {"sliding_window_pattern": model.global_every or model.n_layers + 1}
+    return values
 
 
 def gpt_config(values: Mapping[str, Any], where: str) -> GPTConfig:
-    """Returns the config of the GPT that a Llama's ``config.json`` of ``transformers`` 4 or 5 describes.
+    """Returns the config of the GPT that a ``config.json`` of ``transformers`` 4 or 5 describes.
 
     Raises:
         UserError: the model has another architecture, or parts that hpc_train's GPT lacks.
     """
-    _refuse_unsupported(values, where)
+    kind = values.get("model_type", "llama")
+    if kind not in FAMILIES:
+        raise _unsupported(f"model_type {kind!r}", where)
+    family = FAMILIES[kind]
+    values = {**family.defaults, **values}
+    _refuse_unsupported(values, family, where)
     try:
         heads, dim = int(values["num_attention_heads"]), int(values["hidden_size"])
-        head_dim = values.get("head_dim") or dim // heads
-        if head_dim * heads != dim:
-            raise _unsupported(f"{heads} heads of width {head_dim} in a model of width {dim}", where)
-        return GPTConfig(
+        head_dim = int(values.get("head_dim") or dim // heads)
+        model = GPTConfig(
             vocab_size=int(values["vocab_size"]),
             n_layers=int(values["num_hidden_layers"]),
             dim=dim,
             n_heads=heads,
             n_kv_heads=int(values.get("num_key_value_heads") or heads),
             ffn_dim=int(values["intermediate_size"]),
-            rope_theta=_theta(values),
+            head_dim=None if head_dim * heads == dim else head_dim,
+            rope_theta=_theta(values, _GLOBAL),
             rope_scaling=_scaling(values, where),
             norm_eps=float(values.get("rms_norm_eps", 1e-6)),
             tied_embeddings=bool(values.get("tie_word_embeddings", False)),
+            **family.always,
+            **_options(values, family, head_dim, where),
         )
     except KeyError as error:
-        raise UserError(f"{where} has no {error.args[0]}", where=where, fix="use the config.json of a Llama") from error
+        raise UserError(
+            f"{where} has no {error.args[0]}", where=where, fix="use the config.json of the published model"
+        ) from error
+    problems = _problems(model, family)
+    if problems:
+        raise _unsupported(", ".join(f"{name} {getattr(model, name)!r}" for name in problems), where)
+    return model
 
 
-def _refuse_unsupported(values: Mapping[str, Any], where: str) -> None:
+def _options(values: Mapping[str, Any], family: HFFamily, head_dim: int, where: str) -> dict[str, Any]:
+    """Returns the options that the family may have, besides ``rope_scaling``."""
+    options: dict[str, Any] = {}
+    if "sliding_window" in family.may:
+        options |= _windows(values, family, where)
+    if "query_scalar" in family.may:
+        scalar = int(values["query_pre_attn_scalar"])
+        options["query_scalar"] = None if scalar == head_dim else scalar
+    if "local_rope_theta" in family.may and options["sliding_window"] is not None:
+        options["local_rope_theta"] = _theta(values, _LOCAL)
+    for option, key in (("attention_softcap", "attn_logit_softcapping"), ("logit_softcap", "final_logit_softcapping")):
+        if values.get(key) is not None:
+            options[option] = float(values[key])
+    return options
+
+
+def _windows(values: Mapping[str, Any], family: HFFamily, where: str) -> dict[str, int | None]:
+    """Returns ``sliding_window`` and ``global_every``."""
+    window, layers = values.get("sliding_window"), int(values["num_hidden_layers"])
+    types = values.get("layer_types") if "global_every" in family.may else None
+    local = [each == _LOCAL for each in types] if types else [family.local(values, each) for each in range(layers)]
+    if window is None or not any(local):
+        return {"sliding_window": None}
+    for every in range(layers + 1):
+        if local == [not (every and (layer + 1) % every == 0) for layer in range(layers)]:
+            return {"sliding_window": int(window), "global_every": every}
+    raise _unsupported(f"sliding windows in layers {[layer for layer, each in enumerate(local) if each]}", where)
+
+
+def _refuse_unsupported(values: Mapping[str, Any], family: HFFamily, where: str) -> None:
     for key, supported in _SUPPORTED.items():
-        if values.get(key, supported) != supported:
+        if values.get(key) not in (None, supported):
             raise _unsupported(f"{key} {values[key]!r}", where)
+    expected = _ACTIVATIONS[family.always.get("activation", "silu")]
+    activation = values.get("hidden_activation") or values.get("hidden_act") or expected
+    if activation != expected and (activation, expected) != ("gelu", "gelu_pytorch_tanh"):  # old configs of Gemma
+        raise _unsupported(f"{family.activation_key} {activation!r}", where)
 
 
-def _rotary(values: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+def _rotary(values: Mapping[str, Any], layers: str) -> tuple[str, Mapping[str, Any]]:
     """Returns the kind of scaling and its values; transformers 5 uses the key ``rope_parameters``, 4
-    ``rope_scaling``."""
+    ``rope_scaling``. Gemma 3 has two in ``rope_parameters``."""
     rotary = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    rotary = rotary.get(layers, rotary)
     return rotary.get("rope_type", rotary.get("type", "default")), rotary
 
 
-def _theta(values: Mapping[str, Any]) -> float:
-    return float(_rotary(values)[1].get("rope_theta", values.get("rope_theta", 10000.0)))
+def _theta(values: Mapping[str, Any], layers: str) -> float:
+    key, default = ("rope_theta", 10000.0) if layers == _GLOBAL else ("rope_local_base_freq", None)
+    of_parameters = _rotary(values, layers)[1] if values.get("rope_parameters") or layers == _GLOBAL else {}
+    return float(of_parameters.get("rope_theta", values.get(key, default)))
 
 
 def _scaling(values: Mapping[str, Any], where: str) -> dict[str, float]:
-    kind, rotary = _rotary(values)
+    kind, rotary = _rotary(values, _GLOBAL)
     if kind == "llama3":
         return {name: float(rotary[name]) for name in SCALING}
     if kind != "default":
@@ -139,16 +324,16 @@ def _scaling(values: Mapping[str, Any], where: str) -> dict[str, float]:
     return {}
 
 
-def _llama_scaling(config: GPTConfig) -> dict[str, Any] | None:
-    if not config.rope_scaling:
+def _llama_scaling(model: GPTConfig) -> dict[str, Any] | None:
+    if not model.rope_scaling:
         return None
     last = SCALING[-1]  # a number of tokens, which Llama's config holds as an integer
-    return {"rope_type": "llama3", **config.rope_scaling, last: int(config.rope_scaling[last])}
+    return {"rope_type": "llama3", **model.rope_scaling, last: int(model.rope_scaling[last])}
 
 
 def _unsupported(what: str, where: str) -> UserError:
     return UserError(
         f"{where} has {what}, which model kind gpt does not support",
         where=where,
-        fix="use the weights of a plain Llama",
+        fix=f"use the weights of one of the families {', '.join(FAMILIES)}",
     )

@@ -19,13 +19,12 @@ class FlopTerms:
     """Holds the terms of the FLOPs of one sample on which conventions differ.
 
     Attributes:
-        attention: FLOPs of queries times keys and weights times values, without regard to a mask.
-        causal: whether the attention is causal.
+        masked: FLOPs that ``flops_per_sample`` counts for pairs of tokens which a causal mask excludes; None if no mask
+            is causal.
         embedding: FLOPs of the embedding as a matrix product, which ``flops_per_sample`` does not count.
     """
 
-    attention: float
-    causal: bool
+    masked: float | None
     embedding: float
 
 

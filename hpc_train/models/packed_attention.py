@@ -1,4 +1,4 @@
-"""Computes attention inside packed documents without scores between documents.
+"""Computes attention inside packed documents and sliding windows without scores between documents or beyond a window.
 
 On NVIDIA GPUs kernels take the boundaries of the documents instead of a mask, so that no tensor has an element for each
 pair of tokens, and time grows with the sum of the squared lengths of the documents.
@@ -15,12 +15,17 @@ mask is computed anew for each batch, and heads of some widths do not fit into t
 
 Neither kernel has fp64, and on AMD GPUs documents without tokens are not tested. There, as on CPUs, attention has a
 mask of ``seq x seq`` elements per sequence.
+
+A sliding window needs ``varlen_attn`` too; without packed documents, each sequence is then one document. The
+memory-efficient operator takes a window, but PyTorch 2.13 does not pass it on to the backward pass, so in fp32 a window
+is a mask, as it is on CPUs. No kernel has a soft cap: such scores are computed by plain operations, with a mask.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,6 +44,26 @@ _HALF = (torch.float16, torch.bfloat16)
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
+@dataclass(frozen=True)
+class Scores:
+    """Says how attention computes its scores.
+
+    Attributes:
+        scale: the factor of the products of queries and keys; None is ``head_dim ** -0.5``.
+        window: the number of tokens to which a token attends, itself included; None is all.
+        cap: scores ``x`` become ``cap * tanh(x / cap)``; None leaves them.
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    cap: float | None = None
+
+
+def is_narrow(scores: Scores, length: int) -> bool:
+    """Returns whether there is a window that does not hold all of ``length`` tokens."""
+    return scores.window is not None and scores.window < length
+
+
 def document_context(context: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns what the attention of all layers needs to stay inside the documents of ``context["document_ids"]``.
 
@@ -48,7 +73,7 @@ def document_context(context: Mapping[str, Tensor]) -> dict[str, Tensor]:
     ids = context["document_ids"]
     if DOCUMENT_ENDS in context and has_kernels(ids.device):
         return {BOUNDARIES: _boundaries(context[DOCUMENT_ENDS], ids.shape[1])}
-    return {"attention_mask": document_mask(ids)}
+    return {"attention_mask": attention_mask(ids, ids.shape[1], None, ids.device)}
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -67,11 +92,34 @@ def _boundaries(ends: Tensor, length: int) -> Tensor:
     return F.pad((ends + firsts.unsqueeze(1)).flatten(), (1, 0))
 
 
-def document_mask(document_ids: Tensor) -> Tensor:
-    """Returns a mask ``[micro, 1, seq, seq]``: true for keys in the same document that are not later than the query."""
-    length = document_ids.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
-    return ((document_ids.unsqueeze(2) == document_ids.unsqueeze(1)) & causal).unsqueeze(1)
+def local_context(
+    context: Mapping[str, Tensor], inputs: tuple[int, int], device: torch.device, scores: Scores
+) -> dict[str, Tensor]:
+    """Returns what layers with the window of ``scores`` read in place of ``BOUNDARIES`` and ``attention_mask``.
+
+    Args:
+        context: what ``document_context`` returned, and ``document_ids``.
+        inputs: the number of sequences, and of tokens in each.
+    """
+    sequences, length = inputs
+    if not is_narrow(scores, length) or (BOUNDARIES in context and scores.cap is None):
+        return {}  # the kernel takes the window and the boundaries of the documents
+    if "document_ids" not in context and scores.cap is None and has_kernels(device):
+        return {BOUNDARIES: torch.arange(0, (sequences + 1) * length, length, dtype=torch.int32, device=device)}
+    return {"attention_mask": attention_mask(context.get("document_ids"), length, scores.window, device)}
+
+
+def attention_mask(document_ids: Tensor | None, length: int, window: int | None, device: torch.device) -> Tensor:
+    """Returns a mask ``[micro or 1, 1, seq, seq]``: true for keys that are not later than the query.
+
+    They are in the window that ends at the query, and in its document if there are ``document_ids`` ``[micro, seq]``.
+    """
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril()
+    if window is not None:
+        mask = mask.triu(1 - window)
+    if document_ids is not None:
+        mask = mask & (document_ids.unsqueeze(2) == document_ids.unsqueeze(1)).unsqueeze(1)
+    return mask
 
 
 @torch.compiler.assume_constant_result
@@ -90,7 +138,15 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     return EFFICIENT if recent or dtype is not torch.bfloat16 else MASK
 
 
-def attend_inside_documents(kernel: str, query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor) -> Tensor:
+def kernel_of_scores(device: torch.device, dtype: torch.dtype, head_dim: int, scores: Scores) -> str:
+    """Returns what ``kernel_for`` does, but ``MASK`` where that kernel lacks the window or the soft cap."""
+    kernel = MASK if scores.cap is not None else kernel_for(device, dtype, head_dim)
+    return MASK if kernel == EFFICIENT and scores.window is not None else kernel
+
+
+def attend_inside_documents(
+    kernel: str, query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, scores: Scores
+) -> Tensor:
     """Returns causal attention inside each document, in the shape of ``query``.
 
     Args:
@@ -98,54 +154,63 @@ def attend_inside_documents(kernel: str, query: Tensor, key: Tensor, value: Tens
         query: ``[micro, seq, heads, head_dim]``.
         key, value: ``[micro, seq, kv_heads, head_dim]``.
         boundaries: ``BOUNDARIES`` of the context. They must cover all tokens: gradients of others are undefined.
+        scores: without a soft cap, and with a window only for ``VARLEN``.
     """
     attend = _varlen if kernel == VARLEN else _efficient
-    mixed = attend(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), boundaries, query.shape[1])
+    mixed = attend(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), boundaries, query.shape[1], scores)
     return mixed.unflatten(0, query.shape[:2])
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int) -> Tensor:
+def _varlen(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scores: Scores) -> Tensor:
     """Calls ``varlen_attn`` with flash attention on all versions.
 
     PyTorch 2.15 prefers cuDNN on some GPUs, which before 9.25 returns NaN if a document has no tokens
     (NVIDIA/cudnn-frontend issue 943).
     """
+    before = -1 if scores.window is None else scores.window - 1  # tokens before the query
+    options: dict[str, Any] = {"scale": scores.scale, "window_size": (before, 0), **_GROUPED}
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        mixed = varlen_attn(
-            query, key, value, boundaries, boundaries, longest, longest, window_size=(-1, 0), **_GROUPED
-        )
+        mixed = varlen_attn(query, key, value, boundaries, boundaries, longest, longest, **options)
     assert isinstance(mixed, Tensor)
     return mixed
 
 
-def _efficient(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int) -> Tensor:
+def _efficient(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scores: Scores) -> Tensor:
     """Calls the memory-efficient kernel, which needs the keys and values of every query."""
     times = query.shape[1] // key.shape[1]
     heads = (query, key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1))
     query, key, value = (each.unsqueeze(0) for each in heads)
     causal, with_logsumexp, dropout = 1, True, 0.0
+    tensors = (query, key, value, None, boundaries, boundaries)
     mixed: Tensor = torch.ops.aten._efficient_attention_forward(
-        query, key, value, None, boundaries, boundaries, longest, longest, dropout, causal, with_logsumexp
+        *tensors, longest, longest, dropout, causal, with_logsumexp, scale=scores.scale
     )[0]
     return mixed.squeeze(0)
 
 
-def description(kernel: str) -> str:
+def description(kernel: str, scores: Scores) -> str:
     """Returns what is told of ``VARLEN`` or ``EFFICIENT`` in the log."""
     if kernel == VARLEN:
-        return "varlen_attn (flash attention) inside each document, without a mask"
+        window = "" if scores.window is None else f" and a window of {scores.window} tokens"
+        return f"varlen_attn (flash attention) inside each document{window}, without a mask"
     return (
         "the memory-efficient kernel inside each document, without a mask, because varlen_attn needs bf16 or fp16, "
         "heads of at most 256 elements and compute capability 8.0"
     )
 
 
-def without_kernel(context: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Returns why packed documents need a mask; an empty string if they need none."""
+def without_kernel(
+    context: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype, head_dim: int, scores: Scores
+) -> str:
+    """Returns why packed documents or a window need a mask; an empty string if they need none."""
     if not has_kernels(device):
-        return "only NVIDIA GPUs have kernels that take the boundaries of documents"
-    if DOCUMENT_ENDS not in context:
+        taken = "the boundaries of documents" if scores.window is None else "windows"
+        return f"only NVIDIA GPUs have kernels that take {taken}"
+    if "document_ids" in context and DOCUMENT_ENDS not in context:
         return "the tokens of a document do not stand together"
-    if kernel_for(device, dtype, head_dim) == MASK:
+    kernel = kernel_for(device, dtype, head_dim)
+    if kernel == MASK:
         return f"no kernel that takes the boundaries of documents has {dtype} and heads of {head_dim} elements here"
+    if kernel != kernel_of_scores(device, dtype, head_dim, scores):
+        return f"the kernel for {dtype} has no window in its backward pass"
     return ""

@@ -15,8 +15,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Pr
 
 from hpc_train.config.schema import ViTConfig
 from hpc_train.models import families
+from hpc_train.models.attention import Attention
 from hpc_train.models.model import FlopTerms, Model
-from hpc_train.models.transformer import Attention, CrossEntropyHead, LayerNorm, PreNormLayer
+from hpc_train.models.transformer import CrossEntropyHead, LayerNorm, PreNormLayer
 
 
 class PatchProjection(nn.Conv2d):
@@ -129,7 +130,7 @@ class ViT(Model):
 
     def flop_terms(self, inputs: Tensor) -> FlopTerms:
         """Returns the terms; a ViT projects patches and has no embedding table."""
-        return FlopTerms(12.0 * self.config.n_layers * self.config.dim * self.tokens**2, causal=False, embedding=0.0)
+        return FlopTerms(masked=None, embedding=0.0)
 
     def block_flops(self, inputs: Tensor) -> tuple[float, ...]:
         """Splits ``flops_per_sample``; the stem counts the patch projection, the head counts the classifier."""

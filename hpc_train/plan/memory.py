@@ -133,9 +133,10 @@ def _activations(config: Config, layout: Layout, pp_rank: int, narrow: int) -> f
 def _layer_bytes(config: Config, kept: Activations, narrow: int) -> tuple[float, float]:
     """Returns the bytes kept for the backward per token and layer, without and with activation checkpointing."""
     normed = narrow if config.precision.residual == "compute" else max(4, narrow)  # bytes of the residual stream
-    every = kept.norm_inputs * normed + kept.layer * narrow
+    of_scores = 2 * max(4, narrow) + (narrow if narrow < 4 else 0)
+    every = kept.norm_inputs * normed + kept.layer * narrow + kept.scores * of_scores
     keeps = parse_recomputation(config.train.activation_checkpointing).keep_products
-    return every, kept.layer_input * normed + (kept.products * narrow if keeps else 0)
+    return every, kept.layer_input * normed + ((kept.products + kept.scores) * narrow if keeps else 0)
 
 
 def _recomputed_layers(config: Config, layers: int) -> int:

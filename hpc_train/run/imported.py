@@ -1,14 +1,19 @@
-"""Imported weights: a directory beside the runs that holds one checkpoint of a known model, from which runs are forked.
+"""Records imported weights, and gives the runs that start from them the model of the import.
 
-``imported.json`` records the model and the source of the weights.
+An import is a directory beside the runs with a checkpoint of step 0 and a record of its model. ``run.fork`` starts a
+run from it.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from hpc_train.config.arguments import CommandLine
+from hpc_train.config.run_path import default_root, run_directory
 from hpc_train.config.schema import Config, GPTConfig
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
@@ -40,6 +45,21 @@ def model_overrides(model: GPTConfig) -> list[str]:
     return overrides
 
 
+def with_imported_model(arguments: Sequence[str]) -> list[str]:
+    """Returns ``arguments`` with the overrides of the import that ``run.fork`` starts from, if there is one.
+
+    They come first, so that overrides of single keys replace them: ``check_start`` then names those that differ. A
+    model that is chosen with ``model=`` stays.
+    """
+    values = dict(override.partition("=")[::2] for override in CommandLine.parse(arguments).overrides)
+    name = values.get("run.name")
+    if not name or "," in name or not values.get("run.fork") or values.keys() & {"model", "+model"}:
+        return list(arguments)
+    root = values.get("run.root") or default_root()
+    model = imported_model(RunDirectory(Path(run_directory(root, name))))
+    return [*([] if model is None else model_overrides(model)), *arguments]
+
+
 def check_start(config: Config, source: RunDirectory) -> None:
     """Raises UserError if a run of ``config`` cannot start from the imported weights in ``source``.
 
@@ -64,4 +84,6 @@ def check_start(config: Config, source: RunDirectory) -> None:
 
 
 def _override_value(value: Any) -> str:
+    if value is None:
+        return "null"
     return str(value).lower() if isinstance(value, bool) else f"{value}"

@@ -24,7 +24,7 @@ from hpc_train.data.dataset import StepBatch
 from hpc_train.data.feed import NOTHING, LocalBatch, TrainFeed
 from hpc_train.data.sampler import Skipped
 from hpc_train.data.stream import States
-from hpc_train.models.transformer import attention_backend
+from hpc_train.models.attention import attention_backend
 from hpc_train.parallel.compile import KeptArtifacts
 from hpc_train.parallel.engine import Engine, add_up
 from hpc_train.parallel.mesh import Mesh

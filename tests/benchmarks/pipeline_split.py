@@ -29,7 +29,7 @@ from hpc_train.data.build import build_dataset
 from hpc_train.data.dataset import StepBatch
 from hpc_train.data.feed import example_micro_batch
 from hpc_train.measure.time_breakdown import timed_stages
-from hpc_train.models.gpt import GPT, SwiGLU
+from hpc_train.models.gpt import GPT, GatedFeedForward
 from hpc_train.parallel.balance import plan_split
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.mesh import Mesh, join_mesh
@@ -45,7 +45,7 @@ def lopsided() -> GPT:
     """Half of the work is the head's, and the last two layers are four times as wide as the others."""
     model = GPT(GPTConfig("gpt", **SIZES))
     for index in (6, 7):
-        model.layers[str(index)].ffn = SwiGLU(SIZES["dim"], 4 * SIZES["ffn_dim"])  # type: ignore[union-attr]
+        model.layers[str(index)].ffn = GatedFeedForward(SIZES["dim"], 4 * SIZES["ffn_dim"])  # type: ignore[union-attr]
     return model
 
 

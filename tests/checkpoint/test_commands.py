@@ -103,7 +103,7 @@ def test_the_imported_weights_start_a_run(tmp_path: Path, called: Callable[..., 
     assert sorted(os.listdir(tmp_path / "llama")) == ["config.json", "model.safetensors"]  # noqa: PTH208
     done = called("checkpoint", "import", "llama", "--to", "pretrained", "--json")
     assert done.returncode == 0, done.stderr
-    overrides = json.loads(done.stdout)["overrides"]
+    assert "model.sliding_window=null" in json.loads(done.stdout)["overrides"]
     listed = called("checkpoint", "list", "pretrained")
     assert "imported" in listed.stdout
     first = ["+strategy=dp", *HERE, "run.name=pretrained"]
@@ -111,7 +111,10 @@ def test_the_imported_weights_start_a_run(tmp_path: Path, called: Callable[..., 
     assert refused.returncode == 2 and "run.name=pretrained run.fork=NEW" in refused.stderr
     refused = called(*first, "run.fork=tuned", "model.rope_theta=5e5")
     assert refused.returncode == 2 and "model.rope_theta: 10000.0 in the import" in refused.stderr
-    tuned = hpc_train(*first, *overrides, "run.fork=tuned", "optim=sgd", cwd=tmp_path)
+    refused = called(*first, "run.fork=tuned", "model=gpt_124m")
+    assert refused.returncode == 2 and "model.vocab_size: 64 in the import" in refused.stderr
+    without = [override for override in first if not override.startswith("model.")]  # the import knows its model
+    tuned = hpc_train(*without, "run.fork=tuned", "optim=sgd", cwd=tmp_path)
     assert tuned.returncode == 0, tuned.stderr
     events = RunDirectory(tmp_path / "outputs/tuned").read_events()
     assert [event["step"] for event in events if event["event"] == "resumed"] == [0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from hpc_train.errors import UserError
 from hpc_train.models.hf_names import gpt_config, hf_config, hf_name
 from hpc_train.models.model import Model
 from hpc_train.run.directory import RunDirectory
-from hpc_train.run.imported import imported_model
+from hpc_train.run.imported import imported_model, model_overrides
 from tests.checkpoint.made import commit
 from tests.models.models import with_values
 from tests.train.runs import frozen
@@ -38,8 +37,7 @@ def quiet_bar(what: str, total: int) -> nullcontext[Any]:
 def model_and_run(path: Path, tied: bool) -> tuple[Model, RunDirectory]:
     """A GPT with random values, and a run whose checkpoint of step 7 holds them."""
     config = GPTConfig(**SIZES, tied_embeddings=tied)
-    overrides = [f"model.{key}={value}" for key, value in asdict(config).items() if key != "kind"]
-    run = frozen(path, "+strategy=single", "data.vocab_size=64", *overrides)
+    run = frozen(path, "+strategy=single", "data.vocab_size=64", *model_overrides(config))
     model = with_values(config).eval()
     for name, parameter in model.named_parameters():
         parameter.data.mul_(1 if "norm" in name else 5).add_(0.01)  # far from symmetric, so that a mix-up shows
@@ -132,11 +130,11 @@ def test_the_config_of_either_transformers_is_read() -> None:
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2'"),
         ({"attention_bias": True}, "attention_bias True"),
-        ({"head_dim": 16}, "4 heads of width 16"),
+        ({"head_dim": 16}, "[32, 32], expected [64, 32]"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 32.0}}, "has no low_freq_factor"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 32.0}}, "scales its rotary positions"),
         ({"vocab_size": 65}, "[64, 32], expected [65, 32]"),
-        ({"num_hidden_layers": 2}, "not part of a Llama: model.layers.2."),
+        ({"num_hidden_layers": 2}, "not part of the model: model.layers.2."),
         ({"num_hidden_layers": 4}, "missing: model.layers.3."),
         ({"tie_word_embeddings": True}, None),  # the copy of the embedding is left out
     ],
@@ -179,5 +177,6 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 
 def test_the_names_are_one_to_one() -> None:
-    names = [name for name, _ in with_values(GPTConfig(**SIZES)).named_parameters()]
-    assert len({hf_name(name) for name in names}) == len(names) == 3 * 9 + 3
+    config = GPTConfig(**SIZES)
+    names = [name for name, _ in with_values(config).named_parameters()]
+    assert len({hf_name(config, name) for name in names}) == len(names) == 3 * 9 + 3

@@ -54,7 +54,8 @@ def of_experiment(name: str) -> list[str]:
 def models() -> list[list[str]]:
     """Every model and every data source, in pairs that fit."""
     images = zip([name for name in names("model") if name.startswith("vit")], cycle(IMAGES), strict=False)
-    texts = zip([name for name in names("model") if name.startswith(("gpt", "llama"))], cycle(TOKENS), strict=False)
+    language = ("gpt", "llama", "qwen", "mistral", "gemma")
+    texts = zip([name for name in names("model") if name.startswith(language)], cycle(TOKENS), strict=False)
     custom = ["model=custom", "model._target_=package.Model"]
     return [custom, *([f"model={model}", *data] for model, data in (*images, *texts))]
 

@@ -46,7 +46,8 @@ FAMILY = ModelFamily(
     flops_per_sample=flops_per_sample,
     tensor_parallel=TensorParallel(plan="PACKAGE.mixer:plan", divisible=("ffn_dim",), shards_sequence=False),
     hugging_face=HuggingFaceFormat(
-        lambda name: "mixer." + name, lambda model, positions, dtype: {"model_type": "mixer", "torch_dtype": dtype}
+        lambda model, name: "mixer." + name,
+        lambda model, positions, dtype: {"model_type": "mixer", "torch_dtype": dtype},
     ),
 )
 '''

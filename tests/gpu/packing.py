@@ -17,9 +17,10 @@ from hpc_train.models.packed_attention import (
     BOUNDARIES,
     EFFICIENT,
     VARLEN,
+    Scores,
     attend_inside_documents,
+    attention_mask,
     document_context,
-    document_mask,
 )
 from tests.gpu.check import Probe
 from tests.gpu.commands import largest_difference
@@ -45,6 +46,8 @@ def packed_documents(probe: Probe) -> None:
         ways = _ways(kernel, context, batch.context["document_ids"])
         for name, attend in ways.items():
             _compare(probe, f"{name}, {dtype}", _results(attend, given), exact, ERRORS[dtype])
+        if dtype is torch.bfloat16:
+            _check_window(probe, context, batch.context["document_ids"], given)
         if probe.on_gpu and dtype is torch.bfloat16:
             seconds = {name: _seconds(attend, given) for name, attend in ways.items()}
             probe.note("milliseconds, forward and backward", [f"{n} {1e3 * s:.3g}" for n, s in seconds.items()])
@@ -73,10 +76,23 @@ def _in_fp32(heads: Heads) -> Heads:
 
 def _ways(kernel: str, context: dict[str, Tensor], ids: Tensor) -> dict[str, Attend]:
     """Returns the ways to attend: with a mask, and with ``kernel`` if the device has it."""
-    ways: dict[str, Attend] = {"mask": lambda *heads: _masked(*heads, document_mask(ids))}
+    mask = attention_mask(ids, ids.shape[1], None, ids.device)
+    ways: dict[str, Attend] = {"mask": lambda *heads: _masked(*heads, mask)}
     if BOUNDARIES in context:
-        ways[kernel] = lambda *heads: attend_inside_documents(kernel, *heads, context[BOUNDARIES])
+        ways[kernel] = lambda *heads: attend_inside_documents(kernel, *heads, context[BOUNDARIES], Scores())
     return ways
+
+
+def _check_window(probe: Probe, context: dict[str, Tensor], ids: Tensor, given: Heads) -> None:
+    """Compares a sliding window in the kernel with one in a mask in fp32, inside documents."""
+    scores = Scores(window=ids.shape[1] // DOCUMENTS // 2)
+    mask = attention_mask(ids, ids.shape[1], scores.window, ids.device)
+    ways: dict[str, Attend] = {"mask": lambda *heads: _masked(*heads, mask)}
+    if BOUNDARIES in context:
+        ways[VARLEN] = lambda *heads: attend_inside_documents(VARLEN, *heads, context[BOUNDARIES], scores)
+    exact = _results(ways["mask"], _in_fp32(given))
+    for name, attend in ways.items():
+        _compare(probe, f"window, {name}", _results(attend, given), exact, ERRORS[torch.bfloat16])
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -27,7 +27,12 @@ from hpc_train.plan.techniques import KINDS, SCHEDULES
 from hpc_train.plan.validate import validate
 from tests.checkpoint.progress import LONG
 
-MODELS = ("gpt", "gpt-tied", "vit")
+MODELS = ("gpt", "gpt-tied", "vit", "gpt-options")
+OPTIONS: dict[str, Any] = {  # all that the families of transformers have; with two layers one has a window
+    "head_dim": 6, "activation": "gelu_tanh", "qkv_bias": True, "qk_norm": True, "sliding_window": 3, "global_every": 2,
+    "query_scalar": 5, "attention_softcap": 1.5, "logit_softcap": 2.0, "scaled_embeddings": True, "norm_offset": True,
+    "post_norms": True, "local_rope_theta": 50.0, "tied_embeddings": True,
+}  # fmt: skip
 SEQUENCE, VOCABULARY, IMAGE, CLASSES = 8, 14, 8, 5
 UNEVEN_BATCH = 10  # 4 ranks use 12 slots, two of which are padding; accumulation adds more padding
 
@@ -48,8 +53,9 @@ class Cell:
     """Describes one comparison: a model under a layout.
 
     Attributes:
-        model: ``gpt``, ``gpt-tied``, ``vit`` or ``custom`` (a module without parts), or one of these with a loss of
-            its own: see ``OWN_LOSSES``; ``own`` is the example of a model with parts.
+        model: ``gpt``, ``gpt-tied``, ``gpt-options`` (a GPT with all ``OPTIONS``), ``gpt-windows`` (with those that
+            fused attention has), ``vit`` or ``custom`` (a module without parts), or one of these with a loss of its
+            own: see ``OWN_LOSSES``; ``own`` is the example of a model with parts.
         strategy, batch, train: the fields of the config's groups that differ from their defaults.
         loss_scale: the loss scale that ``train_step`` and ``clip_grad_norm_`` receive.
     """
@@ -106,6 +112,8 @@ class Cell:
         sizes |= {"n_layers": layers, "tied_embeddings": self.model == "gpt-tied" or own is not None}
         if own is not None:
             return CustomModelConfig(_target_=f"tests.layouts.module.{own}", args=sizes)
+        if self.model in ("gpt-options", "gpt-windows"):
+            sizes |= OPTIONS | ({"attention_softcap": None} if self.model == "gpt-windows" else {})
         return GPTConfig(**sizes)
 
 

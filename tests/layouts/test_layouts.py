@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,20 @@ def test_every_layout_trains_as_one_process_does(world_size: int, model: str, re
     record(check_cells(chosen, timeout=280), [entry for entry in refused if entry.cell.model == model])
     seen = {cell.strategy["data_parallel"] for cell in compared if cell.strategy["dp"] > 1}
     assert seen == (set(KINDS) if world_size > 1 else set())
+
+
+def test_all_options_of_the_gpt_train_as_one_process_does(record: Callable[..., None]) -> None:
+    """Where a model is cut: parameters, heads and sequence, stages, and inside a step that is computed again."""
+    splits: list[dict[str, Any]] = [
+        {"dp": 2, "data_parallel": "zero3"},
+        {"tp": 2},
+        {"pp": 2, "schedule": "1f1b"},
+        {"pp": 2, "schedule": "zbv", "stages_per_rank": 2},
+    ]
+    chosen = [Cell(2, "gpt-options", strategy=split, batch={"micro_batches": 4}) for split in splits]
+    trains = [{"activation_checkpointing": mode, "loss_chunks": 2} for mode in ("full", "ops")]
+    chosen += [Cell(2, "gpt-options", strategy=splits[1], train=train) for train in trains]
+    record(check_cells(chosen), [])
 
 
 def test_single_precision_and_a_batch_that_divides(record: Callable[..., None]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_train.config.schema import OwnKeys
+from hpc_train.config.schema.data import OwnKeys
 from hpc_train.data.custom import CustomDataset
 from hpc_train.data.feed import EvalFeed
 from hpc_train.errors import UserError

@@ -26,11 +26,11 @@ from tests.ranks import run_ranks
 LAYERS, SEQUENCE, VOCABULARY, DIM = 6, 32, 512, 16
 
 
-def config_of(layers: int = LAYERS, **train: Any) -> Config:
+def config_of(layers: int = LAYERS, model: dict[str, Any] | None = None, **train: Any) -> Config:
     """A small model with a large vocabulary, in fp32."""
-    sizes = {"n_layers": layers, "dim": DIM, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 64}
+    sizes = {"n_layers": layers, "dim": DIM, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 64, **(model or {})}
     return Config(
-        model=GPTConfig(vocab_size=VOCABULARY, **sizes),  # type: ignore[arg-type]
+        model=GPTConfig(vocab_size=VOCABULARY, **sizes),
         data=SyntheticDataConfig(sequence_length=SEQUENCE, vocab_size=VOCABULARY),
         batch=BatchConfig(global_size=2),
         train=TrainConfig(steps=1, **train),
@@ -41,11 +41,11 @@ def engine_of(config: Config) -> Engine:
     return build_engine(config, join_mesh(resolve_layout(config, 1, 1), 0, torch.device("cpu")))
 
 
-def kept_by(rank: int, world_size: int, cases: list[tuple[int, str]]) -> list[int]:
-    """Bytes that wait for the backward after so many layers."""
+def kept_by(rank: int, world_size: int, cases: list[tuple[int, str, dict[str, Any]]]) -> list[int]:
+    """Bytes that wait for the backward after so many layers of a model with these options."""
     found = []
-    for layers, mode in cases:
-        model: Any = engine_of(config_of(layers, activation_checkpointing=mode)).parts[0]
+    for layers, mode, options in cases:
+        model: Any = engine_of(config_of(layers, options, activation_checkpointing=mode)).parts[0]
         hidden = torch.randn(2, SEQUENCE, DIM, requires_grad=True)
         with Allocations() as allocations:
             context = model.prepare(hidden, {})
@@ -57,7 +57,7 @@ def kept_by(rank: int, world_size: int, cases: list[tuple[int, str]]) -> list[in
 
 def test_activation_checkpointing_keeps_less() -> None:
     ((none, selective, third, ops, full),) = run_ranks(
-        1, kept_by, [(LAYERS, mode) for mode in ("none", "selective", "selective:3", "ops", "full")]
+        1, kept_by, [(LAYERS, mode, {}) for mode in ("none", "selective", "selective:3", "ops", "full")]
     )
     hidden = 2 * SEQUENCE * DIM * 4
     assert full < 2 * LAYERS * hidden  # inputs of layers, and the rotary tables
@@ -70,16 +70,27 @@ def test_activation_checkpointing_keeps_less() -> None:
     assert ops < 0.6 * none
 
 
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"n_kv_heads": 1, "head_dim": 16},
+    {"qk_norm": True, "post_norms": True, "norm_offset": True, "qkv_bias": True, "activation": "gelu_tanh"},
+    {"attention_softcap": 2.0, "sliding_window": 8, "n_kv_heads": 1},
+)
+
+
 @pytest.mark.parametrize("mode", ["none", "selective:3", "ops"])
 def test_the_estimate_is_what_the_layers_keep(mode: str) -> None:
-    def estimated(layers: int) -> float:
-        config = config_of(layers, activation_checkpointing=mode)
+    def estimated(layers: int, options: dict[str, Any]) -> float:
+        config = config_of(layers, options, activation_checkpointing=mode)
         found = estimate(config, resolve_layout(config, 1, 1))
         assert found is not None
         return found.activations
 
-    ((few, many),) = run_ranks(1, kept_by, [(LAYERS, mode), (2 * LAYERS, mode)])
-    assert estimated(2 * LAYERS) - estimated(LAYERS) == pytest.approx(many - few, rel=0.02)
+    cases = [(layers, mode, options) for options in OPTIONS for layers in (LAYERS, 2 * LAYERS)]
+    (found,) = run_ranks(1, kept_by, cases)
+    for options, few, many in zip(OPTIONS, found[::2], found[1::2], strict=True):
+        stated = estimated(2 * LAYERS, options) - estimated(LAYERS, options)
+        assert stated == pytest.approx(many - few, rel=0.03), options
 
 
 def held_by(rank: int, world_size: int, configs: list[Config]) -> list[MemoryReport]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from hpc_train.models.transformer import Attention
+from hpc_train.models.attention import Attention
 
 
 class Calls(TorchFunctionMode):

@@ -15,7 +15,9 @@ from hpc_train.data.dataset import IGNORED
 from hpc_train.errors import UserError
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
-from hpc_train.models.transformer import rotary_tables, rotate
+from hpc_train.models.rotary import rotary_tables, rotate
+from hpc_train.models.transformer import OffsetRMSNorm
+from tests.layouts.cells import OPTIONS
 from tests.models.models import TINY_GPT, with_values
 
 
@@ -201,7 +203,38 @@ def test_loss_of_half_precision_hidden_states_is_formed_in_float32() -> None:
     assert cross_entropy(logits.double(), targets)[0].dtype == torch.float64
 
 
-@pytest.mark.parametrize(("key", "value"), [("n_heads", 5), ("n_kv_heads", 4), ("n_heads", 48)])
+def test_norms_with_an_offset_and_biases_start_at_zero() -> None:
+    model = with_values(replace(TINY_GPT, **OPTIONS))
+    for name, parameter in model.named_parameters():
+        assert bool((parameter == 0).all()) == ("norm" in name or name.endswith(".bias")), name
+    assert {name.split(".", 2)[2] for name, _ in model.named_parameters() if name.startswith("layers.0.")} >= {
+        "attention_post_norm.weight", "ffn_post_norm.weight", "attention.q_norm.weight", "attention.wk.bias",
+    }  # fmt: skip
+
+
+def test_the_offset_of_a_norm_is_not_rounded() -> None:
+    norm = OffsetRMSNorm(64, eps=1e-6)
+    hidden = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    norm.weight.data.fill_(0.003)  # 1.003 is 1 in bf16
+    exact = norm(hidden.float())
+    norm.bfloat16()
+    with_offset = norm(hidden).float()
+    norm.weight.data.zero_()
+    assert (with_offset - exact).abs().mean() < 0.8 * (norm(hidden).float() - exact).abs().mean()
+
+
+def test_all_options_in_bf16_stay_near_fp32(tokens: Tensor) -> None:
+    model = widened(with_values(replace(TINY_GPT, **OPTIONS)))
+    plain, _ = model(tokens, {}, tokens)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss, _ = model(tokens, {}, tokens)
+    torch.testing.assert_close(loss, plain, rtol=1e-2, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("n_heads", 5), ("n_kv_heads", 4), ("n_heads", 48), ("head_dim", 7), ("global_every", 2), ("local_rope_theta", 9)],
+)
 def test_sizes_that_do_not_fit_are_refused(key: str, value: int) -> None:
-    with pytest.raises(UserError, match=r"divide|even head width"):
+    with pytest.raises(UserError, match=r"divide|even head width|no layer has a sliding window"):
         build_model(replace(TINY_GPT, **{key: value}), seed=0)

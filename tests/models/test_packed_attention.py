@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,10 +18,10 @@ from hpc_train.data.dataset import IGNORED, Batch
 from hpc_train.data.device_copy import DeviceCopy
 from hpc_train.data.document_ends import DOCUMENT_ENDS, with_document_ends, with_equal_numbers
 from hpc_train.models import packed_attention
+from hpc_train.models.attention import LOCAL, attention_backend
 from hpc_train.models.build import build_model
 from hpc_train.models.model import Model
-from hpc_train.models.packed_attention import BOUNDARIES, EFFICIENT, MASK, VARLEN, kernel_for
-from hpc_train.models.transformer import attention_backend
+from hpc_train.models.packed_attention import BOUNDARIES, EFFICIENT, MASK, VARLEN, Scores, kernel_for
 from hpc_train.models.wrapped import WrappedModel
 from hpc_train.parallel.parallelise import apply_activation_checkpointing
 from tests.models import varlen as plain
@@ -110,6 +111,41 @@ def trained(model: Model, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), gradients
 
 
+WINDOWS: dict[str, Any] = {
+    "sliding_window": 4, "global_every": 2, "local_rope_theta": 100.0, "query_scalar": 5, "qk_norm": True
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_windows_in_the_kernel_are_those_of_the_mask(is_packed: bool, told: bool) -> None:
+    """Layers with and without a window; sequences that are not packed are one document for the kernel."""
+    model, batch = with_values(replace(TINY_GPT, **WINDOWS), torch.float64), packed_batch()
+    batch = batch if is_packed else Batch(batch.inputs, batch.targets, {})
+    wanted, expected = trained(model, batch)
+    with plain.kernels_in_plain_torch(VARLEN, told) as chosen:
+        context = model.prepare(batch.inputs, batch.context)
+        assert (BOUNDARIES in context, LOCAL + BOUNDARIES in context) == (is_packed, not is_packed)
+        loss, gradients = trained(model, batch)
+    assert len(chosen) == (4 if is_packed else 2)
+    assert loss == pytest.approx(wanted.item(), rel=1e-12)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kernel", [EFFICIENT, MASK])
+@pytest.mark.parametrize("options", [WINDOWS, WINDOWS | {"attention_softcap": 2.0}])
+def test_what_a_kernel_lacks_is_computed_with_a_mask(kernel: str, options: dict[str, Any]) -> None:
+    model, batch = with_values(replace(TINY_GPT, **options), torch.float64), packed_batch()
+    for given in (batch, Batch(batch.inputs, batch.targets, {})):
+        wanted, expected = trained(model, given)
+        with plain.kernels_in_plain_torch(kernel):
+            loss, gradients = trained(model, given)
+        assert loss == pytest.approx(wanted.item(), rel=1e-12)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("heads", [2, 6])
 @pytest.mark.parametrize(("kernel", "told"), [(VARLEN, True), (VARLEN, False), (EFFICIENT, True)])
 def test_kernels_with_boundaries_compute_what_the_mask_does(kernel: str, told: bool, heads: int) -> None:
@@ -140,7 +176,7 @@ def test_the_stand_ins_have_the_signatures_of_torch() -> None:
         list(inspect.signature(each).parameters) for each in (plain.varlen_attn, plain.varlen_attn_2_11)
     ]
     names = [each.name for each in torch.ops.aten._efficient_attention_forward.default._schema.arguments]
-    assert names[:11] == list(inspect.signature(plain.efficient_attention_forward).parameters)
+    assert names[:12] == list(inspect.signature(plain.efficient_attention_forward).parameters)
 
 
 class Operators(TorchDispatchMode):
@@ -233,6 +269,27 @@ def test_a_compiled_layer_is_one_graph(monkeypatch: pytest.MonkeyPatch, chosen: 
     assert len(graphs) == 2  # the second number of documents makes it a variable
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_layers_with_and_without_a_window_are_two_graphs(softcap: float | None) -> None:
+    graphs: list[fx.GraphModule] = []
+
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    model = with_values(replace(TINY_GPT, **WINDOWS, attention_softcap=softcap, post_norms=True), torch.float64)
+    batch = Batch(packed_batch().inputs, packed_batch().targets, {})
+    wanted, expected = trained(model, batch)
+    for layer in model.layers.values():
+        layer.compile(backend=backend, fullgraph=True)
+    loss, gradients = trained(model, batch)
+    assert len(graphs) == 2
+    assert loss == pytest.approx(wanted.item(), rel=1e-12)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize(
     ("capability", "dtype", "head_dim", "kernel"),
     [
@@ -253,9 +310,11 @@ def test_the_kernel_depends_on_device_type_and_width(
     assert kernel_for(GPU, dtype, head_dim) == kernel
 
 
-def told(context: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str | None:
-    tokens = torch.zeros(2, 8, dtype=torch.int64)
-    return attention_backend([with_values(TINY_GPT)], Batch(tokens, tokens, context), dtype, device)
+def told(
+    context: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> str | None:
+    tokens, config = torch.zeros(2, 8, dtype=torch.int64), replace(TINY_GPT, **options)
+    return attention_backend([with_values(config)], Batch(tokens, tokens, context), dtype, device)
 
 
 def test_the_implementation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,6 +329,13 @@ def test_the_implementation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = {"document_ids": classes.expand(8, 2).T, DOCUMENT_ENDS: classes}
     assert told(packed, GPU) == "varlen_attn (flash attention) inside each document, without a mask"
     assert "memory-efficient kernel inside each document" in str(told(packed, GPU, torch.float32))
+    assert told(packed, GPU, sliding_window=3, global_every=2) == (
+        "layers with a window of 3: varlen_attn (flash attention) inside each document and a window of 3 tokens, "
+        "without a mask; layers without a window: varlen_attn (flash attention) inside each document, without a mask"
+    )
+    assert told({}, CPU, sliding_window=8) == flash
+    assert "because only NVIDIA GPUs have kernels that take windows" in str(told({}, CPU, sliding_window=3))
+    assert "no kernel has a soft cap" in str(told(packed, GPU, attention_softcap=50.0))
     assert told(
         packed, CPU
     ) == f"{flash} with a mask of 8 x 8 elements, because only NVIDIA GPUs have kernels that " + (
@@ -280,8 +346,14 @@ def test_the_implementation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_reason_for_a_mask_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = {DOCUMENT_ENDS: torch.zeros(1)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert "do not stand together" in packed_attention.without_kernel({}, GPU, torch.bfloat16, 64)
-    assert "torch.float64 and heads of 64" in packed_attention.without_kernel(ends, GPU, torch.float64, 64)
-    assert packed_attention.without_kernel(ends, GPU, torch.bfloat16, 64) == ""
+    reason = packed_attention.without_kernel
+    whole, window = Scores(), Scores(window=4)
+    ids = {"document_ids": torch.zeros(1, 8)}
+    assert "do not stand together" in reason(ids, GPU, torch.bfloat16, 64, whole)
+    assert "torch.float64 and heads of 64" in reason(ids | ends, GPU, torch.float64, 64, whole)
+    assert reason(ids | ends, GPU, torch.bfloat16, 64, whole) == ""
+    assert reason({}, GPU, torch.bfloat16, 64, window) == reason(ids | ends, GPU, torch.bfloat16, 64, window) == ""
+    assert "torch.float32 has no window in its backward" in reason({}, GPU, torch.float32, 64, window)
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert "only NVIDIA GPUs" in packed_attention.without_kernel(ends, GPU, torch.bfloat16, 64)
+    assert "only NVIDIA GPUs" in reason(ends, GPU, torch.bfloat16, 64, whole)
+    assert "take windows" in reason({}, GPU, torch.bfloat16, 64, window)

@@ -12,7 +12,7 @@ from hpc_train.config.compose import compose, typed
 from hpc_train.config.schema import GPTConfig
 from hpc_train.errors import UserError
 from hpc_train.models.hf_names import gpt_config, hf_config, hf_name
-from hpc_train.models.transformer import RotaryScaling, rotary_tables
+from hpc_train.models.rotary import RotaryScaling, rotary_tables
 from hpc_train.plan.validate import validate
 from hpc_train.run.imported import model_overrides
 from tests.models.models import with_values
@@ -41,7 +41,7 @@ def test_tables_and_logits_are_those_of_transformers() -> None:
     assert not torch.allclose(cosine, plain, atol=0.1), "the scaling changes something"
 
     ours = with_values(MODEL).eval()
-    state = {hf_name(name): value.detach() for name, value in ours.named_parameters()}
+    state = {hf_name(MODEL, name): value.detach() for name, value in ours.named_parameters()}
     assert theirs.load_state_dict(state, strict=False).unexpected_keys == []
     with torch.no_grad():
         assert torch.allclose(ours(tokens, {}), theirs(tokens).logits, atol=1e-5)

@@ -10,8 +10,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpc_train.config.compose import compose, typed
+from hpc_train.config.extensions import family_of
 from hpc_train.config.schema import GPTConfig, ViTConfig
 from hpc_train.models.build import build_model
+from hpc_train.models.gpt_sizes import gpt_flops_per_sample
 from hpc_train.models.model import Model
 from tests.models.models import TINY_GPT, TINY_VIT, with_values
 
@@ -53,6 +55,12 @@ CONFIGS: dict[str, tuple[int, float, list[str]]] = {
     "llama_1b": (1_235_814_400, 0.0, []),
     "llama_7b": (6_738_415_616, 0.0, []),
     "llama_70b": (68_976_648_192, 0.0, []),
+    "qwen2_7b": (7_615_616_512, 0.0, []),
+    "qwen3_8b": (8_190_735_360, 0.0, []),
+    "mistral_7b": (7_241_732_096, 0.0, []),
+    "gemma_7b": (8_537_680_896, 0.0, []),
+    "gemma2_9b": (9_241_705_984, 0.0, []),
+    "gemma3_1b": (999_885_952, 0.0, []),
     **{
         f"vit_{name}": (published, 0.0, ["data=images", "data.path=/", "data.n_classes=1000"])
         for name, (_, published) in zip(("tiny", "base", "large", "huge"), VIT.values(), strict=True)
@@ -63,8 +71,11 @@ CONFIGS: dict[str, tuple[int, float, list[str]]] = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_sizes_of_the_field_are_what_they_are_called(name: str) -> None:
     published, tolerance, overrides = CONFIGS[name]
-    model = build_model(typed(compose([f"model={name}", *overrides])).model, seed=0)
+    config = typed(compose([f"model={name}", *overrides])).model
+    model = build_model(config, seed=0)
     assert count(model) == pytest.approx(published, rel=tolerance, abs=0)
+    stated = family_of(config).parameters
+    assert stated is not None and stated(config) == count(model)
 
 
 def test_gpt_flops_are_six_per_multiplied_parameter_and_token_and_the_attention() -> None:
@@ -77,6 +88,23 @@ def test_gpt_flops_are_six_per_multiplied_parameter_and_token_and_the_attention(
     tied = build_model(replace(TINY_GPT, tied_embeddings=True), seed=0)
     assert isinstance(tied, Model)
     assert tied.flops_per_sample(torch.empty(1, length, device="meta")) == expected
+
+
+def test_a_layer_with_a_window_counts_the_keys_in_it() -> None:
+    config = replace(TINY_GPT, head_dim=10, sliding_window=7, global_every=2)
+    model, length = build_model(config, seed=0), 40
+    assert isinstance(model, Model) and model.stem is not None
+    tokens = torch.empty(3, length, device="meta")
+    multiplied = count(model) - count(model.stem)
+    expected = length * (6 * multiplied + 12 * 60 * (7 + 40 + 7 + 40))
+    assert model.flops_per_sample(tokens) == expected == gpt_flops_per_sample(config, (length,))
+    stem, *layers, head = model.block_flops(tokens) or ()
+    assert layers[0] == layers[2] == layers[1] - 12 * 60 * length * (40 - 7) and layers[1] == layers[3]
+    assert stem + sum(layers) + head == expected
+    terms = model.flop_terms(tokens)
+    assert terms is not None and terms.masked == 12 * 60 * 2 * (7 * 7 / 2 + 40 * 40 / 2)
+    wide = replace(config, sliding_window=40)
+    assert gpt_flops_per_sample(wide, (40,)) == gpt_flops_per_sample(replace(wide, sliding_window=None), (40,))
 
 
 def test_vit_flops_count_each_part_by_the_tokens_that_it_sees() -> None:

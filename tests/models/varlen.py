@@ -33,8 +33,8 @@ def varlen_attn(
 ) -> Tensor:
     """``torch.nn.attention.varlen.varlen_attn`` of torch 2.13."""
     assert enable_gqa or query.shape[1] == key.shape[1]
-    assert window_size == (-1, 0) and (max_q, cu_seq_q) == (max_k, cu_seq_k)
-    return _each_document(query, key, value, cu_seq_q, max_q)
+    assert window_size[1] == 0 and (max_q, cu_seq_q) == (max_k, cu_seq_k)
+    return _each_document(query, key, value, cu_seq_q, max_q, scale, window_size[0])
 
 
 def varlen_attn_2_11(
@@ -51,7 +51,8 @@ def varlen_attn_2_11(
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
     """That of torch 2.11, whose operator takes grouped queries without being told."""
-    return varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size=window_size, enable_gqa=True)
+    options: dict[str, Any] = {"scale": scale, "window_size": window_size, "enable_gqa": True}
+    return varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
 
 
 def efficient_attention_forward(
@@ -66,30 +67,40 @@ def efficient_attention_forward(
     dropout_p: float,
     custom_mask_type: int,
     compute_log_sumexp: bool = False,
+    *,
+    scale: float | None = None,
 ) -> tuple[Tensor, ...]:
     """``aten::_efficient_attention_forward``, which has one sequence of all tokens and no grouped queries."""
     assert bias is None and dropout_p == 0 and custom_mask_type == 1 and compute_log_sumexp
     assert query.shape == key.shape and len(query) == 1
     assert (max_seqlen_q, cu_seqlens_q) == (max_seqlen_k, cu_seqlens_k)
-    return (_each_document(query[0], key[0], value[0], cu_seqlens_q, max_seqlen_q).unsqueeze(0),)
+    return (_each_document(query[0], key[0], value[0], cu_seqlens_q, max_seqlen_q, scale, -1).unsqueeze(0),)
 
 
-def _each_document(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int) -> Tensor:
-    """Returns causal attention inside each document, in the order of the tokens."""
+def _each_document(
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scale: float | None, before: int
+) -> Tensor:
+    """Returns causal attention inside each document, in the order of the tokens.
+
+    Args:
+        before: how many tokens before itself a token attends to; -1 is all.
+    """
     places, lengths = boundaries.tolist(), boundaries.diff()
     assert boundaries.dtype == torch.int32 and boundaries.is_contiguous()
     assert places[0] == 0 and places[-1] == len(query)
     assert lengths.min() >= 0 and lengths.max() <= longest
     times = query.shape[1] // key.shape[1]
     key, value = (heads.repeat_interleave(times, dim=1) for heads in (key, value))
-    each = [_attention(query[begin:end], key[begin:end], value[begin:end]) for begin, end in pairwise(places)]
-    return torch.cat(each)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    cut = [(query[begin:end], key[begin:end], value[begin:end]) for begin, end in pairwise(places)]
+    return torch.cat([_attention(*each, scale, before) for each in cut])
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
-    later = torch.ones_like(scores, dtype=torch.bool).triu(1)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -torch.inf).softmax(dim=-1), value)
+def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float, before: int) -> Tensor:
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    distance = torch.arange(len(query)).unsqueeze(1) - torch.arange(len(key))
+    hidden = (distance < 0) | ((distance > before) if before >= 0 else False)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(dim=-1), value)
 
 
 @contextmanager

@@ -17,9 +17,9 @@ from tests.train.runs import frozen, run_attempt
 
 def third_layer_of_the_second_step(spec: WorkerSpec, stop: StopFlag) -> None:
     """On rank 1 the feed-forward of ``layers.2`` gives NaN."""
-    from hpc_train.models.gpt import SwiGLU
+    from hpc_train.models.gpt import GatedFeedForward
 
-    compute, calls = SwiGLU.forward, 0
+    compute, calls = GatedFeedForward.forward, 0
 
     def broken(self: Any, hidden: torch.Tensor) -> torch.Tensor:
         nonlocal calls
@@ -27,7 +27,7 @@ def third_layer_of_the_second_step(spec: WorkerSpec, stop: StopFlag) -> None:
         wrong = spec.rank == 1 and calls == 4 + 3
         return compute(self, hidden) * (float("nan") if wrong else 1.0)
 
-    SwiGLU.forward = broken  # type: ignore[method-assign]
+    GatedFeedForward.forward = broken  # type: ignore[method-assign]
 
 
 def root_of_zero(spec: WorkerSpec, stop: StopFlag) -> None:
@@ -62,7 +62,7 @@ def a_collective_of_its_own(spec: WorkerSpec, stop: StopFlag) -> None:
         (
             "zero3",
             third_layer_of_the_second_step,
-            r"FloatingPointError: rank 1, step 2: the output of layers\.2\.ffn \(\w*SwiGLU\) is not finite; "
+            r"FloatingPointError: rank 1, step 2: the output of layers\.2\.ffn \(\w*GatedFeedForward\) is not finite; "
             "its inputs are finite; its parameters are finite",
         ),
         ("dp", root_of_zero, r"FloatingPointError: rank \d, step 1: in the backward pass: Function '\w+' returned nan"),

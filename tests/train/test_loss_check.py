@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hpc_train.config.schema import Config, CustomModelConfig, OwnKeys
+from hpc_train.config.schema import Config, CustomModelConfig
+from hpc_train.config.schema.data import OwnKeys
 from hpc_train.data.custom import CustomDataset
 from hpc_train.data.dataset import IGNORED, Dataset
 from hpc_train.errors import UserError

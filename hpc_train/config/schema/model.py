@@ -17,7 +17,7 @@ class ModelKeys:
 
 @dataclass
 class GPTConfig(ModelKeys):
-    """A decoder-only transformer, Llama-style."""
+    """A decoder-only transformer like Llama; its options give Qwen2, Qwen3, Mistral and Gemma."""
 
     kind: str = key("gpt", "The model family.")
     vocab_size: int = required("The number of token ids.", at_least=1)
@@ -26,7 +26,49 @@ class GPTConfig(ModelKeys):
     n_heads: int = required("The number of attention heads.", at_least=1)
     n_kv_heads: int = required("The number of key and value heads, each shared by several query heads.", at_least=1)
     ffn_dim: int = required("The width of the feed-forward branch.", at_least=1)
+    head_dim: int | None = key(None, "The width of a head, an even number. null is dim / n_heads.", at_least=2)
+    activation: str = key(
+        "silu",
+        "The activation function of the gated feed-forward branch. gelu_tanh approximates GELU by tanh, as Gemma does.",
+        choices=("silu", "gelu_tanh"),
+    )
+    qkv_bias: bool = key(False, "Whether the projections to queries, keys and values have biases, as in Qwen2.")
+    qk_norm: bool = key(False, "Whether the queries and keys of each head are normalized, as in Qwen3 and Gemma 3.")
+    sliding_window: int | None = key(
+        None,
+        "The number of tokens to which a token attends, the last of which is the token itself. null is all tokens.",
+        at_least=1,
+        unit="tokens",
+    )
+    global_every: int = key(
+        0,
+        "Every N-th layer attends to all tokens in place of the sliding window: 2 in Gemma 2, 6 in Gemma 3. 0 is no "
+        "layer.",
+        at_least=0,
+    )
+    query_scalar: int | None = key(
+        None, "Attention scores are divided by the square root of this number. null is the width of a head.", at_least=1
+    )
+    attention_softcap: float | None = key(
+        None,
+        "Attention scores x become cap * tanh(x / cap), as in Gemma 2. No fused attention kernel of PyTorch does this.",
+        above=0,
+    )
+    logit_softcap: float | None = key(None, "Logits x become cap * tanh(x / cap), as in Gemma 2.", above=0)
+    scaled_embeddings: bool = key(False, "Whether embeddings are multiplied by the square root of dim, as in Gemma.")
+    norm_offset: bool = key(
+        False, "Whether norms multiply by 1 + weight, which starts at 0, as in Gemma, or by weight, which starts at 1."
+    )
+    post_norms: bool = key(
+        False, "Whether the outputs of attention and feed-forward branch are normalized too, as in Gemma 2 and 3."
+    )
     rope_theta: float = key(10000.0, "The base of the rotary position frequencies.", above=0)
+    local_rope_theta: float | None = key(
+        None,
+        "The base in layers with a sliding window, which rope_scaling then does not change, as in Gemma 3. null is "
+        "rope_theta.",
+        above=0,
+    )
     rope_scaling: dict[str, float] = key(
         {},
         "Llama 3.1's scaling of rotary positions: factor, low_freq_factor, high_freq_factor and "

@@ -1,0 +1,200 @@
+"""Implements the attention that the transformers share.
+
+It has grouped queries (Ainslie et al. 2023, arXiv:2305.13245) and reads the number of heads from the projected tensors,
+so the same code runs on the heads of a tensor-parallel rank. As options it has a sliding window (Beltagy et al. 2020,
+arXiv:2004.05150), norms of queries and keys (Henry et al. 2020, arXiv:2010.04245) and a soft cap of the scores (Gemma
+2, arXiv:2408.00118). ``packed_attention`` tells which kernels compute them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
+
+from hpc_train.data.dataset import Batch
+from hpc_train.models import packed_attention as packed
+from hpc_train.models.model import Model
+from hpc_train.models.packed_attention import Scores
+from hpc_train.models.rotary import rotate
+from hpc_train.models.transformer import widened
+
+LOCAL = "local_"  # begins the names of what only layers with a sliding window read in the context
+
+
+class Attention(nn.Module):
+    """Computes attention; ``wk`` and ``wv`` project to ``n_kv_heads`` heads, which the ``n_heads`` queries share.
+
+    Args:
+        bias: whether all projections have biases.
+        qkv_bias: whether those to queries, keys and values have them.
+        head_dim: the width of a head; None divides ``dim`` by ``n_heads``.
+        norm: returns a norm for heads of the given width, for queries and keys; None: there is none.
+        scores: how scores are computed.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        n_heads: int,
+        n_kv_heads: int,
+        *,
+        causal: bool,
+        bias: bool,
+        qkv_bias: bool = False,
+        head_dim: int | None = None,
+        norm: Callable[[int], nn.Module] | None = None,
+        scores: Scores | None = None,
+    ) -> None:
+        super().__init__()
+        self.head_dim = head_dim or dim // n_heads
+        self.causal = causal
+        self.scores = scores or Scores()
+        self._without_window = replace(self.scores, window=None)
+        self.wq = nn.Linear(dim, n_heads * self.head_dim, bias=bias or qkv_bias)
+        self.wk = nn.Linear(dim, n_kv_heads * self.head_dim, bias=bias or qkv_bias)
+        self.wv = nn.Linear(dim, n_kv_heads * self.head_dim, bias=bias or qkv_bias)
+        self.wo = nn.Linear(n_heads * self.head_dim, dim, bias=bias)
+        self.q_norm = norm(self.head_dim) if norm else nn.Identity()
+        self.k_norm = norm(self.head_dim) if norm else nn.Identity()
+
+    def forward(self, hidden: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        """Returns the output for ``hidden`` ``[micro, seq, dim]`` in the same shape.
+
+        Args:
+            context: may hold ``rotary_cosine`` and ``rotary_sine`` (see ``rotate``), and either ``attention_mask``, a
+                bool tensor that broadcasts to ``[micro, heads, seq, seq]`` and replaces the causal mask, or
+                ``packed_attention.BOUNDARIES`` of documents, inside which attention is causal. With a sliding window
+                the names that begin with ``LOCAL`` come first, and without ``LOCAL`` + ``BOUNDARIES`` or
+                ``LOCAL`` + ``attention_mask`` the window must not be shorter than the sequence.
+        """
+        query, key, value = (
+            projection(hidden).unflatten(-1, (-1, self.head_dim)) for projection in (self.wq, self.wk, self.wv)
+        )
+        query, key = self.q_norm(query), self.k_norm(key)
+        if "rotary_cosine" in context:
+            cosine, sine = (self._from(context, name) for name in ("rotary_cosine", "rotary_sine"))
+            query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
+        return self.wo(self._attend(query, key, value, context).flatten(2))
+
+    def _from(self, context: Mapping[str, Tensor], name: str) -> Any:
+        """Returns the tensor ``name``, that of layers with a sliding window if this is one; None if there is none."""
+        local = context.get(LOCAL + name) if self.scores.window is not None else None
+        return context.get(name) if local is None else local
+
+    def _scores_within(self, length: int) -> Scores:
+        """Returns how the scores of ``length`` tokens are computed: a window that holds all of them is none."""
+        return self.scores if packed.is_narrow(self.scores, length) else self._without_window
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, context: Mapping[str, Tensor]) -> Tensor:
+        """Returns ``[micro, seq, heads, head_dim]``, the shape of ``query``."""
+        mask, boundaries = self._from(context, "attention_mask"), self._from(context, packed.BOUNDARIES)
+        scores = self._scores_within(query.shape[1])
+        if mask is None and boundaries is not None:
+            kernel = packed.kernel_of_scores(query.device, query.dtype, self.head_dim, scores)
+            if kernel != packed.MASK:
+                return packed.attend_inside_documents(kernel, query, key, value, boundaries, scores)
+            mask = packed.attention_mask(context.get("document_ids"), query.shape[1], scores.window, query.device)
+        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
+        if scores.cap is not None:
+            return _capped(query, key, value, mask, scores, self.causal).transpose(1, 2)
+        call = _call(query, key, value, mask, self.causal, scores.scale)
+        return F.scaled_dot_product_attention(**call).transpose(1, 2)
+
+    def backend(self, length: int, dtype: torch.dtype, device: torch.device, context: Mapping[str, Tensor]) -> str:
+        """Returns which implementation computes the attention of sequences of ``length`` tokens, for the log.
+
+        Args:
+            dtype: the dtype of the projected tensors, which autocast may have chosen.
+            context: that of a batch.
+        """
+        scores = self._scores_within(length)
+        if scores.cap is not None:
+            return f"plain operations with {length} x {length} scores per head, because no kernel has a soft cap"
+        if "document_ids" not in context and scores.window is None:
+            return self._choice(length, dtype, device, masked=False)
+        missing = packed.without_kernel(context, device, dtype, self.head_dim, scores)
+        if not missing:
+            return packed.description(packed.kernel_for(device, dtype, self.head_dim), scores)
+        choice = self._choice(length, dtype, device, masked=True)
+        return f"{choice} with a mask of {length} x {length} elements, because {missing}"
+
+    def _choice(self, length: int, dtype: torch.dtype, device: torch.device, masked: bool) -> str:
+        """Returns which implementation ``scaled_dot_product_attention`` chooses."""
+        widths = (projection.out_features for projection in (self.wq, self.wk, self.wv))
+        query, key, value = (
+            torch.empty(
+                1, width // self.head_dim, length, self.head_dim, dtype=dtype, device=device, requires_grad=True
+            )
+            for width in widths
+        )
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device) if masked else None
+        call = _call(query, key, value, mask, self.causal, self.scores.scale)
+        name = SDPBackend(torch._fused_sdp_choice(**call)).name.removesuffix("_ATTENTION").lower()
+        return f"scaled_dot_product_attention uses its {name} implementation"
+
+
+def _call(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float | None
+) -> dict[str, Any]:
+    """Returns the arguments of ``scaled_dot_product_attention`` for heads ``[micro, heads, seq, head_dim]``.
+
+    On GPUs only flash attention has grouped queries everywhere, and it has neither masks nor fp32. The memory-efficient
+    kernel has both, but needs the keys and values of every query. Otherwise torch would fall back to its plain
+    implementation, which keeps scores of ``micro x heads x seq x seq`` for the backward pass.
+    """
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and query.is_cuda and (mask is not None or query.dtype not in (torch.float16, torch.bfloat16)):
+        key, value = _of_every_query(query, key, value)
+        grouped = False
+    return {
+        "query": query,
+        "key": key,
+        "value": value,
+        "attn_mask": mask,
+        "is_causal": causal and mask is None,
+        "scale": scale,
+        "enable_gqa": grouped,
+    }
+
+
+def _of_every_query(query: Tensor, *shared: Tensor) -> Iterable[Tensor]:
+    """Returns the keys or values ``shared`` with as many heads as ``query``."""
+    return (heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1) for heads in shared)
+
+
+def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores, causal: bool) -> Tensor:
+    """Returns attention with a soft cap for heads ``[micro, heads, seq, head_dim]``; scores are fp32 at least."""
+    assert scores.cap is not None
+    key, value = _of_every_query(query, key, value)
+    scale = query.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+    capped = soft_cap(widened(query @ key.transpose(-2, -1)) * scale, scores.cap)
+    if mask is None and causal:
+        mask = packed.attention_mask(None, query.shape[2], None, query.device)
+    if mask is not None:
+        capped = capped.masked_fill(~mask, -torch.inf)
+    return capped.softmax(dim=-1).to(value.dtype) @ value
+
+
+def soft_cap(values: Tensor, cap: float | None) -> Tensor:
+    """Returns ``cap * tanh(values / cap)``, or ``values`` without a cap."""
+    return values if cap is None else cap * torch.tanh(values / cap)
+
+
+def attention_backend(parts: Iterable[nn.Module], batch: Batch, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Returns which implementations compute the attention in the layers of ``parts`` for ``batch``, None without."""
+    for part in parts:
+        attentions = [module for module in part.modules() if isinstance(module, Attention)]
+        if attentions and isinstance(part, Model):
+            length = part.hidden_shape(batch.inputs)[1]
+            windows = {each.scores.window: each.backend(length, dtype, device, batch.context) for each in attentions}
+            if len({*windows.values()}) == 1:
+                return next(iter(windows.values()))
+            layers = ((f"with a window of {window}" if window else "without a window") for window in windows)
+            return "; ".join(f"layers {each}: {text}" for each, text in zip(layers, windows.values(), strict=True))
+    return None

@@ -1,0 +1,166 @@
+"""Computes the sizes of a GPT from its config: parameters, activations and FLOPs. Imports no torch.
+
+A layer is local if its attention has a sliding window, and global if it attends to the whole sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hpc_train.config.extensions import Activations
+from hpc_train.config.schema import GPTConfig
+from hpc_train.config.values import check_divides
+from hpc_train.errors import UserError
+
+SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_SEQUENCE = 1024  # tokens of a sample if the data has no fixed length
+
+
+def head_width(model: GPTConfig) -> int:
+    """Returns the width of a head."""
+    return model.dim // model.n_heads if model.head_dim is None else model.head_dim
+
+
+def query_width(model: GPTConfig) -> int:
+    """Returns the width of all queries of a token."""
+    return head_width(model) * model.n_heads
+
+
+def key_value_width(model: GPTConfig) -> int:
+    """Returns the width of all keys (or values) of a token."""
+    return head_width(model) * model.n_kv_heads
+
+
+def is_local(model: GPTConfig, layer: int) -> bool:
+    """Returns whether ``layer``, counted from 0, has a sliding window."""
+    return model.sliding_window is not None and not (model.global_every and (layer + 1) % model.global_every == 0)
+
+
+def keys_per_query(model: GPTConfig, length: int) -> list[int]:
+    """Returns for each layer to how many of ``length`` tokens the last one attends."""
+    window = min(length, model.sliding_window or length)
+    return [window if is_local(model, layer) else length for layer in range(model.n_layers)]
+
+
+def _gpt_layer_parameters(model: GPTConfig) -> int:
+    queries, key_values = query_width(model), key_value_width(model)
+    attention = 2 * model.dim * (queries + key_values)
+    biases = queries + 2 * key_values if model.qkv_bias else 0
+    norms = (4 if model.post_norms else 2) * model.dim + (2 * head_width(model) if model.qk_norm else 0)
+    return attention + biases + 3 * model.dim * model.ffn_dim + norms
+
+
+def gpt_parameters(model: GPTConfig) -> int:
+    """Returns the number of parameters; a tied embedding table counts once."""
+    tables = 1 if model.tied_embeddings else 2
+    return model.n_layers * _gpt_layer_parameters(model) + model.dim + tables * model.vocab_size * model.dim
+
+
+def gpt_activations(model: GPTConfig, data: Any) -> Activations:
+    """Returns the activations of a layer; a norm also keeps what it multiplies by its weight.
+
+    Fused attention keeps no scores; with a soft cap they are kept, and the keys and values of every query. A soft cap
+    of the logits keeps the result of tanh, a third of what their loss keeps.
+    """
+    dim, queries, key_values = model.dim, query_width(model), key_value_width(model)
+    capped = model.attention_softcap is not None
+    tokens = int(getattr(data, "sequence_length", None) or _SEQUENCE)
+    normed = 2 * (queries + key_values) if model.qk_norm else 0
+    projected = 2 * (queries + (queries if capped else key_values))  # and the attention
+    return Activations(
+        tokens=tokens,
+        norm_inputs=2 * dim,
+        layer=(8 if model.post_norms else 4) * dim + projected + 4 * model.ffn_dim + normed,
+        products=2 * (dim + queries + key_values) + 2 * model.ffn_dim,
+        layer_input=dim,
+        logits=model.vocab_size if model.logit_softcap is None else 4 * model.vocab_size // 3,
+        scores=model.n_heads * tokens if capped else 0,
+    )
+
+
+def gpt_flops_per_sample(model: GPTConfig, shape: tuple[int, ...]) -> float:
+    """Returns ``s (6 N + 12 L d s)`` for a sequence of ``s`` tokens, ``L`` layers and queries of width ``d``.
+
+    ``N`` is the number of parameters in matrix products: all but the embedding table. A tied table counts once, as the
+    output projection. The attention term is not halved for the causal mask; in a local layer its second ``s`` is the
+    window if that is smaller. Source: PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
+    """
+    length = shape[-1]
+    multiplied = model.n_layers * _gpt_layer_parameters(model) + model.dim + model.vocab_size * model.dim
+    return float(length * (6 * multiplied + 12 * query_width(model) * sum(keys_per_query(model, length))))
+
+
+def gpt_layer_flops(model: GPTConfig, length: int) -> tuple[float, ...]:
+    """Returns the part of ``gpt_flops_per_sample`` in each layer."""
+    products, attention = 6 * _gpt_layer_parameters(model), 12 * query_width(model)
+    return tuple(float(length * (products + attention * keys)) for keys in keys_per_query(model, length))
+
+
+def gpt_masked_flops(model: GPTConfig, length: int) -> float:
+    """Returns the part of ``gpt_flops_per_sample`` for pairs of tokens that a causal mask excludes.
+
+    Of ``s w`` pairs in a window of ``w`` tokens, about ``w w / 2`` have no key, since the first tokens have fewer than
+    ``w`` before them; without a window ``w`` is ``s``.
+    """
+    return sum(12.0 * query_width(model) * keys**2 / 2 for keys in keys_per_query(model, length))
+
+
+def check_gpt(model: GPTConfig, data: Any) -> None:
+    """Checks the sizes of ``model`` against each other and against ``data``.
+
+    Raises:
+        UserError: the sizes do not fit together, or the vocabulary is smaller than that of ``data``.
+    """
+    check_divides(model.n_kv_heads, model.n_heads, "model.n_kv_heads", "model.n_heads")
+    _check_head_width(model)
+    _check_windows(model)
+    _check_rope_scaling(model.rope_scaling)
+    vocabulary = getattr(data, "vocab_size", None)
+    if vocabulary is not None and model.vocab_size < vocabulary:
+        raise UserError(
+            f"the data has {vocabulary} token ids, but model.vocab_size is {model.vocab_size}",
+            where="model.vocab_size",
+            fix=f"model.vocab_size={vocabulary} or more",
+        )
+
+
+def _check_head_width(model: GPTConfig) -> None:
+    if model.head_dim is None:
+        check_divides(model.n_heads, model.dim, "model.n_heads", "the width model.dim")
+    if head_width(model) % 2:
+        given = model.head_dim is not None
+        raise UserError(
+            f"rotary positions need an even head width, not {head_width(model)}",
+            where="model.head_dim" if given else "model.dim, model.n_heads",
+            fix="an even model.head_dim" if given else f"a model.dim that is a multiple of {2 * model.n_heads}",
+        )
+
+
+def _check_windows(model: GPTConfig) -> None:
+    if model.sliding_window is not None:
+        return
+    for name in ("global_every", "local_rope_theta"):
+        if getattr(model, name):
+            raise UserError(
+                f"model.{name} is {getattr(model, name)}, but no layer has a sliding window",
+                where=f"model.{name}",
+                fix=f"set model.sliding_window, or leave model.{name} at its default",
+            )
+
+
+def _check_rope_scaling(scaling: dict[str, float]) -> None:
+    if not scaling:
+        return
+    if set(scaling) != set(SCALING) or min(scaling.values()) <= 0:
+        raise UserError(
+            f"model.rope_scaling is {dict(scaling)}, but it needs {len(SCALING)} factors above 0",
+            where="model.rope_scaling",
+            fix=f"set {', '.join(SCALING)}, all above 0",
+        )
+    if scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+        raise UserError(
+            f"low_freq_factor {scaling['low_freq_factor']:g} is not below high_freq_factor "
+            f"{scaling['high_freq_factor']:g}",
+            where="model.rope_scaling",
+            fix="a high_freq_factor above low_freq_factor; Llama 3.1 has 4 and 1",
+        )
