@@ -287,7 +287,9 @@ def _hash(config: bytes) -> str:
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """Returns the identity keys, flat: model, data, global batch, optimizer, seed and reproducibility."""
+    """Returns the identity keys, flat: model, data, global batch, optimizer, seed, reproducibility, and the user's
+    function; of a command only that there is one, as its arguments may say how far to train.
+    """
     nested = {
         "model": asdict(config.model),
         "data": asdict(config.data),
@@ -299,6 +301,7 @@ def identity(config: Config) -> dict[str, Any]:
             "logical_micro_batches": config.batch.logical_micro_batches,
         },
         "train": {"seed": config.train.seed, "reproducible": config.train.reproducible},
+        "run": {"entry": config.run.entry, "command": None if config.run.command is None else "set"},
     }
     return dict(_flat(nested))
 
