@@ -28,6 +28,7 @@ from hpc_train.checkpoint.removals import Removals
 from hpc_train.checkpoint.space import check_space
 from hpc_train.checkpoint.state import (
     CompressionLoad,
+    ModelState,
     OptimizerState,
     TensorShape,
     check_match,
@@ -53,7 +54,6 @@ from hpc_train.cluster.storage import renames_by_copying
 from hpc_train.config.schema import Config
 from hpc_train.config.values import saves_asynchronously
 from hpc_train.errors import UserError
-from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh, use_device
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -112,7 +112,7 @@ class CheckpointManager:
     """
 
     run: RunDirectory
-    engine: Engine
+    engine: ModelState
     optimizer: OptimizerState
     mesh: Mesh
     config: Config
@@ -292,8 +292,8 @@ class CheckpointManager:
             return None
         path = found.checkpoint.path
         reader = SafeReader(path, found.manifest, found.visibility_timeout_s)
-        state = training_state(self.engine, self.optimizer)
         stored = self._stored_shapes(reader)
+        state = training_state(self.engine, self.optimizer)
         wanted = gather_shapes(shapes(state), self.mesh, self._group)
         with_optimizer = not forked or optimizer_part(stored) == optimizer_part(wanted)
         if not with_optimizer:

@@ -20,7 +20,7 @@ from typing import Any
 from hpc_train.config.schema import Config
 from hpc_train.config.values import parse_hang_timeout
 from hpc_train.elastic.decision import WorkerFailure
-from hpc_train.elastic.hang_bounds import COLD_S, LEAST_S, START_S, HangWatch, Silence, Stage
+from hpc_train.elastic.hang_bounds import COLD_S, LEAST_S, START_S, UNSEEN_S, HangWatch, Silence, Stage
 from hpc_train.elastic.hangs import Evidence, Proof, RankState, collect, culprit, proof
 from hpc_train.elastic.workers import Worker, Workers
 from hpc_train.measure.flight_recorder import Collective, read_collectives
@@ -179,6 +179,8 @@ class Watch:
     def of(cls, run: RunDirectory, node: str, config: Config) -> Watch:
         timeout = parse_hang_timeout(config.elastic.hang_timeout_s)
         least = COLD_S if config.train.compile else LEAST_S  # a change of shapes recompiles in the middle of training
+        if config.run.entry is not None:
+            least = UNSEEN_S  # a step of an own loop may contain anything
         if config.run.command is not None:
             least = START_S  # a script does not tell what it does: it may evaluate, save or compile
         return cls(run, node, HangWatch(timeout, least))
