@@ -210,15 +210,15 @@ class Context:
         if taken := [name for name in values if name in RESERVED]:
             raise UserError(f"{', '.join(taken)} is written by hpc_train", where="context.log", fix="another name")
         head = {"time": time.time(), "step": step, "attempt": self.attempt, "world_size": self.world_size}
-        own = {name: float(value) for name, value in values.items()}
+        own = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
         self._logged = own
         self._report.metrics.write(head | own | self._timer.read(step))
         total = "" if self._total is None else f"/{self._total}"
         print("  ".join([f"step {step}{total}", *(f"{name} {value:.4g}" for name, value in own.items())]), flush=True)
 
     def event(self, name: str, **details: Any) -> None:
-        """Writes an event of the loop's own to the event log of the run, with this rank and step."""
-        self._report.events.write(name, step=self.step, **details)
+        """Writes the event ``loop`` with this name to the event log of the run, with this rank and step."""
+        self._report.events.write("loop", step=self.step, name=name, **details)
 
     def _read(self) -> Any:
         """Returns what the ranks agreed on one step ago, after this rank has posted its message for the next one."""

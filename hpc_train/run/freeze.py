@@ -32,6 +32,7 @@ from hpc_train.config.compose import converted, escaped
 from hpc_train.config.run_path import fork_source
 from hpc_train.config.schema import Config, GPTConfig
 from hpc_train.config.secrets import file_mode, shown
+from hpc_train.config.values import runs_own_code
 from hpc_train.errors import UserError
 from hpc_train.run.code import FrozenCode
 from hpc_train.run.directory import PIPELINE_SPLIT, RunDirectory
@@ -84,7 +85,7 @@ def freeze(config: Config, run: RunDirectory, *, claim: bool = False, code: Froz
         ) from error
     with _exclusive_freeze(run):
         _check_can_freeze(config, run, source)
-        _write(config, run, _facts(run.record(), source, claim, code))
+        _write(config, run, _facts(run.record(), source, claim, code, runs_own_code(config)))
         if config.run.group is not None:
             _share_with_group(config.run.group, Path(config.run.root), run, code)
 
@@ -263,7 +264,9 @@ def _keep_previous(config: Config, run: RunDirectory) -> None:
     )
 
 
-def _facts(record: dict[str, Any], source: RunDirectory | None, claim: bool, code: FrozenCode | None) -> dict[str, Any]:
+def _facts(
+    record: dict[str, Any], source: RunDirectory | None, claim: bool, code: FrozenCode | None, own_code: bool
+) -> dict[str, Any]:
     """Returns what a freeze adds to the ``record`` of the run, besides the hash of the config."""
     fields: dict[str, Any] = {
         "run_id": record.get("run_id") or secrets.token_hex(4),
@@ -273,6 +276,7 @@ def _facts(record: dict[str, Any], source: RunDirectory | None, claim: bool, cod
         "versions": environment_versions(),
         "claimed_by": this_process() if claim else {},
         "submissions": record.get("submissions", []),
+        "own_code": own_code,
     }
     return fields if source is None else fields | {"forked_from": str(source.path)}
 

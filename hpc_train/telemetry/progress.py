@@ -149,6 +149,9 @@ def is_done(run: RunDirectory) -> bool:
     return "result" in record and record["result"]["steps"] >= record.get("total_steps", 0)
 
 
+NEXT = "+strategy=dp,pp,hybrid optim.lr=1e-3,3e-4 -m   runs a sweep; --cfg job prints the config"
+
+
 def summary(run: RunDirectory, resume_command: str | None = None) -> str:
     """Returns the result of a finished run and suggestions for the next commands.
 
@@ -174,7 +177,7 @@ def summary(run: RunDirectory, resume_command: str | None = None) -> str:
         f"run directory:   {run.path}",
         f"W&B:             {_wandb(run, record)}",
         f"train longer:    {twice_as_long(command, result.get('steps', 0))}",
-        "next:            +strategy=dp,pp,hybrid optim.lr=1e-3,3e-4 -m   runs a sweep; --cfg job prints the config",
+        *([] if record.get("own_code") else [f"next:            {NEXT}"]),
     ]
     return "\n".join(lines)
 
