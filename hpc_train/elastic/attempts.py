@@ -26,7 +26,7 @@ from hpc_train.elastic.rendezvous.addresses import AttemptSpec, bind, withdraw
 from hpc_train.elastic.rendezvous.channel import Message
 from hpc_train.elastic.rendezvous.coordinator import FailureReport, Leave, Start
 from hpc_train.elastic.rendezvous.store import Stores
-from hpc_train.elastic.requeue import JobEnd, request, request_from_slurm
+from hpc_train.elastic.requeue import JobEnd, progress_of, request, request_from_slurm
 from hpc_train.elastic.script import Script
 from hpc_train.elastic.watch import Watch
 from hpc_train.elastic.worker_process import ensure_warm_parent
@@ -223,6 +223,8 @@ class Attempts:
                 print(reason, file=sys.stderr)
         else:
             name = "finished" if action is Action.FINISH else "stopped"
+            if action is Action.FINISH and self.config.run.command is not None:  # a worker of ours records it itself
+                events.record(self.run, result={"steps": progress_of(self.run, self.config)})
             events.write(name, exit_code=int(code), reason=leave.stop or reason, **details)
             if leave.cause is None and reason:
                 print(reason, file=sys.stderr)

@@ -45,7 +45,7 @@ MIN_JOB_S = 600.0  # shorter jobs spend most of their time starting
 
 def request(end: JobEnd, config: Config, events: EventLog, reason: str) -> Exit:
     """Leaves the marker for the batch script (returns 75), or reports why the job is given up (returns 93)."""
-    step, before = _progress(end.run, config), end.requeues()
+    step, before = progress_of(end.run, config), end.requeues()
     is_script = config.run.command is not None  # how much of its time was useful is not known
     useless = None if is_script else _useless(end.run)
     refusal = _refusal(config, step, before) or over_budget(end.run, config) or useless or _once(end, config)
@@ -80,7 +80,7 @@ def request_from_slurm(end: JobEnd, config: Config) -> str | None:
     return "Slurm refuses to requeue it" if query(requeue, PATIENT_S) is None else None
 
 
-def _progress(run: RunDirectory, config: Config) -> int:
+def progress_of(run: RunDirectory, config: Config) -> int:
     """Returns the step of the newest checkpoint; of a script, which saves its own, the furthest step that it told."""
     if config.run.command is not None:
         return max((line["step"] for line in run.read_all_metrics()), default=0)

@@ -32,7 +32,6 @@ from hpc_train.config.compose import converted, escaped
 from hpc_train.config.run_path import fork_source
 from hpc_train.config.schema import Config, GPTConfig
 from hpc_train.config.secrets import file_mode, shown
-from hpc_train.config.values import runs_own_code
 from hpc_train.errors import UserError
 from hpc_train.run.code import FrozenCode
 from hpc_train.run.directory import PIPELINE_SPLIT, RunDirectory
@@ -85,7 +84,7 @@ def freeze(config: Config, run: RunDirectory, *, claim: bool = False, code: Froz
         ) from error
     with _exclusive_freeze(run):
         _check_can_freeze(config, run, source)
-        _write(config, run, _facts(run.record(), source, claim, code, runs_own_code(config)))
+        _write(config, run, _facts(run.record(), source, claim, code, _own_code(config)))
         if config.run.group is not None:
             _share_with_group(config.run.group, Path(config.run.root), run, code)
 
@@ -265,7 +264,7 @@ def _keep_previous(config: Config, run: RunDirectory) -> None:
 
 
 def _facts(
-    record: dict[str, Any], source: RunDirectory | None, claim: bool, code: FrozenCode | None, own_code: bool
+    record: dict[str, Any], source: RunDirectory | None, claim: bool, code: FrozenCode | None, own_code: str | None
 ) -> dict[str, Any]:
     """Returns what a freeze adds to the ``record`` of the run, besides the hash of the config."""
     fields: dict[str, Any] = {
@@ -279,6 +278,11 @@ def _facts(
         "own_code": own_code,
     }
     return fields if source is None else fields | {"forked_from": str(source.path)}
+
+
+def _own_code(config: Config) -> str | None:
+    """Returns the key of ``run`` that names code of the user's own, which runs instead of the trainer."""
+    return next((name for name in ("entry", "command") if getattr(config.run, name) is not None), None)
 
 
 def config_hash(run: RunDirectory) -> str:
