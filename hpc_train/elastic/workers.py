@@ -140,10 +140,10 @@ class Workers:
         """Kills the live workers and waits until they are gone."""
         for worker in self.alive:
             worker.ended_by_agent = True
-            worker.signal(signal.SIGKILL)
-        for worker in self._workers:
             if isinstance(worker.process, ScriptProcess):
                 worker.process.kill_session()
+            else:
+                worker.signal(signal.SIGKILL)
         while self.alive:
             self.wait(1.0)
 
@@ -203,9 +203,9 @@ class Workers:
 
     def _note_end(self, worker: Worker) -> None:
         if isinstance(worker.process, ScriptProcess):
-            worker.process.close()
             if not worker.ended_by_agent:
-                self._note_script_end(worker, worker.process.exitcode or 0)
+                self._note_script_end(worker, worker.process)
+            worker.process.close()
         elif worker.end is None and not worker.ended_by_agent:
             tail = self._log.tail(worker.rank)
             code = worker.process.exitcode or 0
@@ -218,8 +218,11 @@ class Workers:
         worker.block.close()
         worker.gone = True
 
-    def _note_script_end(self, worker: Worker, code: int) -> None:
+    def _note_script_end(self, worker: Worker, process: ScriptProcess) -> None:
         """Records how a script ended, by its exit code and the last lines of its output."""
+        code = process.exitcode or 0
+        if code != 0:
+            process.kill_session()  # what it has started; now, since its id may soon be that of another process
         found = end_of_script(code, asked_to_stop=worker.stop_forwarded)
         if isinstance(found, Exit):
             worker.end = {"kind": REPORTS[found]}

@@ -79,7 +79,8 @@ def check_own_code(config: Config) -> None:
     if run.entry is not None:
         check_callable(run.entry, 1, "run.entry")
     else:
-        _check_command(words, in_container=config.cluster.container.image is not None)
+        elsewhere = config.cluster.container.image is not None or bool(config.cluster.setup)
+        _check_command(words, elsewhere)
 
 
 def own_code_notes(config: Config) -> list[str]:
@@ -129,16 +130,17 @@ def _changed(config: Config, group: str, names: tuple[str, ...] | None = None) -
             yield f"{group}.{each.name}"
 
 
-def _check_command(words: list[str], in_container: bool) -> None:
+def _check_command(words: list[str], elsewhere: bool) -> None:
+    """Checks program and script, unless a container or ``cluster.setup`` provides them ``elsewhere``."""
     program = words[0]
-    if not in_container and program not in PYTHONS and shutil.which(program) is None:
+    if not elsewhere and program not in PYTHONS and shutil.which(program) is None:
         raise UserError(
             f"run.command starts {program}, which is not an executable program",
             where="run.command",
             fix="the name of a program on PATH or its path, such as run.command=[python,train.py]",
         )
     script = words[1] if program in PYTHONS and len(words) > 1 and not words[1].startswith("-") else None
-    if script is not None and not in_container and not Path(script).is_file():
+    if script is not None and not elsewhere and not Path(script).is_file():
         raise UserError(
             f"run.command runs {script}, which does not exist", where="run.command", fix="the path of the script"
         )
