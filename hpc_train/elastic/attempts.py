@@ -299,7 +299,7 @@ def run_attempt(
     """Runs the workers ``specs`` to their end. No worker is alive when this returns or raises, and unless all succeeded
     no process that one forked.
     """
-    workers = Workers(log)
+    workers = Workers(log, lambda: stop.requested)
     try:
         _start(workers, specs, entry)
         _watch(workers, stop, stop_grace_s, on_tick, watch)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
 import sys
 
 from hpc_train.run.processes import die_with_parent
@@ -25,6 +26,8 @@ def main(arguments: list[str]) -> int:
     if cpus != "-":
         with contextlib.suppress(OSError):  # the job may have lost these CPUs: stay unbound
             os.sched_setaffinity(0, map(int, cpus.split(",")))
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # Slurm sends them to all processes, and the agent sends SIGTERM
+        signal.signal(number, signal.SIG_IGN)  # a program keeps this unless it installs a handler
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
     try:

@@ -8,7 +8,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -22,7 +22,9 @@ from hpc_train.elastic.script import Script, ScriptProcess, ScriptProgress
 from hpc_train.elastic.worker_process import FORKSERVER, REPORTS, died_with_warm_parent, fork_process, main
 from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
 from hpc_train.run.exits import SHELL_SIGNALS, Exit, Failure, classify_message, end_of_script
+from hpc_train.run.requests import STOP_SIGNALS
 
+SAME_SIGNAL_S = 0.5
 READ_BYTES = 1 << 16
 CHILDREN_S = 1.0  # for processes that a worker forked to end by themselves; loader processes die with their worker
 KILLED_S = 5.0  # for killed processes to end; the kernel may have to release much memory of a GPU
@@ -78,8 +80,9 @@ class Worker:
 class Workers:
     """Starts workers, drains their pipes and records how they ended."""
 
-    def __init__(self, log: WorkerLog) -> None:
+    def __init__(self, log: WorkerLog, stop_requested: Callable[[], bool] = lambda: False) -> None:
         self._log = log
+        self._stop_requested = stop_requested
         self._workers: list[Worker] = []
         self._failures: dict[int, WorkerFailure] = {}
         self._killed_before = OomKills.now()
@@ -223,7 +226,7 @@ class Workers:
         code = process.exitcode or 0
         if code != 0:
             process.kill_session()  # what it has started; now, since its id may soon be that of another process
-        found = end_of_script(code, asked_to_stop=worker.stop_forwarded)
+        found = end_of_script(code, asked_to_stop=worker.stop_forwarded or self._stopped_with_agent(code))
         if isinstance(found, Exit):
             worker.end = {"kind": REPORTS[found]}
             return
@@ -231,6 +234,13 @@ class Workers:
         end = class_of_script_end(code, found, OomKills.now() - self._killed_before, output)
         tail = self._log.tail(worker.rank)
         self._failures[worker.rank] = ended_without_report(worker.rank, code, end, tail, time.time())
+
+    def _stopped_with_agent(self, code: int) -> bool:
+        """Returns whether a script died of a stop signal that its agent got as well: Slurm signals all processes."""
+        until = time.monotonic() + (SAME_SIGNAL_S if -code in STOP_SIGNALS else 0.0)
+        while time.monotonic() < until and not self._stop_requested():
+            time.sleep(0.01)
+        return -code in STOP_SIGNALS and self._stop_requested()
 
 
 def _writers(pipes: Sequence[int]) -> list[int]:

@@ -100,3 +100,19 @@ def leaves_early(context: Context) -> None:
             if context.end_step(step) or step == 5:
                 context.event("left", done=int(done))
                 return
+
+
+def slow(context: Context) -> None:
+    """Trains the same on every rank, so that the numbers do not depend on the ranks; a step takes ``args.seconds``."""
+    module = model()
+    adam, sgd, schedule = optimizers(module)
+    context.resume(model=module, adam=adam, sgd=sgd, schedule=schedule)
+    for step in context.steps():
+        torch.manual_seed(step)
+        loss = loss_of(module)
+        adam.zero_grad()
+        sgd.zero_grad()
+        loss.backward()
+        update(step, adam, sgd, schedule)
+        context.log(step, loss=loss)
+        time.sleep(context.args["seconds"])
