@@ -136,7 +136,6 @@ def _run(
     store: str,
 ) -> int:
     config = load(run)
-    entry = entry or (ENTRY if config.run.entry is None else LOOP_ENTRY)
     allocation = _on_the_network(config, allocation)
     use_frozen_code(frozen_code(run))
     if config.run.group is not None:
@@ -152,14 +151,12 @@ def _run(
     ):
         users = dict(os.environ)
         own = _set_environment(config, allocation, node, caches)
-        script = None if config.run.command is None else Script.of(run, config, Path(progress))
-        if script is None:
-            start_warm_parent(_preload(config, entry, store))
+        code = _code_of_workers(run, config, entry, store, Path(progress))
         server = stores = None
         address: ServerAddress | None
         try:
             if allocation.node_rank == 0:
-                stores = Stores(store if script is None else None)
+                stores = Stores(None if isinstance(code, Script) else store)
                 attempts = Attempts(run, config, allocation, end, stores, Fabric(run, config, own), events)
                 server, address = _start_server(run, config, allocation, attempts)
             else:
@@ -182,7 +179,7 @@ def _run(
                 gpu_errors=GpuErrors(node.facts, node.workers),
                 budget=Budget(run, config.run.max_gpu_hours, allocation.nodes * node.gpus),
                 on_tick=on_tick,
-                entry=script or entry,
+                entry=code,
                 events=events,
                 output=output,
                 deletion=DeletionWatch(run),
@@ -196,6 +193,15 @@ def _run(
                 stores.stop()
             if server is not None:
                 server.join()
+
+
+def _code_of_workers(run: RunDirectory, config: Config, entry: str | None, store: str, folder: Path) -> str | Script:
+    """Returns the command of the run, or the entry point of its workers after it has started their warm parent."""
+    if config.run.command is not None:
+        return Script.of(run, config, folder)
+    entry = entry or (ENTRY if config.run.entry is None else LOOP_ENTRY)
+    start_warm_parent(_preload(config, entry, store))
+    return entry
 
 
 def _on_the_network(config: Config, allocation: Allocation) -> Allocation:

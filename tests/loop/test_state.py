@@ -35,7 +35,9 @@ class Counter:
 def test_names_are_those_of_the_bare_module() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     net.register_buffer("temporary", torch.ones(1), persistent=False)
-    state = registered(net=torch.compile(net), scale=torch.ones(3))
+    compiled = nn.Module()  # as torch.compile wraps it
+    compiled.add_module("_orig_mod", net)
+    state = registered(net=compiled, scale=torch.ones(3))
     assert sorted(state.named_parameters()) == ["net.0.bias", "net.0.weight", "net.1.bias", "net.1.weight", "scale"]
     assert sorted(state.named_buffers()) == ["net.1.num_batches_tracked", "net.1.running_mean", "net.1.running_var"]
 
