@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from rich.console import Console
 
 from hpc_train.checkpoint.listing import list_checkpoints
 from hpc_train.commands.submitted import cancel_runs
-from hpc_train.config.arguments import CommandLine, expand, wants_dry_run, with_right_plus
+from hpc_train.config.arguments import CommandLine, expand, override_value, wants_dry_run, with_right_plus
 from hpc_train.config.run_path import run_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.translate import translate
@@ -180,8 +180,10 @@ def find_runs(target: str | Path) -> list[Run]:
 
 
 def submit(
-    overrides: Sequence[str],
+    overrides: Sequence[str] = (),
     *,
+    entry: str | Callable[..., Any] | None = None,
+    args: Mapping[str, Any] | None = None,
     detach: bool = True,
     config_dir: str | Path | None = None,
     verbose: bool = False,
@@ -193,6 +195,9 @@ def submit(
     Args:
         overrides: the overrides of the command line, e.g. ``["+strategy=dp", "train.steps=100"]``; several values
             separated by commas make a sweep.
+        entry: a function of your own, or its path ``package.module:function``, that runs in every worker instead of the
+            trainer and gets a ``hpc_train.loop.Context`` (``run.entry``).
+        args: its arguments, ``context.args``: numbers, text, and lists and dicts of them.
         detach: return after submission; False waits until all runs have ended, whatever their exit code.
         config_dir: a directory with your own config groups (``-cd`` on the command line).
         verbose: print what the command prints, and ask at a terminal if the jobs may cost many GPU-hours. Otherwise
@@ -206,7 +211,7 @@ def submit(
     """
     console = Console() if verbose else Console(file=io.StringIO())
     try:
-        paths = _submit(list(overrides), config_dir, console)
+        paths = _submit([*overrides, *_own_code(entry, args or {})], config_dir, console)
     except Exception as error:
         mistake = translate(error)
         if mistake is None or mistake is error:
@@ -216,6 +221,21 @@ def submit(
     for run in [] if detach else runs:
         run.wait()
     return runs[0] if len(runs) == 1 else runs
+
+
+def _own_code(entry: str | Callable[..., Any] | None, args: Mapping[str, Any]) -> list[str]:
+    """Returns the overrides for a function of the user's own."""
+    found = [f"++run.args.{name}={override_value(value)}" for name, value in args.items()]
+    if entry is None:
+        return found
+    path = entry if isinstance(entry, str) else f"{entry.__module__}:{entry.__qualname__}"
+    if not isinstance(entry, str) and (entry.__module__ == "__main__" or "." in entry.__qualname__):
+        raise UserError(
+            f"workers cannot import {path}",
+            where="entry",
+            fix="move the function to the top level of a module and pass it, or entry='package.module:function'",
+        )
+    return [f"run.entry={path}", *found]
 
 
 def _submit(overrides: list[str], config_dir: str | Path | None, console: Console) -> list[Path]:

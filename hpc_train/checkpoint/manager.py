@@ -26,6 +26,7 @@ from hpc_train.checkpoint.removals import Removals
 from hpc_train.checkpoint.restoring import RestoredState, restore
 from hpc_train.checkpoint.space import check_space
 from hpc_train.checkpoint.state import (
+    ModelState,
     OptimizerState,
     kept_until_update,
     saved_state,
@@ -41,7 +42,6 @@ from hpc_train.cluster.host_memory import free_memory
 from hpc_train.cluster.storage import renames_by_copying
 from hpc_train.config.schema import Config
 from hpc_train.config.values import saves_asynchronously
-from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh, use_device
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.events import EventLog
@@ -84,7 +84,7 @@ class CheckpointManager:
     """
 
     run: RunDirectory
-    engine: Engine
+    engine: ModelState
     optimizer: OptimizerState
     mesh: Mesh
     config: Config

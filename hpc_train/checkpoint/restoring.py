@@ -19,6 +19,7 @@ from hpc_train.checkpoint.manifest import BadCheckpoint, Manifest, read_manifest
 from hpc_train.checkpoint.reader import SafeReader
 from hpc_train.checkpoint.state import (
     CompressionLoad,
+    ModelState,
     OptimizerState,
     TensorShape,
     check_match,
@@ -35,7 +36,6 @@ from hpc_train.checkpoint.store import Checkpoint
 from hpc_train.checkpoint.verified import VerifiedCheckpoint, verify_together
 from hpc_train.checkpoint.writer import quiet
 from hpc_train.errors import UserError
-from hpc_train.parallel.engine import Engine
 from hpc_train.parallel.mesh import Mesh
 
 
@@ -58,7 +58,7 @@ class RestoredState:
 def restore(
     found: VerifiedCheckpoint,
     forked: bool,
-    engine: Engine,
+    engine: ModelState,
     optimizer: OptimizerState,
     mesh: Mesh,
     group: dist.ProcessGroup,
@@ -90,7 +90,7 @@ def restore(
     return RestoredState(found.checkpoint.step, found.manifest.extra, path, with_optimizer)
 
 
-def load_weights(engine: Engine, mesh: Mesh, checkpoint: Checkpoint) -> Manifest:
+def load_weights(engine: ModelState, mesh: Mesh, checkpoint: Checkpoint) -> Manifest:
     """Verifies ``checkpoint`` and loads its parameters and buffers into ``engine``. Collective.
 
     Returns:

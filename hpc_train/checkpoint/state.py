@@ -11,7 +11,7 @@ is lost or counted twice. ``compression.NAME.basis`` is shared by all replicas.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -22,10 +22,23 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from hpc_train.checkpoint.agreement import from_rank
 from hpc_train.errors import UserError
-from hpc_train.parallel.engine import Engine
+from hpc_train.parallel.engine import Compression
 from hpc_train.parallel.mesh import Mesh
 
 SHOWN = 8  # names listed per problem in a message
+
+
+class ModelState(Protocol):
+    """Interface of a model whose state is saved in checkpoints; an ``Engine`` has it."""
+
+    def named_parameters(self) -> Mapping[str, Tensor]:
+        """Returns canonical global name -> parameter of this rank."""
+
+    def named_buffers(self) -> Mapping[str, Tensor]:
+        """Returns canonical global name -> persistent buffer of this rank."""
+
+    def compressions(self) -> Sequence[Compression]:
+        """Returns the gradient compression of each part of this rank."""
 
 
 class OptimizerState(Protocol):
@@ -41,13 +54,13 @@ class OptimizerState(Protocol):
         """Calls ``action`` once, before the next update changes a parameter or the state."""
 
 
-def model_state(engine: Engine) -> dict[str, Tensor]:
+def model_state(engine: ModelState) -> dict[str, Tensor]:
     """Returns the parameters and buffers that this rank holds."""
     state = {f"model.{name}": parameter.detach() for name, parameter in engine.named_parameters().items()}
     return state | {f"model.{name}": buffer for name, buffer in engine.named_buffers().items()}
 
 
-def training_state(engine: Engine, optimizer: OptimizerState) -> dict[str, Tensor]:
+def training_state(engine: ModelState, optimizer: OptimizerState) -> dict[str, Tensor]:
     """Returns all tensors that this rank holds; loading into them restores the rank."""
     state = model_state(engine)
     for name, tensors in optimizer.named_state().items():
@@ -55,7 +68,7 @@ def training_state(engine: Engine, optimizer: OptimizerState) -> dict[str, Tenso
     return state
 
 
-def saved_state(engine: Engine, optimizer: OptimizerState, mesh: Mesh) -> dict[str, Tensor]:
+def saved_state(engine: ModelState, optimizer: OptimizerState, mesh: Mesh) -> dict[str, Tensor]:
     """Returns the tensors that this rank saves. Buffers may differ between replicas, so one replica saves them."""
     state = training_state(engine, optimizer) | compression_state(engine)
     if mesh.dp_rank == 0 and mesh.tp_rank == 0:
@@ -64,7 +77,7 @@ def saved_state(engine: Engine, optimizer: OptimizerState, mesh: Mesh) -> dict[s
     return {name: tensor for name, tensor in state.items() if name not in buffers}
 
 
-def kept_until_update(engine: Engine, state: Iterable[str]) -> set[str]:
+def kept_until_update(engine: ModelState, state: Iterable[str]) -> set[str]:
     """Returns the names of the tensors that only the optimizer changes, and not a forward or a backward."""
     parameters = {f"model.{name}" for name in engine.named_parameters()}
     return {name for name in state if name in parameters or name.startswith("optim.")}
@@ -154,7 +167,7 @@ _SLOT = re.compile(r"(.+)\.(\d+)")
 _Value = TypeVar("_Value")
 
 
-def compression_state(engine: Engine) -> dict[str, Tensor]:
+def compression_state(engine: ModelState) -> dict[str, Tensor]:
     """Returns this rank's state of gradient compression under its names in a checkpoint."""
     state = {}
     for compression in engine.compressions():
@@ -178,7 +191,7 @@ class CompressionLoad:
         targets: name -> tensor to load into. Call ``finish`` after the load.
     """
 
-    def __init__(self, engine: Engine, stored: Mapping[str, TensorShape]) -> None:
+    def __init__(self, engine: ModelState, stored: Mapping[str, TensorShape]) -> None:
         self.targets: dict[str, Tensor] = {}
         self._sums: list[tuple[Tensor, list[Tensor]]] = []
         slots = _slots(stored)

@@ -8,10 +8,11 @@ only, so each combination of groups is composed once and values are merged into 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -240,3 +241,23 @@ def _is_plain(override: Override) -> bool:
     """Returns whether the override is ``key=value`` for a key below a group. The order of other overrides matters."""
     changes = not (override.is_add() or override.is_force_add() or override.is_delete())
     return changes and "." in override.key_or_group
+
+
+def override_value(value: Any) -> str:
+    """Returns a number, a text, or a list or dict of them as the value of an override, in Hydra's grammar.
+
+    Raises:
+        UserError: the value is of another type.
+    """
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        escaped = re.sub(r"(\\+)(?='|$)", r"\1\1", value).replace("'", "\\'")
+        return f"'{escaped}'"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{override_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(override_value, value))}]"
+    raise UserError(f"{value!r} cannot be in a config", where="args", fix="numbers, text, and lists and dicts of them")

@@ -37,7 +37,7 @@ from hpc_train.config.run_path import default_root, run_directory
 from hpc_train.config.schema import Config
 from hpc_train.config.secrets import leaves, refuse_secrets
 from hpc_train.config.translate import translate
-from hpc_train.config.values import for_debugging
+from hpc_train.config.values import command_words, for_debugging
 from hpc_train.errors import UserError, nearest
 
 PRIMARY = "config"
@@ -192,9 +192,18 @@ def _absolute(config: Config) -> Config:
         if source.get("path") is not None:
             source["path"] = str(Path(source["path"]).expanduser().absolute())
     config.run.root = str(Path(config.run.root).expanduser().absolute())
+    if config.run.command is not None:
+        config.run.command = [_absolute_script(word) for word in command_words(config)]
+    if config.run.progress_dir is not None:
+        config.run.progress_dir = str(Path(config.run.progress_dir).expanduser().absolute())
     if config.checkpoint.archive is not None:
         config.checkpoint.archive = str(Path(config.checkpoint.archive).expanduser().absolute())
     return config
+
+
+def _absolute_script(word: str) -> str:
+    path = Path(word)
+    return str(path.absolute()) if word.endswith(".py") and not path.is_absolute() and path.is_file() else word
 
 
 MODELS = {TOKENS: "model=gpt_tiny", IMAGES: "model=vit_tiny"}  # examples for messages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -269,3 +270,34 @@ def preflight_actions(cluster: ClusterConfig) -> dict[str, str]:
             fix = nearest(str(action), PREFLIGHT_ACTIONS)
             raise UserError(f"{where}.{name} is {action!r}", where=f"{where}.{name}", fix=fix)
     return default | own
+
+
+def runs_own_code(config: Config) -> bool:
+    """Returns whether workers run the user's function or command instead of the trainer."""
+    return config.run.entry is not None or config.run.command is not None
+
+
+def command_words(config: Config) -> list[str]:
+    """Returns the program and the arguments of ``run.command``; empty without one.
+
+    Raises:
+        UserError: it is neither a text nor a list of words.
+    """
+    asked = config.run.command
+    if asked is None:
+        return []
+    words = _split(asked) if isinstance(asked, str) else asked
+    if not isinstance(words, list) or not words or any(isinstance(word, list | dict) for word in words):
+        raise _bad_command(f"run.command is {asked!r}, not a program with its arguments")
+    return [str(word).lower() if isinstance(word, bool) or word is None else str(word) for word in words]
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise _bad_command(f"run.command cannot be split into words: {error}") from None
+
+
+def _bad_command(what: str) -> UserError:
+    return UserError(what, where="run.command", fix="run.command=[python,train.py,--lr,0.1], or 'run.command=\"...\"'")

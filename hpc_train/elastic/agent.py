@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from pathlib import Path
 
 from hpc_train.checkpoint.store import CheckpointStore
 from hpc_train.cluster.allocation import (
@@ -52,6 +53,7 @@ from hpc_train.elastic.rendezvous.coordinator import Coordinator
 from hpc_train.elastic.rendezvous.server import RendezvousServer
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd
+from hpc_train.elastic.script import Script, node_local_folder
 from hpc_train.elastic.watch import Watch
 from hpc_train.elastic.worker_process import start_warm_parent
 from hpc_train.errors import UserError
@@ -70,6 +72,7 @@ from hpc_train.run.requests import StacksRequests, StopRequests, watch_signals
 from hpc_train.slurm.client import is_suspended
 
 ENTRY = "hpc_train.train.worker:train"
+LOOP_ENTRY = "hpc_train.loop.worker:train"  # of run.entry
 STORE = "hpc_train.elastic.rendezvous.store:serve"
 
 Reserve = Callable[[StopRequests], AbstractContextManager[None]]
@@ -80,7 +83,7 @@ def run_agent(
     on_tick: Callable[[], None] | None = None,
     *,
     reserve: Reserve | None = None,
-    entry: str = ENTRY,
+    entry: str | None = None,
     store: str = STORE,
 ) -> int:
     """Runs this node's workers of ``run`` to their end; returns the exit code.
@@ -89,7 +92,8 @@ def run_agent(
         on_tick: called a few times per second while workers run.
         reserve: a context that holds the workers' resources (GPUs, cores); entering it may wait, and returns early when
             a stop is requested.
-        entry: the worker's entry point, as "module:function".
+        entry: the worker's entry point, as "module:function"; by default that of the trainer, or of ``run.entry``.
+            ``run.command`` does not use it.
         store: the entry point of an attempt's store.
     """
     raise_descriptor_limit()
@@ -135,7 +139,7 @@ def _run(
     end: JobEnd | None,
     stop: StopRequests,
     on_tick: Callable[[], None],
-    entry: str,
+    entry: str | None,
     store: str,
 ) -> int:
     config = load(run)
@@ -151,15 +155,16 @@ def _run(
         closing(events),
         closing(output),
         node_local_caches(f"{allocation.launch_id}-{allocation.node_name}") as caches,
+        node_local_folder() as progress,
     ):
         users = dict(os.environ)
         own = _set_environment(config, allocation, node, caches)
-        start_warm_parent(_preload(config, entry, store))
+        code = _code_of_workers(run, config, entry, store, Path(progress))
         server = stores = None
         address: ServerAddress | None
         try:
             if allocation.node_rank == 0:
-                stores = Stores(store)
+                stores = Stores(None if isinstance(code, Script) else store)
                 attempts = Attempts(run, config, allocation, end, stores, Fabric(run, config, own), events)
                 server, address = _start_server(run, config, allocation, attempts)
             else:
@@ -182,7 +187,7 @@ def _run(
                 gpu_errors=GpuErrors(node.facts, node.workers),
                 budget=Budget(run, config.run.max_gpu_hours, allocation.nodes * node.gpus),
                 on_tick=on_tick,
-                entry=entry,
+                entry=code,
                 events=events,
                 output=output,
                 deletion=DeletionWatch(run),
@@ -196,6 +201,15 @@ def _run(
                 stores.stop()
             if server is not None:
                 server.join()
+
+
+def _code_of_workers(run: RunDirectory, config: Config, entry: str | None, store: str, folder: Path) -> str | Script:
+    """Returns the command of the run, or the entry point of its workers after it has started their warm parent."""
+    if config.run.command is not None:
+        return Script.of(run, config, folder)
+    entry = entry or (ENTRY if config.run.entry is None else LOOP_ENTRY)
+    start_warm_parent(_preload(config, entry, store))
+    return entry
 
 
 def _on_the_network(config: Config, allocation: Allocation) -> Allocation:

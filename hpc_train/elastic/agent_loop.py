@@ -31,6 +31,7 @@ from hpc_train.elastic.rendezvous.client import (
 from hpc_train.elastic.rendezvous.coordinator import NodeReport
 from hpc_train.elastic.rendezvous.store import Stores
 from hpc_train.elastic.requeue import JobEnd
+from hpc_train.elastic.script import Script
 from hpc_train.elastic.watch import Watch
 from hpc_train.fabric.rank_binding import Device, bindings, devices
 from hpc_train.run.agent_worker import WorkerSpec
@@ -74,7 +75,7 @@ class Agent:
     gpu_errors: GpuErrors
     budget: Budget
     on_tick: Callable[[], None]
-    entry: str
+    entry: str | Script
     events: EventLog  # of this agent, in any attempt
     output: FileWriter  # of the logs of its workers
     deletion: DeletionWatch
@@ -186,6 +187,11 @@ class Agent:
         set_already = {setting.name: setting.value for setting in self.node.facts.settings}
         return patience_s(spec.nodes, spec.gpus_per_node, spec.environment | set_already)
 
+    @property
+    def _visible_gpus(self) -> str:
+        """``cluster.visible_gpus``, or ``all`` for a script, which uses its local rank as the index of its GPU."""
+        return "all" if isinstance(self.entry, Script) else self.config.cluster.visible_gpus
+
     def _furthest_step(self, attempt: int) -> int:
         newest = read_or(CheckpointStore(self.run.checkpoints).newest, None)
         last: dict[str, Any] = read_or(lambda: last_line(self.run.metrics_file(attempt)), {})
@@ -211,7 +217,7 @@ class Agent:
                 store_prefix=spec.store_prefix,
                 gpus_per_node=spec.gpus_per_node,
                 threads=threads_per_rank(self.config.train.threads, local_workers, bound[local_rank].cores),
-                **_device_and_environment(local_rank, visible, spec.environment, self.config.cluster.visible_gpus),
+                **_device_and_environment(local_rank, visible, spec.environment, self._visible_gpus),
                 cpus=bound[local_rank].cpus,
                 stop_grace_s=stop_grace_s,
                 checked=spec.checked,

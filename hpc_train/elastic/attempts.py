@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +27,8 @@ from hpc_train.elastic.rendezvous.causes import FailureReport
 from hpc_train.elastic.rendezvous.channel import Message
 from hpc_train.elastic.rendezvous.coordinator import Leave, Start
 from hpc_train.elastic.rendezvous.store import Stores
-from hpc_train.elastic.requeue import JobEnd, request, request_from_slurm
+from hpc_train.elastic.requeue import JobEnd, progress_of, request, request_from_slurm
+from hpc_train.elastic.script import Script
 from hpc_train.elastic.watch import Watch
 from hpc_train.elastic.worker_process import ensure_warm_parent
 from hpc_train.elastic.workers import Workers
@@ -237,6 +237,8 @@ class Attempts:
                 print(reason, file=sys.stderr)
         else:
             name = "finished" if action is Action.FINISH else "stopped"
+            if action is Action.FINISH and self.config.run.command is not None:  # a worker of ours records it itself
+                events.record(self.run, result={"steps": progress_of(self.run, self.config)})
             events.write(name, exit_code=int(code), reason=leave.stop or reason, **details)
             if leave.cause is None and reason:
                 print(reason, file=sys.stderr)
@@ -305,13 +307,13 @@ def run_attempt(
     stop: StopRequests,
     stop_grace_s: float,
     on_tick: Callable[[], None],
-    entry: str,
+    entry: str | Script,
     watch: Watch,
 ) -> Outcome:
     """Runs the workers ``specs`` to their end. No worker is alive when this returns or raises, and unless all succeeded
     no process that one forked.
     """
-    workers = Workers(log)
+    workers = Workers(log, lambda: stop.requested)
     try:
         _start(workers, specs, entry)
         _watch(workers, stop, stop_grace_s, on_tick, watch)
@@ -323,7 +325,11 @@ def run_attempt(
     return replace(_outcome(workers, stop_grace_s), step=max((worker.step for worker in workers), default=0))
 
 
-def _start(workers: Workers, specs: Sequence[WorkerSpec], entry: str) -> None:
+def _start(workers: Workers, specs: Sequence[WorkerSpec], entry: str | Script) -> None:
+    if isinstance(entry, Script):
+        for spec in specs:
+            workers.start_script(spec, entry)
+        return
     pid = ensure_warm_parent()
     try:
         for spec in specs:
@@ -344,9 +350,10 @@ def _watch(
         if workers.failures and failed_at is None:
             failed_at = now
             for worker in workers.alive:
-                worker.signal(signal.SIGTERM)
+                worker.warn_of_failure()
         if stop.requested:
-            _forward_stop(workers)
+            for worker in workers:
+                worker.request_stop()
         late = stop.requested and now - stop.since > stop_grace_s
         if late or (failed_at is not None and now - failed_at > _grace(workers.failures)):
             workers.kill()
@@ -358,13 +365,6 @@ def _grace(failures: Sequence[WorkerFailure]) -> float:
     if not causes:
         return SECONDARY_GRACE_S
     return REPORT_GRACE_S if all(failure.exit_code is None for failure in causes) else 0.0
-
-
-def _forward_stop(workers: Workers) -> None:
-    for worker in workers:
-        if worker.ready and not worker.stop_forwarded:
-            worker.stop_forwarded = True
-            worker.signal(signal.SIGUSR2)
 
 
 def _outcome(workers: Workers, stop_grace_s: float) -> Outcome:

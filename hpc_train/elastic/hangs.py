@@ -317,10 +317,10 @@ def collect(workers: Workers, node: str, limit_s: float = ANSWER_S) -> list[Evid
 
 
 def _ask(worker: Worker) -> _Question:
-    beat = worker.block.beat()
+    beat = worker.block.beat() or Beat(0, Phase.STARTING, time.monotonic(), 0, 0.0)  # a script without a sign of life
     question = _Question(worker, worker.block.ask(), beat, time.monotonic() - beat.since)
     worker.block.clear_stacks()
-    if worker.ready:  # before that it has no handler, and the signal would kill it
+    if worker.ready and not worker.is_script:  # before that it has no handler, and the signal would kill it
         worker.signal(SHOW_STACKS)
     return question
 

@@ -45,9 +45,10 @@ MIN_JOB_S = 600.0  # shorter jobs spend most of their time starting
 
 def request(end: JobEnd, config: Config, events: EventLog, reason: str) -> Exit:
     """Leaves the marker for the batch script (returns 75), or reports why the job is given up (returns 93)."""
-    newest = CheckpointStore(end.run.checkpoints).newest()
-    step, before = 0 if newest is None else newest.step, end.requeues()
-    refusal = _refusal(config, step, before) or over_budget(end.run, config) or _useless(end.run) or _once(end, config)
+    step, before = progress_of(end.run, config), end.requeues()
+    is_script = config.run.command is not None  # how much of its time was useful is not known
+    useless = None if is_script else _useless(end.run)
+    refusal = _refusal(config, step, before) or over_budget(end.run, config) or useless or _once(end, config)
     if refusal is None:
         exclude = _excluded(end.run, config)
         end.ask_for_requeue(step, exclude)
@@ -79,9 +80,19 @@ def request_from_slurm(end: JobEnd, config: Config) -> str | None:
     return "Slurm refuses to requeue it" if query(requeue, PATIENT_S) is None else None
 
 
+def progress_of(run: RunDirectory, config: Config) -> int:
+    """Returns the step of the newest checkpoint; of a script, which saves its own, the furthest step that it told."""
+    if config.run.command is not None:
+        return max((line["step"] for line in run.read_all_metrics()), default=0)
+    newest = CheckpointStore(run.checkpoints).newest()
+    return 0 if newest is None else newest.step
+
+
 def _refusal(config: Config, step: int, before: Sequence[dict[str, Any]]) -> str | None:
     if len(before) >= config.elastic.max_requeues:
         return f"the job was already requeued {len(before)} times (elastic.max_requeues)"
+    if config.run.command is not None and step == 0:
+        return None  # it does not tell its progress
     if before and step <= before[-1]["step"]:
         return f"no checkpoint was saved since the previous requeue, at step {before[-1]['step']}: no progress"
     return None

@@ -20,7 +20,7 @@ from typing import Any
 from hpc_train.config.schema import Config
 from hpc_train.config.values import parse_hang_timeout
 from hpc_train.elastic.decision import WorkerFailure
-from hpc_train.elastic.hang_bounds import COLD_S, LEAST_S, HangWatch, Silence, Stage
+from hpc_train.elastic.hang_bounds import COLD_S, LEAST_S, START_S, UNSEEN_S, HangWatch, Silence, Stage
 from hpc_train.elastic.hangs import Evidence, Proof, RankState, collect, culprit, proof
 from hpc_train.elastic.workers import Worker, Workers
 from hpc_train.measure.flight_recorder import Collective, read_collectives
@@ -179,6 +179,10 @@ class Watch:
     def of(cls, run: RunDirectory, node: str, config: Config) -> Watch:
         timeout = parse_hang_timeout(config.elastic.hang_timeout_s)
         least = COLD_S if config.train.compile else LEAST_S  # a change of shapes recompiles in the middle of training
+        if config.run.entry is not None:
+            least = UNSEEN_S  # a step of an own loop may contain anything
+        if config.run.command is not None:
+            least = START_S  # a script does not tell what it does: it may evaluate, save or compile
         return cls(run, node, HangWatch(timeout, least))
 
     def begin(self, events: EventLog, layout: Layout, patience_s: float) -> None:
@@ -193,7 +197,7 @@ class Watch:
         """Checks the workers; adds a hang to the failures of ``workers``. It is called a few times per second."""
         now, self._workers = time.monotonic(), workers
         if not workers.failures:
-            beats = {worker.rank: worker.block.beat() for worker in workers.alive}
+            beats = {worker.rank: beat for worker in workers.alive if (beat := worker.block.beat()) is not None}
             stopped = [worker.rank for worker in workers.alive if process_state(worker.pid) == "T"]
             silence = self.hangs.check(beats, now, stopped)
             if silence is not None and self._ends_attempt(silence, workers, now):

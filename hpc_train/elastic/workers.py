@@ -8,7 +8,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -18,10 +18,13 @@ from typing import Any
 from hpc_train.cluster.kernel_counters import OomKills
 from hpc_train.elastic.decision import WorkerFailure, ended_without_report
 from hpc_train.elastic.logs import KEPT_LINES, WorkerLog
-from hpc_train.elastic.worker_process import FORKSERVER, died_with_warm_parent, fork_process, main
+from hpc_train.elastic.script import Script, ScriptProcess, ScriptProgress
+from hpc_train.elastic.worker_process import FORKSERVER, REPORTS, died_with_warm_parent, fork_process, main
 from hpc_train.run.agent_worker import SharedBlock, WorkerSpec
-from hpc_train.run.exits import Failure, classify_message
+from hpc_train.run.exits import SHELL_SIGNALS, Exit, Failure, classify_message, end_of_script
+from hpc_train.run.requests import STOP_SIGNALS
 
+SAME_SIGNAL_S = 0.5
 READ_BYTES = 1 << 16
 CHILDREN_S = 1.0  # for processes that a worker forked to end by themselves; loader processes die with their worker
 KILLED_S = 5.0  # for killed processes to end; the kernel may have to release much memory of a GPU
@@ -35,10 +38,10 @@ class Worker:
     """
 
     rank: int
-    process: BaseProcess
+    process: BaseProcess | ScriptProcess
     output: Connection
     reports: Connection
-    block: SharedBlock
+    block: SharedBlock | ScriptProgress
     ready: bool = False
     stop_forwarded: bool = False
     ended_by_agent: bool = False
@@ -51,17 +54,35 @@ class Worker:
         assert self.process.pid is not None, "the process was started"
         return self.process.pid
 
+    @property
+    def is_script(self) -> bool:
+        return isinstance(self.process, ScriptProcess)
+
     def signal(self, number: signal.Signals) -> None:
         if self.process.exitcode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
+    def request_stop(self) -> None:
+        """Asks the worker once to stop, when it is able to."""
+        if self.ready and not self.stop_forwarded:
+            self.stop_forwarded = True
+            self.signal(signal.SIGTERM if self.is_script else signal.SIGUSR2)
+
+    def warn_of_failure(self) -> None:
+        """Asks the worker to stop because of another rank's failure. A script is only killed, after the primary cause
+        had time to arrive: its end by a signal would look like a failure of its own.
+        """
+        if not self.is_script:
+            self.signal(signal.SIGTERM)
+
 
 class Workers:
     """Starts workers, drains their pipes and records how they ended."""
 
-    def __init__(self, log: WorkerLog) -> None:
+    def __init__(self, log: WorkerLog, stop_requested: Callable[[], bool] = lambda: False) -> None:
         self._log = log
+        self._stop_requested = stop_requested
         self._workers: list[Worker] = []
         self._failures: dict[int, WorkerFailure] = {}
         self._killed_before = OomKills.now()
@@ -88,6 +109,18 @@ class Workers:
         os.set_blocking(output.fileno(), False)
         self._workers.append(Worker(spec.rank, process, output, reports, block))
 
+    def start_script(self, spec: WorkerSpec, script: Script) -> None:
+        """Starts the command of the run as the worker ``spec``."""
+        output, output_end = FORKSERVER.Pipe(duplex=False)
+        reports, report_end = FORKSERVER.Pipe(duplex=False)
+        report_end.close()  # the exit code is its report
+        try:
+            process = script.start(spec, output_end)
+        finally:
+            output_end.close()
+        os.set_blocking(output.fileno(), False)
+        self._workers.append(Worker(spec.rank, process, output, reports, process.progress, ready=True))
+
     def wait(self, timeout: float) -> None:
         """Waits at most ``timeout`` seconds for output, reports or exits, and processes them."""
         running = self.alive
@@ -110,7 +143,10 @@ class Workers:
         """Kills the live workers and waits until they are gone."""
         for worker in self.alive:
             worker.ended_by_agent = True
-            worker.signal(signal.SIGKILL)
+            if isinstance(worker.process, ScriptProcess):
+                worker.process.kill_session()
+            else:
+                worker.signal(signal.SIGKILL)
         while self.alive:
             self.wait(1.0)
 
@@ -169,16 +205,42 @@ class Workers:
             worker.reports.close()
 
     def _note_end(self, worker: Worker) -> None:
-        if worker.end is None and not worker.ended_by_agent:
+        if isinstance(worker.process, ScriptProcess):
+            if not worker.ended_by_agent:
+                self._note_script_end(worker, worker.process)
+            worker.process.close()
+        elif worker.end is None and not worker.ended_by_agent:
             tail = self._log.tail(worker.rank)
             code = worker.process.exitcode or 0
             output = self._log.tail(worker.rank, KEPT_LINES)
             end = class_of_end(code, OomKills.now() - self._killed_before, died_with_warm_parent(code), output)
             self._failures[worker.rank] = ended_without_report(worker.rank, code, end, tail, time.time())
         worker.output.close()
-        worker.step = worker.block.beat().step
+        beat = worker.block.beat()
+        worker.step = 0 if beat is None else beat.step
         worker.block.close()
         worker.gone = True
+
+    def _note_script_end(self, worker: Worker, process: ScriptProcess) -> None:
+        """Records how a script ended, by its exit code and the last lines of its output."""
+        code = process.exitcode or 0
+        if code != 0:
+            process.kill_session()  # what it has started; now, since its id may soon be that of another process
+        found = end_of_script(code, asked_to_stop=worker.stop_forwarded or self._stopped_with_agent(code))
+        if isinstance(found, Exit):
+            worker.end = {"kind": REPORTS[found]}
+            return
+        output = self._log.tail(worker.rank, KEPT_LINES)
+        end = class_of_script_end(code, found, OomKills.now() - self._killed_before, output)
+        tail = self._log.tail(worker.rank)
+        self._failures[worker.rank] = ended_without_report(worker.rank, code, end, tail, time.time())
+
+    def _stopped_with_agent(self, code: int) -> bool:
+        """Returns whether a script died of a stop signal that its agent got as well: Slurm signals all processes."""
+        until = time.monotonic() + (SAME_SIGNAL_S if -code in STOP_SIGNALS else 0.0)
+        while time.monotonic() < until and not self._stop_requested():
+            time.sleep(0.01)
+        return -code in STOP_SIGNALS and self._stop_requested()
 
 
 def _writers(pipes: Sequence[int]) -> list[int]:
@@ -224,6 +286,32 @@ def class_of_end(
     if exit_code == -signal.SIGBUS and _is_full(SHARED_MEMORY):
         return Failure.DISK_FULL, f"{name}: {SHARED_MEMORY} is full (batch.loader_workers=0 does not use it)"
     return Failure.KILLED, name
+
+
+def class_of_script_end(
+    exit_code: int, failure: Failure, killed: OomKills, output: Sequence[str] = ()
+) -> tuple[Failure, str]:
+    """Returns the class of a script's failure and a one-line message; see ``class_of_end``.
+
+    Args:
+        failure: the class according to the exit code (``run/exits.end_of_script``).
+    """
+    if failure is Failure.KILLED:
+        return class_of_end(exit_code if exit_code < 0 else SHELL_SIGNALS - exit_code, killed, output=output)
+    last = next((line.strip() for line in reversed(output) if line.strip()), "it printed nothing")
+    message = f"run.command exited with code {exit_code}: {last}"
+    if failure is Failure.REFUSED:
+        return failure, message
+    known = next(filter(None, map(classify_message, _last_traceback(output))), None)
+    return known or failure, message
+
+
+def _last_traceback(output: Sequence[str]) -> Sequence[str]:
+    """Returns the lines from the last traceback of Python on; only the last lines if there is none."""
+    for number in range(len(output) - 1, -1, -1):
+        if output[number].startswith("Traceback (most recent call last)"):
+            return output[number:]
+    return output[-3:]
 
 
 def _killed(name: str, killed: OomKills) -> tuple[Failure, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -11,7 +12,8 @@ from hpc_train.cluster.gpus import gpu_memory
 from hpc_train.config.arguments import CommandLine, expand
 from hpc_train.config.own_files import with_file
 from hpc_train.config.run_path import job_directory, run_directory
-from hpc_train.config.values import node_range, saves_asynchronously
+from hpc_train.config.schema import Config
+from hpc_train.config.values import command_words, node_range, runs_own_code, saves_asynchronously
 from hpc_train.errors import UserError
 from hpc_train.launch.executors.executor import Job
 from hpc_train.launch.executors.select import select_executor
@@ -79,8 +81,6 @@ def _show_submissions(jobs: list[Job], directory: Path, console: Console, line: 
 def _plan(job: Job) -> str:
     config, layout, executor = job.config, job.layout, select_executor(job.config.cluster)
     check_freeze(config, job.run)
-    samples, places = config.batch.global_size, layout.dp * layout.micro_batches * layout.micro_size
-    padding = f" ({places - samples} of them padding)" if places > samples else ""
     nodes = config.cluster.nodes
     device = f"{counted(job.gpus, 'GPU', 'GPUs')} per node" if job.gpus else "CPU"
     lines = [
@@ -88,14 +88,29 @@ def _plan(job: Job) -> str:
         f"  run directory: {job.run.path}{' (resumes)' if job.run.config.exists() else ''}",
         f"  layout: {layout}",
         f"  world: {counted(layout.world_size, 'worker', 'workers')} on {counted(nodes, 'node', 'nodes')} ({device})",
-        f"  batch: {samples} samples per step = {counted(layout.dp, 'replica', 'replicas')} x "
-        f"{counted(layout.micro_batches, 'micro-batch', 'micro-batches')} x "
-        f"{layout.micro_size}{padding}",
+        *([_own_code(config)] if runs_own_code(config) else [_batch(job)]),
         *_memory(job),
         *_host_memory(job),
         *(f"  note: {note}" for note in layout.notes),
     ]
     return "\n".join(lines)
+
+
+def _own_code(config: Config) -> str:
+    """Returns the line with the function or the command that runs instead of the trainer."""
+    if config.run.entry is not None:
+        return f"  function: {config.run.entry}"
+    return f"  command: {shlex.join(command_words(config))}"
+
+
+def _batch(job: Job) -> str:
+    layout, samples = job.layout, job.config.batch.global_size
+    places = layout.dp * layout.micro_batches * layout.micro_size
+    padding = f" ({places - samples} of them padding)" if places > samples else ""
+    return (
+        f"  batch: {samples} samples per step = {counted(layout.dp, 'replica', 'replicas')} x "
+        f"{counted(layout.micro_batches, 'micro-batch', 'micro-batches')} x {layout.micro_size}{padding}"
+    )
 
 
 def _memory(job: Job) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpc_train.config.schema import Config, StrategyConfig
+from hpc_train.config.values import runs_own_code
 from hpc_train.errors import UserError
 from hpc_train.plan.pipeline_ranks import Ranks, pipeline_ranks
 from hpc_train.plan.schedule import check_reproducible, choose_schedule, divide
@@ -29,7 +30,8 @@ class Layout:
     """The effective layout of one attempt. Global rank = (pp_rank * dp + dp_rank) * tp + tp_rank.
 
     In a step each rank computes ``micro_batches`` micro-batches of ``micro_size`` samples. If dp x micro_batches x
-    micro_size exceeds the global batch, the rest is padding.
+    micro_size exceeds the global batch, the rest is padding. There are 0 micro-batches for code of the user's own
+    (``run.entry``, ``run.command``).
 
     Attributes:
         shard: the number of consecutive dp ranks that share one copy of the ZeRO state; dp / shard groups replicate it.
@@ -101,6 +103,8 @@ class Layout:
 
     def __str__(self) -> str:
         split = f"dp {self.dp} x pp {self.pp} x tp {self.tp}"
+        if not self.micro_batches:
+            return f"{split} (code of your own)"
         kind = self.data_parallel if self.dp > 1 else "no replicas"
         schedule = f", {self.schedule}" if self.pp > 1 else ""
         batches = counted(self.micro_batches, "micro-batch", "micro-batches")
@@ -119,6 +123,8 @@ def resolve_layout(config: Config, nodes: int, workers_per_node: int, device_byt
     tp = _tensor_parallel(config.strategy, workers_per_node)
     ranks = Ranks(nodes, workers_per_node, tp)
     notes: list[str] = []
+    if runs_own_code(config):
+        return _of_own_code(config, ranks, notes)
     pp = pipeline_ranks(config, ranks, lambda candidate: _lay_out(config, ranks, candidate, []), device_bytes, notes)
     return _lay_out(config, ranks, pp, notes)
 
@@ -153,6 +159,38 @@ def _lay_out(config: Config, ranks: Ranks, pp: int, notes: list[str]) -> Layout:
         micro_size=micro_size,
         notes=tuple(notes),
         logical_micro_batches=logical,
+    )
+
+
+def _of_own_code(config: Config, ranks: Ranks, notes: list[str]) -> Layout:
+    """Returns the ranks of code of the user's own, which has no micro-batches that hpc_train knows of.
+
+    Raises:
+        UserError: the strategy does not fit these ranks.
+    """
+    strategy, tp = config.strategy, ranks.tp
+    pp = strategy.pp
+    if pp == "fill" and isinstance(strategy.dp, int):
+        pp = ranks.available // (max(1, strategy.dp) * tp)
+    if not isinstance(pp, int) or pp < 1:
+        raise UserError(
+            f"strategy.pp is {strategy.pp!r}, which depends on a model that code of your own does not tell",
+            where="strategy.pp",
+            fix="strategy.pp=N",
+        )
+    dp = _data_parallel(strategy, ranks.available, pp, tp)
+    _check_use(dp * pp * tp, ranks.nodes, ranks.available, notes)
+    return Layout(
+        dp=dp,
+        pp=pp,
+        tp=tp,
+        shard=_shard(strategy, find_kind(strategy.data_parallel), dp, ranks.per_node // tp),
+        data_parallel=strategy.data_parallel,
+        schedule=strategy.schedule,
+        stages_per_rank=1,
+        micro_batches=0,
+        micro_size=0,
+        notes=tuple(notes),
     )
 
 

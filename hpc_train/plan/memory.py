@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from hpc_train.config.extensions import Activations, family_of
 from hpc_train.config.schema import Config, ModelConfig, OptimConfig, StrategyConfig
-from hpc_train.config.values import parse_recomputation
+from hpc_train.config.values import parse_recomputation, runs_own_code
 from hpc_train.plan.partition import layer_counts
 from hpc_train.plan.techniques import CARRYING
 from hpc_train.units import format_bytes
@@ -46,8 +46,10 @@ class Memory:
 
 
 def estimate(config: Config, layout: Layout) -> Memory | None:
-    """Returns the memory of the rank that needs the most; None if the model's family cannot compute it."""
-    if family_of(config.model).parameters is None:
+    """Returns the memory of the rank that needs the most; None if the model's family, or code of the user's own, does
+    not tell.
+    """
+    if runs_own_code(config) or family_of(config.model).parameters is None:
         return None
     return max((_of_rank(config, layout, rank) for rank in range(layout.pp)), key=lambda memory: memory.total)
 
@@ -162,7 +164,7 @@ def state_bytes(config: Config, replicas: int = 1) -> int | None:
     Args:
         replicas: the number of replicas. Each adds the residual of its compressed gradients.
     """
-    parameters = parameter_count(config.model)
+    parameters = None if runs_own_code(config) else parameter_count(config.model)
     if parameters is None:
         return None
     width = 8 if config.precision.name == "fp64" else 4

@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -28,10 +28,12 @@ from hpc_train.config.values import (
     parse_recomputation,
     parse_save_every,
     preflight_actions,
+    runs_own_code,
 )
 from hpc_train.errors import UserError
 from hpc_train.plan.layout import Layout, resolve_layout
 from hpc_train.plan.mixing import check_declared_mixing
+from hpc_train.plan.own_code import check_own_code, check_own_layout, own_code_notes
 from hpc_train.plan.techniques import AUTO, find_kind, find_schedule, kinds_where
 
 TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")  # minutes, minutes:seconds, hours:minutes:seconds, days-hours:…
@@ -47,6 +49,9 @@ def validate(config: Config, nodes: int, workers_per_node: int, device_bytes: fl
         UserError: the config is invalid. The message reports the first problem.
     """
     check_values(config)
+    check_own_code(config)
+    if runs_own_code(config):
+        return _validate_own_code(config, nodes, workers_per_node)
     _check_length(config)
     family, source = family_of(config.model), source_of(config.data)
     if family.check is not None:
@@ -64,6 +69,12 @@ def validate(config: Config, nodes: int, workers_per_node: int, device_bytes: fl
     if is_extension(config.model.kind):
         check_built_model(config)
     return layout
+
+
+def _validate_own_code(config: Config, nodes: int, workers_per_node: int) -> Layout:
+    layout = resolve_layout(config, nodes, workers_per_node)
+    check_own_layout(config, layout)
+    return replace(layout, notes=(*layout.notes, *own_code_notes(config)))
 
 
 def check_values(config: Config) -> None:

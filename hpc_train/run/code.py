@@ -28,6 +28,7 @@ from typing import Any
 from hpc_train.config.extensions import is_extension
 from hpc_train.config.schema import Config
 from hpc_train.config.secrets import is_secret_file
+from hpc_train.config.values import command_words
 from hpc_train.errors import UserError
 from hpc_train.run.directory import RunDirectory
 from hpc_train.units import format_bytes
@@ -61,6 +62,10 @@ def snapshot_code(configs: Sequence[Config], into: Path, directory: Path | None 
     rows = [name for each in configs for name in (each.strategy.schedule, each.strategy.data_parallel) if ":" in name]
     for target in {*rows, *(name for owner in owners for name in _own_names(owner))}:
         _check_target(target, root, names)
+    for entry in {each.run.entry for each in configs if each.run.entry is not None}:
+        _check_target(entry, root, names)
+    for each in configs:
+        _check_files(command_words(each), here, root, names)
     for kind in {owner.kind for owner in owners if is_extension(owner.kind)}:
         _check_target(kind.partition(":")[0], root, names)
     contents = {name: _file_content(root / name) for name in names}
@@ -221,11 +226,24 @@ def _check_target(target: str, root: Path, names: Collection[str]) -> None:
         return
     inside = str(Path(origin).relative_to(root))
     if not any(name == inside or name.startswith(f"{inside}/") for name in names):
-        raise UserError(
-            f"{origin} is ignored by git, so it would be missing from the code snapshot that workers start from",
-            where="_target_",
-            fix="remove it from .gitignore, or set run.snapshot=false to train from the live work tree",
-        )
+        raise _ignored(origin, "_target_")
+
+
+def _check_files(words: Iterable[str], here: Path, root: Path, names: Collection[str]) -> None:
+    """Raises UserError if a Python file that ``run.command`` names would be missing from the snapshot."""
+    for word in words:
+        path = Path(os.path.realpath(here / word))
+        inside = word.endswith(".py") and path.is_file() and path.is_relative_to(root)
+        if inside and str(path.relative_to(root)) not in names:
+            raise _ignored(str(path), "run.command")
+
+
+def _ignored(path: str, where: str) -> UserError:
+    return UserError(
+        f"{path} is ignored by git, so it would be missing from the code snapshot that workers start from",
+        where=where,
+        fix="remove it from .gitignore, or set run.snapshot=false to train from the live work tree",
+    )
 
 
 def _git(directory: Path, *arguments: str) -> str:

@@ -61,6 +61,7 @@ EVENTS = (
     "advice",
     "profiled",
     "bucket_size_chosen",
+    "loop",  # one of the user's own loop (run.entry), with its name
 )
 
 

@@ -133,6 +133,32 @@ RESPONSES: dict[Failure, Response] = {
 }
 
 
+SHELL_SIGNALS = 128  # a shell exits with this plus the number of the signal that killed its command
+# Exit codes of ``run.command``. Any other code means that the process ended early.
+SCRIPT_EXITS: dict[int, Exit | Failure] = {
+    0: Exit.DONE,
+    1: Failure.USER_ERROR,  # an exception in Python; the traceback in the output may tell another class
+    2: Failure.REFUSED,  # wrong arguments (argparse), or no such script (Python)
+    75: Exit.STOPPED,  # the script stopped by itself and continues when it is run again
+    126: Failure.REFUSED,  # the program cannot be executed
+    127: Failure.REFUSED,  # there is no such program
+}
+
+
+def end_of_script(exit_code: int, asked_to_stop: bool) -> Exit | Failure:
+    """Returns how a process of ``run.command`` ended.
+
+    Args:
+        exit_code: negative for a signal.
+        asked_to_stop: after a stop request every end counts as a stop, as most programs die of SIGTERM or raise an
+            exception; what the script has not saved by then is lost.
+    """
+    if asked_to_stop:
+        return Exit.STOPPED
+    by_signal = exit_code < 0 or SHELL_SIGNALS < exit_code < SHELL_SIGNALS + 32
+    return Failure.KILLED if by_signal else SCRIPT_EXITS.get(exit_code, Failure.EXITED)
+
+
 class UnfitNode(Exception):
     """Raised when a node is slow or broken. The event log records it, and the run continues without the node."""
 

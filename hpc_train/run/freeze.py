@@ -83,7 +83,7 @@ def freeze(config: Config, run: RunDirectory, *, claim: bool = False, code: Froz
         ) from error
     with _exclusive_freeze(run):
         _check_can_freeze(config, run, source)
-        _write(config, run, _facts(run.record(), source, claim, code))
+        _write(config, run, _facts(run.record(), source, claim, code, _own_code(config)))
         if config.run.group is not None:
             _share_with_group(config.run.group, Path(config.run.root), run, code)
 
@@ -262,7 +262,9 @@ def _keep_previous(config: Config, run: RunDirectory) -> None:
     )
 
 
-def _facts(record: dict[str, Any], source: RunDirectory | None, claim: bool, code: FrozenCode | None) -> dict[str, Any]:
+def _facts(
+    record: dict[str, Any], source: RunDirectory | None, claim: bool, code: FrozenCode | None, own_code: str | None
+) -> dict[str, Any]:
     """Returns what a freeze adds to the ``record`` of the run, besides the hash of the config."""
     fields: dict[str, Any] = {
         "run_id": record.get("run_id") or secrets.token_hex(4),
@@ -272,8 +274,14 @@ def _facts(record: dict[str, Any], source: RunDirectory | None, claim: bool, cod
         "versions": environment_versions(),
         "claimed_by": this_process() if claim else {},
         "submissions": record.get("submissions", []),
+        "own_code": own_code,
     }
     return fields if source is None else fields | {"forked_from": str(source.path)}
+
+
+def _own_code(config: Config) -> str | None:
+    """Returns the key of ``run`` that names code of the user's own, which runs instead of the trainer."""
+    return next((name for name in ("entry", "command") if getattr(config.run, name) is not None), None)
 
 
 def config_hash(run: RunDirectory) -> str:
@@ -286,7 +294,9 @@ def _hash(config: bytes) -> str:
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """Returns the identity keys, flat: model, data, global batch, optimizer, seed and reproducibility."""
+    """Returns the identity keys, flat: model, data, global batch, optimizer, seed, reproducibility, and the user's
+    function; of a command only that there is one, as its arguments may say how far to train.
+    """
     nested = {
         "model": asdict(config.model),
         "data": asdict(config.data),
@@ -298,6 +308,7 @@ def identity(config: Config) -> dict[str, Any]:
             "logical_micro_batches": config.batch.logical_micro_batches,
         },
         "train": {"seed": config.train.seed, "reproducible": config.train.reproducible},
+        "run": {"entry": config.run.entry, "command": None if config.run.command is None else "set"},
     }
     return dict(_flat(nested))
 

@@ -149,6 +149,9 @@ def is_done(run: RunDirectory) -> bool:
     return "result" in record and record["result"]["steps"] >= record.get("total_steps", 0)
 
 
+NEXT = "+strategy=dp,pp,hybrid optim.lr=1e-3,3e-4 -m   runs a sweep; --cfg job prints the config"
+
+
 def summary(run: RunDirectory, resume_command: str | None = None) -> str:
     """Returns the result of a finished run and suggestions for the next commands.
 
@@ -165,17 +168,18 @@ def summary(run: RunDirectory, resume_command: str | None = None) -> str:
     chart = loss_chart(metrics)
     spent = read_ledger(run).total
     name = f"run.name={run.path.name}"
+    own = record.get("own_code")
     command = resume_command or f"python -m hpc_train (the overrides of {run.config}) {name}"
     lines = [
-        f"done: {result.get('steps', 0)} steps{speed}; {', '.join(part for part in losses if part)}",
+        "; ".join(filter(None, [f"done: {result.get('steps', 0)} steps{speed}", ", ".join(filter(None, losses))])),
         *([f"\n{chart}", f"{'':>10}{TRAIN} training loss  {VALIDATION} validation loss\n"] if chart else []),
         *([f"time:            {spent_line(spent)}"] if spent.held_s else []),
         *([f"warning:         {record['loss_warning']}"] if "loss_warning" in record else []),
         *([f"profile:         {_profiled(run)}"] if (run.profile / "summary.json").exists() else []),
         f"run directory:   {run.path}",
-        f"W&B:             {_wandb(run, record)}",
-        f"train longer:    {twice_as_long(command, result.get('steps', 0))}",
-        "next:            +strategy=dp,pp,hybrid optim.lr=1e-3,3e-4 -m   runs a sweep; --cfg job prints the config",
+        *([] if own == "command" else [f"W&B:             {_wandb(run, record)}"]),
+        *([] if own == "command" else [f"train longer:    {twice_as_long(command, result.get('steps', 0))}"]),
+        *([] if own else [f"next:            {NEXT}"]),
     ]
     return "\n".join(lines)
 

@@ -74,7 +74,7 @@ def train(spec: WorkerSpec, stop: StopFlag) -> Exit:
 
 
 def _train(spec: WorkerSpec, stop: StopFlag, run: RunDirectory, events: EventLog) -> Exit:
-    config = _frozen_config(run)
+    config = frozen_config(run)
     heartbeat = Heartbeat.of(spec.heartbeat)
     answer_requests(spec)
     with nccl_log(spec, config, run) as log:
@@ -83,7 +83,7 @@ def _train(spec: WorkerSpec, stop: StopFlag, run: RunDirectory, events: EventLog
         return _train_joined(spec, config, stop, run, mesh, events, heartbeat)
 
 
-def _frozen_config(run: RunDirectory) -> Config:
+def frozen_config(run: RunDirectory) -> Config:
     """Returns the frozen config. The agent has read it before, so only its file system can keep it from being read."""
     try:
         return load(run)

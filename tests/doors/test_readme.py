@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ FEW = {
 }  # others: data.pattern of the text
 TAKEN_AS_THEY_ARE = ("prepare", "checkpoint", "evaluate", "status", "logs", "why", "doctor", "--help")
 TRAINED = ("README.md", "docs/quickstart.md", "docs/howto/resume.md", "docs/howto/data.md", "docs/howto/model.md")
+NEEDS = {"lightning_script": "lightning", "accelerate_script": "accelerate"}
 BENCH = {
     "batch": ["--steps", "2", "--pairs", "2", "--most", "2", "--noise", "2"],
     "checkpoint": ["--pairs", "2"],
@@ -44,6 +46,8 @@ def shortened(line: str, before: Sequence[str] = ()) -> list[str]:
     """
     arguments = shlex.split(line, comments=True)[3:]
     name = next((part for part in arguments if part.startswith("run.name=")), None)
+    if any(part.startswith("run.command=") for part in arguments):
+        return [*arguments, NO_WANDB]
     if arguments[0] in TAKEN_AS_THEY_ARE or "--cfg" in arguments or arguments[:2] == ["bench", "collectives"]:
         return arguments
     given = {part.partition("=")[0] for part in arguments} - {"train.steps", "batch.global_size"}
@@ -83,6 +87,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for path in found.values():
         for name in ("README.md", "CONTRIBUTING.md"):
             (path / name).write_text((REPOSITORY / name).read_text())
+        (path / "examples").symlink_to(REPOSITORY / "examples")
     draw(found["docs/howto/data.md"] / "pictures", {"train": 8, "validation": 2})
     return found
 
@@ -91,6 +96,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("number", range(len(commands())), ids=[f"{page}: {line}" for page, line in commands()])
 def test_a_command_of_the_pages(folders: dict[str, Path], number: int) -> None:
     page, line = commands()[number]
+    for script, package in NEEDS.items():
+        if script in line and find_spec(package) is None:
+            pytest.skip(f"needs {package}")
     arguments = shortened(line, [earlier for other, earlier in commands()[:number] if other == page])
     if arguments[0] == "bench" and page not in TRAINED and not LONG:
         pytest.skip("tests/measure runs each benchmark; this one: HPC_TRAIN_LONG=1")

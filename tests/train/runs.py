@@ -98,7 +98,10 @@ def run_attempt(run: RunDirectory, workers: int = 4, prepare: Prepare | None = N
 
 
 def _rank(spec: WorkerSpec, sender: Connection, prepare: Prepare | None) -> None:
-    from hpc_train.train.worker import train
+    if load(RunDirectory(Path(spec.run_dir))).run.entry is None:
+        from hpc_train.train.worker import train
+    else:
+        from hpc_train.loop.worker import train
 
     log = Path(spec.run_dir) / "logs" / f"rank-{spec.rank}-{spec.attempt:03d}.log"
     for descriptor in (1, 2):

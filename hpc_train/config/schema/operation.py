@@ -179,3 +179,18 @@ class RunConfig:
     snapshot: bool = key(
         True, "Whether jobs run from a copy of the git work tree, so that later edits do not affect waiting jobs."
     )
+    entry: str | None = key(
+        None,
+        "package.module:function, which runs in every worker and not the trainer. It gets an hpc_train.loop.Context.",
+    )
+    args: dict[str, Any] = key({}, "The arguments of run.entry: +run.args.NAME=VALUE is context.args[NAME].")
+    command: Any = key(
+        None,
+        "A command that runs in every worker instead of the trainer, with the variables of torchrun: "
+        "[python, train.py, --lr, 0.1], or the same as one text.",
+    )
+    progress_dir: str | None = key(
+        None,
+        "A directory in which newer files show that run.command makes progress. null relies on the file "
+        "$HPC_TRAIN_PROGRESS.",
+    )

@@ -36,20 +36,26 @@ class Stores:
 
     Args:
         entry: the store's entry point, as "module:function"; it returns an object that serves as long as it lives.
+            None: the ranks start a store themselves at the port, which is given free for them.
     """
 
-    def __init__(self, entry: str) -> None:
+    def __init__(self, entry: str | None) -> None:
         self._entry = entry
         self._offered: dict[int, socket.socket] = {}
         self._process: BaseProcess | None = None
         self._lost_at_start = False
 
     def offer(self, attempt: int, listener: socket.socket) -> None:
-        self._offered[attempt] = listener
+        if self._entry is None:
+            listener.close()
+        else:
+            self._offered[attempt] = listener
 
     def serve(self, attempt: int) -> None:
         """Starts the store of ``attempt`` and stops the previous one."""
         self.stop()
+        if self._entry is None:
+            return
         with self._offered.pop(attempt) as listener:
             self._process = self._fork(listener)
         self._lost_at_start = self._process is None

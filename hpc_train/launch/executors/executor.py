@@ -26,7 +26,7 @@ from hpc_train.cluster.allocation import workers_per_node
 from hpc_train.cluster.amd_gpus import restrict_to
 from hpc_train.cluster.gpus import Machine, visible_devices
 from hpc_train.config.schema import ClusterConfig, Config
-from hpc_train.config.values import node_range
+from hpc_train.config.values import node_range, runs_own_code
 from hpc_train.elastic.agent import run_agent
 from hpc_train.errors import UserError
 from hpc_train.launch.job_status import JobStatus, View, view_of
@@ -150,7 +150,8 @@ class Submitted:
 
     def view(self, status: JobStatus | None) -> View:
         """Returns a snapshot of the job. ``status`` is what its scheduler reports; None if it does not know the job."""
-        steps = self.job.config.train.steps
+        config = self.job.config
+        steps = None if runs_own_code(config) else config.train.steps  # otherwise the run records them
         return view_of(self.job.run, self.first_attempt, status, self.agent_output, steps)
 
 

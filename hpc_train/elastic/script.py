@@ -1,0 +1,291 @@
+"""The processes of ``run.command``, which know nothing of hpc_train.
+
+A script gets the variables that torchrun sets and starts its own store at ``MASTER_PORT``, a port that was free when
+the attempt began and differs between attempts. It needs no warm parent: it is a new program in a session of its own, so
+that all processes that it has started can be killed with it. A stop request reaches it as SIGTERM.
+
+Its sign of life is the file ``$HPC_TRAIN_PROGRESS`` of its rank, which it touches or into which it writes the number of
+its step, or a newer file in ``run.progress_dir``, which counts for all ranks. A rank without either is not watched.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from hpc_train.config.schema import Config
+from hpc_train.config.values import command_words
+from hpc_train.plan.own_code import PYTHONS, own_code_notes
+from hpc_train.run.agent_worker import Beat, Phase, WorkerSpec
+from hpc_train.run.code import FrozenCode, frozen_code
+from hpc_train.run.directory import RunDirectory
+from hpc_train.run.files import BackgroundCall
+from hpc_train.telemetry.metrics import MetricsLog
+
+PROGRESS = "HPC_TRAIN_PROGRESS"
+RUN_DIRECTORY = "HPC_TRAIN_RUN_DIR"
+FOLDER_EVERY_S = 2.0  # between two looks into run.progress_dir, which may be on a network file system
+FOLDER_S = 0.2  # wait at most this long for such a look; its result is used at the next one
+MOST_ENTRIES = 20_000  # of run.progress_dir and the directories below it
+
+
+@dataclass(frozen=True)
+class Script:
+    """The command of a run, as the agent of a node starts it in each attempt.
+
+    Attributes:
+        words: the program and its arguments, with the files of the frozen code.
+        environment: what frozen code adds to the environment.
+        run_id: the same for all attempts and nodes.
+        folder: node-local, for the progress files of the ranks.
+        progress: of ``run.progress_dir``; None without one.
+    """
+
+    words: Sequence[str]
+    environment: Mapping[str, str]
+    run_id: str
+    folder: Path
+    progress: FolderProgress | None = None
+
+    @classmethod
+    def of(cls, run: RunDirectory, config: Config, folder: Path) -> Script:
+        """Returns the script of ``run``, and prints what does not apply to it."""
+        code, words = frozen_code(run), command_words(config)
+        if words[0] in PYTHONS:
+            words[0] = sys.executable
+        for note in own_code_notes(config):
+            print(f"note: {note}", flush=True)
+        directory = config.run.progress_dir
+        progress = None if directory is None else FolderProgress(Path(directory))
+        run_id = str(run.record().get("run_id") or run.path.name)
+        return cls(_frozen_words(words, code), _search_path(words, code), run_id, folder, progress)
+
+    def start(self, spec: WorkerSpec, output: Connection) -> ScriptProcess:
+        """Starts the command as the worker ``spec``; its standard output and error go to ``output``."""
+        cpus = "-" if spec.cpus is None else ",".join(map(str, spec.cpus))
+        wrapper = [sys.executable, "-m", "hpc_train.elastic.exec_script", str(os.getpid()), cpus]
+        progress = self.folder / f"progress-{spec.attempt:03d}-{spec.local_rank}"
+        variables = {**os.environ, **self.environment, **spec.environment, **torchrun_variables(spec, self.run_id)}
+        variables |= {PROGRESS: str(progress), RUN_DIRECTORY: spec.run_dir}
+        metrics = None
+        if spec.rank == 0:
+            metrics = StepLog(RunDirectory(Path(spec.run_dir)), spec.attempt, spec.layout.world_size)
+        process = subprocess.Popen(
+            [*wrapper, *self.words],
+            stdin=subprocess.DEVNULL,
+            stdout=output.fileno(),
+            stderr=subprocess.STDOUT,
+            env=variables,
+            start_new_session=True,
+        )
+        return ScriptProcess(process, ScriptProgress(progress, self.progress, metrics))
+
+
+def torchrun_variables(spec: WorkerSpec, run_id: str) -> dict[str, str]:
+    """Returns the variables that torchrun documents, for a script that starts its own store at the master's port."""
+    world, local = spec.layout.world_size, spec.local_world_size
+    return {
+        "RANK": str(spec.rank),
+        "LOCAL_RANK": str(spec.local_rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(local),
+        "GROUP_RANK": str(spec.node_rank),
+        "GROUP_WORLD_SIZE": str(spec.nodes),
+        "ROLE_RANK": str(spec.rank),
+        "ROLE_WORLD_SIZE": str(world),
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": spec.master_address,
+        "MASTER_PORT": str(spec.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(spec.attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(spec.attempt),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+
+
+def _frozen_words(words: Sequence[str], code: FrozenCode | None) -> list[str]:
+    """Replaces each Python file of the work tree by its frozen copy."""
+    if code is None:
+        return list(words)
+    copies = {word: code.copied_path(word) for word in words if word.endswith(".py")}
+    return [str(copies.get(word) or word) for word in words]
+
+
+def _search_path(words: Sequence[str], code: FrozenCode | None) -> dict[str, str]:
+    """Returns the variables with which Python finds the modules beside a frozen script in the frozen code.
+
+    Python puts the current directory or that of the script first, which PYTHONSAFEPATH prevents.
+    """
+    if code is None:
+        return {}
+    folders = [code.copied_path(Path(word).parent) for word in words if word.endswith(".py") and Path(word).is_file()]
+    variables = code.environment()
+    path = [*(str(folder) for folder in folders if folder is not None), variables["PYTHONPATH"]]
+    return variables | {"PYTHONPATH": os.pathsep.join(path)}
+
+
+@dataclass
+class FolderProgress:
+    """Looks for newer files in a directory and the directories below it."""
+
+    path: Path
+    _looking: BackgroundCall[float] = field(init=False)
+    _next: float = field(default=0.0, init=False)
+    _newest: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        self._looking = BackgroundCall(lambda: _newest_change(self.path))
+
+    def newest(self) -> float:
+        """Returns the time of the newest change that is known, in seconds since 1970; 0 without any."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + FOLDER_EVERY_S
+            with suppress(OSError):  # the file system does not respond; TimeoutError is one
+                self._newest = self._looking.poll(FOLDER_S)
+        return self._newest
+
+
+def _newest_change(path: Path) -> float:
+    newest, left = 0.0, MOST_ENTRIES
+    for folder, _, files in os.walk(path):
+        for name in files[:left]:
+            with suppress(OSError):
+                newest = max(newest, (Path(folder) / name).stat().st_mtime)
+        left -= len(files)
+        if left <= 0:
+            break
+    return newest
+
+
+LOG_EVERY_S = 5.0
+
+
+class StepLog:
+    """Writes the steps that rank 0 of a script tells as metrics of the run, at most one line per ``LOG_EVERY_S``."""
+
+    def __init__(self, run: RunDirectory, attempt: int, world_size: int) -> None:
+        self._head = {"attempt": attempt, "world_size": world_size}
+        self._log = MetricsLog(run, attempt)
+        self._last: tuple[float, int] | None = None  # time and step of the last line
+        self._unwritten: int | None = None
+
+    def note(self, step: int) -> None:
+        self._unwritten = step
+        if self._last is None or time.time() - self._last[0] >= LOG_EVERY_S:
+            self._write()
+
+    def close(self) -> None:
+        self._write()
+        self._log.close()
+
+    def _write(self) -> None:
+        if self._unwritten is None:
+            return
+        now, step, self._unwritten = time.time(), self._unwritten, None
+        line: dict[str, Any] = {"time": now, "step": step} | self._head
+        if self._last is not None and step > self._last[1]:
+            line["step_s"] = (now - self._last[0]) / (step - self._last[1])
+        self._last = now, step
+        self._log.write(line)
+
+
+class ScriptProgress:
+    """What the agent sees of a script, in place of the shared memory of a worker (``run/agent_worker.SharedBlock``).
+
+    Args:
+        metrics: gets the numbers that the script writes into its file; None on other ranks than 0.
+    """
+
+    def __init__(self, path: Path, folder: FolderProgress | None, metrics: StepLog | None = None) -> None:
+        self._path = path
+        self._folder = folder
+        self._metrics = metrics
+        self._began = time.time()
+        self._changed: tuple[int, float] = 0, self._began
+        self._beat: Beat | None = None
+
+    def beat(self) -> Beat | None:
+        """Returns the newest sign of life; None before the first."""
+        changed = self._changes()
+        if changed != self._changed:
+            self._changed = changed
+            number = _number_in(self._path) if changed[0] else None
+            if number is not None and self._metrics is not None:
+                self._metrics.note(number)
+            before = 0 if self._beat is None else self._beat.step
+            step = before + 1 if number is None else number
+            self._beat = Beat(step, Phase.STEP, time.monotonic(), step, 0.0)
+        return self._beat
+
+    def _changes(self) -> tuple[int, float]:
+        try:
+            touched = self._path.stat().st_mtime_ns
+        except OSError:
+            touched = 0
+        return touched, max(self._began, 0.0 if self._folder is None else self._folder.newest())
+
+    def ask(self) -> int:
+        return 0
+
+    def answer_to(self, number: int) -> bytes:
+        return b""
+
+    def clear_stacks(self) -> None: ...
+
+    def stacks(self) -> str:
+        return "(the stacks of a script are not known here; `py-spy dump --pid PID` on the node shows them)"
+
+    def close(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+        self._path.unlink(missing_ok=True)
+
+
+def _number_in(path: Path) -> int | None:
+    """Returns the number that a script has written into its file; None for an empty or another file."""
+    try:
+        with path.open("rb") as file:
+            return int(file.read(64))
+    except (OSError, ValueError):
+        return None
+
+
+class ScriptProcess:
+    """The process of a script, with the interface of ``multiprocessing.Process`` as far as the agent uses it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], progress: ScriptProgress) -> None:
+        self._process = process
+        self.progress = progress
+        self.pid = process.pid
+        self.sentinel = os.pidfd_open(process.pid)
+        self._closed = False
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._process.poll()
+
+    def kill_session(self) -> None:
+        """Kills the script and all processes that it has started and that have not left its session."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            os.close(self.sentinel)
+
+
+def node_local_folder() -> tempfile.TemporaryDirectory[str]:
+    """Returns a directory for the progress files of this node's ranks, removed at the end of the ``with`` block."""
+    return tempfile.TemporaryDirectory(prefix="hpc_train-progress-", ignore_cleanup_errors=True)

@@ -1,0 +1,266 @@
+"""The state of a loop of the user's own, as a checkpoint holds it: named objects, not one model and one optimizer.
+
+Tensors have the names that the trainer's checkpoints use: ``model.OBJECT.NAME`` for parameters and persistent buffers,
+and ``optim.OBJECT.NAME.KEY`` for the state of an optimizer, where NAME is the parameter's name in its module, without
+the prefixes of wrappers. So a checkpoint of a replicated module loads into a sharded one. All other values are JSON in
+the manifest, and loading them runs no code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.nn.parallel import DistributedDataParallel
+
+from hpc_train.errors import UserError
+
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # prefixes of torch.compile and of activation checkpointing
+WHERE = "context.resume"
+
+
+class Stateful(Protocol):
+    """An object with a state, such as a learning rate schedule; equal on all ranks."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+
+
+Registered = nn.Module | torch.optim.Optimizer | Tensor | Stateful
+
+
+class LoopState:
+    """The registered objects, as ``CheckpointManager`` sees a model and its optimizer.
+
+    Attributes:
+        stored: the names of the tensors in the checkpoint that is being loaded; None outside of a load.
+    """
+
+    def __init__(self) -> None:
+        self.stored: Collection[str] | None = None
+        self._modules: dict[str, nn.Module] = {}
+        self._optimizers: dict[str, torch.optim.Optimizer] = {}
+        self._tensors: dict[str, Tensor] = {}
+        self._others: dict[str, Stateful] = {}
+        self._loading: dict[str, dict[str, Any]] = {}  # state dicts whose tensors a load fills
+
+    def register(self, objects: Mapping[str, Registered]) -> None:
+        """
+        Raises:
+            UserError: an object has no state, or an optimizer has a parameter of no registered module.
+        """
+        for name, value in objects.items():
+            if isinstance(value, nn.Module):
+                self._modules[name] = value
+            elif isinstance(value, torch.optim.Optimizer):
+                self._optimizers[name] = value
+            elif isinstance(value, Tensor):
+                self._tensors[name] = value
+            elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+                self._others[name] = value
+            else:
+                fix = "a module, an optimizer, a tensor, or an object with state_dict and load_state_dict"
+                raise UserError(f"{name} is a {type(value).__name__}, which has no state", where=WHERE, fix=fix)
+        names = self._names()
+        for name, optimizer in self._optimizers.items():
+            if any(parameter not in names for parameter in _parameters(optimizer)):
+                what = f"the optimizer {name} has a parameter of no registered module"
+                raise UserError(what, where=WHERE, fix="pass all modules that it optimizes, e.g. model=model")
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything is registered."""
+        return bool(self._modules or self._optimizers or self._tensors or self._others)
+
+    def named_parameters(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {f"{name}.{inner}": value for name, inner, value in self._named(_own_parameters)}
+        found |= self._tensors
+        for name, other in self._others.items():
+            state = self._loading.setdefault(name, dict(other.state_dict())) if self.stored else other.state_dict()
+            found |= {f"{name}.{path}": tensor for path, tensor in _tensors(state)}
+        return found
+
+    def named_buffers(self) -> dict[str, Tensor]:
+        return {f"{name}.{inner}": value for name, inner, value in self._named(_persistent_buffers)}
+
+    def compressions(self) -> tuple[()]:
+        return ()
+
+    def named_state(self) -> dict[str, dict[str, Tensor]]:
+        """Returns OPTIMIZER.PARAMETER -> key -> tensor; in a load of exactly those that the checkpoint has."""
+        names = self._names()
+        found = {}
+        for name, optimizer in self._optimizers.items():
+            if self.stored is not None:
+                self._create_stored(name, optimizer, names)
+            for parameter in _parameters(optimizer):
+                values = optimizer.state.get(parameter, {})
+                tensors = {str(key): value for key, value in values.items() if isinstance(value, Tensor)}
+                if tensors:
+                    found[f"{name}.{names[parameter]}"] = tensors
+        return found
+
+    def loaded(self) -> None:
+        """Called after a load into the tensors; ``load_values`` does the rest."""
+
+    def before_next_update(self, action: Callable[[], None]) -> None:
+        """Waits for the copies of an asynchronous save at once: the update of a loop of one's own is not known."""
+        action()
+
+    def forget_optimizers(self) -> None:
+        """Empties the state of the optimizers, which a load has created and not filled."""
+        for optimizer in self._optimizers.values():
+            optimizer.state.clear()
+
+    def values(self) -> dict[str, Any]:
+        """Returns what is not a tensor, as JSON.
+
+        Raises:
+            UserError: a value has no JSON.
+        """
+        names = self._names()
+        return {
+            "optimizers": {
+                name: {
+                    "groups": [_encoded(_options(group), name) for group in optimizer.param_groups],
+                    "state": {
+                        names[parameter]: _encoded(rest, name)
+                        for parameter in _parameters(optimizer)
+                        if (rest := _plain_values(optimizer.state.get(parameter, {})))
+                    },
+                }
+                for name, optimizer in self._optimizers.items()
+            },
+            "objects": {name: _encoded(other.state_dict(), name) for name, other in self._others.items()},
+        }
+
+    def load_values(self, values: Mapping[str, Any], with_optimizers: bool) -> None:
+        """Takes over ``values`` of a checkpoint, after its tensors were loaded."""
+        by_name = {name: parameter for parameter, name in self._names().items()}
+        for name, saved in values["optimizers"].items() if with_optimizers else ():
+            optimizer = self._optimizers[name]
+            for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
+                _set_options(group, _decoded(options, {}))
+            for parameter, rest in saved["state"].items():
+                optimizer.state[by_name[parameter]].update(_decoded(rest, {}))
+        for name, saved in values["objects"].items():
+            tensors = dict(_tensors(self._loading.pop(name, {})))
+            self._others[name].load_state_dict(_decoded(saved, tensors))
+        self.stored = None
+
+    def _named(self, parts: Callable[[nn.Module], Iterator[tuple[str, Tensor]]]) -> Iterator[tuple[str, str, Tensor]]:
+        for name, module in self._modules.items():
+            inner = module.module if isinstance(module, DistributedDataParallel) else module
+            for path, value in parts(inner):
+                yield name, _without_wrappers(path), value
+
+    def _names(self) -> dict[Tensor, str]:
+        return {value: f"{name}.{inner}" for name, inner, value in self._named(_own_parameters)}
+
+    def _create_stored(self, name: str, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
+        """Makes ``optimizer`` create its state, as far as the checkpoint has it."""
+        assert self.stored is not None
+        stored = {parameter: f"optim.{name}.{names[parameter]}." for parameter in _parameters(optimizer)}
+        if not any(each.startswith(f"optim.{name}.") for each in self.stored):
+            return
+        optimizer.zero_grad(set_to_none=True)
+        if not optimizer.state:  # a step with zero gradients and a learning rate of zero
+            root = nn.ModuleDict({key.replace(".", "_"): module for key, module in self._modules.items()})
+            get_optimizer_state_dict(root, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+        for parameter, prefix in stored.items():
+            if not any(each.startswith(prefix) for each in self.stored):
+                optimizer.state.pop(parameter, None)
+
+
+def _own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+
+
+def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, inner in module.named_modules():
+        for name, value in inner.named_buffers(recurse=False):
+            if name not in inner._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, value
+
+
+def _without_wrappers(path: str) -> str:
+    for prefix in WRAPPERS:
+        path = path.replace(prefix, "")
+    return path
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a group of parameters, with the number in place of a learning rate in a tensor."""
+    numbers = {key: value.item() for key, value in group.items() if isinstance(value, Tensor)}
+    return {key: value for key, value in group.items() if key != "params"} | numbers
+
+
+def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    for key, value in options.items():
+        if isinstance(group.get(key), Tensor):
+            group[key].fill_(value)
+        else:
+            group[key] = value
+
+
+def _plain_values(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+
+
+def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yields the dotted path of each tensor in nested dicts, lists and tuples."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, item in items:
+        inner = f"{path}.{key}".lstrip(".")
+        if isinstance(item, Tensor):
+            yield inner, item
+        else:
+            yield from _tensors(item, inner)
+
+
+# JSON has no dictionaries with other keys than text and no tuples; these are objects with one of these keys.
+DICT, TUPLE, TENSOR = "__dict__", "__tuple__", "__tensor__"
+
+
+def _encoded(value: Any, owner: str, path: str = "") -> Any:
+    """Returns JSON for ``value``, in which a tensor is only the path under which the checkpoint holds it.
+
+    Raises:
+        UserError: a part of the value is not of a plain type.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        if path:
+            return {TENSOR: path}
+    elif isinstance(value, Mapping):
+        return {DICT: [[key, _encoded(item, owner, f"{path}.{key}".lstrip("."))] for key, item in value.items()]}
+    elif isinstance(value, list | tuple):
+        items = [_encoded(item, owner, f"{path}.{number}".lstrip(".")) for number, item in enumerate(value)]
+        return items if isinstance(value, list) else {TUPLE: items}
+    raise UserError(
+        f"the state of {owner} has a {type(value).__name__}{f' at {path}' if path else ''}, which no checkpoint holds",
+        where=WHERE,
+        fix="numbers, text, tensors, and lists, tuples and dicts of them",
+    )
+
+
+def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decoded(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if TENSOR in value:
+        return tensors[value[TENSOR]]
+    if TUPLE in value:
+        return tuple(_decoded(item, tensors) for item in value[TUPLE])
+    return {key: _decoded(item, tensors) for key, item in value[DICT]}
