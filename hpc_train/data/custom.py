@@ -191,7 +191,7 @@ def parts_of(item: Any, inputs: str, targets: str, which: str) -> tuple[Any, Any
     keys = [name for name in item if isinstance(name, str)] if isinstance(item, Mapping) else []
     fix = f"return {FORMS.format(inputs=inputs, targets=targets)}"
     if len(keys) > 1:
-        fix += f", or name its keys: data.inputs={keys[0]} data.targets={keys[-1]}"
+        fix += f", or name its keys: data.inputs={keys[0]} data.targets={keys[1]}"
     raise UserError(f"{which} is {described(item)}", where="data._target_, data.inputs, data.targets", fix=fix)
 
 

@@ -36,6 +36,8 @@ TOKENS = (
     ["data=tokens", "data.path=/data", "data.vocab_size=256"],
     ["data=synthetic"],
     ["data=custom", "data._target_=package.Data", "model.vocab_size=256"],
+    ["data=stream", "data._target_=package.Data", "data.shards=4", "model.vocab_size=256"],
+    ["data=mixture", "+data@data.sources.one=text"],
 )
 IMAGES = (
     ["data=synthetic", "data.task=images", "data.image_size=112"],
