@@ -292,11 +292,13 @@ class CheckpointManager:
             return None
         path = found.checkpoint.path
         reader = SafeReader(path, found.manifest, found.visibility_timeout_s)
-        state = training_state(self.engine, self.optimizer)
         stored = self._stored_shapes(reader)
-        wanted = gather_shapes(shapes(state), self.mesh, self._group)
+        expected = self.optimizer.expect(stored)
+        state = training_state(self.engine, self.optimizer)
+        wanted = gather_shapes(shapes(state), self.mesh, self._group) | expected
         with_optimizer = not forked or optimizer_part(stored) == optimizer_part(wanted)
         if not with_optimizer:
+            self.optimizer.expect({})
             stored = model_part(stored)
             wanted = model_part(wanted)
             state = {name: tensor for name, tensor in state.items() if name in wanted}

@@ -29,6 +29,7 @@ from hpc_train.config.extensions import is_extension
 from hpc_train.config.schema import Config
 from hpc_train.config.secrets import is_secret_file
 from hpc_train.errors import UserError
+from hpc_train.plan.optimizers import own_code
 from hpc_train.run.directory import RunDirectory
 from hpc_train.units import format_bytes
 
@@ -59,7 +60,8 @@ def snapshot_code(configs: Sequence[Config], into: Path, directory: Path | None 
     _check_size(root, names)
     owners = [owner for each in configs for owner in (each.model, each.data)]
     rows = [name for each in configs for name in (each.strategy.schedule, each.strategy.data_parallel) if ":" in name]
-    for target in {*rows, *(owner._target_ for owner in owners if owner.kind == "custom")}:
+    own = [path for each in configs for path in own_code(each.optim)]
+    for target in {*rows, *own, *(owner._target_ for owner in owners if owner.kind == "custom")}:
         _check_target(target, root, names)
     for kind in {owner.kind for owner in owners if is_extension(owner.kind)}:
         _check_target(kind.partition(":")[0], root, names)
