@@ -56,17 +56,20 @@ def _not_imported(path: str, reason: object, where: str) -> UserError:
     )
 
 
-def check_source(path: str, arguments: Collection[str], where: str) -> None:
-    """Checks in the source that ``path`` exists and accepts the keyword ``arguments``, if the file shows that.
+def check_source(path: str, arguments: Collection[str], where: str, of_arguments: str) -> None:
+    """Checks in the source that ``path`` exists and accepts ``arguments`` after its first, if the file shows that.
 
     Args:
         where: the config key that holds ``path``.
+        of_arguments: the config key that holds ``arguments``.
 
     Raises:
         UserError: there is no such module, the file does not define the name, or it has no such parameter.
     """
     parts = path.replace(":", ".").split(".")
     cut = next((cut for cut in range(len(parts) - 1, 0, -1) if module_spec(".".join(parts[:cut]))), None)
+    if cut is None and parts[0] == "torch" and module_spec("torch") is None:
+        return  # workers have torch
     if cut is None:
         raise _not_imported(path, f"there is no module {'.'.join(parts[:-1]) or path}", where)
     spec = module_spec(".".join(parts[:cut]))
@@ -79,13 +82,13 @@ def check_source(path: str, arguments: Collection[str], where: str) -> None:
     signature = None if found is None or len(parts) > cut + 1 else signature_of(found)
     if signature is None or signature[0].kwarg is not None:
         return
-    names = [each.arg for each in (*signature[0].args[signature[1] :], *signature[0].kwonlyargs)]
-    refuse_unknown(path, arguments, names, where)
+    names = [each.arg for each in (*signature[0].args[signature[1] + 1 :], *signature[0].kwonlyargs)]
+    refuse_unknown(path, arguments, names, of_arguments)
 
 
 def refuse_unknown(path: str, arguments: Collection[str], names: list[str], where: str) -> None:
-    """Raises ``UserError`` if an argument is not among the ``names`` of the parameters."""
+    """Raises ``UserError`` if one of the ``arguments`` in the config key ``where`` is not among the ``names``."""
     for argument in arguments:
         if argument not in names:
-            fix = nearest(argument, names) if names else f"remove {where}.args.{argument}"
-            raise UserError(f"{path} has no parameter {argument}", where=f"{where}.args.{argument}", fix=fix)
+            fix = nearest(argument, names) if names else f"remove {where}.{argument}"
+            raise UserError(f"{path} has no parameter {argument}", where=f"{where}.{argument}", fix=fix)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from hpc_train.config.import_path import check_source
 from hpc_train.config.schema import OptimConfig
 from hpc_train.errors import UserError, nearest
 
@@ -131,6 +132,46 @@ def _group(name: str, values: Any) -> ParameterGroup:
     return ParameterGroup(name, **values)
 
 
+_KEYS = {"lr": "optim.lr", "weight_decay": "optim.weight_decay"}
+
+
+def check_optimizers(optim: OptimConfig, in_container: bool = False) -> None:
+    """Checks the optimizers, groups and schedule of a config as far as that is possible without torch.
+
+    Args:
+        in_container: whether the user's code may be installed in a container only, so that its source is not read.
+
+    Raises:
+        UserError: a value is wrong, or the source of the user's code shows that it cannot be used.
+    """
+    groups, schedule = parameter_groups(optim), parse_schedule(optim.schedule)
+    _refuse_given("optim", optim.args, _KEYS)
+    for group in groups:
+        factors = {"lr": f"{group.where}.lr_factor", "weight_decay": f"{group.where}.weight_decay"}
+        _refuse_given(group.where, group.args, factors)
+    if optim._target_ is None and (optim.args or optim.elementwise is not None):
+        key = "args" if optim.args else "elementwise"
+        fix = f"optim._target_=package.module.Name, or remove optim.{key}"
+        raise UserError(f"optim.{key} is set without optim._target_", where=f"optim.{key}", fix=fix)
+    if optim._target_ is not None and optim.moments != "fp32":
+        fix = "optim.moments=fp32, or optim._target_=null"
+        raise UserError("optim.moments applies to adamw, not to optim._target_", where="optim.moments", fix=fix)
+    if in_container:
+        return
+    for target in own_targets(optim):
+        assert target.path is not None
+        check_source(target.path, [*target.args], f"{target.where}._target_", f"{target.where}.args")
+    if schedule.is_own:
+        check_source(schedule.name, [*schedule.args], "optim.schedule", "optim.schedule.args")
+
+
+def _refuse_given(where: str, args: Mapping[str, Any], keys: Mapping[str, str]) -> None:
+    for name, key in keys.items():
+        if name in args:
+            what = f"{where}.args.{name} is set, but hpc_train passes {name} itself"
+            raise UserError(what, where=f"{where}.args.{name}", fix=f"{key}=VALUE")
+
+
 def check_matches(groups: list[ParameterGroup], names: list[str]) -> None:
     """
     Args:
@@ -170,16 +211,22 @@ def values_per_parameter(optim: OptimConfig) -> float:
     return ASSUMED if name is None else (_TORCH | _WHOLE)[name]
 
 
+def held_whole(optim: OptimConfig) -> bool:
+    """Returns whether one of the ranks that share a parameter of no group updates the whole parameter."""
+    return not target_of(optim).elementwise
+
+
 def describe_values(optim: OptimConfig) -> str | None:
     """Returns what the estimate of memory assumes about an optimizer of the user; None for the built-in ones."""
     if optim._target_ is None:
         return None
-    values = f"{values_per_parameter(optim):g} values of optimizer state per parameter"
+    number = values_per_parameter(optim)
+    values = f"{number:g} value{'s' * (number != 1)} of optimizer state per parameter"
     if optim.state_per_parameter is not None:
         return f"{values}, from optim.state_per_parameter"
     if target_of(optim).torch_name is not None:
         return f"{values}, as {optim._target_} keeps in general"
-    return f"{values}, since those of {optim._target_} are unknown (optim.state_per_parameter=N states them)"
+    return f"{values}, since {optim._target_} is unknown (optim.state_per_parameter=N states the number)"
 
 
 @dataclass(frozen=True)

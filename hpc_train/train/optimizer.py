@@ -236,7 +236,7 @@ def _build(
     for group in members.values():
         if group is not None:
             allowed = [str(key) for key in ("betas", "eps", "momentum") if key in inner.defaults]
-            refuse_unknown(f"the optimizer {config.name}", [*group.args], allowed, group.where)
+            refuse_unknown(f"the optimizer {config.name}", [*group.args], allowed, f"{group.where}.args")
     for name in members:
         local = held[name].local
         assert local is not None, "the built-in optimizers are elementwise"

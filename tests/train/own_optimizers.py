@@ -53,9 +53,9 @@ class Preconditioned(torch.optim.Optimizer):
             state |= {"count": 0, "unused": None, "sides": [1e-2 * torch.eye(size, **options) for size in sizes]}
         state["count"] += 1
         update = gradient
-        for side, products in zip(state["sides"], (gradient @ gradient.T, gradient.T @ gradient), strict=False):
-            side.add_(products)
         if state["sides"]:
+            for side, products in zip(state["sides"], (gradient @ gradient.T, gradient.T @ gradient), strict=True):
+                side.add_(products)
             left, right = (_power(side, -group["power"]) for side in state["sides"])
             update = left @ gradient @ right
         parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"] / state["count"])

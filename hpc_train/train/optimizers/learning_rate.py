@@ -60,7 +60,9 @@ def _own(schedule: Schedule, peak: float, total_steps: int) -> Callable[[int], f
     parameters = inspect.signature(found).parameters
     first = next(iter(parameters), "step")
     if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-        refuse_unknown(schedule.name, [*schedule.args], [name for name in parameters if name != first], _WHERE)
+        refuse_unknown(
+            schedule.name, [*schedule.args], [name for name in parameters if name != first], f"{_WHERE}.args"
+        )
     given = {"total_steps": total_steps} if "total_steps" in parameters else {}
     arguments = given | dict(schedule.args)
     if isinstance(found, type) or first == "optimizer":

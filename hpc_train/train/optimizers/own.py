@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,23 @@ from hpc_train.train.optimizers.held import Held, local_part
 from hpc_train.train.optimizers.state import flattened, restored
 
 
+def check_signature(target: Target, of_groups: Collection[str] = ()) -> Callable[..., Any]:
+    """Imports ``target`` and returns it.
+
+    Args:
+        of_groups: the arguments that parameter groups set.
+
+    Raises:
+        UserError: it cannot be imported, or does not take an argument.
+    """
+    assert target.path is not None
+    found = locate(target.path, f"{target.where}._target_")
+    accepts = _accepted(found)
+    if accepts is not None:
+        refuse_unknown(target.path, [*target.args, *of_groups], accepts, f"{target.where}.args")
+    return found
+
+
 def build(target: Target, groups: list[dict[str, Any]], lr: float, weight_decay: float) -> torch.optim.Optimizer:
     """Calls the class or function of ``target`` with ``groups``.
 
@@ -33,14 +50,7 @@ def build(target: Target, groups: list[dict[str, Any]], lr: float, weight_decay:
     Raises:
         UserError: it cannot be imported or called, or what it returns cannot be used.
     """
-    assert target.path is not None
-    found = locate(target.path, f"{target.where}._target_")
-    accepts = _accepted(found)
-    if accepts is not None:
-        refuse_unknown(target.path, [*target.args], accepts, target.where)
-        refuse_unknown(
-            target.path, [key for group in groups for key in group if key not in GIVEN], accepts, target.where
-        )
+    found = check_signature(target, [key for group in groups for key in group if key not in GIVEN])
     given = {name: value for name, value in (("lr", lr), ("weight_decay", weight_decay)) if _has(found, name)}
     if "weight_decay" not in given:
         groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
@@ -92,6 +102,46 @@ def _check_built(built: Any, target: Target, groups: list[dict[str, Any]]) -> No
             where=where,
             fix="pass the first argument on to the optimizer",
         )
+
+
+ROWS, COLUMNS, UPDATES = 6, 4, 3  # the parameter and the updates with which ``check_elementwise`` compares
+
+
+def check_elementwise(target: Target) -> None:
+    """Compares updates of a small matrix with those of its halves, if the config says that this makes no difference.
+
+    Raises:
+        UserError: it does.
+    """
+    if not target.elementwise or target.torch_name is not None:
+        return
+    generator = torch.Generator().manual_seed(0)
+    options: dict[str, Any] = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
+    value = torch.randn(ROWS, COLUMNS, **options)
+    gradients = [torch.randn(ROWS, COLUMNS, **options) for _ in range(UPDATES)]
+    try:
+        whole = _updated(target, value, gradients)
+        above, below = (_updated(target, value[half], [each[half] for each in gradients]) for half in _HALVES)
+    except (ImportError, NotImplementedError, RuntimeError):
+        return  # such as kernels that only a GPU has
+    if not torch.allclose(whole, torch.cat((above, below)), rtol=1e-6, atol=1e-9):
+        raise UserError(
+            f"{target.where}.elementwise is true, but {target.path} updates a matrix differently from its halves",
+            where=f"{target.where}.elementwise",
+            fix=f"{target.where}.elementwise=false, with which one rank updates the whole parameter",
+        )
+
+
+_HALVES = (slice(None, ROWS // 2), slice(ROWS // 2, None))
+
+
+def _updated(target: Target, value: Tensor, gradients: list[Tensor]) -> Tensor:
+    parameter = torch.nn.Parameter(value.clone())
+    optimizer = build(target, [{"params": [parameter], "weight_decay": 0.1}], 0.1, 0.1)
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    return parameter.detach()
 
 
 def skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
