@@ -15,6 +15,7 @@ import sys
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from hpc_train.config.extensions import ModelFamily, family_of, is_extension, location, source_of
 from hpc_train.config.schema import Config, FabricConfig, SyntheticDataConfig
@@ -273,14 +274,14 @@ def check_built_model(config: Config) -> None:
 def check_tried_optimizer(config: Config) -> None:
     """Tries the user's optimizer and schedule on small parameters in another process.
 
-    A process that has imported torch, such as a worker, does not need that: it builds them itself. What is installed in
-    a container is not known here.
+    A worker builds them itself, and what is installed in a container is not known here.
 
     Raises:
         UserError: they cannot be imported or called, or their state cannot be saved.
     """
-    elsewhere = config.cluster.container.image is not None
-    if elsewhere or "torch" in sys.modules or importlib.util.find_spec("torch") is None:
+    distributed: Any = sys.modules.get("torch.distributed")
+    is_worker = distributed is not None and distributed.is_initialized()
+    if is_worker or config.cluster.container.image is not None or importlib.util.find_spec("torch") is None:
         return
     given = {"model": asdict(config.model), "optim": asdict(config.optim), "steps": config.train.steps or 1}
     failed = "the optimizer cannot be tried"

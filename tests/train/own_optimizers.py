@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-
-class Lion(torch.optim.Optimizer):
-    """Elementwise: one moment, and the sign of an update (Chen et al. 2023, arXiv:2302.06675)."""
-
-    def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0):
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
-                update = momentum.lerp(parameter.grad, 1 - first).sign_()
-                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
-                momentum.lerp_(parameter.grad, 1 - second)
+from examples.own_optimizer import Lion
 
 
 class Preconditioned(torch.optim.Optimizer):
@@ -91,10 +73,6 @@ def lion(params: Iterable[Any], lr: float, beta: float) -> Lion:
 
 def not_an_optimizer(params: Iterable[Any], lr: float) -> list[Any]:
     return list(params)
-
-
-def inverse_square_root(step: int, warmup: int = 2) -> float:
-    return min((step + 1) / warmup, math.sqrt(warmup / (step + 1)))
 
 
 def to_zero(step: int, total_steps: int) -> float:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from examples.own_optimizer import Lion
 from hpc_train.checkpoint.state import TensorShape, shapes
 from hpc_train.config.schema import OptimConfig
 from hpc_train.errors import UserError
@@ -21,7 +22,7 @@ from hpc_train.models.build import build_model
 from hpc_train.parallel.build import build_engine
 from hpc_train.parallel.parallelise import materialise
 from hpc_train.plan.optimizers import check_optimizers, describe_values, own_targets, values_per_parameter
-from hpc_train.plan.validate import check_tried_optimizer, validate
+from hpc_train.plan.validate import check_savers, check_tried_optimizer
 from hpc_train.run.directory import RunDirectory
 from hpc_train.run.freeze import load
 from hpc_train.train.optimizer import Optimizer
@@ -33,10 +34,10 @@ from tests.checkpoint.training import Training, join_again
 from tests.layouts.cells import Cell
 from tests.layouts.oracle import MAX_NORM, error, global_batch, local_batch, mesh_of, whole
 from tests.ranks import run_on_world
-from tests.train.own_optimizers import Lion, Preconditioned
+from tests.train.own_optimizers import Preconditioned
 from tests.train.runs import frozen
 
-OWN = "tests.train.own_optimizers"
+OWN, LION = "tests.train.own_optimizers", "examples.own_optimizer.Lion"
 STEPS, LR = 3, 1e-2
 MIXED = OptimConfig(  # an optimizer for each kind of matrix, so that one training shows them all
     _target_="torch.optim.RMSprop",
@@ -44,7 +45,7 @@ MIXED = OptimConfig(  # an optimizer for each kind of matrix, so that one traini
     lr=LR,
     groups={
         "muon": {"match": r"wq|wk|ffn\.w1", "_target_": "torch.optim.Muon", "args": {"ns_steps": 3}},
-        "lion": {"match": r"wv|ffn_norm", "_target_": f"{OWN}.Lion", "elementwise": True, "lr_factor": 0.5},
+        "lion": {"match": r"wv|ffn_norm", "_target_": LION, "elementwise": True, "lr_factor": 0.5},
         "adafactor": {"match": r"wo|attention_norm|head\.norm", "_target_": "torch.optim.Adafactor"},
         "sides": {"match": r"ffn\.w2", "_target_": f"{OWN}.Preconditioned", "weight_decay": 0.2},
         "factor": {"match": "stem", "lr_factor": 2.0, "args": {"alpha": 0.5}},
@@ -182,7 +183,7 @@ def update(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], finite:
 
 
 def test_a_step_that_is_not_finite_changes_nothing() -> None:
-    optimizer, parameters = small(_target_=f"{OWN}.Lion")
+    optimizer, parameters = small(_target_=LION)
     update(optimizer, parameters, finite=False)
     assert all((parameter == 1).all() for parameter in parameters.values())
     assert not any(optimizer.named_state().values())
@@ -190,7 +191,7 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
 
 def test_weight_decay_is_that_of_matrices_or_of_the_group() -> None:
     groups = {"norms": {"match": "norm", "weight_decay": 0.5, "lr_factor": 2.0}}
-    optimizer, parameters = small(_target_=f"{OWN}.Lion", weight_decay=0.2, groups=groups)
+    optimizer, parameters = small(_target_=LION, weight_decay=0.2, groups=groups)
     update(optimizer, parameters)
     centres = {name: float((value.detach().min() + value.detach().max()) / 2) for name, value in parameters.items()}
     assert centres == pytest.approx({"layers.0.weight": 0.98, "layers.0.bias": 1.0, "norm.weight": 0.9})
@@ -247,7 +248,7 @@ def training_names(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tenso
         ({"_target_": f"{OWN}.NeedsClosure"}, "calls a closure"),
         ({"_target_": f"{OWN}.not_an_optimizer"}, "returned list, not a torch.optim.Optimizer"),
         ({"_target_": f"{OWN}.Missing"}, "has no Missing"),
-        ({"_target_": f"{OWN}.Lion", "args": {"beta": 1}}, "Lion has no parameter beta"),
+        ({"_target_": LION, "args": {"beta": 1}}, "Lion has no parameter beta"),
         ({"_target_": "torch.optim.Muon"}, "Muon only supports 2D parameters"),
         ({"groups": {"a": {"match": "norm", "args": {"beta": 1}}}}, "adamw has no parameter beta"),
         ({"_target_": f"{OWN}.Preconditioned", "elementwise": True}, "updates a matrix differently from its halves"),
@@ -266,9 +267,9 @@ def test_what_cannot_be_used_is_refused(settings: dict[str, Any], message: str) 
     [
         ({"_target_": "nope.Lion"}, "optim._target_"),
         ({"_target_": f"{OWN}.Lino"}, "optim._target_"),
-        ({"_target_": f"{OWN}.Lion", "args": {"beta": 1}}, "optim.args.beta"),
-        ({"_target_": f"{OWN}.Lion", "args": {"lr": 1}}, "optim.args.lr"),
-        ({"_target_": f"{OWN}.Lion", "moments": "bf16"}, "optim.moments"),
+        ({"_target_": LION, "args": {"beta": 1}}, "optim.args.beta"),
+        ({"_target_": LION, "args": {"lr": 1}}, "optim.args.lr"),
+        ({"_target_": LION, "moments": "bf16"}, "optim.moments"),
         ({"args": {"beta": 1}}, "optim.args"),
         ({"groups": {"a": {"lr_factor": 1.0}}}, "optim.groups.a.match"),
         ({"groups": {"a": {"match": "["}}}, "optim.groups.a.match"),
@@ -299,8 +300,8 @@ def test_the_trial_before_a_submission_names_the_parameters() -> None:
 
 def test_a_mistake_is_printed_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = []
-    for name in ("KeepsText", "Lion"):
-        given = {"model": asdict(Cell(1).config().model), "optim": {"_target_": f"{OWN}.{name}"}, "steps": 3}
+    for module, name in ((OWN, "KeepsText"), ("torch.optim", "RMSprop")):
+        given = {"model": asdict(Cell(1).config().model), "optim": {"_target_": f"{module}.{name}"}, "steps": 3}
         monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(given)))
         probe.main()
         found.append(json.loads(capsys.readouterr().out))
@@ -309,8 +310,7 @@ def test_a_mistake_is_printed_as_json(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 @pytest.mark.skipif(not LONG, reason="imports torch in another process, as the commands of docs/howto/optimizer.md do")
-def test_a_login_node_hears_of_a_mistake_from_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "torch")
+def test_a_login_node_hears_of_a_mistake_from_another_process() -> None:
     config = replace(Cell(1).config(), optim=OptimConfig(_target_=f"{OWN}.KeepsText"))
     with pytest.raises(UserError, match="which is a str"):
         check_tried_optimizer(config)
@@ -318,11 +318,12 @@ def test_a_login_node_hears_of_a_mistake_from_another_process(monkeypatch: pytes
 
 def test_whole_updates_need_parameters_on_the_device() -> None:
     zero = {"dp": 2, "data_parallel": "zero3", "offload": "all"}
-    config = Cell(2, strategy=zero).config()
-    for settings in ({"_target_": f"{OWN}.Lion", "elementwise": True}, {"_target_": "torch.optim.RMSprop"}):
-        validate(replace(config, optim=OptimConfig(**settings)), 1, 2)
+    cell = Cell(2, strategy=zero)
+    config, layout = cell.config(), cell.layout()
+    for settings in ({"_target_": LION, "elementwise": True}, {"_target_": "torch.optim.RMSprop"}):
+        check_savers(replace(config, optim=OptimConfig(**settings)), layout)
     with pytest.raises(UserError, match="offload=all cannot gather"):
-        validate(replace(config, optim=OptimConfig(_target_=f"{OWN}.Lion")), 1, 2)
+        check_savers(replace(config, optim=OptimConfig(_target_=LION)), layout)
 
 
 def rates(total: int, **settings: Any) -> list[float]:
@@ -332,7 +333,7 @@ def rates(total: int, **settings: Any) -> list[float]:
 
 def test_schedules_of_a_user() -> None:
     assert rates(4, schedule=f"{OWN}.to_zero") == pytest.approx([2.0, 1.5, 1.0, 0.5])
-    own = {"_target_": f"{OWN}.inverse_square_root", "args": {"warmup": 1}}
+    own = {"_target_": "examples.own_optimizer.inverse_square_root", "args": {"warmup": 1}}
     assert rates(4, schedule=own) == pytest.approx([2.0, 2**0.5, 2 / 3**0.5, 1.0])
     with pytest.raises(UserError, match=r"returned -1\.0"):
         rates(1, schedule=f"{OWN}.negative")
@@ -355,9 +356,9 @@ def test_the_estimate_says_what_it_assumes() -> None:
 
     assert described() == (2.0, None)
     assert described(_target_="torch.optim.RMSprop")[0] == 1.0
-    assert described(_target_=f"{OWN}.Lion", state_per_parameter=1.0)[0] == 1.0
-    assert described(_target_=f"{OWN}.Lion") == (
+    assert described(_target_=LION, state_per_parameter=1.0)[0] == 1.0
+    assert described(_target_=LION) == (
         2.0,
-        f"2 values of optimizer state per parameter, since {OWN}.Lion is unknown "
+        f"2 values of optimizer state per parameter, since {LION} is unknown "
         "(optim.state_per_parameter=N states the number)",
     )
