@@ -58,10 +58,11 @@ class Optimizer:
         """Updates the parameters from their ``.grad`` unless ``finite`` (a scalar bool on the device) is false."""
         while self._before_update:
             self._before_update.pop()()
-        if any(part.waits for part in self._parts) and not finite.item():
-            return
         for held in self._held.values():
             held.refresh()
+        # with offload this waits for the copies of the gradients, too
+        if any(part.waits for part in self._parts) and not finite.item():
+            return
         for part in self._parts:
             part.update(learning_rate, finite, first=not self._updated)
         self._updated = True

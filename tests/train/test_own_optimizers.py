@@ -275,6 +275,7 @@ def test_what_cannot_be_used_is_refused(settings: dict[str, Any], message: str) 
         ({"groups": {"a": {"match": "["}}}, "optim.groups.a.match"),
         ({"groups": {"a": {"match": "b", "lr_factr": 1}}}, "optim.groups.a.lr_factr"),
         ({"groups": {"a": {"match": "b", "lr_factor": -1}}}, "optim.groups.a"),
+        ({"groups": {"a": {"match": "b", "elementwise": True}}}, "optim.groups.a.elementwise"),
         ({"schedule": "cosin"}, "optim.schedule"),
         ({"schedule": f"{OWN}.missing"}, "optim.schedule"),
         ({"schedule": {"_target_": f"{OWN}.to_zero", "args": {"power": 2}}}, "optim.schedule.args.power"),

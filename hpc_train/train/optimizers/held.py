@@ -165,7 +165,7 @@ class WholeTensor:
         if self.local is None:
             whole = torch.empty(self.parameter.shape, dtype=shard.dtype, device=shard.device)
         else:
-            whole = self.local.detach().to(shard.device)
+            whole = self.local.detach().to(shard.device).contiguous()
         _broadcast(whole, self.parameter, self.owner)
         shard.copy_(_cut(whole, self.parameter))
         if self.local is not None and not self.offloaded:
