@@ -152,6 +152,9 @@ def check_optimizers(optim: OptimConfig, in_container: bool = False) -> None:
         if group._target_ is None and group.elementwise is not None:
             what = f"{group.where}.elementwise is set without {group.where}._target_"
             raise UserError(what, where=f"{group.where}.elementwise", fix=f"remove {group.where}.elementwise")
+    if optim._target_ is None and optim.name == "custom":
+        fix = "optim._target_=package.module.Name"
+        raise UserError("optim.name is custom, but optim._target_ names no optimizer", where="optim._target_", fix=fix)
     if optim._target_ is None and (optim.args or optim.elementwise is not None):
         key = "args" if optim.args else "elementwise"
         fix = f"optim._target_=package.module.Name, or remove optim.{key}"

@@ -75,7 +75,9 @@ class StrategyConfig:
 class OptimConfig:
     """The optimizer and its learning rate schedule."""
 
-    name: str = key("adamw", "The optimizer, unless _target_ is set.", choices=("adamw", "sgd"))
+    name: str = key(
+        "adamw", "The optimizer, unless _target_ is set, which custom requires.", choices=("adamw", "sgd", "custom")
+    )
     _target_: str | None = key(
         None,
         "Any subclass of torch.optim.Optimizer, or a function that returns one: package.module.Name. It is called with "
